@@ -13,15 +13,8 @@ import onnx_ir as ir
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import PlanEntry
 from bf16kit.drift.budget import Budget
-from bf16kit.drift.measurements import (
-    MARGIN_DB,
-    MOST_LAYERS,
-    DiagnosisEntry,
-    LayerEntry,
-    Layers,
-    RemedyEntry,
-    downsample,
-)
+from bf16kit.drift import measurements
+from bf16kit.drift.measurements import MARGIN_DB, DiagnosisEntry, LayerEntry, Layers, RemedyEntry
 from bf16kit.messages.document import plain
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, UsageError
 from bf16kit.messages.text import table
@@ -69,9 +62,8 @@ class Explanation:
 
     def entry(self, max_layers: int) -> Layers:
         """Return this with at most ``max_layers`` layers, as ``measurements.json`` stores it."""
-        return Layers(
-            measured=len(self.layers), rows=list(downsample(self.layers, max_layers)), diagnosis=self.diagnosis
-        )
+        rows = list(measurements.downsample(self.layers, max_layers))
+        return Layers(measured=len(self.layers), rows=rows, diagnosis=self.diagnosis)
 
 
 def explain(
@@ -131,7 +123,7 @@ def measure_layers(
             for profile in profiles:
                 wanted = remedies if profile in remedies_for else None
                 explanation = explain_profile(graph, artifact, feeds[:_FEEDS], profile, wanted)
-                found[profile] = explanation.entry(MOST_LAYERS // len(profiles))
+                found[profile] = explanation.entry(measurements.MOST_LAYERS // len(profiles))
     except (RuntimeFailure, ConversionError) as error:
         notes.append(f"the SQNR of layers was not measured: {error}")
     return found
@@ -232,10 +224,7 @@ def text(explanation: Explanation, origin: str, remarks: str = "") -> str:
     ``origin`` says which samples were run. ``remarks`` replace the explanation's own.
     """
     shown = [each for each in explanation.layers if _is_notable(each)]
-    rows = [
-        (each.depth, each.name, each.op, each.weight, f"{each.sqnr_db:.1f}", f"{each.expected_db:.1f}", _mark(each))
-        for each in shown
-    ]
+    rows = [(e.depth, e.name, e.op, e.weight, f"{e.sqnr_db:.1f}", f"{e.expected_db:.1f}", _mark(e)) for e in shown]
     title = (
         f"Profile {explanation.profile}: SQNR of {len(rows)} of {len(explanation.layers)} layers on {origin}, and"
         " the SQNR predicted for rounding alone"

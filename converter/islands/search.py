@@ -90,13 +90,7 @@ class _Search:
         self._bf16 = bf16_of(plan, task.profile)
         with self._step("preparing"):
             self.trials = Trials(
-                base,
-                self._bf16,
-                task.signature,
-                task.expected,
-                task.deadline,
-                saturate=task.saturate,
-                scratch=task.scratch,
+                base, self._bf16, task.signature, task.expected, task.deadline, task.scratch, saturate=task.saturate
             )
         self._flops = flop_shares(base, self.trials.shapes())
         self._bytes = byte_shares(base, {entry.name for entry in plan.tensors})
@@ -113,8 +107,8 @@ class _Search:
                 if not breaches:
                     return self._result(frozenset(), {}, self._before)
                 everything = self._drifts(frozenset(self._units))
-                if breaches_of(budget, everything):
-                    return self._no_solution()
+                if left := breaches_of(budget, everything):
+                    return self._no_solution(left[0])
         except OutOfTime:
             return SearchResult(self._task.profile.name, complete=False, error=_NO_TIME)
         judge: Judge | None = None
@@ -201,16 +195,14 @@ class _Search:
             complete=complete,
         )
 
-    def _no_solution(self) -> SearchResult:
+    def _no_solution(self, left: Breach) -> SearchResult:
         """Say why not even all candidates in fp32 suffice: fp32 noise alone is too much, or what is still bf16."""
-        task, name = self._task, self._task.profile.name
-        noise = breaches_of(task.budget, self.trials.drifts(Bf16()))
+        name, noise = self._task.profile.name, breaches_of(self._task.budget, self.trials.drifts(Bf16()))
         if noise:
             return SearchResult(name, error=_NOISE.format(noise[0]))
-        still_bf16 = self._bf16_with(frozenset(self._units))
-        breach = breaches_of(task.budget, self.trials.drifts(still_bf16))[0]
-        names = first_few([*sorted(still_bf16.weights), *sorted(still_bf16.nodes)], _NAMED)
-        return SearchResult(name, error=_STILL_BF16.format(breach, names))
+        still = self._bf16_with(frozenset(self._units))
+        names = first_few([*sorted(still.weights), *sorted(still.nodes)], _NAMED)
+        return SearchResult(name, error=_STILL_BF16.format(left, names))
 
 
 def _sqnr(drifts: Sequence[Drifts]) -> dict[str, float]:

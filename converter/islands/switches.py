@@ -91,7 +91,7 @@ class Switch(Step):
         graph = model.graph
         fresh = FreshNames(all_value_names(model) | {node.name or "" for node in graph.all_nodes()})
         self.input = fresh.make("switches")
-        switches = ir.Value(name=self.input, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([None]))
+        switches = _value(self.input, ir.DataType.BOOL, ir.Shape([None]))
         nodes = list(graph)
         elements: list[ir.Value] = []
         for value in [v for v in values_of(graph) if is_float_tensor(v)]:
@@ -113,18 +113,21 @@ class Switch(Step):
         replaces_output = value.is_graph_output() and any(owner)
         if replaces_output:
             groups.setdefault(Site(*owner, "", is_weight), [])
-        if not groups:
-            return
-        made = _Nodes(graph, value, fresh)
+        made: list[ir.Node] = []
         for site, uses in groups.items():
-            switches.append(_switch_of(value, fresh))
-            switched = made.switched(switches[-1], clamped=self.saturate and bool(site.weight))
+            switches.append(_value(fresh.make(f"{value.name}/switch"), ir.DataType.BOOL, ir.Shape([1])))
+            clamped = self.saturate and bool(site.weight)
+            made.append(_switched(graph, value, switches[-1], fresh, clamped=clamped))
+            switched = made[-1].outputs[0]
             self.sites.append(site)
             for node, index in uses:
                 node.replace_input_with(index, switched)
             if replaces_output and not site.reader:
                 _replace_output(graph, value, switched, fresh)
-        made.insert()
+        if (producer := value.producer()) is not None:
+            graph.insert_after(producer, made)
+        elif made:
+            graph.insert_before(next(iter(graph)), made)
 
     def _owner(self, value: ir.Value) -> tuple[str, str]:
         """Return the stored weight that ``value`` is, and the node that computes and rounds it; "" for each if none."""
@@ -165,67 +168,29 @@ def positions(sites: Sequence[Site], bf16: Bf16, *, reading_weights: bool = True
     return np.array([site.rounds(bf16, reading_weights=reading_weights) for site in sites], np.bool_)
 
 
-class _Nodes:
-    """The nodes made for one value, inserted together after the node that computes it."""
+def _switched(graph: ir.Graph, value: ir.Value, switch: ir.Value, fresh: FreshNames, *, clamped: bool) -> ir.Node:
+    """Return an If that gives ``value``, rounded if ``switch`` is on; first clamped to what bf16 holds, if asked."""
 
-    def __init__(self, graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> None:
-        self._graph = graph
-        self._value = value
-        self._fresh = fresh
-        self._made: list[ir.Node] = []
+    def node(op: str, *inputs: ir.Value, dtype: ir.DataType = FLOAT, **attributes: int | ir.Graph) -> ir.Node:
+        name = fresh.make(f"{value.name}/{op.lower()}")
+        return ir.node(op, inputs, attributes, outputs=[_value(name, dtype, value.shape)], name=name)
 
-    def switched(self, switch: ir.Value, *, clamped: bool) -> ir.Value:
-        """Return the value, rounded if ``switch`` is on."""
-        branches = (
-            self._body("rounded", self._rounding(clamped)),
-            self._body("kept", [self._node("Identity", [self._value])]),
-        )
-        names = ("then_branch", "else_branch")
-        bodies = [ir.AttrGraph(name, body) for name, body in zip(names, branches, strict=True)]
-        node = self._node("If", [switch], attributes=bodies)
-        self._made.append(node)
-        return node.outputs[0]
+    def body(name: str, nodes: Sequence[ir.Node]) -> ir.Graph:
+        return ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=fresh.make(f"{value.name}/{name}"))
 
-    def insert(self) -> None:
-        producer, first = self._value.producer(), next(iter(self._graph))
-        if producer is not None:
-            self._graph.insert_after(producer, self._made)
-        else:
-            self._graph.insert_before(first, self._made)
-
-    def _rounding(self, clamped: bool) -> list[ir.Node]:
-        nodes, value = list[ir.Node](), self._value
-        if clamped:
-            bounds = [self._constant(-_LARGEST), self._constant(_LARGEST)]
-            nodes.append(self._node("Clip", [value, *bounds]))
-            value = nodes[-1].outputs[0]
-        narrow = self._node("Cast", [value], BFLOAT16, [ir.AttrInt64("to", int(BFLOAT16))])
-        wide = self._node("Cast", [narrow.outputs[0]], FLOAT, [ir.AttrInt64("to", int(FLOAT))])
-        return [*nodes, narrow, wide]
-
-    def _body(self, name: str, nodes: list[ir.Node]) -> ir.Graph:
-        return ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=self._fresh.make(f"{self._value.name}/{name}"))
-
-    def _node(
-        self,
-        op: str,
-        inputs: Sequence[ir.Value],
-        dtype: ir.DataType = FLOAT,
-        attributes: Sequence[ir.Attr] = (),
-    ) -> ir.Node:
-        name = self._fresh.make(f"{self._value.name}/{op.lower()}")
-        node = ir.Node("", op, inputs, attributes, name=name)
-        output = node.outputs[0]
-        output.name, output.type, output.shape = name, ir.TensorType(dtype), self._value.shape
-        return node
-
-    def _constant(self, number: np.generic) -> ir.Value:
-        return _constant(self._graph, f"{self._value.name}/constant", np.array(number), self._fresh)
+    rounding, source = list[ir.Node](), value
+    if clamped:
+        bounds = [_constant(graph, f"{value.name}/bound", np.array(bound), fresh) for bound in (-_LARGEST, _LARGEST)]
+        rounding.append(node("Clip", value, *bounds))
+        source = rounding[-1].outputs[0]
+    narrow = node("Cast", source, dtype=BFLOAT16, to=int(BFLOAT16))
+    rounding += [narrow, node("Cast", narrow.outputs[0], to=int(FLOAT))]
+    kept = body("kept", [node("Identity", value)])
+    return node("If", switch, then_branch=body("rounded", rounding), else_branch=kept)
 
 
-def _switch_of(value: ir.Value, fresh: FreshNames) -> ir.Value:
-    name = fresh.make(f"{value.name}/switch")
-    return ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
+def _value(name: str, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=shape)
 
 
 def _split(graph: ir.Graph, switches: ir.Value, elements: Sequence[ir.Value], fresh: FreshNames) -> None:

@@ -88,9 +88,9 @@ class Trials:
         signature: Signature,
         expected: Expected,
         deadline: Deadline,
+        scratch: Path | None = None,
         *,
         saturate: bool = False,
-        scratch: Path | None = None,
     ) -> None:
         self.deadline = deadline
         self._signature = signature

@@ -126,7 +126,7 @@ def test_the_report_of_a_model_over_budget_suggests_a_remedy() -> None:
 
 def test_the_report_of_a_sound_model_suggests_no_remedy(mlp: Artifact) -> None:
     text = _Page(mlp.file("report.html").read_text()).text
-    assert text.count("Every output has the SQNR expected of rounding to bf16") == 2
+    assert text.count("Every output has the SQNR predicted for rounding to bf16") == 2
     assert text.count("No remedy is needed.") == 2
     assert "--keep-fp32" not in text
 
