@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import PlanEntry
-from bf16kit.drift.budget import Budget
 from bf16kit.drift import measurements
+from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import MARGIN_DB, DiagnosisEntry, LayerEntry, Layers, RemedyEntry
 from bf16kit.messages.document import plain
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, UsageError

@@ -7,7 +7,6 @@ and no layer of the artifact is to blame. If it does, which layer falls below it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +19,7 @@ from bf16kit.drift.budget import Budget
 from bf16kit.messages import document
 from bf16kit.messages.errors import InvalidRequest, UsageError
 from bf16kit.messages.text import table
-from bf16kit.messages.wording import quoted
-from bf16kit.numerics.tensors import BY_NAME, Array, check_feeds
-from bf16kit.runtime import Runtime
+from bf16kit.numerics.tensors import Array, check_feeds
 from bf16kit.runtime.loading import load_reference
 from converter.islands import explanation
 from converter.islands.explanation import Remedies
@@ -114,15 +111,6 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
         check_feeds([each.spec() for each in manifest.inputs], evidence.feeds)
     except InvalidRequest as error:
         raise UsageError(f"{path}: {error}") from None
-    outputs = {each.name: each for each in manifest.outputs}
-    for name, served in sorted(evidence.served.items()):
-        if name not in outputs:
-            raise UsageError(f"{path}: holds output {quoted(name)}, which {artifact.path} does not have")
-        if served.dtype != BY_NAME[outputs[name].dtype].numpy:
-            raise UsageError(
-                f"{path}: holds output {quoted(name)} as {served.dtype.name}, which {artifact.path} gives as"
-                f" {outputs[name].dtype}"
-            )
     return header.profile
 
 
@@ -134,26 +122,20 @@ def _relevant_files(manifest: Manifest, graph: str) -> list[str]:
 
 
 def _rerun(evidence: Evidence, artifact: Artifact, profile: str) -> list[Rerun]:
-    names = list(evidence.served)
-    runtime, _ = open_profile(artifact, profile)
-    rerun = _run(runtime, evidence.feeds, names)
-    fp32 = _run(load_reference(artifact), evidence.feeds, names)
+    found: list[dict[str, Array]] = []
+    for runtime in (open_profile(artifact, profile)[0], load_reference(artifact)):
+        found.append(runtime.run(evidence.feeds, list(evidence.served)))
+        runtime.close()
+    served, then = evidence.served, evidence.reference
     return [
         Rerun(
             name,
-            served=_distance(evidence.served[name], evidence.reference[name], evidence.reference[name]),
-            left=_distance(evidence.served[name], rerun[name], evidence.reference[name]),
-            reference=_distance(fp32[name], evidence.reference[name], evidence.reference[name]),
+            served=_distance(served[name], then[name], then[name]),
+            left=_distance(served[name], found[0][name], then[name]),
+            reference=_distance(found[1][name], then[name], then[name]),
         )
-        for name in names
+        for name in served
     ]
-
-
-def _run(runtime: Runtime, feeds: Mapping[str, Array], outputs: list[str]) -> dict[str, Array]:
-    try:
-        return runtime.run(feeds, outputs)
-    finally:
-        runtime.close()
 
 
 def _distance(one: Array, other: Array, scale: Array) -> float:

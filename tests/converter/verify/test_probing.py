@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,13 +83,13 @@ def test_chunks_change_only_how_many_values_are_held_at_once(tmp_path: Path, mon
     feeds = [{"x": graphs.values(4, 16)}]
     whole = compare(*sides, feeds)
     held: list[int] = []
-    opened = probing._Sessions.open
+    opened = probing._open
 
-    def counting(side: probing._Sessions, names: list[str]) -> object:
+    def counting(side: Graph, names: Sequence[str]) -> OnnxRuntime:
         held.append(len(names))
         return opened(side, names)
 
-    monkeypatch.setattr(probing._Sessions, "open", counting)
+    monkeypatch.setattr(probing, "_open", counting)
     assert compare(*sides, feeds, chunk=3 * 4 * 16 * 4) == whole
     assert held == [8, 8, 3, 3, 3, 3, 3, 3], "8 values to learn how large they are, then 3 of 256 bytes at a time"
 
