@@ -173,7 +173,6 @@ def search_artifact(reference: Graph, artifact: Artifact, profile: str, remedies
         islands=Islands(_searched(manifest.plan.nodes[profile]), _searched(manifest.plan.tensors)),
         keep_fp32=_patterns(artifact, "keep_fp32"),
         bf16=_patterns(artifact, "bf16"),
-        saturate=manifest.options.get("saturate") is True,
         scratch=remedies.scratch,
     )
     return search(task, remedies.progress)

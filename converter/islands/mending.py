@@ -101,7 +101,6 @@ class IslandSearches:
             islands=merged(self.results.values()),
             keep_fp32=options.keep_fp32,
             bf16=options.bf16,
-            saturate=options.saturate,
             scratch=self._scratch,
         )
 

@@ -40,8 +40,7 @@ class Task:
     """The goal of a search: islands for ``profile`` with which the outputs are within ``budget``.
 
     ``expected`` are the feeds to try, with the fp32 reference's outputs. ``islands`` exist already and stay; so do
-    ``keep_fp32`` and ``bf16``, the user's patterns. With ``saturate``, weights that overflow become the largest finite
-    number. Temporary files go to ``scratch``.
+    ``keep_fp32`` and ``bf16``, the user's patterns. Temporary files go to ``scratch``.
     """
 
     prepared: Prepared
@@ -53,7 +52,6 @@ class Task:
     islands: Islands = field(default_factory=Islands)
     keep_fp32: Sequence[str] = ()
     bf16: Sequence[str] = ()
-    saturate: bool = False
     scratch: Path | None = None
 
     def plan(self, units: Units = frozenset()) -> Plan:
@@ -89,9 +87,7 @@ class _Search:
         plan, base = task.plan(), task.profile.base(task.prepared)
         self._bf16 = bf16_of(plan, task.profile)
         with self._step("preparing"):
-            self.trials = Trials(
-                base, self._bf16, task.signature, task.expected, task.deadline, task.scratch, saturate=task.saturate
-            )
+            self.trials = Trials(base, self._bf16, task.signature, task.expected, task.deadline, task.scratch)
         self._flops = flop_shares(base, self.trials.shapes())
         self._bytes = byte_shares(base, {entry.name for entry in plan.tensors})
         self._units = candidates(base, plan, task.profile, self._flops, self._bytes)

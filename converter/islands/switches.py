@@ -24,7 +24,6 @@ from converter.source import Array
 
 FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 _Use = tuple[ir.Node, int]
-_LARGEST = np.float32(3.3895313892515355e38)  # the largest finite bf16 value
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +59,12 @@ class Switch(Step):
     """Make every rounding switchable that the nodes in ``forms`` and the tensors ``narrow`` cause.
 
     The graph gets an input ``switches`` (bool, one element per :class:`Site` in ``sites``, in order). For each node's
-    first named fp32 output it gets an output with the shape (``shapes``, by node name). ``saturated`` names the tensors
-    whose overflowing values become the largest finite one. Requires: types are known. Ensures: with all switches off,
-    the graph computes what it computed before.
+    first named fp32 output it gets an output with the shape (``shapes``, by node name). Requires: types are
+    known. Ensures: with all switches off, the graph computes what it computed before.
     """
 
     forms: Mapping[str, Bf16Form]
     narrow: Collection[str]
-    saturate: bool = False
     sites: list[Site] = field(default_factory=list)
     shapes: dict[str, str] = field(default_factory=dict)
     input: str = ""
@@ -116,8 +113,7 @@ class Switch(Step):
         made: list[ir.Node] = []
         for site, uses in groups.items():
             switches.append(_value(fresh.make(f"{value.name}/switch"), ir.DataType.BOOL, ir.Shape([1])))
-            clamped = self.saturate and bool(site.weight)
-            made.append(_switched(graph, value, switches[-1], fresh, clamped=clamped))
+            made.append(_switched(value, switches[-1], fresh))
             switched = made[-1].outputs[0]
             self.sites.append(site)
             for node, index in uses:
@@ -168,25 +164,19 @@ def positions(sites: Sequence[Site], bf16: Bf16, *, reading_weights: bool = True
     return np.array([site.rounds(bf16, reading_weights=reading_weights) for site in sites], np.bool_)
 
 
-def _switched(graph: ir.Graph, value: ir.Value, switch: ir.Value, fresh: FreshNames, *, clamped: bool) -> ir.Node:
-    """Return an If that gives ``value``, rounded if ``switch`` is on; first clamped to what bf16 holds, if asked."""
+def _switched(value: ir.Value, switch: ir.Value, fresh: FreshNames) -> ir.Node:
+    """Return an If that gives ``value``, rounded if ``switch`` is on."""
 
     def node(op: str, *inputs: ir.Value, dtype: ir.DataType = FLOAT, **attributes: int | ir.Graph) -> ir.Node:
         name = fresh.make(f"{value.name}/{op.lower()}")
         return ir.node(op, inputs, attributes, outputs=[_value(name, dtype, value.shape)], name=name)
 
-    def body(name: str, nodes: Sequence[ir.Node]) -> ir.Graph:
+    def body(name: str, *nodes: ir.Node) -> ir.Graph:
         return ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=fresh.make(f"{value.name}/{name}"))
 
-    rounding, source = list[ir.Node](), value
-    if clamped:
-        bounds = [_constant(graph, f"{value.name}/bound", np.array(bound), fresh) for bound in (-_LARGEST, _LARGEST)]
-        rounding.append(node("Clip", value, *bounds))
-        source = rounding[-1].outputs[0]
-    narrow = node("Cast", source, dtype=BFLOAT16, to=int(BFLOAT16))
-    rounding += [narrow, node("Cast", narrow.outputs[0], to=int(FLOAT))]
-    kept = body("kept", [node("Identity", value)])
-    return node("If", switch, then_branch=body("rounded", rounding), else_branch=kept)
+    narrow = node("Cast", value, dtype=BFLOAT16, to=int(BFLOAT16))
+    rounded = body("rounded", narrow, node("Cast", narrow.outputs[0], to=int(FLOAT)))
+    return node("If", switch, then_branch=rounded, else_branch=body("kept", node("Identity", value)))
 
 
 def _value(name: str, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
@@ -196,14 +186,10 @@ def _value(name: str, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
 def _split(graph: ir.Graph, switches: ir.Value, elements: Sequence[ir.Value], fresh: FreshNames) -> None:
     """Make each of ``elements`` one element of ``switches``, in order, by one Split: Gathers took as long as Conv."""
     if elements:
-        sizes = _constant(graph, "switches/sizes", np.ones(len(elements), np.int64), fresh)
+        name = fresh.make("switches/sizes")
+        sizes = initializer(graph, name, ir.tensor(np.ones(len(elements), np.int64), name=name))
         node = ir.Node("", "Split", [switches, sizes], outputs=elements, name=fresh.make("switches/split"))
         graph.insert_before(next(iter(graph)), node)
-
-
-def _constant(graph: ir.Graph, name: str, array: Array, fresh: FreshNames) -> ir.Value:
-    name = fresh.make(name)
-    return initializer(graph, name, ir.tensor(array, name=name))
 
 
 def _replace_output(graph: ir.Graph, value: ir.Value, switched: ir.Value, fresh: FreshNames) -> None:

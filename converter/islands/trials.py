@@ -89,15 +89,13 @@ class Trials:
         expected: Expected,
         deadline: Deadline,
         scratch: Path | None = None,
-        *,
-        saturate: bool = False,
     ) -> None:
         self.deadline = deadline
         self._signature = signature
         self._expected = expected
         opset = base.opset_imports[""]
         forms = {n.name or "": form for n in base.graph if n.name in bf16.nodes and (form := bf16_form(n, opset))}
-        self._switch = switch = Switch(forms, bf16.weights, saturate)
+        self._switch = switch = Switch(forms, bf16.weights)
         model = run([switch], base.clone())
         inputs, outputs = (*signature.inputs, switch.spec), (*signature.outputs, *switch.shape_specs)
         self._runtime: Runtime = open_fp32_graph(model, inputs, outputs, scratch, arena=True)
