@@ -12,8 +12,7 @@ from bf16kit.artifact.recoveryentries import RecoveryEntry
 from converter import torch_only
 from converter.candidate import Candidate, Verified
 from converter.islands.explanation import measure_layers
-from converter.islands.islandsearch import IslandSearches
-from converter.islands.trials import Deadline
+from converter.islands.mending import IslandSearches
 from converter.job import Job
 from converter.options import Options
 from converter.plan.decisions import Islands
@@ -121,7 +120,7 @@ def _publish(job: Job, verified: Verified, provided: ProvidedInputs) -> Result:
         job.progress,
         job.notes,
         remedies_for=[name for name, found in certified.breaches.items() if found and options.search],
-        expired=Deadline.after(options.search_minutes).expired,
+        minutes=options.search_minutes,
         without=options.optional_profiles,  # one profile's layers take a tenth of a conversion: `explain` does these
     )
     measurements = build_measurements(manifest, verified, layers, job.samples.given, recovery)

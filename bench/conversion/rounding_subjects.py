@@ -19,7 +19,7 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.ort.externaldata import REBUILT
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from converter.graph.initializers import stays_inline
-from converter.islands.explain import open_reference
+from converter.islands.layertrace import open_reference
 from converter.plan import narrowed
 from converter.rewrite import prepare
 from converter.source import Feeds

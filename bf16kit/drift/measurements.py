@@ -33,7 +33,7 @@ MOST_LAYERS = 10_000  # of all profiles
 MOST_TENSORS = 10_000
 MOST_SLICES = 5  # of an output in a profile
 MOST_DB = 200.0  # an SQNR of ±this stands for exact and for infinitely far
-# How far below the expected line, in dB, an SQNR must lie to have left it. MiniLM stays within 1.5; cancellation of one
+# How far below its prediction, in dB, an SQNR must lie to be at fault. MiniLM stays within 1.5; cancellation of one
 # bit costs 6 (docs/decisions has the numbers of more models).
 MARGIN_DB = 6.0
 MAX_BYTES = 64 << 20  # of the file; with the maxima above it stays below a tenth of this, unless names are very long
@@ -93,8 +93,8 @@ class LayerEntry(_Entry):
 
     ``name`` is the node's in the source's graph, ``weight`` that of the first weight it reads ("" for none). ``depth``
     counts the matrix products on the longest path to it. ``sqnr_db`` is 10·log10(Σr² / Σ(c−r)²), r the fp32 reference's
-    values and c the profile's; ``expected_db`` is the value if there were only rounding noise. Both are within
-    ±:data:`MOST_DB`.
+    values and c the profile's; ``expected_db`` is the prediction: the value if there were only rounding noise. Both are
+    within ±:data:`MOST_DB`.
     """
 
     name: str
@@ -106,7 +106,7 @@ class LayerEntry(_Entry):
 
 
 class RemedyEntry(_Entry):
-    """Nodes that, kept in fp32 in a trial, raised the SQNR of ``output`` from ``before_db`` to ``after_db``.
+    """Nodes and weights that, kept in fp32 in a trial, raised ``output``'s SQNR from ``before_db`` to ``after_db``.
 
     ``keep_fp32`` is the regular expression that matches them.
     """
@@ -121,9 +121,9 @@ class RemedyEntry(_Entry):
 class DiagnosisEntry(_Entry):
     """The diagnosis of a profile's outputs from its layers.
 
-    ``ails``: an output is :data:`MARGIN_DB` below the expected line, or over the budget. ``leaves`` is the layer at
-    which its noise left the line, None if it never did. ``tried`` says whether remedies were tried; ``remedy`` is the
-    one that helped, None if none did.
+    ``ails``: an output is :data:`MARGIN_DB` below its predicted SQNR, or over the budget. ``leaves`` is the layer
+    at which its noise fell below it, None if it never did. ``tried`` says whether a remedy was searched for; ``remedy``
+    is the one that helped, None if none did.
     """
 
     ails: bool

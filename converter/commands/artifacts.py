@@ -74,6 +74,7 @@ def explain(
     from bf16kit.runtime.ort import kernel
     from converter.islands.explanation import explain as explain_artifact
     from converter.islands.reproduction import explain_evidence
+    from converter.process import progress
 
     kernel.configured_kernel()
     if of is None:
@@ -82,11 +83,15 @@ def explain(
                 f"{artifact}: is a file, expected an artifact's directory; if it is an evidence file, pass"
                 " --artifact DIRECTORY as well"
             )
-        echo(explain_artifact(artifact, samples, profiles, as_json=as_json))
+        with progress.for_stream(sys.stderr) as bar:
+            said = explain_artifact(artifact, samples, profiles, bar, as_json=as_json)
+        echo(said)
         return
     if samples is not None or profiles:
         raise errors.UsageError("an evidence file holds its own sample and profile; leave out --samples and --profile")
-    echo(explain_evidence(artifact, of, as_json=as_json))
+    with progress.for_stream(sys.stderr) as bar:
+        said = explain_evidence(artifact, of, bar, as_json=as_json)
+    echo(said)
 
 
 @click.command()

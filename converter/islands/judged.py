@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from bf16kit.drift.budget import Breach, Budget
+from bf16kit.drift.metrics import DriftSummary
+from converter.islands.candidates import Unit
 from converter.islands.choice import Units
-from converter.islands.ranking import Unit
 from converter.verify import golden, measure
 from converter.verify.judging import find_breaches
 from converter.verify.measure import Drifts
@@ -15,8 +16,61 @@ from converter.verify.measure import Drifts
 Worth = Mapping[Unit, tuple[Breach, float]]  # the breach without a unit, and that figure with it
 
 _FIRST = 4  # every fourth sample is run first
-_TOLERANCE = 1.1
+_CLEARLY = 1.1  # the first samples exceed the budget clearly at this many times what they may have
 _NEAR = 0.5  # drift ÷ budget; a set with less does not show how the samples differ near the budget
+
+
+class Judge:
+    """Judges sets of islands by ``share`` of ``budget`` on ``samples``; ``drifts`` tries a set on some samples.
+
+    ``found`` is the last set that was within it. A set is tried on a few of the samples first, spread over them. If
+    these exceed the budget clearly, compared with what they did when the last set was within it, the others are not
+    run. Such a set may be within budget all the same; then the search finds more islands than necessary.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        share: float,
+        samples: Sequence[int],
+        drifts: Callable[[Units, Sequence[int]], list[Drifts]],
+    ) -> None:
+        self.share = share
+        self.found: Units | None = None
+        self._budget = budget.tightened(share)
+        self._first = tuple(samples[::_FIRST])
+        self._rest = tuple(index for index in samples if index not in self._first)
+        self._drifts = drifts
+        self._veto = math.inf  # drift ÷ budget on the first samples
+        self._breaches: dict[Units, list[Breach]] = {}
+        self._now: Mapping[str, DriftSummary] = {}
+
+    def suffices(self, units: Units) -> bool:
+        """Whether a profile with the islands ``units`` is within the budget; each set is tried once."""
+        if units not in self._breaches:
+            self._breaches[units] = self._try(units)
+        return not self._breaches[units]
+
+    def worth(self) -> Worth:
+        """Return what each unit of the set found is worth, of those without which it was tried."""
+        worth: dict[Unit, tuple[Breach, float]] = {}
+        for unit in self.found or ():
+            for breach in self._breaches.get((self.found or frozenset()) - {unit}, [])[:1]:
+                judged = self._now[breach.output].judged(breach.metric)
+                worth[unit] = breach, math.nan if judged is None else judged
+        return worth
+
+    def _try(self, units: Units) -> list[Breach]:
+        drifts = self._drifts(units, self._first)
+        on_first = ratio(self._budget, drifts)
+        if on_first <= self._veto:
+            drifts = [*drifts, *self._drifts(units, self._rest)]
+        breaches = breaches_of(self._budget, drifts)
+        if not breaches:
+            self.found, self._now = units, measure.summarise(drifts)
+            if (on_all := ratio(self._budget, drifts)) > _NEAR:
+                self._veto = max(1.0, _CLEARLY * on_first / on_all)
+        return breaches
 
 
 def breaches_of(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
@@ -29,67 +83,8 @@ def breaches_of(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     return find_breaches(budget, drifts) or find_breaches(budget, [drifts[golden.choose(budget, [given])]])
 
 
-class BudgetJudge:
-    """Judges sets of islands by ``budget`` on ``samples``. ``drifts`` tries a set on some samples.
-
-    A set is tried on a few of the samples first, spread over them. If these exceed the budget clearly, compared with
-    what they did when the last set was within it, the others are not run. Such a set may be within budget all the same;
-    then the search finds more islands than necessary.
-    """
-
-    def __init__(
-        self,
-        budget: Budget,
-        samples: Sequence[int],
-        drifts: Callable[[Units, tuple[int, ...]], list[Drifts]],
-    ) -> None:
-        self._budget = budget
-        self._first = tuple(samples[::_FIRST])
-        self._rest = tuple(index for index in samples if index not in self._first)
-        self._drifts = drifts
-        self._veto = math.inf  # drift ÷ budget on the first samples
-        self._known: dict[Units, tuple[list[Breach], list[Drifts]]] = {}
-
-    def within_budget(self, units: Units) -> bool:
-        """Whether a profile with the islands ``units`` is within the budget."""
-        return not self.breaches(units)
-
-    def breaches(self, units: Units) -> list[Breach]:
-        """Return where a profile with the islands ``units`` exceeds the budget."""
-        return self._evaluate(units)[0]
-
-    def worth(self, found: Units) -> Worth:
-        """Return what each unit of ``found`` is worth, of those without which ``found`` was tried."""
-        now = measure.summarise(self._evaluate(found)[1])
-        worth: dict[Unit, tuple[Breach, float]] = {}
-        for unit in found:
-            breaches = self._known.get(found - {unit}, ([], []))[0]
-            if breaches:
-                judged = now[breaches[0].output].judged(breaches[0].metric)
-                worth[unit] = breaches[0], math.nan if judged is None else judged
-        return worth
-
-    def _evaluate(self, units: Units) -> tuple[list[Breach], list[Drifts]]:
-        if units not in self._known:
-            drifts = self._drifts(units, self._first)
-            on_first = ratio(self._budget, drifts)
-            if on_first <= self._veto:
-                drifts = [*drifts, *self._drifts(units, self._rest)]
-            breaches = breaches_of(self._budget, drifts)
-            if not breaches and (on_all := ratio(self._budget, drifts)) > _NEAR:
-                self._veto = max(1.0, _TOLERANCE * on_first / on_all)
-            self._known[units] = breaches, drifts
-        return self._known[units]
-
-
 def ratio(budget: Budget, drifts: Sequence[Drifts]) -> float:
     """Return the largest drift ÷ budget."""
-    return max(
-        (
-            budget.ratio(name, judged)
-            for summary in measure.summarise(drifts).values()
-            for name in budget.as_dict()
-            if (judged := summary.judged(name)) is not None
-        ),
-        default=0.0,
-    )
+    summaries = measure.summarise(drifts).values()
+    judged = [(name, summary.judged(name)) for summary in summaries for name in budget.as_dict()]
+    return max((budget.ratio(name, measured) for name, measured in judged if measured is not None), default=0.0)

@@ -1,13 +1,12 @@
 """``bf16-convert explain EVIDENCE``: reruns a response that a server sent over budget, and locates the drift.
 
 Two questions, in this order. Does the artifact give what was served? If not, the server had something else in memory,
-and no layer of the artifact is to blame. If it does, which layer leaves the expected line on exactly this input?
+and no layer of the artifact is to blame. If it does, which layer falls below its predicted SQNR on exactly this input?
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,18 +19,19 @@ from bf16kit.drift.budget import Budget
 from bf16kit.messages import document
 from bf16kit.messages.errors import InvalidRequest, UsageError
 from bf16kit.messages.text import table
-from bf16kit.messages.wording import quoted
-from bf16kit.numerics.tensors import BY_NAME, Array, check_feeds
-from bf16kit.runtime import Runtime
+from bf16kit.numerics.tensors import Array, check_feeds
 from bf16kit.runtime.loading import load_reference
 from converter.islands import explanation
-from converter.islands.explain import open_reference
+from converter.islands.explanation import Remedies
+from converter.islands.layertrace import open_reference
+from converter.process.progress import Progress
 from converter.verify.running import open_profile
 
 #: The part of the served drift that may remain between the served output and the one computed here. At 1/4, the
 #: artifact accounts for 15/16 of the drift's power. It is not 0 because another CPU sums in another order, and so
 #: rounds some activations to the other side.
 EXPLAINED = 0.25
+_NOT_REPRODUCED = "No remedy was looked for, because the artifact does not give what was served."
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +62,23 @@ def _allowed(served: float) -> float:
     return EXPLAINED * served if math.isfinite(served) else EXPLAINED
 
 
-def explain_evidence(path: Path, artifact_path: Path, *, as_json: bool = False) -> str:
+def explain_evidence(path: Path, artifact_path: Path, progress: Progress, *, as_json: bool = False) -> str:
     """Explain the evidence in the file ``path`` with the artifact in ``artifact_path``, as text or JSON.
 
-    Raises :class:`UsageError` for a file that is no evidence or belongs to another artifact, and
-    :class:`ArtifactError` or a subclass if the artifact is damaged.
+    A remedy is searched for if the artifact gives what was served: fp32 islands cannot mend other outputs. Raises
+    :class:`UsageError` for a file that is no evidence or belongs to another artifact, and :class:`ArtifactError` or a
+    subclass if the artifact is damaged.
     """
     evidence = Evidence.read(path)
     artifact = Artifact.open(artifact_path)
     profile = _check(evidence, artifact, path)
-    reruns = _rerun(evidence, artifact, profile)
+    reruns, feeds = _rerun(evidence, artifact, profile), (evidence.feeds,)
+    reproduced = all(each.reproduced for each in reruns)
     layers = None
     if artifact.manifest.profiles[profile].format == "onnx":
+        remedies = Remedies(feeds, Budget.from_dict(evidence.header.budget), progress) if reproduced else None
         with open_reference(artifact) as graph:
-            layers = explanation.explain_profile(
-                graph, artifact, (evidence.feeds,), profile, find_remedy=_all_reproduced(reruns)
-            )
+            layers = explanation.explain_profile(graph, artifact, feeds, profile, remedies)
     if as_json:
         header = document.plain(evidence.header) | {"tensors": None}
         rows = [{**document.plain(each), "reproduced": each.reproduced} for each in reruns]
@@ -87,12 +88,7 @@ def explain_evidence(path: Path, artifact_path: Path, *, as_json: bool = False) 
     if layers is None:
         parts.append("The layers of a module that torch runs cannot be explained.")
     else:
-        reason = (
-            ""
-            if _all_reproduced(reruns)
-            else "No remedy was looked for, because the artifact does not give what was served."
-        )
-        parts.append(explanation.text(layers, str(path), reason))
+        parts.append(explanation.text(layers, str(path), "" if reproduced else _NOT_REPRODUCED))
     return "\n\n".join(parts)
 
 
@@ -115,15 +111,6 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
         check_feeds([each.spec() for each in manifest.inputs], evidence.feeds)
     except InvalidRequest as error:
         raise UsageError(f"{path}: {error}") from None
-    outputs = {each.name: each for each in manifest.outputs}
-    for name, served in sorted(evidence.served.items()):
-        if name not in outputs:
-            raise UsageError(f"{path}: holds output {quoted(name)}, which {artifact.path} does not have")
-        if served.dtype != BY_NAME[outputs[name].dtype].numpy:
-            raise UsageError(
-                f"{path}: holds output {quoted(name)} as {served.dtype.name}, which {artifact.path} gives as"
-                f" {outputs[name].dtype}"
-            )
     return header.profile
 
 
@@ -135,26 +122,20 @@ def _relevant_files(manifest: Manifest, graph: str) -> list[str]:
 
 
 def _rerun(evidence: Evidence, artifact: Artifact, profile: str) -> list[Rerun]:
-    names = list(evidence.served)
-    runtime, _ = open_profile(artifact, profile)
-    rerun = _run(runtime, evidence.feeds, names)
-    fp32 = _run(load_reference(artifact), evidence.feeds, names)
+    found: list[dict[str, Array]] = []
+    for runtime in (open_profile(artifact, profile)[0], load_reference(artifact)):
+        found.append(runtime.run(evidence.feeds, list(evidence.served)))
+        runtime.close()
+    served, then = evidence.served, evidence.reference
     return [
         Rerun(
             name,
-            served=_distance(evidence.served[name], evidence.reference[name], evidence.reference[name]),
-            left=_distance(evidence.served[name], rerun[name], evidence.reference[name]),
-            reference=_distance(fp32[name], evidence.reference[name], evidence.reference[name]),
+            served=_distance(served[name], then[name], then[name]),
+            left=_distance(served[name], found[0][name], then[name]),
+            reference=_distance(found[1][name], then[name], then[name]),
         )
-        for name in names
+        for name in served
     ]
-
-
-def _run(runtime: Runtime, feeds: Mapping[str, Array], outputs: list[str]) -> dict[str, Array]:
-    try:
-        return runtime.run(feeds, outputs)
-    finally:
-        runtime.close()
 
 
 def _distance(one: Array, other: Array, scale: Array) -> float:
@@ -172,11 +153,6 @@ def _distance(one: Array, other: Array, scale: Array) -> float:
     if difference == 0:
         return 0.0
     return difference / norm if norm and math.isfinite(difference) else math.inf
-
-
-def _all_reproduced(reruns: list[Rerun]) -> bool:
-    """Whether to look for a remedy: fp32 islands cannot mend outputs that the artifact did not give."""
-    return all(each.reproduced for each in reruns)
 
 
 def _heading(evidence: Evidence) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from bf16kit.drift.measurements import IslandEntry, SearchEntry
-from converter.islands.ranking import Group
+from bf16kit.drift.budget import Breach
+from bf16kit.drift.measurements import MOST_DB, IslandEntry, SearchEntry
+from converter.islands.candidates import Unit
 from converter.plan.decisions import Islands
 
 _MAX_ROWS = 12
@@ -19,32 +19,26 @@ _REMEDIES = {"node": "computes in fp32", "weight": "stored in fp32"}
 class Island:
     """A node or weight that stays fp32.
 
-    ``bound`` is the budget's bound that would be exceeded without it. ``without`` and ``with_it`` are the judged
-    figures of ``output`` without and with the island, and ``ratio`` is drift ÷ budget without it. These are "" or None
-    if the other islands were not tried without this one. ``flops`` and ``bytes`` are the shares of the model's
-    arithmetic and of its weights' bytes that the island withholds from bf16.
+    ``breach`` is where the budget would be exceeded without it, ``ratio`` the drift ÷ budget then, and ``with_it`` the
+    judged figure with the island; None or NaN if the other islands were not tried without this one.
     """
 
-    kind: Literal["node", "weight"]
-    name: str
-    op: str
-    output: str
-    bound: str
-    without: float | None
-    with_it: float | None
-    ratio: float | None
-    flops: float
-    bytes: float
+    unit: Unit
+    breach: Breach | None = None
+    with_it: float = math.nan
+    ratio: float = math.nan
+
+    @property
+    def name(self) -> str:
+        return self.unit.name
 
     def worth(self) -> str:
         """Return what the island is worth, as ``relative_l2 2.1e-02 → 1.2e-02``; "" if it was not measured."""
-        if self.without is None or self.with_it is None:
-            return ""
-        return f"{self.bound} {_number(self.without)} → {_number(self.with_it)}"
+        return f"{self.breach.metric} {self.breach.measured:.3g} → {self.with_it:.3g}" if self.breach else ""
 
     def reason(self, profile: str) -> str:
         """Return the reason it stays fp32, for the plan."""
-        if not self.worth():
+        if self.breach is None:
             return f"kept in fp32: one of the islands with which {profile} is within budget; it was not tried alone"
         return f"kept in fp32: {profile} is over budget without it ({self.worth()})"
 
@@ -54,9 +48,8 @@ class SearchResult:
     """The islands found for ``profile``; ``candidates`` counts what was searched.
 
     ``flops_*`` and ``bytes_*`` are the shares of arithmetic and of weights' bytes in bf16 before the search and now.
-    ``drift_*`` are the largest drift ÷ budget. ``complete`` is false if time ran out before a small set was found.
-    ``notes`` are sentences for the user. ``error`` says why nothing was found; "" if something was. ``ranking`` has the
-    candidates with the error each group causes alone.
+    ``drift_*`` are the largest drift ÷ budget, ``sqnr_*`` the SQNR in dB by output. ``complete`` is false if time ran
+    out before a small set was found. ``error`` says why nothing was found; "" if something was.
     """
 
     profile: str
@@ -68,15 +61,25 @@ class SearchResult:
     bytes_now: float = 0.0
     drift_before: float = 0.0
     drift_now: float = 0.0
+    sqnr_before: Mapping[str, float] = field(default_factory=dict)
+    sqnr_now: Mapping[str, float] = field(default_factory=dict)
     complete: bool = True
-    notes: tuple[str, ...] = ()
     error: str = ""
-    ranking: tuple[Group, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user that the measurements do not hold."""
+        return [] if self.complete else [_NOT_MINIMAL.format(self.profile)]
+
+    @property
+    def keep_fp32(self) -> list[str]:
+        """The names for ``--keep-fp32``; without weights that a named node reads, because it keeps these as well."""
+        nodes = {island.name for island in self.islands if island.unit.kind == "node"}
+        return [island.name for island in self.islands if not nodes & set(island.unit.readers)]
 
     def as_islands(self) -> Islands:
         """Return the islands as the plan takes them: nodes and tensors separately, each with its reason."""
-        reasons = {kind: self._reasons(kind) for kind in ("node", "weight")}
-        return Islands(reasons["node"], reasons["weight"])
+        return Islands(self._reasons("node"), self._reasons("weight"))
 
     def entry(self) -> SearchEntry:
         """Return this as ``measurements.json`` stores it."""
@@ -85,9 +88,7 @@ class SearchResult:
             before=self.drift_before,
             after=self.drift_now,
             islands=[
-                IslandEntry(
-                    name=i.name, op=i.op, remedy=_REMEDIES[i.kind], worth=math.nan if i.ratio is None else i.ratio
-                )
+                IslandEntry(name=i.name, op=i.unit.op, remedy=_REMEDIES[i.unit.kind], worth=i.ratio)
                 for i in self.islands
             ],
             bf16_bytes=self.bytes_now,
@@ -96,10 +97,9 @@ class SearchResult:
 
     def sentences(self) -> list[str]:
         """Return the sentences for the user: which islands, what they are worth, and how much is bf16 now."""
-        if not self.islands:
-            return list(self.notes)
         rows = [
-            f"\n  {i.kind} {i.name} ({i.op}){': ' if i.worth() else ''}{i.worth()}" for i in self.islands[:_MAX_ROWS]
+            f"\n  {i.unit.kind} {i.name} ({i.unit.op}){': ' if i.breach else ''}{i.worth()}"
+            for i in self.islands[:_MAX_ROWS]
         ]
         if len(self.islands) > _MAX_ROWS:
             rows.append(f"\n  and {len(self.islands) - _MAX_ROWS} more, in the plan")
@@ -113,7 +113,7 @@ class SearchResult:
         return [found + "".join(rows), *self.notes]
 
     def _reasons(self, kind: str) -> dict[str, str]:
-        return {island.name: island.reason(self.profile) for island in self.islands if island.kind == kind}
+        return {island.name: island.reason(self.profile) for island in self.islands if island.unit.kind == kind}
 
 
 def merged(results: Iterable[SearchResult]) -> Islands:
@@ -127,5 +127,14 @@ def merged(results: Iterable[SearchResult]) -> Islands:
     return Islands(nodes, tensors)
 
 
-def _number(value: float) -> str:
-    return f"{value:.3g}"
+def decibels(ratio: float) -> float:
+    """Convert noise ÷ signal to an SQNR in dB, within ±:data:`~bf16kit.drift.measurements.MOST_DB`."""
+    if ratio == 0:
+        return MOST_DB
+    return max(-MOST_DB, min(MOST_DB, 0.0 - 10 * math.log10(ratio))) if math.isfinite(ratio) else -MOST_DB
+
+
+_NOT_MINIMAL = (
+    "profile {}: these islands bring it within budget, but some may be unnecessary, because the search ran out of"
+    " time. Another run may find other islands; allow more time with --search-minutes"
+)

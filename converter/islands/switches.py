@@ -24,7 +24,14 @@ from converter.source import Array
 
 FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 _Use = tuple[ir.Node, int]
-_LARGEST = np.float32(3.3895313892515355e38)  # the largest finite bf16 value
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16:
+    """The bf16 parts of a profile: the nodes that compute in bf16, and the weights stored in it."""
+
+    nodes: frozenset[str] = frozenset()
+    weights: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +48,10 @@ class Site:
     reader: str
     is_weight: bool = False
 
-    def rounds(self, nodes: Collection[str], weights: Collection[str], *, reading_weights: bool = True) -> bool:
-        """Whether the value is rounded here if ``nodes`` compute in bf16 and ``weights`` are stored in it.
-
-        Without ``reading_weights``, nodes read weights as they are stored, without rounding them.
-        """
-        reads = self.reader in nodes and (reading_weights or not self.is_weight)
-        return self.weight in weights or self.producer in nodes or reads
+    def rounds(self, bf16: Bf16, *, reading_weights: bool = True) -> bool:
+        """Whether the value is rounded here. Without ``reading_weights``, nodes read weights as they are stored."""
+        reads = self.reader in bf16.nodes and (reading_weights or not self.is_weight)
+        return self.weight in bf16.weights or self.producer in bf16.nodes or reads
 
 
 @dataclass
@@ -55,14 +59,12 @@ class Switch(Step):
     """Make every rounding switchable that the nodes in ``forms`` and the tensors ``narrow`` cause.
 
     The graph gets an input ``switches`` (bool, one element per :class:`Site` in ``sites``, in order). For each node's
-    first named fp32 output it gets an output with the shape (``shapes``, by node name). ``saturated`` names the tensors
-    whose overflowing values become the largest finite one. Requires: types are known. Ensures: with all switches off,
-    the graph computes what it computed before.
+    first named fp32 output it gets an output with the shape (``shapes``, by node name). Requires: types are
+    known. Ensures: with all switches off, the graph computes what it computed before.
     """
 
     forms: Mapping[str, Bf16Form]
     narrow: Collection[str]
-    saturated: Collection[str] = ()
     sites: list[Site] = field(default_factory=list)
     shapes: dict[str, str] = field(default_factory=dict)
     input: str = ""
@@ -86,7 +88,7 @@ class Switch(Step):
         graph = model.graph
         fresh = FreshNames(all_value_names(model) | {node.name or "" for node in graph.all_nodes()})
         self.input = fresh.make("switches")
-        switches = ir.Value(name=self.input, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([None]))
+        switches = _value(self.input, ir.DataType.BOOL, ir.Shape([None]))
         nodes = list(graph)
         elements: list[ir.Value] = []
         for value in [v for v in values_of(graph) if is_float_tensor(v)]:
@@ -108,18 +110,20 @@ class Switch(Step):
         replaces_output = value.is_graph_output() and any(owner)
         if replaces_output:
             groups.setdefault(Site(*owner, "", is_weight), [])
-        if not groups:
-            return
-        made = _Nodes(graph, value, fresh)
+        made: list[ir.Node] = []
         for site, uses in groups.items():
-            switches.append(_switch_of(value, fresh))
-            switched = made.switched(switches[-1], clamped=value.name in self.saturated)
+            switches.append(_value(fresh.make(f"{value.name}/switch"), ir.DataType.BOOL, ir.Shape([1])))
+            made.append(_switched(value, switches[-1], fresh))
+            switched = made[-1].outputs[0]
             self.sites.append(site)
             for node, index in uses:
                 node.replace_input_with(index, switched)
             if replaces_output and not site.reader:
                 _replace_output(graph, value, switched, fresh)
-        made.insert()
+        if (producer := value.producer()) is not None:
+            graph.insert_after(producer, made)
+        elif made:
+            graph.insert_before(next(iter(graph)), made)
 
     def _owner(self, value: ir.Value) -> tuple[str, str]:
         """Return the stored weight that ``value`` is, and the node that computes and rounds it; "" for each if none."""
@@ -155,90 +159,37 @@ def moved_from(value: ir.Value | None, narrow: Collection[str]) -> str | None:
     return value.name if value is not None and value.is_initializer() and value.name in narrow else None
 
 
-def positions(
-    sites: Sequence[Site], nodes: Collection[str], weights: Collection[str], *, reading_weights: bool = True
-) -> Array:
-    """Return the switches to feed so that exactly ``nodes`` compute in bf16 and ``weights`` are stored in it.
-
-    See :class:`Site`.
-    """
-    return np.array([site.rounds(nodes, weights, reading_weights=reading_weights) for site in sites], np.bool_)
+def positions(sites: Sequence[Site], bf16: Bf16, *, reading_weights: bool = True) -> Array:
+    """Return the switches to feed so that exactly ``bf16`` is rounded; see :meth:`Site.rounds`."""
+    return np.array([site.rounds(bf16, reading_weights=reading_weights) for site in sites], np.bool_)
 
 
-class _Nodes:
-    """The nodes made for one value, inserted together after the node that computes it."""
+def _switched(value: ir.Value, switch: ir.Value, fresh: FreshNames) -> ir.Node:
+    """Return an If that gives ``value``, rounded if ``switch`` is on."""
 
-    def __init__(self, graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> None:
-        self._graph = graph
-        self._value = value
-        self._fresh = fresh
-        self._made: list[ir.Node] = []
+    def node(op: str, *inputs: ir.Value, dtype: ir.DataType = FLOAT, **attributes: int | ir.Graph) -> ir.Node:
+        name = fresh.make(f"{value.name}/{op.lower()}")
+        return ir.node(op, inputs, attributes, outputs=[_value(name, dtype, value.shape)], name=name)
 
-    def switched(self, switch: ir.Value, *, clamped: bool) -> ir.Value:
-        """Return the value, rounded if ``switch`` is on."""
-        branches = (
-            self._body("rounded", self._rounding(clamped)),
-            self._body("kept", [self._node("Identity", [self._value])]),
-        )
-        names = ("then_branch", "else_branch")
-        bodies = [ir.AttrGraph(name, body) for name, body in zip(names, branches, strict=True)]
-        node = self._node("If", [switch], attributes=bodies)
-        self._made.append(node)
-        return node.outputs[0]
+    def body(name: str, *nodes: ir.Node) -> ir.Graph:
+        return ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=fresh.make(f"{value.name}/{name}"))
 
-    def insert(self) -> None:
-        producer, first = self._value.producer(), next(iter(self._graph))
-        if producer is not None:
-            self._graph.insert_after(producer, self._made)
-        else:
-            self._graph.insert_before(first, self._made)
-
-    def _rounding(self, clamped: bool) -> list[ir.Node]:
-        nodes, value = list[ir.Node](), self._value
-        if clamped:
-            bounds = [self._constant(-_LARGEST), self._constant(_LARGEST)]
-            nodes.append(self._node("Clip", [value, *bounds]))
-            value = nodes[-1].outputs[0]
-        narrow = self._node("Cast", [value], BFLOAT16, [ir.AttrInt64("to", int(BFLOAT16))])
-        wide = self._node("Cast", [narrow.outputs[0]], FLOAT, [ir.AttrInt64("to", int(FLOAT))])
-        return [*nodes, narrow, wide]
-
-    def _body(self, name: str, nodes: list[ir.Node]) -> ir.Graph:
-        return ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=self._fresh.make(f"{self._value.name}/{name}"))
-
-    def _node(
-        self,
-        op: str,
-        inputs: Sequence[ir.Value],
-        dtype: ir.DataType = FLOAT,
-        attributes: Sequence[ir.Attr] = (),
-    ) -> ir.Node:
-        name = self._fresh.make(f"{self._value.name}/{op.lower()}")
-        node = ir.Node("", op, inputs, attributes, name=name)
-        output = node.outputs[0]
-        output.name, output.type, output.shape = name, ir.TensorType(dtype), self._value.shape
-        return node
-
-    def _constant(self, number: np.generic) -> ir.Value:
-        return _constant(self._graph, f"{self._value.name}/constant", np.array(number), self._fresh)
+    narrow = node("Cast", value, dtype=BFLOAT16, to=int(BFLOAT16))
+    rounded = body("rounded", narrow, node("Cast", narrow.outputs[0], to=int(FLOAT)))
+    return node("If", switch, then_branch=rounded, else_branch=body("kept", node("Identity", value)))
 
 
-def _switch_of(value: ir.Value, fresh: FreshNames) -> ir.Value:
-    name = fresh.make(f"{value.name}/switch")
-    return ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
+def _value(name: str, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=shape)
 
 
 def _split(graph: ir.Graph, switches: ir.Value, elements: Sequence[ir.Value], fresh: FreshNames) -> None:
     """Make each of ``elements`` one element of ``switches``, in order, by one Split: Gathers took as long as Conv."""
     if elements:
-        sizes = _constant(graph, "switches/sizes", np.ones(len(elements), np.int64), fresh)
+        name = fresh.make("switches/sizes")
+        sizes = initializer(graph, name, ir.tensor(np.ones(len(elements), np.int64), name=name))
         node = ir.Node("", "Split", [switches, sizes], outputs=elements, name=fresh.make("switches/split"))
         graph.insert_before(next(iter(graph)), node)
-
-
-def _constant(graph: ir.Graph, name: str, array: Array, fresh: FreshNames) -> ir.Value:
-    name = fresh.make(name)
-    return initializer(graph, name, ir.tensor(array, name=name))
 
 
 def _replace_output(graph: ir.Graph, value: ir.Value, switched: ir.Value, fresh: FreshNames) -> None:

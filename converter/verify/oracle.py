@@ -2,8 +2,9 @@
 
 Drift measures how far a profile is from the reference; this check proves that the reference is the given model. Both
 compute in fp32, in another order, so their outputs differ only by fp32 noise. :data:`FLOOR` is noise that any model may
-have. A model that amplifies noise may differ more. How much is measured by nudging the weights of the source's own
-graph (``nudge``), but only if the floor is exceeded. docs/decisions/0017-the-oracle.md has the numbers.
+have. A model that amplifies noise may differ more. How much is measured by perturbing the weights of the source's own
+graph (:mod:`converter.verify.fp32noise`), but only if the floor is exceeded. docs/decisions/0017-the-oracle.md has the
+numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bf16kit.runtime.device import CPU
 from bf16kit.runtime.edges import RuntimeProperties
 from converter.source import FP32_ROUNDOFF, Feeds, Oracle, Source
 from converter.verify.distance import Distance, is_float, measure_distance
-from converter.verify.nudge import Noise
+from converter.verify.fp32noise import Noise
 from converter.verify.running import open_fp32_graph
 from converter.verify.samples import Samples
 from converter.verify.spool import Spool
@@ -31,7 +32,7 @@ FEEDS = 4  # the source runs on this many samples, the first ones
 FLOOR = 64 * FP32_ROUNDOFF
 # In unit roundoffs, like FLOOR. Smaller, because fp16 rounds once per node, fp32 once per term of a sum.
 _COARSE_FLOOR = 8
-MULTIPLE = 4  # the bound is this many times the change that nudging the weights by 16 ulps causes
+MULTIPLE = 4  # the bound is this many times the change that perturbing the weights by 16 ulps causes
 _LARGEST_USEFUL_BOUND = 1e-3  # a bound above this could hide faults as large as bf16's own drift, so a note says so
 
 

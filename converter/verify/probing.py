@@ -7,14 +7,13 @@ compared: it went into a product of the CPU kernel, or a BatchNorm into its weig
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from bf16kit.numerics.rounding import LARGEST
@@ -88,24 +87,20 @@ def compare(
     reference: Graph,
     candidate: Graph,
     feeds: Sequence[Feeds],
-    only: Container[str] | None = None,
     chunk: int = CHUNK,
 ) -> dict[str, Power]:
     """Compare every fp32 value that ``reference`` and ``candidate`` both have, over all ``feeds``; by name.
 
-    ``only`` limits the values compared. Both graphs run once per feed and chunk of values, so that about ``chunk``
-    bytes of values of each are in memory at a time. Raises :class:`RuntimeFailure` if a graph does not
-    run.
+    Both graphs run once per feed and chunk of values, so that about ``chunk`` bytes of values of each are in memory at
+    a time. Raises :class:`RuntimeFailure` if a graph does not run.
     """
     available = frozenset(_values(candidate.model))
-    here = [name for name in _values(reference.model) if only is None or name in only]
-    pairs = {name: found for name in here if (found := _find(name, available)) is not None}
+    pairs = {name: found for name in _values(reference.model) if (found := _find(name, available)) is not None}
     names, powers = list(pairs), dict[str, Power]()
-    sides = _Sessions(reference), _Sessions(candidate)
     start, count = 0, _FIRST
     while start < len(names):
         part = {name: pairs[name] for name in names[start : start + count]}
-        largest = _compare(sides, part, feeds, powers)
+        largest = _compare((reference, candidate), part, feeds, powers)
         start += count
         count = max(1, min(4 * count, int(count * chunk / max(1, largest))))
     return powers
@@ -122,11 +117,11 @@ def _find(name: str, available: Container[str]) -> str | None:
 
 
 def _compare(
-    sides: tuple[_Sessions, _Sessions], pairs: Mapping[str, str], feeds: Sequence[Feeds], powers: dict[str, Power]
+    sides: tuple[Graph, Graph], pairs: Mapping[str, str], feeds: Sequence[Feeds], powers: dict[str, Power]
 ) -> int:
     """Add ``pairs`` of values to ``powers``; return the largest number of bytes they took in one run."""
     available = dict.fromkeys(pairs.values())
-    largest, runtimes = 0, (sides[0].open(list(pairs)), sides[1].open(list(available)))
+    largest, runtimes = 0, (_open(sides[0], list(pairs)), _open(sides[1], list(available)))
     try:
         for feed in feeds:
             expected, found = runtimes[0].run(feed, list(pairs)), runtimes[1].run(feed, list(available))
@@ -140,61 +135,25 @@ def _compare(
     return largest
 
 
-class _Sessions:
-    """One of two graphs, parsed once for all its sessions, which differ only in their outputs."""
+def _open(graph: Graph, names: Sequence[str]) -> OnnxRuntime:
+    """Open ``graph`` with the values ``names`` as its outputs, and only the nodes that they need."""
+    from bf16kit.runtime.ort.onnx import OnnxRuntime
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._inputs = [_spec(value) for value in graph.model.graph.inputs]
-        proto = ir.to_proto(graph.model)
-        self._nodes = [(node, {*node.output} - {""}, {*_values_read(node)}) for node in proto.graph.node]
-        self._values = {value.name: value for value in (*proto.graph.value_info, *proto.graph.output)}
-        self._rest = onnx.ModelProto()
-        self._rest.CopyFrom(proto)
-        for part in ("node", "value_info", "output"):
-            self._rest.graph.ClearField(part)
-
-    def open(self, names: Sequence[str]) -> OnnxRuntime:
-        """Open the graph with the values ``names`` as its outputs, and only the nodes that they need."""
-        from bf16kit.runtime.ort.onnx import OnnxRuntime
-
-        model = onnx.ModelProto()
-        model.CopyFrom(self._rest)
-        model.graph.node.extend(self._needed(names))
-        given = frozenset(names)
-        model.graph.value_info.extend(value for name, value in self._values.items() if name not in given)
-        for name in names:  # without a shape: no warning if shape inference names a dimension differently
-            model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-        data = model.SerializeToString(deterministic=True)
-        outputs = [TensorSpec(name, "float32", ()) for name in names]
-        base, external = self._graph.base, self._graph.external
-        return OnnxRuntime(
-            data,
-            self._inputs,
-            outputs,
-            precision="fp32",
-            base_dir=base,
-            external=external,
-            pack=False,  # two sessions are open at once, created for every chunk, and run only a few feeds
-        )
-
-    def _needed(self, names: Sequence[str]) -> list[onnx.NodeProto]:
-        needed, kept = set(names), list[onnx.NodeProto]()
-        for node, gives, reads in reversed(self._nodes):
-            if gives & needed:
-                needed |= reads
-                kept.append(node)
-        return kept[::-1]
-
-
-def _values_read(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the names of the values that ``node`` and its subgraphs read."""
-    yield from node.input
-    for attribute in node.attribute:
-        for body in (attribute.g, *attribute.graphs):
-            yield from (value.name for value in body.output)
-            for inner in body.node:
-                yield from _values_read(inner)
+    model = graph.model
+    part = ir.convenience.extract(model.graph, list(model.graph.inputs), names)
+    for output in part.outputs:  # without a shape: no warning if shape inference names a dimension differently
+        output.shape = None
+    slim = ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values()))
+    data = ir.to_proto(slim).SerializeToString(deterministic=True)
+    return OnnxRuntime(
+        data,
+        [_spec(value) for value in model.graph.inputs],
+        [TensorSpec(name, "float32", ()) for name in names],
+        precision="fp32",
+        base_dir=graph.base,
+        external=graph.external,
+        pack=False,  # two sessions are open at once, created for every chunk, and run only a few feeds
+    )
 
 
 def _spec(value: ir.Value) -> TensorSpec:

@@ -2,7 +2,7 @@
 
 A slice whose variation is at fp32's noise says nothing that bf16 could destroy. How large the noise is shows in the
 difference between the source's outputs and the reference's, two fp32 programs. That difference is no excuse by itself,
-because a fault in the reference would make it too: the source's own noise, with its weights nudged, must explain it.
+because a fault in the reference would make it too: the source's own noise, with its weights perturbed, must explain it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from converter.verify.oracle import MULTIPLE, OracleRun
 # A slice is resolved if fp32 programs differ by at most this share of its variation: an eighth of what the default
 # budget allows bf16.
 _RESOLVED = 2.0**-4
-# The difference is seen in few samples, and may be small by chance. Then the noise of the nudged source counts, up to
-# this many times the mean square seen: it is larger than that of two programs.
+# The difference is seen in few samples, and may be small by chance. Then the noise of the perturbed source counts, up
+# to this many times the mean square seen: it is larger than that of two programs.
 _MISSED = 16.0
 _ULPS = 2.0**-22  # of the output's largest value: two programs may differ by that even where no weight matters
 
@@ -59,7 +59,7 @@ def resolved(
 def _noise(
     oracle_run: OracleRun, spec: TensorSpec, batch_axis: int | None, scales: Sequence[Values], unknown: list[Values]
 ) -> list[Values]:
-    """Return the source's own noise ÷ scale by slice; ``unknown`` for a source that cannot be nudged."""
+    """Return the source's own noise ÷ scale by slice; ``unknown`` for a source that cannot be perturbed."""
     if oracle_run.noise is None:
         return unknown
     runs = _errors(oracle_run.noise.pairs(spec.name), spec, batch_axis, scales)

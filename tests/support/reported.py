@@ -36,7 +36,7 @@ from bf16kit.drift.metrics import DriftSummary, SampleDrift
 from bf16kit.numerics.rounding import Census
 
 BUDGET = {"relative_l2": 1.5e-2, "relative_l2.p99": 2e-2, "cosine_distance": 5e-4, "top1_agreement": 0.99}
-OFF = "encoder.layer.3.attention/MatMul_1"  # the layer at which the SQNR falls below the expected line
+OFF = "encoder.layer.3.attention/MatMul_1"  # the layer at which the SQNR falls below its prediction
 PROFILES = {"cpu": (1.7e-3, "host", "bf16-weights"), "cuda": (9e-3, "emulated", "bf16")}
 
 

@@ -19,8 +19,7 @@ from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from bf16kit.runtime.ort.session import open_session
 from converter.islands.candidates import bf16_alone, bf16_of, candidates
-from converter.islands.costs import Costs
-from converter.islands.trials import Deadline, Edges, Trials
+from converter.islands.trials import Deadline, Signature, Trials
 from converter.plan import make_plan
 from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES
@@ -40,18 +39,17 @@ class Simulated:
     def __init__(self, directory: Path, profile: str, chosen: Callable[[int], bool], logit: float = 0.0) -> None:
         proto, how = text_detector(logit), PROFILES[profile]
         model = ir.from_proto(proto)
-        edges = Edges(specs(model.graph.inputs), specs(model.graph.outputs), 0)
+        signature = Signature(specs(model.graph.inputs), specs(model.graph.outputs), 0)
         prepared = prepare(model, floating_tensors(model))
         base, plan = how.base(prepared), make_plan(prepared).plan
-        trials = Trials(base, bf16_of(plan, how), edges, Expected(FEEDS, [], {}, len(FEEDS)), Deadline.after(5))
-        units = candidates(base, plan, how, Costs.of(base, frozenset(), trials.shapes()))
+        units = candidates(base, plan, how, {}, {})
         alone = bf16_alone(unit for number, unit in enumerate(units) if chosen(number))
         islands = Islands(dict.fromkeys(alone.nodes, ""), dict.fromkeys(alone.weights, ""))
         written = lower(directory / "1", proto, islands=islands).artifact
         expected = list(measure.run_all(load_reference(written), FEEDS))
-        runtime = load(written, "cpu") if profile == "cpu" else _emulated(written, edges)
-        self.written = measure.drifts(expected, measure.run_all(runtime, FEEDS), edges.outputs, 0, {})
-        trials = Trials(base, bf16_of(plan, how), edges, Expected(FEEDS, expected, {}, len(FEEDS)), Deadline.after(5))
+        runtime = load(written, "cpu") if profile == "cpu" else _emulated(written, signature)
+        self.written = measure.drifts(expected, measure.run_all(runtime, FEEDS), signature.outputs, 0, {})
+        trials = Trials(base, bf16_of(plan, how), signature, Expected(FEEDS, expected, {}, len(FEEDS)), Deadline())
         self.simulated = trials.drifts(bf16_of(make_plan(prepared, islands=islands).plan, how))
 
     @property
@@ -63,8 +61,10 @@ class Simulated:
         return simulated, written
 
 
-def _emulated(artifact: Artifact, edges: Edges) -> OnnxRuntime:
-    return OnnxRuntime(emulation(artifact.file("cuda.onnx")), edges.inputs, edges.outputs, base_dir=artifact.path)
+def _emulated(artifact: Artifact, signature: Signature) -> OnnxRuntime:
+    return OnnxRuntime(
+        emulation(artifact.file("cuda.onnx")), signature.inputs, signature.outputs, base_dir=artifact.path
+    )
 
 
 def none(_: int) -> bool:

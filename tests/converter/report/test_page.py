@@ -106,8 +106,8 @@ def test_the_report_shows_everything_that_was_measured() -> None:
         "kept in fp32: cuda is over budget without it",
         "30 of cuda: normalisation computes in fp32",
         f"cuda: falls below the line at {reported.OFF}",
-        f"cuda: SQNR falls below the expected line at {reported.OFF} (MatMul): ",
-        "No remedy is needed, because the budget is met; bf16-convert explain looks for one.",
+        f"cuda: SQNR falls below its prediction at {reported.OFF} (MatMul): ",
+        "No remedy is needed, because the budget is met.",
         "12 flushed to zero",
         "onnxruntime 1.24 or later",
         "torch 2.13.0",
@@ -126,7 +126,7 @@ def test_the_report_of_a_model_over_budget_suggests_a_remedy() -> None:
 
 def test_the_report_of_a_sound_model_suggests_no_remedy(mlp: Artifact) -> None:
     text = _Page(mlp.file("report.html").read_text()).text
-    assert text.count("Every output has the SQNR expected of rounding to bf16") == 2
+    assert text.count("Every output has the SQNR predicted for rounding to bf16") == 2
     assert text.count("No remedy is needed.") == 2
     assert "--keep-fp32" not in text
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from converter.verify.distance import INCOMPARABLE, SAME, measure_distance
-from converter.verify.nudge import ULPS, nudge
+from converter.verify.fp32noise import ULPS, perturb
 
 X = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
 
@@ -47,15 +47,15 @@ def test_different_shapes_and_different_strings_are_incomparable() -> None:
     assert measure_distance(words, words[::-1]) == INCOMPARABLE
 
 
-def test_nudging_moves_values_by_ulps_and_leaves_extreme_values_unchanged() -> None:
+def test_perturbing_moves_values_by_ulps_and_leaves_extreme_values_unchanged() -> None:
     edges = np.array([0, -0.0, 1e-45, np.finfo(np.float32).max, np.inf, np.nan], np.float32)
     values = np.concatenate([X.reshape(-1), edges])
-    moved = nudge(values, np.random.default_rng(1))
+    moved = perturb(values, np.random.default_rng(1))
     distance = np.abs(moved.view(np.int32).astype(np.int64) - values.view(np.int32))
     assert distance[:400].max() == ULPS
     assert distance[400:].max() == 0
     assert (moved[:400] != values[:400]).mean() > 0.9
-    coarse = nudge(X, np.random.default_rng(1), 2.0**-11)
+    coarse = perturb(X, np.random.default_rng(1), 2.0**-11)
     assert 1e-3 < np.abs(coarse / X - 1).max() < 2e-2
     integers = np.arange(3)
-    assert nudge(integers, np.random.default_rng(1)) is integers
+    assert perturb(integers, np.random.default_rng(1)) is integers

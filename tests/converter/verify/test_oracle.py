@@ -23,7 +23,7 @@ from bf16kit.runtime import Runtime
 from converter.read.torch import onnx_export
 from converter.source import FP32_ROUNDOFF, Feeds, Oracle, Source, TorchModel
 from converter.verify import oracle
-from converter.verify.nudge import Noise
+from converter.verify.fp32noise import Noise
 from converter.verify.oracle import FEEDS, FLOOR, OracleRun, certify, run_oracle
 
 Y = np.array([1.0, -2.0, 3.0], np.float32)
@@ -137,14 +137,14 @@ def test_a_difference_as_large_as_the_models_own_noise_passes() -> None:
     assert "proves little" in next(oracle.remarks(entry))
 
 
-def test_noise_is_the_change_that_nudging_causes_however_far_the_graph_is_from_the_source() -> None:
+def test_noise_is_the_change_that_perturbing_causes_however_far_the_graph_is_from_the_source() -> None:
     """A graph that computes something else must not widen the bound by which it is judged."""
     wrong = np.abs(Y)
     with pytest.raises(ConversionError, match=r"at most 3\.8"):
         certify(_answering(Y, Graph(wrong, wrong * np.float32(1 + 1e-7))), [{"y": wrong}])
 
 
-def test_the_nudged_graph_is_closed_and_may_fail() -> None:
+def test_the_perturbed_graph_is_closed_and_may_fail() -> None:
     graph = Graph(Y, None)
     with pytest.raises(ConversionError, match=r"at most 3\.8"):
         certify(_answering(Y, graph), [{"y": -Y}])

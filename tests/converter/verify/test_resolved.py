@@ -10,8 +10,8 @@ from bf16kit.drift.slices import Values
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec
 from converter.source import Feeds
+from converter.verify.fp32noise import Noise
 from converter.verify.measure import slice_scales
-from converter.verify.nudge import Noise
 from converter.verify.oracle import OracleRun
 from converter.verify.resolved import resolved
 
@@ -20,7 +20,7 @@ Array = NDArray[np.float32]
 
 
 class Nudged(Noise):
-    """A source whose outputs change by ``change`` of each value's column when its weights are nudged."""
+    """A source whose outputs change by ``change`` of each value's column when its weights are perturbed."""
 
     def __init__(self, outputs: list[Feeds], change: list[float]) -> None:
         self._outputs, self._change = outputs, np.array(change, np.float32)
@@ -48,7 +48,7 @@ def test_a_slice_at_fp32_noise_is_excused() -> None:
 
 
 def test_a_slice_that_fp32_resolves_is_judged_although_another_is_excused() -> None:
-    """The noise of the nudged source alone excuses nothing: it is larger than that of two programs."""
+    """The noise of the perturbed source alone excuses nothing: it is larger than that of two programs."""
     (scale,) = judge([0, 0.5, 0.01, 0.03], [0.2, 0.2, 0.2, 0.2])
     assert list(np.isinf(scale)) == [False, True, False, True]
 
@@ -58,6 +58,6 @@ def test_a_slice_of_the_reference_that_noise_does_not_explain_is_an_error() -> N
         judge([0, 0, 0.5, 0], [0, 0, 0.01, 0])
 
 
-def test_without_a_graph_to_nudge_the_difference_itself_is_the_noise() -> None:
+def test_without_a_graph_to_perturb_the_difference_itself_is_the_noise() -> None:
     (scale,) = judge([0, 0.5, 0, 0], None)
     assert list(np.isinf(scale)) == [False, True, False, False]

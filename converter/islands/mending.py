@@ -7,25 +7,19 @@ search is repeated with less of the budget.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from bf16kit.artifact.manifest import Plan
-from converter.islands.ranking import Group
 from converter.islands.result import SearchResult, merged
 from converter.islands.search import Task, search
-from converter.islands.trials import Deadline, Edges
+from converter.islands.trials import Deadline, Signature, reference_outputs
 from converter.options import Options
-from converter.plan import make_plan
 from converter.plan.decisions import Islands
-from converter.plan.profiles import PROFILES, Profile
+from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.rewrite import Prepared
-from converter.verify import measure
 from converter.verify.certify import Certified
 from converter.verify.measure import Expected
-from converter.verify.running import open_fp32_graph
 from converter.verify.samples import Samples
 
 _SHARES = (1.0, 0.9, 0.75)  # of the budget, for a profile's first, second and third search
@@ -46,17 +40,20 @@ class IslandSearches:
         self._progress = progress
         self._scratch = scratch
         self._deadline: Deadline | None = None  # starts with the first search
+        self._expected: Expected | None = None  # computed for the first search
         self._tried: dict[str, int] = {}
-        self._expected: Expected | None = None  # written by the first search
-        self._rankings: dict[str, Sequence[Group]] = {}
         self.results: dict[str, SearchResult] = {}
 
     def next_islands(self, certified: Certified) -> Islands | None:
         """Return the islands to write and certify next; None if nothing is over budget or nothing more can be done.
 
-        If a search found nothing, the reason is added to ``certified.breaches`` for its profile.
+        Profiles are searched in the order of ``PROFILES``: those that only round weights come first. Torch modules are
+        not: torch.autocast decides their islands. cpu-bf16 is not searched either, but profits from what is kept in
+        fp32 for the others. If a search found nothing, the reason is added to ``certified.breaches`` for its profile.
         """
-        over_budget = self._profiles_over_budget(certified)
+        if not self._options.search or self._options.allow_over_budget:
+            return None
+        over_budget = [name for name, each in PROFILES.items() if each.searched and certified.breaches.get(name)]
         found = [self._search_profile(name, certified) for name in over_budget]
         release_memory()
         return merged(self.results.values()) if any(found) else None
@@ -69,26 +66,13 @@ class IslandSearches:
         """Return the notes of the searches, which the measurements do not hold."""
         return [note for _, result in sorted(self.results.items()) for note in result.notes]
 
-    def _profiles_over_budget(self, certified: Certified) -> Sequence[str]:
-        """Return the profiles to search for, in the order of ``PROFILES``: those that only round weights come first.
-
-        Torch modules are never searched: torch.autocast decides their islands. cpu-bf16 is not searched either, but
-        profits from what is kept in fp32 for the others.
-        """
-        if not self._options.search or self._options.allow_over_budget:
-            return ()
-        return [name for name, profile in PROFILES.items() if profile.searched and certified.breaches.get(name)]
-
     def _search_profile(self, name: str, certified: Certified) -> bool:
         """Search for new islands for the profile ``name``; return whether there are any."""
-        if self._deadline is None:
-            self._deadline = Deadline.after(self._options.search_minutes)
-        while self._tried.get(name, 0) < len(_SHARES):
-            share = _SHARES[self._tried.get(name, 0)]
-            self._tried[name] = self._tried.get(name, 0) + 1
+        tried = self._tried.get(name, 0)
+        for share in _SHARES[tried:]:
+            self._tried[name] = tried = tried + 1
             before = self.results.pop(name, None)
-            result = search(self._make_task(name, share, certified, self._deadline), self._progress)
-            self._rankings[name] = result.ranking
+            result = search(self._task(name, share, certified), self._progress)
             if result.error:
                 self._tried[name] = len(_SHARES)
                 certified.breaches[name].append(result.error)
@@ -99,40 +83,26 @@ class IslandSearches:
         certified.breaches[name].append(_NOT_CONFIRMED)
         return False
 
-    def _make_task(self, name: str, share: float, certified: Certified, deadline: Deadline) -> Task:
-        manifest = certified.manifest
-        inputs, outputs = (tuple(entry.spec() for entry in edges) for edges in (manifest.inputs, manifest.outputs))
-        edges = Edges(inputs, outputs, manifest.batch_axis)
+    def _task(self, name: str, share: float, certified: Certified) -> Task:
+        signature, options = Signature.of(certified.manifest), self._options
+        if self._deadline is None:
+            self._deadline = Deadline.after(options.search_minutes)
+        if self._expected is None:
+            feeds, given = self._samples.feeds, len(self._samples.given)
+            outputs = reference_outputs(self._prepared.reference, signature, feeds, self._scratch)
+            self._expected = Expected(feeds, outputs, certified.scales, given)
         return Task(
             prepared=self._prepared,
             profile=PROFILES[name],
-            replan=self._replan,
+            signature=signature,
+            expected=self._expected,
+            budget=options.budget.tightened(share),
+            deadline=self._deadline,
             islands=merged(self.results.values()),
-            edges=edges,
-            expected=self._reference_outputs(edges, certified),
-            budget=self._options.budget.tightened(share),
-            deadline=deadline,
-            saturate=self._options.saturate,
-            ranking=self._rankings.get(name, ()),
+            keep_fp32=options.keep_fp32,
+            bf16=options.bf16,
             scratch=self._scratch,
         )
-
-    def _reference_outputs(self, edges: Edges, certified: Certified) -> Expected:
-        if self._expected is None:
-            reference = open_fp32_graph(self._prepared.reference, edges.inputs, edges.outputs, self._scratch)
-            outputs = measure.spool(reference, self._samples, self._scratch)
-            reference.close()
-            self._expected = Expected(self._samples.feeds, outputs, certified.scales, len(self._samples.given))
-        return self._expected
-
-    def _replan(self, islands: Islands, profile: Profile) -> Plan:
-        return make_plan(
-            self._prepared,
-            keep_fp32=self._options.keep_fp32,
-            bf16=self._options.bf16,
-            islands=islands,
-            profiles=[profile.name] if profile.rounds else [],
-        ).plan
 
 
 _NOT_CONFIRMED = (

@@ -1,7 +1,7 @@
-"""Measures a model's fp32 noise: how its outputs change when every weight moves by a few ulps.
+"""Measures a model's fp32 noise: how its outputs change when every weight is perturbed by a few ulps.
 
 A sum of products computed in another order is, to the last bit, the exact sum for weights that differ by a few ulps
-(backward error). So the change that nudged weights cause is the difference that another program may show.
+(backward error). So the change that perturbed weights cause is the difference that another program may show.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST = 0x7F800000  # bits of infinity
 OpenGraph = Callable[[ReadWeight], Runtime]
 
 
-def nudge(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUNDOFF) -> Array:
+def perturb(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUNDOFF) -> Array:
     """Return ``array`` with each fp32 value moved up or down by up to :data:`ULPS` units in the last place.
 
     If the source's arithmetic is coarser than fp32, with a larger unit ``roundoff``, values move by as many units of
@@ -48,11 +48,12 @@ def nudge(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUN
 
 
 class Noise:
-    """The fp32 noise of one graph: how its outputs for ``feeds`` change when its weights and the feeds are nudged.
+    """The fp32 noise of one graph: how its outputs for ``feeds`` change when its weights and the feeds are perturbed.
 
-    ``open_graph`` opens the graph with the weights that it is given, nudged or as they are. Both runs read the source's
-    own weights and go the same way, so no fault in the files or graphs that are judged can widen their bound. Nothing
-    runs before the noise is asked for, and it is measured once. Outputs are kept in unnamed files in ``scratch``.
+    ``open_graph`` opens the graph with the weights that it is given, perturbed or as they are. Both runs read the
+    source's own weights and go the same way, so no fault in the files or graphs that are judged can widen their bound.
+    Nothing runs before the noise is asked for, and it is measured once. Outputs are kept in unnamed files in
+    ``scratch``.
     """
 
     def __init__(self, open_graph: OpenGraph, feeds: Sequence[Feeds], roundoff: float, scratch: Path | None) -> None:
@@ -69,7 +70,7 @@ class Noise:
         return max(distances, default=0.0)
 
     def pairs(self, name: str) -> list[list[tuple[Array, Array]]]:
-        """Return an output of each feed as it is and nudged, for each nudged run."""
+        """Return an output of each feed as it is and perturbed, for each perturbed run."""
         unchanged, *runs = self._runs
         return [[(unchanged[feed][name], run[feed][name]) for feed in range(len(unchanged))] for run in runs]
 
@@ -79,15 +80,15 @@ class Noise:
 
     @cached_property
     def _runs(self) -> list[Spool]:
-        """The outputs of the graph as it is, then those of each nudged run."""
+        """The outputs of the graph as it is, then those of each perturbed run."""
         runs = [self._run(None), *(self._run(np.random.default_rng(seed)) for seed in range(_RUNS))]
         return [run for run in runs if run is not None]
 
     def _run(self, random: np.random.Generator | None) -> Spool | None:
-        """Return the outputs of the graph; None if it does not run nudged, because noise changed a computed size."""
+        """Return the outputs of the graph; None if it does not run perturbed, because noise changed a computed size."""
 
         def moved(array: Array) -> Array:
-            return array if random is None else nudge(array, random, self._roundoff)
+            return array if random is None else perturb(array, random, self._roundoff)
 
         runtime = self._open(lambda _name, tensor: moved(tensor.numpy()))
         outputs = Spool(self._scratch)

