@@ -15,8 +15,7 @@ from converter.fuse.check import faults
 from converter.fuse.fuse import Fusions
 from converter.options import Options
 from converter.plan import Planned, make_plan, narrowed
-from converter.plan.decisions import Islands
-from converter.plan.overrides import Overrides
+from converter.plan.decisions import Islands, Overrides
 from converter.plan.profiles import PROFILES
 from converter.process import versions
 from converter.process.memory import release_memory

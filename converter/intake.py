@@ -9,7 +9,7 @@ from bf16kit.artifact.manifest import ProfileEntry
 from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.messages.errors import ConversionError
 from converter import read as sources
-from converter.graph.cuda_support import other_release_note
+from converter.graph.cuda_kernels import other_release_note
 from converter.graph.types import untyped
 from converter.options import Options
 from converter.plan.profiles import PROFILES

@@ -74,3 +74,15 @@ def values_of(graph: ir.Graph) -> list[ir.Value]:
 def all_value_names(model: ir.Model) -> set[str]:
     """Return the names of every value of the main graph and of every subgraph."""
     return {value.name for graph in model.graphs() for value in values_of(graph) if value.name}
+
+
+def replace_output(node: ir.Node, replacement: ir.Value | None) -> None:
+    """Make ``replacement`` take the place of ``node``'s first output, under its name, and remove the node."""
+    output, graph = node.outputs[0], node.graph
+    if replacement is None or graph is None:
+        return
+    name = output.name
+    output.replace_all_uses_with(replacement, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    output.name = None
+    replacement.name = name

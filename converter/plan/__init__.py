@@ -10,11 +10,10 @@ import onnx_ir as ir
 
 from bf16kit.artifact.manifest import Plan, PlanEntry
 from converter.fuse.fuse import Fusions, fuse
-from converter.graph.cuda_support import KernelTable
+from converter.graph.cuda_kernels import KernelTable
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import label
-from converter.plan.decisions import Decision, Islands
-from converter.plan.overrides import Overrides
+from converter.plan.decisions import Decision, Islands, Overrides
 from converter.plan.profiles import PROFILES
 from converter.rewrite import Prepared
 

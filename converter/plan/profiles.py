@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from converter.fuse.fusing import Fusion
-from converter.graph.cuda_support import KernelTable
-from converter.plan.decisions import Decision
-from converter.plan.overrides import Overrides
+from converter.graph.cuda_kernels import KernelTable
+from converter.plan.decisions import Decision, Overrides
 from converter.plan.placement import place_cpu, place_cpu_bf16, place_cuda
 from converter.rewrite import Prepared
 

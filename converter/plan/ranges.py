@@ -10,7 +10,7 @@ from bf16kit.messages.errors import RangeError
 from bf16kit.numerics.rounding import Census, census
 from converter.graph.initializers import blocks
 from converter.rewrite import Prepared
-from converter.rewrite.noopmasks import is_weight
+from converter.rewrite.clampmasks import is_weight
 
 _SHOWN = 5
 

@@ -18,24 +18,19 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bf16kit.numerics.lowbits import is_half
-from converter.graph.cuda_support import KernelTable
+from converter.graph.cuda_kernels import KernelTable
 from converter.graph.names import NameEverything
 from converter.graph.step import Step, run
 from converter.graph.types import InferTypes
 from converter.rewrite.batchnorm import Fold, FoldBatchNorm
-from converter.rewrite.clip import ClipToMinMax
-from converter.rewrite.constantconditions import DropTruths
-from converter.rewrite.constants import ConstantsToInitializers
-from converter.rewrite.gathers import GatherAllToUnsqueeze
-from converter.rewrite.hoisting import HoistInitializers
-from converter.rewrite.identities import RemoveIdentities
-from converter.rewrite.inlining import InlineFunctions
+from converter.rewrite.clampmasks import ClampMasks
+from converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers, InlineFunctions
+from converter.rewrite.lowering import LowerForCuda
 from converter.rewrite.matching import Match, match
-from converter.rewrite.noopmasks import ClampMasks
+from converter.rewrite.noopmasks import DropConstantConditions, GatherAllToUnsqueeze
 from converter.rewrite.opset import RaiseOpset, SupportedOpset
-from converter.rewrite.pooling import GlobalAverageToReduceMean
+from converter.rewrite.removal import DropUnused, RemoveIdentities
 from converter.rewrite.sharing import ShareEqualWeights
-from converter.rewrite.unused import DropUnused
 
 __all__ = ["Fold", "Match", "Prepared", "Step", "prepare", "run"]
 
@@ -80,10 +75,10 @@ def prepare(
     found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
     fold = FoldBatchNorm(found.union(half_precision))
     clamp = ClampMasks()
-    simpler = [RemoveIdentities(), GatherAllToUnsqueeze(), DropTruths()]
+    simpler = [RemoveIdentities(), GatherAllToUnsqueeze(), DropConstantConditions()]
     lowering = [*simpler, RaiseOpset(kernels), fold, clamp, DropUnused(), InferTypes()]
     folded = run(lowering, reference.clone())
-    cuda = run([ClipToMinMax(kernels), GlobalAverageToReduceMean(kernels), InferTypes()], folded.clone())
+    cuda = run([LowerForCuda(kernels), InferTypes()], folded.clone())
     return Prepared(reference, folded, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)
 
 

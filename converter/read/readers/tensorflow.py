@@ -158,7 +158,7 @@ def _translated(model: _Model, child: TensorFlowProcess) -> ir.Model:
 
 def _tensors(model: _Model, graph: ir.Model) -> tuple[dict[str, Array], list[str]]:
     """Return the stored variables; for a model without fp32 variables, the graph's constants, which are its weights."""
-    from converter.rewrite.constants import floating_tensors
+    from converter.rewrite.explicit import floating_tensors
 
     stored = model.stored.tensors
     if model.format == "keras":  # created anew whenever Keras loads the file

@@ -18,7 +18,7 @@ from converter.fuse.unpanel import PUT_TOGETHER
 from converter.graph.step import run
 from converter.graph.types import InferTypes
 from converter.rewrite import prepare
-from converter.rewrite.constants import floating_tensors
+from converter.rewrite.explicit import floating_tensors
 from converter.write.narrowing import Narrow
 
 _X16 = graphs.values(4, 16, seed=9)
