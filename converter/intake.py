@@ -155,7 +155,7 @@ def write_traced_formats(
 
 def unknown_notes(options: Options, prepared: Prepared) -> Iterator[str]:
     """Yield a note on each thing unknown about the graph or the device, and what that costs."""
-    nodes, all_nodes = untyped(prepared.folded), sum(1 for _ in prepared.folded.graph.all_nodes())
+    nodes, all_nodes = untyped(prepared.base), sum(1 for _ in prepared.base.graph.all_nodes())
     if nodes:
         yield (
             f"the output types of {len(nodes)} of {all_nodes} nodes could not be inferred, the first"

@@ -44,11 +44,6 @@ class NameEverything(Step):
                     modified = True
         return modified
 
-    def ensures(self, model: ir.Model) -> None:
-        names = [node.name for node in model.graph.all_nodes()]
-        if not all(names) or len(set(names)) != len(names):
-            raise ConversionError("nodes without a unique name")
-
 
 class FreshNames:
     """Makes unused names: ``make("a")`` returns ``a``, then ``a_1``, ``a_2`` …"""

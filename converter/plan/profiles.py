@@ -44,7 +44,7 @@ PROFILES: Mapping[str, Profile] = {
         Profile(
             name="cpu",
             precision="bf16-weights",
-            base=lambda prepared: prepared.folded,
+            base=lambda prepared: prepared.base,
             place=lambda model, narrow, _kernels, _overrides, fusions: place_cpu(model, narrow, fusions),
             device="cpu",
             rounds=False,
@@ -53,7 +53,7 @@ PROFILES: Mapping[str, Profile] = {
         Profile(
             name="cpu-bf16",
             precision="bf16",
-            base=lambda prepared: prepared.folded,
+            base=lambda prepared: prepared.base,
             place=lambda model, narrow, _kernels, overrides, fusions: place_cpu_bf16(model, narrow, overrides, fusions),
             device="cpu",
             rounds=False,

@@ -30,7 +30,7 @@ def check_ranges(
     and for finite values that overflow unless ``saturate``.
     """
     complaints: list[str] = []
-    for name, value in sorted(prepared.folded.graph.initializers.items()):
+    for name, value in sorted(prepared.base.graph.initializers.items()):
         tensor = value.const_value
         if tensor is None or tensor.dtype != ir.DataType.FLOAT:
             continue

@@ -1,10 +1,10 @@
-"""Turns a source graph into the graphs that are written, by a list of small steps, each in a file named after it.
+"""Turns a source graph into the graphs that are written, by a list of small steps.
 
 ``prepare`` runs the whole list. The **reference** is the source graph made explicit, without further changes: functions
-inlined, every constant an initializer of the main graph, equal weights stored once, everything named. The **folded**
+inlined, every constant an initializer of the main graph, equal weights stored once, everything named. The **base**
 graph is the one that profiles start from. In it, masks that hide nothing are dropped, operators are recent enough for
 bf16, and masks are within bf16's range. BatchNorm is folded into weights, except those that were bf16 or fp16. The
-**cuda** graph is the folded one with operators that have no bf16 kernel rewritten into operators that have one.
+**cuda** graph is the base with operators that have no bf16 kernel rewritten into operators that have one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Prepared:
     """
 
     reference: ir.Model
-    folded: ir.Model
+    base: ir.Model
     cuda: ir.Model
     folds: Mapping[str, Fold]
     clamped: frozenset[str]
@@ -77,9 +77,9 @@ def prepare(
     clamp = ClampMasks()
     simpler = [RemoveIdentities(), GatherAllToUnsqueeze(), DropConstantConditions()]
     lowering = [*simpler, RaiseOpset(kernels), fold, clamp, DropUnused(), InferTypes()]
-    folded = run(lowering, reference.clone())
-    cuda = run([LowerForCuda(kernels), InferTypes()], folded.clone())
-    return Prepared(reference, folded, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)
+    base = run(lowering, reference.clone())
+    cuda = run([LowerForCuda(kernels), InferTypes()], base.clone())
+    return Prepared(reference, base, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)
 
 
 _NORMALISE: tuple[Step, ...] = (

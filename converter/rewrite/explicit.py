@@ -74,11 +74,6 @@ class ConstantsToInitializers(Step):
             _lift(node)
         return bool(found)
 
-    def ensures(self, model: ir.Model) -> None:
-        left = [node.name for node in model.graph.all_nodes() if _tensor(node) is not None]
-        if left:
-            raise ConversionError(f"constant {left[0]!r} is still a node")
-
 
 def _lift(node: ir.Node) -> None:
     graph, output = node.graph, node.outputs[0]
@@ -134,11 +129,6 @@ class HoistInitializers(Step):
                     model.graph.register_initializer(value)
                     count += 1
         return bool(count)
-
-    def ensures(self, model: ir.Model) -> None:
-        for graph in model.graphs():
-            if graph is not model.graph and graph.initializers:
-                raise ConversionError(f"body {graph.name!r} still holds {next(iter(graph.initializers))!r}")
 
 
 def _separate_from_output(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> None:

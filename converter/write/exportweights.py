@@ -45,7 +45,7 @@ def unfolded(prepared: Prepared, checkpoint: Mapping[str, Array]) -> Prepared:
                 if found.initializer == match.initializer:
                     matches[other] = Match(stored, None, found.narrowed)
             straight.add(match.initializer)
-    return replace(prepared, reference=reference, folded=reference, cuda=reference, folds={}, matches=matches)
+    return replace(prepared, reference=reference, base=reference, cuda=reference, folds={}, matches=matches)
 
 
 def _transposed(

@@ -174,13 +174,13 @@ def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> I
     manifest = artifact.manifest
     lowered = {alias: name for name, alias in stored.aliases.items()}
     scales = {entry.scale for entry in manifest.tensors}
-    base = prepared.folded if manifest.reference is None else prepared.reference
+    base = prepared.base if manifest.reference is None else prepared.reference
     for entry in manifest.tensors:
         if entry.file == RESIDUAL or entry.name in scales:
             continue
         name = lowered.get(entry.name, entry.name)
-        first = prepared.folded if entry.name in lowered else base
-        for model in (first, prepared.folded):
+        first = prepared.base if entry.name in lowered else base
+        for model in (first, prepared.base):
             tensor = const(model.graph.initializers.get(name))
             if tensor is not None:
                 yield entry, tensor.numpy()
