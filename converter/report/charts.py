@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from bf16kit.drift.measurements import MARGIN_DB, MOST_DB
 from bf16kit.drift.verdicts import SampleSeries
@@ -16,11 +17,12 @@ from converter.report.figures import HIGHEST, LOWEST, NORMAL, Sizes, Span
 from converter.report.layers import LayerSeries, layer_name, shortfall
 from converter.report.svg import COLOUR, WIDTH, axes, drawing, svg
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 DOTS = 500  # in one chart; more cannot be told apart
 _HEIGHT = 280.0
 _LABELS = 50  # characters of a tensor's name together with its remark
-_MARGINS = {"left": 58.0, "right": 14.0, "top": 34.0, "bottom": 48.0}
-_FULL = dict.fromkeys(("left", "right", "top", "bottom"), 0.0)
 Point = tuple[float, float, bool, str]  # x, y, whether it is over its bound, what to say of it
 
 
@@ -34,7 +36,7 @@ def sizes_chart(sizes: Sizes, key: str = "sizes") -> str:
     if sizes.residual:
         bars.append(("residual, which restores fp32", sizes.residual, "accent-soft"))
     height, longest = 44.0 * len(bars) + 4, max(1, *(count for _, count, _ in bars))
-    plane = axes(height, **_FULL)
+    plane = axes(height)
     plane.set(xlim=(0, WIDTH), ylim=(height, 0))
     plane.axis("off")
     for row, (name, count, colour) in enumerate(bars):
@@ -46,33 +48,40 @@ def sizes_chart(sizes: Sizes, key: str = "sizes") -> str:
     return svg(plane, key, "Sizes", f"Bars: {'; '.join(f'{name} {size(count)}' for name, count, _ in bars)}.")
 
 
+@drawing()
 def samples_chart(series: SampleSeries, key: str) -> str:
     """Draw relative_l2 of each sample, with a line for each bound of the budget."""
-    finite = [value for value in series.values if math.isfinite(value)]
-    top = max([*finite, *(bound for _, bound in series.bounds), 1e-12]) * 1.08
+    values = [math.inf if math.isnan(value) else value for value in series.values]
+    top = max([*filter(math.isfinite, values), *(bound for _, bound in series.bounds), 1e-12]) * 1.08
     limit = min((bound for name, bound in series.bounds if name == "relative_l2"), default=math.inf)
-    shown = sampled_points([value if math.isfinite(value) else math.inf for value in series.values])
-    over = sum(value > limit for value in series.values)
+    shown = sampled_points(values)
+    over = sum(value > limit for value in values)
     points = [
         (
             series.index(row),
-            value if math.isfinite(value) else top,
-            value > limit,
-            f"sample {series.index(row)}: {value:.3g}",
+            min(values[row], top),
+            values[row] > limit,
+            f"sample {series.index(row)}: {values[row]:.3g}",
         )
-        for row, value in ((row, series.values[row]) for row in shown)
+        for row in shown
     ]
     description = (
-        f"{len(shown)} of {series.measured} samples: relative_l2 from {min(series.values, default=0):.3g} to"
-        f" {max(series.values, default=0):.3g}"
+        f"{len(shown)} of {series.measured} samples: relative_l2 from {min(values, default=0):.3g} to"
+        f" {max(values, default=0):.3g}"
         + "".join(f"; the budget bounds {_statistic(name)} at {bound:.3g}" for name, bound in series.bounds)
         + (f"; {over} samples are above the line" if over else "")
     )
-    lines = [(f"budget of {_statistic(name)}: {bound:.3g}", bound) for name, bound in series.bounds]
-    title = f"Drift of {series.output} by sample, {series.profile}"
-    return _scatter(points, (0, top), ("sample", "relative_l2"), (key, title, description), series.measured - 1, lines)
+    plane = _plane("sample", series.measured - 1, "relative_l2", (0, top))
+    for side, (name, bound) in enumerate(series.bounds):
+        label, at = f"budget of {_statistic(name)}: {bound:.3g}", (0.0 if side % 2 else 1.0, bound)
+        above: dict[str, Any] = {"textcoords": "offset points", "ha": "left" if side % 2 else "right"}
+        plane.axhline(bound, color=COLOUR["bad"])
+        plane.annotate(label, at, (0, 4), ("axes fraction", "data"), color=COLOUR["bad"], **above)
+    tips = _mark(plane, points)
+    return svg(plane, key, f"Drift of {series.output} by sample, {series.profile}", description, tips)
 
 
+@drawing()
 def layers_chart(series: LayerSeries, key: str) -> str:
     """Draw the SQNR of each layer against its depth, with the line expected for rounding to bf16 alone."""
     values = [value for row in series.rows for value in (row.sqnr_db, row.expected_db)]
@@ -104,46 +113,31 @@ def layers_chart(series: LayerSeries, key: str) -> str:
     for row in series.rows:
         if abs(row.expected_db) < MOST_DB:
             depths.setdefault(row.depth, []).append(row.expected_db)
-    expected = [(depth, sum(found) / len(found)) for depth, found in sorted(depths.items())]
-    title = f"SQNR of each layer by depth, {series.profile}"
-    last = max((row.depth for row in series.rows), default=1)
-    return _scatter(
-        points, (bottom, high + 6), ("depth", "SQNR, dB"), (key, title, description), last, expected=expected
-    )
+    plane = _plane("depth", max((row.depth for row in series.rows), default=1), "SQNR, dB", (bottom, high + 6))
+    tips = _mark(plane, points)
+    expected = [sum(depths[depth]) / len(depths[depth]) for depth in sorted(depths)]
+    plane.plot(sorted(depths), expected, "--", color=COLOUR["muted"])
+    return svg(plane, key, f"SQNR of each layer by depth, {series.profile}", description, tips)
 
 
-@drawing()
-def _scatter(
-    points: Sequence[Point],
-    heights: tuple[float, float],
-    names: tuple[str, str],
-    told: tuple[str, str, str],
-    last: int,
-    bounds: Sequence[tuple[str, float]] = (),
-    expected: Sequence[tuple[float, float]] = (),
-) -> str:
-    """Draw ``points``, labelled lines at ``bounds`` and a dashed line along ``expected``; ``told`` is key, title and
-    description."""
-    plane = axes(_HEIGHT, **_MARGINS)
-    right = max(1, last)
-    plane.set(xlim=(-0.02 * right, right), ylim=heights, xlabel=names[0], title=names[1])
+def _plane(x_name: str, last: int, y_name: str, heights: tuple[float, float]) -> Axes:
+    """Return axes from 0 to ``last``, a count."""
+    plane, right = axes(_HEIGHT, left=58, right=14, top=34, bottom=48), max(1, last)
+    plane.set(xlim=(-0.02 * right, right), ylim=heights, xlabel=x_name, title=y_name)
     plane.locator_params(axis="x", integer=True)
-    plane.yaxis.set_major_formatter("{x:.3g}")
     plane.xaxis.set_major_formatter("{x:.0f}")
-    for side, (label, bound) in enumerate(bounds):
-        plane.axhline(bound, color=COLOUR["bad"])
-        at, anchor = (0.0, "left") if side % 2 else (1.0, "right")
-        plane.annotate(
-            label, (at, bound), (0, 4), ("axes fraction", "data"), "offset points", color=COLOUR["bad"], ha=anchor
-        )
+    plane.yaxis.set_major_formatter("{x:.3g}")
+    return plane
+
+
+def _mark(plane: Axes, points: Sequence[Point]) -> list[str]:
+    """Draw ``points``; return what to say of each, in the order in which they were drawn."""
     tips = []
     for over, shape, colour in ((False, "o", "accent"), (True, "s", "bad")):
         chosen = [point for point in points if point[2] == over]
         plane.plot([x for x, *_ in chosen], [y for _, y, *_ in chosen], shape, color=COLOUR[colour], clip_on=False)
         tips += [tip for *_, tip in chosen]
-    if expected:
-        plane.plot(*zip(*expected, strict=True), "--", color=COLOUR["muted"])
-    return svg(plane, *told, tips)
+    return tips
 
 
 @drawing()
@@ -152,7 +146,7 @@ def ranges_chart(spans: Sequence[Span], measured: int, key: str) -> str:
     row_height, top = 40.0, 6.0
     bottom = top + row_height * len(spans)
     low, high = LOWEST - 17, HIGHEST + 6
-    plane = axes(bottom + 26, left=0, right=0, top=0, bottom=0)
+    plane = axes(bottom + 26)
     plane.set(xlim=(low, high), ylim=(bottom + 26, 0))
     plane.axis("off")
     ticks = (NORMAL, -64, 0, 64, HIGHEST)

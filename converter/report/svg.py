@@ -69,7 +69,9 @@ def drawing() -> Iterator[None]:
             yield
 
 
-def axes(height: float, width: float = WIDTH, *, left: float, right: float, top: float, bottom: float) -> Axes:
+def axes(
+    height: float, width: float = WIDTH, *, left: float = 0, right: float = 0, top: float = 0, bottom: float = 0
+) -> Axes:
     """Return the axes of a new figure, with margins in the figure's units; call it inside :func:`drawing`."""
     from matplotlib.figure import Figure
 
