@@ -244,6 +244,7 @@ def draft_manifest(
 ) -> Manifest:
     """Return the manifest with all that is known before anything has run."""
     checkpoint = source.checkpoint
+    drawn_by = ["matplotlib"] if options.report else []
     return Manifest(
         model=options.target.model,
         inputs=[SpecEntry.of(spec) for spec in source.inputs],
@@ -261,7 +262,7 @@ def draft_manifest(
             tensors=len(checkpoint.tensors),
         ),
         given=list(source.given),
-        tools={**versions.versions(source.tools), **source.foreign_versions},
+        tools={**versions.versions([*source.tools, *drawn_by]), **source.foreign_versions},
         seed=options.seed,
         options=options.recorded(),
     )

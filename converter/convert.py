@@ -23,6 +23,7 @@ from converter.process.memory import FrozenHeap
 from converter.process.naming import prefix_errors
 from converter.process.progress import Progress, SilentProgress
 from converter.publishing import build_measurements, publish
+from converter.report.page import check_installed
 from converter.rewrite import prepare
 from converter.source import Source
 from converter.verify.certify import Certified
@@ -70,6 +71,8 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
     :class:`RuntimeFailure` if a written file does not run, and :class:`BudgetExceeded`
     if drift is over budget and the options do not allow that.
     """
+    if options.report:
+        check_installed()
     progress = progress or SilentProgress()
     notes: list[str] = []
     with (

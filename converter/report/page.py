@@ -12,8 +12,10 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import FileEntry, Manifest, PlanEntry
 from bf16kit.drift.measurements import Measurements
 from bf16kit.drift.verdicts import format_budget_ratio
-from bf16kit.messages.text import printable, size
+from bf16kit.messages.errors import UsageError
+from bf16kit.messages.text import listed, printable, size
 from bf16kit.numerics.tensors import describe as describe_shape
+from converter.process.versions import version_of
 from converter.report import charts, recovery
 from converter.report.figures import Figures, figures
 from converter.report.inspect import abbreviated, drift, needs
@@ -24,6 +26,15 @@ NAME = "report.html"
 ROWS = 200  # rows of a table; a browser must be able to open the page of a model with 50,000 nodes
 CHARTS = 12  # charts of a kind
 TENSORS = 7  # tensors in one of the two charts of their ranges
+
+
+def check_installed() -> None:
+    """Raise UsageError now, and not at the end of a conversion, if a package that draws the report is missing."""
+    missing = [name for name in ("jinja2", "matplotlib") if version_of(name) is None]
+    if missing:
+        raise UsageError(
+            f"the report needs {listed(missing)}: pip install 'bf16kit[convert]', or convert with --no-report"
+        )
 
 
 def write(
