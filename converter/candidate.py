@@ -11,13 +11,12 @@ from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.rounding import Census
 from converter.fuse.check import faults
 from converter.fuse.fuse import Fusions
-from converter.graph.cuda_support import other_release_note
+from converter.graph.cuda_kernels import other_release_note
 from converter.graph.types import untyped
 from converter.islands.result import SearchResult
 from converter.job import Job
 from converter.plan import Planned, make_plan, narrowed
-from converter.plan.decisions import Islands
-from converter.plan.overrides import Overrides
+from converter.plan.decisions import Islands, Overrides
 from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
 from converter.rewrite import Prepared
@@ -66,7 +65,7 @@ class Candidate:
         Also notes what is unknown about the graph or the device, and what that costs.
         """
         job, prepared, profiles = self.job, self.prepared, self.job.options.onnx_profiles
-        nodes, all_nodes = untyped(prepared.folded), sum(1 for _ in prepared.folded.graph.all_nodes())
+        nodes, all_nodes = untyped(prepared.base), sum(1 for _ in prepared.base.graph.all_nodes())
         if nodes:
             job.notes.append(
                 f"the output types of {len(nodes)} of {all_nodes} nodes could not be inferred, the first"

@@ -21,6 +21,7 @@ from converter.process.naming import prefix_errors
 from converter.process.progress import Progress, SilentProgress
 from converter.publishing import build_measurements, publish
 from converter.read_and_trace import read, record_answers, write_traced_formats
+from converter.report.page import check_installed
 from converter.rewrite import prepare
 from converter.source import Source
 from converter.verify.judging import check_stated_bounds, judge
@@ -65,6 +66,8 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
     converted, :class:`RuntimeFailure` if a written file does not run, and :class:`BudgetExceeded` if drift is over
     budget and the options do not allow that.
     """
+    if options.report:
+        check_installed()
     progress, provided = progress or SilentProgress(), provided or ProvidedInputs()
     with (
         FrozenHeap() as heap,

@@ -42,6 +42,7 @@ class Job:
         """Return the manifest with all that is known before anything has run."""
         options, source = self.options, self.source
         checkpoint = source.checkpoint
+        drawn_by = ["matplotlib"] if options.report else []
         return Manifest(
             model=options.target.model,
             inputs=[SpecEntry.of(spec) for spec in source.inputs],
@@ -59,7 +60,7 @@ class Job:
                 tensors=len(checkpoint.tensors),
             ),
             given=list(source.given),
-            tools={**versions.versions(source.tools), **source.foreign_versions},
+            tools={**versions.versions([*source.tools, *drawn_by]), **source.foreign_versions},
             seed=options.seed,
             options=options.recorded(),
         )

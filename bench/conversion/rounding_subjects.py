@@ -48,7 +48,7 @@ def subject(name: str, path: Path, calibration: Sequence[Feeds], held_out: Seque
     """What the artifact in ``path`` was made of."""
     artifact = Artifact.open(path)
     with open_reference(artifact) as source:
-        model = prepare(source.model.clone()).folded
+        model = prepare(source.model.clone()).base
         weights = {
             name: np.array(value.const_value.numpy())
             for name, value in model.graph.initializers.items()

@@ -44,25 +44,13 @@ def same_bits(a: Array, b: Array, *, as_fp32: bool = False) -> bool:
     """
     if a.shape != b.shape or (np.dtype(np.float32) if as_fp32 else a.dtype) != b.dtype:
         return False
-    if as_fp32:
-        return _same_in_fp32(a, b)
     if a.dtype == np.object_:
         return bool(np.array_equal(a, b))
     if a.ndim == 0:
-        return a.tobytes() == b.tobytes()
-    rows = max(1, _ROWS_BYTES // max(1, a.nbytes // max(1, len(a))))
-    bits = np.dtype(f"u{a.dtype.itemsize}") if a.dtype.itemsize in (1, 2, 4, 8) else a.dtype
-    return all(
-        np.array_equal(a[start : start + rows].view(bits), b[start : start + rows].view(bits))
-        for start in range(0, len(a), rows)
-    )
-
-
-def _same_in_fp32(a: Array, b: Array) -> bool:
-    if a.ndim == 0:
-        return in_fp32(a).tobytes() == b.tobytes()
+        a, b = a.reshape(1), b.reshape(1)
     rows = max(1, _ROWS_BYTES // max(1, b.nbytes // max(1, len(b))))
+    bits = np.dtype(f"u{b.dtype.itemsize}") if b.dtype.itemsize in (1, 2, 4, 8) else b.dtype
+    blocks = ((a[start : start + rows], b[start : start + rows]) for start in range(0, len(b), rows))
     return all(
-        np.array_equal(in_fp32(a[start : start + rows]).view(np.uint32), b[start : start + rows].view(np.uint32))
-        for start in range(0, len(a), rows)
+        np.array_equal((in_fp32(left) if as_fp32 else left).view(bits), right.view(bits)) for left, right in blocks
     )

@@ -44,11 +44,6 @@ class NameEverything(Step):
                     modified = True
         return modified
 
-    def ensures(self, model: ir.Model) -> None:
-        names = [node.name for node in model.graph.all_nodes()]
-        if not all(names) or len(set(names)) != len(names):
-            raise ConversionError("nodes without a unique name")
-
 
 class FreshNames:
     """Makes unused names: ``make("a")`` returns ``a``, then ``a_1``, ``a_2`` …"""
@@ -74,3 +69,15 @@ def values_of(graph: ir.Graph) -> list[ir.Value]:
 def all_value_names(model: ir.Model) -> set[str]:
     """Return the names of every value of the main graph and of every subgraph."""
     return {value.name for graph in model.graphs() for value in values_of(graph) if value.name}
+
+
+def replace_output(node: ir.Node, replacement: ir.Value | None) -> None:
+    """Make ``replacement`` take the place of ``node``'s first output, under its name, and remove the node."""
+    output, graph = node.outputs[0], node.graph
+    if replacement is None or graph is None:
+        return
+    name = output.name
+    output.replace_all_uses_with(replacement, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    output.name = None
+    replacement.name = name

@@ -10,11 +10,10 @@ import onnx_ir as ir
 
 from bf16kit.artifact.manifest import Plan, PlanEntry
 from converter.fuse.fuse import Fusions, fuse
-from converter.graph.cuda_support import KernelTable
+from converter.graph.cuda_kernels import KernelTable
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import label
-from converter.plan.decisions import Decision, Islands
-from converter.plan.overrides import Overrides
+from converter.plan.decisions import Decision, Islands, Overrides
 from converter.plan.profiles import PROFILES
 from converter.rewrite import Prepared
 
@@ -51,7 +50,7 @@ def make_plan(
     kernels = kernels or KernelTable.load()
     overrides = Overrides.parse(keep_fp32, bf16, islands)
     overrides.check(_names(prepared))
-    read = prepared.folded.graph.initializers
+    read = prepared.base.graph.initializers
     tensors = [_tensor(v, overrides, only_reference=v.name not in read) for v in _stored(prepared)]
     narrow = narrowed(tensors)
     nodes: dict[str, list[PlanEntry]] = {}
@@ -77,7 +76,7 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 def _stored(prepared: Prepared) -> list[ir.Value]:
     """Return the fp32 tensors for the weights files: those that profiles read, then those only the reference reads."""
-    profiles = prepared.folded.graph.initializers
+    profiles = prepared.base.graph.initializers
     extra = [v for name, v in prepared.reference.graph.initializers.items() if name not in profiles]
     values = [*(profiles[name] for name in sorted(profiles)), *sorted(extra, key=lambda v: v.name or "")]
     return [
@@ -128,6 +127,6 @@ def _entries(model: ir.Model, decisions: Mapping[str, Decision]) -> list[PlanEnt
 
 def _names(prepared: Prepared) -> set[str]:
     names = {value.name or "" for value in _stored(prepared)}
-    for model in (prepared.folded, prepared.cuda):
+    for model in (prepared.base, prepared.cuda):
         names.update(node.name or "" for node in model.graph.all_nodes())
     return names

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import onnx_ir as ir
 
 from converter.fuse.fusing import Fusion, Kind
-from converter.graph.cuda_support import KernelTable
+from converter.graph.cuda_kernels import KernelTable
 from converter.graph.operators import (
     CONTROL_FLOW,
     MOVEMENT,
@@ -23,8 +23,7 @@ from converter.graph.operators import (
     label,
     since_version,
 )
-from converter.plan.decisions import Code, Decision
-from converter.plan.overrides import Overrides
+from converter.plan.decisions import Code, Decision, Overrides
 
 FLOAT = ir.DataType.FLOAT
 _FUSED: Mapping[Kind, Decision] = {

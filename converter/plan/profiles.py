@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from converter.fuse.fusing import Fusion
-from converter.graph.cuda_support import KernelTable
-from converter.plan.decisions import Decision
-from converter.plan.overrides import Overrides
+from converter.graph.cuda_kernels import KernelTable
+from converter.plan.decisions import Decision, Overrides
 from converter.plan.placement import place_cpu, place_cpu_bf16, place_cuda
 from converter.rewrite import Prepared
 
@@ -45,7 +44,7 @@ PROFILES: Mapping[str, Profile] = {
         Profile(
             name="cpu",
             precision="bf16-weights",
-            base=lambda prepared: prepared.folded,
+            base=lambda prepared: prepared.base,
             place=lambda model, narrow, _kernels, _overrides, fusions: place_cpu(model, narrow, fusions),
             device="cpu",
             rounds=False,
@@ -54,7 +53,7 @@ PROFILES: Mapping[str, Profile] = {
         Profile(
             name="cpu-bf16",
             precision="bf16",
-            base=lambda prepared: prepared.folded,
+            base=lambda prepared: prepared.base,
             place=lambda model, narrow, _kernels, overrides, fusions: place_cpu_bf16(model, narrow, overrides, fusions),
             device="cpu",
             rounds=False,

@@ -10,7 +10,7 @@ from bf16kit.messages.errors import RangeError
 from bf16kit.numerics.rounding import Census, census
 from converter.graph.initializers import blocks
 from converter.rewrite import Prepared
-from converter.rewrite.noopmasks import is_weight
+from converter.rewrite.clampmasks import is_weight
 
 _SHOWN = 5
 
@@ -30,7 +30,7 @@ def check_ranges(
     and for finite values that overflow unless ``saturate``.
     """
     complaints: list[str] = []
-    for name, value in sorted(prepared.folded.graph.initializers.items()):
+    for name, value in sorted(prepared.base.graph.initializers.items()):
         tensor = value.const_value
         if tensor is None or tensor.dtype != ir.DataType.FLOAT:
             continue

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
-from converter.graph.dimensions import is_named
-from converter.graph.guesses import mark_guessed, rename
+from converter.graph.dimensions import is_named, mark_guessed, rename
 from converter.graph.initializers import dims
 from converter.graph.names import values_of
 from converter.process import onnx_trial
@@ -121,7 +120,7 @@ def _keep_names_of_inputs(model: ir.Model) -> None:
 
     Names inside the graph are another program's guesses. Fusions need them, because inference does not follow an
     input's dimension through a Slice or an Expand, and are checked on several sizes. ONNX Runtime would trust them, and
-    give values with equal names the same memory, or fail: it is shown none (:mod:`converter.graph.guesses`).
+    give values with equal names the same memory, or fail: it is shown none (:mod:`converter.graph.dimensions`).
     """
     import onnx_ir as ir
 

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bf16kit.artifact.manifest import (
-    RESIDUAL,
-    ExportEntry,
-    FileEntry,
-    GivenEntry,
-    Manifest,
-    OracleEntry,
-    ProfileEntry,
-    Source,
-    SpecEntry,
-)
-from bf16kit.artifact.recoveryentries import RecoveryEntry
-from bf16kit.drift.inputranges import InputRange
-from bf16kit.drift.measurements import Measurements
+from bf16kit.artifact.manifest import RESIDUAL, FileEntry, Manifest, OracleEntry
+from bf16kit.drift.measurements import CensusEntry, Measurements, Ranges
 from bf16kit.drift.verdicts import (
     DriftRow,
     SampleSeries,
@@ -31,20 +20,11 @@ from bf16kit.drift.verdicts import (
 )
 from bf16kit.messages.text import listed
 from bf16kit.numerics.panels import WIDTH
-from converter.report.exponentranges import Span, spans
-from converter.report.islands import (
-    Island,
-    IslandGroup,
-    PlanGroup,
-    SearchSummary,
-    island_groups,
-    islands,
-    plan_groups,
-    searches,
-)
+from converter.report.islands import Island, PlanGroup, SearchSummary, islands, plan_groups, searches
 from converter.report.layers import LayerSeries, layer_series
 
 WITHOUT_RESIDUAL = ("weights.bf16", "weights.fp32")
+LOWEST, NORMAL, HIGHEST = -133, -126, 128  # exponents: smallest subnormal, smallest normal, overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,43 +56,39 @@ class ReferenceCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """All figures shown of an artifact.
+class Span:
+    """One tensor: exponents (log2) of its smallest and largest magnitude (None if all are zero), and what bf16 lost."""
 
-    ``samples``, ``slices``, ``layers``, ``spans`` and ``input_ranges`` are empty if the artifact keeps no measurements.
-    ``spans`` are the worst of ``measured_tensors`` bf16 tensors.
+    name: str
+    low: float | None
+    high: float | None
+    census: CensusEntry
+    remark: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """All figures shown of an artifact, beside its ``manifest``; ``files`` are those that the manifest will list.
+
+    What measurements tell is empty if the artifact keeps none. ``spans`` are the worst bf16 tensors.
     """
 
-    model: str
-    source: Source
+    manifest: Manifest
+    files: Mapping[str, FileEntry]
+    notes: Sequence[str]
+    measured: Measurements
+    drift: tuple[DriftRow, ...]
+    verdicts: tuple[Verdict, ...]
     sizes: Sizes
     layout: str
-    batch_axis: int | None
-    oracle: OracleEntry | None
     reference: ReferenceCheck
-    verdicts: tuple[Verdict, ...]
-    drift: tuple[DriftRow, ...]
     samples: tuple[SampleSeries, ...]
     slices: tuple[WorstSlice, ...]
     layers: tuple[LayerSeries, ...]
     spans: tuple[Span, ...]
-    measured_tensors: int
     islands: tuple[Island, ...]
-    island_groups: tuple[IslandGroup, ...]
     searches: tuple[SearchSummary, ...]
     plan: tuple[PlanGroup, ...]
-    inputs: tuple[SpecEntry, ...]
-    outputs: tuple[SpecEntry, ...]
-    input_ranges: Mapping[str, InputRange]
-    profiles: Mapping[str, ProfileEntry]
-    exports: Mapping[str, ExportEntry]
-    budget: Mapping[str, float]
-    files: Mapping[str, FileEntry]
-    tools: Mapping[str, str]
-    seed: int
-    notes: tuple[str, ...]
-    given: tuple[GivenEntry, ...] = ()
-    recovery: RecoveryEntry | None = None
 
     @property
     def within(self) -> bool:
@@ -138,42 +114,26 @@ def figures(
     notes: Sequence[str] = (),
 ) -> Figures:
     """Compute the figures of ``manifest``, whose files are ``files``, and of the measurements if they were kept."""
-    rows = tuple(drift_rows(manifest))
-    measured = measurements or Measurements()
-    kept = tuple(islands(manifest, measured))
+    measured, rows = measurements or Measurements(), tuple(drift_rows(manifest))
     judged = tuple(verdicts(manifest, rows))
     failing = {verdict.profile for verdict in judged if not verdict.within}
     return Figures(
-        model=manifest.model,
-        source=manifest.source,
+        manifest=manifest,
+        files=dict(sorted(files.items())),
+        notes=notes,
+        measured=measured,
+        drift=rows,
+        verdicts=judged,
         sizes=sizes(manifest, files),
         layout=layout(manifest),
-        batch_axis=manifest.batch_axis,
-        oracle=manifest.oracle,
         reference=reference(manifest.oracle),
-        verdicts=judged,
-        drift=rows,
         samples=tuple(sample_series(manifest, measured)),
         slices=tuple(worst_slices(manifest, measured)),
         layers=tuple(layer_series(measured, failing)),
         spans=spans(measured.ranges),
-        measured_tensors=measured.ranges.measured,
-        islands=kept,
-        island_groups=tuple(island_groups(kept)),
+        islands=tuple(islands(manifest, measured)),
         searches=tuple(searches(measured)),
         plan=tuple(plan_groups(manifest.plan)),
-        inputs=tuple(manifest.inputs),
-        outputs=tuple(manifest.outputs),
-        input_ranges=dict(sorted(measured.inputs.items())),
-        profiles=dict(sorted(manifest.profiles.items())),
-        exports=dict(sorted(manifest.exports.items())),
-        budget=dict(manifest.budget),
-        files=dict(sorted(files.items())),
-        tools=dict(sorted(manifest.tools.items())),
-        seed=manifest.seed,
-        notes=tuple(notes),
-        given=tuple(manifest.given),
-        recovery=measured.recovery,
     )
 
 
@@ -211,3 +171,25 @@ def reference(oracle: OracleEntry | None) -> ReferenceCheck:
     count = f"{oracle.feeds} sample{'' if oracle.feeds == 1 else 's'}"
     sentence = f"within {worst.relative_l2:.2g} of {oracle.how} ({count}; fp32 noise explains {worst.bound:.2g})"
     return ReferenceCheck(True, worst.relative_l2, worst.bound, sentence)
+
+
+def spans(ranges: Ranges) -> tuple[Span, ...]:
+    """Return every tensor of ``ranges``, the worst first."""
+    ordered = sorted(ranges.tensors.items(), key=lambda item: (item[1].severity, item[0]))
+    return tuple(Span(name, _log2(e.min_abs_nonzero), _log2(e.max_abs), e, _remark(e)) for name, e in ordered)
+
+
+def _log2(magnitude: float) -> float | None:
+    return math.log2(magnitude) if magnitude > 0 else None
+
+
+def _remark(entry: CensusEntry) -> str:
+    """Describe the values of a tensor that bf16 does not hold exactly; "" if there are none."""
+    found = (
+        (entry.nan, "NaN"),
+        (entry.inf, "infinite"),
+        (entry.overflow, "overflow"),
+        (entry.flushed_to_zero, "flushed to zero"),
+        (entry.subnormal, "subnormal"),
+    )
+    return ", ".join(f"{count:,} {what}" for count, what in found if count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,14 @@ from converter.report import recovery
 from converter.report.figures import Figures, figures
 
 VERSION = 1  # of the format that `inspect --json` writes
+_FROM_MANIFEST = (
+    *("model", "source", "given", "oracle", "batch_axis", "inputs", "outputs", "profiles", "exports", "budget"),
+    *("tools", "seed", "measurements"),
+)
+_FROM_FIGURES = (
+    *("within", "headline", "verdicts", "drift", "slices", "reference", "sizes", "layout", "plan", "islands"),
+    *("searches", "files"),
+)
 _FEW = 3  # files named in a sentence, at most
 
 
@@ -27,34 +35,22 @@ def describe(path: Path) -> str:
     """
     artifact = Artifact.open(path)
     found = _figures(artifact)
-    parts = [
-        _head(artifact, found),
-        _edges(found),
-        _profiles(found),
-        _exports(found),
-        _plan(found),
-        _islands(found),
-        drift(found),
-        _slices(found),
-        "" if found.recovery is None else recovery.text(found.recovery),
-        _files(found),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in (_head(artifact, found), *_parts(found)) if part)
 
 
 def record(path: Path) -> dict[str, Any]:
     """Return the description for programs, see docs/json.md; raises as :func:`describe` does."""
     artifact = Artifact.open(path)
     found = _figures(artifact)
-    fields: dict[str, Any] = plain(found)
-    for rows in ("samples", "layers", "spans", "measured_tensors", "island_groups", "notes"):
-        del fields[rows]  # kept in measurements.json; notes are printed when converting, and kept only in the report
+    manifest, measured = artifact.manifest, found.measured
+    kept = {name: getattr(manifest, name) for name in _FROM_MANIFEST}
+    computed = {name: getattr(found, name) for name in _FROM_FIGURES}
+    fields: dict[str, Any] = plain({**kept, **computed, "recovery": measured.recovery, "input_ranges": measured.inputs})
     fields["off_the_line"] = plain({s.profile: s.first_off for s in found.layers if s.first_off is not None})
     fields["diagnoses"] = plain({s.profile: s.diagnosis for s in found.layers if s.diagnosis is not None})
     fields["lossy_tensors"] = plain([s for s in found.spans if s.remark])
-    fields |= {"version": VERSION, "path": str(path), "within": found.within, "headline": found.headline}
     fields["sizes"] |= {"ratio": found.sizes.ratio, "ratio_with_residual": found.sizes.ratio_with_residual}
-    return fields | {"measurements": artifact.manifest.measurements}
+    return fields | {"version": VERSION, "path": str(path)}
 
 
 def drift(found: Figures) -> str:
@@ -71,25 +67,8 @@ DRIFT = ("profile", "output", "metric", "measured", "worst", "budget", "used", "
 def drift_cells(row: DriftRow) -> tuple[object, ...]:
     """Return one row of the table with the columns :data:`DRIFT`."""
     profile = f"{row.profile}, emulated" if row.emulated else row.profile
-    used = None if row.used is None else format_budget_ratio(row.used)
-    return profile, row.output, row.metric, row.measured, row.worst, row.bound, used, "yes" if row.within else "NO"
-
-
-def _slices(found: Figures) -> str:
-    """Return a table of the worst slices of each output."""
-    if not found.slices:
-        return ""
-    rows = [
-        (
-            each.profile,
-            each.output,
-            each.where,
-            each.error,
-            None if each.used is None else format_budget_ratio(each.used),
-        )
-        for each in found.slices
-    ]
-    return table("Worst slices, by error ÷ own variation", ("profile", "output", "slice", "error", "used"), rows)
+    within = "yes" if row.within else "NO"
+    return profile, row.output, row.metric, row.measured, row.worst, row.bound, _used(row.used), within
 
 
 def _figures(artifact: Artifact) -> Figures:
@@ -97,20 +76,26 @@ def _figures(artifact: Artifact) -> Figures:
 
 
 def _head(artifact: Artifact, found: Figures) -> str:
-    tools = ", ".join(f"{name} {version}" for name, version in found.tools.items())
+    manifest, source = found.manifest, found.manifest.source
+    sorted(manifest.profiles.items())
+    tools = ", ".join(f"{name} {version}" for name, version in sorted(manifest.tools.items()))
     lines = [
-        f"{found.model}, an artifact in {artifact.path}; every digest matches",
+        f"{manifest.model}, an artifact in {artifact.path}; every digest matches",
         *(f"verdict     {verdict.sentence}" for verdict in found.verdicts),
         f"reference   {found.reference.sentence}",
-        f"source      {found.source.format}, {found.source.tensors} tensors, {size(found.sizes.checkpoint)},"
-        f" sha256 {found.source.sha256}",
-        *(f"{file.option:<11} {file.name}, {size(file.bytes)}, sha256 {file.sha256}" for file in found.given),
+        f"source      {source.format}, {source.tensors} tensors, {size(found.sizes.checkpoint)},"
+        f" sha256 {source.sha256}",
+        *(f"{file.option:<11} {file.name}, {size(file.bytes)}, sha256 {file.sha256}" for file in manifest.given),
         f"size        {size(found.sizes.graphs_and_weights)} = {found.sizes.ratio:.3f} × the checkpoint;"
         f" with the residual {found.sizes.ratio_with_residual:.3f} ×",
         f"layout      {found.layout}",
-        f"batching    {'not declared' if found.batch_axis is None else f'axis {found.batch_axis}'}",
+        f"batching    {'not declared' if manifest.batch_axis is None else f'axis {manifest.batch_axis}'}",
         f"made with   {tools}",
-        *(f"runs with   {needs(entry)} ({name})" for name, entry in found.profiles.items() if entry.requires),
+        *(
+            f"runs with   {needs(entry)} ({name})"
+            for name, entry in sorted(manifest.profiles.items())
+            if entry.requires
+        ),
     ]
     lines += [f"weights     {span.remark} in {span.name}" for span in found.spans if span.remark][:5]
     lines += [f"search      {search.sentence}" for search in found.searches]
@@ -122,35 +107,38 @@ def _head(artifact: Artifact, found: Figures) -> str:
     return "\n".join(lines)
 
 
+def _parts(found: Figures) -> Iterator[str]:
+    """Yield the tables, and what is said of a recovery."""
+    manifest, ranges, trained = found.manifest, found.measured.inputs, found.measured.recovery
+    edges = [("input", e.name, e.dtype, describe_shape(e.shape), "", ranges.get(e.name, "")) for e in manifest.inputs]
+    edges += [("output", e.name, e.dtype, describe_shape(e.shape), e.kind, "") for e in manifest.outputs]
+    yield table("Inputs and outputs", ("", "name", "dtype", "shape", "kind", "calibrated on"), edges)
+    ran = ("precision", "verified", "note")
+    profiles = [(n, e.graph, e.precision, e.verified, e.note) for n, e in sorted(manifest.profiles.items())]
+    yield table("Profiles", ("name", "graph", *ran), profiles)
+    exports = [(n, abbreviated(e.files), e.precision, e.verified, e.note) for n, e in sorted(manifest.exports.items())]
+    if exports:
+        yield table("Exports, for other programs", ("name", "files", *ran), exports)
+    plan = [(group.of, group.precision, group.summary, group.count) for group in found.plan]
+    yield table("Precision plan", ("of", "precision", "reason", "count"), plan)
+    if found.islands:
+        width = 5 if any(each.worth is not None for each in found.islands) else 4  # the last column is a search's
+        columns = ("profile", "node", "op", "reason", "drift ÷ budget without it")
+        rows = [(each.profile, each.name, each.op, each.reason, each.worth) for each in found.islands]
+        yield table("fp32 islands", columns[:width], [row[:width] for row in rows])
+    yield drift(found)
+    if found.slices:
+        slices = [(each.profile, each.output, each.where, each.error, _used(each.used)) for each in found.slices]
+        yield table("Worst slices, by error ÷ own variation", ("profile", "output", "slice", "error", "used"), slices)
+    if trained is not None:
+        yield recovery.text(trained)
+    files = [(name, size(entry.bytes), entry.sha256) for name, entry in found.files.items()]
+    yield table("Files", ("name", "size", "sha256"), files)
+
+
 def needs(entry: ProfileEntry) -> str:
     """Describe the lowest versions that run a profile."""
     return ", ".join(f"{name} {version} or later" for name, version in sorted(entry.requires.items()))
-
-
-def _edges(found: Figures) -> str:
-    ranges = found.input_ranges
-    rows = [("input", e.name, e.dtype, describe_shape(e.shape), "", str(ranges.get(e.name, ""))) for e in found.inputs]
-    rows += [("output", e.name, e.dtype, describe_shape(e.shape), e.kind, "") for e in found.outputs]
-    columns = ("", "name", "dtype", "shape", "kind", "calibrated on")
-    return table(
-        "Inputs and outputs", columns if ranges else columns[:-1], [row[: None if ranges else -1] for row in rows]
-    )
-
-
-def _profiles(found: Figures) -> str:
-    rows = [(name, entry.graph, entry.precision, entry.verified, entry.note) for name, entry in found.profiles.items()]
-    return table("Profiles", ("name", "graph", "precision", "verified", "note"), rows)
-
-
-def _exports(found: Figures) -> str:
-    """Return a table of the exports, which other programs read."""
-    if not found.exports:
-        return ""
-    rows = [
-        (name, abbreviated(entry.files), entry.precision, entry.verified, entry.note)
-        for name, entry in found.exports.items()
-    ]
-    return table("Exports, for other programs", ("name", "files", "precision", "verified", "note"), rows)
 
 
 def abbreviated(names: Sequence[str]) -> str:
@@ -159,24 +147,5 @@ def abbreviated(names: Sequence[str]) -> str:
     return listed(names) if more <= 0 else f"{', '.join(names[:_FEW])} and {more} more"
 
 
-def _plan(found: Figures) -> str:
-    rows = [(group.of, group.precision, group.summary, group.count) for group in found.plan]
-    return table("Precision plan", ("of", "precision", "reason", "count"), rows)
-
-
-def _islands(found: Figures) -> str:
-    """Return a table of the fp32 islands: float nodes of bf16 profiles that stay in fp32, and what a search kept."""
-    if not found.islands:
-        return ""
-    worth = any(island.worth is not None for island in found.islands)
-    rows = [
-        (island.profile, island.name, island.op, island.reason, *((island.worth,) if worth else ()))
-        for island in found.islands
-    ]
-    columns = ("profile", "node", "op", "reason", *(("drift ÷ budget without it",) if worth else ()))
-    return table("fp32 islands", columns, rows)
-
-
-def _files(found: Figures) -> str:
-    rows = [(name, size(entry.bytes), entry.sha256) for name, entry in found.files.items()]
-    return table("Files", ("name", "size", "sha256"), rows)
+def _used(ratio: float | None) -> str | None:
+    return None if ratio is None else format_budget_ratio(ratio)

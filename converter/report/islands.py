@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -119,26 +120,21 @@ def plan_groups(plan: Plan) -> Iterator[PlanGroup]:
 
 
 def _groups(of: str, entries: Iterable[PlanEntry]) -> list[PlanGroup]:
-    found: dict[tuple[str, str], dict[str, int]] = {}
+    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for entry in entries:
-        reasons = found.setdefault((entry.precision, entry.code or entry.reason), {})
-        reasons[entry.reason] = reasons.get(entry.reason, 0) + 1
+        found[entry.precision, entry.code][entry.reason] += 1
     groups = [
         PlanGroup(
             of=of,
             precision=precision,
-            code=code if code not in reasons else "",
-            reasons=tuple(Reason(*each) for each in sorted(reasons.items(), key=_by_count)[:_EXAMPLES]),
+            code=code,
+            reasons=tuple(Reason(*each) for each in reasons.most_common(_EXAMPLES)),
             more=max(0, len(reasons) - _EXAMPLES),
-            count=sum(reasons.values()),
+            count=reasons.total(),
         )
         for (precision, code), reasons in found.items()
     ]
     return sorted(groups, key=lambda group: -group.count)
-
-
-def _by_count(counted: tuple[str, int]) -> int:
-    return -counted[1]
 
 
 def islands(manifest: Manifest, measured: Measurements) -> Iterator[Island]:
@@ -163,7 +159,7 @@ def _islands(profile: str, entries: Iterable[PlanEntry], measured: Measurements)
     searches = [entry.search for name, entry in measured.profiles.items() if profile in (name, "tensors")]
     worth = {island.name: island for search in searches if search is not None for island in search.islands}
     for entry in entries:
-        if computes_floats(entry):
+        if entry.code != "no_floats":
             found = worth.get(entry.name)
             yield Island(
                 profile=profile,
@@ -174,8 +170,3 @@ def _islands(profile: str, entries: Iterable[PlanEntry], measured: Measurements)
                 remedy="" if found is None else found.remedy,
                 worth=None if found is None or math.isnan(found.worth) else found.worth,
             )
-
-
-def computes_floats(entry: PlanEntry) -> bool:
-    """Whether a node that stays fp32 computes floats. Entries older than codes say it in words."""
-    return entry.code != "no_floats" if entry.code else "nothing to narrow" not in entry.reason

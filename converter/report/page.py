@@ -12,17 +12,29 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import FileEntry, Manifest, PlanEntry
 from bf16kit.drift.measurements import Measurements
 from bf16kit.drift.verdicts import format_budget_ratio
-from bf16kit.messages.text import printable, size
+from bf16kit.messages.errors import UsageError
+from bf16kit.messages.text import listed, printable, size
 from bf16kit.numerics.tensors import describe as describe_shape
-from converter.report import plots, recovery
+from converter.process.versions import version_of
+from converter.report import charts, recovery
 from converter.report.figures import Figures, figures
 from converter.report.inspect import abbreviated, drift, needs
+from converter.report.islands import island_groups
 from converter.report.layers import layer_name
 
 NAME = "report.html"
 ROWS = 200  # rows of a table; a browser must be able to open the page of a model with 50,000 nodes
-PLOTS = 12  # plots of a kind
-TENSORS = 7  # tensors in one of the two pictures of their ranges
+CHARTS = 12  # charts of a kind
+TENSORS = 7  # tensors in one of the two charts of their ranges
+
+
+def check_installed() -> None:
+    """Raise UsageError now, and not at the end of a conversion, if a package that draws the report is missing."""
+    missing = [name for name in ("jinja2", "matplotlib") if version_of(name) is None]
+    if missing:
+        raise UsageError(
+            f"the report needs {listed(missing)}: pip install 'bf16kit[convert]', or convert with --no-report"
+        )
 
 
 def write(
@@ -63,7 +75,13 @@ def render(
     template = resources.files("converter.report").joinpath("template.html").read_text(encoding="utf-8")
     found = figures(manifest, files, measurements, notes)
     return environment.from_string(template).render(
-        f=found, plots=_plots(found), entries=_entries(manifest), most=ROWS, recovery=recovery
+        f=found,
+        m=manifest,
+        plots=_charts(found),
+        island_groups=island_groups(found.islands),
+        entries=_entries(manifest),
+        most=ROWS,
+        recovery=recovery,
     )
 
 
@@ -83,24 +101,20 @@ def summary(artifact: Artifact, notes: Sequence[str]) -> str:
     return "\n".join(lines) + "\n\n" + drift(found)
 
 
-def _plots(found: Figures) -> dict[str, list[Any]]:
-    """Return the pictures as markup, which needs no further escaping."""
+def _charts(found: Figures) -> dict[str, list[Any]]:
+    """Return the charts as markup, which needs no further escaping."""
     from markupsafe import Markup
 
-    def safe(markup: list[str]) -> list[Any]:
-        return [Markup(picture) for picture in markup]  # noqa: S704 - converter.report.svg escapes what it draws
-
-    return {
-        "sizes": safe([plots.sizes_bars(found.sizes)]),
-        "samples": safe([plots.sample_dots(s, f"samples{i}") for i, s in enumerate(found.samples[:PLOTS])]),
-        "layers": safe([plots.layer_dots(s, f"layers{i}") for i, s in enumerate(found.layers[:PLOTS])]),
-        "spans": safe(
-            [
-                plots.span_bars(found.spans[at : at + TENSORS], found.measured_tensors, f"spans{at}")
-                for at in range(0, min(len(found.spans), 2 * TENSORS), TENSORS)
-            ]
-        ),
+    drawn = {
+        "sizes": [charts.sizes_chart(found.sizes)],
+        "samples": [charts.samples_chart(s, f"samples{i}") for i, s in enumerate(found.samples[:CHARTS])],
+        "layers": [charts.layers_chart(s, f"layers{i}") for i, s in enumerate(found.layers[:CHARTS])],
+        "spans": [
+            charts.ranges_chart(found.spans[at : at + TENSORS], found.measured.ranges.measured, f"spans{at}")
+            for at in range(0, min(len(found.spans), 2 * TENSORS), TENSORS)
+        ],
     }
+    return {kind: [Markup(each) for each in each_kind] for kind, each_kind in drawn.items()}  # noqa: S704 - escaped
 
 
 def _entries(manifest: Manifest) -> list[tuple[str, list[PlanEntry]]]:

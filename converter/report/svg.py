@@ -1,132 +1,117 @@
-"""Draws SVG as text: axes, dots, lines and bars whose colours come from the page's style sheet.
+"""Draws with matplotlib, as SVG that takes its colours from the CSS variables of the page around it, light or dark.
 
-Everything is escaped. A picture has a title and a description for users who do not see it. Colour alone never carries a
-meaning: over-budget dots are squares, expected lines are dashed, and every line is labelled.
+The same figure gives the same bytes: no date, no random ids, and no settings of the user's. Text stays text, escaped. A
+picture has a title and a description for users who do not see it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import io
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from html import escape
+from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.text import printable
+from converter.process.quiet import quiet
 
-WIDTH = 480.0  # width of every picture, in units of about a pixel; phones show it at two thirds
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 34.0, 48.0
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Maps ``low`` … ``high`` to ``start`` … ``end``; values beyond are put on the nearer end."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        if self.high <= self.low:
-            return self.start
-        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
-        return self.start + share * (self.end - self.start)
-
-
-@dataclass(slots=True)
-class Picture:
-    """A picture being drawn, ``height`` units high; ``key`` is unique on the page, for title and description."""
-
-    key: str
-    title: str
-    description: str
-    height: float
-    parts: list[str] = field(default_factory=list)
-
-    def add(self, tag: str, text: str | None = None, **attributes: object) -> None:
-        """Add an element. Attributes keep their order; ``class_`` becomes ``class``, and underscores become hyphens."""
-        named = " ".join(
-            f'{name.rstrip("_").replace("_", "-")}="{_attribute(value)}"' for name, value in attributes.items()
-        )
-        self.parts.append(f"<{tag} {named}/>" if text is None else f"<{tag} {named}>{escaped(text)}</{tag}>")
-
-    def dot(self, x: float, y: float, kind: str, title: str) -> None:
-        """Add a point whose title shows when it is pointed at: a square if its ``kind`` is "over", else a circle."""
-        shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"' if kind != "over" else _square(x, y)
-        self.parts.append(f'{shape} class="dot {kind}"><title>{escaped(title)}</title></{shape[1:].split()[0]}>')
-
-    def svg(self) -> str:
-        """Return the SVG element."""
-        key = escape(self.key)
-        return (
-            f'<svg class="plot" role="img" aria-labelledby="{key}-title {key}-desc"'
-            f' viewBox="0 0 {WIDTH:g} {self.height:g}">'
-            f'<title id="{key}-title">{escaped(self.title)}</title>'
-            f'<desc id="{key}-desc">{escaped(self.description)}</desc>{"".join(self.parts)}</svg>'
-        )
+WIDTH = 480.0  # width of the report's pictures, in units of about a pixel; phones show it at two thirds
+# CSS variables. matplotlib draws with a colour that stands for the variable, and :func:`svg` puts the variable there.
+_NAMES = ("text", "muted", "grid", "accent", "accent-soft", "before", "bad", "zone", "second", "third", "target")
+COLOUR = {name: f"#0000{number:02x}" for number, name in enumerate(_NAMES, start=1)}
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a name may contain a dollar sign
+    "font.size": 12,
+    "text.color": COLOUR["text"],
+    "axes.titlecolor": COLOUR["muted"],
+    "axes.titlesize": "medium",
+    "axes.titlelocation": "left",
+    "axes.titley": 1.06,  # a place of its own: searching one takes as long as all else
+    "axes.labelcolor": COLOUR["muted"],
+    "axes.edgecolor": COLOUR["muted"],
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": COLOUR["grid"],
+    "grid.linewidth": 1,
+    "xtick.color": COLOUR["muted"],
+    "ytick.color": COLOUR["muted"],
+    "xtick.bottom": False,
+    "ytick.left": False,
+    "lines.linewidth": 1.75,
+    "lines.markersize": 6,
+    "lines.markeredgewidth": 0,
+}
+# What matplotlib writes and a page does not need: line ends, ids that occur in every figure, its fonts, and a style for
+# everything. The page's fonts are about as wide.
+_NOISE = re.compile(
+    r"\n\s*|(?<=<g) id=\"[^\"]*\"|font-family: [^;]*; |(?<=\") transform=\"rotate\(-0 [^)]*\)\"|<style.*?</style>", re.S
+)
 
 
-def axes(picture: Picture, x: Scale, y: Scale, x_name: str, y_name: str, x_integers: bool = True) -> None:
-    """Draw both axes of ``picture`` with ticks, horizontal grid lines and names."""
-    bottom = y.start
-    for value in ticks(y.low, y.high):
-        at = y(value)
-        picture.add("line", class_="grid", x1=x.start, x2=x.end, y1=at, y2=at)
-        picture.add("text", number(value), class_="tick", x=x.start - 6, y=at + 4, text_anchor="end")
-    for value in ticks(x.low, x.high, integers=x_integers):
-        picture.add("text", number(value), class_="tick", x=x(value), y=bottom + 18, text_anchor="middle")
-        picture.add("line", class_="axis", x1=x(value), x2=x(value), y1=bottom, y2=bottom + 4)
-    picture.add("line", class_="axis", x1=x.start, x2=x.end, y1=bottom, y2=bottom)
-    picture.add("text", x_name, class_="name", x=(x.start + x.end) / 2, y=picture.height - 6, text_anchor="middle")
-    picture.add("text", y_name, class_="name", x=0, y=16)
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Draw with this module's settings instead of the user's; also a decorator. What matplotlib logs is hidden."""
+    with quiet():  # on first use it announces its cache of fonts, and it warns of characters that its own font lacks
+        import matplotlib  # half a second, only spent when something is drawn
+
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(_SETTINGS)
+            yield
 
 
-def line(picture: Picture, points: Sequence[tuple[float, float]], kind: str) -> None:
-    """Draw a line through ``points``."""
-    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    picture.add("path", d=path, class_=f"line {kind}")
+def axes(
+    height: float, width: float = WIDTH, *, left: float = 0, right: float = 0, top: float = 0, bottom: float = 0
+) -> Axes:
+    """Return the axes of a new figure, with margins in the figure's units; call it inside :func:`drawing`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width / 72, height / 72))  # SVG has 72 units an inch
+    area = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+    return figure.add_axes(area)
 
 
-def ticks(low: float, high: float, count: int = 5, integers: bool = False) -> Iterator[float]:
-    """Yield about ``count`` round numbers from ``low`` to ``high``, at most."""
-    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
-        yield low
-        return
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    if integers:
-        step = max(1.0, step)
-    for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
-        yield i * step
+def svg(plane: Axes, key: str, title: str, description: str, tips: Iterable[str] = (), style: str = "") -> str:
+    """Return the figure of ``plane`` as an SVG element, with ids that begin with ``key``.
+
+    ``tips`` are shown when markers are pointed at, in the order in which they were drawn. ``style`` is CSS for a file
+    of its own, which has no page around it and needs a size.
+    """
+    import matplotlib
+
+    figure, stream = plane.get_figure(root=True), io.StringIO()
+    assert figure is not None  # noqa: S101 - `axes` gave it one
+    matplotlib.rcParams["svg.hashsalt"] = key
+    unmarked = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(stream, format="svg", transparent=True, metadata=unmarked)
+    text = re.split(r"<svg .*?>", _NOISE.sub("", stream.getvalue()), maxsplit=1)[1]
+    for name, colour in COLOUR.items():
+        text = text.replace(colour, f"var(--{name})")
+    remaining = iter(tips)
+    text = re.sub(r"(<use [^>]*)/>", lambda marker: f"{marker[1]}>{_tip(remaining)}</use>", text)
+    width, height = (round(inches * 72) for inches in figure.get_size_inches())
+    size = f' width="{width}" height="{height}"' if style else ""
+    return (
+        f'<svg class="plot" role="img" aria-labelledby="{key}-title {key}-desc" viewBox="0 0 {width} {height}"{size}'
+        f' xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+        f"{_element('title', title, f'{key}-title')}{_element('desc', description, f'{key}-desc')}{style}{text}"
+    )
 
 
-def number(value: float) -> str:
-    """Format a tick's label."""
-    return f"{value:.0f}" if value == round(value) and abs(value) < 1e5 else f"{value:.3g}"
+def _tip(remaining: Iterator[str]) -> str:
+    tip = next(remaining, None)
+    return "" if tip is None else _element("title", tip)
 
 
-def power_of_two(exponent: int) -> str:
-    """Format ``2⁻¹²⁶``."""
-    return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
-def shortened(name: str, max_length: int) -> str:
-    """Shorten ``name`` in the middle if it is longer than ``max_length``: names of layers differ at both ends."""
-    if len(name) <= max_length:
-        return name
-    head = (max_length - 1) // 2
-    return f"{name[:head]}…{name[len(name) - (max_length - 1 - head) :]}"
-
-
-def escaped(text: str) -> str:
-    """Escape text, so that a browser shows it and never interprets it."""
-    return escape(printable(text, keep=""))
-
-
-def _square(x: float, y: float) -> str:
-    return f'<rect x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6"'
-
-
-def _attribute(value: object) -> str:
-    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else escaped(str(value))
+def _element(tag: str, text: str, name: str = "") -> str:
+    identity = f' id="{name}"' if name else ""
+    return f"<{tag}{identity}>{escape(printable(text, keep=''))}</{tag}>"

@@ -1,10 +1,10 @@
-"""Turns a source graph into the graphs that are written, by a list of small steps, each in a file named after it.
+"""Turns a source graph into the graphs that are written, by a list of small steps.
 
 ``prepare`` runs the whole list. The **reference** is the source graph made explicit, without further changes: functions
-inlined, every constant an initializer of the main graph, equal weights stored once, everything named. The **folded**
+inlined, every constant an initializer of the main graph, equal weights stored once, everything named. The **base**
 graph is the one that profiles start from. In it, masks that hide nothing are dropped, operators are recent enough for
 bf16, and masks are within bf16's range. BatchNorm is folded into weights, except those that were bf16 or fp16. The
-**cuda** graph is the folded one with operators that have no bf16 kernel rewritten into operators that have one.
+**cuda** graph is the base with operators that have no bf16 kernel rewritten into operators that have one.
 """
 
 from __future__ import annotations
@@ -18,24 +18,19 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bf16kit.numerics.lowbits import is_half
-from converter.graph.cuda_support import KernelTable
+from converter.graph.cuda_kernels import KernelTable
 from converter.graph.names import NameEverything
 from converter.graph.step import Step, run
 from converter.graph.types import InferTypes
 from converter.rewrite.batchnorm import Fold, FoldBatchNorm
-from converter.rewrite.clip import ClipToMinMax
-from converter.rewrite.constantconditions import DropTruths
-from converter.rewrite.constants import ConstantsToInitializers
-from converter.rewrite.gathers import GatherAllToUnsqueeze
-from converter.rewrite.hoisting import HoistInitializers
-from converter.rewrite.identities import RemoveIdentities
-from converter.rewrite.inlining import InlineFunctions
+from converter.rewrite.clampmasks import ClampMasks
+from converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers, InlineFunctions
+from converter.rewrite.lowering import LowerForCuda
 from converter.rewrite.matching import Match, match
-from converter.rewrite.noopmasks import ClampMasks
+from converter.rewrite.noopmasks import DropConstantConditions, GatherAllToUnsqueeze
 from converter.rewrite.opset import RaiseOpset, SupportedOpset
-from converter.rewrite.pooling import GlobalAverageToReduceMean
+from converter.rewrite.removal import DropUnused, RemoveIdentities
 from converter.rewrite.sharing import ShareEqualWeights
-from converter.rewrite.unused import DropUnused
 
 __all__ = ["Fold", "Match", "Prepared", "Step", "prepare", "run"]
 
@@ -51,7 +46,7 @@ class Prepared:
     """
 
     reference: ir.Model
-    folded: ir.Model
+    base: ir.Model
     cuda: ir.Model
     folds: Mapping[str, Fold]
     clamped: frozenset[str]
@@ -80,11 +75,11 @@ def prepare(
     found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
     fold = FoldBatchNorm(found.union(half_precision))
     clamp = ClampMasks()
-    simpler = [RemoveIdentities(), GatherAllToUnsqueeze(), DropTruths()]
+    simpler = [RemoveIdentities(), GatherAllToUnsqueeze(), DropConstantConditions()]
     lowering = [*simpler, RaiseOpset(kernels), fold, clamp, DropUnused(), InferTypes()]
-    folded = run(lowering, reference.clone())
-    cuda = run([ClipToMinMax(kernels), GlobalAverageToReduceMean(kernels), InferTypes()], folded.clone())
-    return Prepared(reference, folded, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)
+    base = run(lowering, reference.clone())
+    cuda = run([LowerForCuda(kernels), InferTypes()], base.clone())
+    return Prepared(reference, base, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)
 
 
 _NORMALISE: tuple[Step, ...] = (

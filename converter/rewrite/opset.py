@@ -6,14 +6,13 @@ import onnx
 import onnx_ir as ir
 
 from bf16kit.messages.errors import ConversionError
-from converter.graph.cuda_support import KernelTable
+from converter.graph.cuda_kernels import KernelTable
 from converter.graph.initializers import const, stays_inline
 from converter.graph.names import NameEverything
 from converter.graph.operators import bf16_form, label, since_version
 from converter.graph.step import Step, run
 from converter.graph.types import InferTypes
-from converter.rewrite.constants import ConstantsToInitializers
-from converter.rewrite.hoisting import HoistInitializers
+from converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers
 
 TARGET = 22
 OLDEST_WITH_BF16 = 13  # Cast and Gather support bf16 from here on

@@ -16,7 +16,7 @@ from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
-from converter.graph.requirements import required
+from converter.graph.cuda_kernels import required
 from converter.options import Options
 from converter.process.memory import release_memory
 from converter.process.progress import Progress

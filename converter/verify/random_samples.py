@@ -17,7 +17,7 @@ import numpy as np
 
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
-from converter.graph.constants import Rows, compared_with, index_bounds
+from converter.graph.indexing import Rows, compared_with, index_bounds
 from converter.source import Array, Feeds
 from converter.verify.samples import Samples
 

@@ -23,10 +23,10 @@ from bf16kit.numerics.tensors import Array as Array
 from converter.graph.equality import OTHER_FLOATS, in_fp32
 from converter.graph.initializers import ComputedTensor, rows_of
 from converter.plan import is_matrix
-from converter.plan.overrides import Overrides
+from converter.plan.decisions import Overrides
 from converter.plan.ranges import complaint, take_census
 from converter.rewrite import Prepared
-from converter.rewrite.noopmasks import is_weight
+from converter.rewrite.clampmasks import is_weight
 from converter.write import safetensors
 from converter.write.narrowed import Narrowing, Rounding
 from converter.write.safetensors import Place

@@ -19,7 +19,7 @@ from bf16kit.numerics.tensors import Array as Array
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.plan import narrowed
-from converter.plan.overrides import Overrides
+from converter.plan.decisions import Overrides
 from converter.rewrite import Match, Prepared
 from converter.write.export import Exported, Selection, fp32_tensor, select, write_export
 from converter.write.narrowed import Rounding
@@ -45,7 +45,7 @@ def unfolded(prepared: Prepared, checkpoint: Mapping[str, Array]) -> Prepared:
                 if found.initializer == match.initializer:
                     matches[other] = Match(stored, None, found.narrowed)
             straight.add(match.initializer)
-    return replace(prepared, reference=reference, folded=reference, cuda=reference, folds={}, matches=matches)
+    return replace(prepared, reference=reference, base=reference, cuda=reference, folds={}, matches=matches)
 
 
 def _transposed(

@@ -16,13 +16,13 @@ from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime.ort.externaldata import REBUILT
 from converter.fuse.fuse import fuse
 from converter.fuse.unpanel import Unpanel
-from converter.graph.guesses import drop_guesses
+from converter.graph.dimensions import drop_guesses
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.types import InferTypes
 from converter.plan import Planned, narrowed
 from converter.plan.profiles import PROFILES, Profile
 from converter.rewrite import Prepared, run
-from converter.rewrite.unused import DropUnused
+from converter.rewrite.removal import DropUnused
 from converter.write.narrowing import Narrow
 from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights
 

@@ -202,13 +202,13 @@ def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> d
     manifest = artifact.manifest
     lowered = {alias: name for name, alias in stored.aliases.items()}
     scales = {entry.scale for entry in manifest.tensors}
-    base = prepared.folded if manifest.reference is None else prepared.reference
+    base = prepared.base if manifest.reference is None else prepared.reference
     origins = {}
     for entry in manifest.tensors:
         if entry.file == RESIDUAL or entry.name in scales:
             continue
         name = lowered.get(entry.name, entry.name)
-        for model in (prepared.folded if entry.name in lowered else base, prepared.folded):
+        for model in (prepared.base if entry.name in lowered else base, prepared.base):
             tensor = const(model.graph.initializers.get(name))
             if tensor is not None:
                 origins[entry.name] = tensor.numpy

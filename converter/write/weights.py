@@ -53,7 +53,7 @@ class StoredWeights:
 
 def write_total(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> int:
     """Return about the number of bytes that :func:`write_weights` reports to ``progress`` in all."""
-    graph = sum(t.nbytes for t in stored_tensors(prepared.folded).values())
+    graph = sum(t.nbytes for t in stored_tensors(prepared.base).values())
     return graph + sum(array.nbytes for name, array in checkpoint.items() if name not in prepared.matches)
 
 
@@ -110,8 +110,8 @@ class _WeightsWriter:
 
     def write_profiles(self, narrow: frozenset[str], residual: WeightWriter | None) -> None:
         """Write the tensors that the profiles' graphs read, and the residual of those that were rounded."""
-        names = FreshNames((*stored_tensors(self.prepared.folded), *stored_tensors(self.prepared.reference)))
-        for name, tensor in sorted(stored_tensors(self.prepared.folded).items()):
+        names = FreshNames((*stored_tensors(self.prepared.base), *stored_tensors(self.prepared.reference)))
+        for name, tensor in sorted(stored_tensors(self.prepared.base).items()):
             if name in narrow:
                 self._narrow(name, tensor, residual, names)
             elif residual is not None and self._differs_from_source(name):

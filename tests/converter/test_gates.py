@@ -30,8 +30,7 @@ from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.islands.explanation import measure_layers
 from converter.read.torch import onnx_export
-from converter.rewrite import batchnorm, clip, matching, sharing
-from converter.rewrite import noopmasks as masks
+from converter.rewrite import batchnorm, clampmasks, lowering, matching, sharing
 from converter.verify import golden
 from converter.write import graphs as writing
 from converter.write import narrowed, torchscript, weights
@@ -175,7 +174,7 @@ def _masked(path: Path) -> Path:
 def test_a_mask_clamped_too_far_is_rejected(cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     source = _masked(tmp_path / "masked.onnx")
     cli("checkpoint", source, "--out", target.with_name("2"), *ONNX_ONLY).published()
-    monkeypatch.setattr(masks, "LARGEST", 8.0)
+    monkeypatch.setattr(clampmasks, "LARGEST", 8.0)
     done = cli("checkpoint", source, "--out", target, *ONNX_ONLY)
     done.refused(3, PREPARED)
     assert sorted(path.name for path in target.parent.iterdir()) == ["2"]
@@ -195,16 +194,16 @@ def test_a_rewrite_for_cuda_that_changes_the_model_is_rejected(
     ]
     edges = [graphs.edge("x", ["batch", 32])], [graphs.edge("y", ["batch", 32])]
     onnx.save(graphs.model(nodes, *edges, held), tmp_path / "clip.onnx")
-    apply = clip.ClipToMinMax.apply
+    apply = lowering.LowerForCuda.apply
 
-    def swapped(step: clip.ClipToMinMax, model: ir.Model) -> bool:
+    def swapped(step: lowering.LowerForCuda, model: ir.Model) -> bool:
         changed = apply(step, model)
         for node in model.graph:
             if node.op_type == "Min":
                 node.op_type = "Max"
         return changed
 
-    monkeypatch.setattr(clip.ClipToMinMax, "apply", swapped)
+    monkeypatch.setattr(lowering.LowerForCuda, "apply", swapped)
     _refused(cli("checkpoint", tmp_path / "clip.onnx", "--out", target, *ONNX_ONLY), target, 3, PREPARED)
 
 

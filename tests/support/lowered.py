@@ -25,7 +25,7 @@ from bf16kit.runtime.ort.onnx import OnnxRuntime
 from bf16kit.runtime.ort.session import open_session
 from converter.plan import Planned, make_plan
 from converter.rewrite import Prepared, prepare
-from converter.rewrite.constants import floating_tensors
+from converter.rewrite.explicit import floating_tensors
 from converter.verify.emulate import emulation
 from converter.write.graphs import write_graphs
 from converter.write.narrowed import Rounding

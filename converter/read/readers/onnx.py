@@ -12,7 +12,7 @@ from converter.source import Checkpoint, Source, digest_files
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return the file as a source; :class:`ConversionError` if it holds no fp32 weights."""
     from converter.read import onnx_file, oracles
-    from converter.rewrite.constants import floating_tensors
+    from converter.rewrite.explicit import floating_tensors
 
     if options.model is not None:
         raise UsageError("--model: an ONNX file brings its own architecture")

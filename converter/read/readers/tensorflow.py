@@ -101,7 +101,7 @@ def _files(source: Path, kind: Kind) -> list[Path]:
 
 def _weights(source: Path, stored: dict[str, Array], graph: ir.Model) -> tuple[dict[str, Array], list[str]]:
     """Return the stored variables; for a model without fp32 variables, the graph's constants, which are its weights."""
-    from converter.rewrite.constants import floating_tensors
+    from converter.rewrite.explicit import floating_tensors
 
     if _any_fp32(stored):
         return stored, []

@@ -24,7 +24,7 @@ from converter.plan import make_plan
 from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES
 from converter.rewrite import prepare
-from converter.rewrite.constants import floating_tensors
+from converter.rewrite.explicit import floating_tensors
 from converter.verify import measure
 from converter.verify.emulate import emulation
 from converter.verify.measure import Expected

@@ -12,7 +12,6 @@ from onnx import ModelProto, TensorProto, helper
 import graphs
 from bf16kit.artifact.manifest import Plan
 from bf16kit.messages.errors import UsageError
-from converter.graph.cuda_support import KernelTable
 from converter.plan import make_plan
 from converter.plan.decisions import Islands
 from converter.rewrite import prepare
@@ -253,17 +252,6 @@ def test_an_operator_without_a_kernel_stays_fp32_even_if_bf16_is_requested() -> 
 def test_a_useless_override_is_an_error(options: dict[str, list[str]], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         _plan(graphs.mlp(), **options)
-
-
-def test_the_kernel_table_has_the_range_of_versions_of_each_kernel() -> None:
-    kernels = KernelTable.load()
-    assert kernels.has_bf16_kernel("", "Conv", 22)
-    assert not kernels.has_bf16_kernel("", "Conv", 11)
-    assert not kernels.has_bf16_kernel("", "MaxPool", 22)
-    assert not kernels.has_bf16_kernel("", "Reshape", 99)
-    assert kernels.has_bf16_kernel("com.microsoft", "FastGelu", 1)
-    with pytest.raises(UsageError, match=r"no CUDA kernel table for ONNX Runtime 0\.1"):
-        KernelTable.load("0.1")
 
 
 def _rows() -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:

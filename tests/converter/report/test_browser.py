@@ -61,15 +61,15 @@ def test_the_plots_have_a_dot_for_each_sample_and_layer(chromium: Browser, page:
     chromium.emulate_display("light", DESK)
     chromium.open(page)
     dots = [
-        chromium.evaluate(f"document.querySelectorAll('svg[aria-labelledby^={key}] .dot').length")
+        chromium.evaluate(f"document.querySelectorAll('svg[aria-labelledby^={key}] use').length")
         for key in ("samples0", "samples1", "layers0", "layers1")
     ]
     assert dots == [128, 128, 120, 120]
-    drawn = "[...document.querySelectorAll('svg .dot')].every(d => d.getBoundingClientRect().width > 3)"
+    drawn = "[...document.querySelectorAll('svg use')].every(d => d.getBoundingClientRect().width > 3)"
     assert chromium.evaluate(drawn)
     inside = """[...document.querySelectorAll('svg')].every(svg => {
       const box = svg.getBoundingClientRect();
-      return [...svg.querySelectorAll('text, .dot, .line, rect')].every(e => {
+      return [...svg.querySelectorAll('text, use, path:not(defs path)')].every(e => {
         const own = e.getBoundingClientRect();
         return own.left >= box.left - 2 && own.right <= box.right + 2 && own.top >= box.top - 2
           && own.bottom <= box.bottom + 2; }); })"""
@@ -118,13 +118,13 @@ def test_the_report_of_a_conversion_loads_without_requests(chromium: Browser, ml
     seen = chromium.open(mlp.file("report.html"))
     assert (seen.requests, seen.complaints) == ([], [])
     assert chromium.evaluate("document.documentElement.scrollWidth") == PHONE
-    shown = "document.querySelectorAll('svg[aria-labelledby^=samples0] .dot').length"
+    shown = "document.querySelectorAll('svg[aria-labelledby^=samples0] use').length"
     assert chromium.evaluate(shown) == mlp.manifest.drift["cpu"].samples
     measured = mlp.measurements()
     assert measured is not None
     layers = measured.profiles["cuda"].layers
     assert layers is not None
     drawn = [row for row in layers.rows if row.sqnr_db < MOST_DB]
-    titles = "[...document.querySelectorAll('svg[aria-labelledby^=layers1] .dot title')].map(t => t.textContent)"
+    titles = "[...document.querySelectorAll('svg[aria-labelledby^=layers1] use title')].map(t => t.textContent)"
     assert [title.split(" (")[0] for title in chromium.evaluate(titles)] == [row.weight or row.name for row in drawn]
     assert {row.weight for row in drawn} & {tensor.name for tensor in mlp.manifest.checkpoint}

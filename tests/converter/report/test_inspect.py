@@ -180,14 +180,6 @@ def test_islands_are_found_by_their_codes_whatever_their_reasons_say(mlp: Artifa
     assert [(island.profile, island.name) for island in found] == [("cpu", "k"), ("cuda", "n")]
 
 
-def test_islands_of_artifacts_older_than_codes_are_found_too(mlp: Artifact) -> None:
-    shape = PlanEntry(name="s", op="Shape", precision="fp32", reason="gives int64, nothing to narrow")
-    norm = PlanEntry(name="n", op="Softmax", precision="fp32", reason="normalises")
-    plan = Plan(nodes={"cuda": [shape, norm]})
-    found = figures(mlp.manifest.model_copy(update={"plan": plan}), {}).islands
-    assert [island.name for island in found] == ["n"]
-
-
 def test_the_worth_of_an_island_is_shown_if_a_search_measured_it() -> None:
     manifest, measured = reported.manifest(), reported.measurements()
     island = figures(manifest, {}, measured).islands[0]

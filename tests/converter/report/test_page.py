@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -50,6 +52,7 @@ def test_the_report_has_what_the_conversion_found(mlp: Artifact) -> None:
     page = _Page(mlp.file("report.html").read_text())
     manifest = mlp.manifest
     assert manifest.source.sha256 in page.text
+    assert f"matplotlib {manifest.tools['matplotlib']}" in page.text
     assert "drift was measured on random inputs (seed 0), because --samples was not given" in page.text
     for name, entry in manifest.files.items():
         if name != "report.html":  # it cannot hold its own digest
@@ -72,7 +75,32 @@ def test_notes_are_escaped(mlp: Artifact) -> None:
 def test_no_report_is_written_with_the_option_no_report(cli: Cli, onnx_file: Path, target: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-report").published()
     assert not (target / "report.html").exists()
-    assert "report.html" not in Artifact.open(target).manifest.files
+    manifest = Artifact.open(target).manifest
+    assert "report.html" not in manifest.files
+    assert "matplotlib" not in manifest.tools
+
+
+def test_a_missing_package_is_reported_before_anything_is_converted_and_the_option_no_report_needs_none(
+    onnx_file: Path, target: Path
+) -> None:
+    program = """
+import sys
+from importlib import metadata
+known = metadata.version
+sys.modules |= dict.fromkeys(("matplotlib", "jinja2"))
+def version(name):
+    if name == "matplotlib":
+        raise metadata.PackageNotFoundError(name)
+    return known(name)
+metadata.version = version
+from converter.cli import run
+sys.exit(run(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", program, "checkpoint", str(onnx_file), "--out", str(target)]
+    failed = subprocess.run(command, capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert "the report needs matplotlib: pip install 'bf16kit[convert]', or convert with --no-report" in failed.stderr
+    assert subprocess.run([*command, "--no-report"], capture_output=True).returncode == 0
 
 
 def test_the_report_of_a_model_with_thousands_of_nodes_stays_small(mlp: Artifact) -> None:

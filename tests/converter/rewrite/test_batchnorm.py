@@ -189,7 +189,7 @@ def test_a_batchnorm_after_a_weight_that_was_bf16_or_fp16_is_kept(case: str, dty
     prepared = prepare(model, {"stored": stored})
     assert prepared.matches["stored"].initializer == "stored"
     assert ("stored" not in prepared.folds) == kept
-    assert ("BatchNormalization" in [node.op_type for node in prepared.folded.graph]) == kept
+    assert ("BatchNormalization" in [node.op_type for node in prepared.base.graph]) == kept
 
 
 def test_an_add_of_another_domain_is_not_taken_as_a_bias() -> None:

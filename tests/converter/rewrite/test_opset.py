@@ -13,7 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 import graphs
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime.ort.session import open_session
-from converter.graph.cuda_support import KernelTable
+from converter.graph.cuda_kernels import KernelTable
 from converter.graph.step import run
 from converter.rewrite.opset import RaiseOpset, SupportedOpset
 

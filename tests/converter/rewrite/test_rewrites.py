@@ -13,10 +13,8 @@ from bf16kit.messages.errors import ConversionError
 from converter.graph.names import NameEverything
 from converter.graph.step import run
 from converter.graph.types import InferTypes
-from converter.rewrite.identities import RemoveIdentities
-from converter.rewrite.inlining import InlineFunctions
+from converter.rewrite.removal import DropUnused, RemoveIdentities
 from converter.rewrite.sharing import ShareEqualWeights
-from converter.rewrite.unused import DropUnused
 
 
 def _clip(bounds: list[str]) -> ModelProto:
@@ -195,31 +193,3 @@ def test_a_value_that_nothing_produces_is_named_with_the_remedy() -> None:
         ConversionError, match=r"'matmul0' reads 'w0', which no node, input or initializer gives.*sparse"
     ):
         run([NameEverything()], ir.from_proto(proto))
-
-
-def test_functions_are_inlined_and_the_exporter_s_stack_traces_are_dropped() -> None:
-    proto = graphs.mlp((16, 16))
-    proto.graph.node[0].metadata_props.add(key="pkg.torch.onnx.stack_trace", value="/home/somebody/model.py")
-    double = helper.make_function(
-        "local", "Double", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 22)]
-    )
-    proto.functions.append(double)
-    proto.opset_import.append(helper.make_opsetid("local", 1))
-    proto.graph.node.append(helper.make_node("Double", ["y"], ["z"], domain="local"))
-    proto.graph.output[0].name = "z"
-    model = run([InlineFunctions()], ir.from_proto(proto))
-    assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Add"]
-    assert b"somebody" not in ir.to_proto(model).SerializeToString()
-
-
-def test_an_error_names_an_input_that_a_function_s_caller_omits() -> None:
-    proto = graphs.mlp((16, 16))
-    product = helper.make_node("MatMul", ["a", "w"], ["b"], name="product")
-    proto.functions.append(
-        helper.make_function("local", "Layer", ["a", "w"], ["b"], [product], [helper.make_opsetid("", graphs.OPSET)])
-    )
-    proto.opset_import.append(helper.make_opsetid("local", 1))
-    proto.graph.node.append(helper.make_node("Layer", ["y", ""], ["z"], domain="local"))
-    proto.graph.output[0].name = "z"
-    with pytest.raises(ConversionError, match=r"step 'inline functions': MatMul '.*' lacks its input 'B'"):
-        run([InlineFunctions()], ir.from_proto(proto))

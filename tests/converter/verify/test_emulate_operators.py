@@ -22,7 +22,7 @@ from onnx import TensorProto, helper
 from torch.nn import functional
 
 from bf16kit.runtime.ort.session import open_session
-from converter.graph.cuda_support import _PLANNED
+from converter.graph.cuda_kernels import _PLANNED
 from converter.graph.operators import EXACT
 from converter.verify import emulate
 

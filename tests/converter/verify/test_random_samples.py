@@ -15,7 +15,7 @@ import graphs
 from bf16kit.artifact.driftentries import drawn_at_random
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, check_feeds
-from converter.graph.constants import compared_with, index_bounds
+from converter.graph.indexing import compared_with, index_bounds
 from converter.read.signature import input_specs
 from converter.source import Feeds
 from converter.verify.random_samples import COUNT, ROWS, RunSource, generate

@@ -19,7 +19,7 @@ from bf16kit.numerics.rounding import to_bf16
 from bf16kit.numerics.tensors import Array
 from bf16kit.runtime.loading import load_reference
 from converter.plan import make_plan
-from converter.plan.overrides import Overrides
+from converter.plan.decisions import Overrides
 from converter.rewrite import prepare
 from converter.verify.running import NOTE, open_export
 from converter.write.exportweights import unfolded, write_as_export

@@ -18,7 +18,7 @@ from converter.fuse.unpanel import PUT_TOGETHER
 from converter.graph.step import run
 from converter.graph.types import InferTypes
 from converter.rewrite import prepare
-from converter.rewrite.constants import floating_tensors
+from converter.rewrite.explicit import floating_tensors
 from converter.write.narrowing import Narrow
 
 _X16 = graphs.values(4, 16, seed=9)
@@ -202,7 +202,7 @@ def test_weights_in_an_onnx_file_s_own_external_data_stay_mapped_until_they_are_
     tensors = floating_tensors(model)
     prepared = prepare(model, tensors)
     np.testing.assert_array_equal(tensors["w0"], graphs.values(32, 32))
-    for graph in (prepared.reference, prepared.folded, prepared.cuda):
+    for graph in (prepared.reference, prepared.base, prepared.cuda):
         assert isinstance(graph.graph.initializers["w0"].const_value, ir.ExternalTensor)
 
 

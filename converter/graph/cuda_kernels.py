@@ -1,4 +1,4 @@
-"""The operators with bf16 kernels in CUDA providers that are not installed here, for each release of ONNX Runtime.
+"""The bf16 kernels of CUDA providers that are not installed here, and the ONNX Runtime that a profile needs.
 
 The table was read from the releases themselves, without a device: ``python -m bench.gpu.registry`` writes it.
 """
@@ -6,11 +6,15 @@ The table was read from the releases themselves, without a device: ``python -m b
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
+
+import onnx
+from onnx import defs
 
 from bf16kit.messages.errors import UsageError
 from bf16kit.system.versions import is_older, version_key
@@ -34,8 +38,10 @@ _PLANNED: Mapping[str, frozenset[str]] = {
         | {"QuickGelu", "SkipLayerNormalization"}
     ),
 }
-# The newest opset and IR version that releases from the given one on load.
-_ACCEPTS = (("1.25", 26, 13), ("1.24", 25, 13))
+# The newest opset and IR version that each release loads, found by running the release; later releases load no newer
+# ones. bf16kit installs with 1.24 and later.
+_LOADS = (("1.24", 25, 13), ("1.25", 26, 13))
+_NAMES = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}  # as in the table: float, int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,7 @@ def _table(version: str) -> KernelTable:
         for domain, ops in data["kernels"].items()
         for op, rows in ops.items()
     }
-    opset, ir_version = next(most for begin, *most in _ACCEPTS if not is_older(version, begin))
+    opset, ir_version = [most for begin, *most in _LOADS if not is_older(version, begin)][-1]
     return KernelTable(version, opset, ir_version, kernels)
 
 
@@ -134,3 +140,92 @@ def other_release_note() -> str | None:
         f"the cuda profile was planned with the bf16 kernels of ONNX Runtime {table}, because there is no kernel"
         f" table for the installed version {installed}"
     )
+
+
+def missing_kernels(model: onnx.ModelProto, table: KernelTable) -> list[str]:
+    """Describe the bf16 nodes for whose dtypes ``table`` has no kernel; [] if all have one.
+
+    Nodes without bf16 are left out: if CUDA has no kernel for them, they run on the CPU, which has all of those. Nodes
+    in subgraphs are left out too, because they stay in fp32. The graph must list its values' dtypes, as the converter
+    writes them.
+    """
+    opsets = {entry.domain if entry.domain != "ai.onnx" else "": entry.version for entry in model.opset_import}
+    dtypes = _dtypes(model.graph)
+    wrong = []
+    for node in model.graph.node:
+        of_node = [dtypes.get(name, "") for name in (*node.input, *node.output)]
+        if BF16 not in of_node:
+            continue
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        since, constraints = _version_and_dtypes(node, domain, opsets.get(domain, 1), dtypes)
+        if not table.accepts_dtypes(domain, node.op_type, since, constraints):
+            label = f"{domain}.{node.op_type}" if domain else node.op_type
+            taken = ", ".join(f"{name} {dtype}" for name, dtype in sorted(constraints.items()))
+            wrong.append(f"{node.name}: {label}-{since} of {taken}")
+    return wrong
+
+
+def _dtypes(graph: onnx.GraphProto) -> dict[str, str]:
+    tensors = ((tensor.name, tensor.data_type) for tensor in graph.initializer)
+    values = (*graph.value_info, *graph.input, *graph.output)
+    typed = ((value.name, value.type.tensor_type.elem_type) for value in values)
+    return {name: _NAMES[number] for name, number in (*tensors, *typed)}
+
+
+def _version_and_dtypes(
+    node: onnx.NodeProto, domain: str, opset: int, dtypes: Mapping[str, str]
+) -> tuple[int, dict[str, str]]:
+    """Return the version of the operator, and the dtype of each of its type constraints, by ONNX's schema.
+
+    com.microsoft has no schemas here: the result is version 1 without constraints.
+    """
+    try:
+        schema = defs.get_schema(node.op_type, opset, domain)
+    except defs.SchemaError:
+        return 1, {}
+    pairs = (*_paired(schema.inputs, node.input), *_paired(schema.outputs, node.output))
+    typed = {constraint: dtypes[name] for constraint, name in pairs if name in dtypes}
+    return schema.since_version, {name: dtype for name, dtype in typed.items() if "(" not in name}  # no tensor(int64)
+
+
+def _paired(formal: Iterable[defs.OpSchema.FormalParameter], names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the type constraint of each input or output, with its name; the last formal one may stand for several."""
+    formals = list(formal)
+    for index, name in enumerate(names):
+        if name and formals:
+            yield formals[min(index, len(formals) - 1)].type_str, name
+
+
+def required(profile: str, graphs: Sequence[Path], *, on_device: bool = False) -> dict[str, str]:
+    """Return the lowest version of each package that runs ``profile``; ``graphs`` are its graph and its reference's.
+
+    That is the oldest release that loads graphs of their opset and IR version. If no known release does, it is the
+    installed one, which ran them. cuda also needs kernels: the first release from which on all known ones have a kernel
+    for every bf16 node. If the installed release is older and ran the graph ``on_device``, it is that one.
+    """
+    models = [onnx.load(path, load_external_data=False) for path in graphs]
+    opset = max((o.version for m in models for o in m.opset_import if o.domain in ("", "ai.onnx")), default=0)
+    ir_version = max((model.ir_version for model in models), default=0)
+    installed = versions.onnxruntime()
+    oldest_loading = next(
+        (release for release, *most in _LOADS if opset <= most[0] and ir_version <= most[1]), installed
+    )
+    needed = [oldest_loading] if oldest_loading else []
+    if profile == "cuda":
+        least = _oldest_with_kernels(models)
+        needed.append(min(least, installed, key=version_key) if on_device and installed else least)
+    return {"onnxruntime": max(needed, key=version_key)} if needed else {}
+
+
+def _oldest_with_kernels(models: Sequence[onnx.ModelProto]) -> str:
+    """Return the first release from which on all known ones have a CUDA kernel for every bf16 node of ``models``.
+
+    If even the newest lacks one, return the newest: running on a device will show whether it works.
+    """
+    known = releases()
+    least = known[-1]
+    for release in reversed(known):
+        if any(missing_kernels(model, KernelTable.load(release)) for model in models):
+            break
+        least = release
+    return least

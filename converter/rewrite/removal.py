@@ -1,10 +1,12 @@
-"""Removes nodes that change nothing at inference: each would only be a place for casts."""
+"""Removes nodes that change nothing at inference, each only a place for casts, and what is no longer used."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from converter.graph.initializers import const
+from converter.graph.names import replace_output
 from converter.graph.step import Step
 
 
@@ -53,11 +55,19 @@ def _bypass(graph: ir.Graph, node: ir.Node) -> None:
     source, output = node.inputs[0], node.outputs[0]
     if source is None:
         return
-    name, is_output = output.name, output.is_graph_output()
-    if is_output and source.shape is None:  # inference may not see past operators of other domains, such as ai.onnx.ml
-        source.shape = output.shape
-    output.replace_all_uses_with(source, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
-    if is_output:
-        output.name = None
-        source.name = name
+    if output.is_graph_output():
+        if source.shape is None:  # inference may not see past operators of other domains, such as ai.onnx.ml
+            source.shape = output.shape
+        replace_output(node, source)
+    else:
+        output.replace_all_uses_with(source)
+        graph.remove(node, safe=True)
+
+
+class DropUnused(Step):
+    """Remove nodes and initializers without a use, in the main graph and in subgraphs."""
+
+    name = "drop what is unused"
+
+    def apply(self, model: ir.Model) -> bool:
+        return RemoveUnusedNodesPass()(model).modified

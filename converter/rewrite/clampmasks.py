@@ -1,0 +1,87 @@
+"""Clamps constants meant as "minus infinity" to bf16's range: fp32's lowest would round to −inf, and −inf to NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bf16kit.numerics.rounding import LARGEST, OVERFLOW
+from converter.graph.equality import Array
+from converter.graph.initializers import ComputedTensor, reader
+from converter.graph.operators import MOVEMENT, WEIGHTED
+from converter.graph.step import Step
+
+
+class ClampMasks(Step):
+    """Clamp finite fp32 constants that overflow in bf16 to bf16's largest magnitude, if they are masks.
+
+    A mask is a constant that no operator reads as a weight: it is added, selected or compared. Weights out of range are
+    an error, which is found when they are narrowed. Infinite constants stay, because their author meant them.
+    ConstantOfShape is clamped too. ``clamped`` names the initializers that were changed.
+    """
+
+    name = "clamp masks"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clamped: set[str] = set()
+
+    def apply(self, model: ir.Model) -> bool:
+        for name, value in model.graph.initializers.items():
+            tensor = value.const_value
+            if tensor is None or tensor.dtype != ir.DataType.FLOAT or is_weight(value):
+                continue
+            if overflows(tensor.numpy()):
+                value.const_value = _clamped(tensor)
+                self.clamped.add(name)
+        filled = [node for node in model.graph.all_nodes() if node.op_type == "ConstantOfShape" and _clamp_fill(node)]
+        return bool(self.clamped or filled)
+
+
+def overflows(array: Array) -> bool:
+    """Whether a finite fp32 value of ``array`` would round to an infinite bf16."""
+    if array.size == 0:
+        return False
+    low, high = float(array.min()), float(array.max())
+    if max(-low, high) < OVERFLOW:
+        return False
+    magnitude = np.abs(array)
+    return bool(np.any(np.isfinite(magnitude) & (magnitude >= np.float32(OVERFLOW))))
+
+
+def is_weight(value: ir.Value, readers: Collection[str] = WEIGHTED) -> bool:
+    """Whether one of ``readers``, operators that take weights, reads ``value``, directly or after it was moved or cut.
+
+    A table that Gather reads is a weight. A Gather after another movement does not count: it more likely looks up a
+    mask by position.
+    """
+    uses = [(use.node, use.idx) for use in value.uses()]
+    if any(node.op_type in readers for node, _ in uses):
+        return True
+    moved = [node for node, index in uses if node.op_type in MOVEMENT and (index == 0 or node.op_type == "Concat")]
+    return any(is_weight(output, WEIGHTED - {"Gather"}) for node in moved for output in node.outputs)
+
+
+def _clamped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    read = reader(tensor)
+
+    def compute(rows: slice) -> NDArray[np.float32]:
+        array = read(rows)
+        limited = np.clip(array, np.float32(-LARGEST), np.float32(LARGEST))
+        return np.where(np.isinf(array), array, limited).astype(np.float32)
+
+    return ComputedTensor(compute, like=tensor)
+
+
+def _clamp_fill(node: ir.Node) -> bool:
+    attribute = node.attributes.get("value")
+    if attribute is None:
+        return False
+    tensor = attribute.as_tensor()
+    if tensor.dtype != ir.DataType.FLOAT or not overflows(tensor.numpy()):
+        return False
+    node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_clamped(tensor).numpy()))
+    return True

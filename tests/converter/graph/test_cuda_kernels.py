@@ -1,0 +1,255 @@
+"""A cuda graph has a kernel for every bf16 node in every release its manifest allows; the manifest names the oldest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from converting import ONNX_ONLY, Cli
+from onnx import TensorProto, helper
+
+import graphs
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.runtime.loading import load
+from bf16kit.runtime.ort import session
+from bf16kit.runtime.ort.quietort import ort
+from bf16kit.system.versions import is_older, version_key
+from converter.graph import cuda_kernels
+from converter.graph.cuda_kernels import KernelTable, missing_kernels, other_release_note, releases, required
+from converter.process import versions
+
+NEWEST = "1.31.1"
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    monkeypatch.setattr(versions, "onnxruntime", lambda: version)
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [
+        ("1.25.0", "1.25.0"),
+        ("1.25.1", "1.25.0"),
+        ("1.24.0", "1.24.1"),
+        ("1.24.9", "1.24.4"),
+        ("1.40.0", NEWEST),
+        (None, NEWEST),
+    ],
+)
+def test_the_table_is_that_of_the_installed_version_or_of_the_newest_before_it(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, chosen: str
+) -> None:
+    _install(monkeypatch, installed)
+    assert KernelTable.load().onnxruntime == chosen
+
+
+def test_every_minor_release_that_bf16kit_installs_with_has_a_table() -> None:
+    """The last table is for the newest release for CUDA; CPU builds have reached 1.32.0."""
+    known = releases()
+    in_cuda_table = [version_key(each)[:2] for each in known if each not in ("1.24.4", "1.31.1")]
+    assert in_cuda_table == [(1, n) for n in range(24, 32)]
+    assert known[-1] == NEWEST
+
+
+def test_the_tables_show_in_which_release_a_kernel_appeared() -> None:
+    """The releases' registries show this. One release earlier, each would fail at load or run on the CPU."""
+    gained = {
+        ("ReduceMean", 18): "1.30.0",
+        ("Sin", 22): "1.27.0",
+        ("Attention", 23): "1.25.0",
+        ("Flatten", 21): "1.25.0",
+        ("MatMul", 13): "1.24.1",
+    }
+    for (op, since), release in gained.items():
+        having = [each for each in releases() if KernelTable.load(each).has_bf16_kernel("", op, since)]
+        assert having == list(releases())[releases().index(release) :], op
+
+
+def test_a_kernel_takes_a_node_only_if_all_its_dtypes_match() -> None:
+    table = KernelTable.load(NEWEST)
+    assert table.accepts_dtypes("", "Where", 16, {"B": "bool", "T": "bfloat16"})
+    assert not table.accepts_dtypes("", "Where", 16, {"B": "bfloat16", "T": "bfloat16"})
+    assert table.accepts_dtypes("", "LayerNormalization", 17, {"T": "bfloat16", "U": "float"})
+    assert not table.accepts_dtypes("", "LayerNormalization", 17, {"T": "bfloat16", "U": "bfloat16"})
+    assert table.accepts_dtypes("", "Cast", 13, {"T1": "bfloat16", "T2": "float"})
+    assert table.accepts_dtypes(
+        "", "Gather", 13, {"T": "bfloat16", "tensor(int64)": "int64"}
+    )  # int64 is under no constraint of the kernel
+
+
+def test_a_note_states_that_another_version_s_table_is_used(
+    cli: Cli, onnx_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert other_release_note() is None
+    _install(monkeypatch, "1.25.1")
+    out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published().out
+    assert (
+        "bf16 kernels of ONNX Runtime 1.25.0, because there is no kernel table for the installed version 1.25.1" in out
+    )
+    profiles = Artifact.open(target).manifest.profiles
+    assert profiles["cuda"].requires == {"onnxruntime": "1.24.1"}
+    assert profiles["cpu"].requires == {"onnxruntime": "1.24"}
+
+
+NODES = (
+    helper.make_node("Conv", ["x", "k"], ["conv"], name="conv", pads=[1, 1, 1, 1]),
+    helper.make_node("Relu", ["conv"], ["relu"], name="relu"),
+    helper.make_node("GlobalAveragePool", ["relu"], ["pooled"], name="pooled"),
+    helper.make_node("Flatten", ["pooled"], ["flat"], name="flat"),
+    helper.make_node("MatMul", ["flat", "w"], ["hidden"], name="hidden"),
+    helper.make_node("Sin", ["hidden"], ["waves"], name="waves"),
+    helper.make_node("Softmax", ["waves"], ["shares"], name="shares"),
+    helper.make_node("Concat", ["shares", "hidden"], ["both"], name="both", axis=1),
+    helper.make_node("MatMul", ["both", "v"], ["y"], name="y"),
+)
+WEIGHTS = (
+    graphs.initializer("k", graphs.values(8, 3, 3, 3, seed=1, scale=0.3)),
+    graphs.initializer("w", graphs.values(8, 32, seed=2)),
+    graphs.initializer("v", graphs.values(64, 8, seed=3, scale=0.1)),
+)
+LATE = {"ReduceMean": "1.30.0", "Sin": "1.27.0"}  # the first release with a bf16 kernel on CUDA; pooling becomes a mean
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Return a graph whose operators got bf16 kernels on CUDA in different releases."""
+    edges = [graphs.edge("x", ["batch", 3, 8, 8])], [graphs.edge("y", ["batch", 8])]
+    onnx.save(graphs.model(list(NODES), *edges, list(WEIGHTS)), tmp_path / "source.onnx")
+    return tmp_path / "source.onnx"
+
+
+def _converted(release: str, source: Path, target: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+    monkeypatch.setattr(versions, "onnxruntime", lambda: release)
+    cli("checkpoint", source, "--out", target, "--profile", "cuda", *ONNX_ONLY, "--allow-over-budget").published()
+    return Artifact.open(target)
+
+
+def _cuda_graph(artifact: Artifact) -> onnx.ModelProto:
+    return onnx.load(artifact.file("cuda.onnx"), load_external_data=False)
+
+
+@pytest.mark.parametrize("release", releases())
+def test_a_graph_planned_for_a_release_has_kernels_in_it_and_in_all_later_ones(
+    release: str, source: Path, target: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = _converted(release, source, target, cli, monkeypatch)
+    graph = _cuda_graph(artifact)
+    entry = artifact.manifest.profiles["cuda"]
+    least = entry.requires["onnxruntime"]
+    assert not is_older(release, least)
+    having = [each for each in releases() if missing_kernels(graph, KernelTable.load(each)) == []]
+    assert having == [each for each in releases() if not is_older(each, least)]
+    narrow = {
+        value.name for value in graph.graph.value_info if value.type.tensor_type.elem_type == TensorProto.BFLOAT16
+    }
+    ops = {node.op_type for node in graph.graph.node if narrow & set(node.output)}
+    assert ops & LATE.keys() == {op for op, since in LATE.items() if not is_older(release, since)}
+    assert ops >= {"Conv", "Relu", "MatMul", "Softmax", "Concat"}
+
+
+def test_the_manifest_states_the_first_release_with_all_kernels(
+    source: Path, target: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = _converted("1.31.1", source, target, cli, monkeypatch)
+    assert artifact.manifest.profiles["cuda"].requires == {"onnxruntime": "1.30.0"}
+    (missing,) = missing_kernels(_cuda_graph(artifact), KernelTable.load("1.29.0"))
+    assert "ReduceMean-18 of T bfloat16" in missing
+
+
+def test_a_node_without_a_kernel_is_found() -> None:
+    """The graph is made by hand: no plan puts bf16 where CUDA has no kernel."""
+    narrow = TensorProto.BFLOAT16
+    nodes = [helper.make_node("MaxPool", ["x"], ["y"], name="pool", kernel_shape=[2, 2])]
+    proto = graphs.model(nodes, [graphs.edge("x", [1, 1, 4, 4], narrow)], [graphs.edge("y", [1, 1, 3, 3], narrow)])
+    proto.opset_import[0].version = 22
+    assert missing_kernels(proto, KernelTable.load()) == ["pool: MaxPool-22 of T bfloat16"]
+
+
+def test_nodes_without_bf16_need_no_entry_in_the_table() -> None:
+    proto = graphs.model(
+        [helper.make_node("Elu", ["x"], ["y"], name="elu")], [graphs.edge("x", [4])], [graphs.edge("y", [4])]
+    )
+    assert missing_kernels(proto, KernelTable.load()) == []
+
+
+OLDEST = "1.24.1"  # of the releases with a kernel table
+
+
+def _graph(path: Path, opset: int, ir_version: int = 10) -> Path:
+    proto = graphs.mlp((4, 4))
+    proto.opset_import[0].version, proto.ir_version = opset, ir_version
+    onnx.save(proto, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("opset", "ir_version", "least"),
+    [(13, 8, "1.24"), (25, 13, "1.24"), (26, 13, "1.25"), (22, 14, "1.40.0"), (27, 13, "1.40.0")],
+)
+def test_it_is_the_oldest_release_that_loads_the_graphs_or_the_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opset: int, ir_version: int, least: str
+) -> None:
+    _install(monkeypatch, "1.40.0")
+    older, graph = _graph(tmp_path / "a.onnx", 13, 8), _graph(tmp_path / "b.onnx", opset, ir_version)
+    assert required("cpu", [older, graph]) == {"onnxruntime": least}
+    assert required("cpu", [graph, older]) == {"onnxruntime": least}
+
+
+def test_cuda_needs_the_first_release_with_its_kernels_or_an_older_one_that_ran_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everywhere = _graph(tmp_path / "a.onnx", 22)
+    assert required("cuda", [everywhere]) == {"onnxruntime": OLDEST}
+    late = tmp_path / "b.onnx"
+    nodes = [helper.make_node("Sin", ["x"], ["y"], name="sin")]
+    x, y = (graphs.edge(name, [4], TensorProto.BFLOAT16) for name in "xy")
+    onnx.save(graphs.model(nodes, [x], [y]), late)
+    assert required("cuda", [everywhere, late]) == {"onnxruntime": "1.27.0"}
+    _install(monkeypatch, "1.26.0")
+    assert required("cuda", [late]) == {"onnxruntime": "1.27.0"}
+    assert required("cuda", [late], on_device=True) == {"onnxruntime": "1.26.0"}
+    _install(monkeypatch, "1.40.0.dev20270101")
+    assert required("cuda", [late], on_device=True) == {"onnxruntime": "1.27.0"}
+    _install(monkeypatch, None)
+    assert required("cuda", [late]) == {"onnxruntime": "1.27.0"}
+
+
+def test_a_release_that_lost_a_kernel_excludes_all_releases_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No release has lost one yet. The manifest can only state "this release or later"."""
+    monkeypatch.setattr(
+        cuda_kernels, "missing_kernels", lambda _, table: ["lost"] if table.onnxruntime == "1.26.0" else []
+    )
+    assert required("cuda", [_graph(tmp_path / "a.onnx", 22)]) == {"onnxruntime": "1.27.0"}
+
+
+def test_if_no_release_has_a_kernel_the_newest_is_required(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MaxPool", ["x"], ["y"], name="pool", kernel_shape=[2, 2])]
+    narrow = TensorProto.BFLOAT16
+    onnx.save(
+        graphs.model(nodes, [graphs.edge("x", [1, 1, 4, 4], narrow)], [graphs.edge("y", [1, 1, 3, 3], narrow)]),
+        tmp_path / "a.onnx",
+    )
+    assert required("cuda", [tmp_path / "a.onnx"]) == {"onnxruntime": releases()[-1]}
+
+
+def test_manifest_report_and_inspect_state_the_required_release(mlp: Artifact, cli: Cli) -> None:
+    needed = {name: entry.requires for name, entry in mlp.manifest.profiles.items()}
+    on_cpu = {"onnxruntime": "1.24"}
+    assert needed == {"cpu": on_cpu, "cpu-bf16": on_cpu, "cuda": {"onnxruntime": OLDEST}, "torchscript": {}}
+    assert "onnxruntime 1.24 or later" in mlp.file("report.html").read_text("utf-8")
+    assert "runs with   onnxruntime 1.24 or later (cpu)" in cli("inspect", mlp.path).published().out
+
+
+def test_an_older_release_is_rejected_before_it_loads_anything(
+    small: Artifact, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(small, "cpu").close()
+    monkeypatch.setattr(ort, "__version__", "1.23.2")
+    monkeypatch.setattr(session, "open_session", None)
+    with pytest.raises(RuntimeFailure, match=r"profile cpu needs ONNX Runtime 1\.24 or later, but 1\.23\.2 is"):
+        load(small, "cpu")
+    cli("verify", small.path, "--profile", "cpu").refused(3, "profile cpu needs ONNX Runtime 1.24 or later", "upgrade")

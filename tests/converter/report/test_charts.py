@@ -1,0 +1,209 @@
+"""The charts of the report: one mark for each measurement, at its position, up to a fixed number of marks."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree.ElementTree import Element, fromstring
+
+import pytest
+import reported
+
+from bf16kit.drift.measurements import DiagnosisEntry, LayerEntry, Layers, Ranges, RemedyEntry, ranges
+from bf16kit.drift.verdicts import SampleSeries
+from converter.report import charts
+from converter.report.figures import Sizes, spans
+from converter.report.layers import series
+
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = '"><script>alert(1)</script>\x1b[31m$ 見 #000001'
+
+
+def _marks(tree: Element) -> list[Element]:
+    return list(tree.iter(f"{SVG}use"))
+
+
+def _tip(mark: Element) -> str | None:
+    return mark[0].text
+
+
+def _over(tree: Element) -> list[Element]:
+    return [mark for mark in _marks(tree) if "--bad" in mark.get("style", "")]
+
+
+def _texts(tree: Element) -> list[str | None]:
+    return [element.text for element in tree.iter(f"{SVG}text")]
+
+
+def _widths(tree: Element, colour: str) -> list[float]:
+    """Return the widths of the bars of one colour."""
+    paths = [e.get("d", "") for e in tree.iter(f"{SVG}path") if f"fill: var(--{colour})" in e.get("style", "")]
+    ends = [[float(x) for x in re.findall(r"[ML] ([\d.]+) ", path)] for path in paths]
+    return [max(xs) - min(xs) for xs in ends]
+
+
+def _samples(values: list[float], *bounds: tuple[str, float], measured: int | None = None) -> Element:
+    kept = tuple(values)
+    return fromstring(charts.samples_chart(SampleSeries("cpu", "y", False, measured or len(kept), kept, bounds), "k"))
+
+
+def test_each_sample_is_a_mark_and_those_above_the_budget_are_squares() -> None:
+    tree = _samples([0.001, 0.02, 0.03, 0.004], ("relative_l2", 0.015))
+    assert [_tip(mark) for mark in _marks(tree)] == [
+        "sample 0: 0.001", "sample 3: 0.004", "sample 1: 0.02", "sample 2: 0.03",
+    ]  # fmt: skip
+    assert [_tip(mark) for mark in _over(tree)] == ["sample 1: 0.02", "sample 2: 0.03"]
+    heights = [float(mark.get("y", "")) for mark in _marks(tree)]
+    assert heights == sorted(heights, reverse=True)  # y grows downwards in SVG
+    shapes = {mark.get("{http://www.w3.org/1999/xlink}href") for mark in _marks(tree)}
+    assert len(shapes) == 2
+    assert "2 samples are above the line" in (tree[1].text or "")
+
+
+def test_the_budget_and_its_quantiles_are_labelled_lines() -> None:
+    tree = _samples([0.001], ("relative_l2", 0.015), ("relative_l2.p99", 0.02))
+    assert len([e for e in tree.iter(f"{SVG}path") if "stroke: var(--bad)" in e.get("style", "")]) == 2
+    assert {"budget of the mean: 0.015", "budget of p99: 0.02"} <= set(_texts(tree))
+    assert _over(_samples([1.0, 2.0])) == []
+
+
+@pytest.mark.parametrize("values", [[0.0], [math.inf, 0.001], [math.nan], []])
+def test_drift_that_is_zero_infinite_or_empty_is_drawn_within_the_picture(values: list[float]) -> None:
+    tree = _samples(values, ("relative_l2", 0.015))
+    assert len(_marks(tree)) == len(values)
+    assert all(0 <= float(mark.get("y", "")) <= 280 for mark in _marks(tree))
+
+
+def test_of_thousands_of_samples_some_are_drawn_including_the_worst() -> None:
+    values = [0.001] * 4_000
+    values[1_234] = 0.5
+    tree = _samples(values, measured=8_000)
+    assert len(_marks(tree)) == charts.DOTS
+    assert "sample 2468: 0.5" in [_tip(mark) for mark in _marks(tree)]
+    assert f"{charts.DOTS} of 8000 samples" in (tree[1].text or "")
+
+
+def test_each_layer_is_a_mark_and_those_below_the_dashed_line_are_squares() -> None:
+    tree = fromstring(charts.layers_chart(series("cuda", reported.layers(120)), "k"))
+    assert len(_marks(tree)) == 120
+    assert 5 < len(_over(tree)) < 40
+    assert reported.OFF in (tree[1].text or "")
+    assert len([e for e in tree.iter(f"{SVG}path") if "stroke-dasharray" in e.get("style", "")]) == 1
+
+
+def test_exact_layers_are_counted_and_not_drawn() -> None:
+    rows = [
+        LayerEntry(name="exact", op="Gather", depth=0, sqnr_db=200.0, expected_db=200.0),
+        LayerEntry(name="lost", op="MatMul", depth=1, sqnr_db=-200.0, expected_db=50.0),
+        LayerEntry(name="fine", op="MatMul", depth=2, sqnr_db=49.0, expected_db=49.0),
+    ]
+    found = series("cpu", Layers(measured=3, rows=rows))
+    tree = fromstring(charts.layers_chart(found, "k"))
+    assert len(_marks(tree)) == 2
+    assert "1 exact" in (tree[1].text or "")
+    assert found.first_off is not None
+    assert found.first_off.name == "lost"
+    assert [row.name for row in found.worst()] == ["lost", "fine", "exact"]
+
+
+def test_layers_within_the_margin_are_not_below_the_line() -> None:
+    rows = [LayerEntry(name="a", op="MatMul", depth=1, sqnr_db=44.1, expected_db=50.0)]
+    assert series("cpu", Layers(measured=1, rows=rows)).first_off is None
+    rows = [LayerEntry(name="a", op="MatMul", depth=1, sqnr_db=43.9, expected_db=50.0)]
+    assert series("cpu", Layers(measured=1, rows=rows)).first_off == rows[0]
+
+
+FINE = LayerEntry(name="fine", op="MatMul", depth=1, sqnr_db=49.0, expected_db=50.0)
+DIP = LayerEntry(name="dip", op="Sub", weight="w", depth=2, sqnr_db=20.0, expected_db=50.0)
+MENDED = RemedyEntry(keep_fp32="^dip's$", nodes=["a", "b", "c"], output="y", before_db=20.0, after_db=48.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "within", "said", "option"),
+    [
+        (None, True, "", ""),
+        (
+            DiagnosisEntry(ails=False),
+            True,
+            "The first layer below the expected SQNR is w; later layers average its error away.",
+            "",
+        ),
+        (DiagnosisEntry(ails=True), False, "no layer is below its expected SQNR", ""),
+        (DiagnosisEntry(ails=True, leaves=DIP), True, "No remedy is needed, because the budget is met", ""),
+        (DiagnosisEntry(ails=True, leaves=DIP), False, "No remedy was looked for; bf16-convert explain", ""),
+        (
+            DiagnosisEntry(ails=True, leaves=DIP, tried=True),
+            False,
+            "Keeping a few nodes before it in fp32 does not mend it",
+            "",
+        ),
+        (
+            DiagnosisEntry(ails=True, leaves=DIP, tried=True, remedy=MENDED),
+            False,
+            "SQNR falls below the expected line at dip (Sub): 20.0 dB, expected 50.0 dB. Keeping a, b and c in fp32",
+            """--keep-fp32 '^dip'"'"'s$'""",
+        ),
+    ],
+)
+def test_the_layers_state_the_diagnosis_and_the_remedy(
+    found: DiagnosisEntry | None, within: bool, said: str, option: str
+) -> None:
+    told = series("cpu", Layers(measured=2, rows=[FINE, DIP], diagnosis=found), within=within)
+    assert said in told.summary
+    assert bool(told.summary) == bool(said)
+    assert told.option == option
+
+
+def test_a_tensors_bar_spans_its_exponents_and_losses_are_labelled() -> None:
+    found = spans(ranges(reported.CENSUS))
+    tree = fromstring(charts.ranges_chart(found[:7], len(found), "k"))
+    assert len(_widths(tree, "bad")) == 3
+    assert len(_widths(tree, "accent")) == 4
+    assert {"2 overflow", "12 flushed to zero", "3 subnormal", "2⁻¹²⁶"} <= set(_texts(tree))
+    assert "head.temperature: 2 overflow" in (tree[1].text or "")
+
+
+def test_a_tensor_of_zeros_has_no_bar() -> None:
+    found = [span for span in spans(ranges(reported.CENSUS)) if span.name == "unused.weight"]
+    assert (found[0].low, found[0].high) == (None, None)
+    assert _widths(fromstring(charts.ranges_chart(found, 1, "k")), "accent") == []
+    assert spans(Ranges(measured=0, tensors={})) == ()
+
+
+def test_sizes_are_bars_in_proportion() -> None:
+    tree = fromstring(charts.sizes_chart(Sizes(100, 50, 0)))
+    assert [*_widths(tree, "before"), *_widths(tree, "accent")] == [480.0, 240.0]
+    assert len(_widths(fromstring(charts.sizes_chart(Sizes(100, 50, 49))), "accent-soft")) == 1
+    assert fromstring(charts.sizes_chart(Sizes(0, 0, 0))).tag == f"{SVG}svg"
+
+
+def test_long_names_are_shortened_in_the_middle() -> None:
+    assert charts.shortened("abc", 3) == "abc"
+    assert charts.shortened("encoder.layer.11.weight", 11) == "encod…eight"
+
+
+def test_a_hostile_name_is_text_and_charts_are_labelled_xml_without_ids_that_recur() -> None:
+    shown = SampleSeries(HOSTILE, HOSTILE, False, 2, (1.0, 2.0), (("relative_l2", 1.5),))
+    census = ranges({HOSTILE: reported.CENSUS["head.temperature"]})
+    drawn = [charts.samples_chart(shown, "a"), charts.samples_chart(shown, "b")]
+    drawn.append(charts.ranges_chart(spans(census), 1, "c"))
+    trees = [fromstring(each) for each in drawn]
+    assert [tree.get("aria-labelledby") for tree in trees] == [f"{key}-title {key}-desc" for key in "abc"]
+    assert not {element.tag for tree in trees for element in tree.iter()} & {f"{SVG}script", f"{SVG}style"}
+    assert all("\x1b" not in each for each in drawn)
+    ids = [element.get("id") for tree in trees for element in tree.iter() if element.get("id")]
+    assert len(ids) == len(set(ids)) > 6
+    assert any((text or "").startswith('"><script>') for text in _texts(trees[2]))
+
+
+def test_a_users_settings_of_matplotlib_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "matplotlibrc").write_text("font.size: 30\naxes.grid: False\nsvg.fonttype: path\n")
+    program = "import reported; from converter.report import charts; from converter.report.layers import series;"
+    program += "print(charts.layers_chart(series('cuda', reported.layers(120)), 'k'))"
+    environment = {**os.environ, "MATPLOTLIBRC": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == charts.layers_chart(series("cuda", reported.layers(120)), "k")
