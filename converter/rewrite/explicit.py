@@ -1,6 +1,6 @@
 """Makes a source graph explicit: functions inlined, every constant an initializer of the main graph.
 
-onnx-ir has passes of these names, which lose an output's name or a weight: docs/decisions/0016.
+onnx-ir has passes of these names, which lose an output's name or a weight: docs/decisions/0008.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the bf16 checkpoint for other frameworks: safetensors files with the source's tensors, names and shapes.
 
 Tensors that the plan stores in bf16 are rounded once, from the checkpoint's own values: no BatchNorm is folded in. All
-others are written unchanged. docs/decisions/0070 describes the layout.
+others are written unchanged. docs/decisions/0032 describes the layout.
 """
 
 from __future__ import annotations
