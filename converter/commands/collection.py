@@ -131,7 +131,7 @@ def _common_arguments(context: click.Context) -> dict[str, list[str]]:
 def _options(context: click.Context) -> dict[str, click.Option]:
     """Return the options that can be set per model, by name without the leading dashes."""
     options = [each for each in context.command.params if isinstance(each, click.Option) and each.name not in _OWN]
-    return {option.opts[0].removeprefix("--"): option for option in options}
+    return {flag.removeprefix("--"): option for option in options for flag in option.opts}
 
 
 def _to_arguments(option: click.Option, value: Any) -> list[str]:
