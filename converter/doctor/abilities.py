@@ -32,7 +32,7 @@ FORMATS: Mapping[str, Sequence[str]] = {
 }
 # Other abilities that need a part of their own.
 OTHERS: Mapping[str, Sequence[str]] = {
-    "bf16-convert recover": (*_TORCH, "lightning"),
+    "bf16-convert recover": _TORCH,
     "a LightningModule as --model": (*_TORCH, "lightning"),
 }
 
