@@ -52,11 +52,10 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
             raise ConversionError(f"cannot be recovered, because it has no ONNX graph: {source.no_graph_reason}")
         checkpoints.check(_fixed(options, settings, model.module))
         loader = Loader("--data", settings.data, model.inputs, options.seed)
-        batches = Samples(tuple(loader.first(_MOST_BATCHES)), f"{settings.data}, the training data")
+        judges, origin = loader, f"{settings.data}, the training data"
         if settings.evaluation is not None:
-            held_out = Loader("--eval", settings.evaluation, model.inputs, options.seed)
-            batches = Samples(tuple(held_out.first(_MOST_BATCHES)), settings.evaluation)
-        samples = batches
+            judges, origin = Loader("--eval", settings.evaluation, model.inputs, options.seed), settings.evaluation
+        samples = batches = Samples(tuple(judges.first(_MOST_BATCHES)), origin)
         if options.samples is not None:
             samples = load(options.samples, source.inputs, outputs=[spec.name for spec in source.outputs])
             samples = replace(samples, expected=())  # the outputs that came with them are the original's

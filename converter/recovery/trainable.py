@@ -52,9 +52,8 @@ def find_trainable(
 ) -> Iterator[TrainedParameter]:
     """Yield what can be trained of ``module``, which was made from ``checkpoint``; ``artifact`` tells what is rounded.
 
-    A parameter is found in the checkpoint by its values, because readers change names. Not trained are parameters that
-    no tensor of the checkpoint holds unchanged. Nor are those by which BatchNorm scales the weights before it, because
-    the artifact rounds their product (docs/artifact-format.md: ``scale``).
+    Parameters are found in the checkpoint by value, because readers change names. Not trained are those that no tensor
+    holds unchanged, and those by which BatchNorm scales the weights before it: the artifact rounds their product.
     """
     entries = {entry.name: entry for entry in artifact.manifest.checkpoint}
     stored = {entry.name: entry for entry in artifact.manifest.tensors}
