@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, model_validator
+import math
+
+from pydantic import BaseModel, ConfigDict
 
 from bf16kit.artifact.driftentries import Number
-from bf16kit.artifact.entries import STRICT, Size
+from bf16kit.artifact.entries import Size
 
 
 class _Entry(BaseModel):
-    model_config = STRICT
-
-
-class GradientEntry(_Entry):
-    """Losses of one step's fp32 gradients when they are multiplied by ``scale`` and stored in ``format``.
-
-    ``values`` counts the nonzero ones; ``of`` says of what: of all trained weights, or of all ``activations`` between
-    layers. Of these, ``vanished`` become zero, ``subnormal`` keep fewer bits than the format has, and ``overflowed``
-    become infinite.
-    """
-
-    step: Size
-    of: str
-    format: str
-    scale: Number
-    values: Size
-    vanished: Size
-    subnormal: Size
-    overflowed: Size
-
-    @model_validator(mode="after")
-    def _parts(self) -> GradientEntry:
-        if self.vanished + self.subnormal + self.overflowed > self.values:
-            raise ValueError("more lost gradients than gradients")
-        return self
+    model_config = ConfigDict(frozen=True, extra="ignore")  # earlier versions recorded more
 
 
 class LookEntry(_Entry):
@@ -44,33 +22,26 @@ class LookEntry(_Entry):
 
 
 class TrainingEntry(_Entry):
-    """How the weights were trained.
+    """How the weights were trained; ``skipped`` steps changed nothing because a gradient was not finite.
 
-    Of ``steps`` training steps, ``skipped`` changed nothing because a gradient was not finite. ``computed`` is the
-    dtype that products were observed to have, whatever ``precision`` was asked for. ``loss_first`` and ``loss_last``
-    are those of the first and the last step's batch. ``updates_lost`` is the share of the weights with a gradient that
-    a step left unchanged; None if weights have an fp32 copy.
-
-    The best weights were chosen by their loss on ``yardstick`` batches of the training data at ``looks``. They are
-    those after step ``kept``; step 0 is before training. ``loss_before`` is the loss of the original weights, from
-    which ``biases_corrected`` biases differ at step 0. ``rate_share`` is the last learning rate as a share of the
-    first: it halves whenever a look finds nothing better. Artifacts of earlier versions have none of these.
+    The weights after step ``kept`` had the least loss on ``yardstick`` batches of the training data, at ``looks``; step
+    0 is before training. ``loss_before`` is that of the original weights, from which ``biases_corrected`` vectors
+    differ at step 0. ``rate_share`` is the last learning rate as a share of the first. The oldest artifacts lack these.
     """
 
     steps: Size
-    skipped: Size
+    skipped: Size = 0
     precision: str
     computed: str
     device: str
-    loss: str
-    loss_first: Number
-    loss_last: Number
+    loss: str = "distillation"
+    loss_first: Number = math.nan
+    loss_last: Number = math.nan
     learning_rate: Number
     scaling: str
     scale_first: Number
-    scale_last: Number
+    scale_last: Number = 1.0
     weights: Size
-    updates_lost: Number | None = None
     biases_corrected: Size = 0
     yardstick: Size = 0
     loss_before: Number | None = None
@@ -82,9 +53,8 @@ class TrainingEntry(_Entry):
 class RecoveredDrift(_Entry):
     """One metric of one output in one profile, as the budget judges it, and its ``bound`` (None: unbounded).
 
-    ``before``: drift of the bf16 artifact with the original weights from their fp32 outputs; None if it lacks the
-    profile. ``after``: drift of the recovered bf16 artifact from the *same* outputs. ``own``: drift of that artifact
-    from the fp32 outputs of the recovered weights.
+    ``before`` (None if there was no such profile) and ``after`` are drift from the fp32 outputs of the original
+    weights, ``own`` from those of the recovered weights.
     """
 
     profile: str
@@ -96,18 +66,6 @@ class RecoveredDrift(_Entry):
     bound: Number | None = None
 
 
-class AccuracyEntry(_Entry):
-    """How many of ``rows`` labelled rows one model classifies correctly."""
-
-    model: str
-    correct: Size
-    rows: Size
-
-    @property
-    def share(self) -> float:
-        return self.correct / max(1, self.rows)
-
-
 class RecoveryEntry(_Entry):
     """A recovery: ``recovered_from`` is the sha256 of its source, ``judged_on`` the origin of the judged samples."""
 
@@ -116,6 +74,4 @@ class RecoveryEntry(_Entry):
     samples: Size
     held_out: bool
     training: TrainingEntry
-    gradients: list[GradientEntry] = []
     drift: list[RecoveredDrift] = []
-    accuracy: list[AccuracyEntry] = []

@@ -112,7 +112,7 @@ def convert(item: Item, repository: Path, run: Run, stop: threading.Event, *, fo
     if code == 0:
         record.write_bytes(_record(digest, target))
         return Outcome(item, "converted", 0, _drift(target), version, seconds)
-    if code in (INTERRUPTED, -signal.SIGINT):
+    if code == INTERRUPTED or stop.is_set():  # a process that has just begun ends with another code
         return Outcome(item, "interrupted", INTERRUPTED, seconds=seconds)
     _, ours, message = log.read_text(errors="replace").rpartition(_ERROR)
     if ours and code > 0:

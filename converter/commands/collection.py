@@ -64,11 +64,11 @@ def _items(
     from converter.options import parse_model_name
 
     given, own = context.params, _read_all(context.params["per_model"])
-    options = {o.opts[0].removeprefix("--"): o for o in context.command.params if isinstance(o, click.Option)}
-    options = {name: option for name, option in options.items() if option.name not in _OWN}
+    known = [o for o in context.command.params if isinstance(o, click.Option) and o.name not in _OWN]
+    options = {flag.removeprefix("--"): option for option in known for flag in option.opts}
     common = {
-        name: _arguments(option, given[str(option.name)])
-        for name, option in options.items()
+        option.opts[0].removeprefix("--"): _arguments(option, given[str(option.name)])
+        for option in known
         if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
     }
     items: dict[str, Item] = {}

@@ -192,6 +192,6 @@ FORMATS: Mapping[str, Sequence[str]] = {
     "hf": (*_TORCH, "transformers"),
 }
 OTHERS: Mapping[str, Sequence[str]] = {
-    "bf16-convert recover": (*_TORCH, "lightning"),
+    "bf16-convert recover": _TORCH,
     "a LightningModule as --model": (*_TORCH, "lightning"),
 }

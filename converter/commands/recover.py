@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from typing import Any
 
 import click
 
 from converter.commands.checkpoint import checkpoint, options_of
 from converter.commands.common import echo
-from converter.recovery.settings import LOSSES, PRECISIONS
+from converter.recovery.settings import PRECISIONS, Settings, parse_scaling
 
 # A search for islands is the alternative to a recovery, and a recovery converts one model only.
 _LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray")
-_OWN = (
-    "data",
-    "evaluation",
-    "steps",
-    "precision",
-    "loss_scaling",
-    "loss",
-    "learning_rate",
-    "device",
-    "every",
-    "resume",
-)
 
 
 @click.command(params=[option for option in checkpoint.params if option.name not in _LEFT_OUT])
@@ -32,8 +21,7 @@ _OWN = (
     "--data",
     required=True,
     metavar="PKG.MOD:LOADER",
-    help="Function that yields batches: a mapping with an array per input, or (inputs, labels). It is called once per"
-    " pass.",
+    help="Function that yields batches: a mapping with an array per input, or (inputs, labels). Called once per pass.",
 )
 @click.option(
     "--eval",
@@ -41,7 +29,7 @@ _OWN = (
     metavar="PKG.MOD:LOADER",
     help="Function that yields the batches on which the result is judged.  [default: those of --data]",
 )
-@click.option("--steps", type=int, required=True, help="Number of batches to train on.")
+@click.option("--steps", type=click.IntRange(min=1), required=True, help="Number of batches to train on.")
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
@@ -52,19 +40,11 @@ _OWN = (
 @click.option(
     "--loss-scaling",
     metavar="none|static=K|dynamic",
-    help="Factor for the loss of 16-mixed, so that gradients do not underflow.  [default: dynamic for 16-mixed, else"
-    " none]",
-)
-@click.option(
-    "--loss",
-    type=click.Choice(LOSSES),
-    default="distillation",
-    show_default=True,
-    help="Train towards the outputs of the fp32 model (distillation), or the labels from --data (cross-entropy).",
+    help="Factor for the loss of 16-mixed, so that gradients do not underflow.  [default: dynamic for 16-mixed]",
 )
 @click.option(
     "--learning-rate",
-    type=float,
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
     default=1e-3,
     show_default=True,
     help="Largest step, as a share of each tensor's root mean square.",
@@ -81,19 +61,20 @@ _OWN = (
 def recover(debug: bool, **given: Any) -> None:
     """Train the weights of SOURCE briefly so that bf16 is within budget, and convert them.
 
-    Training rounds the weights as the artifact does. Without labels, its target is the outputs of the fp32 model. The
-    result is published only if the bf16 artifact is within budget of the fp32 outputs of the ORIGINAL weights. Needs
-    Lightning: pip install 'bf16kit[lightning]'. docs/recovering.md explains the numbers.
+    Training rounds the weights as the artifact does. It needs no labels: its target is the outputs of the fp32 model.
+    The result is published only if the bf16 artifact is within budget of the fp32 outputs of the ORIGINAL weights.
+    docs/recovering.md explains the numbers.
     """
     from bf16kit.runtime.ort import kernel
     from converter.process import memory, progress
-    from converter.recovery.settings import parse_settings
     from converter.recovery.steps import recover as run
     from converter.report import page, recovery
 
     kernel.configured_kernel()
     memory.map_large_blocks()
-    settings = parse_settings({name: given.pop(name) for name in _OWN})
+    given["loss_scaling"] = parse_scaling(given["loss_scaling"], given["precision"])
+    given["every"] = given["every"] or max(1, given["steps"] // 10)
+    settings = Settings(**{field.name: given.pop(field.name) for field in fields(Settings)})
     options = options_of(**given, search=False, search_minutes=1.0)
     with progress.for_stream(sys.stderr) as bar:
         result = run(options, settings, bar)

@@ -23,7 +23,6 @@ from converter.process import children
 
 SECONDS = 600  # of processor time, which a busy machine or a slow disk does not change; large models take a minute
 _SIZES = (1, 2, 32, 64, 224)  # of the free dimensions behind the first, until the graph runs
-_THREADS = 8  # at most: each has 8 MiB for its stack, which count
 _NO_MEMORY = ("bad_alloc", "allocate memory")  # in ONNX Runtime's errors, which have no class for it
 _NO_SIZE = "Integer overflow"  # the same: of a size in bytes
 _INVALID, _UNUSABLE = 2, 3  # exit codes
@@ -109,11 +108,11 @@ def _check_rules(path: Path) -> None:
 
 def _open_and_run(path: Path) -> None:
     """Open a session and run it once; MemoryError if either needs too much memory, RuntimeFailure if it cannot open."""
-    from bf16kit.runtime.hardware import available_cpus
     from bf16kit.runtime.ort.session import open_session
 
     try:
-        session = open_session(path, threads=min(available_cpus(), _THREADS), pack=False)
+        # One thread: ONNX Runtime waits forever for those that the limit on memory does not allow.
+        session = open_session(path, threads=1, pack=False)
     except RuntimeFailure as error:
         _check_memory(error)
         raise

@@ -1,207 +1,107 @@
-"""Judges a recovery: compares the recovered bf16 artifact and the original one with the original's fp32 outputs.
+"""Compares the recovered bf16 artifact and the original one with the original's fp32 outputs, and judges by that.
 
 The user wants bf16 outputs as good as the fp32 ones were. So the measure is the outputs of the *original* weights in
-fp32. The artifact's own drift budget, measured from the recovered weights in fp32, only shows what rounding still
-costs.
+fp32. The artifact's own drift, from the recovered weights in fp32, only shows what rounding still costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-
-import numpy as np
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.recoveryentries import AccuracyEntry, RecoveredDrift
-from bf16kit.drift.budget import Budget
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.artifact.recoveryentries import RecoveredDrift, RecoveryEntry
 from bf16kit.drift.metrics import DriftSummary
-from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Runtime
+from bf16kit.messages.errors import BudgetExceeded
 from bf16kit.runtime.loading import load_reference
+from converter.convert import Judgement
+from converter.options import Options
 from converter.process.memory import release_memory
-from converter.recovery.batches import IGNORED, Batch, check_labels
-from converter.recovery.loss import logits_of
-from converter.source import Feeds
+from converter.process.progress import Progress
 from converter.verify import measure
-from converter.verify.measure import Drifts, SliceScales
+from converter.verify.judging import describe_breaches, without_profiles
 from converter.verify.running import open_profile
-from converter.verify.spool import Spool
-
-REFERENCE = "fp32"
-RECOVERED = "recovered fp32"
+from converter.verify.samples import Samples
 
 
-@dataclass
-class Comparison:
-    """The rows of a comparison and, by profile, sentences on where the recovered artifact is over the budget."""
-
-    drift: list[RecoveredDrift] = field(default_factory=list)
-    accuracy: list[AccuracyEntry] = field(default_factory=list)
-    breaches: dict[str, list[str]] = field(default_factory=dict)
-
-    def accuracy_of(self, model: str) -> AccuracyEntry | None:
-        """Return the accuracy counted for ``model``, or None without labels."""
-        return next((entry for entry in self.accuracy if entry.model == model), None)
-
-    def made_worse(self, *, by_labels: bool) -> str | None:
-        """Return a sentence if the recovered bf16 outputs are farther from fp32's than before, else None.
-
-        With ``by_labels``, compare instead how many labelled rows are right. Only the worst of all profiles and outputs
-        counts before and after, so one may lose if the worst one gains.
-        """
-        if by_labels:
-            pairs = [
-                (self.accuracy_of(bf16_before(name)), self.accuracy_of(bf16_after(name))) for name in self.breaches
-            ]
-            counted = [(was.share, now.share) for was, now in pairs if was is not None and now is not None]
-            was, now = (min((pair[side] for pair in counted), default=0.0) for side in (0, 1))
-            return f"{now:.4f} of the labelled rows are right, {was:.4f} before" if now < was else None
-        rows = [(row.before, row.after) for row in self.drift if row.metric == "relative_l2" and row.before is not None]
-        was, now = (max((pair[side] for pair in rows), default=0.0) for side in (0, 1))
-        return f"relative_l2 {now:.3g}, {was:.3g} before" if now > was else None
+class MadeWorse(Exception):
+    """The trained weights do worse in bf16 than the original ones; the text has the numbers."""
 
 
-def bf16_before(profile: str) -> str:
-    """Return the name for the accuracy of the original weights in ``profile``."""
-    return f"{profile}, as it was"
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Judges the artifact of a recovery by ``batches``; ``worse`` says why it has the original weights again."""
 
+    options: Options
+    before: Artifact
+    batches: Samples
+    entry: RecoveryEntry
+    worse: str | None = None
 
-def bf16_after(profile: str) -> str:
-    """Return the name for the accuracy of the recovered weights in ``profile``."""
-    return f"{profile}, recovered"
-
-
-def compare(before: Artifact, after: Artifact, batches: Sequence[Batch], budget: Budget, scratch: Path) -> Comparison:
-    """Run both artifacts and both their fp32 references on ``batches``; outputs are kept in files in ``scratch``.
-
-    Raises :class:`UsageError` if labels do not match the logits.
-    """
-    found = Comparison()
-    outputs = [entry.spec() for entry in after.manifest.outputs]
-    counter = _AccuracyCounter(outputs, batches)
-    axis = before.manifest.batch_axis
-    feeds = [batch.feeds for batch in batches]
-    original = _run_reference(load_reference(before), REFERENCE, feeds, counter, scratch)
-    recovered = _run_reference(load_reference(after), RECOVERED, feeds, counter, scratch)
-    against = [(kept, measure.slice_scales(kept, outputs, axis)) for kept in (original, recovered)]
-    for profile in sorted(after.manifest.profiles):
-        was: Mapping[str, DriftSummary] = {}
-        if profile in before.manifest.profiles:
-            runtime, _ = open_profile(before, profile)
-            (was,) = _measure_drift(runtime, bf16_before(profile), feeds, against[:1], outputs, axis, counter)
-        runtime, _ = open_profile(after, profile)
-        now, from_recovered = _measure_drift(runtime, bf16_after(profile), feeds, against, outputs, axis, counter)
-        for output in sorted(now):
-            found.drift += _rows(profile, output, budget, was.get(output), now[output], from_recovered[output])
-        found.breaches[profile] = [
-            f"profile {profile}, {breach}" for output in sorted(now) for breach in budget.breaches(output, now[output])
-        ]
-    original.close()
-    recovered.close()
-    found.accuracy = counter.entries
-    return found
-
-
-def accuracy_breaches(found: Comparison, budget: Budget) -> dict[str, list[str]]:
-    """Return, by profile, sentences on where a recovered artifact has fewer rows right than fp32 had.
-
-    The share may be lower by as much as the budget lets top-1 differ.
-    """
-    reference, bound = found.accuracy_of(REFERENCE), budget.bound("top1_agreement")
-    breaches: dict[str, list[str]] = {profile: [] for profile in found.breaches}
-    if reference is None or bound is None:
-        return breaches
-    for profile, lines in breaches.items():
-        now = found.accuracy_of(bf16_after(profile))
-        if now is not None and now.share < reference.share - (1 - bound):
-            lines.append(
-                f"profile {profile}: accuracy {now.share:.4f} on {now.rows} labelled rows, fp32 had"
-                f" {reference.share:.4f}, and the budget allows {1 - bound:.3g} less (top1_agreement={bound:g})"
+    def __call__(self, stage: StagingArtifact, manifest: Manifest, progress: Progress) -> Judgement:
+        """Raise :class:`MadeWorse` if the original weights did better in bf16, or :class:`BudgetExceeded`."""
+        with progress.step("comparing with the original's fp32 answers"):
+            rows, breaches = self._compare(stage.draft(manifest))
+        judged = [row for row in rows if row.metric == "relative_l2" and row.before is not None]
+        now, was = max(row.after for row in judged), max(row.before or 0.0 for row in judged)
+        if now > was and self.worse is None and (self.entry.training.kept or self.entry.training.biases_corrected):
+            raise MadeWorse(f"relative_l2 {now:.3g}, {was:.3g} before")
+        optional = [name for name in self.options.optional_profiles if breaches.get(name)]
+        notes = [f"no profile {name}: {breach}" for name in optional for breach in breaches.pop(name)]
+        failed = "".join(f"\n  {breach}" for lines in breaches.values() for breach in lines)
+        if failed and not self.options.allow_over_budget:
+            raise BudgetExceeded(
+                "not recovered, nothing published; drift from the fp32 outputs of the original weights, on"
+                f" {self.batches.origin}:{failed}\nTry more --steps or another --learning-rate, keep nodes in fp32"
+                " (--keep-fp32 REGEX), raise the --budget, or publish this with --resume --allow-over-budget"
             )
-    return breaches
+        if failed:
+            notes.append(f"not recovered, published because of --allow-over-budget:{failed}")
+        manifest = without_profiles(stage, manifest, optional) if optional else manifest
+        entry = self.entry.model_copy(update={"drift": [row for row in rows if row.profile not in optional]})
+        bound = self.options.budget.bound("relative_l2")
+        return Judgement(manifest, entry, (*notes, *self._remarks(within=bound is not None and was <= bound)))
 
+    def _remarks(self, *, within: bool) -> Iterator[str]:
+        if not self.entry.held_out:
+            yield "recovery was judged on its training data; pass --eval PKG.MOD:LOADER to judge it on other data"
+        if within:
+            yield "bf16 was within budget before recovery, so none was needed: bf16-convert checkpoint"
+        reason = self.worse and f"the trained weights did worse on {self.batches.origin}: {self.worse}"
+        if not self.entry.training.kept and not self.entry.training.biases_corrected:
+            reason = "training never reached a lower loss than theirs; try a lower --learning-rate, or more --steps"
+        if reason:
+            yield f"the original weights were published, rounded, because {reason}"
 
-class _AccuracyCounter:
-    """Counts the labelled rows that each model gets right."""
+    def _compare(self, after: Artifact) -> tuple[list[RecoveredDrift], dict[str, list[str]]]:
+        """Return the drift of both artifacts, and by profile where ``after`` is over the budget, one sentence each."""
+        outputs, axis = [entry.spec() for entry in after.manifest.outputs], self.before.manifest.batch_axis
+        reference = measure.spool(load_reference(self.before), self.batches, after.path)
+        scales = measure.slice_scales(reference, outputs, axis)
 
-    def __init__(self, outputs: Sequence[TensorSpec], batches: Sequence[Batch]) -> None:
-        self.logits = logits_of(outputs)
-        self.batches = batches
-        self.entries: list[AccuracyEntry] = []
-        self._correct = self._rows = 0
+        def drift(artifact: Artifact, profile: str) -> dict[str, DriftSummary]:
+            if profile not in artifact.manifest.profiles:
+                return {}
+            runtime, _ = open_profile(artifact, profile)
+            answers = measure.run_all(runtime, self.batches.feeds)
+            found = measure.summarise(measure.drifts(reference, answers, outputs, axis, scales))
+            runtime.close()
+            release_memory()
+            return found
 
-    def count(self, index: int, outputs: Feeds) -> None:
-        labels = self.batches[index].labels
-        if self.logits is None or labels is None:
-            return
-        logits = outputs[self.logits]
-        check_labels(self.batches[index], self.logits, logits.shape)
-        counts = labels != IGNORED
-        self._correct += int(np.count_nonzero((logits.argmax(-1) == labels) & counts))
-        self._rows += int(np.count_nonzero(counts))
-
-    def finish(self, model: str) -> None:
-        if self._rows:
-            self.entries.append(AccuracyEntry(model=model, correct=self._correct, rows=self._rows))
-        self._correct = self._rows = 0
-
-
-def _run_reference(
-    runtime: Runtime, model: str, feeds: Sequence[Feeds], counter: _AccuracyCounter, scratch: Path
-) -> Spool:
-    kept = Spool(scratch)
-    for index, outputs in enumerate(measure.run_all(runtime, feeds)):
-        counter.count(index, outputs)
-        kept.append(outputs)
-    counter.finish(model)
-    runtime.close()
-    release_memory()
-    return kept
-
-
-def _measure_drift(
-    runtime: Runtime,
-    model: str,
-    feeds: Sequence[Feeds],
-    references: Sequence[tuple[Sequence[Feeds], SliceScales]],
-    outputs: Sequence[TensorSpec],
-    axis: int | None,
-    counter: _AccuracyCounter,
-) -> list[dict[str, DriftSummary]]:
-    """Return the drift of ``runtime`` from each of ``references``, given with its slices' scales, by output.
-
-    Every feed is run once.
-    """
-    found: list[list[Drifts]] = [[] for _ in references]
-    for index, actual in enumerate(measure.run_all(runtime, feeds)):
-        counter.count(index, actual)
-        for (reference, scales), drifts in zip(references, found, strict=True):
-            drifts += measure.drifts([reference[index]], [actual], outputs, axis, scales)
-    counter.finish(model)
-    runtime.close()
-    release_memory()
-    return [measure.summarise(drifts) for drifts in found]
-
-
-def _rows(
-    profile: str, output: str, budget: Budget, was: DriftSummary | None, now: DriftSummary, from_recovered: DriftSummary
-) -> list[RecoveredDrift]:
-    rows = []
-    for metric in dict.fromkeys(["relative_l2", *budget.as_dict()]):
-        after, own = now.judged(metric), from_recovered.judged(metric)
-        if after is None or own is None:
-            continue
-        rows.append(
-            RecoveredDrift(
-                profile=profile,
-                output=output,
-                metric=metric,
-                before=None if was is None else was.judged(metric),
-                after=after,
-                own=own,
-                bound=budget.bound(metric),
-            )
-        )
-    return rows
+        rows, breaches, budget = [], {}, self.options.budget
+        for profile, measured in sorted(after.manifest.drift.items()):
+            was, now = drift(self.before, profile), drift(after, profile)
+            breaches[profile] = describe_breaches(profile, budget, now)
+            for output, summary in sorted(now.items()):
+                own, before = DriftSummary(measured.samples, measured.outputs[output]), was.get(output)
+                for metric in dict.fromkeys(["relative_l2", *budget.as_dict()]):
+                    found = {"before": before and before.judged(metric), "bound": budget.bound(metric)}
+                    found |= {"after": summary.judged(metric), "own": own.judged(metric)}
+                    if None not in (found["after"], found["own"]):
+                        where = {"profile": profile, "output": output, "metric": metric}
+                        rows.append(RecoveredDrift.model_validate(where | found))
+        reference.close()
+        return rows, breaches

@@ -1,294 +1,277 @@
-"""The training of a recovery: Lightning's loop over batches, with checkpoints from which it can be resumed."""
+"""The training of a recovery. Teacher and student are the same module: with its own weights in fp32, and with trained
+weights that are rounded as the artifact rounds them."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from bf16kit.artifact.recoveryentries import GradientEntry, LookEntry, TrainingEntry
+from bf16kit.artifact.recoveryentries import LookEntry, TrainingEntry
 from bf16kit.messages.errors import ConversionError, UsageError
-from bf16kit.numerics.tensors import TensorSpec
 from converter.process.progress import Progress
-from converter.process.quiet import first_line, quiet
-from converter.recovery import precision
+from converter.process.quiet import first_line
+from converter.read.statedict import to_torch
 from converter.recovery.batches import Loader
-from converter.recovery.biases import correct_biases
-from converter.recovery.directory import RecoveryDirectory
-from converter.recovery.settings import FIRST_SCALE, Settings
-from converter.recovery.teacherbatches import Teacher, TeacherBatch
-from converter.recovery.validation import BATCHES, State, ValidationLoss
-from converter.recovery.weights import TrainedParameter
-from converter.source import TorchModel
+from converter.recovery.checkpoints import Checkpoints
+from converter.recovery.settings import Settings
+from converter.recovery.trainable import State, TrainedParameter
+from converter.source import Feeds, TorchModel
 
-if TYPE_CHECKING:
-    from converter.recovery.student import StudentModule
+_VALIDATION_BATCHES = 8
+_FITTING = 100  # iterations of L-BFGS, at most, and at most half as many as steps of training
+_SMALLEST_NORM = 1e-12  # squared: an output of zeros has no relative distance
+_SMALLEST_SIZE = 1e-3  # the least size of a tensor that scales its steps, so that a tensor of zeros can move
+
+Outputs = Mapping[str, torch.Tensor]
+_Lesson = tuple[Sequence[torch.Tensor], Outputs]  # inputs, and the fp32 outputs for them
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """The result of training: the weights that it kept, in fp32 on the CPU, by first name, and what was recorded.
+class Student:
+    """The module of ``model`` with weights for ``trained`` in place of its own.
 
-    ``step`` is the step after which they were kept; 0 means before any, perhaps with corrected biases. ``start`` are
-    the original weights.
+    Dropout is off and the statistics of BatchNorm are fixed, because the model is trained as it is served.
     """
 
-    start: State
-    state: State
-    step: int
-    training: TrainingEntry
-    gradients: Sequence[GradientEntry]
+    def __init__(self, model: TorchModel, trained: Sequence[TrainedParameter], settings: Settings) -> None:
+        try:
+            self.device = torch.device(settings.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
+            self._module = model.module.requires_grad_(requires_grad=False).to(self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise UsageError(f"--device {settings.device}: {first_line(error)}; pass auto, cpu or cuda:N") from None
+        self._model, self.trained = model, tuple(trained)
+        self.dtype = {"16-mixed": torch.float16, "32-true": torch.float32}.get(settings.precision, torch.bfloat16)
 
-    @property
-    def unchanged(self) -> bool:
-        """Whether the kept weights are those that training started with."""
-        return self.step == 0 and self.training.biases_corrected == 0
+    def own_weights(self) -> State:
+        """Return copies of the module's own values of what is trained."""
+        own = dict(self._module.named_parameters(remove_duplicate=False))
+        return {entry.names[0]: own[entry.names[0]].float().clone() for entry in self.trained}
+
+    def lesson(self, feeds: Feeds, number: int) -> _Lesson:
+        """Return the inputs of batch ``number`` and its fp32 outputs, from which something can be learned."""
+        inputs = [to_torch(feeds[spec.name].copy()).to(self.device) for spec in self._model.inputs]
+        with torch.no_grad():
+            outputs = self._run({}, inputs)
+        for name, output in outputs.items():  # some may be infinite: masked logits
+            if output.isnan().any() or not output.isfinite().any():
+                wrong = "NaN" if output.isnan().any() else "no finite value"
+                raise UsageError(
+                    f"--data: batch {number}: the fp32 model gives {wrong} in output {name!r}, so there is nothing to"
+                    " learn; leave out the batch, or check its values"
+                )
+        return inputs, outputs
+
+    def loss(self, weights: State, lesson: _Lesson) -> torch.Tensor:
+        """Return the loss with ``weights`` as the artifact would hold them."""
+        inputs, reference = lesson
+        held: dict[str, torch.Tensor] = {}
+        for entry in self.trained:
+            held |= dict.fromkeys(entry.names, entry.rounded(weights[entry.names[0]].float()))
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return distillation(self._run(held, inputs), reference, len(inputs[0]))
+
+    def _run(self, weights: State, inputs: Sequence[torch.Tensor]) -> Outputs:
+        found = torch.func.functional_call(self._module, weights, tuple(tensor.clone() for tensor in inputs))
+        return dict(zip(self._model.outputs, found, strict=True))
 
 
-def check_installed() -> None:
-    """Raise :class:`UsageError` if Lightning, which does the training, is not installed."""
-    try:
-        import lightning  # noqa: F401
-    except ImportError:
-        raise UsageError("bf16-convert recover trains with Lightning: pip install 'bf16kit[lightning]'") from None
+def distillation(outputs: Outputs, reference: Outputs, rows: int) -> torch.Tensor:
+    """Return the mean over outputs and samples of ‖c − r‖² ÷ ‖r‖², the square of the budget's ``relative_l2``.
+
+    A sample is a row of the first axis if every output has ``rows`` of them, else a whole output. Elements that are
+    infinite in r, such as masked logits, and integer outputs are left out; UsageError if no output holds floats.
+    """
+    batched = all(tensor.ndim > 0 and tensor.shape[0] == rows for tensor in reference.values())
+    distances = []
+    for name, r in reference.items():
+        if r.is_floating_point():
+            r, c = (tensor.float().reshape(rows if batched else 1, -1) for tensor in (r, outputs[name]))
+            r, c = torch.where(r.isfinite(), r, 0.0), torch.where(r.isfinite(), c, 0.0)
+            distances.append(((c - r).square().sum(1) / r.square().sum(1).clamp_min(_SMALLEST_NORM)).mean())
+    if not distances:
+        raise UsageError(f"no output of the model holds floats, from which a recovery learns: {', '.join(reference)}")
+    return torch.stack(distances).mean()
 
 
 def train(
-    model: TorchModel,
-    outputs: Sequence[TensorSpec],
-    trained: Sequence[TrainedParameter],
-    loader: Loader,
-    settings: Settings,
-    seed: int,
-    directory: RecoveryDirectory,
-    progress: Progress,
-) -> TrainingResult:
-    """Train a copy of ``model`` on the outputs of ``model`` itself, or on labels, as ``settings`` say.
+    student: Student, loader: Loader, settings: Settings, checkpoints: Checkpoints, progress: Progress
+) -> tuple[State, TrainingEntry]:
+    """Return the best weights, in fp32, and how they were trained, from the start or from the last checkpoint on.
 
-    Resumes from the last checkpoint in ``directory`` if there is one. Raises :class:`ConversionError` if the loss is
-    not finite, if a gradient is not finite without loss scaling, or if every step was skipped. Raises
-    :class:`UsageError` for batches that do not match the model.
+    Raises :class:`ConversionError` if the loss is not finite, if a gradient is not finite without loss scaling, or if
+    every step was skipped; :class:`UsageError` for batches that do not match the model.
     """
-    from converter.recovery.student import StudentModule
-
-    device = precision.device(settings.device)
-    student = replace(model, module=copy.deepcopy(model.module))
-    teacher = Teacher(model, outputs, settings.loss, device)
-    last = directory.last
-    start_step = 0 if last is None else _last_step(last, settings)
-    scale = settings.scaling.factor if settings.scaling.kind != "none" else FIRST_SCALE
-    with _full_fp32():
-        batches = [teacher.compute(batch) for batch in loader.first(BATCHES)]  # the same ones at every start
-        validation_loss = ValidationLoss(teacher, trained, batches, settings.precision)
-        student_module = StudentModule(student, trained, validation_loss, settings, seed)
-        student_module.student.to(device)
-        start = student_module.state()
-        if start_step == 0:
-            student_module.facts.scale_first = settings.scaling.factor
-            with progress.step("measuring gradients"):
-                student_module.record_gradients(0, batches[0], scale)
-            with progress.step("correcting biases"):
-                _correct_biases(student_module, validation_loss, start)
-        stream = _RemainingBatches(map(teacher.compute, loader.endless(start_step)), settings.steps - start_step)
-        if last is None or start_step < settings.steps:
-            scale_last = _fit(student_module, stream, settings, directory, progress, device)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        stack.enter_context(torch.backends.cudnn.flags(deterministic=True, allow_tf32=False))
+        validation = map(student.lesson, loader.first(_VALIDATION_BATCHES), itertools.count())
+        training = _Training(student, list(validation), settings)
+        if checkpoints.saved is not None:
+            training.load(checkpoints.saved)
         else:
-            scale_last = _load_finished(student_module, last)
-        student_module.student.float().to(device)
-        with progress.step("measuring gradients"):
-            student_module.record_gradients(settings.steps, batches[0], scale)
-    model.module.cpu()
-    facts, best = student_module.facts, student_module.best
-    if facts.skipped >= settings.steps:
+            with progress.step("fitting biases"):
+                training.fit_biases()
+        lessons = map(student.lesson, loader.endless(training.step), itertools.count(training.step))
+        while (done := training.step) < settings.steps:
+            end = min(settings.steps, (done // settings.every + 1) * settings.every)
+            with progress.step(f"training, steps {done + 1} to {end} of {settings.steps}"):
+                while training.step < end:
+                    training.train(next(lessons))
+            checkpoints.save(training.saved())
+    if training.entry.skipped >= settings.steps:
         raise ConversionError(
-            f"recovery: all {settings.steps} steps were skipped, because their gradients were not finite in fp16"
-            f" times the scale {settings.scaling}; use a smaller --loss-scaling static=K, dynamic, or --precision"
-            " bf16-mixed"
+            f"recovery: all {settings.steps} steps were skipped, because their gradients were not finite in fp16 with"
+            f" --loss-scaling {settings.loss_scaling}; use a smaller static=K, dynamic, or --precision bf16-mixed"
         )
-    entry = TrainingEntry(
-        steps=settings.steps,
-        skipped=facts.skipped,
-        precision=settings.precision,
-        computed=facts.computed,
-        device=device.type,
-        loss=settings.loss,
-        loss_first=facts.loss_first,
-        loss_last=facts.loss_last,
-        learning_rate=settings.learning_rate,
-        scaling=str(settings.scaling),
-        scale_first=facts.scale_first,
-        scale_last=scale_last,
-        weights=sum(master.numel() for _, master in student_module.masters()),
-        updates_lost=facts.updates_lost / max(1, facts.updates) if settings.precision == "bf16-true" else None,
-        biases_corrected=facts.biases,
-        yardstick=len(batches),
-        loss_before=facts.loss_before,
-        looks=[LookEntry(step=step, loss=loss) for step, loss in facts.looks],
-        kept=best.step,
-        rate_share=facts.slower,
-    )
-    return TrainingResult(_on_cpu(start), _on_cpu(best.state), best.step, entry, student_module.gradients)
+    return training.best, training.entry
 
 
-def _on_cpu(state: State) -> State:
-    return {name: held.cpu() for name, held in state.items()}
+class _Training:
+    """The weights in training, the best so far, and how they came about."""
 
-
-def _correct_biases(student_module: StudentModule, validation_loss: ValidationLoss, start: State) -> None:
-    """Before the first step, give ``student_module`` biases that compensate rounding, if that lowers the loss."""
-    from converter.recovery.student import BestWeights
-
-    facts = student_module.facts
-    facts.loss_before = validation_loss.loss(start)
-    student_module.best = BestWeights(
-        0, facts.loss_before if math.isfinite(facts.loss_before) else math.inf, dict(start)
-    )
-    found, count = correct_biases(validation_loss, start)
-    loss = validation_loss.loss(found) if count else math.nan
-    if loss < student_module.best.loss:
-        facts.biases = count
-        student_module.best = BestWeights(0, loss, found)
-        student_module.load_weights(found)
-    facts.looks.append((0, student_module.best.loss))
-
-
-class _full_fp32:  # noqa: N801 - reads as the context that it is
-    """Compute fp32 products in fp32, without TF32, while active."""
-
-    def __enter__(self) -> None:
-        self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_float32_matmul_precision(self._before[0])
-        torch.backends.cudnn.allow_tf32 = self._before[1]
-
-
-class _RemainingBatches(torch.utils.data.IterableDataset[TeacherBatch]):
-    """The remaining batches of a training, once."""
-
-    def __init__(self, batches: Iterator[TeacherBatch], count: int) -> None:
-        self._batches, self._count = batches, count
-
-    def __iter__(self) -> Iterator[TeacherBatch]:
-        return itertools.islice(self._batches, self._count)
-
-
-def _fit(
-    student_module: StudentModule,
-    batches: _RemainingBatches,
-    settings: Settings,
-    directory: RecoveryDirectory,
-    progress: Progress,
-    device: torch.device,
-) -> float:
-    """Run Lightning's loop; return the loss scale at the end."""
-    import lightning
-    from lightning.pytorch.plugins.environments import LightningEnvironment
-
-    keeper, deterministic = _keeper(settings, directory, progress), torch.are_deterministic_algorithms_enabled()
-    arithmetic = precision.plugin(settings.precision, settings.scaling, device)
-    with quiet():
-        trainer = lightning.Trainer(
-            accelerator="cpu" if device.type == "cpu" else "cuda",
-            devices=1 if device.type == "cpu" else [device.index or 0],
-            max_steps=settings.steps,
-            max_epochs=-1,
-            # so that no environment variable makes it a cluster
-            plugins=[arithmetic, LightningEnvironment(), _writer(directory)],
-            callbacks=[keeper],
-            logger=False,
-            enable_checkpointing=False,  # `keeper` writes them, and never leaves half a file
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            deterministic="warn",
-            default_root_dir=directory.path,
+    def __init__(self, student: Student, validation: Sequence[_Lesson], settings: Settings) -> None:
+        self._student, self._validation, self._settings = student, validation, settings
+        self.step, self.best = 0, student.own_weights()
+        dtype = torch.bfloat16 if settings.precision == "bf16-true" else torch.float32
+        self._masters = {name: own.to(dtype, copy=True).requires_grad_() for name, own in self.best.items()}
+        # A step is a share of each tensor's own size (its root mean square), as in Adafactor (N. Shazeer and M. Stern
+        # 2018, section 8), because a unit in the last place of bf16 is such a share too.
+        sizes = {name: max(_SMALLEST_SIZE, float(own.square().mean().sqrt())) for name, own in self.best.items()}
+        groups = [{"params": [master], "size": sizes[name]} for name, master in self._masters.items()]
+        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
+        self._scaler = _scaler(settings.loss_scaling, student.device.type)
+        self.entry = TrainingEntry(
+            steps=settings.steps,
+            precision=settings.precision,
+            computed=str(student.dtype).removeprefix("torch."),
+            device=student.device.type,
+            learning_rate=settings.learning_rate,
+            scaling=settings.loss_scaling,
+            scale_first=self._scaler.get_scale(),
+            weights=sum(own.numel() for own in self.best.values()),
+            yardstick=len(validation),
+            kept=0,
         )
-        data = torch.utils.data.DataLoader(batches, batch_size=None)
-        try:
-            trainer.fit(
-                student_module,
-                data,
-                ckpt_path=None if directory.last is None else str(directory.last),
-                weights_only=True,
+
+    def fit_biases(self) -> None:
+        """Fit the vectors that stay fp32 to the rounded weights, and keep them if that lowers the loss.
+
+        If a layer's inputs lie around a level far from 0, rounding its weights costs mostly one constant per channel,
+        which a bias holds exactly. With the weights fixed this is a smooth problem, for a quasi-Newton method.
+        """
+        before = self._validation_loss(self.best)
+        exact = [entry.names[0] for entry in self._student.trained if not entry.rounds]
+        fitted = {name: self.best[name].clone().requires_grad_() for name in exact if self.best[name].ndim == 1}
+        found, iterations = self.best | fitted, min(_FITTING, self._settings.steps // 2)
+        if fitted and iterations and 0 < before < math.inf:
+            solver = torch.optim.LBFGS(list(fitted.values()), max_iter=iterations, line_search_fn="strong_wolfe")
+
+            def relative_loss() -> float:
+                solver.zero_grad()
+                total = 0.0
+                for lesson in self._validation:
+                    share = self._student.loss(found, lesson) / before
+                    torch.autograd.backward(share)
+                    total += float(share.detach())
+                return total
+
+            solver.step(relative_loss)
+        loss = self._validation_loss(found)
+        self._record(loss_before=before, looks=[LookEntry(step=0, loss=min(loss, before))])
+        if loss < before:
+            self.best = {name: value.detach() for name, value in found.items()}
+            self._record(biases_corrected=len(fitted))
+            self._return_to_best()
+
+    def train(self, lesson: _Lesson) -> None:
+        """Train one step; after each tenth of all steps, check whether they helped."""
+        steps = self._settings.steps
+        warm = max(1, steps // 10)  # the rate rises over the first tenth, then falls linearly to 0
+        share = min((self.step + 1) / warm, (steps - self.step) / max(1, steps - warm)) * self.entry.rate_share
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._settings.learning_rate * share * group["size"]
+        loss = self._student.loss(self._masters, lesson)
+        self._check_finite("loss", loss)
+        value = float(loss.detach())
+        self._record(loss_last=value, **({} if self.step else {"loss_first": value}))
+        torch.autograd.backward(self._scaler.scale(loss))
+        self._scaler.unscale_(self._optimizer)
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        if not self._scaler.is_enabled():
+            self._check_finite("gradient", *gradients)
+        elif not all(gradient.isfinite().all() for gradient in gradients):
+            self._record(skipped=self.entry.skipped + 1)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        self._record(scale_last=self._scaler.get_scale())
+        self.step += 1
+        if self.step == steps or self.step % warm == 0:
+            self._validate()
+
+    def _validate(self) -> None:
+        """Keep the weights if they are the best so far; else return to the best ones and halve the learning rate."""
+        state = {name: master.detach().float().clone() for name, master in self._masters.items()}
+        loss = self._validation_loss(state)
+        if loss < min(look.loss for look in self.entry.looks):
+            self.best = state
+            self._record(kept=self.step)
+        else:
+            self._return_to_best()
+            self._optimizer.state.clear()  # its momentum belongs to the abandoned weights
+            self._record(rate_share=self.entry.rate_share / 2)
+        self._record(looks=[*self.entry.looks, LookEntry(step=self.step, loss=loss)])
+
+    def _validation_loss(self, weights: State) -> float:
+        """Return the mean loss of ``weights``, as they would be published, on the same batches; infinite, never NaN."""
+        with torch.no_grad():
+            losses = torch.stack([self._student.loss(weights, lesson) for lesson in self._validation])
+        return float(losses.mean().nan_to_num(math.inf))
+
+    def _return_to_best(self) -> None:
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(self.best[name])
+
+    def _record(self, **changes: Any) -> None:
+        self.entry = self.entry.model_copy(update=changes)
+
+    def _check_finite(self, what: str, *values: torch.Tensor) -> None:
+        if not all(tensor.isfinite().all() for tensor in values):
+            other = ", or train with --precision bf16-mixed" if self._student.dtype == torch.float16 else ""
+            raise ConversionError(
+                f"recovery stopped at step {self.step + 1} of {self._settings.steps}: the {what} is not finite; lower"
+                f" --learning-rate ({self._settings.learning_rate:g}){other}"
             )
-        except SystemExit:  # Lightning raises it on Control-C
-            raise KeyboardInterrupt from None
-        finally:
-            keeper.close()
-            torch.use_deterministic_algorithms(deterministic)
-    if trainer.global_step < settings.steps:
-        raise ConversionError(f"recovery: Lightning stopped at step {trainer.global_step} of {settings.steps}")
-    scaler = getattr(arithmetic, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+    def saved(self) -> dict[str, Any]:
+        """Return all that resuming needs."""
+        return {
+            "step": self.step,
+            "masters": {name: master.detach() for name, master in self._masters.items()},
+            "best": self.best,
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "entry": self.entry.model_dump(),
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`saved` returned."""
+        self.step, self.best, self.entry = saved["step"], saved["masters"], TrainingEntry(**saved["entry"])
+        self._return_to_best()
+        self.best = {name: value.to(self._student.device) for name, value in saved["best"].items()}
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self._scaler.load_state_dict(saved["scaler"])
 
 
-def _keeper(settings: Settings, directory: RecoveryDirectory, progress: Progress) -> Any:
-    """Return a callback that reports progress, and stores a checkpoint every few steps and at the end."""
-    import lightning
-
-    class Keeper(lightning.Callback):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
-        def __init__(self) -> None:
-            self._step: Any = None
-
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if self._step is None:
-                end = min(
-                    settings.steps, (trainer.global_step // settings.checkpoint_every + 1) * settings.checkpoint_every
-                )
-                self._step = progress.step(f"training, steps {trainer.global_step + 1} to {end} of {settings.steps}")
-                self._step.__enter__()
-
-        def on_train_batch_end(self, trainer: Any, student_module: Any, *_: Any) -> None:
-            student_module.end_step()
-            if trainer.global_step % settings.checkpoint_every == 0 or trainer.global_step == settings.steps:
-                trainer.save_checkpoint(directory.checkpoint)
-                self.close()
-
-        def close(self) -> None:
-            if self._step is not None:
-                self._step.__exit__(None, None, None)
-                self._step = None
-
-    return Keeper()
-
-
-def _writer(directory: RecoveryDirectory) -> Any:
-    """Return the writer of checkpoints into ``directory``. Lightning's own would write a file in /tmp and move it."""
-    from lightning.pytorch.plugins import TorchCheckpointIO
-
-    class Writer(TorchCheckpointIO):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
-        def save_checkpoint(self, checkpoint: dict[str, Any], *_: Any, **__: Any) -> None:
-            directory.write_checkpoint(lambda file: torch.save(checkpoint, file))
-
-    return Writer()
-
-
-def _last_step(last: Path, settings: Settings) -> int:
-    """Return the step that the last checkpoint was written after."""
-    try:
-        found = torch.load(last, weights_only=True, map_location="cpu")["global_step"]
-    except Exception as error:
-        message = f"{last}: cannot be read: {first_line(error)}; remove {last.parent} to start again"
-        raise UsageError(message) from error
-    if type(found) is not int or not 0 < found <= settings.steps:
-        raise UsageError(
-            f"{last}: is of step {found!r}, expected 1 to {settings.steps}; remove {last.parent} to start again"
-        )
-    return found
-
-
-def _load_finished(student_module: StudentModule, last: Path) -> float:
-    """Load the end state of a training that had finished; return its loss scale."""
-    found = torch.load(last, weights_only=True, map_location="cpu")
-    student_module.load_state_dict(found["state_dict"])
-    student_module.on_load_checkpoint(found)
-    return float(found.get("MixedPrecision", {}).get("scale", 1.0))
+def _scaler(text: str, device: str) -> torch.amp.GradScaler:
+    """Return the scaler of the loss, which also skips steps with gradients that are not finite."""
+    kind, _, number = text.partition("=")
+    if kind == "static":  # torch rejects a factor of 1; this is 1 in the scale's fp32
+        return torch.amp.GradScaler(device, float(number), backoff_factor=1 - 1e-12, growth_interval=2**31 - 1)
+    return torch.amp.GradScaler(device, growth_interval=int(number or 2000), enabled=kind != "none")

@@ -70,7 +70,6 @@ def render(
         "needs": needs,
         "abbreviated": abbreviated,
         "drift_cells": recovery.drift_cells,
-        "gradient_cells": recovery.gradient_cells,
     }
     template = resources.files("converter.report").joinpath("template.html").read_text(encoding="utf-8")
     found = figures(manifest, files, measurements, notes)

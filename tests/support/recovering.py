@@ -62,14 +62,6 @@ def held_out() -> Iterator[Arrays]:
         yield {"x": x}
 
 
-def labelled() -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
-    """Yield batches with labels: the classes that :func:`shifted` predicts in fp32."""
-    model = shifted()
-    for x in _inputs(0, 8):
-        with torch.no_grad():
-            yield x, model(torch.from_numpy(x))["logits"].argmax(1).numpy()
-
-
 def nothing() -> Iterator[Arrays]:
     return iter(())
 
@@ -84,10 +76,6 @@ _ONCE = iter([{"x": np.ones((4, WIDTH), np.float32)}])
 
 def wide() -> Iterator[Arrays]:
     yield {"x": np.ones((4, WIDTH + 1), np.float32)}
-
-
-def doubles() -> Iterator[Arrays]:
-    yield {"x": np.ones((4, WIDTH))}
 
 
 def empty() -> Iterator[Arrays]:
@@ -113,10 +101,6 @@ def exits() -> Iterator[Arrays]:
     sys.exit("no more data")
 
 
-def reports() -> None:
-    """Return None, unlike a loader, which must return batches."""
-
-
 class _Failing(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 4
@@ -135,14 +119,6 @@ def no_numbers() -> Iterator[Arrays]:
     x = x.copy()
     x[2, 5:7] = np.nan
     yield {"x": x}
-
-
-def strange_labels() -> Iterator[Any]:
-    yield np.ones((4, WIDTH), np.float32), np.array([0, 9, -100, 10])
-
-
-def wrong_labels() -> Iterator[Any]:
-    yield np.ones((4, WIDTH), np.float32), np.ones((4,), np.float32)
 
 
 def infinite() -> Iterator[Arrays]:
@@ -166,3 +142,17 @@ def failing_later() -> Iterator[Arrays]:
     for x in _inputs(0, 9):
         yield {"x": x}
     raise RuntimeError("the disk went away")
+
+
+def images() -> Iterator[Arrays]:
+    """Yield batches for a network of convolutions."""
+    generator = np.random.default_rng(3)
+    for _ in range(8):
+        yield {"image": (2 + generator.standard_normal((8, 3, 16, 16))).astype(np.float32)}
+
+
+def ids() -> Iterator[Arrays]:
+    """Yield batches of tokens."""
+    generator = np.random.default_rng(4)
+    for _ in range(8):
+        yield {"ids": generator.integers(0, 64, (8, 5))}

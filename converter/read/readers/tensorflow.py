@@ -56,9 +56,11 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     }
     child = process.TensorFlowProcess(python, options.source, request)
     graph, _ = read_graph(child.directory / "model.onnx")
-    for node in graph.graph.all_nodes():
-        node.name = _CALLS.sub("", node.name or "")  # the converter makes names unique later
     restore_batchnorms(graph)
+    for node in graph.graph.all_nodes():
+        node.name = _CALLS.sub("", node.name or "")  # the converter makes names unique, and names values by their nodes
+        for value in node.outputs:
+            value.name = value.name if value.is_graph_output() else None
     stored = child.variables()
     precisions.check_range(options.source, stored)
     tensors, notes = _weights(options.source, stored, graph)

@@ -9,7 +9,7 @@ import pytest
 
 from bench.conversion import recovery
 from bench.conversion.recovery import CASES, main, table
-from bf16kit.artifact.recoveryentries import AccuracyEntry, LookEntry, RecoveredDrift, RecoveryEntry, TrainingEntry
+from bf16kit.artifact.recoveryentries import LookEntry, RecoveredDrift, RecoveryEntry, TrainingEntry
 
 _TRAINING = TrainingEntry(
     steps=1, skipped=0, precision="32-true", computed="float32", device="cpu", loss="distillation", loss_first=1.0,
@@ -32,14 +32,9 @@ def _values() -> dict[str, float]:
                     profile=case.profile, output="y", metric="relative_l2", before=0.5, after=0.01, own=0.0, bound=0.015
                 )
             ],
-            accuracy=[
-                AccuracyEntry(model=model, correct=correct, rows=100)
-                for model, correct in (
-                    ("fp32", 99), (f"{case.profile}, as it was", 90), (f"{case.profile}, recovered", 98)
-                )
-            ],
-        )  # fmt: skip
-        found |= {row.name: row.value for row in recovery._measured(case, entry)}
+        )
+        right = {"fp32": 0.99, "bf16": 0.9, "recovered": 0.98}
+        found |= {row.name: row.value for row in recovery._measured(case, entry, right)}
     return found
 
 

@@ -1,0 +1,355 @@
+"""``bf16-convert recover``, on a model to which bf16 is costly: what it gives back, resumes, rejects and reports."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import recovering
+import torch
+from architectures import Cnn, Mlp, Tied, save
+from converting import MLP, SUPPORT, Cli, Outcome, process, tree
+from safetensors.numpy import load_file
+from waiting import until
+
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.recoveryentries import RecoveredDrift, RecoveryEntry
+from bf16kit.drift.measurements import Measurements
+from bf16kit.numerics.tensors import TensorSpec
+from converter.recovery.batches import Loader
+from converter.report.recovery import text
+
+SHIFTED = ("--model", "recovering:Shifted", "--input", "x:float32:batch,16")
+CHEAP = ("--format", "onnx", "--profile", "cpu", "--device", "cpu")
+
+
+def _flags(loader: str = "shuffled", steps: int = 60, evaluation: str | None = "held_out") -> tuple[str, ...]:
+    judged = () if evaluation is None else ("--eval", f"recovering:{evaluation}")
+    return (*CHEAP, "--data", f"recovering:{loader}", *judged, "--steps", str(steps))
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "shifted.pt"
+    torch.save(recovering.shifted().state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def recovered(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    target = tmp_path_factory.mktemp("recovered") / "m" / "1"
+    return target, process(
+        "recover", source, *SHIFTED, *_flags(), "--precision", "32-true", "--out", target
+    ).published()
+
+
+def _entry(target: Path) -> RecoveryEntry:
+    measured = Artifact.open(target).measurements()
+    assert measured is not None
+    assert measured.recovery is not None
+    return measured.recovery
+
+
+def _drift(target: Path) -> RecoveredDrift:
+    return next(row for row in _entry(target).drift if row.profile == "cpu" and row.metric == "relative_l2")
+
+
+def test_recovery_brings_an_artifact_within_its_budget(recovered: tuple[Path, Outcome]) -> None:
+    """Drift is from the original weights' fp32 outputs, on inputs that were not used for training; torch agrees."""
+    from bf16kit.runtime.loading import load
+
+    target, _ = recovered
+    row = _drift(target)
+    assert row.bound is not None
+    assert row.before is not None
+    assert row.after < row.bound < row.before
+    runtime, model, distances = load(Artifact.open(target), "cpu"), recovering.shifted(), []
+    for feeds in recovering.held_out():
+        with torch.no_grad():
+            expected = model(torch.from_numpy(feeds["x"]))["logits"].numpy()
+        distances.append(
+            np.linalg.norm(runtime.run(feeds)["logits"] - expected, axis=1) / np.linalg.norm(expected, axis=1)
+        )
+    assert np.mean(distances) == pytest.approx(row.after, rel=1e-3)
+
+
+def test_restore_gives_the_trained_weights_as_exact_bf16_values(
+    recovered: tuple[Path, Outcome], source: Path, cli: Cli, tmp_path: Path
+) -> None:
+    cli("restore", recovered[0], "--out", tmp_path / "fp32.safetensors").published()
+    found, original = load_file(tmp_path / "fp32.safetensors"), torch.load(source, weights_only=True)
+    assert found.keys() == original.keys()
+    for name in ("up.weight", "down.weight"):
+        assert not (found[name].view(np.uint32) & 0xFFFF).any(), name  # the 16 low bits are zero
+    assert (found["up.bias"].view(np.uint32) & 0xFFFF).any()  # vectors stay fp32
+    assert not np.array_equal(found["up.bias"], original["up.bias"].numpy())
+
+
+def test_what_was_done_is_printed_and_recorded(recovered: tuple[Path, Outcome], source: Path, cli: Cli) -> None:
+    target, done = recovered
+    title = "Drift from the fp32 outputs of the original weights on 4 batches of recovering:held_out"
+    for said in (title, "bf16 recovered", "60 steps on the cpu, 32-true (products in float32)"):
+        assert said in done.out, said
+    assert "training, steps 1 to 6 of 60" in done.err
+    assert [path.name for path in target.parent.iterdir()] == ["1"]
+    manifest = Artifact.open(target).manifest
+    expected = {"steps": 60, "precision": "32-true", "loss": "distillation", "loss_scaling": "none"}
+    expected |= {"recovered_from": hashlib.sha256(source.read_bytes()).hexdigest(), "learning_rate": 1e-3}
+    assert manifest.options["recovery"] == expected
+    assert manifest.source.format == "torch, recovered"
+    assert json.loads(cli("inspect", target, "--json").published().out)["recovery"]["training"]["steps"] == 60
+    page = (target / "report.html").read_text("utf-8")
+    for said in ("<h2>Recovery</h2>", "bf16 before", "recovering:held_out"):
+        assert said in page, said
+
+
+def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, tmp_path: Path) -> None:
+    """SIGKILL comes when the first checkpoint exists; the loader draws from numpy's global generator."""
+    flags = (*SHIFTED, *_flags(steps=40), "--checkpoint-every", "7", "--allow-over-budget")
+    whole, parts = tmp_path / "whole" / "1", tmp_path / "parts" / "1"
+    process("recover", source, *flags, "--out", whole).published()
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SUPPORT)])
+    arguments = [sys.executable, "-m", "converter.cli", "recover", str(source), *flags, "--out", str(parts)]
+    begun = subprocess.Popen(
+        arguments, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path}
+    )
+    until((parts.parent / ".1.recovery" / "last.ckpt").exists, seconds=120)
+    begun.send_signal(signal.SIGKILL)
+    begun.wait()
+    assert not parts.exists()
+    process("recover", source, *flags, "--out", parts).refused(2, "holds an unfinished recovery", "--resume")
+    for flag, value, said in (
+        ("--seed", "1", "seed is 1 now, and was 0"),
+        ("--learning-rate", "0.1", "learning-rate is"),
+    ):
+        process("recover", source, *flags, flag, value, "--resume", "--out", parts).refused(2, f"--resume: {said}")
+    other = tmp_path / "other.pt"
+    torch.save({name: value + 1 for name, value in recovering.shifted().state_dict().items()}, other)
+    process("recover", other, *flags, "--resume", "--out", parts).refused(2, "--resume: the sha256 of the weights")
+    process("recover", source, *flags, "--resume", "--samples", "recovering:held_out", "--out", parts).published()
+    one, two = Artifact.open(whole).manifest, Artifact.open(parts).manifest
+    for name in ("weights.bf16", "weights.fp32"):
+        assert one.files[name] == two.files[name]
+    assert one.source == two.source
+    assert _entry(whole).training == _entry(parts).training
+    assert [path.name for path in parts.parent.iterdir()] == ["1"]
+
+
+def test_a_failed_recovery_is_published_only_with_allow_over_budget(source: Path, cli: Cli, tmp_path: Path) -> None:
+    """The training is complete, so the second command publishes from the checkpoint without another step."""
+    target = tmp_path / "m" / "1"
+    flags = (*SHIFTED, *_flags(steps=2), "--budget", "relative_l2=1e-7")
+    cli("recover", source, *flags, "--out", target).refused(1, "nothing published", "relative_l2 is")
+    assert not target.exists()
+    done = cli("recover", source, *flags, "--resume", "--allow-over-budget", "--out", target).published()
+    assert "not recovered, published because of --allow-over-budget" in done.out
+    assert "training, steps" not in done.err
+
+
+def test_a_static_scale_stays_and_fp16_computes_on_a_cpu(source: Path, cli: Cli, tmp_path: Path) -> None:
+    """fp16 cannot hold these inputs, and bf16 can."""
+    target = tmp_path / "m" / "1"
+    flags = (*SHIFTED, "--precision", "16-mixed", "--allow-over-budget")
+    scale = ("--loss-scaling", "static=1024")
+    cli("recover", source, *flags, *_flags(steps=12), *scale, "--out", target).published()
+    training = _entry(target).training
+    assert (training.computed, training.skipped, training.scale_last) == ("float16", 0, 1024.0)
+    large = (*flags, *_flags("large", 5), "--loss-scaling", "none", "--out", tmp_path / "n" / "1")
+    cli("recover", source, *large).refused(
+        3, "recovery stopped at step 1 of 5: ", "bf16-mixed", "--learning-rate (0.001)"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_scale_that_always_overflows_is_an_error(source: Path, cli: Cli, tmp_path: Path) -> None:
+    flags = (*SHIFTED, *_flags(steps=3), "--precision", "16-mixed", "--loss-scaling", f"static={10**37}")
+    cli("recover", source, *flags, "--out", tmp_path / "m" / "1").refused(3, "all 3 steps were skipped")
+
+
+def test_a_dynamic_scale_backs_off_and_grows(source: Path, cli: Cli, tmp_path: Path) -> None:
+    flags = (*SHIFTED, *_flags(steps=40), "--precision", "16-mixed", "--loss-scaling", "dynamic=3")
+    cli("recover", source, *flags, "--allow-over-budget", "--out", tmp_path / "m" / "1").published()
+    training = _entry(tmp_path / "m" / "1").training
+    assert training.scale_first == 2.0**16
+    assert 0 < training.skipped < 40  # the scale doubles every third step until fp16 overflows
+    assert training.scale_last != training.scale_first
+
+
+def test_weights_without_an_fp32_copy_can_be_trained(source: Path, cli: Cli, tmp_path: Path) -> None:
+    flags = (*SHIFTED, *_flags(steps=10), "--precision", "bf16-true", "--allow-over-budget")
+    cli("recover", source, *flags, "--out", tmp_path / "m" / "1").published()
+    assert _entry(tmp_path / "m" / "1").training.computed == "bfloat16"
+
+
+def test_training_that_only_worsens_the_model_keeps_the_initial_weights(cli: Cli, tmp_path: Path) -> None:
+    """The model is fine in bf16, and the learning rate is too high: the bf16 weights stay the same, bit for bit."""
+    source, plain, target = save(tmp_path / "mlp.pt", Mlp()), tmp_path / "plain" / "1", tmp_path / "m" / "1"
+    cli("checkpoint", source, *MLP, "--format", "onnx", "--profile", "cpu", "--out", plain).published()
+    wild = (*_flags("scattered", 4, "scattered"), "--learning-rate", "0.9", "--precision", "32-true")
+    done = cli("recover", source, *MLP, *wild, "--out", target).published()
+    assert _entry(target).training.kept == 0
+    assert _entry(target).training.rate_share == 0.5**4  # four evaluations, none of them better
+    assert Artifact.open(target).manifest.files["weights.bf16"] == Artifact.open(plain).manifest.files["weights.bf16"]
+    assert "bf16 was within budget before recovery, so none was needed" in done.out
+    row = _drift(target)
+    assert row.before is not None
+    assert row.after <= row.before
+
+
+def test_weights_that_help_only_on_training_data_are_not_published(source: Path, cli: Cli, tmp_path: Path) -> None:
+    """The evaluation inputs have another level, at which the fitted biases are wrong."""
+    target, plain = tmp_path / "m" / "1", tmp_path / "plain" / "1"
+    cli("checkpoint", source, *SHIFTED, *CHEAP[:4], "--allow-over-budget", "--no-search", "--out", plain).published()
+    flags = (*SHIFTED, *_flags("unlabelled", 4, "scattered"), "--precision", "32-true", "--allow-over-budget")
+    done = cli("recover", source, *flags, "--out", target).published()
+    assert "because the trained weights did worse on recovering:scattered" in done.out
+    assert _drift(target).after == _drift(target).before
+    assert Artifact.open(target).manifest.files["weights.bf16"] == Artifact.open(plain).manifest.files["weights.bf16"]
+
+
+def test_folded_batchnorm_and_tied_weights_are_trained_as_the_artifact_rounds_them(cli: Cli, tmp_path: Path) -> None:
+    """The recovered artifact's own drift is fp32 noise: its fp32 weights are what bf16 holds, factors folded in."""
+    for name, module, given, loader in (
+        ("Cnn", Cnn(), "image:float32:batch,3,16,16", "images"),
+        ("Tied", Tied(), "ids:int64:batch,seq", "ids"),
+    ):
+        target = tmp_path / name / "1"
+        flags = (
+            "--model",
+            f"architectures:{name}",
+            "--input",
+            given,
+            *_flags(loader, 20, None),
+            "--precision",
+            "32-true",
+        )
+        done = cli("recover", save(tmp_path / f"{name}.pt", module), *flags, "--out", target).published()
+        row = _drift(target)
+        assert row.before is not None
+        assert row.own < 1e-6 < row.after < row.before
+        assert "judged on its training data" in done.out
+
+
+def test_resume_without_a_checkpoint_starts_at_step_1_and_reports_it(source: Path, cli: Cli, tmp_path: Path) -> None:
+    """Jobs that may be killed at any time always start with the same command line."""
+    flags = (*SHIFTED, *_flags(steps=1), "--resume", "--allow-over-budget", "--out", tmp_path / "m" / "1")
+    assert "held no checkpoint, so this recovery began at step 1" in cli("recover", source, *flags).published().out
+
+
+def test_a_full_disk_during_training_is_reported(source: Path, tmp_path: Path) -> None:
+    """The file size limit fits the artifact, but not a checkpoint with the optimiser's moments."""
+    flags = (*SHIFTED, *_flags(steps=40), "--checkpoint-every", "1", "--no-report")
+    process("recover", source, *flags, "--out", tmp_path / "m" / "1", largest_file=20000).refused(
+        2, "last.ckpt: cannot be written (", "free some space"
+    )
+    assert tree(tmp_path) == []
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(source: Path, cli: Cli, tmp_path: Path) -> None:
+    """Another version may have written it."""
+    last = tmp_path / "m" / ".1.recovery" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    torch.save({"global_step": 7}, last)
+    done = cli("recover", source, *SHIFTED, *_flags(steps=4), "--resume", "--out", tmp_path / "m" / "1")
+    done.refused(2, f"{last}: cannot be read", "to start again")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--steps", "0"), "0 is not in the range x>=1"),
+        (("--precision", "fp8"), "'fp8' is not one of 'bf16-mixed', 'bf16-true', '16-mixed'"),
+        (("--loss-scaling", "static=1024"), "bf16 has the exponents of fp32"),
+        (("--precision", "16-mixed", "--loss-scaling", "static"), "expected none, static=K"),
+        (("--precision", "16-mixed", "--loss-scaling", "dynamic=0"), "expected none, static=K"),
+        (("--learning-rate", "5"), "5.0 is not in the range 0<x<1"),
+        (("--device", "tpu"), "--device tpu: "),
+        (("--device", "cuda:99"), "--device cuda:99: "),
+        (("--checkpoint-every", "0"), "0 is not in the range"),
+        (("--search",), "No such option"),
+        (("--data", "recovering:absent"), "module recovering has no absent"),
+        (("--data", "recovering:nothing"), "recovering:nothing: yielded nothing"),
+        (("--data", "recovering:once"), "yielded nothing in pass 1; each time it is called it must return a new"),
+        (("--data", "recovering:wide"), "batch 0: input 'x' has shape [4, 17]"),
+        (("--data", "recovering:empty"), "batch 0: input 'x' has no elements"),
+        (("--data", "recovering:three"), "batch 0: has 3 parts"),
+        (("--data", "recovering:a_string"), "batch 0: "),
+        (("--data", "recovering:infinite", "--eval", "recovering:held_out"), "batch 0: the fp32 model gives NaN"),
+        (("--eval", "recovering:nothing"), "--eval recovering:nothing: yielded nothing"),
+        (("--eval", "recovering:no_numbers"), "--eval recovering:no_numbers: batch 1: input 'x' holds NaN"),
+        (("--eval", "recovering:exits"), "failed, batch 1: it called sys.exit('no more data')"),
+        (
+            ("--eval", "recovering:failing"),
+            f"failed, batch 1: RuntimeError: the disk went away ({recovering.__file__}, line",
+        ),
+        (("--eval", "recovering:failing_worker"), "failed, batch 0: RuntimeError: the disk went away"),
+    ],
+)
+def test_wrong_usage_is_rejected(
+    cli: Cli, mlp_file: Path, target: Path, tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
+    cli("recover", mlp_file, *MLP, *_flags("unlabelled", 4, None), *flags, "--out", target).refused(2, said)
+    assert tree(tmp_path) == []
+
+
+def test_a_source_or_a_target_that_cannot_be_recovered_is_rejected(
+    cli: Cli, onnx_file: Path, target: Path, tmp_path: Path
+) -> None:
+    flags = _flags("unlabelled", 4, None)
+    cli("recover", onnx_file, *flags, "--out", target).refused(2, "which torch cannot train", "--model pkg.mod:factory")
+    assert tree(tmp_path) == []
+    target.mkdir(parents=True)
+    cli("recover", "absent.pt", *MLP, *flags, "--out", target).refused(2, "already exists", "--force")
+
+
+_A, _B = np.ones((3, 2), np.float32), np.arange(3)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"a": _A, "b": _B},
+        {"a": _A, "b": _B, "labels": _B},
+        ({"a": _A, "b": _B}, _B),
+        (_A, _B),
+        [torch.from_numpy(_A), torch.from_numpy(_B), torch.from_numpy(_B)],
+    ],
+)
+def test_a_batch_may_have_any_usual_form(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+    monkeypatch.setattr(recovering, "three", lambda: [given])
+    inputs = (TensorSpec("a", "float32", ("batch", 2)), TensorSpec("b", "int64", ("batch",)))
+    (batch,) = Loader("--data", "recovering:three", inputs, 0).first(5)
+    assert np.array_equal(batch["a"], _A)
+    assert np.array_equal(batch["b"], _B)
+
+
+def test_an_artifact_of_an_earlier_version_is_still_read() -> None:
+    """Earlier versions counted lost gradients, updates that were rounded away, and labelled rows."""
+    training = {
+        "steps": 20, "skipped": 0, "precision": "bf16-true", "computed": "bfloat16", "device": "cpu",
+        "loss": "cross-entropy", "loss_first": 1.0, "loss_last": "nan", "learning_rate": 1e-3, "scaling": "none",
+        "scale_first": 1.0, "scale_last": 1.0, "weights": 1, "updates_lost": 0.5, "biases_corrected": 2, "yardstick": 8,
+        "loss_before": 0.5, "looks": [{"step": 0, "loss": 0.4}, {"step": 2, "loss": 0.3}], "kept": 2, "rate_share": 0.5,
+    }  # fmt: skip
+    gradient = {"step": 0, "of": "weights", "format": "fp16", "scale": 1.0, "values": 9, "vanished": 1, "subnormal": 0}
+    drift = {"profile": "cpu", "output": "y", "metric": "relative_l2", "before": 0.5, "after": 0.01, "own": 0.0}
+    recovery = {"recovered_from": "0" * 64, "judged_on": "x", "samples": 1, "held_out": True, "training": training}
+    recovery |= {"gradients": [gradient | {"overflowed": 0}], "drift": [drift | {"bound": 0.015}]}
+    recovery |= {"accuracy": [{"model": "fp32", "correct": 9, "rows": 10}]}
+    content = json.loads(Measurements().dumps()) | {"recovery": recovery}
+    found = Measurements.loads(json.dumps(content).encode(), "measurements.json").recovery
+    assert found is not None
+    assert "0.3 after step 2, whose weights were kept" in text(found)
+    oldest = {name: value for name, value in training.items() if name not in ("kept", "looks", "loss_before")}
+    content["recovery"]["training"] = oldest
+    found = Measurements.loads(json.dumps(content).encode(), "measurements.json").recovery
+    assert found is not None
+    assert "20 steps on the cpu" in text(found)
