@@ -1,6 +1,6 @@
 """The charts of the report: sizes, drift by sample, SQNR by depth, and the range of each tensor's values.
 
-Colour alone never carries a meaning: what is over its bound is a square, expected lines are dashed, every line is
+Colour alone never carries a meaning: what is over its bound is a square, predictions are dashed, every line is
 labelled.
 """
 
@@ -83,7 +83,7 @@ def samples_chart(series: SampleSeries, key: str) -> str:
 
 @drawing()
 def layers_chart(series: LayerSeries, key: str) -> str:
-    """Draw the SQNR of each layer against its depth, with the line expected for rounding to bf16 alone."""
+    """Draw the SQNR of each layer against its depth, with the SQNR predicted for rounding to bf16 alone."""
     values = [value for row in series.rows for value in (row.sqnr_db, row.expected_db)]
     finite = [value for value in values if abs(value) < MOST_DB] or [0.0]
     low, high = min(finite), max(finite)
@@ -95,7 +95,7 @@ def layers_chart(series: LayerSeries, key: str) -> str:
             row.depth,
             max(row.sqnr_db, bottom),
             shortfall(row) > MARGIN_DB,
-            f"{layer_name(row)} ({row.name}, {row.op}): {row.sqnr_db:.1f} dB, expected {row.expected_db:.1f}",
+            f"{layer_name(row)} ({row.name}, {row.op}): {row.sqnr_db:.1f} dB, predicted {row.expected_db:.1f}",
         )
         for row in (drawn[place] for place in sampled_points([shortfall(row) for row in drawn]))
     ]
@@ -103,9 +103,9 @@ def layers_chart(series: LayerSeries, key: str) -> str:
     description = (
         f"{len(points)} of {series.measured} layers, in dB; {f'{exact} exact ones are left out; ' if exact else ''}"
         + (
-            "all are on the line expected of rounding to bf16."
+            "none is below the SQNR predicted for rounding to bf16."
             if off is None
-            else f"the first below the expected line is {layer_name(off)}: {off.sqnr_db:.3g} dB, expected"
+            else f"the first below its predicted SQNR is {layer_name(off)}: {off.sqnr_db:.3g} dB, predicted"
             f" {off.expected_db:.3g}."
         )
     )
@@ -115,8 +115,8 @@ def layers_chart(series: LayerSeries, key: str) -> str:
             depths.setdefault(row.depth, []).append(row.expected_db)
     plane = _plane("depth", max((row.depth for row in series.rows), default=1), "SQNR, dB", (bottom, high + 6))
     tips = _mark(plane, points)
-    expected = [sum(depths[depth]) / len(depths[depth]) for depth in sorted(depths)]
-    plane.plot(sorted(depths), expected, "--", color=COLOUR["muted"])
+    predicted = [sum(depths[depth]) / len(depths[depth]) for depth in sorted(depths)]
+    plane.plot(sorted(depths), predicted, "--", color=COLOUR["muted"])
     return svg(plane, key, f"SQNR of each layer by depth, {series.profile}", description, tips)
 
 

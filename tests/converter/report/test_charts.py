@@ -87,7 +87,7 @@ def test_of_thousands_of_samples_some_are_drawn_including_the_worst() -> None:
     assert f"{charts.DOTS} of 8000 samples" in (tree[1].text or "")
 
 
-def test_each_layer_is_a_mark_and_those_below_the_dashed_line_are_squares() -> None:
+def test_each_layer_is_a_mark_and_those_below_their_prediction_are_squares() -> None:
     tree = fromstring(charts.layers_chart(series("cuda", reported.layers(120)), "k"))
     assert len(_marks(tree)) == 120
     assert 5 < len(_over(tree)) < 40
@@ -110,7 +110,7 @@ def test_exact_layers_are_counted_and_not_drawn() -> None:
     assert [row.name for row in found.worst()] == ["lost", "fine", "exact"]
 
 
-def test_layers_within_the_margin_are_not_below_the_line() -> None:
+def test_layers_within_the_margin_are_not_below_their_prediction() -> None:
     rows = [LayerEntry(name="a", op="MatMul", depth=1, sqnr_db=44.1, expected_db=50.0)]
     assert series("cpu", Layers(measured=1, rows=rows)).first_off is None
     rows = [LayerEntry(name="a", op="MatMul", depth=1, sqnr_db=43.9, expected_db=50.0)]
@@ -129,22 +129,22 @@ MENDED = RemedyEntry(keep_fp32="^dip's$", nodes=["a", "b", "c"], output="y", bef
         (
             DiagnosisEntry(ails=False),
             True,
-            "The first layer below the expected SQNR is w; later layers average its error away.",
+            "The first layer below its predicted SQNR is w; later layers average its error away.",
             "",
         ),
-        (DiagnosisEntry(ails=True), False, "no layer is below its expected SQNR", ""),
+        (DiagnosisEntry(ails=True), False, "no layer is below its predicted SQNR", ""),
         (DiagnosisEntry(ails=True, leaves=DIP), True, "No remedy is needed, because the budget is met", ""),
         (DiagnosisEntry(ails=True, leaves=DIP), False, "No remedy was looked for; bf16-convert explain", ""),
         (
             DiagnosisEntry(ails=True, leaves=DIP, tried=True),
             False,
-            "Keeping a few nodes before it in fp32 does not mend it",
+            "Keeping nodes and weights in fp32 does not mend it",
             "",
         ),
         (
             DiagnosisEntry(ails=True, leaves=DIP, tried=True, remedy=MENDED),
             False,
-            "SQNR falls below the expected line at dip (Sub): 20.0 dB, expected 50.0 dB. Keeping a, b and c in fp32",
+            "SQNR falls below its prediction at dip (Sub): 20.0 dB, predicted 50.0 dB. Keeping a, b and c in fp32",
             """--keep-fp32 '^dip'"'"'s$'""",
         ),
     ],

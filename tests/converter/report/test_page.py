@@ -133,7 +133,7 @@ def test_the_report_shows_everything_that_was_measured() -> None:
         "A search of 41 candidates reduced the drift of cuda from 1.62 × to 0.61 × its budget: 99% of the bytes of its",
         "kept in fp32: cuda is over budget without it",
         "30 of cuda: normalisation computes in fp32",
-        f"cuda: falls below the line at {reported.OFF}",
+        f"cuda: falls below its predicted SQNR at {reported.OFF}",
         f"cuda: SQNR falls below its prediction at {reported.OFF} (MatMul): ",
         "No remedy is needed, because the budget is met.",
         "12 flushed to zero",
