@@ -14,9 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.artifact.digests import Digests
-from bf16kit.artifact.guards import check_file, check_references, read_manifest
 from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Manifest, Segment, TensorEntry
-from bf16kit.artifact.reading import damaged_if_unreadable, open_inside, read_inside, read_segment
+from bf16kit.artifact.reading import (
+    check_file,
+    check_references,
+    damaged_if_unreadable,
+    open_inside,
+    read_inside,
+    read_manifest,
+    read_segment,
+)
 from bf16kit.drift.measurements import MAX_BYTES, Measurements
 from bf16kit.drift.slices import Scales, Values
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError

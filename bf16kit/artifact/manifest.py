@@ -2,7 +2,7 @@
 
 ``manifest.json`` is canonical JSON: keys sorted, indented by one space, UTF-8, a newline at the end, no clock time, so
 the same conversion writes the same bytes. A float that is not finite is written as the string ``"inf"``, ``"-inf"`` or
-``"nan"``, because JSON cannot express it. The file carries its own ``digest`` (see :mod:`bf16kit.artifact.seal`), so
+``"nan"``, because JSON cannot express it. The file carries its own ``digest`` (see :mod:`bf16kit.artifact.schema`), so
 that a flipped bit in the manifest is detected, as in any other file.
 """
 
@@ -23,16 +23,19 @@ from pydantic import (
     model_validator,
 )
 
-from bf16kit.artifact import seal
-from bf16kit.artifact.driftentries import DriftEntry, Number, OracleEntry, OracleFigure
+from bf16kit.artifact import schema
 from bf16kit.artifact.entries import (
     MOST_AXES,
     STRICT,
     CheckpointEntry,
+    DriftEntry,
     DTypeName,
     ExportEntry,
     FileName,
     GivenEntry,
+    Number,
+    OracleEntry,
+    OracleFigure,
     Segment,
     Sha256,
     Size,
@@ -42,7 +45,7 @@ from bf16kit.artifact.entries import (
     plain_name,
 )
 from bf16kit.artifact.schema import ADDITIONS, SCHEMA_VERSION, SINCE_3, SINCE_5, SINCE_6, required_schema_version
-from bf16kit.messages import boundedjson
+from bf16kit.messages.document import parse_json
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import Kind, TensorSpec
@@ -232,7 +235,7 @@ class Manifest(_Entry):
 
     def dumps(self) -> bytes:
         """Return the canonical bytes of ``manifest.json``."""
-        return seal.dump(self.model_dump(mode="json"))
+        return schema.dump(self.model_dump(mode="json"))
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Manifest:
@@ -250,11 +253,11 @@ class Manifest(_Entry):
                 f"{where}: schema version {version} is newer than {SCHEMA_VERSION}, the newest this bf16kit reads;"
                 " upgrade bf16kit or convert the checkpoint again"
             )
-        if not seal.is_intact(data):
+        if not schema.is_intact(data):
             raise ArtifactDamaged(
                 f"{where}: not the bytes that were written (its digest differs); copy or convert it again"
             )
-        fields.pop(seal.FIELD, None)
+        fields.pop(schema.FIELD, None)
         try:
             return cls.model_validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
@@ -262,7 +265,7 @@ class Manifest(_Entry):
 
 
 def _json_object(data: bytes, where: str | Path) -> dict[str, Any]:
-    fields = boundedjson.parse(data, ArtifactError, where)
+    fields = parse_json(data, ArtifactError, where)
     if not isinstance(fields, dict):
         raise ArtifactError(f"{where}: not a manifest, but a JSON {type(fields).__name__}")
     return fields

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, model_validator
 
-from bf16kit.artifact.driftentries import Number
-from bf16kit.artifact.entries import STRICT, Size
+from bf16kit.artifact.entries import STRICT, Number, Size
 
 
 class _Entry(BaseModel):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bf16kit.artifact.driftentries import DriftEntry
-    from bf16kit.artifact.entries import TensorEntry
+    from bf16kit.artifact.entries import DriftEntry, TensorEntry
     from bf16kit.artifact.manifest import Plan, ProfileEntry
 
 SCHEMA_VERSION = 7  # the newest
@@ -23,6 +25,9 @@ SINCE_3 = ("measurements", "oracle")
 _SINCE_4 = frozenset({"cpu-bf16"})  # profiles
 SINCE_5 = ("exports",)
 SINCE_6 = ("given",)
+FIELD = "digest"
+_LINE = re.compile(rb'^ "digest": "([0-9a-f]{64})",?$', re.MULTILINE)  # one space of indentation: the top level
+_ZEROS = b"0" * 64
 
 
 def required_schema_version(fields: dict[str, Any]) -> int:
@@ -52,3 +57,20 @@ def required_schema_version(fields: dict[str, Any]) -> int:
 def _is_packed(tensor: TensorEntry) -> bool:
     """Return whether the residual of ``tensor`` has packed low halves."""
     return tensor.residual is not None and tensor.residual.bytes < tensor.bytes
+
+
+def dump(fields: dict[str, Any]) -> bytes:
+    """Return ``fields`` as canonical JSON (sorted keys, one space, UTF-8, a newline at the end) with its digest."""
+    unsealed = fields | {FIELD: _ZEROS.decode()}
+    data = (json.dumps(unsealed, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return _with_digest(data, hashlib.sha256(data).hexdigest().encode())
+
+
+def is_intact(data: bytes) -> bool:
+    """Return whether ``data`` carries a digest and is exactly what was sealed."""
+    found = _LINE.search(data)
+    return found is not None and hashlib.sha256(_with_digest(data, _ZEROS)).hexdigest().encode() == found[1]
+
+
+def _with_digest(data: bytes, digest: bytes) -> bytes:
+    return _LINE.sub(lambda line: line[0].replace(line[1], digest), data, count=1)

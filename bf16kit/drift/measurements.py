@@ -2,7 +2,7 @@
 
 Per profile: the drift of each sample, the SQNR of each layer and the result of the search for fp32 islands. Per tensor:
 the range events of rounding. Per input: the range of its samples. Canonical JSON like the manifest's
-(:mod:`bf16kit.artifact.driftentries` says how a float that is not finite is written), and bounded: beyond the maxima
+(:mod:`bf16kit.artifact.entries` says how a float that is not finite is written), and bounded: beyond the maxima
 below rows are left out, and ``measured`` says how many there were.
 """
 
@@ -17,12 +17,11 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from bf16kit.artifact.driftentries import Number
-from bf16kit.artifact.entries import STRICT, Size
+from bf16kit.artifact.entries import STRICT, Number, Size
 from bf16kit.artifact.recoveryentries import RecoveryEntry
 from bf16kit.drift.inputranges import InputRange
 from bf16kit.drift.metrics import SampleDrift
-from bf16kit.messages import boundedjson
+from bf16kit.messages.document import parse_json
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.messages.wording import quoted
 from bf16kit.numerics.rounding import OVERFLOW, SMALLEST_NORMAL, Census
@@ -271,7 +270,7 @@ class Measurements(_Entry):
         """
         if len(data) > MAX_BYTES:
             raise ArtifactError(f"{where}: larger than {MAX_BYTES >> 20} MiB, not measurements")
-        fields = boundedjson.parse(data, ArtifactError, where)
+        fields = parse_json(data, ArtifactError, where)
         try:
             version = fields.get("version") if isinstance(fields, dict) else None
             if version == VERSION:

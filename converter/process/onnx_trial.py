@@ -109,7 +109,7 @@ def _check_rules(path: Path) -> None:
 
 def _open_and_run(path: Path) -> None:
     """Open a session and run it once; MemoryError if either needs too much memory, RuntimeFailure if it cannot open."""
-    from bf16kit.runtime.hardware import available_cpus
+    from bf16kit.runtime.device import available_cpus
     from bf16kit.runtime.ort.session import open_session
 
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bf16kit.artifact.recoveryentries import GradientEntry, RecoveredDrift, RecoveryEntry, TrainingEntry
-from bf16kit.messages.text import table
+from bf16kit.messages.wording import table
 
 DRIFT = ("profile", "output", "metric", "bf16 before", "bf16 recovered", "from its own fp32", "budget")
 GRADIENTS = ("at step", "of", "format", "loss ×", "values", "vanish", "subnormal", "overflow")

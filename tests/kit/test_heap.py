@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.system.heap import find_malloc_trim, release_free_memory
+from bf16kit.system.controlgroup import find_malloc_trim, release_free_memory
 
 _BLOCKS, _BYTES = 256, 64 << 10  # small enough for the heap: glibc maps blocks of 128 KiB and more
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bf16kit.messages.errors import ArtifactDamaged
-from bf16kit.numerics import lowbits
+from bf16kit.numerics import residualparts
 from bf16kit.numerics.residual import Encoder, decode
 from bf16kit.numerics.rounding import to_bf16
 
@@ -20,19 +20,19 @@ from bf16kit.numerics.rounding import to_bf16
 def test_unpacking_restores_what_was_packed(count: int, elements: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     low = (random.integers(0, 1 << count, elements) << (16 - count)).astype(np.uint16)
-    packed = lowbits.pack(low, count)
-    assert len(packed) == lowbits.packed_size(elements, count)
-    np.testing.assert_array_equal(lowbits.unpack(memoryview(packed), elements, count), low)
+    packed = residualparts.pack_bits(low, count)
+    assert len(packed) == residualparts.packed_size(elements, count)
+    np.testing.assert_array_equal(residualparts.unpack_bits(memoryview(packed), elements, count), low)
 
 
 def test_a_group_is_stored_as_bit_planes_from_the_lowest_kept_bit() -> None:
     low = np.array([0x2000, 0x4000, 0x8000, 0xE000, 0, 0, 0, 0, 0x2000], np.uint16)
-    assert lowbits.pack(low, 3) == bytes([0b1001, 0b1010, 0b1100, 1, 0, 0])
+    assert residualparts.pack_bits(low, 3) == bytes([0b1001, 0b1010, 0b1100, 1, 0, 0])
 
 
 def test_a_bit_that_would_be_lost_is_rejected() -> None:
     with pytest.raises(ValueError, match="more than 3 bits"):
-        lowbits.pack(np.array([0x1000], np.uint16), 3)
+        residualparts.pack_bits(np.array([0x1000], np.uint16), 3)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float16", 2.45), ("bfloat16", 2.01)])
@@ -42,7 +42,7 @@ def test_numbers_from_a_narrower_dtype_are_restored_from_few_bytes(dtype: str, m
     source = np.random.default_rng(0).permutation(source)
     fp32 = source.astype(np.float32)
     bf16 = to_bf16(fp32)
-    encoder = Encoder(fp32.shape, low_bits=lowbits.bits_needed(dtype))
+    encoder = Encoder(fp32.shape, low_bits=residualparts.bits_needed(dtype))
     cuts = [0, 5, 12, 4099, fp32.size]
     pieces = [p for a, b in itertools.pairwise(cuts) for p in encoder.rows(fp32[a:b], bf16[a:b])]
     segment = b"".join([*map(bytes, pieces), *encoder.finish()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bf16kit.messages.text import printable, size, table
+from bf16kit.messages.wording import printable, size, table
 
 
 def test_a_title_stays_on_one_line_above_a_narrow_table() -> None:
