@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import stat
@@ -36,43 +35,22 @@ def open_inside(
 ) -> io.BufferedReader:
     """Open ``path`` for reading if it is a regular file, in its directory or reached by a link within that.
 
-    Kubernetes volumes have such links. With ``within``, a link may also lead to another place in that directory. Kind
-    and place are checked of the file that was opened, whatever ``path`` names meanwhile; a pipe does not block.
+    Kubernetes volumes have such links. With ``within``, a link may also lead to another place in that directory. A pipe
+    does not block.
 
     Raises ``error``, which begins with ``where`` (by default the path), for another kind of file and for a link that
     leads elsewhere; OSError if the file cannot be opened.
     """
     where = where or str(path)
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        handle, linked = _open_in(directory, path.name)
-        try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise error(f"{where}: not a regular file")
-            allowed = [_place(directory), *([] if within is None else [Path(os.path.realpath(within))])]
-            if linked and not any(_place(handle).is_relative_to(each) for each in allowed):
-                raise error(f"{where}: a link out of {within or path.parent}; put the file itself there")
-        except BaseException:
-            os.close(handle)
-            raise
-    finally:
-        os.close(directory)
+    real = Path(os.path.realpath(path))
+    allowed = [Path(os.path.realpath(each)) for each in (path.parent, within) if each is not None]
+    if path.is_symlink() and not any(real.is_relative_to(each) for each in allowed):
+        raise error(f"{where}: a link out of {within or path.parent}; put the file itself there")
+    handle = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise error(f"{where}: not a regular file")
     return os.fdopen(handle, "rb")
-
-
-def _open_in(directory: int, name: str) -> tuple[int, bool]:
-    """Return a handle of the file ``name``, and whether that is a link."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=directory), False
-    except OSError as failure:
-        if failure.errno != errno.ELOOP:
-            raise
-        return os.open(name, flags, dir_fd=directory), True
-
-
-def _place(handle: int) -> Path:
-    return Path(f"/proc/self/fd/{handle}").readlink()
 
 
 def read_inside(
