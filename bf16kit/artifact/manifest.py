@@ -44,7 +44,7 @@ from bf16kit.artifact.entries import (
     check_source,
     plain_name,
 )
-from bf16kit.artifact.schema import ADDITIONS, SCHEMA_VERSION, SINCE_3, SINCE_5, SINCE_6, required_schema_version
+from bf16kit.artifact.schema import SCHEMA_VERSION
 from bf16kit.messages.document import parse_json
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
 from bf16kit.messages.wording import brief, quoted
@@ -199,11 +199,11 @@ class Manifest(_Entry):
     tools: dict[str, str] = {}
     seed: int = 0
     options: dict[str, JsonValue] = {}
-    schema_version: int = Field(default_factory=required_schema_version)  # last: it is computed from the fields above
+    schema_version: int = SCHEMA_VERSION
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(handler(self), *SINCE_3, *SINCE_5, *SINCE_6)
+        return _without_empty(handler(self), "measurements", "oracle", "exports", "given")
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
@@ -212,11 +212,6 @@ class Manifest(_Entry):
         tensors = {t.name: t for t in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("two tensors have the same name")
-        required = required_schema_version(dict(self))
-        if self.schema_version < required:
-            raise ValueError(
-                f"schema version {self.schema_version} has no {ADDITIONS[required]}; version {required} has"
-            )
         for tensor in self.tensors:
             check_scale(tensor, tensors)
         for entry in self.checkpoint:
@@ -224,9 +219,8 @@ class Manifest(_Entry):
         return self
 
     def amended(self, **changes: object) -> Manifest:
-        """Return a copy with ``changes``, which are not validated, at the lowest schema version that can express it."""
-        changed = self.model_copy(update=changes)
-        return changed.model_copy(update={"schema_version": required_schema_version(dict(changed))})
+        """Return a copy with ``changes``, which are not validated."""
+        return self.model_copy(update=changes)
 
     def golden_of(self, profile: str | None) -> str | None:
         """Return the file of the golden samples for ``profile``: its own if it has them, else the manifest's."""

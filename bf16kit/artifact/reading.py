@@ -35,22 +35,18 @@ def open_inside(
 ) -> io.BufferedReader:
     """Open ``path`` for reading if it is a regular file, in its directory or reached by a link within that.
 
-    Kubernetes volumes have such links. With ``within``, a link may also lead to another place in that directory. A pipe
-    does not block.
-
+    Kubernetes volumes have such links. With ``within``, a link may also lead to another place in that directory.
     Raises ``error``, which begins with ``where`` (by default the path), for another kind of file and for a link that
     leads elsewhere; OSError if the file cannot be opened.
     """
     where = where or str(path)
     real = Path(os.path.realpath(path))
     allowed = [Path(os.path.realpath(each)) for each in (path.parent, within) if each is not None]
+    if not stat.S_ISREG(real.stat().st_mode):
+        raise error(f"{where}: not a regular file")
     if path.is_symlink() and not any(real.is_relative_to(each) for each in allowed):
         raise error(f"{where}: a link out of {within or path.parent}; put the file itself there")
-    handle = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise error(f"{where}: not a regular file")
-    return os.fdopen(handle, "rb")
+    return real.open("rb")
 
 
 def read_inside(
