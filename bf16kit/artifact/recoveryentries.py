@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel
 
 from bf16kit.artifact.entries import STRICT, Number, Size
 
@@ -27,12 +27,6 @@ class GradientEntry(_Entry):
     vanished: Size
     subnormal: Size
     overflowed: Size
-
-    @model_validator(mode="after")
-    def _parts(self) -> GradientEntry:
-        if self.vanished + self.subnormal + self.overflowed > self.values:
-            raise ValueError("more lost gradients than gradients")
-        return self
 
 
 class LookEntry(_Entry):

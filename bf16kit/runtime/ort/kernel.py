@@ -16,7 +16,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,12 +142,6 @@ def configured_kernel(*, rounds: bool = False) -> Kernel:
     if configured == OFF:
         return _no_kernel(f"it is switched off by {VARIABLE}={OFF}", f"unset {VARIABLE} to use it")
     if not LIBRARY.exists():
-        if (installed := _installed_library()) is not None:
-            return _no_kernel(
-                f"bf16kit is imported from {LIBRARY.parents[2]}, where it was not built, and not from"
-                f" {installed.parents[2]}, where it was",
-                "start the program in a directory other than its sources, or install those (pip install -e)",
-            )
         return _no_kernel(_NOT_BUILT, _REINSTALL)
     try:
         library = ctypes.CDLL(str(LIBRARY))
@@ -163,18 +156,6 @@ def configured_kernel(*, rounds: bool = False) -> Kernel:
             " unset it for the fastest path that it runs"
         )
     return Kernel(path.decode())
-
-
-def _installed_library() -> Path | None:
-    """Return the library of an installed bf16kit that is not the imported one.
-
-    ``python -m`` in a directory of sources imports those instead of the installed package.
-    """
-    for found in metadata.distributions(name="bf16kit"):
-        library = Path(str(found.locate_file(Path(*LIBRARY.parts[-3:]))))
-        if library != LIBRARY and library.is_file():
-            return library
-    return None
 
 
 def _no_kernel(reason: str, remedy: str) -> Kernel:
@@ -229,9 +210,7 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
 
 def read_in_place(path: Path) -> frozenset[str]:
     """Return the fp32 initializers of the graph in ``path`` that are read only as :data:`_READ_IN_PLACE` allows."""
-    import onnx
-
-    model = onnx.load(path, format="protobuf", load_external_data=False)
+    model = parse_graph(path)
     uses = defaultdict[str, set[tuple[str, int]]](set)
     for name, operator, position in _uses(model.graph, main=True):
         uses[name].add((operator, position))
