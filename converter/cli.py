@@ -11,8 +11,7 @@ import click
 
 from bf16kit import __version__
 from bf16kit.messages import errors
-from bf16kit.messages.text import printable
-from bf16kit.messages.wording import without_long_words
+from bf16kit.messages.wording import printable, without_long_words
 from converter.commands.artifacts import explain, inspect, restore, verify
 from converter.commands.checkpoint import checkpoint
 from converter.commands.doctor import doctor

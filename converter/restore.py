@@ -18,7 +18,7 @@ import numpy as np
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import CheckpointEntry
 from bf16kit.messages.errors import ArtifactError, ArtifactExists, UsageError
-from bf16kit.messages.text import size
+from bf16kit.messages.wording import size
 from bf16kit.numerics.tensors import BY_NAME
 from converter.process.progress import Progress
 from converter.source import Array

@@ -18,7 +18,7 @@ from bench.core.workspace import Workspace
 from bf16kit.numerics import native, residual
 from bf16kit.numerics import rounding as numerics
 from bf16kit.numerics.rounding import BF16
-from bf16kit.runtime.hardware import available_cpus
+from bf16kit.runtime.device import available_cpus
 
 _AT_LEAST = 0.8
 _ELEMENTS, _QUICK = 1 << 26, 1 << 22

@@ -14,9 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.artifact.digests import Digests
-from bf16kit.artifact.guards import check_file, check_references, read_manifest
 from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Manifest, Segment, TensorEntry
-from bf16kit.artifact.reading import damaged_if_unreadable, open_inside, read_inside, read_segment
+from bf16kit.artifact.reading import (
+    check_file,
+    check_references,
+    damaged_if_unreadable,
+    open_inside,
+    read_inside,
+    read_manifest,
+    read_segment,
+)
 from bf16kit.drift.measurements import MAX_BYTES, Measurements
 from bf16kit.drift.slices import Scales, Values
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError
@@ -26,7 +33,6 @@ from bf16kit.numerics.residual import Decoder, Scale
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.numerics.tensors import Array as Array
 
-_LARGEST_HEADER = 1 << 20  # bytes of the JSON in golden samples: 10,000 inputs, outputs and scales
 _BLOCK = 4 << 20  # bytes of bf16 that are unpacked from panels at a time
 
 
@@ -176,11 +182,6 @@ class Artifact:
         path = self.file(name)
         with damaged_if_unreadable(path), open_inside(path, ArtifactError) as file:
             data = file.read()  # load_file would map it
-        header = int.from_bytes(data[:8], "little")
-        if header > _LARGEST_HEADER:
-            raise ArtifactDamaged(
-                f"{path}: its header has {header} bytes, the limit is {_LARGEST_HEADER}; convert again"
-            )
         try:
             arrays = load(data)
         except (SafetensorError, KeyError, ValueError) as error:  # ValueError: more axes than numpy's arrays have

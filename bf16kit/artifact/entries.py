@@ -8,14 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
 
-from bf16kit.messages.boundedjson import LARGEST_INTEGER
 from bf16kit.messages.wording import quoted
 from bf16kit.numerics.tensors import BY_NAME
 
@@ -44,7 +45,7 @@ _RESTORES = {
     "float16": ("bfloat16", "float32"),
     "bfloat16": ("float32",),
 }
-Size = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
+Size = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 MOST_AXES = 64  # of numpy's arrays
 Shape = Annotated[list[Size], Field(max_length=MOST_AXES)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -171,3 +172,53 @@ def check_source(entry: CheckpointEntry, tensors: dict[str, TensorEntry]) -> Non
         )
     if entry.dtype != tensor.dtype and tensor.dtype not in _RESTORES.get(entry.dtype, ()):
         raise ValueError(f"checkpoint tensor {quoted(entry.name)}: {tensor.dtype} does not restore {entry.dtype}")
+
+
+def _read_number(value: Any) -> Any:
+    return float(value) if value in ("inf", "-inf", "nan") else value
+
+
+def _write_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+Number = Annotated[float, BeforeValidator(_read_number), PlainSerializer(_write_number, when_used="json")]
+
+
+def drawn_at_random(source: str) -> bool:
+    """Return whether the samples of a :class:`DriftEntry`, whose ``source`` this is, were drawn at random.
+
+    They are drawn when none were given, and ``source`` says so. They differ from live inputs, so do not derive anything
+    from them that is compared with live ones.
+    """
+    return source.startswith("random ")
+
+
+class DriftEntry(_Entry):
+    """Drift measured at conversion: ``outputs[output][metric][stat]``, as ``DriftSummary.as_dict`` gives it."""
+
+    samples: int
+    source: str
+    outputs: dict[str, dict[str, dict[str, Number]]]
+    emulated: bool = False
+
+
+class OracleFigure(_Entry):
+    """The fp32 reference's distance from the source framework in one output, and the bound on ``relative_l2``."""
+
+    relative_l2: Number
+    max_abs: Number
+    bound: Number
+
+
+class OracleEntry(_Entry):
+    """Whether the fp32 reference was checked against the source framework's own outputs, before any rounding.
+
+    ``how`` names the program that computed them, or the reason why none could; ``feeds`` is how many samples were
+    compared.
+    """
+
+    checked: bool
+    how: str
+    feeds: Size = 0
+    outputs: dict[str, OracleFigure] = {}

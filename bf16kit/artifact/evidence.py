@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -67,11 +67,6 @@ class Header(_FrozenModel):
     tensors: dict[str, TensorMetadata] = {}
 
 
-class _SafetensorsFile(NamedTuple):
-    metadata: dict[str, str]
-    tensors: dict[str, Array]
-
-
 @dataclass(frozen=True)
 class Evidence:
     """One breach, in memory."""
@@ -101,29 +96,23 @@ class Evidence:
 
         Raises UsageError, with one line, for anything else.
         """
-        found = _parse(data, where)
-        if KEY not in found.metadata:
+        tensors, metadata = _parse(data, where)
+        if KEY not in metadata:
             raise UsageError(f"{where}: a safetensors file, but not evidence; fetch that with `bf16-serve evidence`")
-        header = _header(found.metadata[KEY], where)
+        header = _header(metadata[KEY], where)
         parts: dict[str, dict[str, Array]] = {"input": {}, "served": {}, "reference": {}}
-        if found.tensors.keys() != header.tensors.keys():
-            raise UsageError(f"{where}: its tensors are not those that its header lists: fetch it again")
-        for key, note in header.tensors.items():
-            part, _, name = key.partition(":")
-            if part not in parts or note.dtype not in BY_NAME:
-                raise UsageError(
-                    f"{where}: holds {quoted(key)} of dtype {quoted(note.dtype)}, which evidence never has"
-                )
-            parts[part][name] = _restored(found.tensors[key], note, f"{where}: {quoted(key)}")
-        if parts["served"].keys() != parts["reference"].keys() or not parts["served"]:
+        try:
+            for key, note in header.tensors.items():
+                part, _, name = key.partition(":")
+                parts[part][name] = _restored(tensors[key], note)
+        except (KeyError, ValueError, TypeError, RecursionError):
+            raise UsageError(f"{where}: {quoted(key)} is not what its header says: fetch it again") from None
+        served, reference = (
+            {name: (array.dtype, array.shape) for name, array in parts[part].items()}
+            for part in ("served", "reference")
+        )
+        if served != reference or not served:
             raise UsageError(f"{where}: its answers and the reference's are not of the same outputs: fetch it again")
-        for name, served in parts["served"].items():
-            reference = parts["reference"][name]
-            if (served.dtype, served.shape) != (reference.dtype, reference.shape):
-                raise UsageError(
-                    f"{where}: output {quoted(name)} was answered as {_kind(served)}, and by the reference as"
-                    f" {_kind(reference)}: fetch it again"
-                )
         return cls(header, parts["input"], parts["served"], parts["reference"])
 
     @classmethod
@@ -132,7 +121,7 @@ class Evidence:
         return cls.loads(read_bounded(path, MOST_BYTES, UsageError, "the limit for evidence"), str(path))
 
 
-def _parse(data: bytes, where: str) -> _SafetensorsFile:
+def _parse(data: bytes, where: str) -> tuple[dict[str, Array], dict[str, str]]:
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -142,7 +131,7 @@ def _parse(data: bytes, where: str) -> _SafetensorsFile:
         metadata = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(f"{where}: is not evidence, or is damaged ({brief(error)})") from None
-    return _SafetensorsFile(metadata, tensors)
+    return tensors, metadata
 
 
 def _header(text: str, where: str) -> Header:
@@ -167,10 +156,6 @@ def _dtype(array: Array) -> str:
     return "string" if array.dtype == np.object_ else array.dtype.name
 
 
-def _kind(array: Array) -> str:
-    return f"{_dtype(array)} {list(array.shape)}"
-
-
 def _stored(array: Array) -> Array:
     """Return ``array`` in a dtype that safetensors supports, C-contiguous."""
     if array.dtype == np.object_:
@@ -184,24 +169,16 @@ def _texts(array: Array) -> Iterator[str]:
         yield each if isinstance(each, str) else bytes(each).decode("utf-8", "replace")
 
 
-def _restored(stored: Array, note: TensorMetadata, where: str) -> Array:
-    dtype = BY_NAME[note.dtype]
-    if stored.dtype != _STORED.get(note.dtype, dtype.numpy):
-        raise UsageError(f"{where} is of dtype {stored.dtype.name}, its header says {note.dtype}: fetch it again")
-    if note.dtype == "string":
-        return _strings(stored, note, where)
-    if stored.shape != note.shape:
-        raise UsageError(f"{where} has shape {list(stored.shape)}, its header says {list(note.shape)}: fetch it again")
-    return stored.view(dtype.numpy) if note.dtype in _STORED else stored
-
-
-def _strings(stored: Array, note: TensorMetadata, where: str) -> Array:
-    try:
-        texts = json.loads(stored.tobytes())
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise TypeError
-        array = np.empty(len(texts), np.object_)
-        array[:] = texts
-        return array.reshape(note.shape)
-    except (ValueError, TypeError, RecursionError):  # ValueError: also a wrong number of strings or too many dimensions
-        raise UsageError(f"{where} is not a list of {math.prod(note.shape)} strings: fetch it again") from None
+def _restored(stored: Array, note: TensorMetadata) -> Array:
+    """Return the original of ``stored``; KeyError, TypeError or ValueError if it is not what ``note`` says."""
+    dtype = BY_NAME[note.dtype].numpy
+    if stored.dtype != _STORED.get(note.dtype, dtype):
+        raise TypeError
+    if note.dtype != "string":
+        if stored.shape != note.shape:
+            raise ValueError
+        return stored.view(dtype)
+    texts = json.loads(stored.tobytes())
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise TypeError
+    return np.array([*texts, None], np.object_)[:-1].reshape(note.shape)

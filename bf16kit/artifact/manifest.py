@@ -2,7 +2,7 @@
 
 ``manifest.json`` is canonical JSON: keys sorted, indented by one space, UTF-8, a newline at the end, no clock time, so
 the same conversion writes the same bytes. A float that is not finite is written as the string ``"inf"``, ``"-inf"`` or
-``"nan"``, because JSON cannot express it. The file carries its own ``digest`` (see :mod:`bf16kit.artifact.seal`), so
+``"nan"``, because JSON cannot express it. The file carries its own ``digest`` (see :mod:`bf16kit.artifact.schema`), so
 that a flipped bit in the manifest is detected, as in any other file.
 """
 
@@ -23,16 +23,19 @@ from pydantic import (
     model_validator,
 )
 
-from bf16kit.artifact import seal
-from bf16kit.artifact.driftentries import DriftEntry, Number, OracleEntry, OracleFigure
+from bf16kit.artifact import schema
 from bf16kit.artifact.entries import (
     MOST_AXES,
     STRICT,
     CheckpointEntry,
+    DriftEntry,
     DTypeName,
     ExportEntry,
     FileName,
     GivenEntry,
+    Number,
+    OracleEntry,
+    OracleFigure,
     Segment,
     Sha256,
     Size,
@@ -41,8 +44,8 @@ from bf16kit.artifact.entries import (
     check_source,
     plain_name,
 )
-from bf16kit.artifact.schema import ADDITIONS, SCHEMA_VERSION, SINCE_3, SINCE_5, SINCE_6, required_schema_version
-from bf16kit.messages import boundedjson
+from bf16kit.artifact.schema import SCHEMA_VERSION
+from bf16kit.messages.document import parse_json
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import Kind, TensorSpec
@@ -196,11 +199,11 @@ class Manifest(_Entry):
     tools: dict[str, str] = {}
     seed: int = 0
     options: dict[str, JsonValue] = {}
-    schema_version: int = Field(default_factory=required_schema_version)  # last: it is computed from the fields above
+    schema_version: int = SCHEMA_VERSION
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(handler(self), *SINCE_3, *SINCE_5, *SINCE_6)
+        return _without_empty(handler(self), "measurements", "oracle", "exports", "given")
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
@@ -209,11 +212,6 @@ class Manifest(_Entry):
         tensors = {t.name: t for t in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("two tensors have the same name")
-        required = required_schema_version(dict(self))
-        if self.schema_version < required:
-            raise ValueError(
-                f"schema version {self.schema_version} has no {ADDITIONS[required]}; version {required} has"
-            )
         for tensor in self.tensors:
             check_scale(tensor, tensors)
         for entry in self.checkpoint:
@@ -221,9 +219,8 @@ class Manifest(_Entry):
         return self
 
     def amended(self, **changes: object) -> Manifest:
-        """Return a copy with ``changes``, which are not validated, at the lowest schema version that can express it."""
-        changed = self.model_copy(update=changes)
-        return changed.model_copy(update={"schema_version": required_schema_version(dict(changed))})
+        """Return a copy with ``changes``, which are not validated."""
+        return self.model_copy(update=changes)
 
     def golden_of(self, profile: str | None) -> str | None:
         """Return the file of the golden samples for ``profile``: its own if it has them, else the manifest's."""
@@ -232,7 +229,7 @@ class Manifest(_Entry):
 
     def dumps(self) -> bytes:
         """Return the canonical bytes of ``manifest.json``."""
-        return seal.dump(self.model_dump(mode="json"))
+        return schema.dump(self.model_dump(mode="json"))
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Manifest:
@@ -250,11 +247,11 @@ class Manifest(_Entry):
                 f"{where}: schema version {version} is newer than {SCHEMA_VERSION}, the newest this bf16kit reads;"
                 " upgrade bf16kit or convert the checkpoint again"
             )
-        if not seal.is_intact(data):
+        if not schema.is_intact(data):
             raise ArtifactDamaged(
                 f"{where}: not the bytes that were written (its digest differs); copy or convert it again"
             )
-        fields.pop(seal.FIELD, None)
+        fields.pop(schema.FIELD, None)
         try:
             return cls.model_validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
@@ -262,7 +259,7 @@ class Manifest(_Entry):
 
 
 def _json_object(data: bytes, where: str | Path) -> dict[str, Any]:
-    fields = boundedjson.parse(data, ArtifactError, where)
+    fields = parse_json(data, ArtifactError, where)
     if not isinstance(fields, dict):
         raise ArtifactError(f"{where}: not a manifest, but a JSON {type(fields).__name__}")
     return fields

@@ -11,6 +11,7 @@ the same target then removes the directory.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -22,7 +23,6 @@ from pathlib import Path
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.digests import Digests
 from bf16kit.artifact.manifest import MANIFEST, FileEntry, Manifest, plain_name
-from bf16kit.artifact.rename import exchange, rename_new
 from bf16kit.artifact.weightfile import WeightWriter
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactExists, Bf16kitError, ConversionError, UsageError
 from bf16kit.messages.wording import os_error_text
@@ -34,6 +34,10 @@ _CHANGED = (
     " or disk is faulty; convert again"
 )
 _NEARLY_FULL = 1 << 20  # bytes free; below this, a failure of a library that hides errno is blamed on a full disk
+_AT_FDCWD = -100
+_NOREPLACE = 1
+_EXCHANGE = 2
+_NOT_OFFERED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # old kernels; file systems that cannot
 
 
 @contextlib.contextmanager
@@ -257,3 +261,42 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename ``source`` to ``target``; FileExistsError when the target exists, even as an empty directory."""
+    if _renameat2(source, target, _NOREPLACE):
+        return
+    if os.path.lexists(target):  # without renameat2, rename would quietly replace an empty directory
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    source.rename(target)
+
+
+def exchange(source: Path, target: Path, aside: Path) -> Path:
+    """Replace the directory ``target`` with the directory ``source``; return the new path of the old one.
+
+    That path is ``source``, or ``aside`` on systems that cannot exchange two names. There the old directory is renamed
+    first, ``target`` is missing for a moment, and the old one is renamed back when the second step fails.
+    """
+    if _renameat2(source, target, _EXCHANGE):
+        return source
+    target.rename(aside)
+    try:
+        source.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
+    return aside
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    """Call Linux's renameat2; return False where it is not available."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NOT_OFFERED:
+        return False
+    raise OSError(code, os.strerror(code), str(source), None, str(target))

@@ -6,8 +6,7 @@ import math
 
 from pydantic import BaseModel, ConfigDict
 
-from bf16kit.artifact.driftentries import Number
-from bf16kit.artifact.entries import Size
+from bf16kit.artifact.entries import Number, Size
 
 
 class _Entry(BaseModel):

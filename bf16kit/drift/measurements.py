@@ -2,8 +2,8 @@
 
 Per profile: the drift of each sample, the SQNR of each layer and the result of the search for fp32 islands. Per tensor:
 the range events of rounding. Per input: the range of its samples. Canonical JSON like the manifest's
-(:mod:`bf16kit.artifact.driftentries` says how a float that is not finite is written), and bounded: beyond the maxima
-below rows are left out, and ``measured`` says how many there were.
+(:mod:`bf16kit.artifact.entries` says how a float that is not finite is written), and bounded: beyond the maxima
+below no rows are written, and ``measured`` says how many there were.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
-from bf16kit.artifact.driftentries import Number
-from bf16kit.artifact.entries import STRICT, Size
+from bf16kit.artifact.entries import STRICT, Number, Size
 from bf16kit.artifact.recoveryentries import RecoveryEntry
 from bf16kit.drift.inputranges import InputRange
 from bf16kit.drift.metrics import SampleDrift
-from bf16kit.messages import boundedjson
+from bf16kit.messages.document import parse_json
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.messages.wording import quoted
 from bf16kit.numerics.rounding import OVERFLOW, SMALLEST_NORMAL, Census
@@ -75,17 +74,6 @@ class SampleColumns(_Entry):
             top1_matches=[row.top1_matches for row in rows] if logits else [],
             top1_rows=[row.top1_rows for row in rows] if logits else [],
         )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> SampleColumns:
-        rows = len(self.relative_l2)
-        if {len(self.cosine_distance), len(self.max_abs), len(self.nonfinite)} != {rows}:
-            raise ValueError("columns have different lengths")
-        if not len(self.top1_matches) == len(self.top1_rows) in (0, rows):
-            raise ValueError("top1 columns are not as long as the others")
-        if rows > self.measured:
-            raise ValueError(f"{rows} rows of {self.measured} samples")
-        return self
 
 
 class LayerEntry(_Entry):
@@ -225,19 +213,6 @@ class Measurements(_Entry):
     recovery: RecoveryEntry | None = None  # only for an artifact whose weights were trained for bf16
     version: int = VERSION
 
-    @model_validator(mode="after")
-    def _bounded(self) -> Measurements:
-        columns = [c for p in self.profiles.values() for c in p.outputs.values()]
-        layers = [p.layers for p in self.profiles.values() if p.layers is not None]
-        for what, found, most in (
-            ("samples", sum(len(c.relative_l2) for c in columns), MOST_SAMPLES),
-            ("layers", sum(len(found.rows) for found in layers), MOST_LAYERS),
-            ("tensors", len(self.ranges.tensors), MOST_TENSORS),
-        ):
-            if found > most:
-                raise ValueError(f"{found} rows of {what}; at most {most} are kept")
-        return self
-
     def dumps(self) -> bytes:
         """Return the canonical bytes of the file."""
         fields = self.model_dump(mode="json")
@@ -271,7 +246,7 @@ class Measurements(_Entry):
         """
         if len(data) > MAX_BYTES:
             raise ArtifactError(f"{where}: larger than {MAX_BYTES >> 20} MiB, not measurements")
-        fields = boundedjson.parse(data, ArtifactError, where)
+        fields = parse_json(data, ArtifactError, where)
         try:
             version = fields.get("version") if isinstance(fields, dict) else None
             if version == VERSION:

@@ -1,4 +1,4 @@
-"""Figures as JSON for programs, with the same names as in the code."""
+"""JSON: figures for programs, with the same names as in the code, and a repository's files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+
+from bf16kit.messages.errors import Bf16kitError
 
 
 def plain(value: Any) -> Any:
@@ -38,3 +40,14 @@ def dumps(value: Any) -> str:
     The text is ASCII, so that a terminal does not execute control characters in a name.
     """
     return json.dumps(plain(value), sort_keys=True, indent=1, allow_nan=False)
+
+
+def parse_json(data: bytes, error: type[Bf16kitError], where: object) -> Any:
+    """Return the value in ``data``, in UTF-8; raise ``error``, which begins with ``where``, if it is not JSON.
+
+    The caller bounds the bytes.
+    """
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise error(f"{where}: not JSON") from None

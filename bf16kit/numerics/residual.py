@@ -11,7 +11,7 @@ stretched the distance to 17 bits. Those elements are *crossed*: 65536 is added 
 side of P. Elements farther away still (flushed subnormals, some NaNs) are kept *verbatim*, as index and bits.
 
 A segment, little-endian, has these parts: the low halves (for tensors widened from fp16 or bf16 only the bits that can
-be nonzero, :mod:`bf16kit.numerics.lowbits`); the crossed elements, as indices or as a compressed bitmap, whichever is
+be nonzero); the crossed elements, as indices or as a compressed bitmap, whichever is
 smaller; the verbatim indices, then their bits; a footer (:mod:`bf16kit.numerics.residualparts`). Encoding and decoding
 stream, and need little memory beyond their result.
 """
@@ -26,9 +26,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.numerics import lowbits
 from bf16kit.numerics.native import loops
-from bf16kit.numerics.residualparts import ALL_BITS, BITMAP, FOOTER, INDICES, MAGIC, MAGIC_PACKED, Parts, index_dtype
+from bf16kit.numerics.residualparts import (
+    ALL_BITS,
+    BITMAP,
+    FOOTER,
+    INDICES,
+    MAGIC,
+    MAGIC_PACKED,
+    Parts,
+    index_dtype,
+    pack_bits,
+)
 from bf16kit.numerics.rounding import BF16, Bf16Array
 
 _CHUNK = 1 << 18  # elements: few enough that temporaries stay in the cache
@@ -119,7 +128,7 @@ class Encoder:
         low = np.concatenate([self._rest, low])
         full_groups = low.size // 8 * 8
         self._rest = low[full_groups:]
-        return lowbits.pack(low[:full_groups], self._low_bits)
+        return pack_bits(low[:full_groups], self._low_bits)
 
     def _predicted(self, stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
         if self._scale is None:
@@ -128,7 +137,7 @@ class Encoder:
 
     def finish(self) -> Iterator[bytes]:
         """Yield the rest of the segment."""
-        yield lowbits.pack(self._rest, self._low_bits)
+        yield pack_bits(self._rest, self._low_bits)
         form, crossing = _smaller(self._crossed, self._count)
         yield crossing
         verbatim = np.concatenate([np.empty(0, np.int64), *self._verbatim])

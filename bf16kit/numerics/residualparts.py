@@ -1,4 +1,10 @@
-"""Splits a segment of the residual into its parts (described in :mod:`bf16kit.numerics.residual`) and checks them."""
+"""Splits a segment of the residual into its parts (described in :mod:`bf16kit.numerics.residual`) and checks them.
+
+The low halves of a tensor that was widened are packed, because most of their bits are zero: fp16 has 10 bits of
+significand, so the last 13 of fp32's 23 are zero and 3 bits remain; of bf16 none. Only the upper ``count`` bits of each
+low half are kept. Eight elements are packed together, into one byte per bit, from the lowest kept bit up; the first
+element is the byte's lowest bit. A last group of fewer than eight elements is filled with zeros.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.messages.errors import ArtifactDamaged
-from bf16kit.numerics import lowbits
 
 # elements, bytes of the crossed part, verbatim elements, form of crossed, bits kept of each low half, magic
 FOOTER = struct.Struct("<QQQBB2x4s")
 ALL_BITS, MAGIC, MAGIC_PACKED = 16, b"RES1", b"RES2"  # RES1 has whole low halves, and 0 for their number of bits
 INDICES, BITMAP = 0, 1
+_GROUP = 8
+_BITS = {"float32": 16, "float16": 3, "bfloat16": 0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,12 +46,12 @@ class Parts:
             raise ArtifactDamaged("residual: a segment does not end in a residual footer")
         if elements != count:
             raise ArtifactDamaged(f"residual: a segment holds {elements} elements, its tensor has {count}")
-        size = lowbits.packed_size(elements, bits) if packed else 2 * elements
+        size = packed_size(elements, bits) if packed else 2 * elements
         ends = np.cumsum([size, crossing, 8 * verbatim, 4 * verbatim], dtype=object)
         if ends[-1] != len(segment) - FOOTER.size:
             raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes does not hold what its footer says")
         parts = cls(
-            low=lowbits.unpack(segment[:size], count, bits) if packed else np.frombuffer(segment[:size], "<u2"),
+            low=unpack_bits(segment[:size], count, bits) if packed else np.frombuffer(segment[:size], "<u2"),
             form=form,
             crossing=segment[ends[0] : ends[1]],
             verbatim=np.frombuffer(segment[ends[1] : ends[2]], "<u8"),
@@ -85,3 +92,45 @@ def _check_indices(indices: NDArray[Any], count: int) -> None:
 def index_dtype(count: int) -> np.dtype[Any]:
     """Return the dtype of indices into ``count`` elements."""
     return np.dtype("<u4" if count <= 1 << 32 else "<u8")
+
+
+def bits_needed(dtype: str) -> int:
+    """Return how many bits the low half of an fp32 number needs when it was widened from ``dtype``."""
+    return _BITS.get(dtype, 16)
+
+
+def is_half(dtype: str) -> bool:
+    """Return whether ``dtype`` has 16 bits, so that its low halves need fewer bits than fp32's."""
+    return bits_needed(dtype) < _BITS["float32"]
+
+
+def packed_size(elements: int, count: int) -> int:
+    """Return the size in bytes of ``count`` bits of each of ``elements``."""
+    return (elements + _GROUP - 1) // _GROUP * count
+
+
+def pack_bits(low: NDArray[np.uint16], count: int) -> bytes:
+    """Pack the upper ``count`` bits of each low half; ValueError if another bit is set, because it would be lost."""
+    if low.size and int(np.bitwise_or.reduce(low)) & ((1 << (16 - count)) - 1):
+        raise ValueError(f"low halves that need more than {count} bits")
+    filled = np.zeros((low.size + _GROUP - 1) // _GROUP * _GROUP, np.uint16)
+    filled[: low.size] = low
+    planes = [
+        np.packbits((filled >> np.uint16(bit)).astype(np.uint8) & 1, bitorder="little")
+        for bit in _kept_bit_positions(count)
+    ]
+    return np.stack(planes, axis=1).tobytes() if planes else b""
+
+
+def unpack_bits(data: memoryview, elements: int, count: int) -> NDArray[np.uint16]:
+    """Return the low halves of ``elements`` from :func:`packed_size` bytes."""
+    low = np.zeros(elements, np.uint16)
+    planes = np.frombuffer(data, np.uint8).reshape(-1, max(count, 1))
+    for index, bit in enumerate(_kept_bit_positions(count)):
+        plane = np.unpackbits(planes[:, index], count=elements, bitorder="little")
+        low |= plane.astype(np.uint16) << np.uint16(bit)
+    return low
+
+
+def _kept_bit_positions(count: int) -> range:
+    return range(16 - count, 16)

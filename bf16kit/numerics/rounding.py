@@ -1,4 +1,4 @@
-"""Rounding fp32 to bfloat16 and back, distances in ulps, and a census of what a tensor would lose.
+"""Rounding fp32 to bfloat16 and back, and a census of what a tensor would lose.
 
 bfloat16 is fp32 cut after 16 bits: 1 sign bit, 8 exponent bits, 7 stored fraction bits. Rounding is to nearest, ties to
 even; a magnitude of at least fp32 ``0x7F7F8000`` (3.396e38) becomes infinite; NaN stays NaN and keeps its sign. The
@@ -85,22 +85,6 @@ def to_fp32(x: Bf16Array) -> NDArray[np.float32]:
     return bits.view(np.float32).reshape(x.shape)
 
 
-def ulp_distance(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the distance of ``a`` and ``b`` in representable values.
-
-    Both are bfloat16 or both float32, and they are broadcast together; TypeError otherwise. The two zeros are one
-    value, so the smallest positive and the smallest negative are 2 apart. Infinity follows the largest finite value.
-    Two NaNs are 0 apart; a NaN and a number are ``iinfo(int64).max`` apart.
-    """
-    if a.dtype != b.dtype or a.dtype not in (BF16, np.dtype(np.float32)):
-        raise TypeError(f"ulp_distance takes two bfloat16 or two float32 arrays, got {a.dtype.name} and {b.dtype.name}")
-    distance: NDArray[np.int64] = np.abs(_ordered(a) - _ordered(b))
-    with np.errstate(invalid="ignore"):  # ml_dtypes raises the flag for signalling NaNs
-        a_nan, b_nan = np.isnan(a), np.isnan(b)
-    distance = np.where(a_nan != b_nan, np.iinfo(np.int64).max, distance)
-    return np.where(a_nan & b_nan, 0, distance)
-
-
 @dataclass(frozen=True, slots=True)
 class Census:
     """Range events of rounding a tensor to bfloat16, counted in elements; ``nan`` and ``inf`` are in the fp32 tensor.
@@ -181,11 +165,3 @@ def _census(magnitude: NDArray[Any]) -> Census:
 def _chunks(flat: NDArray[Any]) -> Iterator[NDArray[Any]]:
     for start in range(0, flat.size, _CHUNK):
         yield flat[start : start + _CHUNK]
-
-
-def _ordered(x: NDArray[Any]) -> NDArray[np.int64]:
-    """Map bit patterns to integers that increase with the value: sign-magnitude to two's complement."""
-    width = x.dtype.itemsize * 8
-    bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.int64).reshape(x.shape)
-    magnitude = bits & ((1 << (width - 1)) - 1)
-    return np.where(bits >> (width - 1), -magnitude, magnitude)

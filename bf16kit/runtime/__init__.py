@@ -63,6 +63,26 @@ class Runtime(Protocol):
     def close(self) -> None: ...
 
 
+class RuntimeProperties:
+    """The properties of :class:`Runtime`, read from attributes that the subclass sets."""
+
+    _inputs: tuple[TensorSpec, ...]
+    _outputs: tuple[TensorSpec, ...]
+    _info: RuntimeInfo
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self._outputs
+
+    @property
+    def info(self) -> RuntimeInfo:
+        return self._info
+
+
 def contiguous(feeds: Mapping[str, Array]) -> dict[str, Array]:
     """Return the feeds as C-contiguous arrays; those that already are stay the same objects.
 

@@ -15,7 +15,7 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
-from bf16kit.system.heap import release_free_memory
+from bf16kit.system.controlgroup import release_free_memory
 
 AUTO = "auto"
 CPU_PROFILES = ("cpu", "cpu-bf16")  # run by ONNX Runtime, the more accurate first
@@ -59,17 +59,14 @@ def load(
         from bf16kit.runtime.torchexport import TorchExportRuntime
 
         return TorchExportRuntime(path, inputs, outputs, device=device, threads=threads)
-    from bf16kit.runtime.memory.copied import copied_weights
-    from bf16kit.runtime.memory.rebuilt import Weights
+    from bf16kit.runtime.memory.weights import Weights, copied_weights
     from bf16kit.runtime.ort.externaldata import check_locations
-    from bf16kit.runtime.ort.inlining import check_inlined_size
     from bf16kit.runtime.ort.kernel import NOT_NEEDED, kernel_for, read_as_stored
     from bf16kit.runtime.ort.onnx import OnnxRuntime
     from bf16kit.runtime.ort.session import check_version
 
     check_version(profile, entry.requires)
     graph = check_locations(path, artifact.manifest.files)
-    check_inlined_size(path, graph)
     kernel = kernel_for(graph) if device == CPU else NOT_NEEDED
     given = read_as_stored(graph, kernel=bool(kernel.path)) if artifact.copies and device == CPU else ()
     mapped = nullcontext(Weights(path, ""))
@@ -116,9 +113,8 @@ def load_reference(
 
     Raises :class:`ArtifactError` when the artifact has no reference, or no residual to rebuild it from.
     """
-    from bf16kit.runtime.memory.rebuilt import rebuilt_weights
+    from bf16kit.runtime.memory.weights import rebuilt_weights
     from bf16kit.runtime.ort.externaldata import REBUILT, check_locations
-    from bf16kit.runtime.ort.inlining import check_inlined_size
     from bf16kit.runtime.ort.onnx import OnnxRuntime
 
     name = artifact.manifest.reference
@@ -127,7 +123,7 @@ def load_reference(
         remedy = reason or "convert the checkpoint again with the residual"
         raise ArtifactError(f"{artifact.path} has no fp32 reference; {remedy}")
     graph = artifact.file(name)
-    check_inlined_size(graph, check_locations(graph, {*artifact.manifest.files, REBUILT}))
+    check_locations(graph, {*artifact.manifest.files, REBUILT})
     inputs, outputs = _inputs_and_outputs(artifact)
     with rebuilt_weights(artifact, graph, scratch, weights) as found:
         if artifact.copies:
@@ -140,7 +136,6 @@ def load_reference(
             profile=REFERENCE,
             precision="fp32",
             threads=1 if low_priority and threads is None else threads,
-            external=found.external,
             files=found.files,
             values=found.values,
             base_dir=found.base_dir,

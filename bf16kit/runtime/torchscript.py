@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 
 from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph
-from bf16kit.runtime.device import CPU, canonical
-from bf16kit.runtime.edges import RuntimeProperties
-from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
+from bf16kit.runtime import Accumulation, Array, RuntimeInfo, RuntimeProperties, scriptgraph
+from bf16kit.runtime.device import CPU, available_cpus, canonical, cpu_has_bf16
 from bf16kit.runtime.probe import classify, weights
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)

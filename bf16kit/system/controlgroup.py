@@ -7,7 +7,8 @@ within it, so the smallest limit on the path to the root applies. Without groups
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -133,3 +134,19 @@ def _table(file: Path) -> Mapping[str, int]:
     """Return the pairs of name and number in ``file``, one pair per line."""
     pairs = (line.split() for line in _text(file).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def find_malloc_trim() -> Callable[[], object] | None:
+    """Return a function that has the C library return its free pages; None if it has no such function (musl, macOS)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return None if trim is None else lambda: trim(0)
+
+
+def release_free_memory() -> None:
+    """Return the free pages now, which takes a millisecond or two.
+
+    Later allocations must get pages from the system again.
+    """
+    trim = find_malloc_trim()
+    if trim is not None:
+        trim()

@@ -17,7 +17,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import MANIFEST
 from bf16kit.drift.verdicts import drift_rows, format_budget_ratio, tightest_of
 from bf16kit.messages.errors import SourceError
-from bf16kit.messages.text import table
+from bf16kit.messages.wording import table
 from converter.bulk.worklist import Item
 from converter.process import children
 

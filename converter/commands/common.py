@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bf16kit.messages.text import printable
+from bf16kit.messages.wording import printable
 
 PATH = click.Path(path_type=Path)
 

@@ -59,7 +59,7 @@ def record(found: Mapping[str, Part]) -> dict[str, Any]:
 
 def describe(found: Mapping[str, Part]) -> str:
     """Return tables of what is installed, read and written, and the commands that install what is missing."""
-    from bf16kit.messages.text import table
+    from bf16kit.messages.wording import table
 
     tables = (
         ("Sources that can be converted now", "source", SOURCES),

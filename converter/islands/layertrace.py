@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import MARGIN_DB, LayerEntry
 from bf16kit.messages.errors import ArtifactError
-from bf16kit.runtime.memory.rebuilt import rebuilt_weights
+from bf16kit.runtime.memory.weights import rebuilt_weights
 from converter.graph.operators import WEIGHTED, label
 from converter.islands.result import decibels
 from converter.plan import narrowed
@@ -147,7 +149,19 @@ def open_reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[
         base = weights.base_dir or artifact.path
         model = ir.load(weights.model) if isinstance(weights.model, Path) else _parsed(weights.model)
         ir.external_data.set_base_dir(model.graph, base)
-        yield Graph(model, base, weights.external)
+        yield Graph(model, base, _in_memory(model, weights.files))
+
+
+def _in_memory(model: ir.Model, files: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return the initializers that are in ``files``, which exist in memory only, by name."""
+    found = {}
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and str(tensor.location) in files:
+            start = tensor.offset or 0
+            raw = files[str(tensor.location)][start : start + tensor.nbytes]
+            found[name] = raw.view(tensor.dtype.numpy()).reshape(tensor.shape.numpy())
+    return found
 
 
 def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile: str) -> Trace:

@@ -18,7 +18,7 @@ from bf16kit.artifact.manifest import Manifest
 from bf16kit.drift.budget import Budget
 from bf16kit.messages import document
 from bf16kit.messages.errors import InvalidRequest, UsageError
-from bf16kit.messages.text import table
+from bf16kit.messages.wording import table
 from bf16kit.numerics.tensors import Array, check_feeds
 from bf16kit.runtime.loading import load_reference
 from converter.islands import explanation

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from bf16kit.system.heap import release_free_memory
+from bf16kit.system.controlgroup import release_free_memory
 
 _M_MMAP_THRESHOLD = -3  # glibc's number for mallopt
 _LARGE = 256 << 10  # bytes

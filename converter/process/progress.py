@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import IO, Protocol
 
-from bf16kit.messages.text import size
+from bf16kit.messages.wording import size
 
 _INTERVAL = 5.0  # seconds between plain lines
 

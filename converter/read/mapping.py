@@ -25,8 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, m
 
 from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import SourceError, UsageError
-from bf16kit.messages.text import printable
-from bf16kit.messages.wording import quoted
+from bf16kit.messages.wording import printable, quoted
 from converter.read.statedict import mismatch_message
 from converter.source import Array
 

@@ -114,14 +114,13 @@ def of_onnx(path: Path, model: ir.Model) -> Oracle:
 
 def _run_onnx(session: Any, feed: Feeds, dtypes: Mapping[str, np.dtype[Any]]) -> Feeds:
     """Return the outputs for ``feed``, whose arrays are converted to the file's dtypes."""
-    from bf16kit.runtime.ort import ortvalue
-    from bf16kit.runtime.ort.session import as_runtime_failure
+    from bf16kit.runtime.ort.session import as_runtime_failure, run_with_values
 
     names = [edge.name for edge in session.get_outputs()]
     given = {name: np.asarray(array.astype(dtypes[name], copy=False), order="C") for name, array in feed.items()}
     half = any(edge.type == "tensor(bfloat16)" for edge in (*session.get_inputs(), *session.get_outputs()))
     with as_runtime_failure("ONNX Runtime failed on it"):
-        values = ortvalue.run(session, names, given) if half else session.run(names, given)
+        values = run_with_values(session, names, given) if half else session.run(names, given)
     return dict(zip(names, values, strict=True))
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.messages.errors import NoCheckpoint, SourceError, UsageError
-from bf16kit.messages.text import listed, size
-from bf16kit.messages.wording import brief, quoted
+from bf16kit.messages.wording import brief, listed, quoted, size
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime.memory.scratch import ScratchUnavailable, on_disk, scratch_file
 from converter.source import Array

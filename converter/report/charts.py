@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.drift.measurements import MARGIN_DB, MOST_DB
 from bf16kit.drift.verdicts import SampleSeries
-from bf16kit.messages.text import printable, size
+from bf16kit.messages.wording import printable, size
 from converter.report.figures import HIGHEST, LOWEST, NORMAL, Sizes, Span
 from converter.report.layers import LayerSeries, layer_name, shortfall
 from converter.report.svg import COLOUR, WIDTH, axes, drawing, svg

@@ -18,7 +18,7 @@ from bf16kit.drift.verdicts import (
     verdicts,
     worst_slices,
 )
-from bf16kit.messages.text import listed
+from bf16kit.messages.wording import listed
 from bf16kit.numerics.panels import WIDTH
 from converter.report.islands import Island, PlanGroup, SearchSummary, islands, plan_groups, searches
 from converter.report.layers import LayerSeries, layer_series

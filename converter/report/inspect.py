@@ -10,7 +10,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import ProfileEntry
 from bf16kit.drift.verdicts import DriftRow, format_budget_ratio
 from bf16kit.messages.document import plain
-from bf16kit.messages.text import listed, size, table
+from bf16kit.messages.wording import listed, size, table
 from bf16kit.numerics.tensors import describe as describe_shape
 from converter.report import recovery
 from converter.report.figures import Figures, figures

@@ -16,7 +16,7 @@ from bf16kit.drift.measurements import (
     Measurements,
     RemedyEntry,
 )
-from bf16kit.messages.text import listed
+from bf16kit.messages.wording import listed
 
 _NAMED = 12  # nodes and weights of a remedy that a sentence names
 

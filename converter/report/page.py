@@ -13,7 +13,7 @@ from bf16kit.artifact.manifest import FileEntry, Manifest, PlanEntry
 from bf16kit.drift.measurements import Measurements
 from bf16kit.drift.verdicts import format_budget_ratio
 from bf16kit.messages.errors import UsageError
-from bf16kit.messages.text import listed, printable, size
+from bf16kit.messages.wording import listed, printable, size
 from bf16kit.numerics.tensors import describe as describe_shape
 from converter.process.versions import version_of
 from converter.report import charts, recovery

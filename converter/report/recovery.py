@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bf16kit.artifact.recoveryentries import RecoveredDrift, RecoveryEntry, TrainingEntry
-from bf16kit.messages.text import table
+from bf16kit.messages.wording import table
 
 DRIFT = ("profile", "output", "metric", "bf16 before", "bf16 recovered", "from its own fp32", "budget")
 

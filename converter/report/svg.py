@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from bf16kit.messages.text import printable
+from bf16kit.messages.wording import printable
 from converter.process.quiet import quiet
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ import numpy as np
 from bf16kit.artifact.manifest import OracleEntry, OracleFigure
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Array, RuntimeInfo
+from bf16kit.runtime import Array, RuntimeInfo, RuntimeProperties
 from bf16kit.runtime.device import CPU
-from bf16kit.runtime.edges import RuntimeProperties
 from converter.source import FP32_ROUNDOFF, Feeds, Oracle, Source
 from converter.verify.distance import Distance, is_float, measure_distance
 from converter.verify.fp32noise import Noise

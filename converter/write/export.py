@@ -17,7 +17,7 @@ import onnx_ir as ir
 from bf16kit.artifact.manifest import Segment
 from bf16kit.artifact.weightfile import ALIGNMENT, WeightWriter, little_endian_bytes
 from bf16kit.messages.errors import RangeError
-from bf16kit.numerics import lowbits
+from bf16kit.numerics.residualparts import bits_needed
 from bf16kit.numerics.rounding import BF16, Census
 from bf16kit.numerics.tensors import Array as Array
 from converter.graph.equality import OTHER_FLOATS, in_fp32
@@ -192,7 +192,7 @@ def _write_residual(narrowing: Narrowing, array: Array, residual: WeightWriter |
         for _ in narrowing.blocks():
             pass
         return None
-    return residual.append_chunks(narrowing.residual(narrowing.tensor, None, lowbits.bits_needed(array.dtype.name)))
+    return residual.append_chunks(narrowing.residual(narrowing.tensor, None, bits_needed(array.dtype.name)))
 
 
 def fp32_tensor(array: Array, name: str) -> ir.TensorProtocol:

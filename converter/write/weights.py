@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Plan, Segment, TensorEntry
 from bf16kit.artifact.weightfile import WeightWriter, little_endian_bytes
 from bf16kit.messages.errors import ConversionError
-from bf16kit.numerics import lowbits
 from bf16kit.numerics.panels import strips
 from bf16kit.numerics.residual import Scale
+from bf16kit.numerics.residualparts import bits_needed
 from bf16kit.numerics.rounding import BF16, Census, census
 from bf16kit.numerics.tensors import BY_NAME, BY_ONNX
 from converter.graph.equality import Fingerprint, fingerprint, same_bits
@@ -239,9 +239,7 @@ class SharedNames:
 
 def _low_bits(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, int]:
     """Return the number of low bits that may be nonzero, for each initializer that is a widened checkpoint tensor."""
-    return {
-        match.initializer: lowbits.bits_needed(checkpoint[name].dtype.name) for name, match in prepared.matches.items()
-    }
+    return {match.initializer: bits_needed(checkpoint[name].dtype.name) for name, match in prepared.matches.items()}
 
 
 def stored_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.messages.errors import UsageError
-from bf16kit.messages.text import table
-from bf16kit.messages.wording import quoted
-from bf16kit.runtime.hardware import available_cpus
+from bf16kit.messages.wording import quoted, table
+from bf16kit.runtime.device import available_cpus
 from service.commands.advice import Advice, Candidate, Measurement, advise
 from service.commands.inputs import Inputs
 from service.commands.interleaved import ROUNDS, Cell

@@ -14,8 +14,7 @@ from urllib.parse import quote, urlsplit
 
 from bf16kit.artifact.evidence import MOST_BYTES, Evidence
 from bf16kit.messages.errors import Bf16kitError, ConfigError, UsageError
-from bf16kit.messages.text import size
-from bf16kit.messages.wording import brief, quoted
+from bf16kit.messages.wording import brief, quoted, size
 from service.process.tokens import is_token, read_tokens
 from service.status_http.pages import EVIDENCE
 

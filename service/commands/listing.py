@@ -13,8 +13,7 @@ from bf16kit.drift.budget import Budget
 from bf16kit.drift.metrics import DriftSummary
 from bf16kit.drift.verdicts import DriftRow, format_budget_ratio, rows_of, tightest_of
 from bf16kit.messages.errors import Bf16kitError, ConfigError
-from bf16kit.messages.text import size, table
-from bf16kit.messages.wording import brief
+from bf16kit.messages.wording import brief, size, table
 from service.models.directory import desired_model_of, directories_in, versions_in
 from service.models.opening import weight_bytes
 from service.models.policy import Serving

@@ -27,7 +27,7 @@ config_file = click.option(
 
 def echo(text: str) -> None:
     """Write lines to standard output. Control characters, for example in a model's name, are escaped."""
-    from bf16kit.messages.text import printable
+    from bf16kit.messages.wording import printable
 
     click.echo(printable(text))
 
@@ -41,7 +41,7 @@ def echo_json(value: Any) -> None:
 
 def fail(command: str, reason: str, code: int) -> NoReturn:
     """Write one line to standard error, and exit with ``code``."""
-    from bf16kit.messages.text import printable
+    from bf16kit.messages.wording import printable
 
     click.echo(f"bf16-serve {command}: {printable(reason, keep='')}", err=True)
     sys.exit(code)

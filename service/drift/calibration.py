@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bf16kit.artifact.driftentries import drawn_at_random
+from bf16kit.artifact.entries import drawn_at_random
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.drift.inputranges import InputRange
 from bf16kit.drift.measurements import Measurements

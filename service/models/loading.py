@@ -20,7 +20,7 @@ from bf16kit.messages.errors import (
 )
 from bf16kit.messages.wording import brief
 from bf16kit.runtime import Runtime, RuntimeInfo
-from bf16kit.runtime.hardware import available_cpus
+from bf16kit.runtime.device import available_cpus
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore, WeightStore
 from bf16kit.runtime.ort import kernel
 from bf16kit.runtime.ort.runtimecost import depends_on_size_alone

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
-from bf16kit.system.heap import find_malloc_trim
+from bf16kit.system.controlgroup import find_malloc_trim
 from service.process.periodic import PeriodicThread
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameter numbers of mallopt

@@ -21,7 +21,7 @@ from bf16kit.artifact.manifest import Manifest
 from bf16kit.messages.errors import ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import Runtime
 from bf16kit.system import controlgroup
-from bf16kit.system.heap import release_free_memory
+from bf16kit.system.controlgroup import release_free_memory
 from service.contract import Array
 from service.process.memory import request_bytes
 

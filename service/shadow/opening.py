@@ -39,7 +39,7 @@ def open_reference(
         remote.connect()
         return remote
     from bf16kit.runtime.loading import load_reference
-    from bf16kit.runtime.memory import rebuilt as _rebuilt  # noqa: F401 -- as above
+    from bf16kit.runtime.memory import weights as _weights  # noqa: F401 -- as above
     from bf16kit.runtime.ort import onnx as _onnx  # noqa: F401 -- now: what the library takes is no reference's
 
     weights, room = fp32_bytes(opened.artifact.manifest), controlgroup.memory()

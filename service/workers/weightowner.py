@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
-from bf16kit.runtime.memory.sealedmemory import UnfitMemory, check
+from bf16kit.runtime.memory.weightstore import UnfitMemory, check
 
 _log = logging.getLogger(__name__)
 REQUEST = struct.Struct("!Q32s")  # size in bytes, sha256 of the key; sent with the socket of the use

@@ -11,9 +11,15 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.runtime.memory.sealedmemory import UnfitMemory, check
-from bf16kit.runtime.memory.sharedmemory import create_filled, map_read_only
-from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, Fill, WeightStore
+from bf16kit.runtime.memory.weightstore import (
+    PRIVATE_STORE,
+    Fill,
+    UnfitMemory,
+    WeightStore,
+    check,
+    create_filled,
+    map_read_only,
+)
 from service.workers.weightowner import FILL, FILLED, HERE, MOST_BYTES, MOST_DESCRIPTORS, REFUSED, REQUEST
 
 _log = logging.getLogger(__name__)

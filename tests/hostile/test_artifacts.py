@@ -23,7 +23,7 @@ from attacked import Target
 from serverprocess import ServerProcess
 from waiting import until
 
-from bf16kit.artifact.rename import exchange
+from bf16kit.artifact.publish import exchange
 from bf16kit.runtime.loading import load
 
 pytestmark = pytest.mark.hostile

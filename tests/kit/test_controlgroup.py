@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.system import controlgroup
-from bf16kit.system.controlgroup import Memory
+from bf16kit.system.controlgroup import Memory, find_malloc_trim, release_free_memory
 
 _STAT = "anon 300\nfile 500\nshmem 100\nactive_file 150\ninactive_file 250\n"
 
@@ -119,3 +120,32 @@ def test_a_process_can_ask_to_be_killed_first() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == 1000
     controlgroup.maximize_oom_score(2**31 - 1)  # no such process: no failure
+
+
+_BLOCKS, _BYTES = 256, 64 << 10  # small enough for the heap: glibc maps blocks of 128 KiB and more
+
+
+def _resident() -> int:
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+
+@pytest.mark.skipif(find_malloc_trim() is None, reason="this C library keeps what it keeps")
+def test_memory_freed_below_a_block_in_use_is_given_back() -> None:
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    blocks = [library.malloc(_BYTES) for _ in range(_BLOCKS)]
+    for block in blocks:
+        ctypes.memset(block, 1, _BYTES)
+    for block in blocks[:-1]:
+        library.free(block)
+    before = _resident()
+    release_free_memory()
+    given = before - _resident()
+    library.free(blocks[-1])  # it lies above the others; without it, glibc gives them back by itself
+    assert given > _BLOCKS * _BYTES // 2
+
+
+def test_nothing_is_done_with_another_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    assert find_malloc_trim() is None
+    release_free_memory()

@@ -12,7 +12,6 @@ from safetensors.numpy import load, save, save_file
 
 from bf16kit.artifact.evidence import KEY, Evidence, Header, finite
 from bf16kit.messages.errors import UsageError
-from bf16kit.numerics.tensors import Array
 
 
 def header(**changes: Any) -> Header:
@@ -90,7 +89,7 @@ DEEP = "[" * 100_000 + "]" * 100_000  # nested deeper than Python's parser allow
         (len(NULL).to_bytes(8, "little") + NULL, "a safetensors file, but not evidence"),
         (other(evidence().dumps(), {"format": 2}), "is of format 2, written by a newer bf16kit; this one knows 1"),
         (other(evidence().dumps(), {"surprise": 1}), "has a header that cannot be read"),
-        (other(evidence().dumps(), {"tensors": {}}), "its tensors are not those that its header lists"),
+        (other(evidence().dumps(), {"tensors": {}}), "are not of the same outputs"),
     ],
 )
 def test_a_file_that_is_not_evidence_is_reported_in_one_line(tmp_path: Path, data: bytes, words: str) -> None:
@@ -102,22 +101,23 @@ def test_a_file_that_is_not_evidence_is_reported_in_one_line(tmp_path: Path, dat
     assert "\n" not in str(told.value)
 
 
-def test_tensors_that_do_not_match_the_header_are_rejected() -> None:
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [
+        ("input:x", {"dtype": "float64", "shape": [1, 3]}),
+        ("input:x", {"dtype": "float32", "shape": [3, 1]}),
+        ("input:x", {"dtype": "complex", "shape": [1, 3]}),
+        ("input:words", {"dtype": "string", "shape": [1, 3]}),
+        ("another:x", {"dtype": "float32", "shape": [1, 3]}),
+        ("input:absent", {"dtype": "float32", "shape": [1, 3]}),
+    ],
+)
+def test_tensors_that_do_not_match_the_header_are_rejected(key: str, changed: dict[str, Any]) -> None:
     whole = evidence().dumps()
     size = int.from_bytes(whole[:8], "little")
     notes = json.loads(json.loads(whole[8 : 8 + size])["__metadata__"][KEY])["tensors"]
-    for key, changed, words in (
-        ("input:x", {"dtype": "float64", "shape": [1, 3]}, "'input:x' is of dtype float32, its header says float64"),
-        ("input:x", {"dtype": "float32", "shape": [3, 1]}, "'input:x' has shape [1, 3], its header says [3, 1]"),
-        ("input:x", {"dtype": "complex", "shape": [1, 3]}, "of dtype 'complex', which evidence never has"),
-        ("input:words", {"dtype": "string", "shape": [1, 3]}, "'input:words' is not a list of 3 strings"),
-        ("input:words", {"dtype": "string", "shape": [-1, -2]}, "greater than or equal to 0"),
-        ("input:words", {"dtype": "string", "shape": [10**400, 2]}, "less than or equal to"),
-        ("input:words", {"dtype": "string", "shape": [1] * 100 + [2]}, "'input:words' is not a list of 2 strings"),
-    ):
-        with pytest.raises(UsageError) as told:
-            Evidence.loads(other(whole, {"tensors": notes | {key: changed}}), "e")
-        assert words in str(told.value)
+    with pytest.raises(UsageError, match=f"'{key}' is not what its header says: fetch it again"):
+        Evidence.loads(other(whole, {"tensors": notes | {key: changed}}), "e")
 
 
 @pytest.mark.parametrize("stored", [DEEP.encode(), b'["a secret", 7]', b'{"a secret": 1, "b": 2}', b"7", b"\xff"])
@@ -128,30 +128,14 @@ def test_invalid_strings_are_reported_without_their_content(stored: bytes) -> No
     data = save(load(whole) | {"input:words": np.frombuffer(stored, np.uint8)}, metadata)
     with pytest.raises(UsageError) as told:
         Evidence.loads(data, "e")
-    assert str(told.value) == "e: 'input:words' is not a list of 2 strings: fetch it again"
+    assert str(told.value) == "e: 'input:words' is not what its header says: fetch it again"
 
 
-@pytest.mark.parametrize(
-    ("other", "kind"),
-    [
-        (np.zeros((1, 3), np.float64), r"float64 \[1, 3\]"),
-        (np.zeros((1, 4), np.float32), r"float32 \[1, 4\]"),
-        (np.array([["a secret", "", ""]], np.object_), r"string \[1, 3\]"),
-    ],
-)
-def test_outputs_of_another_kind_than_the_references_are_rejected(other: Array, kind: str) -> None:
+def test_missing_and_different_outputs_are_rejected() -> None:
     found = evidence()
-    data = Evidence(found.header, found.feeds, found.served, {"y": other}).dumps()
-    with pytest.raises(
-        UsageError, match=rf"'y' was answered as float32 \[1, 3\], and by the reference as {kind}"
-    ) as told:
-        Evidence.loads(data, "e")
-    assert "secret" not in str(told.value)
-
-
-def test_missing_outputs_are_rejected() -> None:
-    found = evidence()
-    for broken in (Evidence(found.header, found.feeds, found.served, {}), Evidence(found.header, found.feeds, {}, {})):
+    narrow = {"y": np.zeros((1, 3), np.float64)}
+    for served, reference in ((found.served, {}), ({}, {}), (found.served, narrow)):
+        broken = Evidence(found.header, found.feeds, served, reference)
         with pytest.raises(UsageError, match="not of the same outputs"):
             Evidence.loads(broken.dumps(), "e")
 

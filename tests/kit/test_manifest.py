@@ -115,67 +115,39 @@ class TestBytes:
 
 
 class TestVersions:
-    """A manifest has the oldest version that can express it: old readers reject only what they would misread."""
+    """The newest version is written; manifests of all versions are read, and written again as they were."""
 
-    def test_without_panels_it_is_version_1_and_does_not_mention_them(self) -> None:
-        assert fields_of(manifest().dumps())["schema_version"] == 1
-        assert b"panels" not in manifest().dumps()
-
-    @pytest.mark.parametrize("axis", [0, 1])
-    def test_with_panels_it_is_version_2(self, axis: int) -> None:
-        made = manifest(tensors=[MATRIX.model_copy(update={"panels": axis})])
-        fields = fields_of(made.dumps())
-        assert (fields["schema_version"], fields["tensors"][0]["panels"]) == (2, axis)
-        assert Manifest.loads(made.dumps(), "") == made
-        assert Manifest.loads(made.dumps(), "").dumps() == made.dumps()
-
-    def test_version_2_need_not_have_panels(self) -> None:
-        assert Manifest.loads(sealed(fields_of(manifest().dumps()) | {"schema_version": 2}), "").schema_version == 2
-
-    def test_version_1_has_no_panels(self) -> None:
-        fields = fields_of(manifest(tensors=[MATRIX.model_copy(update={"panels": 0})]).dumps())
-        with pytest.raises(ArtifactError, match="schema version 1 has no panels; version 2 has"):
-            Manifest.loads(sealed(fields | {"schema_version": 1}), "manifest.json")
+    @pytest.mark.parametrize("version", range(1, 8))
+    def test_manifests_of_all_versions_are_read(self, version: int) -> None:
+        data = sealed(fields_of(manifest().dumps()) | {"schema_version": version})
+        found = Manifest.loads(data, "")
+        assert (found.schema_version, found.dumps()) == (version, data)
 
     @pytest.mark.parametrize(
         "news",
         [
+            {"tensors": [MATRIX.model_copy(update={"panels": 0})]},
             {"oracle": OracleEntry(checked=False, how="the source cannot answer")},
             {"profiles": {"cpu": CPU.model_copy(update={"requires": {"onnxruntime": "1.24"}})}},
+            {"profiles": {"cpu": CPU.model_copy(update={"golden": "own.safetensors"})}},
+            {"profiles": {"cpu-bf16": CPU}},
+            {"profiles": {"pt2": CPU.model_copy(update={"format": "pt2"})}},
             {"measurements": "measurements.json"},
             {"plan": Plan(tensors=[PlanEntry(name="w", op="MatMul", precision="fp32", reason="", code="small")])},
             {"budget": {"relative_l2.p99": 0.02}},
+            {"exports": {"safetensors": _EXPORT}},
+            {"given": [GivenEntry(option="--map", name="rules.yaml", sha256="1" * 64, bytes=3)]},
         ],
         ids=lambda news: next(iter(news)),
     )
-    def test_a_feature_of_version_3_makes_it_version_3(self, news: dict[str, Any]) -> None:
+    def test_what_later_versions_added_is_read_as_it_was_written(self, news: dict[str, Any]) -> None:
         made = manifest(**news)
-        assert made.schema_version == 3
+        assert made.schema_version == 7
         assert Manifest.loads(made.dumps(), "") == made
-        with pytest.raises(ArtifactError, match="schema version 2 has no oracle"):
-            Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 2}), "manifest.json")
 
-    @pytest.mark.parametrize("profile", ["cpu", "cpu-bf16"])
-    def test_a_feature_of_version_4_makes_it_version_4(self, profile: str) -> None:
-        """An older server then asks for an upgrade, and does not fail on an unknown name."""
-        entry = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16", verified="host")
-        news = entry.model_copy(update={"golden": "own.safetensors"}) if profile == "cpu" else entry
-        made = manifest(profiles={profile: news})
-        assert made.schema_version == 4
-        assert Manifest.loads(made.dumps(), "") == made
-        with pytest.raises(ArtifactError, match="schema version 3 has no profile cpu-bf16 or golden samples"):
-            Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 3}), "manifest.json")
-
-    def test_an_export_makes_it_version_5(self) -> None:
-        made = manifest(exports={"safetensors": _EXPORT})
-        assert made.schema_version == 5
-        assert Manifest.loads(made.dumps(), "") == made
-        assert made.amended(exports={}).schema_version == 1
-        assert b"exports" not in manifest().dumps()
-        with pytest.raises(
-            ArtifactError, match="schema version 4 has no exports, or profiles of format pt2; version 5"
-        ):
-            Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 4}), "manifest.json")
+    def test_what_later_versions_added_is_not_mentioned_without_it(self) -> None:
+        added = (b"panels", b"oracle", b"requires", b"measurements", b'"code"', b"exports", b"given", b'"golden": "own')
+        assert not any(word in manifest().dumps() for word in added)
 
     @pytest.mark.parametrize(
         ("exports", "said"),
@@ -191,47 +163,19 @@ class TestVersions:
         with pytest.raises(ArtifactError, match=said):
             Manifest.loads(sealed(fields), "manifest.json")
 
-    def test_a_torch_export_program_makes_it_version_5(self) -> None:
-        entry = ProfileEntry(format="pt2", graph="model.pt2", precision="bf16", verified="host")
-        made = manifest(profiles={"pt2": entry})
-        assert made.schema_version == 5
-        assert Manifest.loads(made.dumps(), "") == made
-        with pytest.raises(ArtifactError, match="schema version 4 has no exports, or profiles of format pt2"):
-            Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 4}), "manifest.json")
-
-    def test_a_file_given_beside_the_checkpoint_makes_it_version_6(self) -> None:
-        made = manifest(given=[GivenEntry(option="--map", name="rules.yaml", sha256="1" * 64, bytes=3)])
-        assert made.schema_version == 6
-        assert Manifest.loads(made.dumps(), "") == made
-        assert b"given" not in manifest().dumps()
-        with pytest.raises(ArtifactError, match="schema version 5 has no files that were given beside the checkpoint"):
-            Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 5}), "manifest.json")
-
     @pytest.mark.parametrize("wrong", [{"name": "../rules.yaml"}, {"sha256": "0"}, {"option": "--out"}, {"bytes": -1}])
     def test_a_file_given_beside_the_checkpoint_has_a_plain_name_and_a_digest(self, wrong: dict[str, Any]) -> None:
         given = [{"option": "--map", "name": "rules.yaml", "sha256": "1" * 64, "bytes": 3} | wrong]
-        fields = fields_of(manifest().dumps()) | {"given": given, "schema_version": 6}
         with pytest.raises(ArtifactError, match=f"given.0.{next(iter(wrong))}"):
-            Manifest.loads(sealed(fields), "manifest.json")
-
-    def test_an_amended_manifest_gets_the_lowest_possible_version(self) -> None:
-        entry = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16", verified="host")
-        made = manifest().amended(profiles={"cpu-bf16": entry})
-        assert made.schema_version == 4
-        assert made.amended(profiles=manifest().profiles).schema_version == 1
-        assert b"golden.cpu" not in made.dumps()
+            Manifest.loads(sealed(fields_of(manifest().dumps()) | {"given": given}), "manifest.json")
 
     def test_a_profile_without_its_own_golden_samples_uses_the_manifests(self) -> None:
-        entry = ProfileEntry(format="onnx", graph="a.onnx", precision="bf16", verified="host")
-        own = entry.model_copy(update={"golden": "own.safetensors"})
-        made = manifest(profiles={"cpu": entry, "cpu-bf16": own}, golden="golden.safetensors")
+        own = CPU.model_copy(update={"golden": "own.safetensors"})
+        made = manifest(profiles={"cpu": CPU, "cpu-bf16": own}, golden="golden.safetensors")
         assert [made.golden_of(p) for p in (None, "cpu", "cpu-bf16")] == [
             *["golden.safetensors"] * 2,
             "own.safetensors",
         ]
-
-    def test_without_features_of_version_3_it_does_not_mention_them(self) -> None:
-        assert not any(word in manifest().dumps() for word in (b"oracle", b"requires", b"measurements", b'"code"'))
 
 
 class TestRejected:
@@ -340,7 +284,7 @@ _HOSTILE = """
 import resource, sys, time
 from pathlib import Path
 from bf16kit.messages.errors import ArtifactError
-from bf16kit.artifact.guards import read_manifest
+from bf16kit.artifact.reading import read_manifest
 
 artifact = Path(sys.argv[1])
 before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -356,19 +300,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (
-            "options",
-            '{"a": [' + "[]," * 20_000_000 + "0]}",
-            "commas and brackets, the limit is 1250000; write",
-        ),
         ("tensors", "[" + "0," * 1_200_000 + "0]", "1200001 of its values are not what a manifest has; convert"),
-        ("seed", "9" * 4300, "has the number '9{100}'…, the limit is 9223372036854775807; write the file again"),
-        ("tensors", f'[{{"shape": [{",".join(["9" * 4300] * 1000)}]}}]', "has the number '9{100}'…, the limit is"),
-        ("tensors", f'[{{"shape": [{",".join(["9" * 19] * 100_000)}]}}]', "has the number '9{19}', the limit is"),
         ("options", '{"a": "' + "x" * (70 << 20) + '"}', "larger than 64 MiB, not a manifest"),
         ("options", '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON"),
     ],
-    ids=["lists", "wrong values", "digits", "sizes of many digits", "many sizes", "bytes", "depth"],
+    ids=["wrong values", "bytes", "depth"],
 )
 def test_a_manifest_made_to_take_memory_or_time_is_rejected(
     tmp_path: Path, place: str, value: str, message: str

@@ -24,7 +24,6 @@ from bf16kit.numerics.rounding import (
     census,
     to_bf16,
     to_fp32,
-    ulp_distance,
 )
 
 EVERY_BF16: Bf16Array = np.arange(1 << 16, dtype=np.uint16).view(BF16)
@@ -187,32 +186,6 @@ class TestOptions:
     def test_options_hold_beyond_the_first_chunk(self) -> None:
         x = np.full((1 << 18) + 3, 1e-40, np.float32)
         assert not to_bf16(x, subnormals="flush").view(np.uint16).any()
-
-
-class TestUlpDistance:
-    def test_neighbours_are_one_apart_over_the_whole_of_bfloat16(self) -> None:
-        """In order from -inf to +inf, each value is one step from the next; only the two zeros have no distance."""
-        numbers = EVERY_BF16[(bf16_bits(EVERY_BF16) & 0x7FFF) <= 0x7F80]
-        ordered = numbers[np.argsort(numbers.astype(np.float64), kind="stable")]
-        steps = ulp_distance(ordered[1:], ordered[:-1])
-        assert np.count_nonzero(steps == 0) == 1
-        assert np.count_nonzero(steps == 1) == steps.size - 1
-
-    def test_fp32_across_zero_and_into_infinity(self) -> None:
-        tiny = np.float32(1e-45)
-        a = np.array([1.0, 0.0, tiny, 3.4028235e38], np.float32)
-        b = np.array([np.nextafter(np.float32(1), np.float32(2)), -0.0, -tiny, np.inf], np.float32)
-        assert ulp_distance(a, b).tolist() == [1, 0, 2, 1]
-
-    def test_nan_is_near_nan_and_far_from_numbers(self) -> None:
-        nan, one = np.array([np.nan], np.float32), np.array([1.0], np.float32)
-        assert ulp_distance(nan, nan).tolist() == [0]
-        assert ulp_distance(EVERY_BF16, EVERY_BF16).tolist() == [0] * (1 << 16)
-        assert ulp_distance(nan, one).tolist() == [np.iinfo(np.int64).max]
-
-    def test_different_dtypes_are_rejected(self) -> None:
-        with pytest.raises(TypeError, match="bfloat16"):
-            ulp_distance(np.zeros(1, BF16), np.zeros(1, np.float32))
 
 
 class TestCensus:

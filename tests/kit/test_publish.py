@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pytest
 from small import publish_small, write_small
 
-from bf16kit.artifact import digests, publish, rename
+from bf16kit.artifact import digests, publish
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import MANIFEST, FileEntry
 from bf16kit.artifact.publish import StagingArtifact, staging
@@ -99,7 +99,7 @@ def hanging_conversion(target: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def without_renameat2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a kernel or file system that cannot exchange two names."""
-    monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
+    monkeypatch.setattr(publish, "_renameat2", lambda *_: False)
 
 
 class TestPublishing:
@@ -306,7 +306,7 @@ class TestTargetExists:
 
         def look(frame: FrameType, event: str, argument: object) -> Any:
             file = frame.f_code.co_filename
-            if file not in (publish.__file__, rename.__file__):
+            if file != publish.__file__:
                 return None
             looked[file] += 1
             assert {name: (path / name).read_bytes() for name in expected} == expected, f"at line {frame.f_lineno}"
@@ -318,7 +318,7 @@ class TestTargetExists:
             publish_small(path, force=True)
         finally:
             sys.settrace(before)
-        assert looked.keys() == {publish.__file__, rename.__file__}
+        assert looked.keys() == {publish.__file__}
 
 
 class TestKilled:

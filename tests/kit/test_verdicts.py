@@ -36,7 +36,7 @@ def test_over_budget_names_the_profile_and_the_bound() -> None:
 def test_a_lower_bound_is_worded_as_one_and_what_was_not_judged_is_said() -> None:
     stats = {"top1_agreement": {"mean": 0.5, "rows": 20.0}, "slice_error": {"worst": 0.1, "judged": 3.0, "slices": 5.0}}
     entry = DriftEntry(samples=1, source="s", outputs={"y": stats})
-    manifest = reported.manifest().amended(drift={"cpu": entry})
+    manifest = reported.manifest().amended(drift={"cpu": entry}, schema_version=SINCE_SLICES)
     headline, cpu = _figures(manifest)
     assert headline == "cpu is over the drift budget."
     assert cpu == (

@@ -157,6 +157,7 @@ def manifest(samples: int = 128, over: bool = False, nodes: int = 120) -> Manife
         for profile, outputs in drifts(samples, over).items()
     }
     return Manifest(
+        schema_version=6,  # an older artifact: it has no slices
         model="sentence-classifier",
         inputs=[
             SpecEntry(name="input_ids", dtype="int64", shape=["batch", "sequence"]),

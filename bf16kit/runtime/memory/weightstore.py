@@ -1,21 +1,49 @@
 """Stores for copied weights: in memory of this process, or in memory that several processes share.
 
 Code that copies weights asks a :class:`WeightStore` for memory. The default is :data:`PRIVATE_STORE`; a program that
-starts several processes passes a store that shares.
+starts several processes passes a store that shares: sealed memory (Linux: memfd) that none of them can change or
+truncate. Processes share it by passing its descriptor; the receiver calls :func:`check` before use.
+
+Either kind starts at a multiple of 2 MiB, in pages of that size if the system has them: a product of a few rows takes
+as long as reading its weights, and reading takes a fifth to a third longer from pages of 4 KiB
+(docs/decisions/0039-weights-in-large-pages.md). Most systems do not use large pages for shared memory
+(``shmem_enabled`` is ``never``), but provide them on an explicit request for memory that is already allocated
+(``MADV_COLLAPSE``, Linux 6.1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.runtime.memory.ownmemory import allocate_in_large_pages
+from bf16kit.system import controlgroup
 
 #: Writes all of the bytes it is given, and keeps no reference to them. It raises if the bytes cannot be right.
 Fill = Callable[[NDArray[np.uint8]], None]
+_MAP_FIXED = 0x10
+_MADV_COLLAPSE = 25
+LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of arm64
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # only on Linux
+_NAME = "bf16kit-weights"  # in /proc/PID/maps
+_MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; a system may refuse memory that could be made executable (vm.memfd_noexec)
+_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+# With these seals neither size nor content can change; the last one forbids further seals, which are not needed. The
+# kernel refuses F_SEAL_WRITE while the memory is mapped for writing.
+_SEALS = {
+    "F_SEAL_SHRINK": fcntl.F_SEAL_SHRINK,
+    "F_SEAL_GROW": fcntl.F_SEAL_GROW,
+    "F_SEAL_WRITE": fcntl.F_SEAL_WRITE,
+    "F_SEAL_SEAL": fcntl.F_SEAL_SEAL,
+}
 
 
 class WeightStore(Protocol):
@@ -61,3 +89,183 @@ class CachingWeightStore:
         if (key, size) not in self.arrays:
             self.arrays[key, size] = self._store.get(key, size, fill)
         return self.arrays[key, size]
+
+
+def create_filled(size: int, fill: Fill) -> int:
+    """Return the descriptor of new sealed memory of ``size`` bytes that ``fill`` wrote.
+
+    Raises the errors of :func:`create` and of ``fill``.
+    """
+    descriptor = create(size)
+    try:
+        mapping, memory = _map_at_large_page(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        _collapse_into_large_pages(descriptor, memory)
+        reserve(descriptor, size)
+        fill(memory)
+        del memory
+        mapping.close()  # BufferError if a view still exists
+        seal(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_read_only(descriptor: int, size: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
+    """Map ``size`` bytes of sealed memory read-only; return the mapping and the array.
+
+    A view keeps the mapping alive.
+    """
+    return _map_at_large_page(descriptor, size, mmap.PROT_READ)
+
+
+def _map_at_large_page(descriptor: int, size: int, protection: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
+    """Map ``size`` bytes at the start of a large page; return the mapping and the array.
+
+    Only memory that starts at a large page can be in large pages, and Python's ``mmap`` takes no address. So this
+    reserves a little more and maps the file over a part of it; both are unmapped together.
+
+    Raises :class:`MemoryError` when there is no room in the address space.
+    """
+    try:
+        reserved = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=protection)
+    except OSError as error:
+        raise no_room_error(size, error) from error
+    buffer = np.frombuffer(reserved, np.uint8)
+    start = -buffer.ctypes.data % LARGE_PAGE
+    address = buffer.ctypes.data + start
+    system = _system()
+    if system.mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address:
+        code = ctypes.get_errno()
+        raise no_room_error(size, OSError(code, os.strerror(code)))
+    return reserved, buffer[start : start + size]
+
+
+def _collapse_into_large_pages(descriptor: int, memory: NDArray[np.uint8]) -> None:
+    """Move ``memory`` into large pages, except for the last partial one; pages stay small if that is impossible.
+
+    The kernel makes a large page from the small pages that exist, and from zeros. One existing page each is enough, and
+    at least six times as fast as writing them all.
+    """
+    large = memory.nbytes // LARGE_PAGE * LARGE_PAGE
+    if not large:
+        return
+    with contextlib.suppress(OSError):  # no room: reserve() reports that
+        for start in range(0, large, LARGE_PAGE):
+            os.pwrite(descriptor, b"\0", start)
+        _system().madvise(memory.ctypes.data, large, _MADV_COLLAPSE)
+
+
+def _system() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
+
+
+def allocate_in_large_pages(size: int) -> NDArray[np.uint8]:
+    """Allocate ``size`` zero bytes that start at a large page. The rest beyond whole large pages takes small pages.
+
+    Raises :class:`MemoryError` when there is no room in the address space, or in the container.
+    """
+    check_room(size)
+    try:
+        # Python's default is shared memory, which has large pages only if the administrator allows it.
+        mapping = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise no_room_error(size, error) from error
+    buffer = np.frombuffer(mapping, np.uint8)
+    start = -buffer.ctypes.data % LARGE_PAGE
+    large = size // LARGE_PAGE * LARGE_PAGE
+    if large and _ADVICE is not None:
+        with contextlib.suppress(OSError):  # a kernel built without large pages
+            mapping.madvise(_ADVICE, start, large)
+    return buffer[start : start + size]
+
+
+class UnfitMemory(Exception):
+    """A descriptor is not sealed memory of the expected size; the message says what is wrong."""
+
+
+def check_room(size: int) -> None:
+    """Raise :class:`MemoryError` if the container has no room for ``size`` more bytes of weights.
+
+    Without this check the kernel would allow the attempt, and then kill the process.
+    """
+    memory = controlgroup.memory()
+    if memory is not None and not memory.has_room(size):
+        raise MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {memory}")
+
+
+def create(size: int) -> int:
+    """Return the descriptor of new zeroed memory of ``size`` bytes, to be allocated by :func:`reserve`.
+
+    Raises :class:`MemoryError` when there is no room, :class:`OSError` when the system has no such memory.
+    """
+    check_room(size)
+    try:
+        # Refuses a size that plainly exceeds the machine's memory; later the kernel would try, and kill processes.
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError as error:
+        raise no_room_error(size, error) from error
+    descriptor = _memfd()
+    try:
+        with _explaining_no_room(size):
+            os.ftruncate(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Allocate all ``size`` bytes now, so that touching them cannot fail. Raises as :func:`create` does."""
+    with _explaining_no_room(size):
+        os.posix_fallocate(descriptor, 0, size)
+
+
+@contextlib.contextmanager
+def _explaining_no_room(size: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise no_room_error(size, error) from error
+        raise
+
+
+def no_room_error(size: int, error: OSError) -> MemoryError:
+    """Return the error to raise when ``error`` says that there is no room for ``size`` bytes."""
+    return MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {error.strerror}")
+
+
+def seal(descriptor: int) -> None:
+    """Forbid all processes, permanently, to write to the memory or change its size.
+
+    OSError while it is mapped for writing.
+    """
+    seals = 0
+    for each in _SEALS.values():
+        seals |= each
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+
+
+def check(descriptor: int, size: int) -> None:
+    """Raise :class:`UnfitMemory` unless ``descriptor`` is sealed memory of ``size`` bytes."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        found = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise UnfitMemory(f"it is not memory that can be sealed ({error.strerror})") from error
+    missing = [name for name, bit in _SEALS.items() if not seals & bit]
+    if missing:
+        raise UnfitMemory(f"it is not sealed: {', '.join(missing)} missing")
+    if found != size:
+        raise UnfitMemory(f"it has {found} bytes, expected {size}")
+
+
+def _memfd() -> int:
+    with contextlib.suppress(OSError):  # older kernels do not know the flag
+        return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
+    return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

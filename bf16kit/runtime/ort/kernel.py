@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,10 @@ _NOT_BUILT = (
     "it was not built when bf16kit was installed: there was no C++17 compiler, or it failed (pip install -v shows why)"
 )
 _REINSTALL = "install a C++17 compiler (on Debian: apt-get install g++) and install bf16kit again"
+#: The inputs, by operator and position, that the operator's kernel reads in place, without copying them.
+#: Conv is not among them: ONNX Runtime rearranges its weights when it opens a session.
+_READ_IN_PLACE = {("MatMul", 1), ("Gemm", 1), ("Gather", 0)}
+_OTHER_USE = ("", -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +142,6 @@ def configured_kernel(*, rounds: bool = False) -> Kernel:
     if configured == OFF:
         return _no_kernel(f"it is switched off by {VARIABLE}={OFF}", f"unset {VARIABLE} to use it")
     if not LIBRARY.exists():
-        if (installed := _installed_library()) is not None:
-            return _no_kernel(
-                f"bf16kit is imported from {LIBRARY.parents[2]}, where it was not built, and not from"
-                f" {installed.parents[2]}, where it was",
-                "start the program in a directory other than its sources, or install those (pip install -e)",
-            )
         return _no_kernel(_NOT_BUILT, _REINSTALL)
     try:
         library = ctypes.CDLL(str(LIBRARY))
@@ -158,18 +156,6 @@ def configured_kernel(*, rounds: bool = False) -> Kernel:
             " unset it for the fastest path that it runs"
         )
     return Kernel(path.decode())
-
-
-def _installed_library() -> Path | None:
-    """Return the library of an installed bf16kit that is not the imported one.
-
-    ``python -m`` in a directory of sources imports those instead of the installed package.
-    """
-    for found in metadata.distributions(name="bf16kit"):
-        library = Path(str(found.locate_file(Path(*LIBRARY.parts[-3:]))))
-        if library != LIBRARY and library.is_file():
-            return library
-    return None
 
 
 def _no_kernel(reason: str, remedy: str) -> Kernel:
@@ -220,3 +206,29 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
                 yield from all_nodes(inner.node)
+
+
+def read_in_place(path: Path) -> frozenset[str]:
+    """Return the fp32 initializers of the graph in ``path`` that are read only as :data:`_READ_IN_PLACE` allows."""
+    model = parse_graph(path)
+    uses = defaultdict[str, set[tuple[str, int]]](set)
+    for name, operator, position in _uses(model.graph, main=True):
+        uses[name].add((operator, position))
+    fp32 = [tensor.name for tensor in model.graph.initializer if tensor.data_type == BY_NAME["float32"].onnx]
+    return frozenset(name for name in fp32 if uses[name] and uses[name] <= _READ_IN_PLACE)
+
+
+def _uses(graph: GraphProto, *, main: bool) -> Iterator[tuple[str, str, int]]:
+    """Yield each name that ``graph`` reads, with operator and input position.
+
+    Reads in subgraphs or by other domains, and graph outputs, are yielded as :data:`_OTHER_USE`.
+    """
+    for output in graph.output:
+        yield output.name, *_OTHER_USE
+    for node in graph.node:
+        known = main and node.domain in ("", "ai.onnx")
+        for position, name in enumerate(node.input):
+            yield (name, node.op_type, position) if known else (name, *_OTHER_USE)
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _uses(inner, main=False)

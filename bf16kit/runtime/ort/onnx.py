@@ -10,12 +10,10 @@ from typing import Any
 from bf16kit.messages.errors import InputRefused, RuntimeFailure
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Array, RuntimeInfo
+from bf16kit.runtime import Array, RuntimeInfo, RuntimeProperties
 from bf16kit.runtime.device import CPU, canonical
-from bf16kit.runtime.edges import RuntimeProperties
-from bf16kit.runtime.ort import ortvalue
 from bf16kit.runtime.ort.kernel import NOT_NEEDED, Kernel, kernel_for
-from bf16kit.runtime.ort.session import Session, open_session, run_options_with_timeout
+from bf16kit.runtime.ort.session import Session, open_session, run_options_with_timeout, run_with_values
 from bf16kit.runtime.probe import probe_onnx
 
 
@@ -109,7 +107,7 @@ class OnnxRuntime(RuntimeProperties):
         try:
             # run() costs 1 us more than the C++ object behind it; run_with_iobinding and OrtValues cost more than that.
             if self._has_bf16_edges:
-                values = ortvalue.run(session, names, feeds, options)
+                values = run_with_values(session, names, feeds, options)
             else:
                 values = session.run(names, feeds, options)
         except Exception as error:  # ONNX Runtime's exceptions share no other base

@@ -7,20 +7,22 @@ accumulation, no text on the terminal (errors are exceptions, and the log is our
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.messages.wording import brief
+from bf16kit.numerics.tensors import BY_NAME
+from bf16kit.runtime import Array
 from bf16kit.runtime.deadlines import DEADLINES
-from bf16kit.runtime.device import CPU, cuda_index
-from bf16kit.runtime.hardware import available_cpus
-from bf16kit.runtime.ort.ortvalue import to_value
+from bf16kit.runtime.device import CPU, available_cpus, cuda_index
 from bf16kit.runtime.ort.quietort import ort
 from bf16kit.system.versions import is_older
 
@@ -36,6 +38,7 @@ _CUDA_OPTIONS = {
     "cudnn_conv_algo_search": "HEURISTIC",  # exhaustive search would run again for every new batch size
     "arena_extend_strategy": "kSameAsRequested",  # doubling would take memory from other models on the device
 }
+_BF16 = BY_NAME["bfloat16"]
 
 
 def check_version(profile: str, requires: Mapping[str, str]) -> None:
@@ -173,3 +176,27 @@ def _providers(device: str) -> list[Any]:
     with contextlib.redirect_stdout(io.StringIO()):
         ort.preload_dlls()
     return [(_CUDA_PROVIDER, {"device_id": str(index), **_CUDA_OPTIONS}), _CPU_PROVIDER]
+
+
+def run_with_values(
+    session: Session, names: Sequence[str], feeds: Mapping[str, Array], options: Any = None
+) -> list[Array]:
+    """Return the outputs ``names``, in their order; bfloat16 arrays in ``feeds`` and in the outputs are ml_dtypes'."""
+    values = {name: to_value(array) for name, array in feeds.items()}
+    return [_to_array(value) for value in session.run_with_ort_values(names, values, options)]
+
+
+def to_value(array: Array) -> Any:
+    """Return an OrtValue that reads the contiguous ``array`` in place and keeps it alive."""
+    if array.dtype == _BF16.numpy:
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), _BF16.onnx)
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def _to_array(value: Any) -> Array:
+    if value.data_type() != "tensor(bfloat16)":
+        return np.asarray(value.numpy())
+    shape = tuple(value.shape())
+    size = int(np.prod(shape)) * _BF16.numpy.itemsize
+    data = ctypes.string_at(value.data_ptr(), size) if size else b""  # a copy, because the value frees its memory
+    return np.frombuffer(bytearray(data), dtype=ml_dtypes.bfloat16).reshape(shape)

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import graphs
-from bf16kit.artifact.driftentries import drawn_at_random
+from bf16kit.artifact.entries import drawn_at_random
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, check_feeds
 from converter.graph.indexing import compared_with, index_bounds

@@ -24,9 +24,8 @@ from bf16kit.messages.errors import ArtifactDamaged
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array
 from bf16kit.runtime.loading import load, load_reference
-from bf16kit.runtime.memory.copied import copied_weights
-from bf16kit.runtime.memory.ownmemory import LARGE_PAGE, allocate_in_large_pages
-from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, Fill
+from bf16kit.runtime.memory.weights import copied_weights
+from bf16kit.runtime.memory.weightstore import LARGE_PAGE, PRIVATE_STORE, Fill, allocate_in_large_pages
 from bf16kit.runtime.ort.kernel import DOMAIN, LIBRARY, read_as_stored
 from converter.cli import run
 

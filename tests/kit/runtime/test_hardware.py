@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from bf16kit.runtime.device import canonical, cuda_index
-from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
+from bf16kit.runtime.device import available_cpus, canonical, cpu_has_bf16, cuda_index
 
 
 @pytest.mark.parametrize(

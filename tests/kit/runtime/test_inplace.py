@@ -9,7 +9,7 @@ import pytest
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 import graphs
-from bf16kit.runtime.ort.inplace import read_in_place
+from bf16kit.runtime.ort.kernel import read_in_place
 
 W = np.ones((4, 4), np.float32)
 

@@ -116,27 +116,6 @@ def test_the_advice_for_a_kernel_that_was_not_built_says_what_to_install(
     assert "install bf16kit again" in found.advice
 
 
-def test_sources_imported_instead_of_an_installed_kernel_are_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """`python -m` in a checkout imports the checkout's sources. The installation itself is correct."""
-    installed, sources = tmp_path / "site-packages", tmp_path / "checkout"
-    library = installed / "bf16kit" / "runtime" / kernel.LIBRARY.name
-    library.parent.mkdir(parents=True)
-    (installed / "bf16kit-0.1.0.dist-info").mkdir()
-    (installed / "bf16kit-0.1.0.dist-info" / "METADATA").write_text("Name: bf16kit\nVersion: 0.1.0\n")
-    monkeypatch.setattr(sys, "path", [str(installed)])  # without the checkout that these tests belong to
-    monkeypatch.setattr(kernel, "LIBRARY", sources / "bf16kit" / "runtime" / kernel.LIBRARY.name)
-    assert "it was not built when" in usable_kernel().note
-    library.touch()
-    found = usable_kernel()
-    assert found.note == (
-        f"no CPU kernel, because bf16kit is imported from {sources}, where it was not built, and not from {installed},"
-        " where it was"
-    )
-    assert "start the program in a directory other than its sources, or install those (pip install -e)" in found.advice
-
-
 def test_a_damaged_library_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     damaged = tmp_path / "_bf16kernel.so"
     damaged.write_bytes(b"\x7fELF and no more")

@@ -19,7 +19,7 @@ from bf16kit.messages.errors import ArtifactError, ConfigError, DeviceUnavailabl
 from bf16kit.runtime.loading import choose_profile, load, load_reference
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore
 from bf16kit.runtime.ort.session import has_cuda
-from bf16kit.system.heap import find_malloc_trim
+from bf16kit.system.controlgroup import find_malloc_trim
 
 WIDTH = 64
 no_cuda = pytest.mark.skipif(has_cuda() or torch.cuda.is_available(), reason="this machine may run CUDA")
@@ -63,7 +63,7 @@ def test_memory_that_loading_took_beyond_the_model_is_given_back(mlp: Artifact) 
         "import sys\n"
         "from pathlib import Path\n"
         "from bf16kit.artifact.artifact import Artifact\n"
-        "from bf16kit.system.heap import release_free_memory\n"
+        "from bf16kit.system.controlgroup import release_free_memory\n"
         "from bf16kit.runtime.loading import load\n"
         "def resident():\n"
         "    return 4096 * int(Path('/proc/self/statm').read_text().split()[1])\n"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import graphs
+from bf16kit.runtime import contiguous
 from bf16kit.runtime.ort.session import Session, open_session
 
 _QUIET, _TRIES = 0.1, 20  # seconds
@@ -32,3 +38,30 @@ def test_an_idle_session_takes_no_processor_time(threads: int) -> None:
     """The pool's threads sleep between runs; they do not spin."""
     model = graphs.mlp((256, 256, 256)).SerializeToString()
     assert idle_cost(open_session(model, threads=threads)) < _QUIET / 100
+
+
+def test_nothing_is_written_to_the_home_directory(tmp_path: Path) -> None:
+    """With its default settings, ONNX Runtime's telemetry writes a device id to ~/.cache at import."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ORT_", "XDG_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", "import bf16kit.runtime.ort.onnx"],
+        env=environment | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_view_is_copied_and_a_contiguous_array_is_not() -> None:
+    array = np.arange(6.0).reshape(2, 3)
+    feeds = contiguous({"a": array, "t": array.T})
+    assert feeds["a"] is array
+    assert feeds["t"].flags.c_contiguous
+    np.testing.assert_array_equal(feeds["t"], array.T)
+
+
+def test_a_scalar_stays_a_scalar() -> None:
+    """ONNX Runtime rejects a vector where a model takes a scalar."""
+    assert contiguous({"steps": np.array(3)})["steps"].shape == ()

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.runtime.memory.ownmemory import LARGE_PAGE
-from bf16kit.runtime.memory.sealedmemory import check
-from bf16kit.runtime.memory.sharedmemory import create_filled, map_read_only
+from bf16kit.runtime.memory.weightstore import LARGE_PAGE, check, create_filled, map_read_only
 
 SIZE = 2 * LARGE_PAGE + 4321
 

@@ -36,7 +36,7 @@ def test_a_row_has_the_values_of_the_manifest(repository: Path, run: Run) -> Non
 
 def test_drift_is_compared_with_the_budget_that_the_server_would_use(repository: Path, run: Run) -> None:
     from bf16kit.artifact.artifact import Artifact
-    from bf16kit.artifact.driftentries import DriftEntry
+    from bf16kit.artifact.entries import DriftEntry
 
     path = repository / "mlp" / "2"
     manifest = Artifact.open(path).manifest

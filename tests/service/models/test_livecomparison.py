@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 
-from bf16kit.artifact.driftentries import DriftEntry
+from bf16kit.artifact.entries import DriftEntry
 from bf16kit.artifact.manifest import MANIFEST, MEASUREMENTS
 from bf16kit.artifact.publish import staging
 from bf16kit.drift.inputranges import InputRange

@@ -27,8 +27,8 @@ from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.memory import sealedmemory
-from bf16kit.runtime.memory.sharedmemory import create_filled
+from bf16kit.runtime.memory import weightstore
+from bf16kit.runtime.memory.weightstore import create_filled
 from bf16kit.runtime.ort.kernel import LIBRARY
 from service.workers.weightowner import FILL, FILLED, HERE, REFUSED, REQUEST, WeightOwner
 from service.workers.weights import LEAST, SharedWeights
@@ -304,7 +304,7 @@ def raw(owner: WeightOwner, size: int = SIZE, key: bytes = bytes(32)) -> Iterato
 
 def unsealed(missing: str) -> Callable[[], list[int]]:
     def make() -> list[int]:
-        descriptor = sealedmemory.create(SIZE)
+        descriptor = weightstore.create(SIZE)
         others = {"F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"} - {missing}
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, sum(getattr(fcntl, name) for name in others))
         return [descriptor]
@@ -345,7 +345,7 @@ def test_invalid_memory_reaches_no_client_and_the_next_one_fills(owner: WeightOw
         with raw(owner) as (_, third):
             answer, descriptors, _, _ = socket.recv_fds(third, 64, 4)
             assert answer == HERE
-            sealedmemory.check(descriptors[0], SIZE)
+            weightstore.check(descriptors[0], SIZE)
             os.close(descriptors[0])
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.runtime.memory import sealedmemory
-from bf16kit.runtime.memory.ownmemory import allocate_in_large_pages
-from bf16kit.runtime.memory.sealedmemory import UnfitMemory
+from bf16kit.runtime.memory import weightstore
+from bf16kit.runtime.memory.weightstore import UnfitMemory, allocate_in_large_pages
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import RESERVE, Memory
 
@@ -24,15 +23,15 @@ SEALS = ["F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"]
 
 @pytest.fixture
 def memory() -> Iterator[int]:
-    descriptor = sealedmemory.create(SIZE)
+    descriptor = weightstore.create(SIZE)
     yield descriptor
     os.close(descriptor)
 
 
 def test_sealed_memory_can_only_be_read(memory: int) -> None:
     os.pwrite(memory, b"weights", 0)
-    sealedmemory.seal(memory)
-    sealedmemory.check(memory, SIZE)
+    weightstore.seal(memory)
+    weightstore.check(memory, SIZE)
     with pytest.raises(PermissionError):
         os.pwrite(memory, b"x", 0)
     with pytest.raises(PermissionError):
@@ -47,7 +46,7 @@ def test_sealed_memory_can_only_be_read(memory: int) -> None:
 
 
 def test_sealed_memory_cannot_be_written_through_another_descriptor(memory: int) -> None:
-    sealedmemory.seal(memory)
+    weightstore.seal(memory)
     again = os.open(f"/proc/self/fd/{memory}", os.O_RDWR)
     try:
         with pytest.raises(PermissionError):
@@ -58,7 +57,7 @@ def test_sealed_memory_cannot_be_written_through_another_descriptor(memory: int)
 
 def test_memory_that_is_mapped_for_writing_cannot_be_sealed(memory: int) -> None:
     with mmap.mmap(memory, SIZE), pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
-        sealedmemory.seal(memory)
+        weightstore.seal(memory)
 
 
 @pytest.mark.parametrize("missing", SEALS)
@@ -66,20 +65,20 @@ def test_memory_without_one_of_the_seals_is_rejected(memory: int, missing: str) 
     others = sum(getattr(fcntl, name) for name in SEALS if name != missing)
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, others)
     with pytest.raises(UnfitMemory, match=f"it is not sealed: {missing} missing"):
-        sealedmemory.check(memory, SIZE)
+        weightstore.check(memory, SIZE)
 
 
 @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
 def test_memory_of_another_size_is_rejected(memory: int, size: int) -> None:
-    sealedmemory.seal(memory)
+    weightstore.seal(memory)
     with pytest.raises(UnfitMemory, match=f"it has {SIZE} bytes, expected {size}"):
-        sealedmemory.check(memory, size)
+        weightstore.check(memory, size)
 
 
 def test_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(SIZE))
     with (tmp_path / "file").open("rb") as file, pytest.raises(UnfitMemory, match="not memory that can be sealed"):
-        sealedmemory.check(file.fileno(), SIZE)
+        weightstore.check(file.fileno(), SIZE)
 
 
 def test_a_lack_of_memory_is_a_memory_error_at_each_step(memory: int) -> None:
@@ -88,9 +87,9 @@ def test_a_lack_of_memory_is_a_memory_error_at_each_step(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
     try:
         with pytest.raises(MemoryError, match="no room for 0 MB of weights: File too large"):
-            sealedmemory.create(SIZE + 1)
+            weightstore.create(SIZE + 1)
         with pytest.raises(MemoryError, match="no room for 0 MB of weights: File too large"):
-            sealedmemory.reserve(memory, SIZE + 1)
+            weightstore.reserve(memory, SIZE + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert descriptors() == before
@@ -98,7 +97,7 @@ def test_a_lack_of_memory_is_a_memory_error_at_each_step(memory: int) -> None:
 
 def test_reserved_memory_is_allocated(memory: int) -> None:
     assert os.fstat(memory).st_blocks == 0
-    sealedmemory.reserve(memory, SIZE)
+    weightstore.reserve(memory, SIZE)
     assert os.fstat(memory).st_blocks * 512 >= SIZE
 
 
@@ -109,11 +108,11 @@ def descriptors() -> list[str]:
 def test_more_than_the_machine_has_is_a_memory_error_and_leaves_no_descriptor() -> None:
     before = descriptors()
     with pytest.raises(MemoryError, match=r"no room for \d+ MB of weights"):
-        sealedmemory.create(1 << 60)
+        weightstore.create(1 << 60)
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("make", [sealedmemory.create, allocate_in_large_pages])
+@pytest.mark.parametrize("make", [weightstore.create, allocate_in_large_pages])
 def test_more_than_the_containers_limit_is_a_memory_error(
     make: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from bf16kit.system.rayaddress import check_reachable
+from bf16kit.system.versions import is_older
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
@@ -35,3 +36,16 @@ def test_an_impossible_port_is_an_os_error_too() -> None:
 @pytest.mark.parametrize("address", ["", "auto", "local", "ray://127.0.0.1:1", "127.0.0.1", "host:port", ":1"])
 def test_an_address_that_is_not_host_and_port_is_left_to_ray(address: str) -> None:
     check_reachable(address)
+
+
+@pytest.mark.parametrize(
+    ("version", "other"), [("1.9", "1.24"), ("1.24", "1.24.1"), ("1.30.9", "1.31.1"), ("1.31.1", "2.0.dev1")]
+)
+def test_versions_are_compared_as_numbers(version: str, other: str) -> None:
+    assert is_older(version, other)
+    assert not is_older(other, version)
+
+
+def test_a_pre_release_counts_as_the_release() -> None:
+    assert not is_older("1.40.0.dev20270101", "1.40.0")
+    assert not is_older("1.24.0rc1", "1.24.0")
