@@ -367,10 +367,6 @@ class DriftSummary:
         stats = self.stats.get(bound, {})
         return f"index {stats['index']:.0f} of axis {stats['axis']:.0f}" if "axis" in stats else ""
 
-    def worst(self, bound: str) -> float | None:
-        """Return the worst sample's value; for metrics without a value per sample the judged one."""
-        return self.stats.get(bound.partition(".")[0], {}).get("worst", self.judged(bound))
-
     def as_dict(self) -> dict[str, dict[str, float]]:
         """Return ``stats`` as nested dictionaries, as the manifest keeps them."""
         return {metric: dict(stats) for metric, stats in self.stats.items()}
