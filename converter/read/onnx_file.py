@@ -11,9 +11,13 @@ from bf16kit.numerics.tensors import TensorSpec
 from converter.graph.dimensions import is_named, mark_guessed, rename
 from converter.graph.initializers import dims
 from converter.graph.names import values_of
+from converter.options import Options
 from converter.process import onnx_trial
 from converter.process.quiet import first_line, quiet, reason
+from converter.read.detect import Kind
 from converter.read.signature import input_specs, output_specs
+from converter.read.sources import Advance
+from converter.source import Checkpoint, Source, digest_files
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -21,6 +25,23 @@ if TYPE_CHECKING:
 
 _UNREAD = ("doc_string", "metadata_props")  # fields that are dropped, in any encoding
 _SHOWN = 40  # bytes of a damaged name
+
+
+def read(options: Options, _kind: Kind, advance: Advance) -> Source:
+    """Return the file as a source; :class:`ConversionError` if it holds no fp32 weights."""
+    from converter.read import oracles
+    from converter.rewrite.explicit import floating_tensors
+
+    if options.model is not None:
+        raise UsageError("--model: an ONNX file brings its own architecture")
+    model, files = read_graph(options.source)
+    oracle = oracles.of_onnx(options.source, model)
+    inputs, outputs = resolve_edges(model, options.inputs)
+    tensors = floating_tensors(model)
+    if not any(tensor.dtype.name == "float32" for tensor in tensors.values()):
+        raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
+    checkpoint = Checkpoint("onnx", digest_files(files, advance), tensors)
+    return Source(checkpoint, model, inputs, outputs, tools=("onnxscript",), oracle=oracle)
 
 
 def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:

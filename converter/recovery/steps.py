@@ -182,7 +182,7 @@ def _convert_original(
 
 def _exported(source: Source) -> Source:
     """Export ``source`` again: its graph still holds other weights."""
-    from converter.read.readers.common import exported_source
+    from converter.read.sources import exported_source
 
     assert source.module is not None  # noqa: S101 - it was trained
     found = exported_source(source.checkpoint, source.module, source.sampler)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from converter.read.readers.lightning import factory_arguments
+from converter.read.lightning import factory_arguments
 
 
 def takes_two(width: int, depth: int = 1) -> None: ...

@@ -19,7 +19,7 @@ from bf16kit.messages.errors import SourceError
 from bf16kit.runtime.loading import load, load_reference
 from converter.read import torch_file
 from converter.read.detect import Kind, recognise
-from converter.read.readers.lightning import choose, is_lightning, training
+from converter.read.lightning import choose, is_lightning, training
 
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 

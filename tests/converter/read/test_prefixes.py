@@ -12,7 +12,7 @@ from lightningfiles import state
 from torch import nn
 
 from bf16kit.messages.errors import SourceError, UsageError
-from converter.read.prefixes import fit_behind_prefix
+from converter.read.lightning import fit_behind_prefix
 
 
 def _arrays(prefix: str = "", seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:

@@ -9,8 +9,8 @@ import torch
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec
+from converter.read.sources import measured_outputs
 from converter.read.torch.onnx_export import adapt
-from converter.read.torch.outputshapes import output_specs
 
 X = TensorSpec("x", "float32", ("batch", "seq", 4))
 
@@ -25,7 +25,7 @@ class Calling(torch.nn.Module):
 
 
 def _shown(function: Callable[[torch.Tensor], torch.Tensor]) -> TensorSpec:
-    (spec,) = output_specs(adapt(Calling(function), (X,)))
+    (spec,) = measured_outputs(adapt(Calling(function), (X,)))
     return spec
 
 

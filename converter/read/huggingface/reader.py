@@ -11,12 +11,12 @@ from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
 from converter.options import Options
 from converter.read.detect import Kind
-from converter.read.readers.common import Advance, exported_source
+from converter.read.sources import Advance, exported_source, precision_notes
 from converter.source import Array, Checkpoint, Feeds, Sampler, Source, TorchModel, digest_files
 
 if TYPE_CHECKING:
     from converter.read.huggingface.model_directory import Directory
-    from converter.read.torch.positional import Call
+    from converter.read.torch.onnx_export import Call
 
 _LOADED = (
     "the drift of the export was measured in fp32 arithmetic; transformers computes in bf16 unless"
@@ -36,21 +36,20 @@ Loaded = tuple[TorchModel, Sampler | None, list[str]]  # the module with positio
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return the directory as a source; :class:`UsageError` for a ``--model``, which it does not need."""
-    from converter.read import precisions, safetensors_file
-    from converter.read.huggingface.companions import companions
-    from converter.read.huggingface.model_directory import INDEX, Directory
+    from converter.read import safetensors_file
+    from converter.read.huggingface.model_directory import INDEX, Directory, companions
 
     if options.model is not None:
         raise UsageError("--model: a Hugging Face directory brings its own architecture")
     directory = Directory.open(options.source)
     tensors, files = directory.tensors()
-    precisions.check_range(options.source, tensors)
+    precisions = precision_notes(options, tensors)
     export_files, export_notes = companions(options.source) if options.export == "hf" else ({}, [])
     indices = [file for file in files if file.name == INDEX]
     shards = safetensors_file.shards(indices[0]) if indices else ()
     checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors, shards)
     model, sampler, notes = load(options, directory, tensors)
-    notes += precisions.notes(tensors, residual=options.residual)
+    notes += precisions
     library = ("sentence-transformers",) if "sentence_embedding" in model.outputs else ()
     if options.export == "hf":
         notes += [_LOADED, *export_notes, *([_SENTENCE] if directory.parts is not None else [])]
@@ -61,9 +60,8 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
 
 def load(options: Options, directory: Directory, tensors: Mapping[str, Array]) -> Loaded:
     """Build the directory's model over the memory of ``tensors``."""
-    from converter.read.huggingface.module import load_module
+    from converter.read.huggingface.module import load_module, sentence
     from converter.read.huggingface.past import CACHE, is_causal
-    from converter.read.huggingface.sentence import sentence
     from converter.read.torch.onnx_export import not_served
 
     module, notes = load_module(directory, tensors, options.target.path.parent)
@@ -78,7 +76,7 @@ def load(options: Options, directory: Directory, tensors: Mapping[str, Array]) -
 def _in_one_pass(options: Options, directory: Directory, module: Any, whole: Any) -> Loaded:
     """Load the model for one forward pass, with every input that it declares or those of ``--input``."""
     from converter.read.huggingface import inputs as edges
-    from converter.read.huggingface.plausible import sampler
+    from converter.read.huggingface.inputs import sampler
 
     if options.inputs:
         edges.check_given(module, options.inputs)

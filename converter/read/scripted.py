@@ -15,12 +15,18 @@ from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchscript import load_module
 from converter.options import Options
 from converter.process.quiet import quiet
-from converter.read import oracles, precisions, torch_file, torch_records
+from converter.read import oracles, torch_file
 from converter.read.detect import Kind
-from converter.read.readers.common import Advance, exported_source, inputs_of, source_without_graph
+from converter.read.sources import (
+    Advance,
+    check_trusted,
+    exported_source,
+    inputs_of,
+    precision_notes,
+    source_without_graph,
+)
 from converter.read.torch.interpreted import Interpreted, input_names
 from converter.read.torch.onnx_export import adapt
-from converter.read.trust import check_trusted
 from converter.source import Checkpoint, Source, TorchModel, digest_files
 
 CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
@@ -42,15 +48,14 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     arrays = torch_file.to_numpy(options.source, found)
     if not any(array.dtype.name == "float32" for array in arrays.values()):
         raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
-    precisions.check_range(options.source, arrays)
+    notes = precision_notes(options, arrays)
     checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), arrays)
     inputs = _in_order(inputs_of(options), list(input_names(script)))
     itself = replace(adapt(script, inputs, call=_positional), script=script)
     source = _translated(itself, found, checkpoint)
     oracle = replace(oracles.of_module(itself), how="the TorchScript file itself, on the CPU")
-    notes = precisions.notes(arrays, residual=options.residual)
     rowwise = source.graph is not None or not decides_by_numbers(script)
-    return replace(source, oracle=oracle, notes=notes, rowwise=rowwise)
+    return replace(source, oracle=oracle, notes=tuple(notes), rowwise=rowwise)
 
 
 def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Source:
@@ -101,7 +106,7 @@ def load(path: Path) -> Any:
 
     Loading runs the code in the file. Raises :class:`SourceError` for a file that is damaged or has no ``forward``.
     """
-    torch_records.check_bytes(path)
+    torch_file.check_bytes(path)
     try:
         with quiet():
             return load_module(path, torch.device("cpu"))
