@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bf16kit.messages.errors import SourceError, UsageError
-from converter.graph.equality import OTHER_FLOATS, in_fp32
+from converter.graph.equality import OTHER_FLOATS
 from converter.options import Options
 from converter.process.imports import is_import_spec
 from converter.read.detect import Kind, recognise
@@ -154,17 +154,13 @@ def _fill(initializer: ir.Value, array: Array) -> None:
     """Set an initializer to ``array``, which has its shape, in the initializer's dtype."""
     import onnx_ir as ir
 
-    from converter.graph.initializers import ComputedTensor, rows_of
+    from converter.read.torch.simplify import as_initializer
 
-    like, name = initializer.const_value, initializer.name
+    like = initializer.const_value
     assert like is not None  # noqa: S101 - only initializers with a value are filled
-    if like.dtype is not ir.DataType.FLOAT:
-        initializer.const_value = ir.Tensor(array.astype(like.dtype.numpy()), name=name)
-    elif array.dtype.name in OTHER_FLOATS:
-        initializer.const_value = ComputedTensor(lambda rows: in_fp32(rows_of(array, rows)), like)
-        initializer.const_value.name = name
-    else:
-        initializer.const_value = ir.Tensor(array.astype("float32", copy=False), name=name)
+    if like.dtype is not ir.DataType.FLOAT or array.dtype.name not in OTHER_FLOATS:
+        array = array.astype(like.dtype.numpy(), copy=False)
+    initializer.const_value = as_initializer(array, like, initializer.name)
 
 
 def _oracle(graph: ir.Model, name: str, directory: Path) -> Oracle:
