@@ -75,11 +75,8 @@ def _load(path: Path) -> ExportedProgram:
                 program = load_program(path)
         except RuntimeFailure as error:
             raise SourceError(f"{path}: {error}") from None
-        return move_to_device_pass(program, "cpu") if _is_elsewhere(program) else program
-
-
-def _is_elsewhere(program: ExportedProgram) -> bool:
-    return any(tensor.device.type != "cpu" for tensor in tensors_of(program).values())
+        elsewhere = any(tensor.device.type != "cpu" for tensor in tensors_of(program).values())
+        return move_to_device_pass(program, "cpu") if elsewhere else program
 
 
 def _given(program: ExportedProgram) -> Iterator[tuple[TensorArgument | ConstantArgument | Any, Any]]:

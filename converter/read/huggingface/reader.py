@@ -90,7 +90,7 @@ def _in_one_pass(options: Options, directory: Directory, module: Any, whole: Any
         try:
             if whole is None:
                 return _adapted(module, candidate, None, example), sample, notes
-            return _adapted(whole, candidate, _call_with_feeds, example), sample, notes
+            return _adapted(whole, candidate, lambda module, feeds: module(feeds), example), sample, notes
         except ConversionError:
             if candidate is inputs:
                 raise
@@ -125,10 +125,6 @@ def _with_past(options: Options, directory: Directory, module: Any, _whole: Any)
     sample = partial(cache.samples, directory)
     model = adapt(module, cache.inputs, call=cache.call, example=next(iter(sample(0, 1))))
     return replace(model, left_out=cache.left_out), sample, []
-
-
-def _call_with_feeds(module: Any, feeds: dict[str, Any]) -> Any:
-    return module(feeds)
 
 
 def _with_kind(directory: Directory, spec: TensorSpec) -> TensorSpec:

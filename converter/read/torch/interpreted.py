@@ -167,7 +167,7 @@ class Interpreted(torch.nn.Module):
         self.own = torch.nn.Module()
         known: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():
-            known.setdefault(_place(tensor), name)
+            known.setdefault(place(tensor), name)
             _register(self.own, name.split("."), tensor)
         for node in scriptgraph.nodes(self._graph):
             output = node.output().debugName() if node.outputsSize() == 1 else ""
@@ -273,14 +273,15 @@ def _call(node: Any, kind: str, given: list[Any]) -> Any:
 
 def _referred(value: Any, known: Mapping[tuple[Any, ...], str]) -> Any:
     if isinstance(value, torch.Tensor):
-        name = known.get(_place(value))
+        name = known.get(place(value))
         return value if name is None else _Ref(name)
     if isinstance(value, list | tuple):
         return type(value)([_referred(one, known) for one in value])
     return {key: _referred(one, known) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tells ``tensor`` apart from others: its memory and how it is read."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 

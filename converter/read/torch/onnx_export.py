@@ -17,8 +17,6 @@ from converter.source import Array, Feeds, TorchModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
-
 OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1
 Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
@@ -36,11 +34,8 @@ def adapt(
     ``call`` says how to call it if not with the inputs alone. ``example`` holds the inputs of that run; the default is
     ones and zeros of small sizes. ConversionError if the run fails.
     """
-    import torch
-
-    from converter.read.torch.onnx_export import Positional, left_out, output_names
-
-    tensors = _examples(inputs) if example is None else _given(inputs, example)
+    given = [torch.from_numpy(example[spec.name]) for spec in inputs] if example is not None else None
+    tensors = _examples(inputs) if given is None else tuple(given)
     wrapped = Positional(module.eval(), [spec.name for spec in inputs], call).eval()
     try:
         with quiet(), torch.no_grad():
@@ -66,9 +61,10 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     An initializer with the bytes of one of ``tensors``, or of its transpose, becomes a view of it and takes its name,
     so that the module's own memory can be freed. Raises :class:`Untranslatable` when torch's exporter fails.
     """
-    import torch
+    import onnx_ir as ir
 
-    shapes = tuple(_dynamic(spec) for spec in model.inputs)
+    # Free dimensions by name; the exporter finds their relations, and rejects one that is not free.
+    shapes = tuple({i: dim for i, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in model.inputs)
     try:
         with quiet(), torch.no_grad():
             program = torch.onnx.export(
@@ -89,53 +85,30 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     graph: ir.Model = program.model
     with quiet():
         simplify(graph)
-    _name_inputs(graph, model.inputs)
+    for value, spec in zip(graph.graph.inputs, model.inputs, strict=True):
+        value.name, value.shape = spec.name, ir.Shape(spec.shape)
     bind(graph, tensors)
     return graph.clone()  # drops what the steps above removed, which the exporter's values still refer to
 
 
-def _sizes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Return a size for every named dimension, all different: equal ones could be taken for the same dimension."""
-    names = list(dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str)))
-    return {name: _BATCH + index * _STEP for index, name in enumerate(names)}
-
-
 def _examples(inputs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+    """Return ones and zeros; named dimensions all differ in size: equal ones could be taken for the same dimension."""
+    names = dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str))
+    sizes = {name: _BATCH + index * _STEP for index, name in enumerate(names)}
     try:
-        return tuple(_example(spec, _sizes(inputs)) for spec in inputs)
+        return tuple(_example(spec, sizes) for spec in inputs)
     except RuntimeError as error:  # torch's error for "out of memory"
         shapes = ", ".join(f"{spec.name}{describe(spec.shape)}" for spec in inputs)
         raise ConversionError(f"an example input cannot be made ({shapes}): {first_line(error)}") from error
 
 
-def _given(inputs: Sequence[TensorSpec], example: Feeds) -> tuple[torch.Tensor, ...]:
-    import torch
-
-    return tuple(torch.from_numpy(example[spec.name]) for spec in inputs)
-
-
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     """Return ones for masks and floats, zeros for integers: 0 is a valid index into every table."""
-    import torch
-
     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point or dtype is torch.bool or "mask" in spec.name:
         return torch.ones(shape, dtype=dtype)
     return torch.zeros(shape, dtype=dtype)
-
-
-def _dynamic(spec: TensorSpec) -> dict[int, str]:
-    """Return the free dimensions by name; the exporter finds their relations, and rejects one that is not free."""
-    return {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
-
-
-def _name_inputs(graph: ir.Model, inputs: Sequence[TensorSpec]) -> None:
-    import onnx_ir as ir
-
-    for value, spec in zip(graph.graph.inputs, inputs, strict=True):
-        value.name = spec.name
-        value.shape = ir.Shape(spec.shape)
 
 
 class Positional(torch.nn.Module):
@@ -148,11 +121,15 @@ class Positional(torch.nn.Module):
         super().__init__()
         self.module = module
         self.names = list(names)
-        self._call = call or (_by_keyword if _takes(module, names) else _by_position)
+        self._call = call
+        self._by_keyword = set(names) <= set(inspect.signature(module.forward).parameters)
 
     def call(self, *tensors: torch.Tensor) -> Any:
         """Return whatever ``module`` returns."""
-        return self._call(self.module, dict(zip(self.names, tensors, strict=True)))
+        feeds = dict(zip(self.names, tensors, strict=True))
+        if self._call is not None:
+            return self._call(self.module, feeds)
+        return self.module(**feeds) if self._by_keyword else self.module(*tensors)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given: list[torch.Tensor] = list(tensors)
@@ -161,18 +138,6 @@ class Positional(torch.nn.Module):
             # lost.
             given.append(tensor.clone() if any(tensor is other for other in given) else tensor)
         return tuple(given[len(tensors) :])
-
-
-def _takes(module: torch.nn.Module, names: Sequence[str]) -> bool:
-    return set(names) <= set(inspect.signature(module.forward).parameters)
-
-
-def _by_keyword(module: torch.nn.Module, feeds: dict[str, torch.Tensor]) -> Any:
-    return module(**feeds)
-
-
-def _by_position(module: torch.nn.Module, feeds: dict[str, torch.Tensor]) -> Any:
-    return module(*feeds.values())
 
 
 def output_names(result: Any, inputs: Sequence[str] = ()) -> tuple[str, ...]:
