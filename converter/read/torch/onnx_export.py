@@ -122,7 +122,7 @@ class Positional(torch.nn.Module):
         self.module = module
         self.names = list(names)
         self._call = call
-        self._by_keyword = set(names) <= set(inspect.signature(module.forward).parameters)
+        self._by_keyword = call is None and set(names) <= set(inspect.signature(module.forward).parameters)
 
     def call(self, *tensors: torch.Tensor) -> Any:
         """Return whatever ``module`` returns."""
