@@ -18,7 +18,7 @@ Reader = Callable[[Options, Kind, Advance], Source]
 # The module for each format; it is imported when needed, and its `read` makes the Source.
 READERS: Mapping[Kind, str] = {
     Kind.ONNX: "onnx_file",
-    Kind.HUGGING_FACE: "huggingface.reader",
+    Kind.HUGGING_FACE: "huggingface",
     Kind.SAFETENSORS: "bareweights",
     Kind.SHARDED: "bareweights",
     Kind.TORCH_ZIP: "bareweights",

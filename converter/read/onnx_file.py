@@ -182,7 +182,10 @@ def _external_files(path: Path, model: ir.Model) -> list[Path]:
         end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
         files[location] = max(end, files.get(location, 0))
     for location, end in files.items():
-        _check_size(path, location, end)
+        if not location.is_file():
+            raise SourceError(f"{path}: its external data {location.name} is missing")
+        if location.stat().st_size < end:
+            raise SourceError(f"{location}: truncated: {location.stat().st_size} bytes, {path.name} needs {end}")
     return list(files)
 
 
@@ -205,13 +208,6 @@ def _graphs(model: ir.Model) -> Iterator[ir.Graph]:
     yield from model.graphs()
     for function in model.functions.values():
         yield from function.subgraphs()
-
-
-def _check_size(path: Path, location: Path, end: int) -> None:
-    if not location.is_file():
-        raise SourceError(f"{path}: its external data {location.name} is missing")
-    if location.stat().st_size < end:
-        raise SourceError(f"{location}: truncated: {location.stat().st_size} bytes, {path.name} needs {end}")
 
 
 def resolve_edges(
@@ -258,13 +254,10 @@ def name_inputs(model: ir.Model, inputs: Sequence[TensorSpec]) -> None:
 def _chosen(own: TensorSpec, given: Sequence[TensorSpec]) -> TensorSpec:
     """Return the given spec for ``own``, or ``own`` if there is none."""
     chosen = next((spec for spec in given if spec.name == own.name), own)
-    if chosen.dtype != own.dtype or not _fits(chosen, own):
+    # It may only name or fix free dimensions: fixed ones must stay.
+    fits = len(chosen.shape) == len(own.shape) and all(
+        a == b or isinstance(b, str) for a, b in zip(chosen.shape, own.shape, strict=True)
+    )
+    if chosen.dtype != own.dtype or not fits:
         raise UsageError(f"--input {own.name}: the model's own input is {own.dtype}{list(own.shape)}")
     return chosen
-
-
-def _fits(spec: TensorSpec, own: TensorSpec) -> bool:
-    """Return whether ``spec`` only renames or fixes free dimensions; fixed ones must stay."""
-    if len(spec.shape) != len(own.shape):
-        return False
-    return all(a == b or isinstance(b, str) for a, b in zip(spec.shape, own.shape, strict=True))

@@ -95,12 +95,9 @@ def of_onnx(path: Path, model: ir.Model) -> Oracle:
         from bf16kit.runtime.ort.session import open_session
 
         session = open_session(path, optimise=False)
-        try:
-            dtypes = {edge.name: _dtype(edge.type) for edge in session.get_inputs()}
-            for feed in feeds:
-                yield _run_onnx(session, feed, dtypes)
-        finally:
-            del session
+        dtypes = {edge.name: _dtype(edge.type) for edge in session.get_inputs()}
+        for feed in feeds:
+            yield _run_onnx(session, feed, dtypes)
 
     return Oracle(outputs, "the untouched ONNX file in ONNX Runtime, no optimisation", roundoff(model))
 
