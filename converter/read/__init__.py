@@ -10,15 +10,14 @@ from typing import cast
 from bf16kit.messages.errors import SourceError, UsageError
 from converter.options import Options
 from converter.read.detect import Kind, recognise
-from converter.read.readers.common import Advance
+from converter.read.sources import Advance
 from converter.source import Source
 
 Reader = Callable[[Options, Kind, Advance], Source]
 
-# The module of `converter.read.readers` for each format; it is imported when needed, and its `read` makes the
-# Source.
+# The module for each format; it is imported when needed, and its `read` makes the Source.
 READERS: Mapping[Kind, str] = {
-    Kind.ONNX: "onnx",
+    Kind.ONNX: "onnx_file",
     Kind.HUGGING_FACE: "huggingface",
     Kind.SAFETENSORS: "bareweights",
     Kind.SHARDED: "bareweights",
@@ -28,11 +27,11 @@ READERS: Mapping[Kind, str] = {
     Kind.EXPORTED: "exportedprogram",
     Kind.ORBAX: "jax",
     Kind.FLAX: "jax",
-    Kind.SAVED_MODEL: "tensorflow",
-    Kind.KERAS: "tensorflow",
+    Kind.SAVED_MODEL: "tensorflow.reader",
+    Kind.KERAS: "tensorflow.reader",
     Kind.TORCHSCRIPT: "scripted",
 }
-
+_MAPPED = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.ORBAX, Kind.FLAX)
 
 # The weight files of a source that is a directory.
 _WEIGHTS = ("*.safetensors", "*.bin", "saved_model.pb", "variables/variables.*")
@@ -54,32 +53,29 @@ def read(options: Options, advance: Advance) -> Source:
     return source
 
 
-_MAPPED = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.ORBAX, Kind.FLAX)
-
-
 def _check_options(options: Options, kind: Kind) -> None:
     """Raise :class:`UsageError` for an option that does not apply to sources of ``kind``."""
-    if options.with_past and kind is not Kind.HUGGING_FACE:
-        raise UsageError(f"--with-past: is for Hugging Face directories, and {options.source} is {kind.value}")
-    if options.signature is not None and READERS[kind] != "tensorflow":
-        raise UsageError(f"--signature: is for TensorFlow models, and {options.source} is {kind.value}")
-    if options.weights is not None and kind is not Kind.LIGHTNING:
-        raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is {kind.value}")
+    step = "--step" if options.step is not None else "--item"
+    of_tensorflow = [kind for kind, module in READERS.items() if module == "tensorflow.reader"]
+    for flag, given, kinds, purpose in (
+        ("--with-past", options.with_past, [Kind.HUGGING_FACE], "Hugging Face directories"),
+        ("--signature", options.signature is not None, of_tensorflow, "TensorFlow models"),
+        ("--weights", options.weights is not None, [Kind.LIGHTNING], "Lightning checkpoints"),
+        (step, options.step is not None or options.item is not None, [Kind.ORBAX], "Orbax checkpoints"),
+        ("--map", options.map is not None, _MAPPED, "weights without a graph"),
+    ):
+        if given and kind not in kinds:
+            raise UsageError(f"{flag}: is for {purpose}, and {options.source} is {kind.value}")
     if options.export == "hf" and kind is not Kind.HUGGING_FACE:
         raise UsageError(
             f"--format hf: copies the config and tokenizer of a Hugging Face directory, and {options.source} is"
             f" {kind.value}; --format safetensors writes the weights alone"
         )
-    if kind is not Kind.ORBAX and (options.step is not None or options.item is not None):
-        flag = "--step" if options.step is not None else "--item"
-        raise UsageError(f"{flag}: is for Orbax checkpoints, and {options.source} is {kind.value}")
-    if kind not in _MAPPED and options.map is not None:
-        raise UsageError(f"--map: is for weights without a graph, and {options.source} is {kind.value}")
 
 
 def reader(kind: Kind) -> Reader:
     """Return the reader for sources of ``kind``."""
-    return cast("Reader", importlib.import_module(f"converter.read.readers.{READERS[kind]}").read)
+    return cast("Reader", importlib.import_module(f"converter.read.{READERS[kind]}").read)
 
 
 def nbytes(path: Path) -> int | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -21,77 +20,67 @@ _ARRAYS = "save the arrays as safetensors (safetensors.numpy.save_file), and nam
 _ENGINE = ("a TensorRT engine, compiled for one GPU", f"{_BEFORE}, or the ONNX file it was built from")
 _MOBILE = ("a PyTorch Mobile model (.ptl), TorchScript without its code", f"{_BEFORE}, or its TorchScript file")
 _ARCHIVE = ("a packed archive (tar, gzip, zstd, xz, bzip2, 7z or rar)", "unpack it, and convert what is in it")
+_NO_FLOATS = "its weights are no floating-point numbers that could be rounded: convert the model it was quantised from"
 _TF_CHECKPOINT = (
     "a TensorFlow checkpoint (.index and .data files), weights without a graph",
     "restore it in the program that built the model, write a SavedModel (tf.saved_model.save), and convert that",
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignFile:
-    """A format of files. ``what`` follows "is"; one of ``magics`` is at byte ``at`` of a file whose name fits ``name``.
-
-    ``may_hold_weights``: among models, such a file is mostly something else.
-    """
-
-    what: str
-    remedy: str
-    magics: tuple[bytes, ...]
-    at: int = 0
-    name: str = "*"
-    may_hold_weights: bool = False
+# What "is" is followed by, the remedy, and the bytes, one of which is at an offset (0) in a file of that name (any).
+ForeignFile = tuple[str, str, tuple[bytes, ...], int, str]
 
 
-FILES = (
-    ForeignFile(
-        "a GGUF file (llama.cpp), mostly quantised",
-        f"{_BEFORE}, a Hugging Face directory",
-        (b"GGUF",),
-    ),
-    ForeignFile("a GGML file (llama.cpp before GGUF), mostly quantised", _BEFORE, (b"lmgg", b"fmgg", b"tjgg")),
-    ForeignFile(*_ENGINE, (b"ftrt", b"ptrt")),
-    ForeignFile(*_ENGINE, (b"{",), at=4, name="*.engine"),  # Ultralytics writes JSON and its length before an engine
-    ForeignFile("a Core ML model (.mlmodel)", _CORE_ML, (b"\x08",), name="*.mlmodel"),  # protobuf, as ONNX is
-    ForeignFile("a numpy array (.npy)", _ARRAYS, (b"\x93NUMPY",), may_hold_weights=True),
-    ForeignFile(
+def _file(what: str, remedy: str, *magics: bytes, at: int = 0, name: str = "*") -> ForeignFile:
+    return what, remedy, magics, at, name
+
+
+FILES: tuple[ForeignFile, ...] = (
+    _file("a GGUF file (llama.cpp), mostly quantised", f"{_BEFORE}, a Hugging Face directory", b"GGUF"),
+    _file("a GGML file (llama.cpp before GGUF), mostly quantised", _BEFORE, b"lmgg", b"fmgg", b"tjgg"),
+    _file(*_ENGINE, b"ftrt", b"ptrt"),
+    _file(*_ENGINE, b"{", at=4, name="*.engine"),  # Ultralytics writes JSON and its length before an engine
+    _file("a Core ML model (.mlmodel)", _CORE_ML, b"\x08", name="*.mlmodel"),  # protobuf, as ONNX is
+    _file("a numpy array (.npy)", _ARRAYS, b"\x93NUMPY"),
+    _file(
         "an HDF5 file (.h5), as Keras before version 3 writes whole models and bare weights",
         "load it in Keras and write a SavedModel (model.export('DIRECTORY')), and convert that",
-        (b"\x89HDF\r\n\x1a\n",),
+        b"\x89HDF\r\n\x1a\n",
     ),
-    ForeignFile("an MXNet parameter file (.params)", _MXNET, (b"\x12\x01\0\0\0\0\0\0\0\0\0\0\0\0\0\0",)),
-    ForeignFile("an ncnn graph (.param)", f"{_BEFORE}, or the ONNX file between", (b"7767517\n",)),
-    ForeignFile(
+    _file("an MXNet parameter file (.params)", _MXNET, b"\x12\x01" + bytes(14)),
+    _file("an ncnn graph (.param)", f"{_BEFORE}, or the ONNX file between", b"7767517\n"),
+    _file(
         "OpenVINO's intermediate representation (.xml with .bin)",
         f"{_BEFORE}, which was given to OpenVINO",
-        (b"<?xml", b"<net ", b"\xef\xbb\xbf<"),
+        *(b"<?xml", b"<net ", b"\xef\xbb\xbf<"),
         name="*.xml",
     ),
-    ForeignFile("an ONNX Runtime format model (.ort)", "convert the .onnx file it was made from", (b"ORTM",), at=4),
-    ForeignFile("an ExecuTorch program (.pte)", f"{_BEFORE}, or its torch.export program", (b"ET12",), at=4),
-    ForeignFile(*_MOBILE, (b"PTMF",), at=4),
-    ForeignFile(
+    _file("an ONNX Runtime format model (.ort)", "convert the .onnx file it was made from", b"ORTM", at=4),
+    _file("an ExecuTorch program (.pte)", f"{_BEFORE}, or its torch.export program", b"ET12", at=4),
+    _file(*_MOBILE, b"PTMF", at=4),
+    _file(
         "a TensorFlow Lite model (.tflite), whose layers are fused and whose weights may be quantised",
         "convert the SavedModel or the .keras file it was made from; where these are lost, make ONNX of it: python -m"
         " tf2onnx.convert --tflite FILE --output MODEL.onnx",
-        (b"TFL3",),
+        b"TFL3",
         at=4,
     ),
-    ForeignFile(
+    _file(
         "the graph of a TensorFlow SavedModel (saved_model.pb) by itself",
         "convert the directory that it lies in, which has its variables, too",
-        (b"\x08",),
+        b"\x08",
         name="saved_model.pb",
     ),
-    ForeignFile(
+    _file(
         "a frozen TensorFlow graph (GraphDef .pb)",
         "convert the SavedModel it was frozen from, or make ONNX of it: python -m tf2onnx.convert --graphdef FILE",
-        (b"\x0a",),
+        b"\x0a",
         name="*.pb",
     ),
-    ForeignFile(*_TF_CHECKPOINT, (b"",), name="*.index"),
-    ForeignFile(*_ARCHIVE, (b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"7z\xbc\xaf", b"Rar!\x1a\x07")),
-    ForeignFile(*_ARCHIVE, (b"1AY&SY",), at=4),
-    ForeignFile(*_ARCHIVE, (b"ustar",), at=257),
+    _file(*_TF_CHECKPOINT, b"", name="*.index"),
+    _file(*_ARCHIVE, b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"7z\xbc\xaf", b"Rar!\x1a\x07"),
+    _file(*_ARCHIVE, b"1AY&SY", at=4),
+    _file(*_ARCHIVE, b"ustar", at=257),
 )
 # The files that such a directory always has, by name or pattern, what it is, and the remedy.
 DIRECTORIES = (
@@ -136,16 +125,16 @@ TRAINERS_DIRECTORIES = (
 
 def refuse_file(path: Path, head: bytes) -> None:
     """Raise :class:`SourceError` if the file at ``path``, whose first bytes are ``head``, has a foreign format."""
-    for known in FILES:
-        if fnmatch(path.name, known.name) and head[known.at :].startswith(known.magics):
-            _refuse(path, known.what, known.remedy, may_hold_weights=known.may_hold_weights)
+    for what, remedy, magics, at, name in FILES:
+        if fnmatch(path.name, name) and head[at:].startswith(magics):
+            _refuse(path, what, remedy)
 
 
 def refuse_zip(path: Path, names: Collection[str]) -> None:
     """Raise :class:`SourceError` if a zip archive with the records ``names`` has a foreign format."""
     records = [name for name in names if name]
     if records and all(name.endswith(".npy") for name in records):
-        _refuse(path, "an archive of numpy arrays (.npz)", _ARRAYS, may_hold_weights=True)
+        _refuse(path, "an archive of numpy arrays (.npz)", _ARRAYS)
     if "bytecode.pkl" in names:  # in addition to TorchScript's records
         _refuse(path, *_MOBILE)
 
@@ -166,10 +155,7 @@ def refuse_directory(path: Path) -> None:
         if all(next(path.glob(pattern), None) is not None for pattern in patterns):
             _refuse(path, what, remedy)
     if _is_quantised(path):
-        remedy = (
-            "its weights are no floating-point numbers that could be rounded: convert the model it was quantised from"
-        )
-        _refuse(path, "a quantised model", remedy)
+        _refuse(path, "a quantised model", _NO_FLOATS)
 
 
 def refuse_missing(path: Path) -> None:
@@ -190,6 +176,6 @@ def _is_quantised(path: Path) -> bool:
     return any(isinstance(value, dict) and value for value in found)
 
 
-def _refuse(path: Path, what: str, remedy: str, *, may_hold_weights: bool = False) -> None:
-    error = NoCheckpoint if may_hold_weights else SourceError
+def _refuse(path: Path, what: str, remedy: str) -> None:
+    error = NoCheckpoint if remedy is _ARRAYS else SourceError  # among models, arrays are mostly something else
     raise error(f"{path}: is {what}, which is not converted; {remedy}")

@@ -11,9 +11,13 @@ from bf16kit.numerics.tensors import TensorSpec
 from converter.graph.dimensions import is_named, mark_guessed, rename
 from converter.graph.initializers import dims
 from converter.graph.names import values_of
+from converter.options import Options
 from converter.process import onnx_trial
 from converter.process.quiet import first_line, quiet, reason
+from converter.read.detect import Kind
 from converter.read.signature import input_specs, output_specs
+from converter.read.sources import Advance
+from converter.source import Checkpoint, Source, digest_files
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -21,6 +25,23 @@ if TYPE_CHECKING:
 
 _UNREAD = ("doc_string", "metadata_props")  # fields that are dropped, in any encoding
 _SHOWN = 40  # bytes of a damaged name
+
+
+def read(options: Options, _kind: Kind, advance: Advance) -> Source:
+    """Return the file as a source; :class:`ConversionError` if it holds no fp32 weights."""
+    from converter.read import oracles
+    from converter.rewrite.explicit import floating_tensors
+
+    if options.model is not None:
+        raise UsageError("--model: an ONNX file brings its own architecture")
+    model, files = read_graph(options.source)
+    oracle = oracles.of_onnx(options.source, model)
+    inputs, outputs = resolve_edges(model, options.inputs)
+    tensors = floating_tensors(model)
+    if not any(tensor.dtype.name == "float32" for tensor in tensors.values()):
+        raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
+    checkpoint = Checkpoint("onnx", digest_files(files, advance), tensors)
+    return Source(checkpoint, model, inputs, outputs, tools=("onnxscript",), oracle=oracle)
 
 
 def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
@@ -161,7 +182,10 @@ def _external_files(path: Path, model: ir.Model) -> list[Path]:
         end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
         files[location] = max(end, files.get(location, 0))
     for location, end in files.items():
-        _check_size(path, location, end)
+        if not location.is_file():
+            raise SourceError(f"{path}: its external data {location.name} is missing")
+        if location.stat().st_size < end:
+            raise SourceError(f"{location}: truncated: {location.stat().st_size} bytes, {path.name} needs {end}")
     return list(files)
 
 
@@ -184,13 +208,6 @@ def _graphs(model: ir.Model) -> Iterator[ir.Graph]:
     yield from model.graphs()
     for function in model.functions.values():
         yield from function.subgraphs()
-
-
-def _check_size(path: Path, location: Path, end: int) -> None:
-    if not location.is_file():
-        raise SourceError(f"{path}: its external data {location.name} is missing")
-    if location.stat().st_size < end:
-        raise SourceError(f"{location}: truncated: {location.stat().st_size} bytes, {path.name} needs {end}")
 
 
 def resolve_edges(
@@ -237,13 +254,10 @@ def name_inputs(model: ir.Model, inputs: Sequence[TensorSpec]) -> None:
 def _chosen(own: TensorSpec, given: Sequence[TensorSpec]) -> TensorSpec:
     """Return the given spec for ``own``, or ``own`` if there is none."""
     chosen = next((spec for spec in given if spec.name == own.name), own)
-    if chosen.dtype != own.dtype or not _fits(chosen, own):
+    # It may only name or fix free dimensions: fixed ones must stay.
+    fits = len(chosen.shape) == len(own.shape) and all(
+        a == b or isinstance(b, str) for a, b in zip(chosen.shape, own.shape, strict=True)
+    )
+    if chosen.dtype != own.dtype or not fits:
         raise UsageError(f"--input {own.name}: the model's own input is {own.dtype}{list(own.shape)}")
     return chosen
-
-
-def _fits(spec: TensorSpec, own: TensorSpec) -> bool:
-    """Return whether ``spec`` only renames or fixes free dimensions; fixed ones must stay."""
-    if len(spec.shape) != len(own.shape):
-        return False
-    return all(a == b or isinstance(b, str) for a, b in zip(spec.shape, own.shape, strict=True))

@@ -14,7 +14,7 @@ import numpy as np
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import BY_NAME
 from converter.process.quiet import first_line, quiet
-from converter.source import FP32_ROUNDOFF, Array, Feeds, Oracle, TorchModel
+from converter.source import FP32_ROUNDOFF, Feeds, Oracle, TorchModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -34,9 +34,7 @@ def of_module(model: TorchModel) -> Oracle:
     def outputs(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         import torch
 
-        precision = (
-            torch.get_float32_matmul_precision()
-        )  # the user's code may have allowed TF32 or bf16 in matrix products
+        precision = torch.get_float32_matmul_precision()  # the user's code may have allowed TF32 or bf16 in products
         torch.set_float32_matmul_precision("highest")
         try:
             for feed in feeds:
@@ -57,14 +55,9 @@ def _run(model: TorchModel, feed: Feeds) -> Feeds:
             outputs = model.module(*tensors)
     except Exception as error:  # the user's model may raise anything
         raise RuntimeFailure(f"the torch module failed on it: {first_line(error)}") from error
-    return {name: _to_numpy(tensor) for name, tensor in zip(model.outputs, outputs, strict=True)}
-
-
-def _to_numpy(tensor: torch.Tensor) -> Array:
-    import torch
-
-    plain = tensor.detach().cpu()
-    return np.asarray((plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous().numpy())
+    widened = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in outputs)
+    plain = (tensor.detach().cpu().contiguous().numpy() for tensor in widened)
+    return dict(zip(model.outputs, plain, strict=True))
 
 
 class UnchangedTensors:
@@ -102,12 +95,9 @@ def of_onnx(path: Path, model: ir.Model) -> Oracle:
         from bf16kit.runtime.ort.session import open_session
 
         session = open_session(path, optimise=False)
-        try:
-            dtypes = {edge.name: _dtype(edge.type) for edge in session.get_inputs()}
-            for feed in feeds:
-                yield _run_onnx(session, feed, dtypes)
-        finally:
-            del session
+        dtypes = {edge.name: _dtype(edge.type) for edge in session.get_inputs()}
+        for feed in feeds:
+            yield _run_onnx(session, feed, dtypes)
 
     return Oracle(outputs, "the untouched ONNX file in ONNX Runtime, no optimisation", roundoff(model))
 

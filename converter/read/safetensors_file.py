@@ -27,12 +27,16 @@ def read_file(path: Path) -> dict[str, Array]:
     The safetensors library checks the format's rules. The header and its dtypes are checked here first, because the
     library's messages name neither a size nor the tensor.
     """
+    from safetensors import SafetensorError, safe_open
+
     try:
         header = _header(path)
-        _check_rules(path)
-        with path.open("rb") as file:
+        with safe_open(path, framework="numpy"), path.open("rb") as file:
             # Copy-on-write: torch warns about read-only arrays, and the file must never change.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except SafetensorError as error:
+        hint = "truncated or damaged" if "overflow" not in str(error) else "damaged"
+        raise SourceError(f"{path}: {hint}: {error}") from None
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
     start = 8 + int.from_bytes(mapped[:8], "little")
@@ -112,17 +116,6 @@ def _header(path: Path) -> dict[str, Any]:
             known = ", ".join(_DTYPES)
             raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; known: {known}")
     return header
-
-
-def _check_rules(path: Path) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        hint = "truncated or damaged" if "overflow" not in str(error) else "damaged"
-        raise SourceError(f"{path}: {hint}: {error}") from None
 
 
 def _view(mapped: mmap.mmap, start: int, entry: dict[str, Any]) -> Array:

@@ -1,19 +1,24 @@
-"""Reads the tensors of torch's own files, state dicts and training checkpoints, without running their pickles."""
+"""Reads the tensors of torch's own files, state dicts and training checkpoints, without running their pickles.
+
+torch maps a zip file and takes as many bytes from each record as the pickle asks for. It checks neither the record's
+size nor whether it is compressed, so a false claim reads other records' bytes without an error. Here both are checked.
+"""
 
 from __future__ import annotations
 
 import pickle
 import re
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import SourceError
-from bf16kit.messages.wording import brief
+from bf16kit.messages.wording import first_few
 from converter.process.quiet import first_line, quiet
-from converter.read import torch_records
 from converter.read.detect import Kind
-from converter.read.trust import untrusted
+from converter.read.sources import untrusted
 from converter.source import Array
 
 if TYPE_CHECKING:
@@ -21,12 +26,13 @@ if TYPE_CHECKING:
 
 _FORBIDDEN = re.compile(r"GLOBAL (\S+)")
 _ZIPS = (Kind.TORCH_ZIP, Kind.LIGHTNING)
-_NAMED = 5
 _LIGHTNING_REMEDY = (
     "the cause is usually a hyper-parameter: train with save_hyperparameters(ignore=[...]) for values that are not"
     " numbers or text"
 )
 _NESTED = ("state_dict", "model_state_dict", "model")  # keys that training scripts use
+# zipfile's errors: RuntimeError for an encrypted record and, as NotImplementedError, for an unknown compression
+_NO_ARCHIVE = (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError)
 
 
 def read_file(path: Path, kind: Kind, *, trust_code: bool) -> tuple[dict[str, Array], torch.nn.Module | None]:
@@ -48,27 +54,7 @@ def load(path: Path, kind: Kind, *, trust_code: bool) -> Any:
     if kind is Kind.PICKLE and not trust_code:
         raise untrusted(path, "is a bare pickle (torch before 1.6, or not torch at all)", "save it as safetensors")
     if kind in _ZIPS and not trust_code:
-        torch_records.check_stored(path)
-    return _load(path, kind, trust_code=trust_code)
-
-
-def arrays(path: Path, kind: Kind, state: Mapping[Any, Any], *, trust_code: bool) -> dict[str, Array]:
-    """Return the tensors of ``state``, which was loaded from ``path``, as numpy views of the mapped file."""
-    if kind in _ZIPS and not trust_code:  # a trusted pickle may create tensors that are not in the file
-        torch_records.check(path, _storages(state))
-    return to_numpy(path, state)
-
-
-def _storages(state: Mapping[Any, Any]) -> set[tuple[int, int]]:
-    """Return address and size of the memory behind every nonempty tensor of ``state``."""
-    import torch
-
-    dense = (t for t in state.values() if isinstance(t, torch.Tensor) and t.layout is torch.strided)
-    storages = (tensor.untyped_storage() for tensor in dense if tensor.device.type == "cpu")
-    return {(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()}
-
-
-def _load(path: Path, kind: Kind, *, trust_code: bool) -> Any:
+        _check_stored(path)
     import torch
 
     try:
@@ -76,8 +62,7 @@ def _load(path: Path, kind: Kind, *, trust_code: bool) -> Any:
             return torch.load(path, map_location="cpu", weights_only=not trust_code, mmap=kind in _ZIPS)
     except pickle.UnpicklingError as error:
         found = _FORBIDDEN.search(str(error))
-        what = f" ({found[1]})" if found else ""
-        remedy = "save its state_dict() instead"
+        what, remedy = f" ({found[1]})" if found else "", "save its state_dict() instead"
         if kind is Kind.LIGHTNING:
             what, remedy = _unsafe_globals(path) or what, _LIGHTNING_REMEDY
         raise untrusted(path, f"holds more than tensors{what}", remedy) from error
@@ -93,27 +78,32 @@ def _unsafe_globals(path: Path) -> str:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # noqa: BLE001 - a damaged pickle raises nearly anything; then torch's first error is reported
         return ""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f" ({brief(', '.join(names[:_NAMED]))}{more})" if names else ""
+    return f" ({first_few(names)})" if names else ""
 
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Any]:
     if not isinstance(loaded, Mapping):
         raise SourceError(f"{path}: holds a {type(loaded).__name__}, expected a state dict")
-    for key in _NESTED:
-        inner = loaded.get(key)
-        if isinstance(inner, Mapping) and not _has_tensors(loaded):
-            return inner
-    if not _has_tensors(loaded):
-        keys = ", ".join(sorted(map(str, loaded))[:5]) or "nothing"
-        raise SourceError(f"{path}: holds no tensors at its top level, nor under 'state_dict'; it has {keys}")
-    return loaded
+    if _has_tensors(loaded):
+        return loaded
+    nested: list[Mapping[str, Any]] = [loaded[key] for key in _NESTED if isinstance(loaded.get(key), Mapping)]
+    if nested:
+        return nested[0]
+    keys = ", ".join(sorted(map(str, loaded))[:5]) or "nothing"
+    raise SourceError(f"{path}: holds no tensors at its top level, nor under 'state_dict'; it has {keys}")
 
 
 def _has_tensors(loaded: Mapping[Any, Any]) -> bool:
     import torch
 
     return any(isinstance(value, torch.Tensor) for value in loaded.values())
+
+
+def arrays(path: Path, kind: Kind, state: Mapping[Any, Any], *, trust_code: bool) -> dict[str, Array]:
+    """Return the tensors of ``state``, which was loaded from ``path``, as numpy views of the mapped file."""
+    if kind in _ZIPS and not trust_code:  # a trusted pickle may create tensors that are not in the file
+        _check_records(path, state)
+    return to_numpy(path, state)
 
 
 def to_numpy(path: Path, state: Mapping[Any, Any]) -> dict[str, Array]:
@@ -135,13 +125,58 @@ def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
         if plain.dtype is torch.bfloat16:
             return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         array: Array = plain.numpy()
+        if array.dtype.kind in "biuf":
+            return array
     except (TypeError, RuntimeError):
-        raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {_dtype(tensor)}") from None
-    if array.dtype.kind not in "biuf":
-        raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {_dtype(tensor)}")
-    return array
+        pass
+    layout = "" if tensor.layout is torch.strided else f" ({tensor.layout})"
+    raise SourceError(
+        f"{path}: tensor {name!r} has the unknown dtype {str(tensor.dtype).removeprefix('torch.')}{layout}"
+    )
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    layout = "" if str(tensor.layout) == "torch.strided" else f" ({tensor.layout})"
-    return str(tensor.dtype).removeprefix("torch.") + layout
+def _check_stored(path: Path) -> None:
+    """Raise :class:`SourceError` for a compressed record, as another zip program writes: torch maps it as it is.
+
+    An archive that cannot be read is left to torch to report.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except _NO_ARCHIVE:
+        return
+    for info in records:
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
+
+
+def check_bytes(path: Path) -> None:
+    """Raise :class:`SourceError` if the archive is truncated, or a record's bytes are not those that were written."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            changed = archive.testzip()
+    except _NO_ARCHIVE as error:
+        raise SourceError(f"{path}: is a truncated or damaged zip archive ({error})") from None
+    if changed is not None:
+        raise SourceError(f"{path}: damaged: its record {changed!r} has other bytes than were written")
+
+
+def _check_records(path: Path, state: Mapping[Any, Any]) -> None:
+    """Raise :class:`SourceError` unless the memory of each tensor that torch mapped from ``path`` is just one record.
+
+    Its size must be a record's, and its distance from the others, too.
+    """
+    import torch
+
+    dense = (t for t in state.values() if isinstance(t, torch.Tensor) and t.layout is torch.strided)
+    memory = (tensor.untyped_storage() for tensor in dense if tensor.device.type == "cpu")
+    storages = {(storage.data_ptr(), storage.nbytes()) for storage in memory if storage.nbytes()}
+    if not storages:
+        return
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    records = {(reader.get_record_offset(name), reader.get_record_size(name)) for name in reader.get_all_records()}
+    first, size = min(storages)
+    for offset, nbytes in records:
+        if nbytes == size and {(address - first + offset, length) for address, length in storages} <= records:
+            return
+    raise SourceError(f"{path}: damaged: its tensors claim other sizes than the records that hold them")

@@ -18,7 +18,7 @@ from converter.options import Options, Target
 from converter.process.memory import release_memory
 from converter.process.naming import prefix_errors
 from converter.process.progress import Progress
-from converter.read.readers.common import exported_source
+from converter.read.sources import exported_source
 from converter.recovery.batches import Loader
 from converter.recovery.checkpoints import open_checkpoints
 from converter.recovery.comparison import Judge, MadeWorse

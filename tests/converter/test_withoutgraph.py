@@ -16,8 +16,7 @@ from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load
-from converter.read import torch_file
-from converter.read.readers import scripted
+from converter.read import scripted, torch_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
 

@@ -16,8 +16,8 @@ from servedanswers import served_answers
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
 from converter.cli import run
+from converter.read.jax import read_flax
 from converter.read.orbax import locate, read_item
-from converter.read.readers.jax import read_flax
 
 pytestmark = pytest.mark.sources
 

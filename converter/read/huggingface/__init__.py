@@ -1,1 +1,134 @@
-"""A Hugging Face model directory: the architecture from config.json, the weights from its own files."""
+"""Reads a Hugging Face directory as a source; transformers builds the module that config.json names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bf16kit.messages.errors import ConversionError, UsageError
+from bf16kit.numerics.tensors import TensorSpec
+from converter.options import Options
+from converter.read.detect import Kind
+from converter.read.sources import Advance, exported_source, precision_notes
+from converter.source import Array, Checkpoint, Feeds, Sampler, Source, TorchModel, digest_files
+
+if TYPE_CHECKING:
+    from converter.read.huggingface.model_directory import Directory
+    from converter.read.torch.onnx_export import Call
+
+_LOADED = (
+    "the drift of the export was measured in fp32 arithmetic; transformers computes in bf16 unless"
+    " dtype=torch.float32 is passed, and rounding vectors and activations then adds to the drift"
+)
+_SENTENCE = (
+    "the export is only the transformer, as AutoModel loads it. Pooling and normalisation of sentence-transformers"
+    " are in directories, which an artifact cannot hold"
+)
+_WITHOUT_LIBRARY = (
+    "sentence_embedding is left out, because sentence-transformers, which computes it, is not installed: pip install"
+    " 'bf16kit[sentence]'"
+)
+
+Loaded = tuple[TorchModel, Sampler | None, list[str]]  # the module with positional inputs, a sampler for it, notes
+
+
+def read(options: Options, _kind: Kind, advance: Advance) -> Source:
+    """Return the directory as a source; :class:`UsageError` for a ``--model``, which it does not need."""
+    from converter.read import safetensors_file
+    from converter.read.huggingface.model_directory import INDEX, Directory, companions
+
+    if options.model is not None:
+        raise UsageError("--model: a Hugging Face directory brings its own architecture")
+    directory = Directory.open(options.source)
+    tensors, files = directory.tensors()
+    precisions = precision_notes(options, tensors)
+    export_files, export_notes = companions(options.source) if options.export == "hf" else ({}, [])
+    indices = [file for file in files if file.name == INDEX]
+    shards = safetensors_file.shards(indices[0]) if indices else ()
+    checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors, shards)
+    model, sampler, notes = load(options, directory, tensors)
+    notes += precisions
+    library = ("sentence-transformers",) if "sentence_embedding" in model.outputs else ()
+    if options.export == "hf":
+        notes += [_LOADED, *export_notes, *([_SENTENCE] if directory.parts is not None else [])]
+    source = exported_source(checkpoint, model, sampler, ("transformers", *library))
+    outputs = tuple(_with_kind(directory, spec) for spec in source.outputs)
+    return replace(source, outputs=outputs, notes=tuple(notes), export_files=export_files)
+
+
+def load(options: Options, directory: Directory, tensors: Mapping[str, Array]) -> Loaded:
+    """Build the directory's model over the memory of ``tensors``."""
+    from converter.read.huggingface.module import load_module, sentence
+    from converter.read.huggingface.past import CACHE, is_causal
+    from converter.read.torch.onnx_export import not_served
+
+    module, notes = load_module(directory, tensors, options.target.path.parent)
+    whole = None if directory.parts is None else sentence(directory, module)
+    if directory.parts is not None and whole is None:
+        notes.append(_WITHOUT_LIBRARY)
+    model, sampler, more = (_with_past if options.with_past else _in_one_pass)(options, directory, module, whole)
+    remedy = "--with-past serves the cache" if CACHE in model.left_out and is_causal(module) else ""
+    return model, sampler, [*notes, *more, *not_served(model.outputs, model.left_out, remedy)]
+
+
+def _in_one_pass(options: Options, directory: Directory, module: Any, whole: Any) -> Loaded:
+    """Load the model for one forward pass, with every input that it declares or those of ``--input``."""
+    from converter.read.huggingface import inputs as edges
+    from converter.read.huggingface.inputs import sampler
+
+    if options.inputs:
+        edges.check_given(module, options.inputs)
+        inputs, notes, candidates = options.inputs, list[str](), [options.inputs]
+    else:
+        inputs, notes = edges.declared(module, directory)
+        candidates = edges.batches(inputs)
+    for candidate in candidates:
+        sample = sampler(directory, candidate)
+        example = None if sample is None else next(iter(sample(0, 1)))
+        try:
+            if whole is None:
+                return _adapted(module, candidate, None, example), sample, notes
+            return _adapted(whole, candidate, lambda module, feeds: module(feeds), example), sample, notes
+        except ConversionError:
+            if candidate is inputs:
+                raise
+    raise AssertionError("the inputs as declared are the last candidate")
+
+
+def _adapted(module: Any, inputs: tuple[TensorSpec, ...], call: Call | None, example: Feeds | None) -> TorchModel:
+    """Return ``module`` with positional inputs, and without the outputs that its config adds; they are only named."""
+    from converter.read.huggingface.module import leave_out_extras
+    from converter.read.torch.onnx_export import adapt
+
+    try:
+        left_out = adapt(module, inputs, call=call, example=example).left_out
+    except ConversionError:  # without them it may work
+        left_out = ()
+    leave_out_extras(module)
+    model = adapt(module, inputs, call=call, example=example)
+    return replace(model, left_out=tuple(dict.fromkeys((*left_out, *model.left_out))))
+
+
+def _with_past(options: Options, directory: Directory, module: Any, _whole: Any) -> Loaded:
+    from converter.read.huggingface.module import leave_out_extras
+    from converter.read.huggingface.past import Cache
+    from converter.read.torch.onnx_export import adapt
+
+    if options.inputs:
+        raise UsageError("--with-past: the model's own cache says what its inputs are; leave --input out")
+    if directory.parts is not None:
+        raise UsageError("--with-past: a sentence-transformers directory has no cache; leave the option out")
+    cache = Cache.of(module)
+    leave_out_extras(module)
+    sample = partial(cache.samples, directory)
+    model = adapt(module, cache.inputs, call=cache.call, example=next(iter(sample(0, 1))))
+    return replace(model, left_out=cache.left_out), sample, []
+
+
+def _with_kind(directory: Directory, spec: TensorSpec) -> TensorSpec:
+    """Return ``spec`` with the kind that the config implies: a regression head also calls its output logits."""
+    labels = directory.config.get("id2label", {}) or {}
+    regresses = directory.config.get("problem_type") == "regression" or len(labels) == 1
+    return replace(spec, kind="regression") if spec.kind == "logits" and regresses else spec

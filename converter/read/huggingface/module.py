@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import first_few
 from converter.process.quiet import first_line, quiet
-from converter.read.huggingface.experts import register
-from converter.read.huggingface.model_directory import Directory
+from converter.read.huggingface.model_directory import Directory, SentenceModule
 from converter.read.statedict import mismatch_message, to_torch
 from converter.source import Array
 
+if TYPE_CHECKING:
+    import torch
+
 _EXTRAS = ("use_cache", "output_hidden_states", "output_attentions")
+NAME = "bf16kit"
+_KNOWN = ("Pooling", "Dense", "Normalize", "Dropout")
 
 
 def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Path) -> tuple[Any, list[str]]:
@@ -104,3 +111,93 @@ def _class(directory: Directory, parsed: Any) -> Any:
         what = architecture or parsed.model_type
         raise SourceError(f"{directory.path}: its architecture {what} is not known to the installed transformers")
     return found
+
+
+def register() -> str:
+    """Make the function known to transformers; return the name of its ``experts_implementation``."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+    return NAME
+
+
+def _experts(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return [tokens, width] of ``hidden`` [tokens, width]; ``chosen`` and ``shares`` are [tokens, chosen experts].
+
+    Only an export or a trace gets the products. Otherwise the class's own loop runs, so that the source's answers, with
+    which the export is compared, are those of transformers.
+    """
+    import torch
+
+    if not (torch.compiler.is_exporting() or torch._C._is_tracing()):
+        own: torch.Tensor = type(experts).forward.__wrapped__(experts, hidden, chosen, shares)
+        return own
+    is_chosen = chosen.unsqueeze(-1) == torch.arange(experts.num_experts)
+    share = (is_chosen * shares.unsqueeze(-1)).sum(dim=1)  # [tokens, experts]
+    value = _linear(experts, hidden.unsqueeze(0), "gate_up_proj" if experts.has_gate else "up_proj")
+    value = experts._apply_gate(value) if experts.has_gate else experts.act_fn(value)
+    value = _linear(experts, value, "down_proj")  # [experts, tokens, width]
+    if getattr(experts, "has_post_expert_norm", False):
+        value = experts.post_expert_norm(value)
+    return (value * share.T.unsqueeze(-1)).sum(dim=0).to(hidden.dtype)
+
+
+def _linear(experts: Any, value: torch.Tensor, name: str) -> torch.Tensor:
+    """Return ``value`` [experts or 1, tokens, in] times each expert's matrix, plus its bias: [experts, tokens, out]."""
+    matrix = getattr(experts, name)
+    product: torch.Tensor = value @ (matrix if experts.is_transposed else matrix.mT)
+    return product + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else product
+
+
+class Sentence(torch.nn.Module):
+    """``transformer``, then ``steps`` of the library; called with one mapping of feeds."""
+
+    def __init__(self, transformer: torch.nn.Module, steps: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.steps = torch.nn.ModuleList(steps)
+
+    def forward(self, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tokens: torch.Tensor = self.transformer(**feeds).last_hidden_state
+        features = {"token_embeddings": tokens, **{name: feeds[name] for name in feeds if name == "attention_mask"}}
+        for step in self.steps:
+            features = step(features)
+        return {"last_hidden_state": tokens, "sentence_embedding": features["sentence_embedding"]}
+
+
+def sentence(directory: Directory, transformer: torch.nn.Module) -> Sentence | None:
+    """Return the whole model of a sentence-transformers directory; None if the library is not installed.
+
+    Raises :class:`SourceError` naming a module that is not supported, or that the library cannot load.
+    """
+    for part in directory.parts or ():
+        if part.kind not in _KNOWN:
+            raise SourceError(
+                f"{part.path.parent / 'modules.json'}: a {part.kind} module is not supported ({', '.join(_KNOWN)} are);"
+                " to convert the transformer alone, convert a copy of the directory without modules.json"
+            )
+    try:
+        with quiet():
+            from sentence_transformers.sentence_transformer import modules
+    except ImportError:
+        return None
+    return Sentence(transformer, [_load(modules, part) for part in directory.parts or ()])
+
+
+def _load(modules: Any, part: SentenceModule) -> torch.nn.Module:
+    if part.kind == "Dense":
+        activation = str(
+            json.loads((part.path / "config.json").read_bytes()).get("activation_function", "torch.nn.Tanh")
+        )
+        if not activation.startswith("torch.nn."):  # the library would take another one in its place
+            raise SourceError(
+                f"{part.path / 'config.json'}: activation_function {activation!r} is not one of torch.nn's"
+            )
+    try:
+        with quiet():
+            kind = getattr(modules, part.kind)
+            found = kind.load(str(part.path.parent), subfolder=part.path.name, local_files_only=True)
+    except Exception as error:  # the library raises errors of any kind
+        raise SourceError(f"{part.path}: sentence-transformers cannot load it: {first_line(error)}") from error
+    module: torch.nn.Module = found.float().eval()
+    return module

@@ -18,7 +18,7 @@ from bf16kit.numerics.tensors import TensorSpec
 from converter.process.quiet import quiet
 from converter.read.huggingface.inputs import BATCH, SEQ
 from converter.read.huggingface.model_directory import Directory
-from converter.read.torch.positional import left_out, named_tensors
+from converter.read.torch.onnx_export import left_out, named_tensors
 from converter.source import Array, Feeds
 
 CACHE, _PAST, _TOTAL = "past_key_values", "past", "total"

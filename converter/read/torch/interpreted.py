@@ -6,17 +6,140 @@ Branches on the values of a tensor cannot be traced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime import scriptgraph
-from converter.read.torch import scriptvalues
 
 _LONGEST_LOOP = 100_000
 _OF_LISTS = ("aten::append", "aten::extend", "aten::_set_item")
+
+# TorchScript's numbers for dtypes, layouts and memory formats.
+_DTYPES: Mapping[int, torch.dtype] = {
+    0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32,
+    7: torch.float64, 8: torch.complex32, 9: torch.complex64, 10: torch.complex128, 11: torch.bool, 15: torch.bfloat16,
+}  # fmt: skip
+_NUMBERS: Mapping[torch.dtype, int] = {dtype: number for number, dtype in _DTYPES.items()}
+_LAYOUTS = {0: torch.strided}
+_FORMATS = {0: torch.contiguous_format, 1: torch.preserve_format, 2: torch.channels_last, 3: torch.channels_last_3d}
+
+
+def _argument(name: str, value: Any) -> Any:
+    """Convert ``value`` for torch's Python functions, as an argument called ``name``; every device becomes the CPU."""
+    if name == "device" and value is not None:
+        return torch.device("cpu")
+    named: Mapping[str, Mapping[int, Any]] = {"layout": _LAYOUTS, "memory_format": _FORMATS}
+    table = _DTYPES if name.endswith("dtype") else named.get(name, {})
+    return table.get(value, value) if type(value) is int else value
+
+
+# Sizes are treated as numbers, so that the symbols that torch.export uses for them pass through.
+def _item(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _as_integer(value: Any) -> Any:
+    value = _item(value)
+    return value if isinstance(value, int | torch.SymInt) else int(value)
+
+
+def _as_float(value: Any) -> Any:
+    value = _item(value)
+    return value if isinstance(value, float | torch.SymFloat | torch.SymInt) else float(value)
+
+
+def _appended(values: list[Any], value: Any) -> list[Any]:
+    values.append(value)
+    return values
+
+
+def _put(values: Any, key: Any, value: Any) -> Any:
+    values[key] = value
+    return values
+
+
+def _part(values: Any, start: Any, end: Any, step: Any = 1) -> Any:
+    return values[start : min(end, len(values)) if end is not None else None : step]
+
+
+def _divided(left: Any, right: Any, rounding: str | None = None) -> Any:
+    if rounding == "floor":
+        return left // right
+    return left / right if rounding is None else math.trunc(left / right)
+
+
+def _size(tensor: torch.Tensor, *axis: int) -> Any:
+    """Return sizes by Python's method; torch.ops' ``size`` would turn a symbol into a plain number."""
+    return tensor.size(*axis) if axis else list(tensor.size())
+
+
+# Operators on numbers, strings and lists; those named as in Python's `operator`, `math` and built-ins come first.
+_PLAIN: Mapping[str, Callable[..., Any]] = {
+    **{
+        f"aten::{name}": getattr(operator, name)
+        for name in ("add", "eq", "floordiv", "ge", "gt", "le", "lt", "mul", "ne", "neg", "pow", "sub", "__and__")
+    },
+    **{f"aten::{name}": getattr(operator, name) for name in ("__contains__", "__getitem__", "__or__", "__xor__")},
+    **{f"aten::{name}": getattr(math, name) for name in ("ceil", "floor", "log", "sqrt")},
+    **{f"aten::{call.__name__}": call for call in (all, any, len, list, max, min, str)},
+    **{f"prim::{call.__name__}": call for call in (abs, max, min)},
+    "aten::__derive_index": lambda index, start, step: start + index * step,
+    "aten::__is__": operator.is_,
+    "aten::__isnot__": operator.is_not,
+    "aten::__not__": operator.not_,
+    "aten::__range_length": lambda low, high, step: len(range(low, high, step)),
+    "aten::_set_item": _put,
+    "aten::append": _appended,
+    "aten::copy": lambda values: values.copy(),
+    "aten::div": _divided,
+    "aten::extend": lambda values, more: values.extend(more),
+    "aten::floor_divide": operator.floordiv,
+    "aten::format": lambda text, *values: text.format(*values),
+    "aten::items": lambda values: list(values.items()),
+    "aten::keys": lambda values: list(values.keys()),
+    "aten::remainder": operator.mod,
+    "aten::slice": _part,
+    "aten::values": lambda values: list(values.values()),
+}
+
+# Operators on tensors, with results that make a module take the branch that every exporter can trace.
+_ALWAYS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("aten::Float", "aten::FloatImplicit"), _as_float),
+    **dict.fromkeys(("aten::Int", "aten::IntImplicit"), _as_integer),
+    **dict.fromkeys(("aten::warn", "prim::Print", "prim::Uninitialized"), lambda *_: None),
+    **{f"prim::is_{what}": lambda _: False for what in ("cuda", "mkldnn", "nested", "quantized", "sparse")},
+    **dict.fromkeys(
+        (
+            *("aten::_unwrap_optional", "prim::NumToTensor", "prim::data"),
+            *("prim::unchecked_cast", "prim::unchecked_unwrap_optional"),
+        ),
+        lambda value: value,
+    ),
+    "aten::Bool": lambda value: value.item() if isinstance(value, torch.Tensor) else bool(value),
+    "aten::ScalarImplicit": _item,
+    "aten::__is__": operator.is_,
+    "aten::__isnot__": operator.is_not,
+    "aten::_convolution": lambda *given: torch.ops.aten.convolution(*given[:9]),  # the other arguments choose a kernel
+    "aten::dim": lambda tensor: tensor.dim(),
+    "aten::is_autocast_enabled": lambda *_: False,
+    "aten::is_grad_enabled": lambda: True,  # otherwise transformers use a fused operator that ONNX does not have
+    "aten::is_scripting": lambda: True,
+    "aten::numel": lambda tensor: tensor.numel(),
+    "aten::size": _size,
+    "aten::stride": lambda tensor, *axis: tensor.stride(*axis) if axis else list(tensor.stride()),
+    "prim::device": lambda tensor: tensor.device,
+    "prim::dtype": lambda tensor: _NUMBERS[tensor.dtype],
+    "prim::is_cpu": lambda _: True,
+    "prim::layout": lambda _: 0,
+    "prim::requires_grad": lambda _: True,  # as is_grad_enabled
+    "prim::tolist": lambda tensor, *_: tensor.tolist(),
+    "prim::type": lambda device: device.type,
+}
 
 
 class _Ref:
@@ -44,7 +167,7 @@ class Interpreted(torch.nn.Module):
         self.own = torch.nn.Module()
         known: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():
-            known.setdefault(_place(tensor), name)
+            known.setdefault(place(tensor), name)
             _register(self.own, name.split("."), tensor)
         for node in scriptgraph.nodes(self._graph):
             output = node.output().debugName() if node.outputsSize() == 1 else ""
@@ -94,7 +217,8 @@ class Interpreted(torch.nn.Module):
             return [dict(zip(given[::2], given[1::2], strict=True))]
         if kind == "prim::RaiseException":
             raise ConversionError(f"the TorchScript module raises an error of its own: {given[0]}"[:300])
-        return _as_list(node, _call(node, kind, given))
+        result, count = _call(node, kind, given), node.outputsSize()
+        return [result] if count == 1 else list(result) if count else []
 
     def _loop(self, node: Any, given: list[Any], values: dict[str, Any]) -> list[Any]:
         """Run a loop: its body takes the iteration's number and the carried values, and returns whether to continue."""
@@ -122,10 +246,10 @@ class Interpreted(torch.nn.Module):
 
 
 def _call(node: Any, kind: str, given: list[Any]) -> Any:
-    always = scriptvalues.ALWAYS.get(kind)
+    always = _ALWAYS.get(kind)
     if always is not None:
         return always(*given)
-    plain = scriptvalues.PLAIN.get(kind)
+    plain = _PLAIN.get(kind)
     if plain is not None and not (given and isinstance(given[0], torch.Tensor)):
         if kind not in _OF_LISTS:  # a trace holds numbers as tensors without dimensions
             given = [one.item() if isinstance(one, torch.Tensor) and one.ndim == 0 else one for one in given]
@@ -139,7 +263,7 @@ def _call(node: Any, kind: str, given: list[Any]) -> Any:
         raise ConversionError(f"the TorchScript operator {kind} is not supported") from None
     positional, named = [], {}
     for value, argument in zip(given, call._schema.arguments, strict=True):
-        made = scriptvalues.argument(argument.name, value)
+        made = _argument(argument.name, value)
         if argument.kwarg_only:
             named[argument.name] = made
         else:
@@ -147,21 +271,17 @@ def _call(node: Any, kind: str, given: list[Any]) -> Any:
     return call(*positional, **named)
 
 
-def _as_list(node: Any, result: Any) -> list[Any]:
-    count = node.outputsSize()
-    return [result] if count == 1 else list(result) if count else []
-
-
 def _referred(value: Any, known: Mapping[tuple[Any, ...], str]) -> Any:
     if isinstance(value, torch.Tensor):
-        name = known.get(_place(value))
+        name = known.get(place(value))
         return value if name is None else _Ref(name)
     if isinstance(value, list | tuple):
         return type(value)([_referred(one, known) for one in value])
     return {key: _referred(one, known) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tells ``tensor`` apart from others: its memory and how it is read."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 

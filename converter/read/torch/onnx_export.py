@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec, describe
 from converter.process.quiet import first_line, quiet, reason
-from converter.read.torch.binding import bind
-from converter.read.torch.simplify import simplify
+from converter.read.torch.simplify import bind, simplify
 from converter.source import Array, Feeds, TorchModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
-
-    from converter.read.torch.positional import Call
-
 OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1
+Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
 
 
 class Untranslatable(ConversionError):
@@ -34,11 +34,8 @@ def adapt(
     ``call`` says how to call it if not with the inputs alone. ``example`` holds the inputs of that run; the default is
     ones and zeros of small sizes. ConversionError if the run fails.
     """
-    import torch
-
-    from converter.read.torch.positional import Positional, left_out, output_names
-
-    tensors = _examples(inputs) if example is None else _given(inputs, example)
+    given = [torch.from_numpy(example[spec.name]) for spec in inputs] if example is not None else None
+    tensors = _examples(inputs) if given is None else tuple(given)
     wrapped = Positional(module.eval(), [spec.name for spec in inputs], call).eval()
     try:
         with quiet(), torch.no_grad():
@@ -64,9 +61,10 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     An initializer with the bytes of one of ``tensors``, or of its transpose, becomes a view of it and takes its name,
     so that the module's own memory can be freed. Raises :class:`Untranslatable` when torch's exporter fails.
     """
-    import torch
+    import onnx_ir as ir
 
-    shapes = tuple(_dynamic(spec) for spec in model.inputs)
+    # Free dimensions by name; the exporter finds their relations, and rejects one that is not free.
+    shapes = tuple({i: dim for i, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in model.inputs)
     try:
         with quiet(), torch.no_grad():
             program = torch.onnx.export(
@@ -87,35 +85,25 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     graph: ir.Model = program.model
     with quiet():
         simplify(graph)
-    _name_inputs(graph, model.inputs)
+    for value, spec in zip(graph.graph.inputs, model.inputs, strict=True):
+        value.name, value.shape = spec.name, ir.Shape(spec.shape)
     bind(graph, tensors)
     return graph.clone()  # drops what the steps above removed, which the exporter's values still refer to
 
 
-def _sizes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Return a size for every named dimension, all different: equal ones could be taken for the same dimension."""
-    names = list(dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str)))
-    return {name: _BATCH + index * _STEP for index, name in enumerate(names)}
-
-
 def _examples(inputs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+    """Return ones and zeros; named dimensions all differ in size: equal ones could be taken for the same dimension."""
+    names = dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str))
+    sizes = {name: _BATCH + index * _STEP for index, name in enumerate(names)}
     try:
-        return tuple(_example(spec, _sizes(inputs)) for spec in inputs)
+        return tuple(_example(spec, sizes) for spec in inputs)
     except RuntimeError as error:  # torch's error for "out of memory"
         shapes = ", ".join(f"{spec.name}{describe(spec.shape)}" for spec in inputs)
         raise ConversionError(f"an example input cannot be made ({shapes}): {first_line(error)}") from error
 
 
-def _given(inputs: Sequence[TensorSpec], example: Feeds) -> tuple[torch.Tensor, ...]:
-    import torch
-
-    return tuple(torch.from_numpy(example[spec.name]) for spec in inputs)
-
-
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     """Return ones for masks and floats, zeros for integers: 0 is a valid index into every table."""
-    import torch
-
     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point or dtype is torch.bool or "mask" in spec.name:
@@ -123,14 +111,131 @@ def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def _dynamic(spec: TensorSpec) -> dict[int, str]:
-    """Return the free dimensions by name; the exporter finds their relations, and rejects one that is not free."""
-    return {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
+class Positional(torch.nn.Module):
+    """Calls ``module`` by keyword if its ``forward`` has parameters with all the ``names``, else by position.
+
+    ``call`` replaces that: it gets the module and its inputs by name.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Sequence[str], call: Call | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self.names = list(names)
+        self._call = call
+        self._by_keyword = call is None and set(names) <= set(inspect.signature(module.forward).parameters)
+
+    def call(self, *tensors: torch.Tensor) -> Any:
+        """Return whatever ``module`` returns."""
+        feeds = dict(zip(self.names, tensors, strict=True))
+        if self._call is not None:
+            return self._call(self.module, feeds)
+        return self.module(**feeds) if self._by_keyword else self.module(*tensors)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given: list[torch.Tensor] = list(tensors)
+        for _, tensor in named_tensors(self.call(*tensors)):
+            # A graph has one value per tensor: a second name for an output, or an input's tensor as output, would be
+            # lost.
+            given.append(tensor.clone() if any(tensor is other for other in given) else tensor)
+        return tuple(given[len(tensors) :])
 
 
-def _name_inputs(graph: ir.Model, inputs: Sequence[TensorSpec]) -> None:
-    import onnx_ir as ir
+def output_names(result: Any, inputs: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return names for the tensors in a module's result, in its order.
 
-    for value, spec in zip(graph.graph.inputs, inputs, strict=True):
-        value.name = spec.name
-        value.shape = ir.Shape(spec.shape)
+    They are a mapping's keys or a named tuple's fields. Otherwise a single tensor is ``output`` and several are
+    ``output_0`` …; nested parts are joined by dots: ``hidden.0``, ``scores.logits``. An output with the name of one of
+    the ``inputs`` gets the suffix ``_out``, because names in a graph are unique. Raises :class:`ConversionError` for a
+    result without tensors, and for two outputs of the same name.
+    """
+    names = [f"{name}_out" if name in inputs else name for name, _ in named_tensors(result)]
+    if not names:
+        raise ConversionError(f"the model returned {type(result).__name__} without a tensor in it")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConversionError(f"two of the model's outputs are named {twice!r}; rename a key of what forward returns")
+    return tuple(names)
+
+
+def left_out(result: Any) -> tuple[str, ...]:
+    """Return what of a transformers output is not served: caches, lists with an entry per layer, duplicates."""
+    return tuple(_model_output(result)[1]) if _is_model_output(result) else ()
+
+
+def named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor in ``result`` with its name."""
+    if isinstance(result, torch.Tensor):
+        yield "output", result
+        return
+    if _is_model_output(result):
+        yield from _model_output(result)[0]
+        return
+    named = _parts(result)
+    if named is None:
+        raise ConversionError(f"the model returned {type(result).__name__} without a tensor in it")
+    if isinstance(named, Mapping):
+        for key, value in named.items():
+            yield from _leaves(str(key), value)
+    elif len(named) == 1 and isinstance(named[0], torch.Tensor):
+        yield "output", named[0]
+    else:
+        for index, value in enumerate(named):
+            yield from _leaves(f"output_{index}", value)
+
+
+def _model_output(result: Any) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
+    """Return the tensors of a transformers output and its nested outputs, by name, and the names of what is left out.
+
+    A nested output often repeats a tensor of the outer one; that is one output, with the outer name.
+    """
+    kept: list[tuple[str, torch.Tensor]] = []
+    missing = []
+    for name, value in sorted(_fields("", result), key=lambda field: "." in field[0]):
+        same = next((other for other, tensor in kept if tensor is value), None)
+        if not isinstance(value, torch.Tensor):
+            missing.append(name)
+        elif same is None:
+            kept.append((name, value))
+        else:
+            missing.append(f"{name} (the same tensor as {same})")
+    return kept, missing
+
+
+def _fields(prefix: str, result: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in result.items():
+        if _is_model_output(value):
+            yield from _fields(f"{prefix}{key}.", value)
+        elif value is not None and not (isinstance(value, tuple | list) and not value):
+            yield f"{prefix}{key}", value
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    parts = _parts(value)
+    if parts is None:
+        raise ConversionError(
+            f"the model's output {name!r} is a {type(value).__name__}, which a graph cannot return; let forward"
+            " return tensors, or mappings and sequences of them"
+        )
+    pairs = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
+    for key, part in pairs:
+        yield from _leaves(f"{name}.{key}", part)
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | list[Any] | None:
+    """Return the parts of ``value``, without those that are None; None if it is no container."""
+    if hasattr(value, "_asdict"):  # a named tuple
+        value = value._asdict()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, Mapping | type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: part for key, part in value.items() if part is not None}
+    if isinstance(value, tuple | list):
+        return [part for part in value if part is not None]
+    return None
+
+
+def _is_model_output(result: Any) -> bool:
+    return any(base.__name__ == "ModelOutput" for base in type(result).__mro__)

@@ -1,4 +1,4 @@
-"""Simplifies the graph that torch's exporter writes, without computing on weights.
+"""Simplifies the graph that torch's exporter writes, without computing on weights, and puts the checkpoint's in.
 
 The exporter's own optimiser would also fold BatchNorm into weights. Here the conversion does that, because it must keep
 the scale for ``restore``. So only rules that move or drop data are applied.
@@ -8,43 +8,31 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bf16kit.messages.errors import ConversionError
+import numpy as np
+
+from converter.graph.equality import OTHER_FLOATS, Fingerprint, fingerprint, in_fp32, same_bits
+from converter.graph.initializers import ComputedTensor, rows_of
+from converter.graph.names import FreshNames, all_value_names
+from converter.source import Array
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_RULES = (
-    "add_0_rule",
-    "cast_cast_rule",
-    "cast_constant_of_shape_rule",
-    "cast_constant_of_shape_without_value_rule",
-    "collapse_slice2_rule",
-    "collapse_slice_rule",
-    "div_by_1_rule",
-    "dropout_inference_rule",
-    "dropout_zero_rule",
-    "materialize_reshape_shape_rule",
-    "mul_by_1_rule",
-    "no_op_cast_rule",
-    "no_op_dynamic_scatter_nd_rule",
-    "no_op_expand_rule",
-    "no_op_static_scatter_nd_rule",
-    "no_op_transpose_rule",
-    "one_reshape_matmul_reshape_rule",
-    "reshape_reshape_rule",
-    "slice_split_rule",
-    "squeeze_reshape_1d_rule",
-    "sub_0_rule",
-    "transpose_transpose_rule",
-    "two_reshapes_matmul_reshape_rule",
-    "unsqueeze_unsqueeze_rule",
-)
-_SMALL = 1024  # bytes of constants that may be folded into any mask or table
+_RULES = """
+    add_0 cast_cast cast_constant_of_shape cast_constant_of_shape_without_value collapse_slice2 collapse_slice
+    div_by_1 dropout_inference dropout_zero materialize_reshape_shape mul_by_1 no_op_cast
+    no_op_dynamic_scatter_nd no_op_expand no_op_static_scatter_nd no_op_transpose one_reshape_matmul_reshape
+    reshape_reshape slice_split squeeze_reshape_1d sub_0 transpose_transpose two_reshapes_matmul_reshape
+    unsqueeze_unsqueeze
+""".split()  # noqa: SIM905 - words are read more easily than a list of quoted ones
+_SMALL = 1024  # bytes of constants that may be folded into any mask or table, and of tensors copied without a lookup
 _ROUNDS = 2  # folding a constant enables a rule, and a rule enables folding
+_WRAPPER = "module."  # prefix that `Positional` adds to the names of parameters
 
 
 def simplify(model: ir.Model) -> None:
@@ -58,7 +46,7 @@ def simplify(model: ir.Model) -> None:
     from onnxscript.rewriter.rules import common as rules
 
     # Copies: a rule keeps the last graph it saw, and the library's own rules live as long as the library.
-    applied = copy.deepcopy([_rule(rules, name) for name in _RULES])
+    applied = copy.deepcopy([getattr(rules, f"{name}_rule") for name in _RULES])
     common.InlinePass()(model)
     for _ in range(_ROUNDS):
         # Its evaluator raises at some operators (SplitToSequence along a free dimension); what it folded before stays.
@@ -79,24 +67,67 @@ def _keep_if_it_grows(node: ir.Node) -> bool | None:
     import onnx_ir as ir
 
     output = node.outputs[0]
-    if output.dtype is None or not output.dtype.is_floating_point() or output.shape is None:
-        return None
-    if not output.shape.is_static():
+    if output.dtype is None or not output.dtype.is_floating_point() or not (output.shape and output.shape.is_static()):
         return None
     tensors = (ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None)
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     return False if _SMALL <= nbytes < math.prod(output.shape.numpy()) * output.dtype.itemsize else None
 
 
-def _rule(rules: Any, name: str) -> Any:
-    """Return the rule called ``name``.
+def bind(model: ir.Model, tensors: Mapping[str, Array]) -> None:
+    """Make every initializer a view of the checkpoint tensor it equals, transposed or not; a copy if there is none.
 
-    Raises ConversionError if it is missing, because conversions would silently get worse.
+    An initializer that equals an fp16, bf16 or fp64 tensor in fp32 is computed from that tensor whenever it is read.
+
+    In place. Afterwards nothing in the graph refers to the module's parameters, which may change or be freed.
     """
-    try:
-        return getattr(rules, name)
-    except AttributeError:
-        raise ConversionError(
-            f"the installed onnxscript {version('onnxscript')} has no rewrite rule {name!r}; install the version in"
-            " constraints.txt"
-        ) from None
+    known: dict[Fingerprint, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        known[fingerprint(tensor, as_fp32=_is_other(tensor))].append(name)
+    names = FreshNames(all_value_names(model))
+    for value in list(model.graph.initializers.values()):
+        if value.const_value is None:
+            continue
+        array = np.asarray(value.const_value.numpy())
+        found, view = _lookup(array, tensors, known)
+        target_name = found or _own_name(value.name or "", tensors)
+        if target_name != value.name and target_name not in model.graph.initializers:
+            value.name = names.make(target_name)  # an input or a node's output may already have this name
+        value.const_value = as_initializer(array.copy() if view is None else view, value.const_value, value.name)
+
+
+def _lookup(
+    array: Array, tensors: Mapping[str, Array], known: Mapping[Fingerprint, list[str]]
+) -> tuple[str | None, Array | None]:
+    if array.nbytes < _SMALL:
+        return None, None
+    for transposed in (False, True) if array.ndim == 2 else (False,):
+        candidate = array.T if transposed else array
+        for name in known.get(fingerprint(candidate), ()):
+            if same_bits(tensors[name], candidate, as_fp32=_is_other(tensors[name])):
+                return name, tensors[name].T if transposed else tensors[name]
+    return None, None
+
+
+def _is_other(tensor: Array) -> bool:
+    return tensor.dtype.name in OTHER_FLOATS
+
+
+def as_initializer(array: Array, like: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
+    """Return ``array`` in place of ``like``: fp16, bf16 and fp64 are computed in fp32 where that is fp32."""
+    import onnx_ir as ir
+
+    if not _is_other(array) or like.dtype is not ir.DataType.FLOAT:
+        return ir.Tensor(array, name=name)
+    computed = ComputedTensor(lambda rows: in_fp32(rows_of(array, rows)), like)
+    computed.name = name
+    return computed
+
+
+def _own_name(name: str, tensors: Mapping[str, Array]) -> str:
+    """Return a parameter's name without the prefixes of modules that wrap the checkpoint's module."""
+    bare = name.removeprefix(_WRAPPER)
+    inner = bare
+    while inner not in tensors and "." in inner:
+        inner = inner.partition(".")[2]
+    return inner if inner in tensors else bare

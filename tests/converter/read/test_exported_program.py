@@ -18,7 +18,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.torchexport import load_program
-from converter.read.readers.exportedprogram import ProgramModule, _inputs, _notes
+from converter.read.exportedprogram import ProgramModule, _inputs, _notes
 
 TRUSTED = "--trust-code"
 

@@ -133,7 +133,7 @@ def test_a_foreign_format_is_rejected_by_name_with_the_remedy(tmp_path: Path, na
 
 
 def test_every_format_of_the_tables_has_a_test_case() -> None:
-    known = [file.what for file in FILES] + [what for _, what, _ in (*DIRECTORIES, *TRAINERS_DIRECTORIES)]
+    known = [what for what, *_ in FILES] + [what for _, what, _ in (*DIRECTORIES, *TRAINERS_DIRECTORIES)]
     assert [what for what in known if not any(what.startswith(case) for _, case, _ in _FOREIGN.values())] == []
 
 
@@ -177,7 +177,7 @@ def test_a_config_without_quantisation_is_left_to_its_reader(tmp_path: Path, con
 
 
 @given(
-    beginning=st.sampled_from([*(magic for file in FILES for magic in file.magics), b"\x08\x04", b"\x20\0\0\0"]),
+    beginning=st.sampled_from([*(magic for _, _, magics, *_ in FILES for magic in magics), b"\x08\x04", b"\x20\0\0\0"]),
     rest=st.binary(max_size=600),
 )
 def test_any_file_content_gives_a_kind_or_a_source_error(

@@ -13,8 +13,8 @@ from converting import Cli
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import SourceError
-from converter.read.huggingface import companions as module
-from converter.read.huggingface.companions import companions
+from converter.read.huggingface import model_directory as module
+from converter.read.huggingface.model_directory import companions
 
 
 def _directory(path: Path, **config: Any) -> Path:

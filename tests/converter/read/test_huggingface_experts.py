@@ -12,9 +12,8 @@ from bf16kit.runtime.ort.onnx import OnnxRuntime
 from converter.options import Options, parse_target
 from converter.process.quiet import quiet
 from converter.read import oracles
-from converter.read.huggingface import experts
+from converter.read.huggingface import load, module
 from converter.read.huggingface.model_directory import Directory
-from converter.read.readers.huggingface import load
 from converter.read.signature import output_specs
 from converter.read.torch.onnx_export import to_onnx
 from converter.write.graphs import serialize
@@ -31,7 +30,7 @@ def test_the_export_gives_the_outputs_of_the_loop(tmp_path: Path, monkeypatch: p
     assert sampler is not None
     feeds = list(sampler(0, 2))
     with monkeypatch.context() as patched:
-        patched.setattr(experts, "_linear", None)  # the source's own answers come without our products
+        patched.setattr(module, "_linear", None)  # the source's own answers come without our products
         expected = list(oracles.of_module(model).outputs(feeds))
     graph = to_onnx(model, tensors)
     runtime = OnnxRuntime(serialize(graph), model.inputs, output_specs(graph), precision="fp32")

@@ -16,10 +16,9 @@ from bf16kit.messages.errors import UsageError
 from bf16kit.numerics.tensors import TensorSpec
 from converter.options import Options, parse_target
 from converter.process.quiet import quiet
-from converter.read.huggingface.inputs import declared
+from converter.read.huggingface import load
+from converter.read.huggingface.inputs import declared, sampler
 from converter.read.huggingface.model_directory import Directory
-from converter.read.huggingface.plausible import sampler
-from converter.read.readers.huggingface import load
 
 
 def directory(

@@ -22,8 +22,8 @@ from bf16kit.runtime.ort.onnx import OnnxRuntime
 from converter.options import Options, parse_target
 from converter.process.quiet import quiet
 from converter.read import oracles
+from converter.read.huggingface import load
 from converter.read.huggingface.model_directory import Directory
-from converter.read.readers.huggingface import load
 from converter.read.signature import output_specs
 from converter.read.torch.onnx_export import to_onnx
 from converter.write.graphs import serialize

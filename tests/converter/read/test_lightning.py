@@ -13,13 +13,14 @@ from architectures import Mlp, seeded
 from converting import MLP, ONNX_ONLY, Cli, tree
 from lightningfiles import SCALER, state, written, written_by_nano
 from restored import assert_restored
+from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.messages.errors import SourceError
+from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.runtime.loading import load, load_reference
 from converter.read import torch_file
 from converter.read.detect import Kind, recognise
-from converter.read.readers.lightning import choose, is_lightning, training
+from converter.read.lightning import choose, factory_arguments, fit_behind_prefix, is_lightning, training
 
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 
@@ -244,3 +245,87 @@ def test_tensors_that_an_average_lacks_come_from_the_weights(tmp_path: Path) -> 
 def test_an_average_under_other_names_is_not_completed_with_trained_weights(tmp_path: Path) -> None:
     loaded = _load(written(tmp_path / "m.ckpt", state(), ema=state("shadow.", seed=5)))
     assert choose(loaded, "ema")[0].keys() == state("shadow.").keys()
+
+
+# --- finding the model's weights among others by their prefix, and when the user must --------------------
+
+
+def _named(prefix: str = "", seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: tensor.numpy() for name, tensor in state(prefix, seed=seed).items()}
+
+
+@pytest.mark.parametrize(("weights", "seed"), [(None, 1), ("model", 1), ("ema", 2), ("ema_model", 2), ("model.", 1)])
+def test_an_average_beside_the_model_is_chosen_by_its_prefix(weights: str | None, seed: int) -> None:
+    tensors = _named("model.", seed=1) | _named("ema_model.", seed=2) | {"loss.weight": np.ones(3, np.float32)}
+    module = Mlp()
+    notes = fit_behind_prefix(module, tensors, weights)
+    assert torch.equal(module.up.weight, seeded(Mlp(), seed).get_parameter("up.weight"))
+    other = "ema_model." if seed == 1 else "model."
+    assert f"the checkpoint also has weights of this model under {other!r}; --weights PREFIX takes those" in notes
+    assert "tensors that the model does not use, stored only for restore: loss.weight" in notes
+
+
+def test_between_a_teacher_and_a_student_the_user_must_choose() -> None:
+    tensors = _named("student.", seed=1) | _named("teacher.", seed=2)
+    with pytest.raises(
+        UsageError, match=r"under several prefixes, 'student.', 'teacher.'; choose one, such as --weights student"
+    ):
+        fit_behind_prefix(Mlp(), tensors)
+    module = Mlp()
+    fit_behind_prefix(module, tensors, "teacher")
+    assert torch.equal(module.up.weight, seeded(Mlp(), 2).get_parameter("up.weight"))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod.", "model._orig_mod.", "module.model.net."])
+def test_prefixes_of_wrappers_are_ignored(prefix: str) -> None:
+    module = Mlp()
+    fit_behind_prefix(module, _named(prefix))
+    assert torch.equal(module.up.weight, seeded(Mlp()).get_parameter("up.weight"))
+
+
+def test_the_prefix_of_a_compiled_submodule_is_ignored() -> None:
+    module = nn.ModuleDict({"net": Mlp()})
+    fit_behind_prefix(module, _named("net._orig_mod."))
+    assert torch.equal(module["net"].get_parameter("up.weight"), seeded(Mlp()).get_parameter("up.weight"))
+
+
+def test_an_error_describes_the_prefix_that_fits_best() -> None:
+    tensors = _named("model.") | {"loss.weight": np.ones(3, np.float32), "model.up.bias": np.ones(3, np.float32)}
+    with pytest.raises(SourceError) as refused:
+        fit_behind_prefix(Mlp(), tensors)
+    assert str(refused.value).splitlines()[1:] == ["  shape: up.bias is [3] in the checkpoint, [64] in the model"]
+
+
+# --- a checkpoint's hyper-parameters become arguments of a factory, as far as its sig --------------------
+
+
+def takes_two(width: int, depth: int = 1) -> None: ...
+def takes_all(width: int, **others: Any) -> None: ...
+def takes_one_mapping(config: dict[str, Any], depth: int = 1) -> None: ...
+def takes_by_position(width: int, /) -> None: ...
+
+
+FOUND = {"width": 8, "rate": 0.1}
+_GIVEN = "hyper-parameters of the file passed to --model"
+_OVERRULED = "--model-args in place of the file's hyper-parameters"
+_LEFT = "hyper-parameters of the file that --model does not take"
+
+
+@pytest.mark.parametrize(
+    ("factory", "explicit", "argument", "given", "notes"),
+    [
+        (takes_two, {}, "", {"width": 8}, [f"{_GIVEN}: width=8", f"{_LEFT}: rate"]),
+        (takes_two, {"width": 9}, "", {"width": 9}, [f"{_OVERRULED}: width", f"{_LEFT}: rate"]),
+        (takes_two, {"depth": 2}, "kwargs", {"width": 8, "depth": 2}, [f"{_GIVEN}: width=8", f"{_LEFT}: rate"]),
+        (takes_all, {}, "", FOUND, [f"{_GIVEN}: width=8, rate=0.1"]),
+        (takes_one_mapping, {}, "config", {"config": FOUND}, [f"{_GIVEN}: config={FOUND}"]),
+        (takes_one_mapping, {"config": {}}, "config", {"config": {}}, [f"{_OVERRULED}: config"]),
+        (takes_by_position, {}, "", {}, [f"{_LEFT}: width, rate"]),
+    ],
+)
+def test_the_factory_gets_the_arguments_that_its_signature_takes(
+    factory: Any, explicit: dict[str, Any], argument: str, given: dict[str, Any], notes: list[str]
+) -> None:
+    older = {"hparams": {"width": 0, "rate": 0.2, "_class_path": "a.B", 3: 4}}
+    loaded = older | {"hparams_name": argument, "hyper_parameters": FOUND}
+    assert factory_arguments(factory, explicit, loaded) == (given, notes)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +139,75 @@ def test_the_file_is_mapped_and_never_written(tmp_path: Path) -> None:
     read = _read(path)["w"]
     np.copyto(read, 5)
     assert path.read_bytes() == before
+
+
+# --- torch files whose records do not match their pickles --------------------
+
+
+Change = Callable[[str, bytes], bytes]
+
+
+def _stored(path: Path, state: dict[str, torch.Tensor]) -> Path:
+    torch.save(state, path)
+    return path
+
+
+def _rewritten(path: Path, change: Change, method: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    changed = path.with_name("changed.pt")
+    with zipfile.ZipFile(changed, "w", method) as archive:
+        for name, content in records.items():
+            archive.writestr(name, change(name, content))
+    return changed
+
+
+def _values(path: Path) -> dict[str, Any]:
+    return {name: array.tolist() for name, array in read_file(path, Kind.TORCH_ZIP, trust_code=False)[0].items()}
+
+
+STATE = {"a": torch.arange(4.0), "b": torch.arange(100.0), "none": torch.zeros(0)}
+
+
+def test_an_uncompressed_archive_of_another_zip_writer_is_read(tmp_path: Path) -> None:
+    path = _rewritten(_stored(tmp_path / "m.pt", STATE), lambda name, content: content)
+    assert _values(path) == {name: tensor.tolist() for name, tensor in STATE.items()}
+
+
+@pytest.mark.parametrize("record", ["/data.pkl", "/data/0"])
+def test_a_record_that_extends_beyond_the_end_of_the_file_is_rejected(tmp_path: Path, record: str) -> None:
+    """zipfile raises EOFError for it, which click would treat as an interruption."""
+    path = _stored(tmp_path / "m.pt", STATE)
+    data = bytearray(path.read_bytes())
+    at = data.rindex(record.encode())  # its name in the directory, behind 46 bytes of fields
+    start = data.rindex(b"PK\x01\x02", 0, at)
+    data[start + 20 : start + 28] = struct.pack("<II", 1 << 20, 1 << 20)
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=r"m\.pt: "):
+        _values(path)
+
+
+def test_views_of_one_storage_are_read(tmp_path: Path) -> None:
+    whole = torch.arange(20.0)
+    read = _values(_stored(tmp_path / "m.pt", {"a": whole[3:7], "b": whole.view(4, 5).T}))
+    assert read == {"a": [3.0, 4.0, 5.0, 6.0], "b": whole.view(4, 5).T.tolist()}
+
+
+@pytest.mark.parametrize("record", ["/data/0", "/data/1"])
+@pytest.mark.parametrize("change", [lambda data: data[:-4], lambda data: data + bytes(4), lambda data: b""])
+def test_a_record_of_another_length_than_its_tensor_is_rejected(
+    tmp_path: Path, record: str, change: Callable[[bytes], bytes]
+) -> None:
+    path = _stored(tmp_path / "m.pt", STATE)
+    changed = _rewritten(path, lambda name, content: change(content) if name.endswith(record) else content)
+    with pytest.raises(SourceError, match=r"changed\.pt: "):
+        _values(changed)
+
+
+def test_a_compressed_record_is_rejected_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a zip bomb: torch would search the gigabytes that it unpacks to for names."""
+    saved = _stored(tmp_path / "a.pt", STATE)
+    bomb = _rewritten(saved, lambda _, content: content, zipfile.ZIP_DEFLATED)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch was asked to load it"))
+    with pytest.raises(SourceError, match="is compressed, which torch never does"):
+        _values(bomb)

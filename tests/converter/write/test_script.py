@@ -16,7 +16,7 @@ from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchscript import TorchScriptRuntime
-from converter.read.readers import scripted
+from converter.read import scripted
 from converter.write.script import narrow_script
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself

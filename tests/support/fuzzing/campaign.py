@@ -149,8 +149,8 @@ def _read(path: Path) -> Any:
     """Return the weights as the converter's own readers read them."""
     from converter.read import orbax, safetensors_file, torch_file
     from converter.read.detect import Kind, recognise
-    from converter.read.readers.jax import read_flax
-    from converter.read.readers.lightning import is_lightning
+    from converter.read.jax import read_flax
+    from converter.read.lightning import is_lightning
 
     kind = recognise(path)
     if kind is Kind.FLAX:

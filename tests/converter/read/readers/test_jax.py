@@ -26,7 +26,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.runtime.loading import load_reference
 from converter.read.detect import Kind, recognise
-from converter.read.readers.jax import read_flax
+from converter.read.jax import read_flax
 
 pytest.importorskip("msgpack", reason="the extra `jax` is not installed")
 

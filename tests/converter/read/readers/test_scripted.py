@@ -20,14 +20,14 @@ from torch import nn
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import SourceError
 from bf16kit.runtime.loading import load, load_reference
-from converter.read import torch_file
-from converter.read.readers import scripted
+from converter.read import scripted, torch_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 IDS = torch.arange(21).reshape(3, 7)
+_BOTH = ("--format", "onnx", "--format", "torchscript")
 _CASES: dict[str, tuple[type[nn.Module], How, str, torch.Tensor]] = {
     "frozen convolutions": (Cnn, "frozen", "x:float32:batch,3,16,16", IMAGES),
     "a scripted transformer": (Encoder, "scripted", "ids:int64:batch,seq", IDS),
@@ -44,7 +44,7 @@ def test_an_artifact_gives_the_outputs_of_its_file(cli: Cli, tmp_path: Path, tar
     itself: Any = torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # torch's own
     with torch.no_grad():
         expected = itself(x).numpy()
-    cli("checkpoint", path, "--input", given, "--trust-code", "--out", target).published()
+    cli("checkpoint", path, "--input", given, "--trust-code", *_BOTH, "--out", target).published()
     artifact, feed = Artifact.open(target), {given.partition(":")[0]: x.numpy()}
     assert artifact.manifest.source.format == "torchscript"
     assert "torchscript" in artifact.manifest.profiles
@@ -60,7 +60,7 @@ def test_an_artifact_gives_the_outputs_of_its_file(cli: Cli, tmp_path: Path, tar
 def test_inputs_are_matched_by_name_and_outputs_are_named_by_their_keys(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = save(tmp_path / "m.pt", Named(), (X[:2], X[:2]))
     inputs = ("--input", "b:float32:batch,16", "--input", "a:float32:batch,16", "--trust-code")
-    cli("checkpoint", path, *inputs, "--out", target).published()
+    cli("checkpoint", path, *inputs, *_BOTH, "--out", target).published()
     artifact = Artifact.open(target)
     assert [entry.name for entry in artifact.manifest.inputs] == ["a", "b"]
     with torch.no_grad():

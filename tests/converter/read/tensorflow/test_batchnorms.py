@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 import graphs
-from converter.read.readers.tensorflow import restore_batchnorms
+from converter.read.tensorflow.reader import restore_batchnorms
 
 
 def _model(

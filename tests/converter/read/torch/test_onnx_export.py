@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from architectures import Centred, Cnn, Mlp, Several, Tied, Untraceable, seeded
 from numpy.typing import NDArray
+from onnx import helper
 from torch import nn
 
+import graphs
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from converter.graph.initializers import ComputedTensor
 from converter.read.signature import kind_of, output_specs
+from converter.read.sources import measured_outputs
+from converter.read.torch import simplify
 from converter.read.torch.onnx_export import adapt, to_onnx
 from converter.write.graphs import serialize
 
@@ -299,3 +305,94 @@ def test_a_model_that_fixes_the_size_of_a_free_dimension_is_rejected() -> None:
 
     with pytest.raises(ConversionError, match="cannot translate the model"):
         to_onnx(adapt(seeded(Fixed()), X), {})
+
+
+# --- the outputs of a module as a run shows them --------------------
+
+
+_EDGE = TensorSpec("x", "float32", ("batch", "seq", 4))
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def _shown(function: Callable[[torch.Tensor], torch.Tensor]) -> TensorSpec:
+    (spec,) = measured_outputs(adapt(Calling(function), (_EDGE,)))
+    return spec
+
+
+def test_free_dimensions_have_the_names_of_the_input_dimensions_they_follow() -> None:
+    assert _shown(lambda x: x.transpose(0, 1)).shape == ("seq", "batch", 4)
+    assert _shown(lambda x: x.sum((0, 1))).shape == (4,)
+    assert _shown(lambda x: x.sum()).shape == ()
+
+
+def test_a_free_dimension_that_follows_no_single_input_dimension_has_its_own_name() -> None:
+    assert _shown(lambda x: x.flatten(0, 1)).shape == ("output_0", 4)
+    assert _shown(lambda x: torch.cat([x, x], 1)).shape == ("batch", "output_1", 4)
+
+
+def test_dtypes_are_those_that_are_served() -> None:
+    assert _shown(lambda x: x.argmax(2)).dtype == "int64"
+    assert _shown(lambda x: x.bfloat16()).dtype == "float32"
+    with pytest.raises(ConversionError, match="output 'output' is complex64"):
+        _shown(lambda x: torch.complex(x, x))
+
+
+def test_an_output_whose_rank_depends_on_the_sizes_is_rejected() -> None:
+    with pytest.raises(ConversionError, match="has 3 dimensions for one input and 1 for another"):
+        _shown(lambda x: x if x.shape[0] < 5 else x.flatten())
+
+
+def test_if_other_sizes_fail_the_shapes_of_the_first_run_are_used() -> None:
+    assert _shown(lambda x: x.reshape(2, 7, 4)).shape == ("batch", "seq", 4)
+
+
+# --- the rewrite rules that clean up an exporter's graph --------------------
+
+
+def test_every_rule_exists_in_the_installed_onnxscript() -> None:
+    from onnxscript.rewriter.rules import common
+
+    assert [name for name in simplify._RULES if not hasattr(common, f"{name}_rule")] == []
+
+
+def test_no_constant_is_folded_into_a_larger_one() -> None:
+    """Swin's table of relative positions [225, 2] times a weight [2, 512] would be 40 times what it is made from."""
+    nodes = [
+        helper.make_node("MatMul", ["positions", "weight"], ["table"]),
+        helper.make_node("ReduceSum", ["weight", "first"], ["bias"], keepdims=0),
+        helper.make_node("Add", ["x", "table"], ["sum"]),
+        helper.make_node("Add", ["sum", "bias"], ["y"]),
+    ]
+    constants = {"positions": graphs.values(225, 2), "weight": graphs.values(2, 512), "first": np.array([0])}
+    proto = graphs.model(
+        nodes,
+        [graphs.edge("x", ["batch", 225, 512])],
+        [graphs.edge("y", ["batch", 225, 512])],
+        [graphs.initializer(name, array) for name, array in constants.items()],
+    )
+    model = ir.from_proto(proto)
+    simplify.simplify(model)
+    assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Add"]
+    assert sorted(value.shape.numpy() for value in model.graph.initializers.values() if value.shape) == [
+        *((2, 512), (225, 2), (512,)),
+    ]
+
+
+def test_chunks_of_a_free_dimension_are_exported() -> None:
+    """onnxscript's evaluator raises at their SplitToSequence."""
+
+    class Chunked(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = torch.cat([x, -x], 1).chunk(2, 1)
+            return a * b
+
+    graph = to_onnx(adapt(Chunked().eval(), (TensorSpec("x", "float32", ("batch", "length", 8)),)), {})
+    assert "SplitToSequence" in [node.op_type for node in graph.graph]

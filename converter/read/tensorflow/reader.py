@@ -16,8 +16,7 @@ from bf16kit.messages.errors import ConversionError, SourceError, UsageError
 from bf16kit.messages.wording import quoted
 from converter.options import Options
 from converter.read.detect import Kind
-from converter.read.readers.common import Advance
-from converter.read.trust import check_trusted
+from converter.read.sources import Advance, check_trusted, precision_notes
 from converter.source import Checkpoint, Oracle, Source, digest_files
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     Raises :class:`UsageError` when TensorFlow is missing, :class:`SourceError` for a program that is not trusted and
     for damaged files, :class:`ConversionError` for a model that cannot be translated.
     """
-    from converter.read import oracles, precisions
+    from converter.read import oracles
     from converter.read.onnx_file import read_graph, resolve_edges
     from converter.read.tensorflow import process
 
@@ -62,7 +61,6 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         for value in node.outputs:
             value.name = value.name if value.is_graph_output() else None
     stored = child.variables()
-    precisions.check_range(options.source, stored)
     tensors, notes = _weights(options.source, stored, graph)
     inputs, outputs = resolve_edges(graph, options.inputs)
     unused = set(child.reply["inputs"]) - {spec.name for spec in inputs}
@@ -81,7 +79,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         tools=("onnxscript",),
         foreign_versions=versions,
         oracle=Oracle(child.outputs, f"{how} on the CPU", oracles.roundoff(graph)),
-        notes=(*notes, *precisions.notes(tensors, residual=options.residual)),
+        notes=(*notes, *precision_notes(options, tensors)),
     )
 
 

@@ -20,11 +20,10 @@ from converter.graph.dimensions import UNKNOWN, name_dimensions
 from converter.graph.equality import OTHER_FLOATS
 from converter.options import Options
 from converter.process.quiet import quiet
-from converter.read import onnx_file, oracles, precisions, statedict, torch_file, torch_records
+from converter.read import onnx_file, oracles, statedict, torch_file
 from converter.read.detect import Kind
-from converter.read.readers.common import Advance, exported_source
+from converter.read.sources import Advance, check_trusted, exported_source, precision_notes
 from converter.read.torch.onnx_export import adapt
-from converter.read.trust import check_trusted
 from converter.source import Checkpoint, Source, digest_files
 
 _BATCH = "batch"
@@ -46,10 +45,10 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     if options.model is not None:
         raise UsageError("--model: a torch.export program brings its own architecture")
     check_trusted(options, kind.value)
-    torch_records.check_bytes(options.source)
+    torch_file.check_bytes(options.source)
     program = _load(options.source)
     tensors = torch_file.to_numpy(options.source, tensors_of(program))
-    precisions.check_range(options.source, tensors)
+    notes = precision_notes(options, tensors)
     parameters = [tensors[name] for name in program.graph_signature.parameters]
     others = frozenset(array.dtype.name for array in parameters) & frozenset(OTHER_FLOATS)
     inputs = onnx_file.resolve_inputs(_inputs(options.source, program, others), options.inputs)
@@ -58,9 +57,8 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     unchanged = oracles.UnchangedTensors(module)  # its tensors share the checkpoint's memory
     model = adapt(module, inputs)
     unchanged.check("running the program")
-    notes = (*_notes(program), *precisions.notes(tensors, residual=options.residual))
     oracle = replace(oracles.of_module(model), how=_HOW)
-    return replace(exported_source(checkpoint, model, None), notes=notes, oracle=oracle)
+    return replace(exported_source(checkpoint, model, None), notes=(*_notes(program), *notes), oracle=oracle)
 
 
 def _load(path: Path) -> ExportedProgram:
@@ -77,11 +75,8 @@ def _load(path: Path) -> ExportedProgram:
                 program = load_program(path)
         except RuntimeFailure as error:
             raise SourceError(f"{path}: {error}") from None
-        return move_to_device_pass(program, "cpu") if _is_elsewhere(program) else program
-
-
-def _is_elsewhere(program: ExportedProgram) -> bool:
-    return any(tensor.device.type != "cpu" for tensor in tensors_of(program).values())
+        elsewhere = any(tensor.device.type != "cpu" for tensor in tensors_of(program).values())
+        return move_to_device_pass(program, "cpu") if elsewhere else program
 
 
 def _given(program: ExportedProgram) -> Iterator[tuple[TensorArgument | ConstantArgument | Any, Any]]:

@@ -15,12 +15,18 @@ from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchscript import load_module
 from converter.options import Options
 from converter.process.quiet import quiet
-from converter.read import oracles, precisions, torch_file, torch_records
+from converter.read import oracles, torch_file
 from converter.read.detect import Kind
-from converter.read.readers.common import Advance, exported_source, inputs_of, source_without_graph
-from converter.read.torch.interpreted import Interpreted, input_names
+from converter.read.sources import (
+    Advance,
+    check_trusted,
+    exported_source,
+    inputs_of,
+    precision_notes,
+    source_without_graph,
+)
+from converter.read.torch.interpreted import Interpreted, input_names, place
 from converter.read.torch.onnx_export import adapt
-from converter.read.trust import check_trusted
 from converter.source import Checkpoint, Source, TorchModel, digest_files
 
 CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
@@ -42,15 +48,14 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     arrays = torch_file.to_numpy(options.source, found)
     if not any(array.dtype.name == "float32" for array in arrays.values()):
         raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
-    precisions.check_range(options.source, arrays)
+    notes = precision_notes(options, arrays)
     checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), arrays)
     inputs = _in_order(inputs_of(options), list(input_names(script)))
     itself = replace(adapt(script, inputs, call=_positional), script=script)
     source = _translated(itself, found, checkpoint)
     oracle = replace(oracles.of_module(itself), how="the TorchScript file itself, on the CPU")
-    notes = precisions.notes(arrays, residual=options.residual)
     rowwise = source.graph is not None or not decides_by_numbers(script)
-    return replace(source, oracle=oracle, notes=notes, rowwise=rowwise)
+    return replace(source, oracle=oracle, notes=tuple(notes), rowwise=rowwise)
 
 
 def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Source:
@@ -66,11 +71,9 @@ def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpo
         reason = f"the file gives {given}, but its translated operators give {computed}"
         return source_without_graph(checkpoint, original, None, reason=reason)
     source = exported_source(checkpoint, replace(model, script=script), None)
-    return (
-        replace(source, no_graph_reason=_failure_reason(translated.stopped, source.no_graph_reason))
-        if source.no_graph_reason
-        else source
-    )
+    if not source.no_graph_reason:
+        return source
+    return replace(source, no_graph_reason=_failure_reason(translated.stopped, source.no_graph_reason))
 
 
 def _failure_reason(operator: str, reason: str) -> str:
@@ -90,10 +93,8 @@ def _in_order(inputs: tuple[TensorSpec, ...], names: list[str]) -> tuple[TensorS
     """Return ``inputs`` in the order of the module's arguments if the names match; else as given."""
     if len(inputs) > len(names):
         raise UsageError(f"--input: given {len(inputs)} times, but the module takes {len(names)}: {', '.join(names)}")
-    by_name = {spec.name: spec for spec in inputs}
-    return (
-        tuple(by_name[name] for name in names[: len(inputs)]) if by_name.keys() == set(names[: len(inputs)]) else inputs
-    )
+    taken, by_name = names[: len(inputs)], {spec.name: spec for spec in inputs}
+    return tuple(by_name[name] for name in taken) if by_name.keys() == set(taken) else inputs
 
 
 def load(path: Path) -> Any:
@@ -101,7 +102,7 @@ def load(path: Path) -> Any:
 
     Loading runs the code in the file. Raises :class:`SourceError` for a file that is damaged or has no ``forward``.
     """
-    torch_records.check_bytes(path)
+    torch_file.check_bytes(path)
     try:
         with quiet():
             return load_module(path, torch.device("cpu"))
@@ -116,13 +117,13 @@ def tensors(module: Any) -> dict[str, torch.Tensor]:
     tensor with two names occurs twice, as in a ``state_dict``.
     """
     found = dict(module.state_dict())
-    places = {_place(tensor) for tensor in found.values()}
+    places = {place(tensor) for tensor in found.values()}
     number = 0
     for node in scriptgraph.nodes(module.graph):
         for name, tensor in _of_node(module, node):
-            if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or _place(tensor) in places:
+            if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or place(tensor) in places:
                 continue
-            places.add(_place(tensor))
+            places.add(place(tensor))
             number += 1
             found[name or f"{CONSTANT}{number - 1}"] = tensor
     return found
@@ -138,15 +139,9 @@ def _of_node(module: Any, node: Any) -> Iterator[tuple[str, Any]]:
             yield ".".join(path) + (f".{index}" if isinstance(value, list) else ""), one
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-_ASKING = frozenset(
-    {
-        *("aten::Bool", "aten::Float", "aten::FloatImplicit", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit"),
-        *("aten::equal", "aten::is_nonzero", "aten::item", "prim::tolist"),
-    }
+_ASKING = (
+    *("aten::Bool", "aten::Float", "aten::FloatImplicit", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit"),
+    *("aten::equal", "aten::is_nonzero", "aten::item", "prim::tolist"),
 )
 
 

@@ -6,17 +6,23 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import brief, first_few
 from converter.options import Options
+from converter.read import bareweights
 from converter.read.detect import Kind
-from converter.read.readers import bareweights
-from converter.read.readers.common import Advance, exported_source, inputs_of
+from converter.read.sources import Advance, precision_notes
+from converter.read.statedict import fit, mismatches
 from converter.source import Array, Checkpoint, Source, digest_files
+
+if TYPE_CHECKING:
+    import torch
 
 _VERSION, _WEIGHTS = "pytorch-lightning_version", "state_dict"
 _HYPER_PARAMETERS = ("hparams", "module_arguments", "hyper_parameters")  # the last one, since Lightning 0.8, wins
@@ -25,12 +31,13 @@ _OF_LIGHTNINGS_CLI = ("_instantiator", "_class_path")  # not arguments: they tel
 _AVERAGED = ("ema_state_dict", "ema_state", "ema_weights", "ema", "model_ema", "average_model_state")
 
 Contents = Mapping[Any, Any]  # of a checkpoint
+_COMPILED = "_orig_mod."  # torch.compile's prefix for the names of what it wraps, at any position
+_AVERAGED_PREFIX = re.compile(r"(^|[._])(ema|swa|avg|averaged?|shadow)([._]|$)", re.IGNORECASE)
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return the checkpoint as a source; a torch file that only mentions Lightning is read like any torch file."""
-    from converter.read import precisions, prefixes, statedict, torch_file
-    from converter.read.torch.onnx_export import adapt, not_served
+    from converter.read import statedict, torch_file
 
     path = options.source
     loaded = torch_file.load(path, Kind.LIGHTNING, trust_code=options.trust_code)
@@ -42,15 +49,13 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     tensors = torch_file.arrays(path, Kind.LIGHTNING, chosen, trust_code=options.trust_code)
     if not tensors:
         raise SourceError(f"{path}: is a Lightning checkpoint whose state_dict holds no tensors")
-    precisions.check_range(path, tensors)
+    precisions = precision_notes(options, tensors)
     arguments, argument_notes = factory_arguments(statedict.factory_of(options), options.model_args, loaded)
     module = statedict.build(replace(options, model_args=arguments))
-    prefix_notes = prefixes.fit_behind_prefix(module, tensors, prefix)
+    prefix_notes = fit_behind_prefix(module, tensors, prefix)
     checkpoint = Checkpoint("lightning", digest_files([path], advance), tensors)
-    model = adapt(statedict.in_fp32(module), inputs_of(options))
-    notes = [training(loaded, tensors), *notes, *argument_notes, *prefix_notes]
-    notes += [*not_served(model.outputs, model.left_out), *precisions.notes(tensors, residual=options.residual)]
-    return replace(exported_source(checkpoint, model, None), notes=tuple(notes))
+    notes = [training(loaded, tensors), *notes, *argument_notes, *prefix_notes, *precisions]
+    return bareweights.in_module(options, checkpoint, module, notes)
 
 
 def is_lightning(loaded: object) -> TypeGuard[Contents]:
@@ -154,3 +159,59 @@ def training(loaded: Contents, tensors: Mapping[str, Array]) -> str:
             f"trained in 16-mixed, its gradients scaled ({brief(scalers[0])} keeps the scaler); weights in {short}"
         )
     return f"{summary}: {meaning}"
+
+
+def fit_behind_prefix(module: torch.nn.Module, tensors: Mapping[str, Array], weights: str | None = None) -> list[str]:
+    """Copy the ``tensors`` with one prefix that fill ``module``, by its names, into it; return notes on the choice.
+
+    ``weights`` chooses between several prefixes: ``ema`` one that names an average, ``model`` another one, any other
+    value is the prefix itself. Without it, trained weights are preferred to averaged ones.
+
+    Raises :class:`UsageError` when the user must choose or chose an unknown prefix, and :class:`SourceError` when
+    nothing fits, naming what is missing or has another shape.
+    """
+    state = module.state_dict()
+    if not any(_COMPILED in name for name in state):
+        tensors = {name.replace(_COMPILED, ""): tensor for name, tensor in tensors.items()}
+    found: Counter[str] = Counter()  # by prefix, how many of the model's names it precedes
+    for name in tensors:
+        parts = name.split(".")
+        for start in range(len(parts)):
+            found[name.removesuffix(".".join(parts[start:]))] += ".".join(parts[start:]) in state
+    ranked = sorted((p for p in found if found[p]), key=lambda prefix: (-found[prefix], len(prefix), prefix)) or [""]
+    fitting = [prefix for prefix in ranked if not any(mismatches(_behind(prefix, tensors), state))]
+    prefix = _choose(fitting, ranked, weights)
+    fit(module, _behind(prefix, tensors))
+    others = [other for other in fitting if other != prefix]
+    unused = [name for name in tensors if not name.startswith((prefix, *filter(None, others)))]
+    notes = [f"the model's weights are those whose names begin with {prefix!r}"] if prefix else []
+    if others:
+        shown = first_few([*map(repr, others)])
+        notes.append(f"the checkpoint also has weights of this model under {shown}; --weights PREFIX takes those")
+    if unused:
+        notes.append(f"tensors that the model does not use, stored only for restore: {first_few(unused)}")
+    return notes
+
+
+def _behind(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _choose(fitting: list[str], ranked: list[str], weights: str | None) -> str:
+    if weights not in (None, "ema", "model"):
+        prefix = f"{weights}.".replace("..", ".")
+        if prefix in ranked:
+            return prefix
+        shown = first_few([*map(repr, ranked)])
+        raise UsageError(f"--weights {weights}: no tensor of the model has the prefix {prefix!r}; found: {shown}")
+    averaged = [prefix for prefix in fitting if _AVERAGED_PREFIX.search(prefix)]
+    if weights == "ema" and fitting and not averaged:
+        raise UsageError("--weights ema: the checkpoint holds no averaged weights of this model; leave it out")
+    trained = [prefix for prefix in fitting if prefix not in averaged]
+    candidates = averaged if weights == "ema" else trained or averaged
+    if len(candidates) > 1 and "" not in candidates:
+        raise UsageError(
+            f"the checkpoint has weights of this model under several prefixes, {first_few([*map(repr, candidates)])};"
+            f" choose one, such as --weights {candidates[0]}"
+        )
+    return "" if "" in candidates else (candidates or ranked)[0]

@@ -19,8 +19,7 @@ from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import BY_NAME
 from converter.options import Options
 from converter.read.detect import Kind
-from converter.read.readers import mapped
-from converter.read.readers.common import Advance
+from converter.read.sources import Advance, precision_notes
 from converter.source import Array, Checkpoint, Source, digest_files
 
 # Top-level keys of a training state for the optimizer's data, which is two or three times as large as the weights.
@@ -29,7 +28,8 @@ _TRAINING = ("opt_state", "optimizer", "optimizer_state")
 
 def read(options: Options, kind: Kind, advance: Advance) -> Source:
     """Return the checkpoint as a source; :class:`UsageError` if ``--model`` is missing."""
-    from converter.read import orbax, precisions
+    from converter.read import orbax
+    from converter.read.bareweights import into_model
 
     if options.model is None:
         raise UsageError(
@@ -45,8 +45,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         left_out = sorted(everything.keys() - leaves.keys())
     if not leaves:
         raise SourceError(f"{options.source}: holds no arrays other than those of an optimizer")
-    precisions.check_range(options.source, leaves)
-    notes = list(precisions.notes(leaves, residual=options.residual))
+    notes = precision_notes(options, leaves)
     if item != options.source:
         where = quoted(str(item.relative_to(options.source)))
         notes.insert(0, f"the weights are those of {where} in {options.source.name}; --step and --item choose others")
@@ -55,7 +54,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         count = f"{len(left_out)} array{'' if len(left_out) == 1 else 's'}"
         notes.append(f"left out: {count} of the training state under {keys}; restore does not give them back")
     form = "orbax" if kind is Kind.ORBAX else "flax-msgpack"
-    return mapped.read(options, Checkpoint(form, digest_files(files, advance), leaves), notes)
+    return into_model(options, Checkpoint(form, digest_files(files, advance), leaves), notes)
 
 
 def _of_the_model(name: str) -> bool:

@@ -1,0 +1,177 @@
+"""What the readers of all formats share: inputs, trust in programs, precisions, and turning a module into a source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bf16kit.messages.errors import ConversionError, SourceError, UsageError
+from bf16kit.messages.wording import quoted
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec
+from converter.graph.dimensions import UNKNOWN, name_dimensions
+from converter.options import Options
+from converter.process.quiet import first_line, quiet
+from converter.read.signature import kind_of
+from converter.source import Array, Checkpoint, Sampler, Source
+
+if TYPE_CHECKING:
+    import torch
+
+    from converter.source import TorchModel
+
+Advance = Callable[[int], None]  # called with the number of bytes read
+_LARGEST = float(np.finfo(np.float32).max)
+_BLOCK = 1 << 21  # elements that are checked at a time
+_MORE = 3  # by how much every free dimension grows in the second run
+
+
+def inputs_of(options: Options) -> tuple[TensorSpec, ...]:
+    """Return the inputs of ``--input``; :class:`UsageError` if there are none."""
+    if not options.inputs:
+        raise UsageError(
+            f"{options.source}: a checkpoint does not describe its model's inputs; name each with --input"
+            " NAME:DTYPE:DIMS, for example --input x:float32:batch,16"
+        )
+    return options.inputs
+
+
+def check_trusted(options: Options, what: str) -> None:
+    """Raise :class:`SourceError` for ``what``, a source that is a program, unless ``--trust-code`` was given."""
+    if not options.trust_code:
+        raise untrusted(options.source, f"is {what}")
+
+
+def untrusted(
+    path: Path, reason: str, remedy: str = "save its weights as safetensors or the model as ONNX"
+) -> SourceError:
+    """Return the error for the program at ``path``; ``reason`` says what it is, ``remedy`` how to do without it."""
+    return SourceError(
+        f"{path}: {reason}, and loading it runs the code in it: whoever writes it decides what runs, as with Triton and"
+        f" TorchServe; {remedy}, or pass --trust-code if you trust them"
+    )
+
+
+def precision_notes(options: Options, tensors: Mapping[str, Array]) -> list[str]:
+    """Return a sentence for each precision among ``tensors`` that loses something; bf16 loses nothing.
+
+    Raises :class:`SourceError` naming the first fp64 tensor with a number that fp32 cannot hold.
+    """
+    halves = sum(tensor.dtype.name == "float16" for tensor in tensors.values())
+    doubles = {name: tensor for name, tensor in tensors.items() if tensor.dtype == np.float64}
+    for name, tensor in doubles.items():
+        flat = tensor.reshape(-1)
+        for start in range(0, flat.size, _BLOCK):
+            block = np.abs(flat[start : start + _BLOCK])
+            if np.any((block > _LARGEST) & np.isfinite(block)):
+                raise SourceError(
+                    f"{options.source}: tensor {quoted(name)} is fp64 and holds a number above fp32's largest,"
+                    f" {_LARGEST:.4g}, which would become infinity in the model"
+                )
+    notes = []
+    if halves:
+        kept = "the residual keeps the other three, so restore gives back fp16 bit for bit"
+        lost = "the other three are not kept"
+        of_residual = kept if options.residual else lost
+        notes.append(f"{halves} of the checkpoint's tensors are fp16: bf16 has 8 of their 11 bits, {of_residual}")
+    if doubles:
+        notes.append(
+            f"{len(doubles)} of the checkpoint's tensors are fp64: the model computes in fp32, and restore gives fp32"
+            " for tensors that the model uses; their fp64 precision is lost"
+        )
+    return notes
+
+
+def exported_source(
+    checkpoint: Checkpoint,
+    model: TorchModel,
+    sampler: Sampler | None,
+    tools: tuple[str, ...] = (),
+    *,
+    bound: Mapping[str, Array] | None = None,
+) -> Source:
+    """Export ``model`` and return it as a source; its oracle works until the module is dropped.
+
+    Checks that the export left the module unchanged. ``bound`` are the checkpoint's tensors by the model's names and
+    layouts, if these differ. A model that ONNX cannot express becomes a source without a graph.
+    """
+    from converter.read import oracles
+    from converter.read.signature import output_specs
+    from converter.read.torch.onnx_export import Untranslatable, to_onnx
+
+    unchanged = oracles.UnchangedTensors(model.module)
+    failure = None
+    try:
+        graph = to_onnx(model, checkpoint.tensors if bound is None else bound)
+    except Untranslatable as error:
+        failure = str(error)
+    unchanged.check("torch.onnx.export")
+    if failure is not None:
+        return source_without_graph(checkpoint, model, sampler, tools, reason=failure)
+    tools, oracle = ("torch", "onnxscript", *tools), oracles.of_module(model)
+    return Source(checkpoint, graph, model.inputs, output_specs(graph), model, sampler, tools, oracle)
+
+
+def source_without_graph(
+    checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = (), *, reason: str
+) -> Source:
+    """Return ``model`` as a source without a graph, for formats that torch runs; ``reason`` says why ONNX failed."""
+    from converter.read import oracles
+
+    outputs, oracle = measured_outputs(model), oracles.of_module(model)
+    return Source(
+        checkpoint, None, model.inputs, outputs, model, sampler, ("torch", *tools), oracle, no_graph_reason=reason
+    )
+
+
+def measured_outputs(model: TorchModel) -> tuple[TensorSpec, ...]:
+    """Return the outputs of ``model``, found by running it twice with different sizes of the free dimensions.
+
+    A dimension that equals a free input dimension in both runs gets its name. One that changes otherwise is free, and
+    named after its output. Any other is fixed. Raises :class:`ConversionError` for a dtype that is not served, and for
+    outputs whose rank changes.
+    """
+    first = _run(model, model.example)
+    larger = tuple(_larger(spec, tensor) for spec, tensor in zip(model.inputs, model.example, strict=True))
+    try:
+        second = _run(model, larger)
+    except ConversionError:  # a dimension looks free but is fixed; the samples will show the sizes
+        second, larger = first, model.example
+    names: dict[tuple[int, int], str] = {}  # of free dimensions, by their sizes in both runs
+    for spec, *tensors in zip(model.inputs, model.example, larger, strict=True):
+        for dim, *sizes in zip(spec.shape, tensors[0].shape, tensors[1].shape, strict=True):
+            if isinstance(dim, str):
+                names.setdefault((sizes[0], sizes[1]), dim)
+    found = []
+    for name, one, two in zip(model.outputs, first, second, strict=True):
+        if one.ndim != two.ndim:
+            raise ConversionError(
+                f"output {quoted(name)} has {one.ndim} dimensions for one input and {two.ndim} for another"
+            )
+        pairs = zip(one.shape, two.shape, strict=True)
+        dims = tuple(names.get((a, b), a if a == b and a else UNKNOWN) for a, b in pairs)
+        dtype = str(one.dtype).removeprefix("torch.").replace("bfloat16", "float32")
+        if dtype not in BY_NAME:
+            raise ConversionError(f"output {quoted(name)} is {dtype}, and bf16kit serves tensors of plain dtypes only")
+        found.append(TensorSpec(name, dtype, dims, kind_of(name)))
+    return name_dimensions(found, model.inputs)
+
+
+def _run(model: TorchModel, example: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    try:
+        with quiet(), torch.no_grad():
+            found: tuple[torch.Tensor, ...] = model.module(*(tensor.clone() for tensor in example))
+    except Exception as error:  # the user's model may raise anything
+        raise ConversionError(f"the model failed on an example input: {first_line(error)}") from error
+    return found
+
+
+def _larger(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, all ones or zeros, with longer free dimensions."""
+    free = [isinstance(dim, str) for dim in spec.shape]
+    first = tensor[tuple(slice(1) if is_free else slice(None) for is_free in free)]
+    return first.expand([n + _MORE * is_free for n, is_free in zip(tensor.shape, free, strict=True)]).contiguous()
