@@ -9,7 +9,7 @@ from peaks import measured_alone
 
 from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
-from converter.verify.measure import drifts, run_all, slice_scales, spool, summarise, with_batch_dimension
+from converter.verify.measure import drifts, run_all, slice_scales, spool, summarise
 from converter.verify.samples import Samples
 
 LARGE_VOCABULARY = """
@@ -39,10 +39,6 @@ with peak_anonymous() as peak:
 assert measure.summarise(found)["y"].samples == 60
 print(peak.bytes - before, one)
 """
-
-
-def test_a_proved_batch_axis_has_one_name_in_inputs_and_outputs() -> None:
-    assert with_batch_dimension(OUT, "n") == (TensorSpec("y", "float32", ("n", 4)),)
 
 
 def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:

@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 import graphs
 from bf16kit.messages.errors import ConversionError
-from converter.write.agreement import check_graph
+from converter.write.graphs import check_graph
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from converter.plan import make_plan
 from converter.plan.decisions import Overrides
 from converter.rewrite import prepare
 from converter.verify.running import NOTE, open_export
-from converter.write.exportweights import unfolded, write_as_export
+from converter.write.borrowedweights import unfolded, write_as_export
+from converter.write.export import read
 from converter.write.graphs import write_graphs
-from converter.write.narrowed import Rounding
-from converter.write.safetensors import read
+from converter.write.roundweights import Rounding
 
 W, V = graphs.values(16, 32), graphs.values(32, 32)
 BIAS, KERNEL = graphs.values(32), graphs.values(8, 4, 3, 3)

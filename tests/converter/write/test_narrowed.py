@@ -14,7 +14,7 @@ from bf16kit.numerics.residual import Scale, encode
 from bf16kit.numerics.rounding import BF16, census, to_bf16
 from converter.graph import initializers
 from converter.graph.initializers import ComputedTensor, blocks, rows_of
-from converter.write.narrowed import Narrowing, Rounding
+from converter.write.roundweights import Rounding, WeightRounding
 
 WRITE = """
 import sys
@@ -25,7 +25,7 @@ from bf16kit.numerics.rounding import BF16
 from bf16kit.numerics.panels import strips
 from bf16kit.numerics.residual import Scale
 from bf16kit.artifact.weightfile import WeightWriter
-from converter.write.narrowed import Narrowing, Rounding
+from converter.write.roundweights import WeightRounding, Rounding
 from converter.graph.initializers import ComputedTensor
 from peaks import anonymous, peak_anonymous
 
@@ -37,7 +37,7 @@ def write(path, rows, kind):
     scale = Scale(1, np.full(4096, factor))
     weight, scale = (tensor, None) if kind == "plain" else (folded, scale)
     bf16 = np.empty((rows, 4096), BF16)
-    passing = Narrowing(weight, bf16, Rounding("keep", False), lambda _: None)
+    passing = WeightRounding(weight, bf16, Rounding("keep", False), lambda _: None)
     with WeightWriter(path / f"{rows}.residual") as residual, WeightWriter(path / f"{rows}.bf16") as file:
         residual.append_chunks(passing.residual(tensor, scale))
         file.append_chunks(strips(bf16, 1))
@@ -80,7 +80,7 @@ def test_a_weight_narrowed_in_blocks_equals_one_narrowed_whole(
     tensor = ComputedTensor(lambda rows: stored[rows], original) if folded else original
     bf16 = np.empty((100, 40), BF16)
     told: list[int] = []
-    passing = Narrowing(tensor, bf16, Rounding("keep", False), told.append)
+    passing = WeightRounding(tensor, bf16, Rounding("keep", False), told.append)
     segment = b"".join(passing.residual(original, scale))
     assert bf16.tobytes() == to_bf16(np.ascontiguousarray(stored)).tobytes()
     assert segment == encode(array, bf16, scale)

@@ -19,7 +19,7 @@ from converter.graph.step import run
 from converter.graph.types import InferTypes
 from converter.rewrite import prepare
 from converter.rewrite.explicit import floating_tensors
-from converter.write.narrowing import Narrow
+from converter.write.insertcasts import Narrow
 
 _X16 = graphs.values(4, 16, seed=9)
 _CASES: dict[str, tuple[Callable[[], ModelProto], dict[str, NDArray[Any]]]] = {

@@ -16,8 +16,7 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.torchexport import TorchExportRuntime, load_program
 from bf16kit.runtime.torchscript import TorchScriptRuntime
 from converter.read.torch.onnx_export import adapt
-from converter.write.torchexport import narrow_and_export
-from converter.write.torchscript import narrow_and_trace
+from converter.write.torchscript import narrow_and_export, narrow_and_trace
 
 X = (TensorSpec("x", "float32", ("batch", 16)),)
 Y = (TensorSpec("output", "float32", ("batch", 10)),)
