@@ -60,13 +60,6 @@ def test_samples_of_a_series_are_not_compared_with_their_neighbours() -> None:
         np.testing.assert_allclose(scale, series.var(axis=0), rtol=0.3)
 
 
-def test_a_sample_without_an_output_is_an_error() -> None:
-    feeds = [{"x": np.ones((1, 4), np.float32)}] * 2
-    expected = list(run_all(Computed(lambda x: x), feeds))
-    with pytest.raises(ValueError, match="1 answers to 2 samples"):
-        drifts(expected, expected[:1], OUT, 0, {})
-
-
 def test_a_reference_that_gives_nan_is_rejected_and_the_sample_is_named() -> None:
     feeds = tuple({"x": np.full((1, 4), value, np.float32)} for value in (1, np.inf, np.nan))
     with pytest.raises(SamplesError, match=r"gives NaN for sample 2 of the test \(output 'y', 4 of 4 values\)"):
