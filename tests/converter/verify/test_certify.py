@@ -107,6 +107,8 @@ def test_both_arithmetics_run_on_the_same_few_of_many_samples_on_every_cpu(
 @pytest.mark.parametrize(
     ("declared", "seen"),
     [
+        (["batch", 16, "more"], ["batch", "y_1"]),
+        ([1], ["y_0", "y_1"]),
         (["batch", 17], ["batch", "y_1"]),
         (["batch", 16], ["batch", 16]),
     ],
