@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.manifest import RESIDUAL, ExportEntry, PlanEntry, ProfileEntry
+from bf16kit.artifact.manifest import RESIDUAL, ExportEntry, Plan, PlanEntry, ProfileEntry
 from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.rounding import Census
 from converter.fuse.check import faults
@@ -14,22 +15,22 @@ from converter.fuse.fuse import Fusions
 from converter.graph.cuda_kernels import other_release_note
 from converter.graph.types import untyped
 from converter.islands.result import SearchResult
-from converter.job import Job
 from converter.plan import Planned, make_plan, narrowed
 from converter.plan.decisions import Islands, Overrides
 from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
+from converter.read_and_trace import Job
 from converter.rewrite import Prepared
 from converter.verify import golden
 from converter.verify.certify import Certified, certify
-from converter.verify.preparation import check_prepared
+from converter.verify.oracle import OracleReference, check_prepared
 from converter.verify.running import GraphReference
 from converter.write import readback
-from converter.write.agreement import check_graph
+from converter.write.borrowedweights import read_records, write_as_export, write_without_graph
 from converter.write.export import INDEX, Exported, select, write_export
-from converter.write.exportweights import write_as_export
-from converter.write.graphs import REFERENCE, graph_file, write_graphs, write_unfused_and_fused
-from converter.write.narrowed import Rounding
+from converter.write.graphs import REFERENCE, check_graph, graph_file, write_graphs, write_unfused_and_fused
+from converter.write.readback import check_without_graph
+from converter.write.roundweights import Rounding
 from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
 
 _GRAPHS = map(graph_file, (*PROFILES, REFERENCE))
@@ -76,9 +77,9 @@ class Candidate:
             job.notes.append(sentence)
         if profiles:
             base = PROFILES["cuda" if "cuda" in profiles else profiles[0]].base(prepared)
-            edges = job.source.inputs, job.source.outputs
+            signature = job.source.inputs, job.source.outputs
             with job.progress.step("checking the prepared graph"):
-                check_prepared(job.answers, prepared, base, edges, job.samples.feeds, job.stage.path)
+                check_prepared(job.source_run, prepared, base, signature, job.samples.feeds, job.stage.path)
                 release_memory()
 
     def write_and_verify(self, islands: Islands) -> Verified:
@@ -100,7 +101,7 @@ class Candidate:
         del stored
         release_memory()
         reference = None if job.options.residual else GraphReference(prepared.reference, prepared.matches)
-        certified = certify(stage, manifest, job.samples, job.options, job.progress, job.answers, reference)
+        certified = certify(stage, manifest, job.samples, job.options, job.progress, job.source_run, reference)
         certified.notes[:0] = _undone_notes(planned)
         return Verified(certified, census)
 
@@ -247,3 +248,33 @@ def _undone_notes(planned: Planned) -> list[str]:
 
 def _has_rounding(nodes: Sequence[PlanEntry]) -> bool:
     return any(entry.code == "rounds" for entry in nodes)
+
+
+def write_and_verify_torch(job: Job) -> Verified:
+    """Write what restores the weights beside the traced profiles, then run those profiles.
+
+    The weights are those in the first traced file. Raises :class:`ConversionError` if the source has no outputs to
+    compare with, or if no profile is left that runs.
+    """
+    options, source, stage, checkpoint = job.options, job.source, job.stage, job.source.checkpoint
+    oracle = source.oracle
+    if oracle is None or not job.source_run.outputs:
+        raise ConversionError(
+            f"{options.source}: {source.no_graph_reason}; and the format that torch runs cannot be checked:"
+            f" {job.source_run.how}"
+        )
+    records = read_records(stage.path / next(iter(job.traced.values())).graph)
+    with job.progress.step("writing weights", checkpoint.nbytes) as advance, ExitStack() as files:
+        residual = files.enter_context(stage.writer(RESIDUAL)) if options.residual else None
+        stored = write_without_graph(checkpoint.tensors, records, residual, advance)
+    manifest = job.draft_manifest(Plan(), stored, job.traced)
+    with job.progress.step("comparing with the source", checkpoint.nbytes) as advance:
+        check_without_graph(stage.draft(manifest), checkpoint.tensors, advance)
+    release_memory()
+    answers = replace(job.source_run, how=f"{job.source_run.how}, which is the reference")
+    reference = OracleReference(oracle, source.rowwise)
+    try:
+        certified = certify(stage, manifest, job.samples, options, job.progress, answers, reference)
+    except ConversionError as error:
+        raise ConversionError(f"{options.source}: no ONNX: {source.no_graph_reason}; {error}") from error
+    return Verified(certified, stored.census)

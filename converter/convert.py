@@ -9,24 +9,22 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.publish import StagingArtifact, staging
 from bf16kit.artifact.recoveryentries import RecoveryEntry
-from converter import torch_only
-from converter.candidate import Candidate, Verified
+from converter.candidate import Candidate, Verified, write_and_verify_torch
 from converter.islands.explanation import measure_layers
 from converter.islands.mending import IslandSearches
-from converter.job import Job
 from converter.options import Options
 from converter.plan.decisions import Islands
 from converter.process.memory import FrozenHeap
 from converter.process.naming import prefix_errors
 from converter.process.progress import Progress, SilentProgress
 from converter.publishing import build_measurements, publish
-from converter.read_and_trace import read, record_answers, write_traced_formats
+from converter.read_and_trace import Job, read, run_source_model, write_traced_formats
 from converter.report.page import check_installed
 from converter.rewrite import prepare
 from converter.source import Source
 from converter.verify.judging import check_stated_bounds, judge
 from converter.verify.samples import Samples
-from converter.write.exportweights import unfolded
+from converter.write.borrowedweights import unfolded
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +74,10 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
     ):
         with heap.without_collection():
             source = read(options, progress, provided.read)
-        job = record_answers(options, source, provided.samples, stage, progress)
+        job = run_source_model(options, source, provided.samples, stage, progress)
         write_traced_formats(job)
         heap.collect()
-        verified = torch_only.write_and_verify(job) if source.graph is None else _within_budget(job)
+        verified = write_and_verify_torch(job) if source.graph is None else _within_budget(job)
         del source
         job.release_source()
         heap.collect()
@@ -96,7 +94,7 @@ def _within_budget(job: Job) -> Verified:
             prepared = unfolded(prepared, source.checkpoint.tensors)
     candidate = Candidate(job, prepared)
     candidate.check_prepared_graph()
-    search = IslandSearches(prepared, options, job.samples, job.progress, job.stage.path)
+    search = IslandSearches(prepared, options, job.progress, job.stage.path)
     verified = candidate.write_and_verify(Islands())
     while (islands := search.next_islands(verified.certified)) is not None:
         verified = candidate.write_and_verify(islands)

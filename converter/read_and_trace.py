@@ -3,27 +3,79 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from bf16kit.artifact.manifest import ProfileEntry
+from bf16kit.artifact.manifest import Manifest, Plan, ProfileEntry, SpecEntry
+from bf16kit.artifact.manifest import Source as SourceEntry
 from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.messages.errors import ConversionError, UsageError
 from converter import read as sources
-from converter.job import Job
 from converter.options import Options
+from converter.process import versions
 from converter.process.progress import Progress
 from converter.read.onnx_file import name_inputs
 from converter.source import Feeds, Source
 from converter.verify import samples
 from converter.verify.judging import check_budget, with_output_kinds
-from converter.verify.oracle import check_expected_outputs, run_oracle
+from converter.verify.oracle import OracleRun, check_expected_outputs, run_oracle
 from converter.verify.random_samples import generate
 from converter.verify.samples import Samples, with_enough
 from converter.write.traced import TRACED
+from converter.write.weights import StoredWeights
 
 _NO_MODULE = "this format is made from a torch module, and the source is read as an ONNX graph"
 _REMEDY = "leave out --format or pass --format torchscript to write only what torch runs"
 _DECLARING = ("onnx", "saved-model", "keras")  # these sources declare their own dimensions
+
+
+@dataclass(slots=True)
+class Job:
+    """One conversion: what was asked for, what was read, and where it is written.
+
+    ``source_run`` holds the source's own outputs for the first samples. ``traced`` are the profiles that were written
+    from the torch module. ``notes`` are for the user: one sentence each.
+    """
+
+    options: Options
+    stage: StagingArtifact
+    progress: Progress
+    source: Source
+    samples: Samples
+    source_run: OracleRun
+    traced: dict[str, ProfileEntry] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def release_source(self) -> None:
+        """Free the source, with its graph and outputs: nothing needs it once the artifact is written and verified."""
+        del self.source, self.source_run
+
+    def draft_manifest(self, plan: Plan, stored: StoredWeights, profiles: Mapping[str, ProfileEntry]) -> Manifest:
+        """Return the manifest with all that is known before anything has run."""
+        options, source = self.options, self.source
+        checkpoint = source.checkpoint
+        drawn_by = ["matplotlib"] if options.report else []
+        return Manifest(
+            model=options.target.model,
+            inputs=[SpecEntry.of(spec) for spec in source.inputs],
+            outputs=[SpecEntry.of(spec) for spec in source.outputs],
+            profiles=dict(profiles),
+            reference="reference.onnx" if options.residual and source.graph is not None else None,
+            tensors=sorted(stored.tensors.values(), key=lambda entry: entry.name),
+            checkpoint=list(stored.checkpoint),
+            plan=plan,
+            budget=options.budget.as_dict(),
+            source=SourceEntry(
+                format=checkpoint.format,
+                sha256=checkpoint.sha256,
+                bytes=checkpoint.nbytes,
+                tensors=len(checkpoint.tensors),
+            ),
+            given=list(source.given),
+            tools={**versions.versions([*source.tools, *drawn_by]), **source.foreign_versions},
+            seed=options.seed,
+            options=options.recorded(),
+        )
 
 
 def read(
@@ -66,7 +118,7 @@ def _without_graph(options: Options, source: Source) -> str:
     )
 
 
-def record_answers(
+def run_source_model(
     options: Options, source: Source, provided: Samples | None, stage: StagingArtifact, progress: Progress
 ) -> Job:
     """Find samples, enough to judge by, and record the source's own outputs before narrowing and folding change it.
@@ -79,16 +131,16 @@ def record_answers(
     if not (options.samples or provided):
         notes.append(f"drift was measured on {found.origin}, because --samples was not given")
     with progress.step("running the source model"):
-        answers = run_oracle(source, found.feeds, stage.path)
+        outputs = run_oracle(source, found.feeds, stage.path)
         if source.oracle is not None:
             found = with_enough(
-                found, source.inputs, source.outputs, answers.outputs, source.oracle, options.budget, options.seed
+                found, source.inputs, source.outputs, outputs.outputs, source.oracle, options.budget, options.seed
             )
     if source.graph is not None:
         source.oracle = None
     if found.expected:
         with progress.step("comparing with the expected outputs"):
-            wrong = check_expected_outputs(found, answers)
+            wrong = check_expected_outputs(found, outputs)
         if wrong is not None:
             raise ConversionError(
                 f"{options.source}: the model does not give the outputs in {found.origin}: {wrong}; either the"
@@ -97,7 +149,7 @@ def record_answers(
         notes.append(
             f"the expected outputs are confirmed: the model's outputs equal those in {found.origin} within fp32 noise"
         )
-    return Job(options, stage, progress, source, found, answers, notes=notes)
+    return Job(options, stage, progress, source, found, outputs, notes=notes)
 
 
 def _load_samples(options: Options, source: Source, progress: Progress) -> Samples:

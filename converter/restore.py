@@ -22,7 +22,7 @@ from bf16kit.messages.wording import size
 from bf16kit.numerics.tensors import BY_NAME
 from converter.process.progress import Progress
 from converter.source import Array
-from converter.write.safetensors import Place, header
+from converter.write.export import Place, header
 
 
 def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> str:

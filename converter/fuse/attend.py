@@ -9,8 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from converter.fuse.attention import Attention, Mask, SelectionMask, attention
-from converter.fuse.functions import FunctionBody
-from converter.fuse.fusing import Fusing, Fusion
+from converter.fuse.functions import FunctionBody, Fusing, Fusion
 from converter.graph.initializers import initializer
 
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)

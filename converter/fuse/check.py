@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
 from bf16kit.runtime.ort.onnx import OnnxRuntime
-from converter.fuse.fusing import Fusion, Kind
+from converter.fuse.functions import Fusion, Kind
 from converter.source import Array, Feeds
 
 _PREFIX = "fused:"

@@ -16,10 +16,9 @@ from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
 from bf16kit.runtime.ort.kernel import DOMAIN
 from converter.fuse.attend import attend
-from converter.fuse.fusing import Fusing, Fusion
+from converter.fuse.functions import Fusing, Fusion
 from converter.fuse.join import groups, join
-from converter.fuse.lookup import look_up
-from converter.fuse.multiply import multiply
+from converter.fuse.multiply import look_up, multiply
 from converter.fuse.norms import normalise
 from converter.fuse.products import panelled_weights
 from converter.graph.initializers import const_dims

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from bf16kit.runtime.ort.kernel import DOMAIN
-from converter.fuse.functions import FunctionBody, ProductVariant, lists, stem
-from converter.fuse.fusing import Fusing
+from converter.fuse.functions import FunctionBody, Fusing, ProductVariant, lists, stem
 from converter.fuse.unpanel import matrix_nodes
 
 MOST = 3  # products in one node

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.fuse.functions import FunctionBody
-from converter.fuse.fusing import Fusing, Fusion
+from converter.fuse.functions import FunctionBody, Fusing, Fusion
 from converter.graph.initializers import const, const_dims
 from converter.graph.values import constant_number, is_onnx_operator, known_shape, only_reader, same_dims
 

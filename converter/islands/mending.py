@@ -11,7 +11,7 @@ from pathlib import Path
 
 from converter.islands.result import SearchResult, merged
 from converter.islands.search import Task, search
-from converter.islands.trials import Deadline, Signature, reference_outputs
+from converter.islands.trials import Deadline, Signature
 from converter.options import Options
 from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES
@@ -19,8 +19,6 @@ from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.rewrite import Prepared
 from converter.verify.certify import Certified
-from converter.verify.measure import Expected
-from converter.verify.samples import Samples
 
 _SHARES = (1.0, 0.9, 0.75)  # of the budget, for a profile's first, second and third search
 
@@ -31,16 +29,12 @@ class IslandSearches:
     ``results`` has each profile's last result, by profile name.
     """
 
-    def __init__(
-        self, prepared: Prepared, options: Options, samples: Samples, progress: Progress, scratch: Path
-    ) -> None:
+    def __init__(self, prepared: Prepared, options: Options, progress: Progress, scratch: Path) -> None:
         self._prepared = prepared
         self._options = options
-        self._samples = samples
         self._progress = progress
         self._scratch = scratch
         self._deadline: Deadline | None = None  # starts with the first search
-        self._expected: Expected | None = None  # computed for the first search
         self._tried: dict[str, int] = {}
         self.results: dict[str, SearchResult] = {}
 
@@ -87,15 +81,12 @@ class IslandSearches:
         signature, options = Signature.of(certified.manifest), self._options
         if self._deadline is None:
             self._deadline = Deadline.after(options.search_minutes)
-        if self._expected is None:
-            feeds, given = self._samples.feeds, len(self._samples.given)
-            outputs = reference_outputs(self._prepared.reference, signature, feeds, self._scratch)
-            self._expected = Expected(feeds, outputs, certified.scales, given)
+        assert certified.expected is not None  # noqa: S101 - every certification sets it
         return Task(
             prepared=self._prepared,
             profile=PROFILES[name],
             signature=signature,
-            expected=self._expected,
+            expected=certified.expected,
             budget=options.budget.tightened(share),
             deadline=self._deadline,
             islands=merged(self.results.values()),

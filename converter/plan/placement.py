@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from converter.fuse.fusing import Fusion, Kind
+from converter.fuse.functions import Fusion, Kind
 from converter.graph.cuda_kernels import KernelTable
 from converter.graph.operators import (
     CONTROL_FLOW,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from converter.fuse.fusing import Fusion
+from converter.fuse.functions import Fusion
 from converter.graph.cuda_kernels import KernelTable
 from converter.plan.decisions import Decision, Overrides
 from converter.plan.placement import place_cpu, place_cpu_bf16, place_cuda

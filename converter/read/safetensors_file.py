@@ -14,7 +14,7 @@ import numpy as np
 from bf16kit.messages.errors import SourceError
 from bf16kit.numerics.tensors import BY_NAME
 from converter.source import Array
-from converter.write.safetensors import DTYPES
+from converter.write.export import DTYPES
 
 HEADER_LIMIT = 100_000_000  # bytes: the safetensors library's own limit
 _LONGEST_NAME = 200  # characters of a shard's file name

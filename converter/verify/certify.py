@@ -10,7 +10,6 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import DriftEntry, Manifest, ProfileEntry
 from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.drift.metrics import SampleDrift
-from bf16kit.drift.slices import Values
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import TensorSpec
@@ -21,13 +20,12 @@ from converter.options import Options
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.verify import golden, measure, oracle
-from converter.verify.batchaxis import batch_axis
 from converter.verify.judging import find_breaches, without_profiles
 from converter.verify.measure import Expected, Run, run_as_served, run_export
-from converter.verify.observedshapes import edges, with_batch_axis, with_observed_shapes
+from converter.verify.observedshapes import batch_axis, with_batch_axis, with_observed_shapes
 from converter.verify.oracle import OracleReference, OracleRun
 from converter.verify.resolved import resolved
-from converter.verify.running import GraphReference, open_fp32_graph
+from converter.verify.running import GraphReference, open_fp32_graph, signature
 from converter.verify.samples import Samples, samples_usage
 from converter.verify.spool import Spool
 from converter.write.traced import TRACED
@@ -46,14 +44,14 @@ class Certified:
     """The results of running an artifact: its manifest with drift and batch axis, one :class:`Run` per profile, and a
     sentence for each bound that a profile exceeds.
 
-    ``scales`` are what slices are judged against, by output.
+    ``expected`` is what every profile was compared with; its outputs stay on disk as long as this object.
     """
 
     manifest: Manifest
     runs: dict[str, Run] = field(default_factory=dict)
     breaches: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    scales: dict[str, list[Values]] = field(default_factory=dict)
+    expected: Expected | None = None
 
     @property
     def drifts(self) -> dict[str, dict[str, list[SampleDrift]]]:
@@ -79,7 +77,7 @@ def certify(
     """
     with progress.step("running the fp32 reference"):
         draft = stage.draft(manifest)
-        reference = _open_reference(draft, *edges(manifest), source, stage.path)
+        reference = _open_reference(draft, *signature(manifest), source, stage.path)
         answers = _expected(reference, samples, stage)
         rows_interact = isinstance(source, OracleReference) and not source.rowwise
         axis = None if rows_interact else batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
@@ -90,10 +88,9 @@ def certify(
     manifest = manifest.amended(oracle=checked)
     manifest, notes = with_observed_shapes(manifest, samples.feeds, answers)
     certified = Certified(with_batch_axis(manifest, axis), notes=[*oracle.remarks(checked), *notes])
-    outputs = edges(certified.manifest)[1]
+    outputs = signature(certified.manifest)[1]
     scales = resolved(oracle_run, answers, outputs, axis, measure.slice_scales(answers, outputs, axis))
-    certified.scales.update(scales)
-    expected = Expected(samples.feeds, answers, scales, len(samples.given))
+    certified.expected = expected = Expected(samples.feeds, answers, scales, len(samples.given))
     if axis is None:
         certified.notes.append(_ROWS_INTERACT if rows_interact else _AXIS_UNCONFIRMED)
     for profile in sorted(manifest.profiles):
@@ -106,7 +103,6 @@ def certify(
             _certify_export(certified, stage, export, samples, expected, options, graph)
         release_memory()
     _write_golden(certified, stage, expected, options)
-    answers.close()
     return certified
 
 

@@ -89,44 +89,29 @@ def judge(
     A profile or a format over budget that the user did not ask for is left out. For any other, raises
     :class:`BudgetExceeded` unless the options allow drift over budget, or allow profiles to be dropped and one is left.
     """
-    breaches = {profile: found for profile, found in breaches.items() if found}
-    manifest, left_out = _without_optional(breaches, manifest, options, stage)
-    breaches = {
-        name: found for name, found in breaches.items() if name in manifest.profiles or name in manifest.exports
-    }
-    if not breaches:
-        return manifest, left_out
-    manifest, notes = _judged(breaches, manifest, options, stage)
-    return manifest, [*left_out, *notes]
-
-
-def _without_optional(
-    breaches: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
-) -> tuple[Manifest, list[str]]:
-    dropped = {
-        profile: f"no profile {profile}, which is faster on some processors: drift over budget; to write it, pass"
-        f" --profile {profile} and keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
-        for profile in options.optional_profiles
-        if profile in breaches
-    }
-    notes = [note + "".join(f"\n  {breach}" for breach in breaches[name]) for name, note in dropped.items()]
-    return (without_profiles(stage, manifest, dropped) if dropped else manifest), notes
-
-
-def _judged(
-    breaches: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
-) -> tuple[Manifest, list[str]]:
-    """Do as :func:`judge` for profiles that are over budget and were asked for."""
-    listed = "".join(f"\n  {breach}" for profile in sorted(breaches) for breach in breaches[profile])
+    over = {name: found for name, found in breaches.items() if found}
+    optional = [name for name in options.optional_profiles if name in over]
+    notes = [
+        f"no profile {name}, which is faster on some processors: drift over budget; to write it, pass --profile {name}"
+        f" and keep the nodes that cause it in fp32 (--keep-fp32 REGEX){_listed(over[name])}"
+        for name in optional
+    ]
+    manifest = without_profiles(stage, manifest, optional)
+    failing = [name for name in sorted(over) if name in manifest.profiles or name in manifest.exports]
+    if not failing:
+        return manifest, notes
+    listed = "".join(_listed(over[name]) for name in failing)
     if options.allow_over_budget:
-        return manifest, [f"drift over budget, published because of --allow-over-budget:{listed}"]
-    droppable = breaches.keys() <= manifest.profiles.keys()  # an export was asked for, and may hold the weights
-    if options.drop_failing_profiles and droppable and manifest.profiles.keys() - breaches.keys():
-        dropped = f"left out, drift over budget: {', '.join(sorted(breaches))}{listed}"
-        return without_profiles(stage, manifest, breaches.keys()), [dropped]
-    raise BudgetExceeded(
-        f"drift over budget, nothing published:{listed}\n{_remedies(breaches.keys(), manifest, options)}"
-    )
+        return manifest, [*notes, f"drift over budget, published because of --allow-over-budget:{listed}"]
+    droppable = manifest.profiles.keys() >= set(failing)  # an export was asked for, and may hold the weights
+    if options.drop_failing_profiles and droppable and manifest.profiles.keys() - failing:
+        notes.append(f"left out, drift over budget: {', '.join(failing)}{listed}")
+        return without_profiles(stage, manifest, failing), notes
+    raise BudgetExceeded(f"drift over budget, nothing published:{listed}\n{_remedies(failing, manifest, options)}")
+
+
+def _listed(breaches: Sequence[str]) -> str:
+    return "".join(f"\n  {breach}" for breach in breaches)
 
 
 def _remedies(failing: Collection[str], manifest: Manifest, options: Options) -> str:

@@ -17,8 +17,7 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime, RuntimeInfo
 from converter.source import Array, Feeds
 from converter.verify import measure
-from converter.verify.observedshapes import edges
-from converter.verify.running import GraphReference, open_export, open_profile, open_traced
+from converter.verify.running import GraphReference, open_export, open_profile, open_traced, signature
 from converter.verify.samples import Samples
 from converter.verify.spool import Spool
 from converter.write.traced import TRACED
@@ -144,11 +143,6 @@ def error_of(summary: DriftSummary) -> float:
     return max(relative or 0.0, _SLICE * (of_slice or 0.0))
 
 
-def with_batch_dimension(outputs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec, ...]:
-    """Return ``outputs`` with their first dimension called ``name``, once it was proved to be the batch."""
-    return tuple(replace(spec, shape=(name, *spec.shape[1:])) for spec in outputs)
-
-
 def as_dict(summaries: Mapping[str, DriftSummary]) -> dict[str, dict[str, dict[str, float]]]:
     """Return the summaries as the manifest stores them."""
     return {output: summary.as_dict() for output, summary in summaries.items()}
@@ -187,7 +181,7 @@ def run_profile(artifact: Artifact, profile: str, expected: Expected) -> Run:
     Each output is reduced to its drift at once.
     """
     manifest = artifact.manifest
-    outputs = edges(manifest)[1]
+    outputs = signature(manifest)[1]
     runtime, emulated = open_profile(artifact, profile)
     try:
         return Run(_drifts(runtime, expected, outputs, manifest.batch_axis), runtime.info, emulated)
@@ -205,7 +199,7 @@ def run_export(
     """Run the reference with the tensors of ``export``; ``source`` replaces a missing reference."""
     runtime, note = open_export(artifact, export, source, scratch)
     try:
-        outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
+        outputs, axis = signature(artifact.manifest)[1], artifact.manifest.batch_axis
         return Run(_drifts(runtime, expected, outputs, axis), runtime.info, False, note)
     finally:
         runtime.close()
@@ -218,7 +212,7 @@ def _worse_arithmetic(artifact: Artifact, profile: str, expected: Expected) -> R
     :data:`_MAX_SAMPLES` feeds at most, so that the result does not depend on this CPU. A run takes ten times as
     long on a CPU without bf16 instructions.
     """
-    outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
+    outputs, axis = signature(artifact.manifest)[1], artifact.manifest.batch_axis
     step = -(-len(expected.feeds) // _MAX_SAMPLES)
     chosen = expected.every(step)
     own = run_profile(artifact, profile, chosen)

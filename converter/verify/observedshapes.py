@@ -1,20 +1,25 @@
-"""Corrects a manifest's inputs and outputs by what running the reference has shown."""
+"""Corrects a manifest's inputs and outputs by what running the reference has shown, and certifies the batch axis.
+
+A server runs requests of strangers in one batch. So the reference is run on samples alone, and on the same samples in
+other orders, sizes and company, including inputs that are not finite. Each output is compared slice by slice, at fp32
+noise of the slice itself, so that no large value hides a dependence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
 
 from bf16kit.artifact.manifest import Manifest, SpecEntry
-from bf16kit.messages.errors import ConversionError
+from bf16kit.drift import metrics as drift
+from bf16kit.drift.slices import FP32_NOISE, Values
+from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, describe
+from bf16kit.runtime import Runtime
 from converter.graph.dimensions import corrected_by, name_dimensions, reconciled
-from converter.source import Feeds
-from converter.verify import measure
-
-
-def edges(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Return the manifest's inputs and outputs."""
-    return tuple(entry.spec() for entry in manifest.inputs), tuple(entry.spec() for entry in manifest.outputs)
+from converter.source import Array, Feeds
 
 
 def with_observed_shapes(
@@ -55,6 +60,129 @@ def with_batch_axis(manifest: Manifest, axis: int | None) -> Manifest:
     """Declare the batch axis, and name every output's batch dimension as the inputs name it."""
     if axis is None:
         return manifest
-    outputs: Sequence[TensorSpec] = [entry.spec() for entry in manifest.outputs]
-    outputs = measure.with_batch_dimension(outputs, str(manifest.inputs[0].shape[0]))
-    return manifest.model_copy(update={"batch_axis": axis, "outputs": [SpecEntry.of(spec) for spec in outputs]})
+    batch = manifest.inputs[0].shape[0]
+    outputs = [entry.model_copy(update={"shape": [batch, *entry.shape[1:]]}) for entry in manifest.outputs]
+    return manifest.model_copy(update={"batch_axis": axis, "outputs": outputs})
+
+
+_ROWS = 3  # samples that are run together
+_EXTREMES = (np.nan, np.inf, 1e30)  # inputs of a companion; a model may reject them, then they cannot do harm
+# The largest error of an element of a slice, which sums in another order explain: a share of the slice's variation,
+# a share of its magnitude, and, for slices that nearly vanish, a share of the output's usual magnitude.
+_OF_VARIATION = 2.0**-11
+_OF_USUAL = 2.0**-22
+
+
+def batch_axis(
+    runtime: Runtime, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], feeds: Sequence[Feeds]
+) -> int | None:
+    """Return 0 if the first axis is a batch axis, else None.
+
+    Samples must give the same outputs alone as in company. None if shapes rule that out, and if ``feeds`` hold no two
+    samples of the same shape.
+    """
+    if not may_have_batch_axis(inputs, outputs):
+        return None
+    rows = _rows_of_one_shape(feeds)
+    if len(rows) < 2:
+        return None
+    try:
+        apart = [runtime.run(row) for row in rows]
+        for order in _orders(len(rows)):
+            together = runtime.run(_batch([rows[i] for i in order]))
+            if not _same([apart[i] for i in order], together, outputs):
+                return None
+    except RuntimeFailure:
+        return None  # a dimension that is declared free but is not
+    return 0 if all(_undisturbed(runtime, rows[0], rows[1], outputs, extreme) for extreme in _EXTREMES) else None
+
+
+def may_have_batch_axis(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
+    """Whether every input and output has a free first dimension, with one name for all inputs."""
+    first = {spec.shape[0] if spec.shape else None for spec in inputs}
+    return (
+        len(first) == 1
+        and isinstance(next(iter(first)), str)
+        and all(spec.shape and isinstance(spec.shape[0], str) for spec in outputs)
+    )
+
+
+def _orders(count: int) -> Iterator[tuple[int, ...]]:
+    yield from ((0, 1), (1, 0))
+    if count > 2:
+        yield (2, 0, 1)
+
+
+def _undisturbed(runtime: Runtime, row: Feeds, other: Feeds, outputs: Sequence[TensorSpec], extreme: float) -> bool:
+    """Whether ``row`` has the same outputs beside ``other`` as beside a companion whose floats are all ``extreme``.
+
+    Both runs have the same size: alone, the row may be summed in another order.
+    """
+    with np.errstate(over="ignore"):  # in fp16, the largest is infinite
+        companion = {n: np.full_like(array, extreme) if array.dtype.kind == "f" else array for n, array in row.items()}
+    if all(companion[name] is array for name, array in row.items()):
+        return True
+    usual = runtime.run(_batch([row, other]))
+    try:
+        together = runtime.run(_batch([row, companion]))
+    except RuntimeFailure:
+        return True
+    first, beside = ({name: array[:1] for name, array in each.items()} for each in (usual, together))
+    return _same([first], beside, outputs)
+
+
+def _rows_of_one_shape(feeds: Sequence[Feeds]) -> list[Feeds]:
+    """Return up to :data:`_ROWS` different samples of the same shape, at least two if there are any."""
+    by_shape: dict[tuple[tuple[int, ...], ...], list[Feeds]] = {}
+    for row in islice(_rows(feeds), 1000):
+        alike = by_shape.setdefault(tuple(array.shape for array in row.values()), [])
+        if not any(all(np.array_equal(row[name], other[name]) for name in row) for other in alike):
+            alike.append(row)
+        if len(alike) == _ROWS:
+            return alike
+    return max(by_shape.values(), key=len, default=[])
+
+
+def _rows(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+    for feed in feeds:
+        for i in range(min(len(array) for array in feed.values())):
+            yield {name: np.ascontiguousarray(array[i : i + 1]) for name, array in feed.items()}
+
+
+def _batch(rows: Sequence[Feeds]) -> Feeds:
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+
+
+def _same(apart: Sequence[Feeds], together: Feeds, outputs: Sequence[TensorSpec]) -> bool:
+    if any(len(row[spec.name]) != 1 for row in apart for spec in outputs):
+        return False
+    if any(row[spec.name].shape != apart[0][spec.name].shape for row in apart for spec in outputs):
+        return False
+    return all(_same_array(np.concatenate([row[spec.name] for row in apart]), together[spec.name]) for spec in outputs)
+
+
+def _same_array(apart: Array, together: Array) -> bool:
+    if apart.shape != together.shape:
+        return False
+    if not drift.has_slices(apart):
+        return np.array_equal(apart, together)
+    r, error, nonfinite = drift.difference(apart, together)
+    if nonfinite.any():
+        return False
+    usual = float(np.nanmedian(np.abs(r))) if r.size and not np.isnan(r).all() else 0.0
+    return all(_within_noise(r, error, axis, usual) for axis in range(1, max(2, r.ndim)))
+
+
+def _within_noise(r: Values, error: Values, axis: int, usual: float) -> bool:
+    """Whether the error of each slice along ``axis`` of ``[samples, *axes]`` is fp32 noise; NaN is left out."""
+    if r.ndim == 1:
+        r, error = r[:, None], error[:, None]
+    others = tuple(other for other in range(r.ndim) if other != axis)
+    present = np.maximum(1, np.count_nonzero(~np.isnan(r), axis=others))
+    magnitude = np.sqrt(np.nansum(np.square(r), axis=others) / present)
+    changes = np.square(np.diff(r, axis=0))
+    variation = np.sqrt(
+        np.nansum(changes, axis=others) / np.maximum(1, np.count_nonzero(~np.isnan(changes), axis=others))
+    )
+    largest = np.max(np.nan_to_num(np.abs(error)), axis=others, initial=0.0)
+    return bool(np.all(largest <= _OF_VARIATION * variation + 4 * FP32_NOISE * magnitude + _OF_USUAL * usual))

@@ -14,18 +14,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 
 from bf16kit.artifact.manifest import OracleEntry, OracleFigure
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array, RuntimeInfo, RuntimeProperties
 from bf16kit.runtime.device import CPU
+from bf16kit.runtime.ort.externaldata import REBUILT
+from converter.rewrite import Prepared
 from converter.source import FP32_ROUNDOFF, Feeds, Oracle, Source
-from converter.verify.distance import Distance, is_float, measure_distance
-from converter.verify.fp32noise import Noise
-from converter.verify.running import open_fp32_graph
+from converter.verify.fp32noise import Distance, Noise, is_float, measure_distance
+from converter.verify.running import open_fp32_graph, with_external_weights
 from converter.verify.samples import Samples
 from converter.verify.spool import Spool
+from converter.write.graphs import serialize
 
 FEEDS = 4  # the source runs on this many samples, the first ones
 FLOOR = 64 * FP32_ROUNDOFF
@@ -232,3 +235,35 @@ def check_expected_outputs(samples: Samples, oracle_run: OracleRun) -> str | Non
             for name, figure in wrong
         )
     )
+
+
+def check_prepared(
+    oracle_run: OracleRun,
+    prepared: Prepared,
+    model: ir.Model,
+    signature: tuple[Sequence[TensorSpec], Sequence[TensorSpec]],
+    feeds: Sequence[Feeds],
+    scratch: Path,
+) -> None:
+    """Run ``model``, one of the graphs of ``prepared``, in fp32 and compare it with the source's own outputs.
+
+    Nothing is run if preparing changed nothing, or if the source has no outputs to compare with. The weights are kept
+    in a file in ``scratch`` while it runs. Raises :class:`ConversionError` if the difference exceeds
+    fp32 noise.
+    """
+    if not oracle_run.outputs or not _changed(prepared, model):
+        return
+    runtime = open_fp32_graph(model, *signature, scratch)
+    found = Spool(scratch)
+    for feed in feeds[: len(oracle_run.outputs)]:
+        found.append(runtime.run(feed))
+    runtime.close()
+    certify(oracle_run, found, what="the prepared graph, before rounding,")
+
+
+def _changed(prepared: Prepared, model: ir.Model) -> bool:
+    return bool(prepared.folds or prepared.clamped) or _structure(model) != _structure(prepared.reference)
+
+
+def _structure(model: ir.Model) -> bytes:
+    return serialize(with_external_weights(model, lambda _name, tensor: (REBUILT, 0, tensor.nbytes)))

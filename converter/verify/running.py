@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.weightfile import WeightWriter
 from bf16kit.messages.errors import ArtifactError, DeviceUnavailable
 from bf16kit.numerics.rounding import BF16, to_bf16
@@ -28,8 +29,8 @@ from converter.plan.profiles import PROFILES
 from converter.rewrite import Match
 from converter.source import Array
 from converter.verify.emulate import emulation
+from converter.write.export import read
 from converter.write.graphs import serialize
-from converter.write.safetensors import read
 
 if TYPE_CHECKING:
     from bf16kit.runtime.ort.onnx import OnnxRuntime
@@ -41,7 +42,10 @@ NOTE = "when verified: its tensors, converted to fp32, in the fp32 reference"
 REARRANGED = NOTE + "; weights that the reference holds in another order were rounded as well"
 _SUFFIX = ".safetensors"
 
-_ReadInitializer = Callable[[str, ir.TensorProtocol], Array]
+
+def signature(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Return the manifest's inputs and outputs."""
+    return tuple(entry.spec() for entry in manifest.inputs), tuple(entry.spec() for entry in manifest.outputs)
 
 
 def open_profile(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
@@ -66,12 +70,7 @@ def open_traced(artifact: Artifact, profile: str, *, native_bf16: bool) -> Runti
     manifest = artifact.manifest
     entry = manifest.profiles[profile]
     runtime = TorchExportRuntime if entry.format == "pt2" else TorchScriptRuntime
-    return runtime(
-        artifact.file(entry.graph),
-        [entry.spec() for entry in manifest.inputs],
-        [entry.spec() for entry in manifest.outputs],
-        native_bf16=native_bf16,
-    )
+    return runtime(artifact.file(entry.graph), *signature(manifest), native_bf16=native_bf16)
 
 
 def _emulated(artifact: Artifact, profile: str) -> OnnxRuntime:
@@ -81,8 +80,7 @@ def _emulated(artifact: Artifact, profile: str) -> OnnxRuntime:
     graph = artifact.file(manifest.profiles[profile].graph)
     return OnnxRuntime(
         emulation(graph),
-        [entry.spec() for entry in manifest.inputs],
-        [entry.spec() for entry in manifest.outputs],
+        *signature(manifest),
         profile=profile,
         precision="fp32",
         base_dir=artifact.path,
@@ -153,7 +151,7 @@ class _Graph:
 
     model: ir.Model
     holders: Mapping[str, tuple[str, Sequence[int] | None]]
-    read_initializer: _ReadInitializer
+    read_initializer: ReadWeight
 
 
 def open_export(
@@ -184,9 +182,8 @@ def open_export(
             in_fp32(to_bf16(array)) if rounds_others and array.dtype == np.float32 and is_matrix(array.shape) else array
         )
 
-    manifest = artifact.manifest
-    inputs, outputs = ([entry.spec() for entry in edges] for edges in (manifest.inputs, manifest.outputs))
-    return open_fp32_graph(graph.model, inputs, outputs, scratch, read_tensor), REARRANGED if rounds_others else NOTE
+    runtime = open_fp32_graph(graph.model, *signature(artifact.manifest), scratch, read_tensor)
+    return runtime, REARRANGED if rounds_others else NOTE
 
 
 def tensors_of(artifact: Artifact, name: str) -> dict[str, Array]:

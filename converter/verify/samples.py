@@ -20,7 +20,7 @@ from converter.graph.dimensions import reconciled, with_distinct_dimensions
 from converter.process.imports import import_callable, is_import_spec
 from converter.process.quiet import first_line
 from converter.source import Array, Feeds, Oracle
-from converter.verify.batchaxis import may_have_batch_axis
+from converter.verify.observedshapes import may_have_batch_axis
 
 SUFFIXES = (".npz", ".safetensors")
 LIMIT = 1000  # feeds; a function is asked for no more, so that an endless generator ends

@@ -22,6 +22,7 @@ from converter.report.inspect import DRIFT, drift_cells
 from converter.verify import measure, samples
 from converter.verify.judging import describe_breaches
 from converter.verify.measure import Expected, describe_run, run_export, run_profile
+from converter.verify.running import signature
 
 VERSION = 1  # of the format that `verify --json` writes
 
@@ -117,7 +118,7 @@ def _run_samples(artifact: Artifact, argument: str) -> tuple[Expected, str]:
     finally:
         reference.close()
         release_memory()
-    outputs = [entry.spec() for entry in artifact.manifest.outputs]
+    outputs = signature(artifact.manifest)[1]
     scales = measure.slice_scales(expected, outputs, artifact.manifest.batch_axis)
     if artifact.manifest.golden is not None:
         _excuse(scales, artifact.golden().scales)

@@ -26,9 +26,8 @@ from converter.graph.equality import in_fp32, same_bits
 from converter.graph.initializers import const, stays_inline
 from converter.plan.profiles import PROFILES
 from converter.rewrite import Prepared
-from converter.write.export import INDEX, Exported
-from converter.write.narrowing import NARROWED
-from converter.write.safetensors import read
+from converter.write.export import INDEX, Exported, read
+from converter.write.insertcasts import NARROWED
 from converter.write.weights import StoredWeights
 
 Advance = Callable[[int], None]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
-from converter.process.quiet import first_line, quiet
+from converter.process.quiet import first_line, quiet, reason
 from converter.process.tensorfiles import TensorFiles
 from converter.source import TorchModel
-
-if TYPE_CHECKING:
-    import torch
 
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
 # Records that the writer makes itself, or that hold only this machine's paths of the traced Python code.
@@ -34,10 +32,6 @@ def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -
     The module is restored afterwards. Raises :class:`ConversionError` if torch cannot trace it and, with ``strictly``,
     if torch warns that the trace depends on the example.
     """
-    import torch
-
-    from converter.write.torchscript import Edges, narrowed
-
     raw = path.with_name(f"{path.name}.raw")
     try:
         with quiet(), torch.no_grad():
@@ -47,7 +41,7 @@ def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -
                 _without_trainers(module),
                 _rejecting_trace_warnings(strictly),
             ):
-                traced = torch.jit.trace(Edges(module).eval(), model.example, check_trace=False)
+                traced = torch.jit.trace(Autocast(module).eval(), model.example, check_trace=False)
                 torch.jit.save(traced, str(raw))
     except ConversionError:
         raw.unlink(missing_ok=True)
@@ -65,8 +59,6 @@ def _forget_classes() -> None:
     All three registries are cleared, as torch's own tests do. A type remembered after its class was forgotten would end
     the process when a module of that kind is scripted again.
     """
-    import torch
-
     torch._C._jit_clear_class_registry()
     torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
     torch.jit._state._clear_class_state()
@@ -113,8 +105,6 @@ def rewrite_archive(raw: Path, path: Path) -> None:
     torch numbers the classes of a trace by a counter of the process. The numbers occur in record names, in the code,
     and in ``data.pkl`` as text without a length, so they can be replaced.
     """
-    import torch
-
     reader = torch._C.PyTorchFileReader(str(raw))
     records = reader.get_all_records()
     names = [n for n in records if not n.startswith(_WRITERS_OWN) and not n.endswith(_DEBUG)]
@@ -138,7 +128,7 @@ def _renumbering(names: list[str]) -> dict[bytes, bytes]:
     return {mangled: b"___torch_mangle_%d" % index for index, mangled in enumerate(in_order)}
 
 
-class Edges(torch.nn.Module):
+class Autocast(torch.nn.Module):
     """Runs ``module`` under autocast and widens bf16 outputs, so that inputs and outputs are float32."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -209,3 +199,68 @@ def _widen_inputs(_module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[An
 
 def _widen_output(_module: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
     return _widen(output)
+
+
+_MODEL = "models/model.json"
+_SAMPLES = "data/sample_inputs/model.pt"
+# Records that the writer makes itself.
+_PROGRAM_WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version", ".storage_alignment")
+
+
+def narrow_and_export(model: TorchModel, path: Path) -> None:
+    """Write ``model`` in bf16 to ``path`` as a torch.export archive; the same model gives the same bytes.
+
+    The module is restored afterwards. Raises :class:`ConversionError` if torch cannot export it, or if it changes its
+    own buffers, which several requests would do at once, or its inputs.
+    """
+    raw = path.with_name(f"{path.name}.raw.pt2")
+    try:
+        with quiet(), torch.no_grad(), narrowed(model.module, path.parent) as module:
+            exported = torch.export.export(
+                Autocast(module).eval(), model.example, dynamic_shapes=_dynamic_shapes(model), strict=False
+            )
+            # Autocast becomes explicit casts, and in-place operators become ones that are not in place.
+            program = exported.run_decompositions({})
+            signature = program.graph_signature
+            for changed in (*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()):
+                raise ConversionError(f"it changes its own buffer or input {changed.removeprefix('module.module.')!r}")
+            torch.export.save(program, raw)
+    except Exception as error:  # exporting runs the user's model, which may raise anything
+        raw.unlink(missing_ok=True)
+        raise ConversionError(f"torch cannot export the model in bf16: {reason(error)}") from error
+    try:
+        _rewrite_program(raw, path)
+    finally:
+        raw.unlink()
+
+
+def _dynamic_shapes(model: TorchModel) -> Any:
+    shapes = tuple(
+        {axis: torch.export.Dim.DYNAMIC for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
+        for spec in model.inputs
+    )
+    return (shapes,) if any(shapes) else None
+
+
+def _rewrite_program(raw: Path, path: Path) -> None:
+    """Copy the archive ``raw`` to ``path`` without sample inputs, guards and metadata with this machine's paths."""
+    reader = torch._C.PyTorchFileReader(str(raw))
+    # A stream, not a path: given a path, the writer puts the path's stem into the archive.
+    with path.open("xb") as file:
+        writer = torch._C.PyTorchFileWriter(file)
+        for name in sorted(reader.get_all_records()):
+            if name.startswith(_PROGRAM_WRITERS_OWN):
+                continue
+            record = b"" if name == _SAMPLES else reader.get_record(name)
+            if name == _MODEL:
+                record = _plain(json.loads(record))
+            writer.write_record(name, record, len(record))
+        writer.write_end_of_file()
+
+
+def _plain(program: dict[str, Any]) -> bytes:
+    """Return the JSON of ``program``, the same every time."""
+    module = program["graph_module"]
+    for node in module["graph"]["nodes"]:
+        node["metadata"] = {}
+    return json.dumps(program | {"guards_code": []}, sort_keys=True, separators=(",", ":")).encode()

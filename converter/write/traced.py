@@ -37,7 +37,7 @@ class TracedFormat:
 
             narrow_and_trace(model, path, strictly=strictly)
         else:
-            from converter.write.torchexport import narrow_and_export
+            from converter.write.torchscript import narrow_and_export
 
             narrow_and_export(model, path)
 

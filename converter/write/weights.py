@@ -27,7 +27,7 @@ from converter.graph.names import FreshNames
 from converter.plan import narrowed
 from converter.plan.ranges import check_ranges, take_census
 from converter.rewrite import Prepared
-from converter.write.narrowed import NEAREST, Narrowing, Rounding
+from converter.write.roundweights import NEAREST, Rounding, WeightRounding
 
 BF16_FILE, FP32_FILE = "weights.bf16", "weights.fp32"
 
@@ -153,7 +153,7 @@ class _WeightsWriter:
     def _narrow(self, name: str, tensor: ir.TensorProtocol, residual: WeightWriter | None, names: FreshNames) -> None:
         axis, bf16 = self.panels.get(name), np.empty(dims(tensor), BF16)
         original = const(self.prepared.reference.graph.initializers.get(name))
-        narrowing = Narrowing(tensor, bf16, self._rounding(tensor), self.on_progress)
+        narrowing = WeightRounding(tensor, bf16, self._rounding(tensor), self.on_progress)
         if residual is None or original is None:
             segment = scale = None
             for _ in narrowing.blocks():

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import click
 import pytest
-from converting import MLP, ONNX_ONLY, SUPPORT, Cli, Outcome, process, tree
+from converting import MLP, ONNX_ONLY, SUPPORT, Cli, process, tree
 
-from bf16kit import __version__
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages import errors
 from converter.cli import command, exit_code
@@ -46,10 +45,6 @@ def test_every_command_and_option_has_a_help_text() -> None:
     for found in command.commands.values():
         assert found.help
         assert all(option.help for option in found.params if isinstance(option, click.Option))
-
-
-def test_the_version_is_that_of_the_package(cli: Cli) -> None:
-    assert __version__ in cli("--version").published().out
 
 
 @pytest.mark.parametrize(
@@ -180,11 +175,3 @@ def test_published_files_are_readable_by_other_users(cli: Cli, onnx_file: Path, 
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in target.iterdir()} == {0o644}
     assert target.stat().st_mode & 0o777 == 0o755
-
-
-def test_the_helper_refused_fails_for_other_outcomes() -> None:
-    """Every test here relies on this helper, so it must be able to fail."""
-    with pytest.raises(AssertionError):
-        Outcome(0, "", "").refused(2)
-    with pytest.raises(AssertionError):
-        Outcome(2, "", "error: x\nTraceback").refused(2)

@@ -33,7 +33,7 @@ from converter.read.torch import onnx_export
 from converter.rewrite import batchnorm, clampmasks, lowering, matching, sharing
 from converter.verify import golden
 from converter.write import graphs as writing
-from converter.write import narrowed, torchscript, weights
+from converter.write import roundweights, torchscript, weights
 
 Array = NDArray[Any]
 Patch = pytest.MonkeyPatch
@@ -270,7 +270,7 @@ def test_rounding_that_is_not_to_nearest_even_is_rejected(
     def wrong(x: Array, *, out: Array, **_options: Any) -> None:
         out[...] = rounded(np.ascontiguousarray(x))
 
-    monkeypatch.setattr(narrowed, "to_bf16", wrong)
+    monkeypatch.setattr(roundweights, "to_bf16", wrong)
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY, *given)
     _refused(done, target, 3, "tensor 'w0' has", "bf16 values that differ from the source's rounded values")
 
@@ -291,7 +291,7 @@ def test_a_constant_in_a_graph_that_is_not_rounded_to_nearest_is_rejected(
         bits = np.asarray(np.array(1.2334, np.float32)).view(np.uint32) >> np.uint32(16)
         return initializer(graph, name, ir.tensor(bits.astype(np.uint16).view(ml_dtypes.bfloat16), name=name))
 
-    monkeypatch.setattr("converter.write.narrowing.initializer", truncated)
+    monkeypatch.setattr("converter.write.insertcasts.initializer", truncated)
     done = cli("checkpoint", tmp_path / "scaled.onnx", "--out", target, *ONNX_ONLY)
     done.refused(3, "tensor 'c/bf16' is not rounded to nearest in cuda.onnx")
 

@@ -38,10 +38,6 @@ def test_dimensions_are_sizes_or_names() -> None:
     )
 
 
-def test_names_may_contain_colons_as_tensorflows_do() -> None:
-    assert parse_inputs(["serving:x:0:float32:4"])[0].name == "serving:x:0"
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -77,19 +73,6 @@ def test_model_args_are_a_json_object() -> None:
     for text in ("{", "[1]", "8"):
         with pytest.raises(UsageError, match="--model-args"):
             parse_model_args(text)
-
-
-def test_torchscript_is_written_if_named_or_if_there_is_no_graph() -> None:
-    def given(*formats: str) -> Options:
-        return Options(source=Path("x"), target=parse_target(Path("r/m/1")), formats=formats)  # type: ignore[arg-type]
-
-    def written(options: Options, *, has_graph: bool) -> tuple[bool, bool]:
-        return options.writes_onnx, "torchscript" in options.traced(has_graph=has_graph)
-
-    assert [written(given(), has_graph=graph) for graph in (True, False)] == [(True, False), (True, True)]
-    assert written(given("torchscript"), has_graph=True) == (False, True)
-    assert written(given("onnx"), has_graph=False) == (True, False)
-    assert written(given("onnx", "torchscript"), has_graph=True) == (True, True)
 
 
 def test_recorded_options_contain_no_path() -> None:

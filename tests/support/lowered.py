@@ -28,7 +28,7 @@ from converter.rewrite import Prepared, prepare
 from converter.rewrite.explicit import floating_tensors
 from converter.verify.emulate import emulation
 from converter.write.graphs import write_graphs
-from converter.write.narrowed import Rounding
+from converter.write.roundweights import Rounding
 from converter.write.weights import StoredWeights, write_weights
 
 Array = NDArray[Any]

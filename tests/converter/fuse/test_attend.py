@@ -82,46 +82,12 @@ def test_every_spelling_becomes_one_node_that_gives_float64_s_result(
         assert relative_l2(answers[0], answer) < {"cpu": 1e-6, PROFILE: 1e-3}[profile]
 
 
-def test_rows_that_end_in_one_matrix_keep_their_reshape(tmp_path: Path) -> None:
-    spelling = Spelling(merged="matrix")
-    made = lower(tmp_path / "m" / "1", attending.attention(spelling))
-    assert made.ops("cpu") == ["Attention_rrr_mask", "Reshape"]
-    fed = attending.feeds(spelling)
-    np.testing.assert_allclose(made.run_kernel(fed)["y"], attending.exact(spelling, fed), rtol=2e-5, atol=4e-6)
-
-
-def test_the_node_has_the_inputs_and_attributes_that_the_kernel_reads(tmp_path: Path) -> None:
-    (node,) = ours(lower(tmp_path / "m" / "1", attending.attention(Spelling())))
-    assert [*node.input] == ["q", "k", "v", "mask"]
-    assert {a.name: helper.get_attribute_value(a) for a in node.attribute} == {
-        "heads": 4,
-        "kv_heads": 4,
-        "scale": 0.25,
-        "heads_of_q": [0, 0, 4, attending.DEPTH],
-        "heads_of_k": [0, 0, 4, attending.DEPTH],
-        "heads_of_v": [0, 0, 4, attending.WIDTH],
-        "merged": [0, 0, 4 * attending.WIDTH],
-    }
-
-
-def test_the_plan_states_that_the_kernel_computes_the_replaced_nodes(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", attending.attention(Spelling()))
-    reasons = {entry.name: entry.reason for entry in made.plan.nodes["cpu"]}
-    for name in ("scores", "weights", "summed", "y"):
-        assert reasons[name] == "computed by the CPU kernel's attention"
-
-
 def test_attention_with_a_node_kept_in_fp32_rounds_nothing(tmp_path: Path) -> None:
     for name in ("scores", "weights", "summed"):
         islands = Islands(nodes={name: "why"})
         made = lower(tmp_path / name / "1", attending.attention(Spelling()), profiles=[PROFILE], islands=islands)
         assert made.ops(PROFILE) == ["Attention_rrr_mask"]
         assert {entry.code for entry in made.plan.nodes[PROFILE] if entry.precision == "bf16"} == set()
-
-
-def test_the_plan_states_what_attention_rounds(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", attending.attention(Spelling()), profiles=[PROFILE])
-    assert {entry.name for entry in made.plan.nodes[PROFILE] if entry.code == "rounds"} == {"scores", "summed"}
 
 
 def _second(made: onnx.ModelProto, extra: NodeProto) -> onnx.ModelProto:

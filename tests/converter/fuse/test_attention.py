@@ -33,17 +33,6 @@ def const(proto: ModelProto, name: str, array: Any) -> None:
     proto.graph.initializer.extend([*kept, graphs.initializer(name, np.asarray(array, np.float32))])
 
 
-def test_attention_extends_from_query_key_and_value_to_the_merged_heads() -> None:
-    (whole,) = found(attending.attention(Spelling()))
-    values = whole.q.value.name, whole.k.value.name, whole.v.value.name
-    assert (values, whole.layouts, whole.scale) == (("q", "k", "v"), "rrr", 0.25)
-    assert [each.name for each in whole.masks if isinstance(each, ir.Value)] == ["mask"]
-    assert (whole.q.heads, whole.k.heads, whole.q.columns, whole.v.columns) == (4, 4, 8, 16)
-    assert [each.op_type for each in whole.nodes] == [
-        *("MatMul", "Mul", "Add", "Softmax", "MatMul", "Transpose", "Reshape")
-    ]
-
-
 @pytest.mark.parametrize(("mask", "hides"), [("where", False), ("where_not", True)])
 def test_a_selection_of_a_number_that_no_score_reaches_is_a_mask(mask: str, hides: bool) -> None:
     (whole,) = found(attending.attention(Spelling(mask=mask)))
@@ -130,36 +119,4 @@ def test_attention_with_batches_not_known_to_be_equal_is_not_recognised(name: st
     proto = attending.attention(Spelling(forms="hhh", mask="none"))
     (value,) = (each for each in proto.graph.input if each.name == name)
     value.type.tensor_type.shape.dim[0].dim_param = "others"
-    assert found(proto) == []
-
-
-def test_values_that_are_scaled_keep_their_factor() -> None:
-    proto = attending.attention(Spelling())
-    product = node(proto, "MatMul", last=True)
-    nodes = [*proto.graph.node]
-    nodes.insert(nodes.index(product), helper.make_node("Mul", [product.input[1], "c0"], ["doubled"], name="doubled"))
-    const(proto, "two", 2.0)
-    nodes[nodes.index(product) - 1].input[1] = "two"
-    product.input[1] = "doubled"
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
-    (whole,) = found(proto)
-    assert (whole.layouts, whole.v.value.name, whole.scale) == ("rrh", "doubled", 0.25)
-
-
-def test_keys_that_are_an_output_as_well_are_still_read_in_rows() -> None:
-    proto = attending.attention(Spelling(turn="two"))
-    turned = next(each for each in proto.graph.node if [*each.attribute] and [*each.attribute[0].ints] == [0, 1, 3, 2])
-    proto.graph.output.append(graphs.edge(turned.input[0]))
-    (whole,) = found(proto)
-    assert (whole.layouts, whole.k.value.name) == ("rrr", "k")
-
-
-def test_a_reshape_that_keeps_heads_apart_is_not_a_merge() -> None:
-    proto = attending.attention(Spelling(merged="matrix"))
-    sizes = node(proto, "Reshape", last=True).input[1]
-    kept = [each for each in proto.graph.initializer if each.name != sizes]
-    del proto.graph.initializer[:]
-    proto.graph.initializer.extend([*kept, graphs.initializer(sizes, np.array([0, -1, 0, 1, attending.WIDTH]))])
-    proto.graph.output[0].CopyFrom(graphs.edge("y"))
     assert found(proto) == []

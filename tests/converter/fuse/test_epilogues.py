@@ -123,11 +123,6 @@ def test_an_activation_with_inner_values_that_others_read_is_not_fused() -> None
     assert _epilogue(_model("Relu m y; Neg m z", outputs=("y", "z"))).activation == "none"
 
 
-def test_only_the_first_of_two_activations_is_fused() -> None:
-    found = _epilogue(_model("Relu m a; Relu a b; Neg b y"))
-    assert ([node.name for node in found.nodes], found.result.name) == (["a"], "a")
-
-
 def test_a_reshape_may_come_before_the_activation() -> None:
     """In GPT-2, layers multiply matrices, but apply activations to batches of them."""
     nodes = [
@@ -141,10 +136,3 @@ def test_a_reshape_may_come_before_the_activation() -> None:
     assert (found.activation, [node.name for node in found.nodes], found.reshape.name) == ("relu", ["relu"], "split")
     alone = _epilogue(_inferred([*nodes[:2], helper.make_node("Abs", ["r"], ["y"])], [split], ["y"], graphs.OPSET))
     assert (alone.reshape, alone.result.name) == (None, "m")
-
-
-def test_a_constant_of_many_numbers_is_not_part_of_an_activation() -> None:
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Mul", ["m", "scale"], ["s"])]
-    scale = graphs.initializer("scale", graphs.values(32))
-    model = _inferred([*nodes, helper.make_node("Relu", ["s"], ["y"])], [scale], ["y"], graphs.OPSET)
-    assert _epilogue(model).nodes == ()

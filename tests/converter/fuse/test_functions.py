@@ -10,7 +10,6 @@ import pytest
 from layers import ACTIVATIONS, Array, batch, layer, ours
 from lowered import Lowered, lower
 from onnx import ModelProto, helper
-from onnx.reference import ReferenceEvaluator
 
 import graphs
 from bf16kit.runtime.loading import load
@@ -103,20 +102,3 @@ def _written_out(activation: str) -> ModelProto:
             *(graphs.initializer(name, np.array(value, np.float32)) for name, value in numbers.items()),
         ],
     )
-
-
-def test_a_variant_is_defined_once_however_many_nodes_use_it(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 64, 32)))
-    model = onnx.load(made.artifact.file("cpu.onnx"), load_external_data=False)
-    hidden, last = "MatMul_panels_bias_relu", "MatMul_panels_bias"
-    assert [function.name for function in model.functions] == [hidden, last]
-    assert [node.op_type for node in ours(made)] == [hidden, hidden, last]
-
-
-def test_onnx_s_own_evaluator_runs_a_graph_of_several_variants(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 64, 50)))
-    feeds = {"x": graphs.values(3, 32, seed=9)}
-    evaluator = ReferenceEvaluator(onnx.load(made.artifact.file("cpu.onnx")))
-    answer = evaluator.run(None, feeds)
-    assert isinstance(answer, list)
-    np.testing.assert_allclose(answer[0], made.run_cpu(feeds)["y"], rtol=1e-5, atol=4e-6)

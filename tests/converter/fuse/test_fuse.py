@@ -22,7 +22,7 @@ from bf16kit.artifact.artifact import Artifact
 from converter.convert import convert
 from converter.fuse import fuse
 from converter.fuse.attention import SelectionMask, attention
-from converter.fuse.fusing import Fusing
+from converter.fuse.functions import Fusing
 from converter.fuse.multiply import Epilogue, epilogue
 from converter.fuse.products import Product
 from converter.graph.types import InferTypes

@@ -10,7 +10,6 @@ import pytest
 from layers import Array, ours
 from lowered import Lowered, lower
 from onnx import ModelProto, NodeProto, helper
-from onnx.reference import ReferenceEvaluator
 
 import graphs
 from bf16kit.runtime.loading import load
@@ -116,27 +115,6 @@ def test_joined_products_give_the_bits_of_single_ones_and_float64_s_result(
             np.testing.assert_allclose(result[f"y{i}"], expected, rtol=1e-5, atol=4e-6)
 
 
-def test_onnx_s_own_evaluator_gives_the_same_outputs(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", branches(5))
-    answers = ReferenceEvaluator(onnx.load(made.artifact.file("cpu.onnx"))).run(None, batch())
-    assert isinstance(answers, list)
-    for answer, expected in zip(answers, made.run_cpu(batch()).values(), strict=True):
-        np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=4e-6)
-
-
-def test_values_keep_name_type_and_shape_whether_or_not_they_are_outputs(tmp_path: Path) -> None:
-    after = [helper.make_node("Sigmoid", ["y0"], ["s"]), helper.make_node("Softmax", ["y1"], ["z"])]
-    made = lower(tmp_path / "m" / "1", branches(3, after=after, outputs=("s", "y1", "z", "y2")))
-    assert nodes(made) == [("p0", "MatMul3_panels_bias", ["y0", "y1", "y2"])]
-    graph = made.graph("cpu")
-    assert [value.name for value in graph.output] == ["s", "y1", "z", "y2"]
-    types = {info.name: info.type.tensor_type for info in (*graph.value_info, *graph.output)}
-    for name, columns in zip(("y0", "y1", "y2"), COLUMNS, strict=False):
-        assert [d.dim_param or d.dim_value for d in types[name].shape.dim] == ["batch", "seq", columns]
-    for name, array in made.run_source(batch()).items():
-        np.testing.assert_allclose(made.run_cpu(batch())[name], array, atol=5e-2)
-
-
 def test_the_joined_node_is_where_the_first_product_was(tmp_path: Path) -> None:
     """A node may read the first result before the second product is due, and before its bias is computed."""
     proto = branches(2, after=[helper.make_node("Sub", ["e", "y1"], ["d"])], outputs=("d",))
@@ -150,36 +128,6 @@ def test_the_joined_node_is_where_the_first_product_was(tmp_path: Path) -> None:
     source = made.run_source(batch())["d"]
     np.testing.assert_allclose(made.run_cpu(batch())["d"], source, rtol=5e-2, atol=1e-1)
     np.testing.assert_allclose(made.run_kernel(batch())["d"], source, rtol=5e-2, atol=1e-1)
-
-
-def test_biases_stored_in_bf16_are_widened(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", branches(2), bf16=["^b"])
-    assert made.ops("cpu") == ["Cast", "Cast", "MatMul2_panels_bias"]
-    for name, array in made.run_source(batch()).items():
-        np.testing.assert_allclose(made.run_cpu(batch())[name], array, atol=5e-2)
-
-
-def test_products_of_joined_products_are_joined(tmp_path: Path) -> None:
-    """Two products read an output of a joined node."""
-    proto = branches(2, outputs=("u", "v", "y1"))
-    for name, weight in (("u", "w3"), ("v", "w4")):
-        proto.graph.node.append(helper.make_node("MatMul", ["y0", weight], [name], name=name))
-        proto.graph.initializer.append(graphs.initializer(weight, graphs.values(64, 32, seed=ord(name))))
-    made = lower(tmp_path / "m" / "1", proto)
-    assert nodes(made) == [("p0", "MatMul2_panels_bias", ["y0", "y1"]), ("u", "MatMul2_panels", ["u", "v"])]
-    for name, array in made.run_source(batch()).items():
-        np.testing.assert_allclose(made.run_cpu(batch())[name], array, atol=5e-2)
-
-
-def test_two_products_by_one_weight_are_joined(tmp_path: Path) -> None:
-    proto = branches(2)
-    proto.graph.node[2].input[1] = "w0"
-    proto.graph.initializer[3].CopyFrom(graphs.initializer("b1", graphs.values(64, seed=11)))
-    made = lower(tmp_path / "m" / "1", proto)
-    (node,) = ours(made)
-    assert [*node.input] == ["x", "w0", "w0", "b0", "b1"]
-    for name, array in made.run_source(batch()).items():
-        np.testing.assert_allclose(made.run_cpu(batch())[name], array, atol=5e-2)
 
 
 def _activated() -> ModelProto:
@@ -224,15 +172,6 @@ def test_a_product_that_differs_is_not_joined(proto: ModelProto, alone: str, tmp
     assert [(name, operator) for name, operator, _ in nodes(made)] == [("p0", "MatMul2_panels_bias"), ("p1", alone)]
     for name, array in made.run_source(batch()).items():
         np.testing.assert_allclose(made.run_cpu(batch())[name], array, atol=5e-2)
-
-
-@pytest.mark.parametrize("opset", [13, 17, 24])
-def test_functions_are_written_in_the_operators_of_the_model_s_own_opset(opset: int, tmp_path: Path) -> None:
-    proto = branches(3)
-    proto.opset_import[0].version = opset
-    made = lower(tmp_path / "m" / "1", proto)
-    assert [operator for _, operator, _ in nodes(made)] == ["MatMul3_panels_bias"]
-    onnx.checker.check_model(str(made.artifact.file("cpu.onnx")), full_check=True)
 
 
 def test_a_reshaped_bias_that_another_node_reads_too_stays_where_it_is() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
-import onnx_ir as ir
 import onnxruntime
 import pytest
 from layers import ours
@@ -15,11 +14,8 @@ from onnx import ModelProto, TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.messages.errors import ConversionError, RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.ort.kernel import VARIABLE
-from converter.fuse.fuse import fuse
-from converter.graph.types import InferTypes
-from converter.rewrite import run
 
 _WIDTH = 40
 _OPERATORS = {96: "Gather_panels", 50: "Gather_panels_tail", 20: "Gather_panels_narrow"}
@@ -71,15 +67,6 @@ def test_lookups_in_panels_give_the_table_s_rows_with_and_without_the_kernel(
         np.testing.assert_allclose(answer["y"], _feeds(ids)["x"] @ _table(made).T, rtol=1e-5, atol=4e-6)
 
 
-@pytest.mark.parametrize("rows", _OPERATORS)
-def test_every_row_is_found_by_its_positive_and_its_negative_index(
-    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, ids = lower(tmp_path / "m" / "1", _tied(rows, ["all"])), np.arange(-rows, rows)
-    for answer in _answers(made, _feeds(ids), monkeypatch):
-        np.testing.assert_array_equal(answer["found"], np.concatenate([_table(made)] * 2))
-
-
 @pytest.mark.parametrize("wrong", [50, -51, 2**40])
 def test_an_index_out_of_range_is_an_error(wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = lower(tmp_path / "m" / "1", _tied(50, ["batch"]))
@@ -97,22 +84,6 @@ def test_indices_of_32_bits_are_widened(tmp_path: Path, monkeypatch: pytest.Monk
     ids = np.array([4, -1, 0], np.int32)
     for answer in _answers(made, _feeds(ids), monkeypatch):
         np.testing.assert_array_equal(answer["found"], _table(made)[ids])
-
-
-def test_a_lookup_keeps_its_name_and_its_result_s_name_type_and_shape(tmp_path: Path) -> None:
-    proto = _tied(50)
-    proto.graph.node.append(helper.make_node("Relu", ["found"], ["positive"]))
-    proto.graph.output[0].CopyFrom(graphs.edge("positive", ["batch", "seq", _WIDTH]))
-    made = lower(tmp_path / "m" / "1", proto)
-    (node, _) = ours(made)
-    assert (node.name, [*node.input], [*node.output]) == ("lookup", ["ids", "table"], ["found"])
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    assert (attributes["k"], attributes["n"]) == (_WIDTH, 50)
-    (info,) = [info.type.tensor_type for info in made.graph("cpu").value_info if info.name == "found"]
-    assert info.elem_type == TensorProto.FLOAT
-    assert [d.dim_param or d.dim_value for d in info.shape.dim] == ["batch", "seq", _WIDTH]
-    assert "Cast" not in made.ops("cpu")
-    assert made.precision("cpu")["lookup"] == "bf16"
 
 
 def test_a_table_of_several_lookups_and_products_is_stored_once(
@@ -163,23 +134,3 @@ def test_the_graph_is_plain_onnx_that_checks_and_runs_without_bf16kit(opset: int
     found = ReferenceEvaluator(onnx.load(made.artifact.file("cpu.onnx"))).run(["found"], feeds)
     assert isinstance(found, list)
     np.testing.assert_array_equal(found[0], _table(made)[feeds["ids"]])
-
-
-def test_every_graph_reads_the_only_copy_of_the_table(tmp_path: Path) -> None:
-    proto, feeds = _tied(50), _feeds(np.array([[1, 2], [3, -4]]))
-    made = lower(tmp_path / "m" / "1", proto)
-    assert made.size("weights.bf16") == 2 * 50 * _WIDTH
-    assert {name for name in made.ops("cuda") if name.endswith("panels")} == set()
-    np.testing.assert_array_equal(made.run_emulated(feeds)["found"], _table(made)[feeds["ids"]])
-    source = made.run_source(feeds)
-    assert relative_l2(source["y"], made.run_emulated(feeds)["y"]) < 8e-3
-    reference = made.run_reference(feeds)
-    assert all(np.array_equal(reference[name], source[name]) for name in source)
-
-
-def test_a_table_in_panels_that_an_unsupported_gather_reads_is_rejected() -> None:
-    """The Gather looks up columns, which the kernel cannot do."""
-    proto = _tied(50, ["batch"])
-    proto.graph.node[0].attribute.append(helper.make_attribute("axis", 1))
-    with pytest.raises(ConversionError, match="'table', stored in panels, is read by the kernel and by another node"):
-        fuse(run([InferTypes()], ir.from_proto(proto)), {"table"}, {"table": 0})

@@ -4,17 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
 import pytest
-from layers import batch, layer, ours
+from layers import layer, ours
 from lowered import lower
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
-from bf16kit.messages.errors import ConversionError
-from converter.fuse.fuse import fuse
-from converter.graph.types import InferTypes
-from converter.rewrite import run
 
 
 @pytest.mark.parametrize(("layout", "n"), [("panels", 64), ("panels", 50), ("panels", 20), ("transposed", 50)])
@@ -34,38 +29,6 @@ def test_a_product_its_bias_and_its_activation_become_one_node(layout: str, n: i
     assert others == (["Gather", "Cast"] if layout == "transposed" else [])
     (stored,) = [t for t in made.graph("cpu").initializer if t.name == "w"]
     assert (stored.data_type, [*stored.dims]) == (TensorProto.BFLOAT16, [n, 40] if layout == "transposed" else [40 * n])
-
-
-def test_values_between_the_kernel_s_nodes_keep_name_type_and_shape(tmp_path: Path) -> None:
-    """ONNX Runtime cannot infer them for an operator that it does not know."""
-    made = lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 48)))
-    types = {info.name: info.type.tensor_type for info in made.graph("cpu").value_info}
-    assert [node.output[0] for node in ours(made)] == ["h0", "y"]
-    assert types["h0"].elem_type == TensorProto.FLOAT
-    assert [d.dim_param or d.dim_value for d in types["h0"].shape.dim] == ["batch", 64]
-
-
-def test_a_bias_of_more_dimensions_is_reshaped_to_one(tmp_path: Path) -> None:
-    proto = layer(50, "panels", bias=True, activation="none")
-    proto.graph.initializer[1].CopyFrom(graphs.initializer("b", graphs.values(50, seed=2).reshape(1, 1, 50)))
-    made = lower(tmp_path / "m" / "1", proto)
-    assert [(n.op_type, n.domain) for n in made.graph("cpu").node] == [
-        ("Reshape", ""),
-        ("MatMul_panels_tail_bias", "bf16kit"),
-    ]
-    np.testing.assert_allclose(made.run_cpu(batch())["y"], made.run_source(batch())["y"], atol=5e-2)
-
-
-def test_a_bias_stored_in_bf16_is_widened(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", layer(50, "panels", bias=True, activation="relu"), bf16=["^b$"])
-    assert made.ops("cpu") == ["Cast", "MatMul_panels_tail_bias_relu"]
-    np.testing.assert_allclose(made.run_cpu(batch())["y"], made.run_source(batch())["y"], atol=5e-2)
-
-
-def test_small_weights_and_biases_in_bf16_work(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", graphs.mlp((5, 7, 5)), bf16=["."])
-    feeds = {"x": graphs.values(4, 5, seed=9)}
-    np.testing.assert_allclose(made.run_cpu(feeds)["y"], made.run_source(feeds)["y"], atol=3e-2)
 
 
 def _product(nodes: Sequence[NodeProto], *more: TensorProto, outputs: Sequence[str] = ("y",)) -> ModelProto:
@@ -226,15 +189,3 @@ def test_a_convolution_of_a_single_pixel_becomes_a_product(tmp_path: Path) -> No
     assert source.shape == (3, 64, 1, 1)
     np.testing.assert_allclose(made.run_cpu(feeds)["y"], source, rtol=2e-2, atol=1e-1)
     np.testing.assert_array_equal(made.run_reference(feeds)["y"], source)
-
-
-def test_a_convolution_of_more_pixels_is_not_replaced(tmp_path: Path) -> None:
-    assert ours(lower(tmp_path / "m" / "1", _excitation(pixels=2))) == []
-
-
-def test_a_weight_in_panels_that_another_node_reads_as_a_matrix_is_rejected() -> None:
-    proto = graphs.mlp((32, 64))
-    proto.graph.node.append(helper.make_node("Abs", ["w0"], ["other"], name="abs"))
-    proto.graph.output.append(graphs.edge("other", [32, 64]))
-    with pytest.raises(ConversionError, match=r"'w0', stored in panels, is read by the kernel and by another node"):
-        fuse(run([InferTypes()], ir.from_proto(proto)), {"w0"}, {"w0": 1})

@@ -38,13 +38,6 @@ def test_a_normalised_sum_becomes_one_node_with_the_same_outputs(
             np.testing.assert_allclose(found, expected[name], rtol=1e-5, atol=4e-6)
 
 
-def test_epsilon_is_the_node_s_or_onnx_s_default(tmp_path: Path) -> None:
-    for proto, wanted in ((residual(epsilon=1e-12), 1e-12), (residual(), 1e-5)):
-        (node,) = ours(lower(tmp_path / str(wanted) / "1", proto))
-        (epsilon,) = (a.f for a in node.attribute if a.name == "epsilon")
-        assert epsilon == pytest.approx(wanted)
-
-
 @pytest.mark.parametrize(
     "proto",
     [

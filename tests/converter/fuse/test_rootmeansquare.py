@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 from layers import ours
 from lowered import lower
@@ -16,9 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 import graphs
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.ort.kernel import DOMAIN, VARIABLE
-from bf16kit.runtime.ort.session import open_session
-from converter.fuse.norms import NormVariant, function
+from bf16kit.runtime.ort.kernel import VARIABLE
 
 SPELLINGS = [
     *(Rms(*spelled) for spelled in product(("pow", "mul"), ("sqrt", "pow"), ("reciprocal", "over", "div"))),
@@ -136,19 +133,3 @@ def test_an_operator_with_other_attributes_is_not_replaced(attributes: dict[str,
     (node,) = [node for node in proto.graph.node if node.op_type == "RMSNormalization"]
     node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in attributes.items())
     assert ours(lower(tmp_path / "m" / "1", proto)) == []
-
-
-@pytest.mark.parametrize("opset", [17, 18])
-def test_the_definition_passes_axes_as_each_opset_requires(opset: int) -> None:
-    defined = function(NormVariant(rms=True, adds=False, has_bias=False, gives_sum=False), opset)
-    proto = ir.to_proto(defined)
-    node = onnx.helper.make_node("RmsNorm", ["x", "w"], ["y"], domain=DOMAIN, epsilon=1e-6)
-    rows: list[int | str] = ["batch", "seq", WIDTH]
-    made = graphs.model([node], [graphs.edge("x", rows), graphs.edge("w", [WIDTH])], [graphs.edge("y", rows)])
-    made.opset_import[0].version = opset
-    made.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-    made.functions.append(proto)
-    onnx.checker.check_model(made, full_check=True)
-    fed = {"x": feeds()["x"], "w": graphs.values(WIDTH, seed=1)}
-    answer = open_session(made.SerializeToString()).run(None, fed)[0]
-    np.testing.assert_allclose(np.abs(answer), exact(Rms(summed=False), fed), rtol=1e-5, atol=2e-6)

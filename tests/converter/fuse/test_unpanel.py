@@ -65,36 +65,6 @@ def test_the_matrix_is_read_bit_for_bit(shape: tuple[int, int], axis: int, tmp_p
     assert answer.tobytes() == matrix.astype(np.float32).tobytes()
 
 
-def test_a_narrower_last_panel_is_declared_at_its_offset(tmp_path: Path) -> None:
-    step = Unpanel({"w": stored((16, 70), 1)})
-    run([step], reader((16, 70)))
-    parts = {name: (t.offset, t.length, tuple(t.shape.numpy())) for name, t in step.declared.items()}
-    assert parts == {
-        "w": (64, 2 * 16 * 64, (2, 16, 32)),
-        "w/last": (64 + 2 * 16 * 64, 2 * 16 * 6, (16, 6)),
-    }
-
-
-def test_a_single_narrow_panel_is_read_as_the_matrix() -> None:
-    """Fewer than 32 columns along axis 1 are in C order, in a panel as in a matrix."""
-    model = run([Unpanel({"w": stored((40, 7), 1)})], reader((40, 7)))
-    assert [node.op_type for node in model.graph] == ["Cast"]
-
-
-def test_a_graph_that_reads_the_panels_themselves_is_not_changed() -> None:
-    model = reader((16 * 64,))
-    step = Unpanel({"w": stored((16, 64), 1)})
-    run([step], model)
-    assert step.declared == {}
-    assert [node.op_type for node in model.graph] == ["Cast"]
-
-
-def test_weights_in_c_order_are_not_changed() -> None:
-    entry = stored((16, 64), 1).model_copy(update={"panels": None})
-    step = Unpanel({"w": entry})
-    assert not step.apply(reader((16, 64)))
-
-
 @pytest.mark.parametrize("model", [reader((64, 16)), reader((16, 64), ir.DataType.FLOAT)])
 def test_a_graph_that_does_not_match_the_stored_weight_is_rejected(model: ir.Model) -> None:
     with pytest.raises(

@@ -49,7 +49,7 @@ _DAMAGE: dict[str, tuple[Callable[[ModelProto], object], int, str]] = {
     "external length": (lambda m: _external(m, length="2044"), 3, "w0 external data size mismatch"),
     "two of a name": (lambda m: m.graph.initializer.append(_weight(m)), 2, "w0"),
     "an output that nothing gives": (lambda m: setattr(m.graph.output[0], "name", "z"), 2, "'z'"),
-    "a declared size": (lambda m: m.graph.input.append(graphs.edge("w0", [16, 33])), 2, "differ in dimension 1"),
+    "a declared size": (lambda m: m.graph.input.append(graphs.edge("w0", [16, 33])), 3, "Shape of initializer w0"),
     "an attribute of another type": (
         _node(helper.make_node("Softmax", ["y"], ["z"], name="soft", axis="last")),
         2,

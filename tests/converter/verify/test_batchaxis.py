@@ -11,7 +11,7 @@ from computed import IN, OUT, Computed
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array
-from converter.verify.batchaxis import batch_axis
+from converter.verify.observedshapes import batch_axis
 
 PAIR = [{"x": np.arange(8, dtype=np.float32).reshape(2, 4)}]
 

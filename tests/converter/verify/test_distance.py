@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from converter.verify.distance import INCOMPARABLE, SAME, measure_distance
-from converter.verify.fp32noise import ULPS, perturb
+from converter.verify.fp32noise import INCOMPARABLE, SAME, ULPS, measure_distance, perturb
 
 X = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
 

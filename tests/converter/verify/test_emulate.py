@@ -7,7 +7,6 @@ import numpy as np
 import onnx
 from lowered import Lowered, lower
 from numpy.typing import NDArray
-from onnx import helper
 
 import graphs
 from converter.fuse.unpanel import PUT_TOGETHER
@@ -32,19 +31,6 @@ def _mlp(tmp_path: Path) -> Lowered:
     return lower(tmp_path / "m" / "1", proto)
 
 
-def test_every_bf16_node_rounds_its_result_and_nothing_else_is_rounded(tmp_path: Path) -> None:
-    """The outputs equal numpy's with all of ONNX Runtime's optimisations on; it must not drop a pair of casts."""
-    made, x = _mlp(tmp_path), _sums_exactly(8, 32, 5)
-    c = made.checkpoint
-    hidden = np.maximum(_round(_round(x @ c["w0"]) + _round(c["b0"])), 0)
-    exact = hidden.astype(np.float64) @ c["w1"].astype(np.float64)
-    # the second layer's sums are not exact in fp32: accept either neighbour where the order of adding decides
-    low, high = (_round(_round(exact * (1 + d)) + _round(c["b1"])) for d in (-1e-6, 1e-6))
-    answer = made.run_emulated({"x": x})["y"]
-    assert np.all((answer == low) | (answer == high))
-    assert np.mean(low == high) > 0.99
-
-
 def test_the_first_layer_alone_agrees_with_numpy_in_every_bit(tmp_path: Path) -> None:
     proto = graphs.mlp((32, 32))
     proto.graph.initializer[0].CopyFrom(graphs.initializer("w0", _sums_exactly(32, 32, 1)))
@@ -53,32 +39,6 @@ def test_the_first_layer_alone_agrees_with_numpy_in_every_bit(tmp_path: Path) ->
     unrounded = x @ made.checkpoint["w0"] + _round(made.checkpoint["b0"])
     assert np.mean(expected != unrounded) > 0.5, "the example must need its rounding"
     np.testing.assert_array_equal(made.run_emulated({"x": x})["y"], expected)
-
-
-def test_inputs_are_rounded_where_bf16_begins(tmp_path: Path) -> None:
-    proto = graphs.mlp((32, 32))
-    proto.graph.initializer[0].CopyFrom(graphs.initializer("w0", np.eye(32, dtype=np.float32)))
-    proto.graph.initializer[1].CopyFrom(graphs.initializer("b0", np.zeros(32, np.float32)))
-    made, x = lower(tmp_path / "m" / "1", proto), graphs.values(8, 32)
-    np.testing.assert_array_equal(made.run_emulated({"x": x})["y"], _round(x))
-
-
-def test_fp32_islands_are_not_rounded(tmp_path: Path) -> None:
-    proto = graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["m"]),
-            helper.make_node("Elu", ["m"], ["y"]),
-        ],
-        [graphs.edge("x", ["batch", 32])],
-        [graphs.edge("y", ["batch", 32])],
-        [graphs.initializer("w", _sums_exactly(32, 32, 1))],
-    )
-    made, x = lower(tmp_path / "m" / "1", proto), _sums_exactly(8, 32, 5)
-    product = _round(x @ made.checkpoint["w"])
-    expected = np.where(product > 0, product, np.expm1(product.astype(np.float64)))
-    answer = made.run_emulated({"x": x})["y"]
-    np.testing.assert_allclose(answer, expected, rtol=1e-5)
-    assert np.any(answer != _round(answer))
 
 
 def test_the_emulation_computes_nothing_in_bf16(tmp_path: Path) -> None:

@@ -8,23 +8,12 @@ from pathlib import Path
 import numpy as np
 from converting import ONNX_ONLY, Cli, tree
 from onnx import TensorProto, helper
-from safetensors.numpy import load_file
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.budget import Budget
-from bf16kit.drift.metrics import OutputDrift, SampleDrift
 from converter.convert import convert
 from converter.options import Options, parse_target
-from converter.verify import golden
-from converter.verify.measure import Drifts
-
-
-def test_scalars_keep_their_shape(tmp_path: Path) -> None:
-    golden.write(tmp_path / "g", {"x": np.float32(3.0) * np.ones(())}, {"y": np.ones((2, 3), np.float32).T}, {})
-    kept = load_file(tmp_path / "g")
-    assert kept["input:x"].shape == ()
-    assert kept["output:y"].shape == (3, 2)
 
 
 def test_a_model_with_a_scalar_output_verifies(tmp_path: Path, target: Path, cli: Cli) -> None:
@@ -67,16 +56,6 @@ def _selecting(tmp_path: Path, rows: Sequence[Sequence[int]]) -> tuple[str | Pat
     return (*convert, "--no-search", "--budget", "slice_error=none", "--budget")  # the outputs vary by rounding alone
 
 
-def test_the_slices_of_more_than_ten_axes_are_read_in_their_order(tmp_path: Path, target: Path, cli: Cli) -> None:
-    shape = (*(1,) * 9, 2, 8)
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Reshape", ["m", "shape"], ["y"])]
-    held = [graphs.initializer("w", graphs.values(16, 16)), graphs.initializer("shape", np.array([-1, *shape]))]
-    edges = [graphs.edge("x", ["batch", 16])], [graphs.edge("y", ["batch", *shape])]
-    (tmp_path / "m.onnx").write_bytes(graphs.model(nodes, *edges, held).SerializeToString())
-    cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY).published()
-    assert [len(axis) for axis in Artifact.open(target).golden().scales["y"]] == list(shape)
-
-
 def test_a_golden_sample_over_budget_is_replaced_by_one_within_budget(tmp_path: Path, target: Path, cli: Cli) -> None:
     """The mean of fifty samples is within budget but the first sample is not, so the second becomes the golden one."""
     convert = _selecting(tmp_path, [[0], *[[1]] * 49])
@@ -94,22 +73,6 @@ def test_a_model_without_a_golden_sample_within_budget_is_not_published(tmp_path
     done = cli(*_selecting(tmp_path, [[0, 1], [1, 0], [0, 1], [1, 0]]), "relative_l2=2e-3", "--out", target)
     done.refused(1, "profile cpu, output 'y0': relative_l2", "on the golden samples alone")
     assert not target.exists()
-
-
-def test_the_golden_sample_is_the_first_within_budget_for_all_profiles() -> None:
-    budget = Budget({"relative_l2": 1.0})
-
-    def drifts(*errors: float) -> list[Drifts]:
-        return [{"y": OutputDrift([SampleDrift(error, 0.0, 0.0, 0.0, 0, 0, 0)])} for error in errors]
-
-    cpu = dict(enumerate(drifts(2.0, 0.5, 0.5, 0.5, 0.5)))
-    cuda = dict(enumerate(drifts(0.5, 0.5, 2.0, 0.5, 0.5)))
-    sparse = dict(zip((0, 2, 4), drifts(0.5, 0.5, 0.5), strict=True))  # not every profile runs all
-    assert golden.choose(budget, []) == 0
-    assert golden.choose(budget, [cpu]) == 1
-    assert golden.choose(budget, [cuda]) == 0
-    assert golden.choose(budget, [cpu, cuda, sparse]) == 4
-    assert golden.choose(Budget({"relative_l2": 0.1}), [cpu, cuda]) == 0
 
 
 def _flat(tmp_path: Path, firsts: Sequence[float]) -> Path:
@@ -158,12 +121,6 @@ def test_an_optional_profile_has_its_own_golden_samples_if_it_needs_them(
     assert " cpu-bf16 " in cli("verify", target).published().out
 
 
-def test_golden_samples_within_budget_for_all_profiles_are_stored_once(tmp_path: Path, target: Path) -> None:
-    artifact = _with_optional(_flat(tmp_path, [1.0, _ROUNDED, *[1.0] * 20]), target)
-    assert artifact.manifest.profiles["cpu-bf16"].golden is None
-    assert [name for name in tree(target) if name.startswith("golden")] == ["golden.safetensors"]
-
-
 def test_an_optional_profile_without_a_golden_sample_within_budget_is_left_out(tmp_path: Path, target: Path) -> None:
     artifact = _with_optional(_flat(tmp_path, [_ROUNDED, _ROUNDED]), target)
     assert [*artifact.manifest.profiles] == ["cpu"]
@@ -171,13 +128,6 @@ def test_an_optional_profile_without_a_golden_sample_within_budget_is_left_out(t
         "cpu.onnx",
         "golden.safetensors",
     ]
-
-
-def test_restoring_an_artifact_without_a_residual_is_rejected(tmp_path: Path, target: Path, cli: Cli) -> None:
-    (tmp_path / "m.onnx").write_bytes(graphs.mlp((32, 32)).SerializeToString())
-    cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY, "--no-residual").published()
-    cli("restore", target, "--out", tmp_path / "r.safetensors").refused(2, "--no-residual")
-    assert not (tmp_path / "r.safetensors").exists()
 
 
 def test_weights_listed_among_the_inputs_are_not_inputs(tmp_path: Path, target: Path, cli: Cli) -> None:

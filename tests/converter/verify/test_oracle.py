@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from architectures import Mlp, seeded
-from converting import MLP, ONNX_ONLY, Cli, tree
+from architectures import seeded
+from converting import MLP, ONNX_ONLY, Cli
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import nn
@@ -81,15 +81,6 @@ def test_an_onnx_file_runs_before_the_converter_changes_it(
     assert f"of {entry.how} ({FEEDS} samples; fp32 noise explains {FLOOR:.2g})" in out
 
 
-def test_a_module_saved_whole_has_an_oracle_too(cli: Cli, target: Path, tmp_path: Path) -> None:
-    torch.save(seeded(Mlp()), tmp_path / "whole.pt")
-    arguments = (*MLP[2:], "--trust-code", *ONNX_ONLY)
-    cli("checkpoint", tmp_path / "whole.pt", "--out", target, *arguments).published()
-    entry = Artifact.open(target).manifest.oracle
-    assert entry is not None
-    assert entry.checked
-
-
 class Ill(nn.Module):
     """Forty layers that each double a difference, so fp32 noise grows to 1e-5 and more."""
 
@@ -151,14 +142,6 @@ def test_the_perturbed_graph_is_closed_and_may_fail() -> None:
     assert graph.opened == graph.closed == 4
 
 
-def test_the_noise_is_measured_once_for_all_checks() -> None:
-    graph = Graph(Y, Y * np.float32(1.005))
-    oracle_run = _answering(Y, graph)
-    for _ in range(2):
-        certify(oracle_run, [{"y": Y * np.float32(1.01)}])
-    assert graph.opened == 4
-
-
 def test_indices_must_be_exact_except_where_noise_flips_them() -> None:
     own, tied, wrong = np.array([3, 5]), np.array([3, 6]), np.array([4, 5])
     entry = certify(_answering(own, Graph(tied, own)), [{"y": tied}])
@@ -216,16 +199,6 @@ def test_a_source_that_draws_random_numbers_is_recorded_as_not_checked(tmp_path:
             yield {"y": random.standard_normal(3)}
 
     assert "gives different outputs for the same input" in run_oracle(_source(drawing), FEED, tmp_path).how
-
-
-def test_outputs_are_stored_without_leaving_a_file_behind(tmp_path: Path) -> None:
-    def answering(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
-        yield from ({"y": Y, "s": np.array([b"word"], object)} for _ in feeds)
-
-    oracle_run = run_oracle(_source(answering), FEED, tmp_path)
-    assert len(oracle_run.outputs) == len(FEED)
-    np.testing.assert_array_equal(oracle_run.outputs[0]["y"], Y)
-    assert tree(tmp_path) == []
 
 
 def test_a_module_that_exporting_changes_is_rejected(

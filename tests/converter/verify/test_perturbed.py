@@ -56,15 +56,6 @@ def test_slices_need_a_few_samples_and_agreement_a_hundred_rows() -> None:
     assert len(enough(floats(3, rows=8), LOGITS).feeds) == 13
 
 
-def test_rows_that_are_no_batch_count_as_one_sample() -> None:
-    given = Samples(tuple(floats(1, rows=64)), "the test")
-    fixed, differ = inputs_of(given), [*inputs_of(given), TensorSpec("z", "float32", ("other", 3))]
-    fixed[0] = TensorSpec("x", "float32", (64, 4))
-    for inputs, outputs in ((fixed, OTHER), (differ, OTHER), (inputs_of(given), (TensorSpec("y", "float32", (5,)),))):
-        assert len(with_enough(given, inputs, outputs, oracle()(given.feeds), oracle(), Budget(), 0).feeds) == SAMPLES
-    assert with_enough(given, inputs_of(given), OTHER, oracle()(given.feeds), oracle(), Budget(), 0) is given
-
-
 def test_the_given_samples_stay_first_and_the_origin_says_what_was_made() -> None:
     given = floats(3)
     found = enough(given)
@@ -74,19 +65,6 @@ def test_the_given_samples_stay_first_and_the_origin_says_what_was_made() -> Non
     assert enough(floats(16)).described == "the test"
 
 
-def test_features_keep_their_scale() -> None:
-    """A feature of a thousandth beside one of a thousand."""
-    feeds: list[Inputs] = [{"x": feed["x"] * np.array([1e3, 1e-3, 1, 0], np.float32)} for feed in floats(6)]
-    spread = np.std([feed["x"] for feed in enough(feeds).feeds[6:]], axis=(0, 1))
-    np.testing.assert_allclose(spread / np.array([1e3, 1e-3, 1, 1]), [1, 1, 1, 0], atol=0.7)
-
-
-def test_one_sample_changes_by_a_part_of_itself() -> None:
-    feeds: list[Inputs] = [{"x": np.array([[1e3, 1e-3, 0]], np.float32)}]
-    made = np.concatenate([feed["x"] for feed in enough(feeds).feeds[1:]])
-    np.testing.assert_allclose(made.std(axis=0), [250, 2.5e-4, 0], rtol=0.6)
-
-
 def test_integers_stay_valid_indices_and_masks_stay() -> None:
     tokens, mask = np.array([[5, 900, 31, 7, 2]]), np.array([[1, 1, 1, 0, 0]])
     found = enough([{"ids": tokens, "mask": mask, "length": np.array([5])}])
@@ -94,11 +72,6 @@ def test_integers_stay_valid_indices_and_masks_stay() -> None:
     assert all(np.isin(feed["ids"], tokens).all() for feed in made)
     assert any((feed["ids"] != tokens).any() for feed in made)
     assert all((feed["mask"] == mask).all() and feed["length"] == 5 for feed in made)
-
-
-def test_copies_are_no_samples() -> None:
-    """Nothing varies between them, so nothing could be judged by them."""
-    assert enough([{"flags": np.array([[1, 0, 0, 1]])}]).made == 0
 
 
 def test_the_same_seed_makes_the_same_samples() -> None:

@@ -49,11 +49,6 @@ def test_an_endless_function_is_read_only_up_to_the_limit() -> None:
     assert len(load("feeders:endless", _X).feeds) == LIMIT
 
 
-def test_an_array_that_is_not_contiguous_is_made_contiguous(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", x=np.asfortranarray(_rows(3)["x"]))
-    assert load(str(tmp_path / "a.npz"), _X).feeds[0]["x"].flags.c_contiguous
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -112,35 +107,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content:
         load(str(tmp_path / name), _X)
 
 
-def test_pickled_arrays_are_not_loaded(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", x=np.array([{"any": "object"}], dtype=object))
-    with pytest.raises(SamplesError, match="allow_pickle=False"):
-        load(str(tmp_path / "a.npz"), _X)
-
-
-def test_a_single_array_is_not_mistaken_for_a_feed(tmp_path: Path) -> None:
-    """``np.save`` wrote the file, but its name ends in .npz."""
-    np.save(tmp_path / "a.npy", _rows(1)["x"])
-    (tmp_path / "a.npy").rename(tmp_path / "a.npz")
-    with pytest.raises(SamplesError, match=r"a\.npz"):
-        load(str(tmp_path / "a.npz"), _X)
-
-
-def test_an_empty_directory_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(SamplesError, match=r"holds no \.npz or \.safetensors file"):
-        load(str(tmp_path), _X)
-
-
 def test_a_conversion_measures_on_the_given_samples_and_records_them(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--samples", "feeders:three", *ONNX_ONLY).published()
     entry = Artifact.open(target).manifest.drift["cpu"]
     assert (entry.samples, entry.source) == (6, "feeders:three, and 13 made of them by perturbation")
     assert "because --samples was not given" not in done.out
-
-
-def test_samples_that_do_not_fit_stop_a_conversion(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
-    cli("checkpoint", onnx_file, "--out", target, "--samples", "feeders:doubles").refused(2, "expected float32")
-    assert tree(tmp_path) == []
 
 
 def test_samples_for_which_the_reference_gives_nan_are_rejected(

@@ -102,15 +102,6 @@ def test_verify_writes_nothing(cli: Cli, mlp: Artifact) -> None:
     assert {path: path.stat().st_mtime_ns for path in mlp.path.rglob("*")} == before
 
 
-@pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_the_path_of_the_cpu_kernel_that_ran_is_reported(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    artifact = write_product(tmp_path / "product" / "1")
-    monkeypatch.setenv(kernel.VARIABLE, "portable")
-    assert "\ncpu ran: on the CPU kernel, path portable" in cli("verify", artifact.path).published().out
-
-
 def test_without_the_cpu_kernel_the_reason_and_the_remedy_are_reported_once(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,10 +110,3 @@ def test_without_the_cpu_kernel_the_reason_and_the_remedy_are_reported_once(
     out = cli("verify", artifact.path).published().out
     assert out.count("no CPU kernel, because it is switched off by BF16KIT_KERNEL_PATH=off; bf16 weights are") == 1
     assert "unset BF16KIT_KERNEL_PATH" in out
-
-
-def test_an_unknown_kernel_path_is_rejected(cli: Cli, mlp: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernel.VARIABLE, "fast")
-    cli("verify", mlp.path).refused(
-        2, "BF16KIT_KERNEL_PATH is 'fast'; allowed are avx512_bf16, avx512f, avx2, portable, amx and off"
-    )

@@ -12,11 +12,10 @@ from safetensors.numpy import load_file
 from bf16kit.messages.errors import ArtifactDamaged, ConversionError, UsageError
 from bf16kit.numerics.rounding import to_bf16
 from bf16kit.numerics.tensors import Array
+from converter.write import export as safetensors
 from converter.write import readback as lossless
-from converter.write import safetensors
-from converter.write.export import Exported, Selection, write_export
-from converter.write.narrowed import Rounding
-from converter.write.safetensors import Place
+from converter.write.export import Exported, Place, Selection, write_export
+from converter.write.roundweights import Rounding
 
 CHECKPOINT: dict[str, Array] = {
     "odd": np.random.default_rng(0).normal(size=(17, 17)).astype(np.float32),

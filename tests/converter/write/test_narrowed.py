@@ -5,16 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 from peaks import measured_alone
-
-from bf16kit.numerics.residual import Scale, encode
-from bf16kit.numerics.rounding import BF16, census, to_bf16
-from converter.graph import initializers
-from converter.graph.initializers import ComputedTensor, blocks, rows_of
-from converter.write.narrowed import Narrowing, Rounding
 
 WRITE = """
 import sys
@@ -25,7 +18,7 @@ from bf16kit.numerics.rounding import BF16
 from bf16kit.numerics.panels import strips
 from bf16kit.numerics.residual import Scale
 from bf16kit.artifact.weightfile import WeightWriter
-from converter.write.narrowed import Narrowing, Rounding
+from converter.write.roundweights import WeightRounding, Rounding
 from converter.graph.initializers import ComputedTensor
 from peaks import anonymous, peak_anonymous
 
@@ -37,7 +30,7 @@ def write(path, rows, kind):
     scale = Scale(1, np.full(4096, factor))
     weight, scale = (tensor, None) if kind == "plain" else (folded, scale)
     bf16 = np.empty((rows, 4096), BF16)
-    passing = Narrowing(weight, bf16, Rounding("keep", False), lambda _: None)
+    passing = WeightRounding(weight, bf16, Rounding("keep", False), lambda _: None)
     with WeightWriter(path / f"{rows}.residual") as residual, WeightWriter(path / f"{rows}.bf16") as file:
         residual.append_chunks(passing.residual(tensor, scale))
         file.append_chunks(strips(bf16, 1))
@@ -53,40 +46,6 @@ print(peak.bytes - before, 8192 * 4096 * 4)
 
 def weight(shape: tuple[int, ...]) -> NDArray[np.float32]:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-
-
-@pytest.mark.parametrize("shape", [(), (0, 4), (1, 1000), (1000, 3), (7, 5, 3), (5000,)])
-@pytest.mark.parametrize("block", [1, 100, 1 << 20])
-def test_blocks_are_the_tensor_in_order(shape: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initializers, "_BLOCK", block)
-    array = weight(shape)
-    for tensor in (ir.Tensor(array), ComputedTensor(lambda rows: rows_of(array, rows), ir.Tensor(array))):
-        found = [part for _, part in blocks(tensor)]
-        assert b"".join(part.tobytes() for part in found) == array.tobytes()
-        assert all(part.flags.c_contiguous for part in found)
-        assert tensor.numpy().tobytes() == array.tobytes()
-
-
-@pytest.mark.parametrize("folded", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_a_weight_narrowed_in_blocks_equals_one_narrowed_whole(
-    folded: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(initializers, "_BLOCK", 1000)
-    array = weight((40, 100)).T if transposed else weight((100, 40))
-    scale = Scale(1, np.linspace(0.1, 3, 40, dtype=np.float32)) if folded else None
-    stored = array * scale.values if scale is not None else array
-    original = ir.Tensor(array)
-    tensor = ComputedTensor(lambda rows: stored[rows], original) if folded else original
-    bf16 = np.empty((100, 40), BF16)
-    told: list[int] = []
-    passing = Narrowing(tensor, bf16, Rounding("keep", False), told.append)
-    segment = b"".join(passing.residual(original, scale))
-    assert bf16.tobytes() == to_bf16(np.ascontiguousarray(stored)).tobytes()
-    assert segment == encode(array, bf16, scale)
-    assert passing.census == census(stored)
-    assert sum(told) == array.nbytes
-    assert len(told) > 10
 
 
 @pytest.mark.long

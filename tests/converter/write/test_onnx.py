@@ -13,13 +13,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
-from bf16kit.messages.errors import ConversionError
 from converter.fuse.unpanel import PUT_TOGETHER
-from converter.graph.step import run
-from converter.graph.types import InferTypes
 from converter.rewrite import prepare
 from converter.rewrite.explicit import floating_tensors
-from converter.write.narrowing import Narrow
 
 _X16 = graphs.values(4, 16, seed=9)
 _CASES: dict[str, tuple[Callable[[], ModelProto], dict[str, NDArray[Any]]]] = {
@@ -68,12 +64,6 @@ def test_graphs_pass_the_checker_and_hold_no_weights(case: str, tmp_path: Path) 
             assert location in (None, "weights.bf16", "weights.fp32")
 
 
-def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
-    first, second = (lower(tmp_path / "m" / version, graphs.conv_bn(16)) for version in ("1", "2"))
-    for path in sorted(first.artifact.path.iterdir()):
-        assert path.read_bytes() == (second.artifact.path / path.name).read_bytes(), path.name
-
-
 def test_an_embedding_table_is_looked_up_in_bf16_and_only_its_rows_are_widened(tmp_path: Path) -> None:
     made = _lower("embedding", tmp_path)
     for name in ("cpu", "cuda"):
@@ -109,21 +99,6 @@ def test_casts_are_inserted_only_where_bf16_and_fp32_meet(tmp_path: Path) -> Non
     # the input, the output, and the one bias too large to be rounded inside the graph
     assert sorted(casts.values()) == ["b0", "x", "y/bf16"]
     assert not casts.keys() & set(casts.values())
-
-
-def test_a_value_read_by_two_islands_is_cast_once(tmp_path: Path) -> None:
-    proto = graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["m"]),
-            helper.make_node("Elu", ["m"], ["a"]),
-            helper.make_node("Selu", ["m"], ["b"]),
-            helper.make_node("Add", ["a", "b"], ["y"]),
-        ],
-        [graphs.edge("x", ["batch", 16])],
-        [graphs.edge("y", ["batch", 16])],
-        [graphs.initializer("w", graphs.values(16, 16))],
-    )
-    assert lower(tmp_path / "m" / "1", proto).ops("cuda") == ["Cast", "MatMul", "Cast", "Elu", "Selu", "Add"]
 
 
 def test_shape_reads_bf16_and_isnan_reads_an_fp32_cast(tmp_path: Path) -> None:
@@ -204,21 +179,3 @@ def test_weights_in_an_onnx_file_s_own_external_data_stay_mapped_until_they_are_
     np.testing.assert_array_equal(tensors["w0"], graphs.values(32, 32))
     for graph in (prepared.reference, prepared.base, prepared.cuda):
         assert isinstance(graph.graph.initializers["w0"].const_value, ir.ExternalTensor)
-
-
-def test_an_operator_of_another_domain_is_an_fp32_island() -> None:
-    proto = graphs.mlp((16, 32))
-    proto.graph.node[1].domain = "my.company"
-    proto.opset_import.append(helper.make_opsetid("my.company", 1))
-    model = run([InferTypes(), Narrow({"w0"}, {"matmul0"})], ir.from_proto(proto))
-    casts = [n.inputs[0].name for n in model.graph if n.op_type == "Cast" and n.inputs[0] is not None]
-    assert casts == ["x", "m0"]
-
-
-def test_narrowing_a_node_without_a_bf16_form_is_an_error_that_names_it() -> None:
-    proto = graphs.model(
-        [helper.make_node("Mish", ["x"], ["y"], name="mish")], [graphs.edge("x", [4])], [graphs.edge("y", [4])]
-    )
-    proto.opset_import[0].version = 18
-    with pytest.raises(ConversionError, match="step 'narrow': node 'mish': Mish has no bf16 form in opset 18"):
-        run([Narrow(set(), {"mish"})], ir.from_proto(proto))

@@ -74,29 +74,6 @@ def test_branches_stay(tmp_path: Path) -> None:
             np.testing.assert_allclose(runtime.run({"x": x.numpy()})["output"], script(x).numpy(), atol=0.05)
 
 
-class Precise(nn.Module):
-    """A module with a product in fp64, one in fp32, and one by a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.precise, self.plain = nn.Linear(16, 16).double(), nn.Linear(16, 16)
-        self.vector = nn.Parameter(torch.ones(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        summed = torch.matmul(x, self.vector).unsqueeze(1)
-        result: torch.Tensor = self.plain(x) + self.precise(x.double()).float() + summed
-        return result
-
-
-def test_only_matrices_of_fp32_become_bf16(tmp_path: Path) -> None:
-    script = scripted.load(save(tmp_path / "m.pt", Precise(), torch.ones(2, 16)))
-    assert narrow_script(script, tmp_path / "bf16.pt") == 1
-    dtypes = {(tensor.ndim, tensor.dtype) for tensor in _tensors(tmp_path / "bf16.pt") if tensor.ndim}
-    assert (2, torch.float64) in dtypes
-    assert (2, torch.float32) not in dtypes
-    assert (1, torch.float32) in dtypes
-
-
 class Scaling(nn.Module):
     """A module with a weight but no product."""
 

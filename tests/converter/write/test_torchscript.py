@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from architectures import Cnn, Mlp, Tied, seeded
+from architectures import Cnn, Mlp, seeded
 from torch import nn
 
 from bf16kit.messages.errors import ConversionError
@@ -54,13 +54,6 @@ def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(tmp_path: Path) -
     assert dtypes["head.bias"] is torch.bfloat16  # Linear needs weight and bias of one dtype
     assert dtypes["features.1.weight"] is torch.float32
     assert dtypes["features.1.running_var"] is torch.float32
-
-
-def test_tied_weights_are_written_once(tmp_path: Path) -> None:
-    path = tmp_path / "m.pt"
-    narrow_and_trace(adapt(seeded(Tied()), IDS), path)
-    state = state_dict(path)
-    assert state["module.module.table.weight"].data_ptr() == state["module.module.out.weight"].data_ptr()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch has deprecated TorchScript

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
-from bf16kit.messages.errors import ArtifactError, ConversionError, RangeError
+from bf16kit.messages.errors import RangeError
 from bf16kit.numerics.panels import pack
 from bf16kit.numerics.rounding import to_bf16
-from converter.write.weights import write_total
 
 
 def _with(name: str, array: NDArray[np.float32]) -> ModelProto:
@@ -32,27 +31,6 @@ def test_one_copy_of_the_weights_serves_every_graph(tmp_path: Path) -> None:
     assert stored <= 0.52 * source
     assert stored + made.size("residual.bin") <= 1.03 * source
     assert {entry.offset % 64 for entry in made.stored.tensors.values()} == {0}
-    assert_same_tensors(made.artifact, made.checkpoint)
-
-
-def test_an_affine_batchnorm_is_stored_once_for_the_folded_graph_and_the_checkpoint(tmp_path: Path) -> None:
-    """With mean 0 and variance 1, its factor is the scale that undoes the folding, and its shift the folded bias."""
-    statistics = {"g": graphs.values(512, seed=1), "b": graphs.values(512, seed=2)}
-    statistics |= {"m": np.zeros(512, np.float32), "v": np.ones(512, np.float32)}
-    proto = graphs.model(
-        [
-            helper.make_node("Conv", ["x", "w"], ["h"]),
-            helper.make_node("BatchNormalization", ["h", *statistics], ["y"], epsilon=0.0),
-        ],
-        [graphs.edge("x", ["batch", 8, 4, 4])],
-        [graphs.edge("y", ["batch", 512, 2, 2])],
-        [graphs.initializer(name, array) for name, array in {"w": graphs.values(512, 8, 3, 3), **statistics}.items()],
-    )
-    made = lower(tmp_path / "m" / "1", proto)
-    tensors = made.stored.tensors
-    assert (tensors["w.scale"].offset, tensors["w.scale"].file) == (tensors["g"].offset, "weights.fp32")
-    assert tensors["w.folded_bias"].offset == tensors["b"].offset
-    assert made.artifact.file("weights.fp32").stat().st_size == 4 * 2048  # g, b, m and v
     assert_same_tensors(made.artifact, made.checkpoint)
 
 
@@ -120,27 +98,6 @@ def test_tensors_that_no_graph_uses_are_stored_unchanged_and_equal_ones_once(tmp
     assert_same_tensors(made.artifact, checkpoint)
 
 
-def test_a_tensor_that_no_graph_uses_does_not_take_a_graph_tensor_s_name(tmp_path: Path) -> None:
-    checkpoint = {"w1": np.arange(100, dtype=np.float32)}
-    made = lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint=checkpoint)
-    assert [entry.tensor for entry in made.stored.checkpoint] == ["w1_1"]
-    assert_same_tensors(made.artifact, checkpoint)
-
-
-def test_a_dtype_that_artifacts_cannot_hold_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match="tensor 'phase' is complex64"):
-        lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint={"phase": np.ones(99, np.complex64)})
-
-
-def test_without_a_residual_there_is_nothing_to_restore_from(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", graphs.conv_bn(), residual=False)
-    names = {path.name for path in made.artifact.path.iterdir()}
-    assert names == {"manifest.json", "weights.bf16", "weights.fp32", "cpu.onnx", "cuda.onnx"}
-    assert made.artifact.manifest.checkpoint == []
-    with pytest.raises(ArtifactError):
-        made.run_reference({})
-
-
 @pytest.mark.parametrize("tensor", ["w0", "b0"])
 def test_nan_in_any_weight_is_an_error(tensor: str, tmp_path: Path) -> None:
     weight = graphs.values(*((32, 64) if tensor == "w0" else (64,)))
@@ -155,18 +112,6 @@ def test_infinite_weights_are_an_error_that_saturating_does_not_hide(tmp_path: P
     weight[0, 0] = np.inf
     with pytest.raises(RangeError, match="tensor 'w0': 1 of 2048 values are infinite"):
         lower(tmp_path / "m" / "1", _with("w0", weight), saturate=True)
-
-
-def test_overflowing_weights_are_an_error_with_the_remedy_or_saturate(tmp_path: Path) -> None:
-    weight = graphs.values(32, 64)
-    weight[0, :3] = 3.4e38, -3.4e38, 3.39e38
-    message = r"tensor 'w0': 2 of 2048 values overflow bfloat16 \(largest magnitude 3.4e\+38\).*--saturate"
-    with pytest.raises(RangeError, match=message):
-        lower(tmp_path / "m" / "1", _with("w0", weight))
-    assert not (tmp_path / "m").exists()
-    made = lower(tmp_path / "m" / "1", _with("w0", weight), saturate=True)
-    assert np.isfinite(made.artifact.tensor("w0").astype(np.float32)).all()
-    assert_same_tensors(made.artifact, made.checkpoint)
 
 
 def test_an_overflowing_weight_kept_in_fp32_is_not_an_error(tmp_path: Path) -> None:
@@ -212,24 +157,3 @@ def test_subnormals_are_kept_or_flushed_and_restored_either_way(tmp_path: Path) 
     assert kept.stored.census["w0"].subnormal == 2
     for made in (kept, flushed):
         assert_same_tensors(made.artifact, made.checkpoint)
-
-
-def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
-    steps: list[int] = []
-    checkpoint = {"w0": graphs.values(16, 32), "stray": np.ones(1000, np.float32)}
-    made = lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint=checkpoint, progress=steps.append)
-    assert sum(steps) == write_total(made.prepared, checkpoint)
-
-
-def test_large_integer_tables_are_stored_beside_the_graph(tmp_path: Path) -> None:
-    table = np.arange(1024, dtype=np.int64)[::-1].copy()
-    proto = graphs.model(
-        [helper.make_node("Gather", ["table", "ids"], ["y"])],
-        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
-        [graphs.edge("y", ["batch"], TensorProto.INT64)],
-        [graphs.initializer("table", table)],
-    )
-    made = lower(tmp_path / "m" / "1", proto)
-    assert made.size("weights.fp32") == table.nbytes
-    assert made.run_cpu({"ids": np.array([0, 5])})["y"].tolist() == [1023, 1018]
-    assert_same_tensors(made.artifact, {"table": table})

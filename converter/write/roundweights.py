@@ -27,7 +27,7 @@ NEAREST = Rounding()
 
 
 @dataclass
-class Narrowing:
+class WeightRounding:
     """An fp32 ``tensor`` that is rounded into ``bf16``, of the same shape.
 
     ``census`` is complete after all blocks. ``on_progress`` is called with the fp32 bytes of each block.

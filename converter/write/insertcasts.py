@@ -37,11 +37,11 @@ class Narrow(Step):
         self._tensors = frozenset(bf16_tensors)
         self._nodes = frozenset(bf16_nodes)
         self._casts: frozenset[ir.Node] = frozenset()
-        self._edges: list[list[ir.DataType | None]] = []
+        self._output_types: list[list[ir.DataType | None]] = []
 
     def apply(self, model: ir.Model) -> bool:
         graph, opset = model.graph, model.opset_imports[""]
-        self._edges = _output_types(model)
+        self._output_types = _output_types(model)
         forms = {n: _form(n, opset) for n in graph if n.name in self._nodes or n.domain == KERNEL}
         narrow = [value for name, value in graph.initializers.items() if name in self._tensors]
         narrow += [node.outputs[i] for node, form in forms.items() for i in form.outputs]
@@ -64,7 +64,7 @@ class Narrow(Step):
             source = node.inputs[0].producer() if node.inputs[0] is not None else None
             if source in self._casts:
                 raise ConversionError(f"cast {node.name!r} undoes cast {source.name!r}")
-        for graph, before in zip(model.graphs(), self._edges, strict=True):
+        for graph, before in zip(model.graphs(), self._output_types, strict=True):
             changed = [v.name for v, dtype in zip(graph.outputs, before, strict=True) if v.dtype != dtype]
             if changed:
                 raise ConversionError(f"output {changed[0]!r} of graph {graph.name!r} changed its type")
