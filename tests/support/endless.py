@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,6 @@ def write_folding(target: Path) -> Artifact:
         helper.make_node("Slice", [f"m{_PRODUCTS}", "first", "second"], ["corner"]),
     ]
     _add(model, folded, "corner")
-    return _published(artifact, model)
-
-
-def write_nested(target: Path, *, calls: int = 36, levels: int = 8) -> Artifact:
-    """Publish an MLP with functions that call each other ``calls`` times at each of ``levels``: 3 kB of graph."""
-    artifact = write_mlp(target)
-    model = onnx.load(target / "cpu.onnx", load_external_data=False)
-    opsets = [*model.opset_import, helper.make_opsetid("nested", 1)]
-    for level in range(levels):
-        operator, domain = ("Neg", "") if level == 0 else (f"f{level - 1}", "nested")
-        values = ["in", *(f"v{i}" for i in range(calls - 1)), "out"]
-        nodes = [helper.make_node(operator, [a], [b], domain=domain) for a, b in itertools.pairwise(values)]
-        model.functions.append(helper.make_function("nested", f"f{level}", ["in"], ["out"], nodes, opsets))
-    model.opset_import.append(helper.make_opsetid("nested", 1))
-    _add(model, [helper.make_node(f"f{levels - 1}", ["x"], ["deep"], domain="nested")], "deep")
     return _published(artifact, model)
 
 
