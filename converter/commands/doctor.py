@@ -161,6 +161,8 @@ CHECKS: Mapping[str, Callable[[str], Part]] = {
     "C++ compiler": _compiler,
     "onnxruntime": _package("onnxruntime", "onnxruntime-gpu", extra="cpu"),
     "onnxscript": _package("onnxscript", extra="convert"),
+    "jinja2": _package("jinja2", extra="convert"),
+    "matplotlib": _package("matplotlib", extra="convert"),
     "torch": _package("torch", extra="convert"),
     "transformers": _package("transformers", extra="hf"),
     "lightning": _package("lightning", extra="lightning"),
@@ -192,6 +194,7 @@ FORMATS: Mapping[str, Sequence[str]] = {
     "hf": (*_TORCH, "transformers"),
 }
 OTHERS: Mapping[str, Sequence[str]] = {
+    "the report (all but --no-report)": ("jinja2", "matplotlib"),
     "bf16-convert recover": _TORCH,
     "a LightningModule as --model": (*_TORCH, "lightning"),
 }

@@ -94,7 +94,9 @@ def read_flax(path: Path) -> dict[str, Array]:
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
     except Exception as error:  # whatever msgpack and numpy raise for bytes and shapes that are not Flax's
-        raise SourceError(f"{path}: truncated or damaged: not a Flax checkpoint ({brief(error)})") from error
+        raise SourceError(
+            f"{path}: truncated or damaged: not a Flax checkpoint ({brief(error) or type(error).__name__})"
+        ) from error
     return found
 
 

@@ -21,7 +21,7 @@ from converter.source import Checkpoint, Source, digest_files
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    from onnx import GraphProto
+    from onnx import GraphProto, ModelProto
 
 _UNREAD = ("doc_string", "metadata_props")  # fields that are dropped, in any encoding
 _SHOWN = 40  # bytes of a damaged name
@@ -81,11 +81,22 @@ def _load(path: Path) -> ir.Model:
     for text in _undecodable(proto):  # neither onnx_ir nor ONNX's checker reports it
         raise SourceError(f"{path}: damaged: the name {text[:_SHOWN]!r} is not UTF-8")
     _check_supported(path, proto.graph)
+    _check_places(path, proto)
     model = ir.from_proto(proto)
     for tensor in _tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
             tensor.base_dir = path.parent
     return model
+
+
+def _check_places(path: Path, proto: ModelProto) -> None:
+    """Raise :class:`SourceError` for external data at a place that is no number of bytes: onnx_ir fails on it."""
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key in ("offset", "length") and not (entry.value.isascii() and entry.value.isdecimal()):
+                raise SourceError(
+                    f"{path}: damaged: tensor {tensor.name!r} has the {entry.key} {entry.value[:_SHOWN]!r}"
+                )
 
 
 def _undecodable(message: Any) -> Iterator[bytes]:

@@ -41,11 +41,6 @@ def is_checkpoint(path: Path) -> bool:
     return path.name.isdecimal() and _holds_items(path)  # older versions write a step without metadata of its own
 
 
-def trees(path: Path) -> list[Path]:
-    """Return the directories in ``path`` that make it a checkpoint: steps, items or arrays."""
-    return [child for child in _directories(path) if _holds_items(child) or _is_array(child)]
-
-
 def locate(path: Path, step: int | None, item: str | None) -> Path:
     """Return the directory in ``path`` with one tree of arrays: of ``step`` (default: the newest) and ``item``.
 

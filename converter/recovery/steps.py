@@ -25,6 +25,7 @@ from converter.recovery.comparison import Judge, MadeWorse
 from converter.recovery.settings import Settings
 from converter.recovery.trainable import State, digest, find_trainable, in_numpy, recovered_tensors
 from converter.recovery.training import Student, train
+from converter.report.page import check_installed
 from converter.source import Checkpoint, Source
 from converter.verify.samples import Samples, load
 
@@ -39,7 +40,9 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
     outputs, and with its own fp32 outputs. Raises what :func:`converter.convert.convert` and
     :func:`converter.recovery.training.train` raise, and :class:`BudgetExceeded` if recovery did not succeed.
     """
-    check_target(options.target.path, options.force)  # before hours of training
+    check_target(options.target.path, options.force)  # this and the next before hours of training
+    if options.report:
+        check_installed()
     with prefix_errors(options.source), open_checkpoints(options.target.path, resume=settings.resume) as checkpoints:
         source = read_and_trace.read(options, progress)
         model, checkpoint = source.module, source.checkpoint

@@ -16,7 +16,6 @@ from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime, RuntimeInfo
 from converter.source import Array, Feeds
-from converter.verify import measure
 from converter.verify.running import GraphReference, open_export, open_profile, open_traced, signature
 from converter.verify.samples import Samples
 from converter.verify.spool import Spool
@@ -165,7 +164,7 @@ class Run:
     def by_sample(self) -> dict[int, Drifts]:
         """Return the drift of each given sample that was run, by sample number."""
         numbered = {self.step * place: found for place, found in enumerate(self.drifts)}
-        return {n: found for n, found in numbered.items() if not measure.is_made(found)}
+        return {n: found for n, found in numbered.items() if not is_made(found)}
 
 
 def run_as_served(artifact: Artifact, profile: str, expected: Expected) -> Run:
@@ -233,13 +232,13 @@ def _worse_arithmetic(artifact: Artifact, profile: str, expected: Expected) -> R
 def _drifts(
     runtime: Runtime, expected: Expected, outputs: Sequence[TensorSpec], batch_axis: int | None
 ) -> list[Drifts]:
-    found = measure.run_all(runtime, expected.feeds)
-    return measure.drifts(expected.outputs, found, outputs, batch_axis, expected.scales, expected.given)
+    found = run_all(runtime, expected.feeds)
+    return drifts(expected.outputs, found, outputs, batch_axis, expected.scales, expected.given)
 
 
 def _largest_error(found: Sequence[Drifts]) -> float:
     """Return the largest error of any output."""
-    return max(measure.error_of(summary) for summary in measure.summarise(found).values())
+    return max(error_of(summary) for summary in summarise(found).values())
 
 
 def describe_run(info: RuntimeInfo) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -174,7 +175,7 @@ def _read_file(path: Path) -> Feeds:
         from safetensors.numpy import load_file
 
         return dict(load_file(path))
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise SamplesError(f"--samples {path}: cannot be read: {first_line(error)}") from None
     except Exception as error:  # the safetensors library's own error derives from Exception alone
         if type(error).__name__ != "SafetensorError":

@@ -14,7 +14,6 @@ import torch
 Records = dict[str, bytes]
 MODEL = "models/model.json"
 WEIGHTS = "data/weights/model_weights_config.json"
-CONSTANTS = "data/constants/model_constants_config.json"
 
 
 def exported(module: torch.nn.Module, *example: Any, batch: bool = True, **named: Any) -> bytes:
@@ -45,16 +44,6 @@ def packed(found: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) ->
         for name, content in found.items():
             file.writestr(zipfile.ZipInfo(f"m/{name}"), content, compression)
     return buffer.getvalue()
-
-
-def with_records(archive: bytes, **changed: bytes | None) -> bytes:
-    """Return ``archive`` with records replaced or added, or removed if the new content is None."""
-    found = records(archive)
-    for name, content in changed.items():
-        found.pop(name, None)
-        if content is not None:
-            found[name] = content
-    return packed(found)
 
 
 def changed(archive: bytes, record: str, edit: Callable[[Any], object]) -> bytes:

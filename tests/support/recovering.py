@@ -137,13 +137,6 @@ def scattered() -> Iterator[Arrays]:
         yield {"x": x - np.float32(LEVEL)}
 
 
-def failing_later() -> Iterator[Arrays]:
-    """Yield nine batches, enough for the steps before training, and then fail."""
-    for x in _inputs(0, 9):
-        yield {"x": x}
-    raise RuntimeError("the disk went away")
-
-
 def images() -> Iterator[Arrays]:
     """Yield batches for a network of convolutions."""
     generator = np.random.default_rng(3)

@@ -56,7 +56,7 @@ def copied_weights(
     memory, which has no name afterwards. Without room for such a file, ONNX Runtime reads all weights from memory, and
     needs twice their size meanwhile.
     """
-    tensors = GatheredTensors(graph, given)
+    tensors = GatheredTensors(graph, given, artifact.manifest)
     if not tensors.size and not tensors.given_size:
         yield Weights(tensors.graph_at(_VIRTUAL_FILE), "in the graph")
         return
@@ -79,7 +79,7 @@ def rebuilt_weights(
     their size while the session is opened. With a ``store``, weights that products and look-ups read in place are in
     its memory.
     """
-    tensors = GatheredTensors(graph, () if store is None else read_in_place(graph))
+    tensors = GatheredTensors(graph, () if store is None else read_in_place(graph), artifact.manifest)
     # The manifest determines the layout and the bytes, and its digest is unique to the artifact.
     key = f"the fp32 reference of {hashlib.sha256(artifact.manifest.dumps()).hexdigest()}"
     in_memory = store is not None

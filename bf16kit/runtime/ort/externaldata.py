@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from onnx import ModelProto, TensorProto
 
+    from bf16kit.artifact.manifest import Manifest
+
 # The external data file that reference.onnx names but that does not exist: its weights are rebuilt from bf16 and
 # residual.
 REBUILT = "residual.rebuilt"
@@ -52,9 +54,12 @@ class GatheredTensors:
     :class:`RuntimeFailure` when ``path`` is not an ONNX file.
     """
 
-    def __init__(self, path: Path, given: Collection[str] = ()) -> None:
+    def __init__(self, path: Path, given: Collection[str] = (), manifest: Manifest | None = None) -> None:
+        """With a ``manifest``, a tensor beyond its file or, if it is to be rebuilt, of another size is an error."""
         self._model = _model(path)
         self._places = [(tensor, _place(path, tensor)) for tensor in _external(self._model)]
+        if manifest is not None:
+            _check_sizes(path, self._places, manifest)
         self._given = _given(self._model, [tensor for tensor, _ in self._places], given)
         self._targets, self.moves, self.size = self._laid_out(given=False)
         self._given_targets, self.given_moves, self.given_size = self._laid_out(given=True)
@@ -130,6 +135,18 @@ def _place(path: Path, tensor: TensorProto) -> _Place:
             " the checkpoint again"
         )
     return values["location"], offset, nbytes, tensor.name if values["location"] == REBUILT else ""
+
+
+def _check_sizes(path: Path, places: Iterable[tuple[TensorProto, _Place]], manifest: Manifest) -> None:
+    """Raise ArtifactError, before anything is allocated, for a tensor that its file or the manifest does not hold."""
+    rebuilt = {entry.name: 4 * math.prod(entry.shape) for entry in manifest.tensors}
+    for tensor, (location, offset, nbytes, _) in places:
+        held = rebuilt.get(tensor.name, 0) if location == REBUILT else manifest.files[location].bytes
+        if offset + nbytes > held:
+            raise ArtifactError(
+                f"{path}: tensor {tensor.name!r} ends at byte {offset + nbytes} of {location!r}, which has {held} for"
+                " it; convert the checkpoint again"
+            )
 
 
 def _model(path: Path) -> ModelProto:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from converter.source import Array
 
 _OPSET = 18  # the newest that tf2onnx writes
+_MOST_CONFIG = 64 << 20  # bytes
 _CODE = re.compile(rb'"(Lambda|__lambda__|TFSMLayer|TorchModuleWrapper)"')  # what Keras' safe mode refuses
 _CALLS = re.compile(r"^((Stateful)?PartitionedCall(_\d+)?/)+")  # prefixes of functions that were inlined
 
@@ -87,8 +89,11 @@ def _code(path: Path) -> str:
     """Return the first class that the config of a ``.keras`` file names and that is code, "" if there is none."""
     try:
         with zipfile.ZipFile(path) as archive:
+            size = archive.getinfo("config.json").file_size
+            if size > _MOST_CONFIG:
+                raise SourceError(f"{path}: its config.json has {size} bytes, the limit is {_MOST_CONFIG}")
             found = _CODE.search(archive.read("config.json"))
-    except (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile):
+    except (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
         raise SourceError(f"{path}: truncated or damaged: not a Keras model") from None
     return found[1].decode() if found else ""
 
