@@ -47,6 +47,7 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     modules = workspace.root / "conversion_memory.modules"
     target = workspace.root / "conversion_memory" / "1"
     convert = ["run", str(modules), "checkpoint", str(source), "--out", str(target), "--force"]
+    convert += ["--format", "onnx", "--format", "torchscript"]
     peaks = [_peak(*convert, "--samples", "minilm:calibration") for _ in range(runs)]
     bare = [imports(modules) for _ in range(runs)]
     anonymous, bare_anonymous = median(peak.anonymous for peak in peaks), median(peak.anonymous for peak in bare)

@@ -25,7 +25,7 @@ _VERSION = re.compile("[1-9][0-9]*")
     required=True,
     type=PATH,
     metavar="REPOSITORY/MODEL/VERSION",
-    help="Directory of the new artifact; for a directory of checkpoints, only REPOSITORY.",
+    help="Directory of the new artifact.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
 @click.option(
@@ -165,7 +165,8 @@ _VERSION = re.compile("[1-9][0-9]*")
     "--trust-pickle",
     "trust_code",
     is_flag=True,
-    help="Load a source that is a program (a pickle, TorchScript, .pt2); whoever wrote it decides what runs.",
+    help="Load a source that is a program (a pickle, TorchScript, .pt2, a SavedModel, a Keras file with a Lambda"
+    " layer); whoever wrote it decides what runs.",
 )
 @debug_option
 @click.pass_context
@@ -174,8 +175,8 @@ def checkpoint(
 ) -> None:
     """Convert SOURCE: a Hugging Face directory, safetensors, torch, Lightning, JAX, TensorFlow, Keras or ONNX.
 
-    If SOURCE is a directory of checkpoints and --out a REPOSITORY, convert those that are not converted yet. The exit
-    code is then the largest of all conversions.
+    If SOURCE is a directory of checkpoints and --out only a REPOSITORY, convert those that are not converted yet. The
+    exit code is then the largest of all conversions.
     """
     source, out = given["source"], given["out"]
     assert isinstance(source, Path)  # noqa: S101 - click's `type=PATH`

@@ -39,8 +39,9 @@ _LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray")
 )
 @click.option(
     "--loss-scaling",
-    metavar="none|static=K|dynamic",
-    help="Factor for the loss of 16-mixed, so that gradients do not underflow.  [default: dynamic for 16-mixed]",
+    metavar="none|static=K|dynamic[=N]",
+    help="Factor for the loss of 16-mixed, so that gradients do not underflow; dynamic=N doubles it after N finite"
+    " steps in a row.  [default: dynamic for 16-mixed]",
 )
 @click.option(
     "--learning-rate",

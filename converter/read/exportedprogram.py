@@ -154,7 +154,7 @@ class ProgramModule(torch.nn.Module):
 def _careful(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     """Wrap an ATen operator for use under autocast: norms compute in fp32, and tables return fp32.
 
-    :func:`converter.write.autocast.narrowed` does the same for modules.
+    :func:`converter.write.torchscript.narrowed` does the same for modules.
     """
     name = operator.overloadpacket.__name__
 

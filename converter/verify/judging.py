@@ -86,7 +86,7 @@ def judge(
 ) -> tuple[Manifest, list[str]]:
     """Return the manifest to publish, and notes; ``breaches`` describes where each profile exceeds the budget.
 
-    A profile or a format over budget that the user did not ask for is left out. For any other, raises
+    Optional profiles (:attr:`Options.optional_profiles`) over budget are left out. For any other, raises
     :class:`BudgetExceeded` unless the options allow drift over budget, or allow profiles to be dropped and one is left.
     """
     over = {name: found for name, found in breaches.items() if found}

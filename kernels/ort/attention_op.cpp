@@ -158,7 +158,7 @@ CustomOp describe() {
   return op;
 }
 
-// The names must be those in converter/fuse/attentionop.py.
+// The names must be those in converter/fuse/attend.py.
 struct Operators {
   Operator all[kAttentionOperators];
 

@@ -37,6 +37,7 @@ In both cases it takes at most {seconds} s and {memory} GiB, and neither reads n
   islands were not tested.
 * **Time.** The {seconds} s are processor time, from the fork of a process that has imported the program to the end
   of converting, restoring and comparing. More than {patience} s of wall-clock time also fail.
+  The campaign shortens the limit of the trial of an ONNX file from 600 s of processor time to a few seconds.
 * **Memory.** The {memory} GiB limit the data allocated after the fork (`RLIMIT_DATA`, without mapped files), and
   the growth of the largest resident memory, with mapped files.
 * **Weights files** that can be read: {share:.0%} are converted. The others are read, compared and fitted into
@@ -51,9 +52,7 @@ _TAIL = """
 |---|---|---|---|
 {costs}
 {faults}
-The converter sets no limits for what is not damage: a sound model that needs much memory, or whose loops depend on
-computed values, gets what it asks for. Convert models of people you do not know under limits of the system
-(`ulimit`, a container).
+Convert models of people you do not know under limits of the system (`ulimit`, a container).
 
 ## SIGKILL
 `tests/fuzz/test_killed.py` kills conversions over a published artifact at 50 moments, and restores over a file at
