@@ -34,9 +34,13 @@ class Counting:
         self._statistics = MergedStatistics()
 
     def receive(self, process: str, report: Mapping[str, Any]) -> None:
-        """Take over what ``process`` has counted so far. Reports must come in the order they were sent."""
+        """Take over what ``process`` has counted so far. Reports must come in the order they were sent.
+
+        A report after a model was forgotten has metrics only.
+        """
         self._metrics.update(process, map(Family.from_json, report["metrics"]), complete=report["complete"])
-        self._statistics.update(process, from_json(report["statistics"]))
+        if "statistics" in report:
+            self._statistics.update(process, from_json(report["statistics"]))
 
     def process_died(self, process: str) -> None:
         """Note that the process died."""

@@ -64,7 +64,7 @@ def test_the_plain_module_gives_lightnings_outputs_without_lightning(
     )
     monkeypatch.syspath_prepend(tmp_path)
     path, target = trained / f"{name}.ckpt", tmp_path / "repository" / "m" / "1"
-    arguments = ["--model", "net:plain", "--input", "x:float32:batch,16"]
+    arguments = ["--model", "net:plain", "--input", "x:float32:batch,16", "--format", "onnx", "--format", "torchscript"]
     assert run(["checkpoint", str(path), *arguments, "--out", str(target)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Lightning 2.6.6, epoch 1, global step 8" in said
@@ -91,6 +91,7 @@ def test_the_lightning_module_is_the_model_if_lightning_is_installed(
     target = tmp_path / "repository" / "m" / "1"
     command = [str(python), "-m", "converter.cli", "checkpoint", str(trained / "bf16-mixed.ckpt"), "--out", str(target)]
     command += ["--model", "lightningtrained:Lit", "--input", "x:float32:batch,16"]
+    command += ["--format", "onnx", "--format", "torchscript"]
     path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr

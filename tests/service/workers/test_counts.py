@@ -64,6 +64,16 @@ def test_every_reader_gets_current_counts(counting: Counting, workers: dict[str,
     assert (exposed_rows(counting), rows(counting)) == (7, 7)
 
 
+def test_a_report_after_a_model_was_forgotten_keeps_the_statistics(
+    counting: Counting, workers: dict[str, Process]
+) -> None:
+    one = workers["worker 1"]
+    one.model.executed(1, 0.1)
+    families, complete = one.metrics.report()
+    counting.receive("worker 1", {"metrics": [each.as_json() for each in families], "complete": complete})
+    assert exposed_rows(counting) == 1
+
+
 def test_the_last_counts_of_a_worker_that_does_not_answer_in_time_are_shown(
     counting: Counting, workers: dict[str, Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
