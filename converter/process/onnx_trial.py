@@ -26,7 +26,7 @@ _SIZES = (1, 2, 32, 64, 224)  # of the free dimensions behind the first, until t
 # ONNX Runtime sorts nodes itself, and this program, too. A wrong declared shape is replaced by what running shows.
 _TOLERATED = ("must be topologically sorted", "Inferred shape and existing shape differ")
 _NO_MEMORY = ("bad_alloc", "allocate memory")  # in ONNX Runtime's errors, which have no class for it
-_NO_SIZE = "Integer overflow"  # the same: of a size in bytes
+_NO_SIZE = ("Integer overflow", "size overflowed")  # the same: of a size in bytes
 _INVALID, _UNUSABLE = 2, 3  # exit codes
 
 
@@ -118,16 +118,16 @@ def _open_and_run(path: Path) -> None:
     except RuntimeFailure as error:
         _check_memory(error)
         raise
-    failure = ""
+    overflow = ""
     for feeds in _feeds(session):
         try:
             session.run(None, feeds)
             return
         except Exception as error:  # noqa: BLE001 - mostly the sizes, which do not fit
             _check_memory(error)
-            failure = str(error)
-    if _NO_SIZE in failure:
-        raise MemoryError(failure)
+            overflow = overflow or (str(error) if any(text in str(error) for text in _NO_SIZE) else "")
+    if overflow:
+        raise MemoryError(overflow)
 
 
 def _check_memory(error: Exception) -> None:
