@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime.ort.externaldata import all_tensors
 from converter.graph.dimensions import is_named, mark_guessed, rename
 from converter.graph.initializers import dims
 from converter.graph.names import values_of
@@ -91,7 +92,7 @@ def _load(path: Path) -> ir.Model:
 
 def _check_places(path: Path, proto: ModelProto) -> None:
     """Raise :class:`SourceError` for external data at a place that is no number of bytes: onnx_ir fails on it."""
-    for tensor in proto.graph.initializer:
+    for tensor in all_tensors(proto):
         for entry in tensor.external_data:
             if entry.key in ("offset", "length") and not (entry.value.isascii() and entry.value.isdecimal()):
                 raise SourceError(

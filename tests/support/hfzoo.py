@@ -49,7 +49,6 @@ _VIT = {
     "patch_size": 8,
 }
 _RESNET = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"}
-_SMALL_IMAGES = {"image_size": 32}
 
 # name: (class, config class, config, preprocessor_config.json or None)
 MODELS: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any] | None]] = {

@@ -110,7 +110,7 @@ def check_locations(path: Path, allowed: Collection[str]) -> ModelProto:
     file.
     """
     model = _model(path)
-    for tensor in _tensors(model):
+    for tensor in all_tensors(model):
         for location in _locations(tensor):
             if location not in allowed:
                 raise ArtifactError(
@@ -159,7 +159,7 @@ def _model(path: Path) -> ModelProto:
         raise RuntimeFailure(f"{path.name} is not an ONNX file: {error}") from error
 
 
-def _tensors(message: Message) -> Iterator[TensorProto]:
+def all_tensors(message: Message) -> Iterator[TensorProto]:
     """Yield every tensor in ``message``, at any depth.
 
     They may be initializers, dense or sparse, attributes, the subgraphs of If and Loop, and functions.
@@ -170,11 +170,11 @@ def _tensors(message: Message) -> Iterator[TensorProto]:
     for descriptor, value in message.ListFields():
         if descriptor.message_type is not None:
             for inner in value if descriptor.is_repeated else (value,):
-                yield from _tensors(inner)
+                yield from all_tensors(inner)
 
 
 def _external(model: ModelProto) -> list[TensorProto]:
-    return [tensor for tensor in _tensors(model) if _locations(tensor)]
+    return [tensor for tensor in all_tensors(model) if _locations(tensor)]
 
 
 def _locations(tensor: TensorProto) -> list[str]:
