@@ -69,6 +69,9 @@ class Reporters:
         self.sent = 0
         self.stuck: set[str] = set()
         self.meet: asyncio.Barrier | None = None  # where those that were asked wait before they report
+        self.callers = 0  # that have asked for statistics
+        self._may_report = asyncio.Event()
+        self._may_report.set()
         self._reports = Reports()
         self._reports.set_models({"m": [1]})
         self._ended = asyncio.Event()
@@ -77,7 +80,15 @@ class Reporters:
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
 
     def statistics(self) -> int:
+        self.callers += 1
         return self._reports.totals([("m", 1)])["m", 1].inference_count
+
+    def hold(self) -> None:
+        """Let no replica report before :meth:`release`."""
+        self._may_report.clear()
+
+    def release(self) -> None:
+        self._loop.call_soon_threadsafe(self._may_report.set)
 
     async def _run(self) -> None:
         tasks = [asyncio.ensure_future(self._report(name)) for name in self._names]
@@ -88,6 +99,7 @@ class Reporters:
 
     async def _report(self, name: str) -> None:
         while name not in self.stuck:
+            await self._may_report.wait()
             self.sent += 1
             await self._reports.receive(report(name, SlotState("m", 1, "ready"), count=self.count))
             if self.meet is not None:
@@ -206,12 +218,17 @@ class TestReports:
                 reporters.count += 1
                 assert reporters.statistics() == replicas * reporters.count
 
-    def test_callers_that_ask_at_once_share_a_round_of_reports(self) -> None:
+    def test_callers_that_ask_at_once_share_a_round_of_reports(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One round is under way when the others ask. They need a newer one, and the same one does for all."""
+        monkeypatch.setattr(reports_module, "_STATISTICS_SECONDS", 30.0)
         with Reporters(50) as reporters, ThreadPoolExecutor(20) as threads:
             assert reporters.statistics() == 50
+            reporters.hold()
             reporters.count, before = 2, reporters.sent
             found = [threads.submit(reporters.statistics) for _ in range(20)]
-            assert {each.result(10) for each in found} == {100}
+            until(lambda: reporters.callers == 21, 30, "all callers")
+            reporters.release()
+            assert {each.result(30) for each in found} == {100}
             assert reporters.sent - before < 20 * 50 / 2
 
     def test_statistics_name_how_many_replicas_are_left_out(self, caplog: pytest.LogCaptureFixture) -> None:
