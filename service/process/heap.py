@@ -21,7 +21,9 @@ _MMAP_BYTES = 32 << 20
 _KEPT_BYTES = 8 << 20  # bytes kept at the end of each arena, for the next messages
 _ARENAS = 2  # more arenas gain nothing: Python's lock lets few allocations run at once
 _IDLE = 0.1  # of one core's time: below this the server is idle
-_MIN_WORK_S = 0.1  # CPU seconds since the last trim that make another worthwhile
+# CPU seconds since the last trim that make another, of some 3 ms, worthwhile. Not more: on a busy machine a trim may
+# come before the last requests of a burst, and their memory would stay until an idle server has worked this long.
+_MIN_WORK_S = 0.03
 _TICK_S = 2.0
 
 

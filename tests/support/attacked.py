@@ -93,4 +93,5 @@ class Target:
         assert self.process.process.poll() is None, self.process.log[-2000:]
         assert monitor.failures == [], monitor.failures
         self.process.check_memory()
-        until(lambda: self.rss() <= before * GROWTH, 30, f"RSS of {before >> 20} MiB, now {self.rss() >> 20}, back")
+        most = before * GROWTH
+        until(lambda: self.rss() <= most, 30, lambda: f"RSS of {before >> 20} MiB, now {self.rss() >> 20}, back")

@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable
 
 
-def until(condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition") -> None:
+def until(
+    condition: Callable[[], object], seconds: float = 20.0, what: str | Callable[[], str] = "the condition"
+) -> None:
     """Return as soon as ``condition()`` is true. Raise AssertionError after ``seconds``; only failures take so long."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise AssertionError(f"{what} did not come true within {seconds:g} s")
+            text = what if isinstance(what, str) else what()  # a function tells the state at the end
+            raise AssertionError(f"{text} did not come true within {seconds:g} s")
         time.sleep(0.002)
