@@ -123,7 +123,7 @@ def test_a_model_is_loaded_and_unloaded_in_all_workers(server: ServerProcess, cl
     assert {tuple(index(client)) for client in clients} == {(("mlp", "1", "READY"), ("other", "1", "READY"))}
     clients[1].call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="other"))
     assert {code_of(partial(infer, client, "other")) for client in clients} == {grpc.StatusCode.NOT_FOUND}
-    assert 'model="other"' not in server.get("/metrics")[1]
+    until(lambda: 'model="other"' not in server.get("/metrics")[1], what="its metrics gone, the reference's too,")
 
 
 def test_a_failed_load_leaves_the_old_model_in_all_workers(
