@@ -17,8 +17,7 @@ from bf16kit.messages.wording import brief
 from bf16kit.runtime.ort.kernel import DOMAIN
 from converter.fuse.attend import attend
 from converter.fuse.functions import Fusing, Fusion
-from converter.fuse.join import groups, join
-from converter.fuse.multiply import look_up, multiply
+from converter.fuse.multiply import groups, join, look_up, multiply
 from converter.fuse.norms import normalise
 from converter.fuse.products import panelled_weights
 from converter.graph.initializers import const_dims
@@ -83,26 +82,22 @@ def _fuse(
     rounding: Collection[str],
     refused: Collection[str],
 ) -> tuple[Fusion, ...]:
-    fusing = Fusing(model, narrow, panels, rounding, refused)
-    made: list[Fusion] = []
-    for find_and_replace in _FUSIONS:
-        for node in tuple(model.graph):
-            if node.graph is model.graph and node.domain == "" and node.name not in refused:
-                made += _guarded(node, lambda: find_and_replace(fusing, node))  # noqa: B023 - called at once
-    for group in groups(model.graph):
-        _guarded(group[0], lambda: join(fusing, group))  # noqa: B023 - called at once
+    fusing, made, anchor = Fusing(model, narrow, panels, rounding, refused), [], ""
+    try:
+        for find_and_replace in _FUSIONS:
+            for node in tuple(model.graph):
+                if node.graph is model.graph and node.domain == "" and node.name not in refused:
+                    anchor = node.name or ""
+                    fusion = find_and_replace(fusing, node)
+                    made += [] if fusion is None else [fusion]
+        for group in groups(model.graph):
+            anchor = group[0].name or ""
+            join(fusing, group)
+    except Exception as error:  # a fusion's bug must not cost the conversion
+        raise _Failed(anchor, error) from error
     _define(model, fusing.functions)
     _flatten(model.graph, panels)
     return tuple(made)
-
-
-def _guarded(anchor: ir.Node, carry_out: Callable[[], Fusion | None]) -> list[Fusion]:
-    name = anchor.name or ""
-    try:
-        fusion = carry_out()
-    except Exception as error:  # a fusion's bug must not cost the conversion
-        raise _Failed(name, error) from error
-    return [] if fusion is None else [fusion]
 
 
 def _define(model: ir.Model, functions: Mapping[str, ir.Function]) -> None:
