@@ -21,7 +21,6 @@ from bf16kit.messages.errors import ArtifactError, ArtifactExists, UsageError
 from bf16kit.messages.wording import size
 from bf16kit.numerics.tensors import BY_NAME
 from converter.process.progress import Progress
-from converter.source import Array
 from converter.write.export import Place, header
 
 
@@ -86,9 +85,10 @@ def _temporary_file(out: Path) -> Iterator[BinaryIO]:
 def _write(
     file: BinaryIO, opened: Artifact, entries: Sequence[CheckpointEntry], total: int, progress: Progress
 ) -> None:
+    ordered = Artifact(opened.path, opened.manifest.model_copy(update={"checkpoint": list(entries)}))
     with progress.step("restoring", total) as advance:
         file.write(_header(entries))
-        for array in _in_order(opened, entries):
+        for _, array in ordered.checkpoint_tensors():
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             advance(array.nbytes)
         file.flush()
@@ -109,15 +109,6 @@ def _header(entries: Sequence[CheckpointEntry]) -> bytes:
         places.append(Place(entry.name, entry.dtype, tuple(entry.shape), start))
         start += _nbytes(entry)
     return header(places)
-
-
-def _in_order(opened: Artifact, entries: Sequence[CheckpointEntry]) -> Iterator[Array]:
-    """Yield the restored tensors in the order that the header promises: by name."""
-    ordered = Artifact(opened.path, opened.manifest.model_copy(update={"checkpoint": list(entries)}))
-    for entry, (name, array) in zip(entries, ordered.checkpoint_tensors(), strict=True):
-        if name != entry.name or list(array.shape) != entry.shape or array.nbytes != _nbytes(entry):
-            raise UsageError(f"tensor {name!r}: restored as {array.dtype}{list(array.shape)}, not as {entry.dtype}")
-        yield array
 
 
 def _nbytes(entry: CheckpointEntry) -> int:

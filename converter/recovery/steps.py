@@ -16,8 +16,8 @@ from converter import read_and_trace
 from converter.convert import ProvidedInputs, Result, convert
 from converter.options import Options, Target
 from converter.process.memory import release_memory
-from converter.process.naming import prefix_errors
 from converter.process.progress import Progress
+from converter.process.quiet import prefix_errors
 from converter.read.sources import exported_source
 from converter.recovery.batches import Loader
 from converter.recovery.checkpoints import open_checkpoints
