@@ -40,22 +40,26 @@ def frozen_heap() -> Iterator[Callable[[bool], None]]:
     Each full collection would visit the half million objects of torch and transformers, which takes longer than
     creating what it collects. No garbage is freed before the yielded function is first called. It sets all objects
     aside (``gc.freeze``), until it is called again or the block ends, and first frees garbage if its argument is true.
+    If the calling program has set objects aside already, they are left so, and none are set aside here.
     """
-    collects = gc.isenabled()
+    collects, sets_aside = gc.isenabled(), gc.get_freeze_count() == 0
     gc.disable()
 
     def set_aside(collect: bool) -> None:
         if collect:
-            gc.unfreeze()
+            if sets_aside:
+                gc.unfreeze()
             release_memory()
-        gc.freeze()
+        if sets_aside:
+            gc.freeze()
         if collects:
             gc.enable()
 
     try:
         yield set_aside
     finally:
-        gc.unfreeze()
+        if sets_aside:
+            gc.unfreeze()
         if collects:
             gc.enable()
 

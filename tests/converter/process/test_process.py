@@ -112,6 +112,11 @@ def test_objects_are_set_aside_until_the_next_time_and_freed_if_they_are_garbage
         raise ZeroDivisionError
     assert gc.get_freeze_count() == 0
     assert gc.isenabled()
+    gc.freeze()  # as a calling program may do
+    count = gc.get_freeze_count()
+    with frozen_heap() as set_aside:
+        set_aside(True)
+    assert 0 < gc.get_freeze_count() <= count
 
 
 def test_onednn_keeps_few_kernels_unless_the_environment_sets_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
