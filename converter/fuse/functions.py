@@ -9,7 +9,7 @@ load. The results are the same within fp32 rounding, with the memory that fp32 t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import onnx_ir as ir
@@ -40,31 +40,28 @@ class Fusion:
     outputs: tuple[str, ...]
 
 
+@dataclass
 class Fusing:
-    """A graph while fusions are carried out in it.
+    """The graph of ``model`` while fusions are carried out in it.
 
     ``narrow`` names the initializers stored in bf16, ``panels`` those stored in panels, each with the axis that holds
     the columns. Products named in ``rounding`` round what they multiply. No fusion is anchored at a node in
-    ``refused``. ``functions`` are the definitions of the operators inserted so far, by name.
+    ``refused``; ``anchor`` is the node at which one is carried out. ``functions`` are the definitions of the operators
+    inserted so far, by name; ``made`` are values that several fusions share, such as masks.
     """
 
-    def __init__(
-        self,
-        model: ir.Model,
-        narrow: Collection[str],
-        panels: Mapping[str, int],
-        rounding: Collection[str],
-        refused: Collection[str],
-    ) -> None:
-        self.graph = model.graph
-        self.opset = model.opset_imports[""]
-        self.narrow = narrow
-        self.panels = panels
-        self.rounding = rounding
-        self.refused = refused
-        self.functions: dict[str, ir.Function] = {}
-        self.made: dict[object, ir.Value] = {}  # values that several fusions share, such as masks
-        self._fresh = FreshNames(all_value_names(model) | {node.name or "" for node in model.graph.all_nodes()})
+    model: ir.Model
+    narrow: Collection[str]
+    panels: Mapping[str, int]
+    rounding: Collection[str]
+    refused: Collection[str]
+    anchor: str = ""
+    functions: dict[str, ir.Function] = field(default_factory=dict)
+    made: dict[object, ir.Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.graph, self.opset = self.model.graph, self.model.opset_imports[""]
+        self._fresh = FreshNames(all_value_names(self.model) | {node.name or "" for node in self.graph.all_nodes()})
 
     def fresh(self, name: str) -> str:
         return self._fresh.make(name)

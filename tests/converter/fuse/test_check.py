@@ -101,7 +101,6 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], str, str]] = {
     "erf for tanh": (_gelu, "gelu_tanh", "cpu"),
     "bias lost": (_no_bias, "mlp", "cpu"),
     "keys as queries": (_keys, "attention", "cpu"),
-    "does not run": (_heads, "attention", "cpu"),
 }
 
 
@@ -129,6 +128,13 @@ def test_only_the_wrong_one_of_several_fusions_is_refused(tmp_path: Path, monkey
     found = check(lower(tmp_path / "m" / "1", proto), fed)
     assert found.keys() == {"matmul0"}
     assert "times the fp32 noise allowed" in found["matmul0"]
+
+
+def test_a_fusion_that_does_not_run_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    proto, fed = MODELS["attention"]
+    made = lower(tmp_path / "m" / "1", proto)
+    _heads(monkeypatch)
+    assert check(made, fed).keys() == {fusion.anchor for fusion in made.planned.fusions.made}
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
