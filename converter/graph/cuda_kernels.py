@@ -16,7 +16,6 @@ from typing import Any
 import onnx
 from onnx import defs
 
-from bf16kit.messages.errors import UsageError
 from bf16kit.system.versions import is_older, version_key
 from converter.process import versions
 
@@ -66,17 +65,13 @@ class KernelTable:
         """Load the table of release ``version``; None means the installed release.
 
         If the installed release has no table, the newest table before it is used, else the oldest table. If none is
-        installed, the newest table is used. Raises UsageError if there is no table for ``version``.
+        installed, the newest table is used.
         """
         known = releases()
         if version is None:
             installed = versions.onnxruntime()
             within = [each for each in known if installed is None or not is_older(installed, each)]
             version = within[-1] if within else known[0]
-        if version not in known:
-            raise UsageError(
-                f"no CUDA kernel table for ONNX Runtime {version}; there are tables for {', '.join(known)}"
-            )
         return _table(version)
 
     def has_bf16_kernel(self, domain: str, op: str, since: int) -> bool:
@@ -117,17 +112,6 @@ def _table(version: str) -> KernelTable:
     }
     opset, ir_version = [most for begin, *most in _LOADS if not is_older(version, begin)][-1]
     return KernelTable(version, opset, ir_version, kernels)
-
-
-def other_release_note() -> str | None:
-    """Return a sentence if the kernels come from another ONNX Runtime's table than the installed one's; else None."""
-    table, installed = KernelTable.load().onnxruntime, versions.onnxruntime()
-    if installed in (None, table):
-        return None
-    return (
-        f"the cuda profile was planned with the bf16 kernels of ONNX Runtime {table}, because there is no kernel"
-        f" table for the installed version {installed}"
-    )
 
 
 def missing_kernels(model: onnx.ModelProto, table: KernelTable) -> list[str]:

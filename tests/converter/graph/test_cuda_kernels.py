@@ -16,7 +16,7 @@ from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort import session
 from bf16kit.runtime.ort.quietort import ort
 from bf16kit.system.versions import is_older
-from converter.graph.cuda_kernels import KernelTable, missing_kernels, other_release_note, releases, required
+from converter.graph.cuda_kernels import KernelTable, missing_kernels, releases, required
 from converter.process import versions
 
 NEWEST = "1.31.1"
@@ -68,20 +68,6 @@ def test_a_kernel_takes_a_node_only_if_all_its_dtypes_match() -> None:
     assert table.accepts_dtypes(
         "", "Gather", 13, {"T": "bfloat16", "tensor(int64)": "int64"}
     )  # int64 is under no constraint of the kernel
-
-
-def test_a_note_states_that_another_version_s_table_is_used(
-    cli: Cli, onnx_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert other_release_note() is None
-    _install(monkeypatch, "1.25.1")
-    out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published().out
-    assert (
-        "bf16 kernels of ONNX Runtime 1.25.0, because there is no kernel table for the installed version 1.25.1" in out
-    )
-    profiles = Artifact.open(target).manifest.profiles
-    assert profiles["cuda"].requires == {"onnxruntime": "1.24.1"}
-    assert profiles["cpu"].requires == {"onnxruntime": "1.24"}
 
 
 NODES = (
