@@ -76,10 +76,10 @@ def attention(softmax: ir.Node) -> Attention | None:
     if traced is None or merged is None:
         return None
     product, values = traced.product, merged[0]
-    q, k, v = Operand.of(product.inputs[0]), _columns_first(product.inputs[1]), Operand.of(values.inputs[1], False)
+    q, k, v = Operand.of(product.inputs[0]), _columns_first(product.inputs[1]), Operand.of(values.inputs[1])
     if q is None or k is None or v is None:
         return None
-    k, v = k.ungrouped(), v.ungrouped(False)
+    k, v = k.ungrouped(), v.ungrouped()
     nodes = (*reversed(traced.nodes), softmax, *merged)
     found = Attention(q, k, v, traced.scale * q.scale * k.scale, traced.masks, values, nodes)
     return _trim_merge(found) if _fits(found) else None
@@ -87,7 +87,7 @@ def attention(softmax: ir.Node) -> Attention | None:
 
 def _fits(found: Attention) -> bool:
     q, k, v = found.q, found.k, found.v
-    if not (same_dim(q.batch, k.batch) and same_dim(k.batch, v.batch) and same_dim(k.rows, v.rows)):
+    if not (same_dim(q.batch, k.batch) and same_dim(k.batch, v.batch) and same_dim(k.rows, v.rows)) or v.scale != 1:
         return False
     if q.columns != k.columns or k.heads != v.heads or k.shared != v.shared:
         return False
@@ -210,13 +210,12 @@ class Operand:
     shared: int = 1
 
     @classmethod
-    def of(cls, value: ir.Value | None, scaled: bool = True) -> Operand | None:
-        """Trace ``value`` [batch, heads, rows, columns] back through moves and, if ``scaled``, factors; or return
-        None."""
-        value, scale = _unscaled(value) if scaled else (value, 1.0)
+    def of(cls, value: ir.Value | None) -> Operand | None:
+        """Trace ``value`` [batch, heads, rows, columns] back through moves and factors; or return None."""
+        value, scale = _unscaled(value)
         found = None if value is None else cls._split(value, known_shape(value), (0, 1, 2, 3), scale)
         view = _before_transpose(value, [0, 2, 1, 3])
-        return found if found is None or view is None else found._in_rows_of(view, scaled) or found
+        return found if found is None or view is None else found._in_rows_of(view) or found
 
     @classmethod
     def _split(cls, value: ir.Value, shape: Sequence[Dim] | None, axes: Sequence[int], scale: float) -> Operand | None:
@@ -228,13 +227,13 @@ class Operand:
             return None
         return cls(value, False, batch, heads, rows, columns, scale)
 
-    def _in_rows_of(self, view: ir.Value, scaled: bool = True) -> Operand | None:
+    def _in_rows_of(self, view: ir.Value) -> Operand | None:
         """Return this operand, read from the rows that ``view`` [batch, rows, heads, columns] splits into heads;
         or None."""
         producer = _producer(view, "Reshape")
         if producer is None:
             return None
-        rows, scale = _unscaled(producer.inputs[0]) if scaled else (producer.inputs[0], 1.0)
+        rows, scale = _unscaled(producer.inputs[0])
         shape = known_shape(rows)
         if rows is None or shape is None or len(shape) != 3 or shape[2] != self.heads * self.columns:
             return None
@@ -242,7 +241,7 @@ class Operand:
             return None
         return replace(self, value=rows, in_rows=True, scale=self.scale * scale)
 
-    def ungrouped(self, scaled: bool = True) -> Operand:
+    def ungrouped(self) -> Operand:
         """Return this operand without the Unsqueeze or Reshape, Expand and Reshape that repeat each head for a
         group."""
         merged = _producer(self.value, "Reshape")
@@ -260,7 +259,7 @@ class Operand:
             return self
         if thin[2] != 1 or wide[1] != heads or wide[4] != self.columns or shape[3] != self.columns:
             return self
-        found = Operand.of(source, scaled) if same_dim(wide[0], shape[0]) and same_dim(wide[3], shape[2]) else None
+        found = Operand.of(source) if same_dim(wide[0], shape[0]) and same_dim(wide[3], shape[2]) else None
         return self if found is None else replace(found, scale=self.scale * found.scale, shared=shared)
 
 
