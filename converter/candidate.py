@@ -12,7 +12,6 @@ from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.rounding import Census
 from converter.fuse.check import faults
 from converter.fuse.fuse import Fusions
-from converter.graph.cuda_kernels import other_release_note
 from converter.graph.types import untyped
 from converter.islands.result import SearchResult
 from converter.plan import Planned, make_plan, narrowed
@@ -63,7 +62,7 @@ class Candidate:
     def check_prepared_graph(self) -> None:
         """Run the graph that the profiles start from; for cuda, it has been through the other profiles' passes too.
 
-        Also notes what is unknown about the graph or the device, and what that costs.
+        Also notes what is unknown about the graph, and what that costs.
         """
         job, prepared, profiles = self.job, self.prepared, self.job.options.onnx_profiles
         nodes, all_nodes = untyped(prepared.base), sum(1 for _ in prepared.base.graph.all_nodes())
@@ -72,9 +71,6 @@ class Candidate:
                 f"the output types of {len(nodes)} of {all_nodes} nodes could not be inferred, the first"
                 f" {nodes[0].name!r} ({nodes[0].op_type}); these nodes, and those that read their outputs, stay in fp32"
             )
-        sentence = other_release_note() if "cuda" in profiles else None
-        if sentence is not None:
-            job.notes.append(sentence)
         if profiles:
             base = PROFILES["cuda" if "cuda" in profiles else profiles[0]].base(prepared)
             signature = job.source.inputs, job.source.outputs

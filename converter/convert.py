@@ -14,9 +14,9 @@ from converter.islands.explanation import measure_layers
 from converter.islands.mending import IslandSearches
 from converter.options import Options
 from converter.plan.decisions import Islands
-from converter.process.memory import FrozenHeap
-from converter.process.naming import prefix_errors
+from converter.process.memory import frozen_heap
 from converter.process.progress import Progress, SilentProgress
+from converter.process.quiet import prefix_errors
 from converter.publishing import build_measurements, publish
 from converter.read_and_trace import Job, read, run_source_model, write_traced_formats
 from converter.report.page import check_installed
@@ -68,19 +68,19 @@ def convert(options: Options, progress: Progress | None = None, provided: Provid
         check_installed()
     progress, provided = progress or SilentProgress(), provided or ProvidedInputs()
     with (
-        FrozenHeap() as heap,
+        frozen_heap() as set_aside,
         prefix_errors(options.source),
         staging(options.target.path, force=options.force) as stage,
     ):
-        with heap.without_collection():
-            source = read(options, progress, provided.read)
+        source = read(options, progress, provided.read)
+        set_aside(False)
         job = run_source_model(options, source, provided.samples, stage, progress)
         write_traced_formats(job)
-        heap.collect()
+        set_aside(True)
         verified = write_and_verify_torch(job) if source.graph is None else _within_budget(job)
         del source
         job.release_source()
-        heap.collect()
+        set_aside(True)
         return _publish(job, verified, provided)
 
 

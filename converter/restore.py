@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import math
 import os
-import secrets
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import CheckpointEntry
+from bf16kit.artifact.publish import explaining_disk_errors, locked_directory
 from bf16kit.messages.errors import ArtifactError, ArtifactExists, UsageError
 from bf16kit.messages.wording import size
 from bf16kit.numerics.tensors import BY_NAME
 from converter.process.progress import Progress
-from converter.source import Array
 from converter.write.export import Place, header
 
 
@@ -40,12 +34,10 @@ def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> st
         )
     entries = sorted(opened.manifest.checkpoint, key=lambda entry: entry.name)
     total = sum(_nbytes(entry) for entry in entries)
-    try:
-        with _temporary_file(out) as file:
-            _write(file, opened, entries, total, progress)
-            Path(file.name).replace(out)
-    except OSError as error:
-        raise _write_error(out, error) from error
+    with explaining_disk_errors(out), locked_directory(out) as directory, explaining_disk_errors(out):
+        with progress.step("restoring", total) as advance:
+            _write(directory / out.name, opened, entries, advance)
+        (directory / out.name).replace(out)
     return f"restored {len(entries)} tensors, {size(total)}, to {out}"
 
 
@@ -58,66 +50,20 @@ def _check_target(out: Path, force: bool) -> None:
         raise UsageError(f"{out.parent}: no such directory")
 
 
-@contextlib.contextmanager
-def _temporary_file(out: Path) -> Iterator[BinaryIO]:
-    """Open a new file beside ``out``, and remove it at the end unless it was renamed.
-
-    The file stays locked until its process ends, however it ends. So an unlocked file was left by a killed run: those
-    are removed first.
-    """
-    prefix = f".{out.name}.tmp-"
-    for path in out.parent.iterdir():
-        if path.name.startswith(prefix) and path.is_file():
-            with contextlib.suppress(OSError), path.open("rb") as left:
-                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-    while True:
-        partial = out.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
-        try:
-            with partial.open("xb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                if partial.exists():  # else another run took it for a dead one's before it was locked
-                    yield file
-                    return
-        finally:
-            partial.unlink(missing_ok=True)
-
-
-def _write(
-    file: BinaryIO, opened: Artifact, entries: Sequence[CheckpointEntry], total: int, progress: Progress
-) -> None:
-    with progress.step("restoring", total) as advance:
-        file.write(_header(entries))
-        for array in _in_order(opened, entries):
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            advance(array.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_error(out: Path, error: OSError) -> UsageError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = shutil.disk_usage(out.parent).free >> 20
-        return UsageError(f"{out}: disk full ({free} MiB free), nothing was written; free some space")
-    return UsageError(f"{out}: cannot be written ({error.strerror})")
-
-
-def _header(entries: Sequence[CheckpointEntry]) -> bytes:
-    """The safetensors header, in the order of ``entries``."""
+def _write(path: Path, opened: Artifact, entries: list[CheckpointEntry], advance: Callable[[int], None]) -> None:
+    """Write the tensors of ``entries``, in that order, which is the header's."""
     places, start = [], 0
     for entry in entries:
         places.append(Place(entry.name, entry.dtype, tuple(entry.shape), start))
         start += _nbytes(entry)
-    return header(places)
-
-
-def _in_order(opened: Artifact, entries: Sequence[CheckpointEntry]) -> Iterator[Array]:
-    """Yield the restored tensors in the order that the header promises: by name."""
-    ordered = Artifact(opened.path, opened.manifest.model_copy(update={"checkpoint": list(entries)}))
-    for entry, (name, array) in zip(entries, ordered.checkpoint_tensors(), strict=True):
-        if name != entry.name or list(array.shape) != entry.shape or array.nbytes != _nbytes(entry):
-            raise UsageError(f"tensor {name!r}: restored as {array.dtype}{list(array.shape)}, not as {entry.dtype}")
-        yield array
+    ordered = Artifact(opened.path, opened.manifest.model_copy(update={"checkpoint": entries}))
+    with path.open("xb") as file:
+        file.write(header(places))
+        for _, array in ordered.checkpoint_tensors():
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            advance(array.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _nbytes(entry: CheckpointEntry) -> int:

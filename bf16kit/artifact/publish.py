@@ -52,10 +52,10 @@ def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtif
     check_target(target, force)
     # explained twice: creating the directory may fail, and a full disk must be detected before the directory is removed
     with (
-        _created_parents(target) as created,
-        _explaining_disk_errors(target),
-        _locked_directory(target) as path,
-        _explaining_disk_errors(target),
+        created_parents(target) as created,
+        explaining_disk_errors(target),
+        locked_directory(target) as path,
+        explaining_disk_errors(target),
     ):
         staged = StagingArtifact(target, path, force, created)
         try:
@@ -168,7 +168,7 @@ def check_target(target: Path, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def _created_parents(target: Path) -> Iterator[tuple[Path, ...]]:
+def created_parents(target: Path) -> Iterator[tuple[Path, ...]]:
     """Create the directories above the target, and remove them if nothing was published in them.
 
     Yields the created ones, innermost first.
@@ -187,7 +187,7 @@ def _created_parents(target: Path) -> Iterator[tuple[Path, ...]]:
 
 
 @contextlib.contextmanager
-def _explaining_disk_errors(target: Path) -> Iterator[None]:
+def explaining_disk_errors(target: Path) -> Iterator[None]:
     """Raise UsageError when the cause of a failure is a disk that is full or not writable."""
     try:
         yield
@@ -212,7 +212,7 @@ def _below(error: Exception, directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked_directory(target: Path) -> Iterator[Path]:
+def locked_directory(target: Path) -> Iterator[Path]:
     """Create and lock a new directory beside the target; at the end it is removed if it still has its own name."""
     _remove_stale(target)
     path, lock = _make_locked(target)

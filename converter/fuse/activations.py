@@ -1,9 +1,8 @@
-"""Recognises the activation that a few elementwise nodes compute, by their structure.
+"""Recognises the activation that a few elementwise nodes compute, by their structure, and writes it in a function.
 
 Exporters write Gelu in a dozen ways: with the half first or last, divided or multiplied, distributed over the sum or
 not. Each value is therefore written as a sum of products of ``x`` and functions of such sums, whose order and grouping
-no longer matter. Equal sums compute the same function, whatever the numbers in x are. Sigmoid is written with tanh, and
-1 / (1 + exp(-x)) as the sigmoid that it is.
+no longer matter. Equal sums compute the same function, whatever the numbers in x are.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from converter.graph.values import constant_number
+from converter.fuse.functions import FunctionBody
+from converter.graph.initializers import constant_number
 
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
 # Coefficients by the factors of their term, in order. A factor is a function's name with its sum, or x itself.
@@ -25,6 +25,7 @@ _LONGEST = 12  # nodes of an activation, at most; Gelu's tanh form has eight or 
 _MOST_TERMS = 16
 _DIGITS = 5  # of a coefficient: constants are fp32, and exporters write √(2/π) with as few as seven digits
 _X: Factor = ("x", ())
+_GELU_SINCE = 20  # the opset of ONNX's Gelu
 
 
 def activation(x: ir.Value) -> tuple[Activation, tuple[ir.Node, ...]]:
@@ -94,14 +95,9 @@ def _power(a: Sum, b: Sum) -> Sum | None:
     return result
 
 
-def _reciprocal(a: Sum) -> Sum | None:
-    """Return 1/a for a number, and for 1 + exp(-b), which is the reciprocal of b's sigmoid."""
-    if set(a) == {()}:
-        return {(): 1 / a[()]}
-    rest = [(term, number) for term, number in a.items() if term]
-    if a.get(()) != 1 or len(rest) != 1 or rest[0][1] != 1 or len(rest[0][0]) != 1 or rest[0][0][0][0] != "exp":
-        return None
-    return _sigmoid(_scale(dict(rest[0][0][0][1]), -1))
+def _divide(a: Sum, b: Sum) -> Sum | None:
+    divisor = b.get((), 0.0)
+    return _scale(a, 1 / divisor) if set(b) == {()} and divisor else None
 
 
 def _key(a: Sum) -> tuple[Any, ...]:
@@ -112,42 +108,17 @@ def _apply(name: str, a: Sum) -> Sum:
     return {((name, _key(a)),): 1.0}
 
 
-def _odd(name: str, a: Sum) -> Sum:
-    """Return f(a) for a function with f(-a) = -f(a), whose first coefficient is written as positive."""
-    positive = not a or _key(a)[0][1] > 0
-    return _apply(name, a) if positive else _scale(_apply(name, _scale(a, -1)), -1)
-
-
-def _sigmoid(a: Sum) -> Sum:
-    return _add({(): 0.5}, _scale(_odd("tanh", _scale(a, 0.5)), 0.5))
-
-
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-def _divide(a: Sum, b: Sum) -> Sum | None:
-    inverse = _reciprocal(b)
-    return None if inverse is None else _multiply(a, inverse)
-
-
 def _gelu(x: Sum) -> Sum:
-    return _multiply(_scale(x, 0.5), _add({(): 1.0}, _odd("erf", _scale(x, 1 / math.sqrt(2)))))
+    return _multiply(_scale(x, 0.5), _add({(): 1.0}, _apply("erf", _scale(x, 1 / math.sqrt(2)))))
 
 
 def _gelu_tanh(x: Sum) -> Sum:
     cubed = _scale(_multiply(x, _multiply(x, x)), 0.044715)
     inner = _scale(_add(x, cubed), math.sqrt(2 / math.pi))
-    return _multiply(_scale(x, 0.5), _add({(): 1.0}, _odd("tanh", inner)))
-
-
-def _gelu_node(node: ir.Node, x: Sum) -> Sum:
-    approximate = node.attributes.get("approximate")
-    return _gelu_tanh(x) if approximate is not None and approximate.as_string() == "tanh" else _gelu(x)
-
-
-def _swish_node(node: ir.Node, x: Sum) -> Sum:
-    alpha = node.attributes.get("alpha")
-    return _multiply(x, _sigmoid(_scale(x, 1.0 if alpha is None else alpha.as_float())))
+    return _multiply(_scale(x, 0.5), _add({(): 1.0}, _apply("tanh", inner)))
 
 
 _OPERATORS: Mapping[str, Callable[..., Sum | None]] = {
@@ -156,15 +127,11 @@ _OPERATORS: Mapping[str, Callable[..., Sum | None]] = {
     "Mul": lambda _, a, b: _multiply(a, b),
     "Div": lambda _, a, b: _divide(a, b),
     "Pow": lambda _, a, b: _power(a, b),
-    "Erf": lambda _, a: _odd("erf", a),
-    "Exp": lambda _, a: _apply("exp", a),
-    "Neg": lambda _, a: _scale(a, -1),
-    "Reciprocal": lambda _, a: _reciprocal(a),
-    "Sigmoid": lambda _, a: _sigmoid(a),
-    "Tanh": lambda _, a: _odd("tanh", a),
+    "Erf": lambda _, a: _apply("erf", a),
+    "Sigmoid": lambda _, a: _apply("sigmoid", a),
+    "Tanh": lambda _, a: _apply("tanh", a),
     "Relu": lambda _, a: _apply("relu", a),
-    "Gelu": _gelu_node,
-    "Swish": _swish_node,
+    "Gelu": lambda node, a: (_gelu_tanh if node.attributes.get_string("approximate") == "tanh" else _gelu)(a),
 }
 
 _IDENTITY: Sum = {(_X,): 1.0}
@@ -172,5 +139,28 @@ _ACTIVATIONS: Mapping[tuple[Any, ...], Activation] = {
     _key(_apply("relu", _IDENTITY)): "relu",
     _key(_gelu(_IDENTITY)): "gelu",
     _key(_gelu_tanh(_IDENTITY)): "gelu_tanh",
-    _key(_multiply(_IDENTITY, _sigmoid(_IDENTITY))): "silu",
+    _key(_multiply(_IDENTITY, _apply("sigmoid", _IDENTITY))): "silu",
 }
+
+
+# --- in functions -----------------------------------------------------------------------------------------------------
+
+
+def apply(body: FunctionBody, activation: Activation, x: ir.Value) -> ir.Value:
+    """Return ``activation`` of ``x`` in ONNX's operators; before ONNX has Gelu, in the form that ONNX Runtime fuses."""
+    if activation == "relu":
+        return body.add("Relu", x)
+    if activation == "silu":
+        return body.add("Mul", x, body.add("Sigmoid", x))
+    if activation == "none":
+        return x
+    if body.opset >= _GELU_SINCE:
+        return body.add("Gelu", x) if activation == "gelu" else body.add("Gelu", x, approximate="tanh")
+    if activation == "gelu":  # x·½·(1 + erf(x/√2))
+        bent = body.add("Erf", body.add("Div", x, body.number(math.sqrt(2))))
+    else:  # x·½·(1 + tanh(√(2/π)·(x + 0.044715·x³)))
+        cubed = body.add("Mul", body.add("Pow", x, body.number(3)), body.number(0.044715))
+        bent = body.add("Mul", body.add("Add", x, cubed), body.number(math.sqrt(2 / math.pi)))
+        bent = body.add("Tanh", bent)
+    doubled = body.add("Add", bent, body.number(1))
+    return body.add("Mul", body.add("Mul", x, doubled), body.number(0.5))

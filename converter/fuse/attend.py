@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -13,7 +13,6 @@ from converter.fuse.functions import FunctionBody, Fusing, Fusion
 from converter.graph.initializers import initializer
 
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)
-_OPERANDS = ("q", "k", "v")
 _HEADS_FIRST, _COLUMNS_FIRST = [0, 2, 1, 3], [0, 2, 3, 1]
 
 
@@ -26,20 +25,13 @@ def attend(fusing: Fusing, node: ir.Node) -> Fusion | None:
     found = attention(node)
     if found is None:
         return None
-    values, result = found.values, found.nodes[-1].outputs[0]
-    record = Fusion(
-        "attention",
-        node.name or "",
-        values.name or "",
-        tuple(each.name or "" for each in found.nodes),
-        (result.name or "",),
-    )
-    variant = AttentionVariant.of(found, rounds=values.name in fusing.rounding)
+    values, sizes = found.values, attributes(found)
+    defined = _function(found, values.name in fusing.rounding, fusing.opset, sizes)
     mask = _combined(fusing, found.masks, values)
     inputs = [found.q.value, found.k.value, found.v.value, *([] if mask is None else [mask])]
-    (output,) = fusing.operator(function(variant, fusing.opset), inputs, attributes(found), values, name=values.name)
-    fusing.replace({result: output}, found.nodes[::-1], found.shape)
-    return record
+    made = fusing.operator(defined, inputs, sizes, values, values.name)
+    replaced = {found.nodes[-1].outputs[0]: made.outputs[0]}
+    return fusing.replace("attention", node, found.nodes, made, replaced, found.shape)
 
 
 def _combined(fusing: Fusing, masks: Sequence[Mask], before: ir.Node) -> ir.Value | None:
@@ -73,72 +65,47 @@ def _number(fusing: Fusing, number: float) -> ir.Value:
     return fusing.made[number]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionVariant:
-    """One variant of the operator. ``layouts`` has a letter each for q, k and v: r in rows, h in heads. With
-    ``rounds``, the factors of products are rounded to bf16 first."""
+def attributes(found: Attention) -> dict[str, Any]:
+    """Return a node's attributes.
 
-    layouts: str
-    grouped: bool
-    masked: bool
-    rounds: bool = False
-
-    @classmethod
-    def of(cls, attention: Attention, *, rounds: bool = False) -> AttentionVariant:
-        return cls(attention.layouts, attention.q.heads != attention.k.heads, bool(attention.masks), rounds)
-
-    @property
-    def op_type(self) -> str:
-        """The operator's name, such as ``Attention_rrr_mask``; kernels/ort/attention_op.cpp registers them all."""
-        parts = ["AttentionBf16" if self.rounds else "Attention", self.layouts]
-        parts += [part for part, has in (("grouped", self.grouped), ("mask", self.masked)) if has]
-        return "_".join(parts)
-
-    @property
-    def lists(self) -> Iterator[str]:
-        """The attributes with integer lists that only the function of the operator reads."""
-        yield from (f"heads_of_{name}" for name, form in zip(_OPERANDS, self.layouts, strict=True) if form == "r")
-        if self.grouped:
-            yield "groups"
-        yield "merged"
+    Only the function reads the lists: shapes that it cannot compute, for operands in rows, and the key head that each
+    query head reads, if heads are shared.
+    """
+    heads, kv_heads = found.q.heads, found.k.heads
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "scale": found.scale}
+    for name, operand in (("q", found.q), ("k", found.k), ("v", found.v)):
+        if operand.in_rows:
+            sizes[f"heads_of_{name}"] = [0, 0, operand.heads, operand.columns]
+    if heads != kv_heads:
+        sizes["groups"] = [head * kv_heads // heads for head in range(heads)]
+    return sizes | {"merged": [0, 0, heads * found.v.columns]}
 
 
-def attributes(attention: Attention) -> dict[str, int | float | list[int]]:
-    """Return a node's attributes. The lists are shapes that a function cannot compute, and the key head that each
-    query head reads."""
-    heads, kv_heads = attention.q.heads, attention.k.heads
-    sizes = {
-        f"heads_of_{name}": [0, 0, operand.heads, operand.columns]
-        for name, operand in zip(_OPERANDS, (attention.q, attention.k, attention.v), strict=True)
-    }
-    sizes["groups"] = [head * kv_heads // heads for head in range(heads)]
-    sizes["merged"] = [0, 0, heads * attention.v.columns]
-    names = AttentionVariant.of(attention).lists
-    return {"heads": heads, "kv_heads": kv_heads, "scale": attention.scale} | {name: sizes[name] for name in names}
-
-
-def function(variant: AttentionVariant, opset: int) -> ir.Function:
-    """Return the function of ``variant`` in the operators of ``opset``, 13 or newer.
+def _function(found: Attention, rounds: bool, opset: int, attributes: Mapping[str, Any]) -> ir.Function:
+    """Return the function of the operator for ``found``; with ``rounds``, it rounds the factors of products to bf16.
 
     Q [batch, queries, heads · depth] or [batch, heads, queries, depth], K and V likewise, and the mask M, which
-    broadcasts to [batch, heads, queries, keys], if there is one → Y [batch, queries, heads · width].
+    broadcasts to [batch, heads, queries, keys], if there is one → Y [batch, queries, heads · width]. The name has a
+    letter each for q, k and v: r for rows, h for heads; kernels/ort/attention_op.cpp registers them all.
     """
-    inputs = [ir.Value(name=name) for name in ("Q", "K", "V", "M")[: 4 if variant.masked else 3]]
+    grouped, masked = "groups" in attributes, bool(found.masks)
+    layouts = "".join("r" if each.in_rows else "h" for each in (found.q, found.k, found.v))
+    parts = ["AttentionBf16" if rounds else "Attention", layouts, *["grouped"][:grouped], *["mask"][:masked]]
+    inputs = [ir.Value(name=name) for name in ("Q", "K", "V", *"M"[:masked])]
     body = FunctionBody(opset)
     q, k, v = (
-        _in_heads(body, variant, index, value, _COLUMNS_FIRST if index == 1 else _HEADS_FIRST)
-        for index, value in enumerate(map(body.rounded, inputs[:3]) if variant.rounds else inputs[:3])
+        _in_heads(body, f"heads_of_{name}" if f"heads_of_{name}" in attributes else None, value, name == "k")
+        for name, value in zip("qkv", map(body.rounded, inputs[:3]) if rounds else inputs[:3], strict=True)
     )
-    if variant.grouped:
+    if grouped:
         groups = body.integers_attribute("groups")
         k, v = body.add("Gather", k, groups, axis=1), body.add("Gather", v, groups, axis=1)
     scores = body.add("Mul", body.add("MatMul", q, k), body.number_attribute("scale"))
-    if variant.masked:
+    if masked:
         scores = body.add("Add", scores, inputs[3])
-    result = (_rounded_weights if variant.rounds else _weights)(body, scores, v)
+    result = (_rounded_weights if rounds else _weights)(body, scores, v)
     rows = body.add("Reshape", body.add("Transpose", result, perm=_HEADS_FIRST), body.integers_attribute("merged"))
-    rows.name = "Y"
-    return body.function(variant.op_type, inputs, [rows], ("heads", "kv_heads", "scale", *variant.lists))
+    return body.function("_".join(parts), inputs, {"Y": rows}, attributes)
 
 
 def _weights(body: FunctionBody, scores: ir.Value, v: ir.Value) -> ir.Value:
@@ -152,9 +119,9 @@ def _rounded_weights(body: FunctionBody, scores: ir.Value, v: ir.Value) -> ir.Va
     return body.add("Div", body.add("MatMul", exponentials, v), body.add("ReduceSum", exponentials, last))
 
 
-def _in_heads(body: FunctionBody, variant: AttentionVariant, index: int, value: ir.Value, order: list[int]) -> ir.Value:
-    """Return an operand as [batch, heads, …], its rows and columns in the given order."""
-    if variant.layouts[index] == "r":
-        value = body.add("Reshape", value, body.integers_attribute(f"heads_of_{_OPERANDS[index]}"))
-        return body.add("Transpose", value, perm=order)
-    return value if order == _HEADS_FIRST else body.add("Transpose", value, perm=[0, 1, 3, 2])
+def _in_heads(body: FunctionBody, rows: str | None, value: ir.Value, columns_first: bool) -> ir.Value:
+    """Return an operand as [batch, heads, …]; ``rows`` names the attribute with its shape in heads if it is in rows."""
+    if rows is not None:
+        value = body.add("Reshape", value, body.integers_attribute(rows))
+        return body.add("Transpose", value, perm=_COLUMNS_FIRST if columns_first else _HEADS_FIRST)
+    return body.add("Transpose", value, perm=[0, 1, 3, 2]) if columns_first else value

@@ -13,13 +13,20 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.fuse.heads import Operand, columns_first
-from converter.graph.initializers import const
-from converter.graph.values import Dim, constant_number, is_onnx_operator, known_shape, only_reader, same_dim, same_dims
+from converter.graph.initializers import (
+    Dim,
+    const,
+    constant_number,
+    is_onnx_operator,
+    known_shape,
+    only_reader,
+    same_dim,
+    same_dims,
+)
 
 FLOAT = ir.DataType.FLOAT
 _HIDDEN = -1e30  # no score changes this number when added to it
-_RANK = 4  # of scores
+_RANK = 4  # of scores, and of a constant that scales them
 _LONGEST = 8  # nodes between a product and its Softmax, at most
 
 
@@ -53,18 +60,9 @@ class Attention:
     nodes: tuple[ir.Node, ...]
 
     @property
-    def result(self) -> ir.Node:
-        return self.nodes[-1]
-
-    @property
     def shape(self) -> tuple[Dim, Dim, int]:
         """The shape of the result, with the heads merged into rows: [batch, queries, heads · width]."""
         return self.q.batch, self.q.rows, self.q.heads * self.v.columns
-
-    @property
-    def layouts(self) -> str:
-        """One letter each for q, k and v: r if its heads are in rows, h if they are split."""
-        return "".join("r" if each.in_rows else "h" for each in (self.q, self.k, self.v))
 
 
 def attention(softmax: ir.Node) -> Attention | None:
@@ -72,28 +70,24 @@ def attention(softmax: ir.Node) -> Attention | None:
     if softmax.op_type != "Softmax" or not is_onnx_operator(softmax):
         return None
     scores, weights = softmax.inputs[0], softmax.outputs[0]
-    axis = softmax.attributes.get("axis")
-    if scores is None or scores.dtype != FLOAT or (axis is not None and axis.as_int() not in (-1, 3)):
+    if scores is None or scores.dtype != FLOAT or softmax.attributes.get_int("axis", -1) not in (-1, 3):
         return None
     traced, merged = _trace(scores), _merged(weights)
     if traced is None or merged is None:
         return None
     product, values = traced.product, merged[0]
-    nodes = (*reversed(traced.nodes), softmax, *merged)
-    q = Operand.of(product.inputs[0])
-    transposed = columns_first(product.inputs[1])
-    k = None if transposed is None else transposed.ungrouped()
-    v = Operand.of(values.inputs[1], scaled=False)
-    v = None if v is None else v.ungrouped(scaled=False)
+    q, k, v = Operand.of(product.inputs[0]), _columns_first(product.inputs[1]), Operand.of(values.inputs[1])
     if q is None or k is None or v is None:
         return None
+    k, v = k.ungrouped(), v.ungrouped()
+    nodes = (*reversed(traced.nodes), softmax, *merged)
     found = Attention(q, k, v, traced.scale * q.scale * k.scale, traced.masks, values, nodes)
     return _trim_merge(found) if _fits(found) else None
 
 
 def _fits(found: Attention) -> bool:
     q, k, v = found.q, found.k, found.v
-    if not (same_dim(q.batch, k.batch) and same_dim(k.batch, v.batch) and same_dim(k.rows, v.rows)):
+    if not (same_dim(q.batch, k.batch) and same_dim(k.batch, v.batch) and same_dim(k.rows, v.rows)) or v.scale != 1:
         return False
     if q.columns != k.columns or k.heads != v.heads or k.shared != v.shared:
         return False
@@ -106,9 +100,9 @@ def _trim_merge(found: Attention) -> Attention | None:
     If the Reshape does something else, the attention ends before it, and the Reshape reads merged heads. None if the
     Reshape might then give another result.
     """
-    merged = found.result
-    actual, expected = known_shape(merged.outputs[0]), found.shape
-    if actual is not None and len(actual) == 3 and all(map(same_dim, actual, expected)):
+    merged = found.nodes[-1]
+    actual = known_shape(merged.outputs[0])
+    if actual is not None and len(actual) == 3 and all(map(same_dim, actual, found.shape)):
         return found
     sizes = const(merged.inputs[1])
     if sizes is None or 0 in sizes.numpy():  # 0 copies a dimension, which merged heads would change
@@ -134,18 +128,16 @@ def _trace(value: ir.Value | None, depth: int = _LONGEST) -> _Trace | None:
     if value is None or node is None or depth == 0 or not is_onnx_operator(node) or only_reader(value) is None:
         return None
     if node.op_type == "MatMul":
-        shape = known_shape(value)
         both = all(v is not None and not v.is_initializer() for v in node.inputs)
-        return _Trace(node, 1.0, (), (node,)) if both and shape is not None and len(shape) == 4 else None
+        return _Trace(node, 1.0, (), (node,)) if both and len(known_shape(value) or ()) == _RANK else None
     for scores, step in _steps(node):
         traced = _trace(scores, depth - 1)
         if traced is None or not same_dims(value, traced.product.outputs[0]):
             continue
-        if isinstance(step, float):
-            if not traced.masks:  # a mask added before would have to be scaled as well
-                return replace(traced, scale=traced.scale * step, nodes=(node, *traced.nodes))
-        else:
+        if not isinstance(step, float):
             return replace(traced, masks=(*traced.masks, step), nodes=(node, *traced.nodes))
+        if not traced.masks:  # a mask added before would have to be scaled as well
+            return replace(traced, scale=traced.scale * step, nodes=(node, *traced.nodes))
     return None
 
 
@@ -157,17 +149,25 @@ def _steps(node: ir.Node) -> Iterator[tuple[ir.Value | None, Mask | float]]:
             number = constant_number(other, rank=_RANK)
             if number is not None and number <= _HIDDEN and inputs[0] is not None:
                 yield scores, SelectionMask(inputs[0], hides, number)
-    elif node.op_type == "Div":
-        divisor = constant_number(inputs[1], rank=_RANK)
-        if divisor:
-            yield inputs[0], 1 / divisor
-    elif node.op_type in ("Mul", "Add"):
+    elif node.op_type == "Add":
         for scores, other in ((inputs[0], inputs[1]), (inputs[1], inputs[0])):
-            factor = constant_number(other, rank=_RANK)
-            if node.op_type == "Mul" and factor is not None:
-                yield scores, factor
-            elif node.op_type == "Add" and other is not None and other.dtype == FLOAT and other.shape is not None:
+            if other is not None and other.dtype == FLOAT and other.shape is not None:
                 yield scores, other
+    elif (factored := _factored(node)) is not None:
+        yield factored
+
+
+def _factored(node: ir.Node) -> tuple[ir.Value | None, float] | None:
+    """Return the input that ``node`` multiplies or divides by a constant number, and the factor; or None."""
+    if node.op_type not in ("Mul", "Div") or not is_onnx_operator(node):
+        return None
+    left, right = node.inputs[0], node.inputs[1]
+    factor = constant_number(right, rank=_RANK)
+    if factor is None and node.op_type == "Mul":
+        left, factor = right, constant_number(left, rank=_RANK)
+    if not factor:
+        return None
+    return left, factor if node.op_type == "Mul" else 1 / factor
 
 
 # --- from the weights to the merged heads -----------------------------------------------------------------------------
@@ -179,14 +179,119 @@ def _merged(weights: ir.Value) -> tuple[ir.Node, ir.Node, ir.Node] | None:
     if product is None or product.op_type != "MatMul" or product.inputs[0] is not weights:
         return None
     moved = only_reader(product.outputs[0])
-    if moved is None or moved.op_type != "Transpose" or list(_order(moved)) != [0, 2, 1, 3]:
-        return None
-    merged = only_reader(moved.outputs[0])
-    if merged is None or merged.op_type != "Reshape" or merged.inputs[0] is not moved.outputs[0]:
+    merged = None if moved is None or _order(moved) != [0, 2, 1, 3] else only_reader(moved.outputs[0])
+    if moved is None or merged is None or merged.op_type != "Reshape" or merged.inputs[0] is not moved.outputs[0]:
         return None
     return product, moved, merged
 
 
-def _order(node: ir.Node) -> Sequence[int]:
-    order = node.attributes.get("perm")
-    return () if order is None else order.as_ints()
+def _order(node: ir.Node | None) -> list[int]:
+    """Return the order of the Transpose ``node``; [] for other nodes, and for one that reverses the dimensions."""
+    return [] if node is None or node.op_type != "Transpose" else [*node.attributes.get_ints("perm", ())]
+
+
+# --- queries, keys and values -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An operand ``scale`` · ``value``: [batch, heads, rows, columns], or in rows [batch, rows, heads · columns].
+
+    Each head serves ``shared`` neighbouring heads of the queries.
+    """
+
+    value: ir.Value
+    in_rows: bool
+    batch: Dim
+    heads: int
+    rows: Dim
+    columns: int
+    scale: float = 1.0
+    shared: int = 1
+
+    @classmethod
+    def of(cls, value: ir.Value | None) -> Operand | None:
+        """Trace ``value`` [batch, heads, rows, columns] back through moves and factors; or return None."""
+        value, scale = _unscaled(value)
+        found = None if value is None else cls._split(value, known_shape(value), (0, 1, 2, 3), scale)
+        view = _before_transpose(value, [0, 2, 1, 3])
+        return found if found is None or view is None else found._in_rows_of(view) or found
+
+    @classmethod
+    def _split(cls, value: ir.Value, shape: Sequence[Dim] | None, axes: Sequence[int], scale: float) -> Operand | None:
+        """Return the operand ``value``, the axes of whose ``shape`` are batch, heads, rows and columns; or None."""
+        if shape is None or len(shape) != len(axes):
+            return None
+        batch, heads, rows, columns = (shape[axis] for axis in axes)
+        if not isinstance(heads, int) or not isinstance(columns, int) or 0 in (heads, columns):
+            return None
+        return cls(value, False, batch, heads, rows, columns, scale)
+
+    def _in_rows_of(self, view: ir.Value) -> Operand | None:
+        """Return this operand, read from the rows that ``view`` [batch, rows, heads, columns] splits into heads;
+        or None."""
+        producer = _producer(view, "Reshape")
+        if producer is None:
+            return None
+        rows, scale = _unscaled(producer.inputs[0])
+        shape = known_shape(rows)
+        if rows is None or shape is None or len(shape) != 3 or shape[2] != self.heads * self.columns:
+            return None
+        if not same_dim(shape[0], self.batch) or not same_dim(shape[1], self.rows):
+            return None
+        return replace(self, value=rows, in_rows=True, scale=self.scale * scale)
+
+    def ungrouped(self) -> Operand:
+        """Return this operand without the Unsqueeze or Reshape, Expand and Reshape that repeat each head for a
+        group."""
+        merged = _producer(self.value, "Reshape")
+        repeated = None if merged is None else _producer(merged.inputs[0], "Expand")
+        single = None if repeated is None else repeated.inputs[0]
+        unsqueeze = _producer(single, "Unsqueeze") or _producer(single, "Reshape")
+        if self.in_rows or repeated is None or unsqueeze is None:
+            return self
+        source = unsqueeze.inputs[0]
+        wide, thin, shape = (known_shape(value) or () for value in (repeated.outputs[0], single, source))
+        if (len(wide), len(thin), len(shape)) != (5, 5, 4):
+            return self
+        heads, shared = shape[1], wide[2]
+        if not isinstance(heads, int) or not isinstance(shared, int) or heads * shared != self.heads:
+            return self
+        if thin[2] != 1 or wide[1] != heads or wide[4] != self.columns or shape[3] != self.columns:
+            return self
+        found = Operand.of(source) if same_dim(wide[0], shape[0]) and same_dim(wide[3], shape[2]) else None
+        return self if found is None else replace(found, scale=self.scale * found.scale, shared=shared)
+
+
+def _columns_first(value: ir.Value | None) -> Operand | None:
+    """Return the operand whose transpose [batch, heads, columns, rows] is ``value``."""
+    value, scale = _unscaled(value)
+    transposed, view = _before_transpose(value, [0, 1, 3, 2]), _before_transpose(value, [0, 2, 3, 1])
+    if transposed is not None:
+        found = Operand.of(transposed)
+        return None if found is None else replace(found, scale=scale * found.scale)
+    split = None if view is None else Operand._split(view, known_shape(value), (0, 1, 3, 2), scale)
+    return None if split is None or view is None else split._in_rows_of(view)
+
+
+def _producer(value: ir.Value | None, op: str) -> ir.Node | None:
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == op and is_onnx_operator(node) else None
+
+
+def _before_transpose(value: ir.Value | None, order: list[int]) -> ir.Value | None:
+    """Return the input of the Transpose in this ``order`` that made ``value``, or None."""
+    node = _producer(value, "Transpose")
+    return node.inputs[0] if node is not None and _order(node) == order else None
+
+
+def _unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
+    """Return the value that ``value`` is a multiple of, and the factor, which may be the left or right operand."""
+    scale = 1.0
+    while value is not None and (node := value.producer()) is not None:
+        factored = _factored(node)
+        shape, source = known_shape(value), None if factored is None else known_shape(factored[0])
+        if factored is None or shape is None or source is None or len(shape) != len(source):
+            break
+        value, scale = factored[0], scale * factored[1]
+    return value, scale

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
@@ -134,15 +133,11 @@ def excess_of(reference: Array, candidate: Array, typical: float = 5e-6) -> floa
     for axis in axes:
         others = tuple(each for each in axes if each != axis)
         own, error = (np.sqrt(np.atleast_1d(each.mean(axis=others))) for each in (squares, errors))
-        found = max(found, _excess(own, error, typical))
+        live = np.sort(own[own > 0])
+        median = live[(live.size - 1) // 2] if live.size else 0.0  # the lower one of two: of the slice not large
+        allowed = np.maximum(_OWN * own + typical * median, _SMALLEST)
+        found = max(found, float((error / allowed).max(initial=0.0)))
     return found
-
-
-def _excess(own: NDArray[np.float64], error: NDArray[np.float64], typical: float) -> float:
-    live = np.sort(own[own > 0])
-    median = live[(live.size - 1) // 2] if live.size else 0.0  # the lower one of two: of the slice that is not large
-    allowed = _OWN * own + typical * median
-    return float(np.max(np.where(error > 0, error / np.maximum(allowed, _SMALLEST), 0.0), initial=0.0))
 
 
 def _open(model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[str], directory: Path) -> OnnxRuntime:
@@ -171,8 +166,9 @@ def variants(inputs: Sequence[TensorSpec], feeds: Sequence[Feeds]) -> Iterator[F
     """Yield some of ``feeds`` as they are, then the largest with other masks, then it with dimensions cut to odd sizes
     and to 1.
 
-    An input of integers or booleans whose values are 0 and 1 only is taken for a mask. Sizes are cut by the names of
-    ``inputs``. The model may refuse a variant.
+    An input of integers or booleans whose values are 0 and 1 only is taken for a mask. Masks are drawn at random, then
+    hide what is on the left, on the right, and all. Sizes are cut by the names of ``inputs``. The model may refuse a
+    variant.
     """
     yield from feeds[:_SAMPLES]
     if not feeds:
@@ -180,40 +176,29 @@ def variants(inputs: Sequence[TensorSpec], feeds: Sequence[Feeds]) -> Iterator[F
     largest = max(feeds, key=lambda feed: sum(array.size for array in feed.values()))
     masks = [name for name in largest if all(_is_mask(feed[name]) for feed in feeds)]
     drawn = np.random.default_rng(_SEED)
-    cut = list(_cuts(inputs, largest))
+    cut = [_cut(inputs, largest, sizes) for sizes in _cuts(inputs, largest)]
     for feed in [largest, *cut[:1]] if masks else []:
         yield feed | {name: drawn.integers(0, 2, feed[name].shape).astype(feed[name].dtype) for name in masks}
-        yield from _hidden(feed, masks)
+        for hidden in (lambda n: slice(0, n // 2), lambda n: slice(n - n // 2, n), lambda n: slice(0, n)):
+            changed = {name: np.ones_like(feed[name]) for name in masks}
+            for array in changed.values():
+                array[..., hidden(array.shape[-1])] = 0
+            yield feed | changed
     yield from cut
-
-
-def _hidden(feed: Feeds, masks: Sequence[str]) -> Iterator[Feeds]:
-    """Yield ``feed`` with padding on the left, padding on the right, and nothing but padding."""
-    for padded in (lambda n: slice(0, n // 2), lambda n: slice(n - n // 2, n), lambda n: slice(0, n)):
-        changed = {name: np.ones_like(feed[name]) for name in masks}
-        for array in changed.values():
-            array[..., padded(array.shape[-1])] = 0
-        yield feed | changed
 
 
 def _is_mask(array: Array) -> bool:
     return array.ndim > 0 and array.dtype.kind in "biu" and bool(np.isin(array, (0, 1)).all())
 
 
-def _cuts(inputs: Sequence[TensorSpec], feed: Feeds) -> Iterator[Feeds]:
-    """Yield ``feed`` with all free dimensions cut to odd sizes, then with each of them cut to 1."""
-    found: dict[str, set[int]] = {}
-    for spec in inputs:
-        for dim, size in zip(spec.shape, feed[spec.name].shape, strict=True):
-            if isinstance(dim, str):
-                found.setdefault(dim, set()).add(size)
-    sizes = {dim: next(iter(every)) for dim, every in found.items() if len(every) == 1}
+def _cuts(inputs: Sequence[TensorSpec], feed: Feeds) -> Iterator[dict[str, int]]:
+    """Yield odd sizes of all free dimensions on which ``feed`` agrees, then 1 for each of them."""
+    pairs = {(dim, size) for spec in inputs for dim, size in zip(spec.shape, feed[spec.name].shape, strict=True)}
+    free = sorted((dim, size) for dim, size in pairs if isinstance(dim, str))
+    sizes = {dim: size for dim, size in free if [name for name, _ in free].count(dim) == 1}
     odd = {dim: size - 1 - size % 2 for dim, size in sizes.items() if size > 2}
-    if odd:
-        yield _cut(inputs, feed, odd)
-    for dim, size in sizes.items():
-        if size > 1:
-            yield _cut(inputs, feed, {dim: 1})
+    yield from [odd] if odd else []
+    yield from ({dim: 1} for dim, size in sizes.items() if size > 1)
 
 
 def _cut(inputs: Sequence[TensorSpec], feed: Feeds, sizes: Mapping[str, int]) -> Feeds:

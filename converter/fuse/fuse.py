@@ -7,7 +7,7 @@ first, because a normalisation may read its result, and products last, because t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -17,8 +17,7 @@ from bf16kit.messages.wording import brief
 from bf16kit.runtime.ort.kernel import DOMAIN
 from converter.fuse.attend import attend
 from converter.fuse.functions import Fusing, Fusion
-from converter.fuse.join import groups, join
-from converter.fuse.multiply import look_up, multiply
+from converter.fuse.multiply import groups, join, look_up, multiply
 from converter.fuse.norms import normalise
 from converter.fuse.products import panelled_weights
 from converter.graph.initializers import const_dims
@@ -40,14 +39,6 @@ class Fusions:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-class _Failed(Exception):
-    """A fusion at the node ``anchor`` raised an error, and may have left the graph half rewritten."""
-
-    def __init__(self, anchor: str, error: Exception) -> None:
-        super().__init__(f"{type(error).__name__}: {brief(str(error))}")
-        self.anchor = anchor
-
-
 def fuse(
     base: ir.Model,
     narrow: Collection[str],
@@ -67,51 +58,36 @@ def fuse(
     reasons = dict(refused or {})
     chosen = panelled_weights(base.graph, narrow) if panels is None else panels
     while True:
-        model = base.clone()
+        fusing = Fusing(base.clone(), narrow, chosen, rounding, reasons)
         try:
-            made = _fuse(model, narrow, chosen, rounding, reasons)
-        except _Failed as failed:
-            reasons[failed.anchor] = str(failed)
+            made = tuple(_carry_out(fusing))
+        except Exception as error:  # noqa: BLE001 - a bug must not cost the conversion; the graph may be half rewritten
+            reasons[fusing.anchor] = f"{type(error).__name__}: {brief(str(error))}"
         else:
-            return model, Fusions(made, chosen, reasons)
+            _define(fusing.model, fusing.functions)
+            _flatten(fusing.graph, chosen)
+            return fusing.model, Fusions(made, chosen, reasons)
 
 
-def _fuse(
-    model: ir.Model,
-    narrow: Collection[str],
-    panels: Mapping[str, int],
-    rounding: Collection[str],
-    refused: Collection[str],
-) -> tuple[Fusion, ...]:
-    fusing = Fusing(model, narrow, panels, rounding, refused)
-    made: list[Fusion] = []
+def _carry_out(fusing: Fusing) -> Iterator[Fusion]:
+    graph = fusing.graph
     for find_and_replace in _FUSIONS:
-        for node in tuple(model.graph):
-            if node.graph is model.graph and node.domain == "" and node.name not in refused:
-                made += _guarded(node, lambda: find_and_replace(fusing, node))  # noqa: B023 - called at once
-    for group in groups(model.graph):
-        _guarded(group[0], lambda: join(fusing, group))  # noqa: B023 - called at once
-    _define(model, fusing.functions)
-    _flatten(model.graph, panels)
-    return tuple(made)
-
-
-def _guarded(anchor: ir.Node, carry_out: Callable[[], Fusion | None]) -> list[Fusion]:
-    name = anchor.name or ""
-    try:
-        fusion = carry_out()
-    except Exception as error:  # a fusion's bug must not cost the conversion
-        raise _Failed(name, error) from error
-    return [] if fusion is None else [fusion]
+        for node in tuple(graph):
+            if node.graph is graph and node.domain == "" and node.name not in fusing.refused:
+                fusing.anchor = node.name or ""
+                fusion = find_and_replace(fusing, node)
+                if fusion is not None:
+                    yield fusion
+    for group in groups(graph):
+        fusing.anchor = group[0].name or ""
+        join(fusing, group)
 
 
 def _define(model: ir.Model, functions: Mapping[str, ir.Function]) -> None:
     """Define the operators of the kernel that nodes of ``model`` use."""
     used = {node.op_type for node in model.graph if node.domain == DOMAIN}
     if used:
-        model.functions.update(
-            {function.identifier(): function for name, function in functions.items() if name in used}
-        )
+        model.functions.update({functions[name].identifier(): functions[name] for name in functions if name in used})
         model.opset_imports[DOMAIN] = _VERSION
         model.ir_version = max(model.ir_version, _OLDEST_IR)
 

@@ -40,12 +40,6 @@ class Product:
         return self.node.inputs[2] if len(self.node.inputs) > 2 else None
 
     @property
-    def transposition(self) -> ir.Node | None:
-        """The Transpose between the weight and the product, or None."""
-        right = self.node.inputs[1]
-        return None if right is None or right is self.weight else right.producer()
-
-    @property
     def k(self) -> int:
         return const_dims(self.weight)[1 - self.axis]
 
@@ -68,13 +62,12 @@ def product(node: ir.Node, narrow: Collection[str]) -> Product | None:
     is computed or varies over anything but columns. A 1×1 Conv is included only for a single pixel, because others
     would need their pixels moved before their channels, and back. Requires: types are known.
     """
-    matcher = {"MatMul": _matrix_product, "Gemm": _matrix_product, "Conv": _convolution}.get(node.op_type)
-    if matcher is None or node.domain != "":
+    if node.op_type not in ("MatMul", "Gemm", "Conv") or node.domain != "":
         return None
     left = node.inputs[0]
     if left is None or left.dtype != ir.DataType.FLOAT or left.is_initializer():
         return None
-    found = matcher(node)
+    found = _convolution(node) if node.op_type == "Conv" else _matrix_product(node)
     return found if found is not None and found.weight.name in narrow else None
 
 
@@ -89,12 +82,11 @@ def panelled_weights(graph: ir.Graph, narrow: Collection[str]) -> dict[str, int]
     axes: dict[ir.Value, set[int]] = {}
     for found in multiplied.values():
         axes.setdefault(found.weight, set()).add(found.axis)
+    agreed = [(weight, next(iter(along))) for weight, along in axes.items() if len(along) == 1]
     return {
-        weight.name or "": next(iter(along))
-        for weight, along in axes.items()
-        if len(along) == 1
-        and len(const_dims(weight)) == 2
-        and _only_kernel_reads(weight, next(iter(along)), multiplied)
+        weight.name or "": axis
+        for weight, axis in agreed
+        if len(const_dims(weight)) == 2 and _only_kernel_reads(weight, axis, multiplied)
     }
 
 
@@ -106,7 +98,7 @@ def readers(weight: ir.Value) -> Iterator[ir.Node]:
 
 def gathers_rows(node: ir.Node) -> bool:
     """Whether ``node`` gathers along the first axis of a matrix."""
-    return node.op_type == "Gather" and node.domain == "" and _integer(node, "axis", 0) in (0, -2)
+    return node.op_type == "Gather" and node.domain == "" and node.attributes.get_int("axis", 0) in (0, -2)
 
 
 def takes_bias(value: ir.Value | None, columns: int) -> bool:
@@ -122,9 +114,8 @@ def is_transposition(node: ir.Node | None) -> bool:
     """Whether ``node`` swaps the two axes of a matrix."""
     if node is None or node.op_type != "Transpose" or node.domain != "" or node.inputs[0] is None:
         return False
-    order = node.attributes.get("perm")
-    shape = node.inputs[0].shape
-    return list(order.as_ints()) == _SWAPPED if order is not None else shape is not None and len(shape) == 2
+    order, shape = node.attributes.get_ints("perm", None), node.inputs[0].shape
+    return list(order) == _SWAPPED if order is not None else shape is not None and len(shape) == 2
 
 
 def _matrix_product(node: ir.Node) -> Product | None:
@@ -139,7 +130,7 @@ def _matrix_product(node: ir.Node) -> Product | None:
     if len(shape) != 2 or 0 in shape:
         return None
     if node.op_type == "Gemm":
-        if _integer(node, "transB", 0):
+        if node.attributes.get_int("transB", 0):
             axis = 1 - axis
         if not _plain(node, shape[axis]):
             return None
@@ -153,7 +144,7 @@ def _convolution(node: ir.Node) -> Product | None:
         return None
     shape = const_dims(weight)
     pixels = [*source.shape[2:], *shape[2:]]
-    padded = any(node.attributes["pads"].as_ints()) if "pads" in node.attributes else False
+    padded = any(node.attributes.get_ints("pads", ()))
     if not pixels or any(size != 1 for size in pixels) or padded or 0 in shape or source.shape[1] != shape[1]:
         return None
     bias = node.inputs[2] if len(node.inputs) > 2 else None
@@ -162,10 +153,10 @@ def _convolution(node: ir.Node) -> Product | None:
 
 def _plain(gemm: ir.Node, columns: int) -> bool:
     """Whether ``gemm`` computes x·W, or x·W plus a bias."""
-    if _integer(gemm, "transA", 0) or _number(gemm, "alpha", 1.0) != 1:
+    if gemm.attributes.get_int("transA", 0) or gemm.attributes.get_float("alpha", 1.0) != 1:
         return False
     added = gemm.inputs[2] if len(gemm.inputs) > 2 else None
-    return added is None or (_number(gemm, "beta", 1.0) == 1 and takes_bias(added, columns))
+    return added is None or (gemm.attributes.get_float("beta", 1.0) == 1 and takes_bias(added, columns))
 
 
 def _only_kernel_reads(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Product]) -> bool:
@@ -184,13 +175,3 @@ def _only_kernel_reads(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Pr
 
 def _multiplies(node: ir.Node, position: int, readers: Mapping[ir.Node, Product]) -> bool:
     return node in readers and position == 1
-
-
-def _integer(node: ir.Node, name: str, default: int) -> int:
-    attribute = node.attributes.get(name)
-    return default if attribute is None else attribute.as_int()
-
-
-def _number(node: ir.Node, name: str, default: float) -> float:
-    attribute = node.attributes.get(name)
-    return default if attribute is None else attribute.as_float()

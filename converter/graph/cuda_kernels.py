@@ -6,7 +6,7 @@ The table was read from the releases themselves, without a device: ``python -m b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -16,7 +16,6 @@ from typing import Any
 import onnx
 from onnx import defs
 
-from bf16kit.messages.errors import UsageError
 from bf16kit.system.versions import is_older, version_key
 from converter.process import versions
 
@@ -44,20 +43,9 @@ _LOADS = (("1.24", 25, 13), ("1.25", 26, 13))
 _NAMES = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}  # as in the table: float, int64
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One kernel of a release: the versions of the operator that it covers, and the dtypes of each type constraint.
-
-    ``last`` is 0 if it is open. ONNX Runtime then uses it for version ``first`` alone, because it knows no later one.
-    """
-
-    first: int
-    last: int
-    types: Mapping[str, frozenset[str]]
-
-    def covers(self, since: int) -> bool:
-        """Whether it covers version ``since`` of the operator."""
-        return since == self.first or self.first < since <= self.last
+# The first and the last version of the operator that a kernel covers, and the dtypes of each type constraint. If the
+# last is 0, ONNX Runtime uses the kernel for the first version alone, because it knows no later one.
+_Kernel = tuple[int, int, Mapping[str, frozenset[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,37 +58,32 @@ class KernelTable:
     onnxruntime: str
     accepted_opset: int
     accepted_ir: int
-    kernels: Mapping[tuple[str, str], tuple[Kernel, ...]]
+    kernels: Mapping[tuple[str, str], tuple[_Kernel, ...]]
 
     @classmethod
     def load(cls, version: str | None = None) -> KernelTable:
         """Load the table of release ``version``; None means the installed release.
 
         If the installed release has no table, the newest table before it is used, else the oldest table. If none is
-        installed, the newest table is used. Raises UsageError if there is no table for ``version``.
+        installed, the newest table is used.
         """
         known = releases()
         if version is None:
             installed = versions.onnxruntime()
             within = [each for each in known if installed is None or not is_older(installed, each)]
             version = within[-1] if within else known[0]
-        if version not in known:
-            raise UsageError(
-                f"no CUDA kernel table for ONNX Runtime {version}; there are tables for {', '.join(known)}"
-            )
         return _table(version)
 
     def has_bf16_kernel(self, domain: str, op: str, since: int) -> bool:
         """Whether a plan may let version ``since`` of the operator compute in bf16."""
-        return op in _PLANNED.get(domain, ()) and any(
-            kernel.covers(since) for kernel in self.kernels.get((domain, op), ())
-        )
+        return op in _PLANNED.get(domain, ()) and self.accepts_dtypes(domain, op, since, {})
 
     def accepts_dtypes(self, domain: str, op: str, since: int, dtypes: Mapping[str, str]) -> bool:
         """Whether a kernel runs version ``since`` on ``dtypes``, by type constraint; others may be any."""
         return any(
-            kernel.covers(since) and all(dtype in kernel.types.get(name, {dtype}) for name, dtype in dtypes.items())
-            for kernel in self.kernels.get((domain, op), ())
+            (since == first or first < since <= last)
+            and all(dtype in types.get(name, {dtype}) for name, dtype in dtypes.items())
+            for first, last, types in self.kernels.get((domain, op), ())
         )
 
 
@@ -120,7 +103,7 @@ def _table(version: str) -> KernelTable:
     sets = [frozenset(each) for each in data["sets"]]
     kernels = {
         (domain, op): tuple(
-            Kernel(first, last, {name: sets[number] for name, number in types.items()})
+            (first, last, {name: sets[number] for name, number in types.items()})
             for first, last, types, begin, end in rows
             if not is_older(version, begin) and not (end and is_older(end, version))
         )
@@ -131,17 +114,6 @@ def _table(version: str) -> KernelTable:
     return KernelTable(version, opset, ir_version, kernels)
 
 
-def other_release_note() -> str | None:
-    """Return a sentence if the kernels come from another ONNX Runtime's table than the installed one's; else None."""
-    table, installed = KernelTable.load().onnxruntime, versions.onnxruntime()
-    if installed in (None, table):
-        return None
-    return (
-        f"the cuda profile was planned with the bf16 kernels of ONNX Runtime {table}, because there is no kernel"
-        f" table for the installed version {installed}"
-    )
-
-
 def missing_kernels(model: onnx.ModelProto, table: KernelTable) -> list[str]:
     """Describe the bf16 nodes for whose dtypes ``table`` has no kernel; [] if all have one.
 
@@ -150,7 +122,9 @@ def missing_kernels(model: onnx.ModelProto, table: KernelTable) -> list[str]:
     writes them.
     """
     opsets = {entry.domain if entry.domain != "ai.onnx" else "": entry.version for entry in model.opset_import}
-    dtypes = _dtypes(model.graph)
+    values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
+    dtypes = {tensor.name: _NAMES[tensor.data_type] for tensor in model.graph.initializer}
+    dtypes |= {value.name: _NAMES[value.type.tensor_type.elem_type] for value in values}
     wrong = []
     for node in model.graph.node:
         of_node = [dtypes.get(name, "") for name in (*node.input, *node.output)]
@@ -165,13 +139,6 @@ def missing_kernels(model: onnx.ModelProto, table: KernelTable) -> list[str]:
     return wrong
 
 
-def _dtypes(graph: onnx.GraphProto) -> dict[str, str]:
-    tensors = ((tensor.name, tensor.data_type) for tensor in graph.initializer)
-    values = (*graph.value_info, *graph.input, *graph.output)
-    typed = ((value.name, value.type.tensor_type.elem_type) for value in values)
-    return {name: _NAMES[number] for name, number in (*tensors, *typed)}
-
-
 def _version_and_dtypes(
     node: onnx.NodeProto, domain: str, opset: int, dtypes: Mapping[str, str]
 ) -> tuple[int, dict[str, str]]:
@@ -183,17 +150,12 @@ def _version_and_dtypes(
         schema = defs.get_schema(node.op_type, opset, domain)
     except defs.SchemaError:
         return 1, {}
-    pairs = (*_paired(schema.inputs, node.input), *_paired(schema.outputs, node.output))
-    typed = {constraint: dtypes[name] for constraint, name in pairs if name in dtypes}
+    typed = {}
+    for formal, names in ((schema.inputs, node.input), (schema.outputs, node.output)):
+        for index, name in enumerate(names):
+            if name in dtypes and formal:  # the last formal one may stand for several
+                typed[formal[min(index, len(formal) - 1)].type_str] = dtypes[name]
     return schema.since_version, {name: dtype for name, dtype in typed.items() if "(" not in name}  # no tensor(int64)
-
-
-def _paired(formal: Iterable[defs.OpSchema.FormalParameter], names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the type constraint of each input or output, with its name; the last formal one may stand for several."""
-    formals = list(formal)
-    for index, name in enumerate(names):
-        if name and formals:
-            yield formals[min(index, len(formals) - 1)].type_str, name
 
 
 def required(profile: str, graphs: Sequence[Path], *, on_device: bool = False) -> dict[str, str]:

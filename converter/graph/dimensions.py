@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import onnx
@@ -16,7 +16,6 @@ UNKNOWN = "?"
 _PLACEHOLDERS = frozenset({"", UNKNOWN, "*", "-1", "None", "unk", "unknown"})
 
 Shape = tuple[int, ...]
-Place = tuple[int, int]  # index of the spec, axis
 
 
 def is_named(dim: int | str | None) -> bool:
@@ -60,17 +59,23 @@ def reconciled(specs: Sequence[TensorSpec], seen: Iterable[Mapping[str, Shape]])
     runs = list(seen)
     fresh = FreshNames(dim for spec in specs for dim in spec.shape if isinstance(dim, str))
     groups: dict[tuple[str, Shape], str] = {}
-    taken: set[str] = set()
-    shapes = [list(spec.shape) for spec in specs]
-    for index, axis in _free(specs):
-        name = str(specs[index].shape[axis])
-        sizes = tuple(run[specs[index].name][axis] for run in runs if specs[index].name in run)
-        key = (name, sizes)
+
+    def name_of(spec: TensorSpec, axis: int, dim: str) -> str:
+        key = dim, tuple(run[spec.name][axis] for run in runs if spec.name in run)
         if key not in groups:
-            groups[key] = name if name not in taken else fresh.make(f"{specs[index].name}_{axis}")
-            taken.add(name)
-        shapes[index][axis] = groups[key]
-    return tuple(replace(spec, shape=tuple(shape)) for spec, shape in zip(specs, shapes, strict=True))
+            first = all(name != dim for name, _ in groups)
+            groups[key] = dim if first else fresh.make(f"{spec.name}_{axis}")
+        return groups[key]
+
+    return tuple(
+        replace(
+            spec,
+            shape=tuple(
+                name_of(spec, axis, dim) if isinstance(dim, str) else dim for axis, dim in enumerate(spec.shape)
+            ),
+        )
+        for spec in specs
+    )
 
 
 def corrected_by(spec: TensorSpec, shapes: Collection[Shape]) -> TensorSpec:
@@ -89,11 +94,6 @@ def corrected_by(spec: TensorSpec, shapes: Collection[Shape]) -> TensorSpec:
             for dim, sizes in zip(spec.shape, seen, strict=True)
         ),
     )
-
-
-def _free(specs: Sequence[TensorSpec]) -> Iterator[Place]:
-    for index, spec in enumerate(specs):
-        yield from ((index, axis) for axis, dim in enumerate(spec.shape) if isinstance(dim, str))
 
 
 GUESSED = "bf16kit.guessed"  # a model's metadata, in memory only
@@ -115,10 +115,8 @@ def rename(model: ir.Model, names: Mapping[str, int | str | None]) -> None:
 
 def drop_guesses(model: onnx.ModelProto) -> None:
     """Remove the note, and the names of free dimensions of all values inside ``model``; edges keep theirs."""
-    notes = [entry for entry in model.metadata_props if entry.key == GUESSED]
-    for note in notes:
+    for note in [entry for entry in model.metadata_props if entry.key == GUESSED]:
         model.metadata_props.remove(note)
-    if notes:
         _drop_names(model.graph)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from bf16kit.system.controlgroup import release_free_memory
 
@@ -34,45 +33,35 @@ def keep_few_primitives() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 
 
-class FrozenHeap:
-    """Keeps garbage collections from visiting long-lived objects during one conversion.
+@contextmanager
+def frozen_heap() -> Iterator[Callable[[bool], None]]:
+    """Keep garbage collections from visiting long-lived objects in the block, and yield what sets them aside.
 
     Each full collection would visit the half million objects of torch and transformers, which takes longer than
-    creating what it collects. Objects are set aside (``gc.freeze``) until the next :meth:`collect`, at the latest until
-    the block ends. If the calling program has set objects aside already, they are left so, and none are set aside here.
+    creating what it collects. No garbage is freed before the yielded function is first called. It sets all objects
+    aside (``gc.freeze``), until it is called again or the block ends, and first frees garbage if its argument is true.
+    If the calling program has set objects aside already, they are left so, and none are set aside here.
     """
+    collects, sets_aside = gc.isenabled(), gc.get_freeze_count() == 0
+    gc.disable()
 
-    def __enter__(self) -> FrozenHeap:
-        self._sets_aside = gc.get_freeze_count() == 0
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._sets_aside:
-            gc.unfreeze()
-
-    @contextmanager
-    def without_collection(self) -> Iterator[None]:
-        """Disable collection in the block, and set aside all objects at its end, until :meth:`collect`.
-
-        For imports, and for work that leaves little garbage: no garbage is freed before then.
-        """
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if self._sets_aside:
-                gc.freeze()
-            if collects:
-                gc.enable()
-
-    def collect(self) -> None:
-        """Do as :func:`release_memory`, including objects that were set aside; set aside what is left."""
-        if self._sets_aside:
-            gc.unfreeze()
-        release_memory()
-        if self._sets_aside:
+    def set_aside(collect: bool) -> None:
+        if collect:
+            if sets_aside:
+                gc.unfreeze()
+            release_memory()
+        if sets_aside:
             gc.freeze()
+        if collects:
+            gc.enable()
+
+    try:
+        yield set_aside
+    finally:
+        if sets_aside:
+            gc.unfreeze()
+        if collects:
+            gc.enable()
 
 
 def release_memory() -> None:

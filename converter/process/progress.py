@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from bf16kit.messages.wording import size
 
@@ -60,31 +59,10 @@ class LineProgress:
 
 
 class BarProgress:
-    """Shows a progress bar with bytes and time left, on the terminal ``stream``."""
+    """Shows the progress bar ``bar``, of rich, with bytes and time left."""
 
-    def __init__(self, stream: IO[str]) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
-
-        self._bar = RichProgress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=Console(file=stream),
-            redirect_stdout=False,  # `quiet` redirects; with two redirections of one stream, output would be lost
-            redirect_stderr=False,
-            transient=True,
-        )
-
-    def __enter__(self) -> BarProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._bar.stop()
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
 
     @contextmanager
     def step(self, name: str, total: int | None = None) -> Iterator[Advance]:
@@ -101,8 +79,20 @@ def for_stream(stream: IO[str]) -> Iterator[Progress]:
     if not stream.isatty():
         yield LineProgress(stream)
         return
-    with BarProgress(stream) as bar:
-        yield bar
+    from rich import progress
+    from rich.console import Console
+
+    described = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn())
+    with progress.Progress(
+        *described,
+        progress.DownloadColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(file=stream),
+        redirect_stdout=False,  # `quiet` redirects; with two redirections of one stream, output would be lost
+        redirect_stderr=False,
+        transient=True,
+    ) as bar:
+        yield BarProgress(bar)
 
 
 def _amount(done: int, total: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Hides what torch, transformers and their exporters print, warn and log."""
+"""Hides what torch, transformers and their exporters print, warn and log, and says in a line what went wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 
+from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError
 from bf16kit.messages.wording import brief
 
 # The start of TorchScript's message that an operator of its program failed.
@@ -49,3 +51,18 @@ def first_line(error: BaseException) -> str:
     if lines and lines[0].startswith(_INTERPRETER):  # the error follows after the lines of code that led to it
         lines[0] = lines[-1].removeprefix(f"{type(error).__name__}: ")
     return f"{type(error).__name__}: {brief(lines[0])}" if lines else type(error).__name__
+
+
+@contextmanager
+def prefix_errors(source: Path) -> Iterator[None]:
+    """Put the path before errors that do not name ``source``; report memory or recursion limits as errors of it."""
+    try:
+        yield
+    except (ConversionError, RuntimeFailure, SourceError) as error:
+        if source.name in str(error):
+            raise
+        raise type(error)(f"{source}: {error}") from error
+    except MemoryError as error:
+        raise ConversionError(f"{source}: out of memory; it needs more than this machine has free") from error
+    except RecursionError as error:
+        raise ConversionError(f"{source}: nested too deeply to be converted") from error

@@ -17,9 +17,8 @@ import torch
 
 from bf16kit.messages.errors import InvalidRequest, UsageError
 from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe
-from converter.process.imports import import_callable
+from converter.process.imports import describe_user_error, import_callable
 from converter.process.quiet import first_line
-from converter.process.usererror import describe_user_error
 from converter.source import Feeds
 
 _END = object()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bf16kit.artifact.publish import created_parents
 from bf16kit.messages.errors import UsageError
 from converter.process.quiet import first_line
 
@@ -67,13 +68,10 @@ def open_checkpoints(target: Path, *, resume: bool) -> Iterator[Checkpoints]:
     found = Checkpoints(target.with_name(f".{target.name}.recovery"))
     if found.last.exists() and not resume:
         raise UsageError(f"{found.path}: holds an unfinished recovery; pass --resume, or remove it to start again")
-    made = [parent for parent in found.path.parents if not parent.exists()]
-    found.path.mkdir(parents=True, exist_ok=True)
-    try:
-        yield found
-    finally:
-        if found.finished or not found.last.exists():
-            shutil.rmtree(found.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # not empty: published, or used by another
-                for parent in made:
-                    parent.rmdir()
+    with created_parents(found.path):
+        found.path.mkdir(exist_ok=True)
+        try:
+            yield found
+        finally:
+            if found.finished or not found.last.exists():
+                shutil.rmtree(found.path, ignore_errors=True)

@@ -7,10 +7,17 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from converter.graph.initializers import const, initializer
+from converter.graph.initializers import (
+    Dim,
+    const,
+    constant_integer,
+    initializer,
+    is_onnx_operator,
+    known_shape,
+    same_dim,
+)
 from converter.graph.names import FreshNames, all_value_names, replace_output
 from converter.graph.step import Step
-from converter.graph.values import Dim, constant_integer, is_onnx_operator, known_shape, same_dim
 
 Shape = Sequence[Dim]
 

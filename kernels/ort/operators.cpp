@@ -58,7 +58,7 @@ CustomOp describe(Kind kind) {
   return op;
 }
 
-// The names must be those in functions.py, joined.py and lookup.py of converter/fuse.
+// The names must be those in converter/fuse/multiply.py.
 struct Operators {
   Operator all[kProductsAndLookups];
   size_t count = 0;

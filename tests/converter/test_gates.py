@@ -25,7 +25,7 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.panels import strips
 from bf16kit.numerics.residual import Encoder
-from converter.fuse.functions import ProductVariant
+from converter.fuse.multiply import ProductVariant
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.islands.explanation import measure_layers
@@ -365,9 +365,8 @@ def test_an_extra_rounding_is_rejected(cli: Cli, conv: Path, target: Path, monke
 
 def _always(rounds: bool, monkeypatch: Patch) -> None:
     """Only the name of the kernel's operator states whether it rounds its activations."""
-    written = ProductVariant.of.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        ProductVariant, "of", classmethod(lambda cls, *a, **k: written(cls, *a, **(k | {"rounds": rounds})))
+        "converter.fuse.multiply.ProductVariant", lambda **given: ProductVariant(**(given | {"rounds": rounds}))
     )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from pathlib import Path
-from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -117,23 +115,3 @@ def test_a_full_disk_leaves_no_partial_file(small: Artifact, tmp_path: Path) -> 
     done = process("restore", small.path, "--out", tmp_path / "out", largest_file=1 << 10)
     done.refused(2, f"{tmp_path / 'out'}: disk full")
     assert tree(tmp_path) == []
-
-
-def test_another_restore_that_removes_the_unlocked_file_does_not_disturb(
-    cli: Cli, small: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other one takes the file for one that a dead process left: it is not locked yet."""
-    lock = fcntl.flock
-    seen: list[str] = []
-
-    def late(file: BinaryIO, operation: int) -> None:
-        if not seen:
-            seen.extend(path.name for path in tmp_path.glob(".out.tmp-*"))
-            (tmp_path / seen[0]).unlink()
-        lock(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    cli("restore", small.path, "--out", tmp_path / "out").published()
-    assert len(seen) == 1
-    assert_restored(tmp_path / "out", graphs.weights_of(graphs.mlp()))
-    assert tree(tmp_path) == ["out"]

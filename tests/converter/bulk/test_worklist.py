@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import graphs
 from bf16kit.messages.errors import UsageError
-from converter.bulk.worklist import Item, checkpoints, files_of
+from converter.bulk.worklist import checkpoints, files_of
 
 
 def _weights(path: Path) -> Path:
@@ -75,23 +75,6 @@ def test_a_directory_without_a_checkpoint_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     with pytest.raises(UsageError, match=r"holds no checkpoint\n  a.txt: is a text file"):
         _found(tmp_path)
-
-
-def test_a_digest_changes_with_every_byte_and_every_argument(tmp_path: Path) -> None:
-    path, rules = _weights(tmp_path / "a.safetensors"), tmp_path / "rules.yaml"
-    rules.write_text("rules: []")
-
-    def digest(*arguments: str) -> str:
-        return Item("a", path, [*arguments], [path, *files_of(rules)]).digest()
-
-    first = digest()
-    assert digest() == first
-    assert digest("--seed=1") != first
-    rules.write_text("rules: [ ]")
-    second = digest()
-    assert second != first
-    path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    assert digest() != second
 
 
 def test_samples_in_a_directory_are_read_for_an_option(tmp_path: Path) -> None:

@@ -1,144 +1,354 @@
+"""Products by bf16 weights become the kernel's, with bias and activation; their weights are stored in panels."""
+
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
-from onnx import NodeProto, TensorProto, helper
+from layers import ACTIVATIONS, K, batch, layer, ours
+from lowered import Array, Lowered, lower
+from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx.reference import ReferenceEvaluator
 
 import graphs
-from converter.fuse import products as module
-from converter.fuse.products import Product, product
+from bf16kit.numerics.rounding import to_bf16, to_fp32
+from bf16kit.runtime.loading import load
+from bf16kit.runtime.ort.kernel import VARIABLE
+from bf16kit.runtime.ort.quietort import ort
+from converter.fuse.products import panelled_weights, product
 from converter.graph.step import run
 from converter.graph.types import InferTypes
 
+ROUNDING = "cpu-bf16"
+FORMS = {("panels", 64): "panels", ("panels", 50): "panels_tail", ("panels", 20): "panels_narrow"}
+FORMS |= {("transposed", 50): "transposed"}
 
-def _model(nodes: Sequence[NodeProto], weight: tuple[int, int] = (32, 48)) -> ir.Model:
-    """Return x [batch, 32] → ``nodes`` → y; ``w`` is the weight, ``row`` a bias of 48, ``ids`` are indices."""
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("layout", "n"), FORMS)
+def test_every_variant_gives_float64_s_result_with_and_without_the_kernel(
+    layout: str, n: int, bias: bool, activation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lower(tmp_path / "m" / "1", layer(n, layout, bias=bias, activation=activation), profiles=["cpu", ROUNDING])
+    weight = made.artifact.tensor("w").astype(np.float64)
+    suffix = f"{FORMS[layout, n]}{'_bias' * bias}{f'_{activation}' * (activation != 'none')}"
+    answers = {}
+    for profile, stem in (("cpu", "MatMul"), (ROUNDING, "MatMulBf16")):
+        (node,) = ours(made, profile)
+        assert (node.name, node.op_type, [*node.output]) == ("product", f"{stem}_{suffix}", ["y"])
+        assert [*node.input] == ["x", "w", *(["b"] if bias else [])]
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        expected = {"k": K, "n": n, "layout": layout.encode(), "activation": activation.encode()}
+        assert attributes | expected == attributes
+        path = made.artifact.file(f"{profile}.onnx")
+        onnx.checker.check_model(str(path), full_check=True)
+        x = to_fp32(to_bf16(batch()["x"])) if profile == ROUNDING else batch()["x"]
+        total = x.astype(np.float64) @ (weight.T if layout == "transposed" else weight)
+        right = ACTIVATIONS[activation][1](total + (graphs.values(n, seed=2) if bias else 0))
+        found = [made.run_kernel(batch(), profile)["y"]]
+        with monkeypatch.context() as patch:
+            patch.setenv(VARIABLE, "off")
+            found.append(load(made.artifact, profile).run(batch())["y"])
+        if "gelu" not in activation:  # onnx 1.23's evaluator does not find Gelu inside functions
+            (evaluated,) = ReferenceEvaluator(onnx.load(path)).run(["y"], batch())
+            found.append(np.asarray(evaluated))
+        for answer in found:
+            np.testing.assert_allclose(answer, right, rtol=1e-5, atol=4e-6)
+        answers[profile] = found[0]
+    assert np.abs(answers["cpu"] - answers[ROUNDING]).max() > 1e-4  # the cpu profile rounds nothing
+    (stored,) = [tensor for tensor in made.graph("cpu").initializer if tensor.name == "w"]
+    assert (stored.data_type, [*stored.dims]) == (TensorProto.BFLOAT16, [n, K] if layout == "transposed" else [K * n])
+
+
+@pytest.mark.parametrize("opset", [13, 17, 20, 22, 24])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_the_graph_is_plain_onnx_of_the_model_s_own_opset(activation: str, opset: int, tmp_path: Path) -> None:
+    proto = _model((_ERF if activation == "gelu" else _TANH)[0], opset=opset)
+    made = lower(tmp_path / "m" / "1", proto)
+    path = str(made.artifact.file("cpu.onnx"))
+    onnx.checker.check_model(path, full_check=True)
+    assert onnx.load(path).ir_version >= 8
+    assert [function.name for function in onnx.load(path).functions] == [f"MatMul_panels_{activation}"]
+    feeds = {"x": graphs.values(3, 16, seed=5)}
+    plain = ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(["y"], feeds)[0]
+    np.testing.assert_allclose(plain, made.run_cpu(feeds)["y"], rtol=1e-5, atol=4e-6)
+    np.testing.assert_allclose(plain, made.run_source(feeds)["y"], atol=2e-2)
+
+
+def _casts_before(graph: onnx.GraphProto) -> list[list[str]]:
+    """Return, for each product, the dtypes that the two casts right before it cast to, the nearest last."""
+    given = {name: node for node in graph.node for name in node.output}
+    found = []
+    for node in (node for node in graph.node if "MatMul" in node.op_type or "Gemm" in node.op_type):
+        last = given[node.input[0]]
+        casts = [given[last.input[0]], last]
+        assert {each.op_type for each in casts} == {"Cast"}
+        found.append([TensorProto.DataType.Name(helper.get_node_attr_value(each, "to")) for each in casts])
+    return found
+
+
+def test_no_optimisation_of_onnx_runtime_removes_the_rounding(tmp_path: Path) -> None:
+    """An optimiser that only looks at types could remove a cast to bf16 and back, after an input or a product."""
+    made = lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 64, 50)), profiles=[ROUNDING])
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    ort.InferenceSession(str(made.artifact.file(f"{ROUNDING}.onnx")), options, providers=["CPUExecutionProvider"])
+    found = _casts_before(onnx.load(tmp_path / "optimised.onnx", load_external_data=False).graph)
+    assert found == [["BFLOAT16", "FLOAT"]] * 3
+
+
+# --- what follows a product -------------------------------------------------------------------------------------------
+
+_ROOT, _INVERSE, _SCALE = math.sqrt(2), math.sqrt(0.5), math.sqrt(2 / math.pi)
+# What exporters write, with semicolons between nodes: ``m`` is the product, ``y`` the result, numbers are constants.
+_ERF = (
+    f"Div m {_ROOT} a; Erf a b; Add b 1 c; Mul m c d; Mul d 0.5 y",  # torch's TorchScript exporter
+    f"Mul m {_INVERSE} a; Erf a b; Add b 1 c; Mul m 0.5 d; Mul d c y",  # torch's decomposition
+    f"Mul 0.5 m d; Mul m {_INVERSE} a; Erf a b; Add 1 b c; Mul c d y",
+    f"Div m {_ROOT} a; Erf a b; Add b 1 c; Mul c 0.5 d; Mul m d y",
+    f"Mul m {_INVERSE} a; Erf a b; Mul 0.5 b c; Add c 0.5 d; Mul m d y",
+    "Gelu m y",
+)
+_TANH = (
+    f"Pow m 3 a; Mul a 0.044715 b; Add m b c; Mul c {_SCALE} d; Tanh d e; Add e 1 f; Mul m 0.5 g; Mul g f y",
+    f"Mul m m a; Mul a m b; Mul 0.044715 b c; Add m c d; Mul {_SCALE} d e; Tanh e f; Add 1 f g; Mul m g h; Mul 0.5 h y",
+    f"Mul m m a; Mul a 0.044715 b; Add b 1 c; Mul m {_SCALE} d; Mul d c e; Tanh e f; Add f 1 g; Mul m 0.5 h; Mul h g y",
+    "Gelu m y approximate=tanh",
+)
+_OTHERS = (
+    "Mul m 1.702 a; Sigmoid a b; Mul m b y",  # Gelu's sigmoid form
+    f"Div m {_ROOT} a; Erf a b; Add b 1 c; Mul m c y",  # Gelu twice as large
+    f"Mul m {_INVERSE * 1.001} a; Erf a b; Add b 1 c; Mul m 0.5 d; Mul d c y",  # off by 0.1 %
+    "Tanh m y",
+    "Elu m y",
+    "Mul m 2 a; Relu a y",
+    "Sigmoid m a; Mul a a y",  # not the product again
+    "Relu m a; Sub m 2000 b; Relu b c; Sub a c y",  # Relu with a bound that no sample reaches
+    "Relu m y; Neg m z",  # from here on, others read an inner value
+    "Sigmoid m a; Mul m a y; Neg a z",
+)
+_WRITTEN = [
+    *(("gelu", way) for way in _ERF),
+    *(("gelu_tanh", way) for way in _TANH),
+    *(("silu", way) for way in ("Sigmoid m a; Mul m a y", "Sigmoid m a; Mul a m y")),
+    ("relu", "Relu m y"),
+    *(("none", way) for way in _OTHERS),
+]
+
+
+def _model(written: str, *more: TensorProto, outputs: Sequence[str] = (), opset: int = graphs.OPSET) -> ModelProto:
+    """Return a graph where ``m`` is x [batch, 16] · w [16, 32], and the nodes in ``written`` follow.
+
+    Outputs are the ``outputs``, or y and z. Numbers in ``written`` and ``more`` are initializers.
+    """
+    nodes, constants = [helper.make_node("MatMul", ["x", "w"], ["m"], name="product")], dict[str, TensorProto]()
+    for line in written.split(";"):
+        words = [word for word in line.split() if "=" not in word]
+        attributes = dict(word.split("=") for word in line.split() if "=" in word)
+        op, *inputs, output = words
+        for word in inputs:
+            if word[0].isdigit():
+                constants[word] = graphs.initializer(word, np.array(float(word), np.float32))
+        nodes.append(helper.make_node(op, inputs, [output], name=output, **attributes))
+    given = outputs or [name for name in ("y", "z") if name in {node.output[0] for node in nodes}]
+    weights = [graphs.initializer("w", graphs.values(16, 32)), *constants.values(), *more]
+    proto = graphs.model(nodes, [graphs.edge("x", ["batch", 16])], [graphs.edge(name) for name in given], weights)
+    proto.opset_import[0].version = opset
+    return proto
+
+
+@pytest.mark.parametrize(("activation", "written"), _WRITTEN)
+def test_an_activation_is_fused_however_it_is_written_and_nothing_else(
+    activation: str, written: str, tmp_path: Path
+) -> None:
+    made = lower(tmp_path / "m" / "1", _model(written), profiles=["cpu"])
+    assert [node.op_type for node in ours(made)] == [f"MatMul_panels{f'_{activation}' * (activation != 'none')}"]
+    assert len(made.ops("cpu")) == (1 if activation != "none" else 1 + len(written.split(";")))
+
+
+_BIAS = graphs.initializer("b", graphs.values(32, seed=1))
+_COLUMN, _HIGH = graphs.initializer("c", graphs.values(4, 1)), graphs.initializer("h", graphs.values(1, 1, 32))
+
+
+@pytest.mark.parametrize(
+    ("proto", "ops"),
+    [
+        pytest.param(_model("Add b m s; Relu s y", _BIAS), ["kernel"], id="bias on the left"),
+        pytest.param(
+            _model("Add b m s; Relu s y", _BIAS, outputs="ym"), ["kernel", "Add", "Relu"], id="product is an output"
+        ),
+        pytest.param(_model("Add b m s; Relu s y", _BIAS, outputs="ys"), ["kernel", "Relu"], id="sum is an output"),
+        pytest.param(_model("Add m m s; Relu s y"), ["kernel", "Add", "Relu"], id="added to itself"),
+        pytest.param(_model("Add m c s; Relu s y", _COLUMN), ["kernel", "Add", "Relu"], id="one number per row"),
+        pytest.param(_model("Add m h s; Relu s y", _HIGH), ["kernel", "Add", "Relu"], id="a sum of more dimensions"),
+        pytest.param(_model("Sum m b s; Relu s y", _BIAS), ["kernel", "Sum", "Relu"], id="not an Add"),
+    ],
+)
+def test_only_a_plain_bias_and_the_activation_after_it_are_fused(
+    proto: ModelProto, ops: list[str], tmp_path: Path
+) -> None:
+    made = lower(tmp_path / "m" / "1", proto)
+    found = ["kernel" if node.domain == "bf16kit" else node.op_type for node in made.graph("cpu").node]
+    assert found == ops
+    _assert_same(made, {"x": graphs.values(4, 16, seed=9)})
+
+
+def _assert_same(made: Lowered, feeds: dict[str, Array], tolerance: float = 3e-2) -> None:
+    for name, array in made.run_source(feeds).items():
+        np.testing.assert_allclose(made.run_cpu(feeds)[name], array, rtol=1e-2, atol=tolerance)
+
+
+def test_an_activation_is_not_fused_if_a_body_also_reads_the_product(tmp_path: Path) -> None:
+    """Both branches of an If capture the product, which a fused node would not return."""
+    proto = graphs.if_branches(32)
+    head = [helper.make_node("MatMul", ["x0", "w"], ["x"], name="product"), helper.make_node("Relu", ["x"], ["r"])]
+    nodes = [*head, *proto.graph.node]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    proto.graph.input[0].CopyFrom(graphs.edge("x0", ["batch", 16]))
+    proto.graph.output.append(graphs.edge("r", ["batch", 32]))
+    proto.graph.initializer.append(graphs.initializer("w", graphs.values(16, 32, seed=4)))
+    made = lower(tmp_path / "m" / "1", proto)
+    assert [node.output[0] for node in ours(made)] == ["x"]
+    assert "Relu" in made.ops("cpu")
+
+
+@pytest.mark.parametrize("activation", ["Relu", "Abs"])
+def test_a_reshape_between_a_product_and_its_activation_moves_after_both(activation: str, tmp_path: Path) -> None:
+    """In GPT-2, layers multiply matrices, but apply activations to batches of them."""
+    split = graphs.initializer("split", np.array([-1, 2, 32]))
+    made = lower(tmp_path / "m" / "1", _model(f"Reshape m split s; {activation} s y", split))
+    fused = [("MatMul_panels_relu", "product/product"), ("Reshape", "y")]
+    apart = [("MatMul_panels", "m"), ("Reshape", "s"), ("Abs", "y")]
+    found = [(node.op_type, *node.output) for node in made.graph("cpu").node]
+    assert found == (fused if activation == "Relu" else apart)
+    _assert_same(made, {"x": graphs.values(4, 16, seed=3)})
+
+
+def test_a_product_of_a_vector_is_replaced(tmp_path: Path) -> None:
+    proto = _model("Add m b y", _BIAS)
+    proto.graph.input[0].CopyFrom(graphs.edge("x", [16]))
+    made = lower(tmp_path / "m" / "1", proto)
+    assert made.ops("cpu") == ["MatMul_panels_bias"]
+    _assert_same(made, {"x": graphs.values(16, seed=3)})
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gemm_is_a_product_with_its_bias(transposed: bool, bias: bool, tmp_path: Path) -> None:
+    weight = graphs.values(16, 48)
+    proto = graphs.model(
+        [helper.make_node("Gemm", ["x", "w", "b"] if bias else ["x", "w"], ["y"], transB=int(transposed))],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", ["batch", 48])],
+        [
+            graphs.initializer("w", np.ascontiguousarray(weight.T) if transposed else weight),
+            graphs.initializer("b", graphs.values(48)),
+        ],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    assert [node.op_type for node in ours(made)] == [f"MatMul_panels_tail{'_bias' * bias}"]
+    _assert_same(made, {"x": graphs.values(4, 16, seed=3)})
+
+
+def test_a_convolution_of_a_single_pixel_becomes_a_product(tmp_path: Path) -> None:
+    """As in a squeeze-and-excite."""
+    proto = graphs.model(
+        [
+            helper.make_node("Conv", ["x", "w", "b"], ["c"], name="reduce"),
+            helper.make_node("Relu", ["c"], ["r"], name="relu"),
+            helper.make_node("Conv", ["r", "v"], ["y"], name="expand", auto_pad="SAME_UPPER"),
+        ],
+        [graphs.edge("x", ["batch", 64, 1, 1])],
+        [graphs.edge("y", ["batch", 64, 1, 1])],
+        [
+            graphs.initializer("w", graphs.values(32, 64, 1, 1)),
+            graphs.initializer("b", graphs.values(32)),
+            graphs.initializer("v", graphs.values(64, 32, 1, 1, seed=1)),
+        ],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    assert [node.op_type for node in ours(made)] == ["MatMul_transposed_bias_relu", "MatMul_transposed"]
+    assert "Conv" not in made.ops("cpu")
+    feeds = {"x": graphs.values(3, 64, 1, 1, seed=3)}
+    assert made.run_cpu(feeds)["y"].shape == (3, 64, 1, 1)
+    _assert_same(made, feeds, 1e-1)
+    np.testing.assert_array_equal(made.run_reference(feeds)["y"], made.run_source(feeds)["y"])
+
+
+# --- what is stored in panels -----------------------------------------------------------------------------------------
+
+_LOOK_UP = helper.make_node("Gather", ["w", "ids"], ["rows"])
+_TURN = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0])
+_THEN = [helper.make_graph([_LOOK_UP], name, [], [graphs.edge("rows", ["batch", 32])]) for name in ("then", "else")]
+
+
+def _gemm(*bias: str, **attributes: Any) -> NodeProto:
+    return helper.make_node("Gemm", ["x", "w", *bias], ["y"], **attributes)
+
+
+def _read(*nodes: NodeProto) -> list[NodeProto]:
+    """Return a Gemm of w transposed, and ``nodes`` that read w too."""
+    return [_gemm(transB=1), *nodes, helper.make_node("Abs", [nodes[-1].output[0]], ["z"])]
+
+
+# Nodes that read ``w``, its shape, and the axis of its panels; None if it keeps its rows.
+STORED: dict[str, tuple[list[NodeProto], tuple[int, int], int | None]] = {
+    "Gemm": ([_gemm()], (32, 48), 1),
+    "Gemm, a row": ([_gemm("row")], (32, 48), 1),
+    "Gemm, a wide row, transposed": ([_gemm("wide", transB=1)], (48, 32), 0),
+    "alpha": ([_gemm(alpha=0.5)], (32, 48), None),
+    "beta": ([_gemm("row", beta=0.5)], (32, 48), None),
+    "a scalar is added": ([_gemm("scalar")], (32, 48), None),
+    "a column is added": ([_gemm("column")], (32, 48), None),
+    "two products": ([_gemm(), helper.make_node("MatMul", ["x", "w"], ["a"])], (32, 48), 1),
+    "transposed for a product": ([_TURN, helper.make_node("MatMul", ["x", "t"], ["y"])], (48, 32), 0),
+    "looked up": ([_LOOK_UP, _TURN, helper.make_node("MatMul", ["x", "t"], ["y"])], (48, 32), 0),
+    "looked up, axis -2": (_read(helper.make_node("Gather", ["w", "ids"], ["rows"], axis=-2)), (48, 32), 0),
+    "columns looked up": (_read(helper.make_node("Gather", ["w", "ids"], ["rows"], axis=1)), (48, 32), None),
+    "GatherND": (_read(helper.make_node("GatherND", ["w", "ids"], ["rows"])), (48, 32), None),
+    "Neg": (_read(helper.make_node("Neg", ["w"], ["rows"])), (48, 32), None),
+    "Transpose": (_read(helper.make_node("Transpose", ["w"], ["rows"])), (48, 32), None),
+    "a body looks it up": (
+        _read(
+            helper.make_node("Cast", ["ids"], ["flags"], to=TensorProto.BOOL),
+            helper.make_node("ReduceMax", ["flags"], ["flag"], keepdims=0),
+            helper.make_node("If", ["flag"], ["found"], then_branch=_THEN[0], else_branch=_THEN[1]),
+        ),
+        (48, 32),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_weight_is_stored_in_panels_if_only_the_kernel_reads_it(name: str) -> None:
+    nodes, shape, axis = STORED[name]
+    weights = {"w": graphs.values(*shape), "row": graphs.values(48), "wide": graphs.values(1, 48)}
+    weights |= {"scalar": np.array(0.5, np.float32), "column": graphs.values(7, 1)}
     proto = graphs.model(
         nodes,
         [graphs.edge("x", ["batch", 32]), graphs.edge("ids", ["batch"], TensorProto.INT64)],
         [graphs.edge("y")],
-        [
-            graphs.initializer("w", graphs.values(*weight)),
-            graphs.initializer("row", graphs.values(48)),
-            graphs.initializer("wide", graphs.values(1, 48)),
-            graphs.initializer("scalar", np.array(0.5, np.float32)),
-            graphs.initializer("column", graphs.values(7, 1)),
-        ],
+        [graphs.initializer(weight, array) for weight, array in weights.items()],
     )
-    return run([InferTypes()], ir.from_proto(proto))
+    model = run([InferTypes()], ir.from_proto(proto))
+    assert panelled_weights(model.graph, {"w"}) == ({} if axis is None else {"w": axis})
+    assert panelled_weights(model.graph, set()) == {}
+    if axis is None and shape == (48, 32):  # the kernel still reads its rows
+        (found,) = [each for node in model.graph if (each := product(node, {"w"})) is not None]
+        assert found.layout({}) == "transposed"
 
 
-def panelled_weights(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
-    """Return the weights of ``narrow`` that are stored in panels, with the axis of the panels."""
-    return module.panelled_weights(model.graph, narrow)
-
-
-def products(model: ir.Model, narrow: Collection[str]) -> dict[ir.Node, Product]:
-    """Return the products that the kernel can compute, by their nodes."""
-    return {node: found for node in model.graph if (found := product(node, narrow)) is not None}
-
-
-def _gemm(bias: str | None = None, **attributes: Any) -> list[NodeProto]:
-    inputs = ["x", "w"] if bias is None else ["x", "w", bias]
-    return [helper.make_node("Gemm", inputs, ["y"], **attributes)]
-
-
-@pytest.mark.parametrize("bias", [None, "row", "wide"])
-def test_a_gemm_s_weight_is_panelled_along_the_product_s_columns(bias: str | None) -> None:
-    assert panelled_weights(_model(_gemm(bias)), {"w"}) == {"w": 1}
-    assert panelled_weights(_model(_gemm(bias, transB=1), (48, 32)), {"w"}) == {"w": 0}
-
-
-@pytest.mark.parametrize(
-    ("bias", "attributes"),
-    [
-        (None, {"alpha": 0.5}),
-        ("row", {"beta": 0.5}),
-        ("scalar", {}),
-        ("column", {}),
-    ],
-)
-def test_a_gemm_that_is_more_than_a_product_and_a_bias_is_not_replaced(
-    bias: str | None, attributes: dict[str, float]
-) -> None:
-    assert panelled_weights(_model(_gemm(bias, **attributes)), {"w"}) == {}
-
-
-def test_a_weight_kept_in_fp32_is_not_panelled() -> None:
-    assert panelled_weights(_model(_gemm()), set()) == {}
-
-
-def test_a_weight_that_two_products_read_in_the_same_way_is_panelled_once() -> None:
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["a"]),
-        helper.make_node("Gemm", ["x", "w"], ["b"]),
-        helper.make_node("Add", ["a", "b"], ["y"]),
-    ]
-    assert panelled_weights(_model(nodes), {"w"}) == {"w": 1}
-
-
-def test_a_weight_that_is_transposed_for_products_alone_is_panelled_along_its_rows() -> None:
-    nodes = [helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]), helper.make_node("MatMul", ["x", "t"], ["y"])]
-    assert panelled_weights(_model(nodes, (48, 32)), {"w"}) == {"w": 0}
-
-
-def _looked_up(axis: int = 0) -> NodeProto:
-    return helper.make_node("Gather", ["w", "ids"], ["rows"], axis=axis)
-
-
-@pytest.mark.parametrize("axis", [0, -2])
-@pytest.mark.parametrize("op", ["Gemm", "MatMul"])
-def test_a_table_that_is_looked_up_and_multiplied_is_panelled_along_its_rows(op: str, axis: int) -> None:
-    nodes = [_looked_up(axis), helper.make_node("Transpose", ["w"], ["t"])]
-    if op == "Gemm":
-        nodes[1:] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)]
-    else:
-        nodes.append(helper.make_node("MatMul", ["x", "t"], ["y"]))
-    model = _model(nodes, (48, 32))
-    assert panelled_weights(model, {"w"}) == {"w": 0}
-
-
-def test_a_table_that_a_body_looks_up_keeps_its_rows() -> None:
-    then, other = (
-        helper.make_graph([_looked_up()], name, [], [graphs.edge("rows", ["batch", 32])]) for name in ("then", "else")
-    )
-    nodes = [
-        helper.make_node("Cast", ["ids"], ["flags"], to=TensorProto.BOOL),
-        helper.make_node("ReduceMax", ["flags"], ["flag"], keepdims=0),
-        helper.make_node("If", ["flag"], ["found"], then_branch=then, else_branch=other),
-        helper.make_node("Gemm", ["x", "w"], ["y"], transB=1),
-    ]
-    model = _model(nodes, (48, 32))
-    assert panelled_weights(model, {"w"}) == {}
-    assert [found.layout({}) for found in products(model, {"w"}).values()] == ["transposed"]
-
-
-@pytest.mark.parametrize("reader", ["columns", "indices", "Neg", "Transpose"])
-def test_a_weight_that_another_node_also_reads_keeps_its_rows(reader: str) -> None:
-    readers = {
-        "columns": _looked_up(axis=1),
-        "indices": helper.make_node("GatherND", ["w", "ids"], ["rows"]),
-    }
-    nodes = [
-        helper.make_node("Gemm", ["x", "w"], ["y"], transB=1),
-        readers.get(reader) or helper.make_node(reader, ["w"], ["rows"]),
-        helper.make_node("Abs", ["rows"], ["z"]),
-    ]
-    model = _model(nodes, (48, 32))
-    assert panelled_weights(model, {"w"}) == {}
-    assert [found.axis for found in products(model, {"w"}).values()] == [0]
-
-
-def test_a_weight_that_a_body_reads_keeps_its_rows() -> None:
-    model = run([InferTypes()], ir.from_proto(graphs.if_branches()))
-    assert panelled_weights(model, {"captured"}) == {}
+def test_a_weight_that_a_body_multiplies_keeps_its_rows() -> None:
     proto = graphs.if_branches()
     proto.graph.node.append(helper.make_node("MatMul", ["x", "captured"], ["z"]))
-    proto.graph.output.append(graphs.edge("z", ["batch", 16]))
     model = run([InferTypes()], ir.from_proto(proto))
-    assert panelled_weights(model, {"captured"}) == {}
-    assert [found.weight.name for found in products(model, {"captured"}).values()] == ["captured"]
+    assert panelled_weights(model.graph, {"captured"}) == {}

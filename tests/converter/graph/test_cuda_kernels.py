@@ -15,9 +15,8 @@ from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort import session
 from bf16kit.runtime.ort.quietort import ort
-from bf16kit.system.versions import is_older, version_key
-from converter.graph import cuda_kernels
-from converter.graph.cuda_kernels import KernelTable, missing_kernels, other_release_note, releases, required
+from bf16kit.system.versions import is_older
+from converter.graph.cuda_kernels import KernelTable, missing_kernels, releases, required
 from converter.process import versions
 
 NEWEST = "1.31.1"
@@ -45,14 +44,6 @@ def test_the_table_is_that_of_the_installed_version_or_of_the_newest_before_it(
     assert KernelTable.load().onnxruntime == chosen
 
 
-def test_every_minor_release_that_bf16kit_installs_with_has_a_table() -> None:
-    """The last table is for the newest release for CUDA; CPU builds have reached 1.32.0."""
-    known = releases()
-    in_cuda_table = [version_key(each)[:2] for each in known if each not in ("1.24.4", "1.31.1")]
-    assert in_cuda_table == [(1, n) for n in range(24, 32)]
-    assert known[-1] == NEWEST
-
-
 def test_the_tables_show_in_which_release_a_kernel_appeared() -> None:
     """The releases' registries show this. One release earlier, each would fail at load or run on the CPU."""
     gained = {
@@ -77,20 +68,6 @@ def test_a_kernel_takes_a_node_only_if_all_its_dtypes_match() -> None:
     assert table.accepts_dtypes(
         "", "Gather", 13, {"T": "bfloat16", "tensor(int64)": "int64"}
     )  # int64 is under no constraint of the kernel
-
-
-def test_a_note_states_that_another_version_s_table_is_used(
-    cli: Cli, onnx_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert other_release_note() is None
-    _install(monkeypatch, "1.25.1")
-    out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published().out
-    assert (
-        "bf16 kernels of ONNX Runtime 1.25.0, because there is no kernel table for the installed version 1.25.1" in out
-    )
-    profiles = Artifact.open(target).manifest.profiles
-    assert profiles["cuda"].requires == {"onnxruntime": "1.24.1"}
-    assert profiles["cpu"].requires == {"onnxruntime": "1.24"}
 
 
 NODES = (
@@ -120,58 +97,41 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source.onnx"
 
 
-def _converted(release: str, source: Path, target: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Artifact:
-    monkeypatch.setattr(versions, "onnxruntime", lambda: release)
-    cli("checkpoint", source, "--out", target, "--profile", "cuda", *ONNX_ONLY, "--allow-over-budget").published()
-    return Artifact.open(target)
-
-
-def _cuda_graph(artifact: Artifact) -> onnx.ModelProto:
-    return onnx.load(artifact.file("cuda.onnx"), load_external_data=False)
-
-
-@pytest.mark.parametrize("release", releases())
+@pytest.mark.parametrize(("release", "least"), [("1.24.1", "1.24.1"), ("1.28.0", "1.27.0"), ("1.31.1", "1.30.0")])
 def test_a_graph_planned_for_a_release_has_kernels_in_it_and_in_all_later_ones(
-    release: str, source: Path, target: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    release: str, least: str, source: Path, target: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact = _converted(release, source, target, cli, monkeypatch)
-    graph = _cuda_graph(artifact)
-    entry = artifact.manifest.profiles["cuda"]
-    least = entry.requires["onnxruntime"]
-    assert not is_older(release, least)
-    having = [each for each in releases() if missing_kernels(graph, KernelTable.load(each)) == []]
+    """The manifest names the first release with all kernels."""
+    _install(monkeypatch, release)
+    cli("checkpoint", source, "--out", target, "--profile", "cuda", *ONNX_ONLY, "--allow-over-budget").published()
+    artifact = Artifact.open(target)
+    assert artifact.manifest.profiles["cuda"].requires == {"onnxruntime": least}
+    model = onnx.load(artifact.file("cuda.onnx"), load_external_data=False)
+    having = [each for each in releases() if missing_kernels(model, KernelTable.load(each)) == []]
     assert having == [each for each in releases() if not is_older(each, least)]
     narrow = {
-        value.name for value in graph.graph.value_info if value.type.tensor_type.elem_type == TensorProto.BFLOAT16
+        value.name for value in model.graph.value_info if value.type.tensor_type.elem_type == TensorProto.BFLOAT16
     }
-    ops = {node.op_type for node in graph.graph.node if narrow & set(node.output)}
+    ops = {node.op_type for node in model.graph.node if narrow & set(node.output)}
     assert ops & LATE.keys() == {op for op, since in LATE.items() if not is_older(release, since)}
     assert ops >= {"Conv", "Relu", "MatMul", "Softmax", "Concat"}
 
 
-def test_the_manifest_states_the_first_release_with_all_kernels(
-    source: Path, target: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    artifact = _converted("1.31.1", source, target, cli, monkeypatch)
-    assert artifact.manifest.profiles["cuda"].requires == {"onnxruntime": "1.30.0"}
-    (missing,) = missing_kernels(_cuda_graph(artifact), KernelTable.load("1.29.0"))
-    assert "ReduceMean-18 of T bfloat16" in missing
-
-
-def test_a_node_without_a_kernel_is_found() -> None:
-    """The graph is made by hand: no plan puts bf16 where CUDA has no kernel."""
+def _pooling() -> onnx.ModelProto:
+    """Return a graph made by hand: no plan puts bf16 where CUDA has no kernel."""
     narrow = TensorProto.BFLOAT16
     nodes = [helper.make_node("MaxPool", ["x"], ["y"], name="pool", kernel_shape=[2, 2])]
     proto = graphs.model(nodes, [graphs.edge("x", [1, 1, 4, 4], narrow)], [graphs.edge("y", [1, 1, 3, 3], narrow)])
     proto.opset_import[0].version = 22
-    assert missing_kernels(proto, KernelTable.load()) == ["pool: MaxPool-22 of T bfloat16"]
+    return proto
 
 
-def test_nodes_without_bf16_need_no_entry_in_the_table() -> None:
-    proto = graphs.model(
-        [helper.make_node("Elu", ["x"], ["y"], name="elu")], [graphs.edge("x", [4])], [graphs.edge("y", [4])]
-    )
-    assert missing_kernels(proto, KernelTable.load()) == []
+def test_a_node_without_a_kernel_is_found_if_it_has_bf16(tmp_path: Path) -> None:
+    assert missing_kernels(_pooling(), KernelTable.load()) == ["pool: MaxPool-22 of T bfloat16"]
+    elu = helper.make_node("Elu", ["x"], ["y"], name="elu")
+    assert missing_kernels(graphs.model([elu], [graphs.edge("x")], [graphs.edge("y")]), KernelTable.load()) == []
+    onnx.save(_pooling(), tmp_path / "a.onnx")  # no release has a kernel
+    assert required("cuda", [tmp_path / "a.onnx"]) == {"onnxruntime": releases()[-1]}
 
 
 OLDEST = "1.24.1"  # of the releases with a kernel table
@@ -214,26 +174,6 @@ def test_cuda_needs_the_first_release_with_its_kernels_or_an_older_one_that_ran_
     assert required("cuda", [late], on_device=True) == {"onnxruntime": "1.27.0"}
     _install(monkeypatch, None)
     assert required("cuda", [late]) == {"onnxruntime": "1.27.0"}
-
-
-def test_a_release_that_lost_a_kernel_excludes_all_releases_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No release has lost one yet. The manifest can only state "this release or later"."""
-    monkeypatch.setattr(
-        cuda_kernels, "missing_kernels", lambda _, table: ["lost"] if table.onnxruntime == "1.26.0" else []
-    )
-    assert required("cuda", [_graph(tmp_path / "a.onnx", 22)]) == {"onnxruntime": "1.27.0"}
-
-
-def test_if_no_release_has_a_kernel_the_newest_is_required(tmp_path: Path) -> None:
-    nodes = [helper.make_node("MaxPool", ["x"], ["y"], name="pool", kernel_shape=[2, 2])]
-    narrow = TensorProto.BFLOAT16
-    onnx.save(
-        graphs.model(nodes, [graphs.edge("x", [1, 1, 4, 4], narrow)], [graphs.edge("y", [1, 1, 3, 3], narrow)]),
-        tmp_path / "a.onnx",
-    )
-    assert required("cuda", [tmp_path / "a.onnx"]) == {"onnxruntime": releases()[-1]}
 
 
 def test_manifest_report_and_inspect_state_the_required_release(mlp: Artifact, cli: Cli) -> None:

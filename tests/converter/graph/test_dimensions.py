@@ -14,14 +14,9 @@ def _spec(name: str, *shape: int | str) -> TensorSpec:
     return TensorSpec(name, "float32", shape)
 
 
-@pytest.mark.parametrize("dim", ["", " ", "?", "*", "-1", "None", "unk", "unknown", None, 3])
-def test_what_exporters_write_for_an_unknown_dimension_is_not_a_name(dim: int | str | None) -> None:
-    assert not is_named(dim)
-
-
-@pytest.mark.parametrize("dim", ["batch", "unk__214", "p2o.DynamicDimension.0", "2*n + 1"])
-def test_a_name_that_distinguishes_dimensions_is_a_name(dim: str) -> None:
-    assert is_named(dim)
+def test_what_exporters_write_for_an_unknown_dimension_is_not_a_name() -> None:
+    assert not any(map(is_named, ["", " ", "?", "*", "-1", "None", "unk", "unknown", None, 3]))
+    assert all(map(is_named, ["batch", "unk__214", "p2o.DynamicDimension.0", "2*n + 1"]))
 
 
 def test_every_unknown_dimension_gets_its_own_unused_name() -> None:

@@ -71,7 +71,3 @@ def test_nodes_of_unknown_type_are_named_in_a_note(cli: Cli, target: Path, tmp_p
     arguments = ("--allow-over-budget", "--no-search", *ONNX_ONLY)
     out = cli("checkpoint", tmp_path / "unknown.onnx", "--out", target, *arguments).published().out
     assert "the output types of 1 of 3 nodes could not be inferred, the first 'inverse' (Inverse)" in out
-
-
-def test_there_is_no_note_if_all_types_are_known(cli: Cli, onnx_file: Path, target: Path) -> None:
-    assert "could not be inferred" not in cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published().out

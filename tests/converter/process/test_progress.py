@@ -1,4 +1,4 @@
-"""Progress in pipes and logs: a few lines, with bytes and the time left."""
+"""Progress in pipes and logs: a few lines, with bytes and the time left; a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from converter.process.progress import BarProgress, LineProgress, SilentProgress, for_stream
+from converter.process.progress import LineProgress, SilentProgress, for_stream
 
 
 class Clock:
@@ -32,41 +32,27 @@ def test_a_step_prints_a_line_at_its_start_and_then_every_five_seconds() -> None
     ]
 
 
-def test_a_step_of_unknown_length_shows_no_time_left() -> None:
-    stream, clock = io.StringIO(), Clock()
-    with LineProgress(stream, clock).step("reading") as advance:
-        clock.now = 6.0
-        advance(1500)
-    assert stream.getvalue().splitlines()[-1] == "bf16-convert: reading: 1.5 kB"
-
-
-def test_a_step_that_exceeds_its_known_length_shows_only_what_is_done() -> None:
+@pytest.mark.parametrize("total", [None, 1000])
+def test_a_step_of_unknown_or_larger_length_shows_only_what_is_done(total: int | None) -> None:
     """An ONNX file of a few kB may have gigabytes of external data."""
     stream, clock = io.StringIO(), Clock()
-    with LineProgress(stream, clock).step("reading", 1000) as advance:
+    with LineProgress(stream, clock).step("reading", total) as advance:
         clock.now = 6.0
         advance(1500)
     assert stream.getvalue().splitlines()[-1] == "bf16-convert: reading: 1.5 kB"
 
 
-def test_a_stream_that_is_not_a_terminal_gets_lines() -> None:
-    stream = io.StringIO()
-    with for_stream(stream) as progress:
-        assert isinstance(progress, LineProgress)
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_a_terminal_gets_a_bar_with_bytes() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    stream = Terminal()
-    with for_stream(stream) as progress:
-        assert isinstance(progress, BarProgress)
-        with progress.step("writing weights", 2_000_000) as advance:
-            advance(1_000_000)
+@pytest.mark.parametrize(("stream", "said"), [(io.StringIO(), "bf16-convert: writing"), (Terminal(), "/2.0 MB")])
+def test_a_terminal_gets_a_bar_with_bytes_and_another_stream_lines(stream: io.StringIO, said: str) -> None:
+    with for_stream(stream) as progress, progress.step("writing weights", 2_000_000) as advance:
+        advance(1_000_000)
     assert "writing weights" in stream.getvalue()
-    assert "/2.0 MB" in stream.getvalue()
+    assert said in stream.getvalue()
 
 
 def test_silent_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,16 +94,13 @@ def test_a_module_in_files_equals_one_in_memory_bit_for_bit(tmp_path: Path, make
     assert deleted_kb() > 0
 
 
-def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+def test_what_shares_memory_still_does(tmp_path: Path) -> None:
+    """``float()`` of an fp32 tensor is that tensor, so a write to one must change the other. Tied weights stay tied."""
     module, _ = built(tmp_path, Odd)
     assert isinstance(module, Odd)
     with torch.no_grad():
         module.scaled.fill_(3.0)
     assert module.tied[-1, -1] == 3.0
-
-
-def test_a_result_that_is_its_argument_still_shares_its_memory(tmp_path: Path) -> None:
-    """``float()`` of an fp32 tensor is that tensor, so a write to one must change the other."""
     tensor = torch.zeros(SIDE, SIDE)
     with TensorFiles(tmp_path):
         again, inside = tensor.float(), tensor[1:]
@@ -111,7 +108,7 @@ def test_a_result_that_is_its_argument_still_shares_its_memory(tmp_path: Path) -
     assert tensor[0, 0] == tensor[1, 0] == 1.0
 
 
-def test_a_file_is_deleted_with_its_tensor(tmp_path: Path) -> None:
+def test_a_file_is_deleted_with_its_tensor_and_without_one_it_is_in_memory(tmp_path: Path) -> None:
     before = deleted_kb()
     with TensorFiles(tmp_path):
         tensor = torch.ones(SIDE, SIDE)
@@ -119,10 +116,6 @@ def test_a_file_is_deleted_with_its_tensor(tmp_path: Path) -> None:
     assert deleted_kb() >= before + 4 * 1024
     del tensor
     assert deleted_kb() == before
-
-
-def test_tensors_stay_in_memory_if_no_file_can_be_created(tmp_path: Path) -> None:
-    before = deleted_kb()
     with TensorFiles(tmp_path / "nothing"):
         tensor = torch.ones(SIDE, SIDE)
     assert deleted_kb() == before

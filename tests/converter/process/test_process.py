@@ -1,0 +1,145 @@
+"""The converter as a process: what libraries print is hidden, errors name their source, garbage waits, children are
+this program."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bf16kit.messages.errors import Bf16kitError, ConversionError, RuntimeFailure, UsageError
+from converter.process import children
+from converter.process.memory import frozen_heap, keep_few_primitives, release_memory
+from converter.process.quiet import first_line, prefix_errors, quiet
+
+
+def test_nothing_reaches_the_terminal_and_the_state_is_restored(
+    capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    handler = logging.StreamHandler(sys.stderr)  # created before, like torch's, so it holds the real stream
+    logger = logging.getLogger("a.library")
+    logger.addHandler(handler)
+    before = sys.stdout, sys.stderr, logging.root.manager.disable, list(warnings.filters)
+    try:
+        with contextlib.suppress(ZeroDivisionError), quiet():
+            sys.stdout.write("printed")
+            sys.stderr.write("printed")
+            warnings.warn("warned", UserWarning, stacklevel=1)
+            logger.warning("logged")
+            raise ZeroDivisionError
+    finally:
+        logger.removeHandler(handler)
+    assert (sys.stdout, sys.stderr, logging.root.manager.disable, list(warnings.filters)) == before
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("\n  what\nand much advice"), "ValueError: what"),
+        (KeyError(), "KeyError"),
+        (ValueError("conflicts:\n- seq is 7\n- and more"), "ValueError: conflicts: seq is 7"),
+        (
+            RuntimeError(
+                "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript:"
+                "\n    return torch.linear(x)\n           ~~~~~~ <--- HERE\nRuntimeError: mat1 and mat2\n"
+            ),
+            "RuntimeError: mat1 and mat2",
+        ),
+    ],
+)
+def test_an_error_is_shown_as_its_first_telling_line(error: Exception, said: str) -> None:
+    assert first_line(error) == said
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (ConversionError("step 'fold': no"), "models/m.onnx: step 'fold': no"),
+        (RuntimeFailure("cannot load cpu.onnx"), "models/m.onnx: cannot load cpu.onnx"),
+        (ConversionError("m.onnx: damaged"), "m.onnx: damaged"),
+        (UsageError("--out: no"), "--out: no"),
+        (MemoryError(), "models/m.onnx: out of memory; it needs more than this machine has free"),
+        (RecursionError(), "models/m.onnx: nested too deeply to be converted"),
+    ],
+)
+def test_an_error_names_its_source(raised: Exception, said: str) -> None:
+    with pytest.raises(Bf16kitError) as found, prefix_errors(Path("models/m.onnx")):
+        raise raised
+    assert str(found.value) == said
+    assert isinstance(found.value, type(raised) if isinstance(raised, Bf16kitError) else ConversionError)
+
+
+class Knot:
+    """An object that refers to itself, so that only the garbage collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def nothing_set_aside() -> Iterator[None]:
+    """Unfreeze all objects, as in a process in which only the conversion sets objects aside."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_set_aside")
+def test_objects_are_set_aside_until_the_next_time_and_freed_if_they_are_garbage() -> None:
+    with contextlib.suppress(ZeroDivisionError), frozen_heap() as set_aside:
+        assert not gc.isenabled()
+        kept = Knot()
+        set_aside(False)
+        assert gc.isenabled()
+        assert not any(each is kept for each in gc.get_objects())
+        alive = weakref.ref(kept)
+        del kept
+        release_memory()
+        assert alive() is not None, "it was set aside"
+        set_aside(True)
+        assert alive() is None
+        raise ZeroDivisionError
+    assert gc.get_freeze_count() == 0
+    assert gc.isenabled()
+    gc.freeze()  # as a calling program may do
+    count = gc.get_freeze_count()
+    with frozen_heap() as set_aside:
+        set_aside(True)
+    assert 0 < gc.get_freeze_count() <= count
+
+
+def test_onednn_keeps_few_kernels_unless_the_environment_sets_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"  # bench/conversion/memory.py measures its effect
+    monkeypatch.setenv(name, "7")
+    keep_few_primitives()
+    assert os.environ[name] == "7"
+    monkeypatch.delenv(name)
+    keep_few_primitives()
+    assert os.environ[name] == "16"
+
+
+def test_a_child_runs_this_program_s_code_and_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports do not find it, nor does the program itself. The user's PYTHONPATH stays, after the program's."""
+    (tmp_path / "click.py").write_text("raise SystemExit('run from the working directory')")
+    (tmp_path / "converter").mkdir()
+    (tmp_path / "converter" / "__init__.py").write_text("raise SystemExit('run from the working directory')")
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
+    done = subprocess.run(
+        children.command("converter.cli", "--version"), cwd=tmp_path, env=children.environment(), capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert children.environment()["PYTHONPATH"].split(os.pathsep)[1:] == [str(tmp_path / "mine")]
