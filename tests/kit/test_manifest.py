@@ -15,40 +15,31 @@ from hypothesis import strategies as st
 from peaks import measured_alone
 from pydantic import ValidationError
 
+from bf16kit.artifact.entries import CheckpointEntry, DriftEntry, GivenEntry, Segment, TensorEntry
 from bf16kit.artifact.manifest import (
-    CheckpointEntry,
-    DriftEntry,
     ExportEntry,
     FileEntry,
-    GivenEntry,
     Manifest,
     OracleEntry,
     Plan,
     PlanEntry,
     ProfileEntry,
-    Segment,
     Source,
     SpecEntry,
-    TensorEntry,
+    sealed,
 )
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
 from bf16kit.numerics.tensors import TensorSpec
 
 EMPTY = hashlib.sha256().hexdigest()
 MATRIX = TensorEntry(
-    name="w",
-    dtype="bfloat16",
-    shape=[2, 3],
-    file="weights.bf16",
-    offset=64,
-    bytes=12,
+    name="w", dtype="bfloat16", shape=[2, 3], file="weights.bf16", offset=64, bytes=12,
     residual=Segment(offset=0, bytes=44),
-)
+)  # fmt: skip
 SCALE = TensorEntry(name="s", dtype="float32", shape=[2], file="weights.fp32", offset=0, bytes=8)
-
-
 CPU = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host")
-_EXPORT = ExportEntry(files=["model.safetensors"], precision="bf16-weights", verified="host")
+_EXPORT: dict[str, Any] = {"files": ["model.safetensors"], "precision": "bf16-weights", "verified": "host"}
+_GIVEN: dict[str, Any] = {"option": "--map", "name": "rules.yaml", "sha256": "1" * 64, "bytes": 3}
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -72,24 +63,16 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest(**(fields | changes))
 
 
-def sealed(fields: dict[str, Any]) -> bytes:
-    """Return the fields as a manifest with a valid digest: it may be wrong, but it is not damaged."""
-    text = json.dumps(fields | {"digest": "0" * 64}, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
-    return text.replace(b"0" * 64, hashlib.sha256(text).hexdigest().encode())
-
-
 def fields_of(data: bytes) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(data)
     return fields
 
 
 class TestBytes:
-    def test_a_manifest_is_read_as_it_was_written(self) -> None:
-        assert Manifest.loads(manifest().dumps(), "manifest.json") == manifest()
-
-    def test_the_bytes_are_canonical(self) -> None:
+    def test_a_manifest_is_canonical_and_read_as_it_was_written(self) -> None:
         """Keys are sorted, indents are one space, the text is UTF-8 and ends with a newline. Rewriting keeps it."""
         data = manifest().dumps()
+        assert Manifest.loads(data, "manifest.json") == manifest()
         assert data == Manifest.loads(data, "").dumps()
         assert data == (json.dumps(json.loads(data), sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
         assert "ŷ".encode() in data
@@ -105,11 +88,9 @@ class TestBytes:
         digest = fields_of(data)["digest"].encode()
         assert hashlib.sha256(data.replace(digest, b"0" * 64)).hexdigest().encode() == digest
 
-    def test_specs_are_read_as_they_were_written(self) -> None:
+    def test_specs_are_read_as_they_were_written_and_frozen(self) -> None:
         spec = TensorSpec("x", "int64", ("batch", 3), "other")
         assert SpecEntry.of(spec).spec() == spec
-
-    def test_it_is_frozen(self) -> None:
         with pytest.raises(ValidationError, match="frozen"):
             manifest().model = "other"
 
@@ -135,8 +116,8 @@ class TestVersions:
             {"measurements": "measurements.json"},
             {"plan": Plan(tensors=[PlanEntry(name="w", op="MatMul", precision="fp32", reason="", code="small")])},
             {"budget": {"relative_l2.p99": 0.02}},
-            {"exports": {"safetensors": _EXPORT}},
-            {"given": [GivenEntry(option="--map", name="rules.yaml", sha256="1" * 64, bytes=3)]},
+            {"exports": {"safetensors": ExportEntry(**_EXPORT)}},
+            {"given": [GivenEntry(**_GIVEN)]},
         ],
         ids=lambda news: next(iter(news)),
     )
@@ -148,26 +129,6 @@ class TestVersions:
     def test_what_later_versions_added_is_not_mentioned_without_it(self) -> None:
         added = (b"panels", b"oracle", b"requires", b"measurements", b'"code"', b"exports", b"given", b'"golden": "own')
         assert not any(word in manifest().dumps() for word in added)
-
-    @pytest.mark.parametrize(
-        ("exports", "said"),
-        [
-            ({"gguf": _EXPORT}, "unknown export 'gguf'; exports are safetensors, hf"),
-            ({"hf": _EXPORT.model_copy(update={"files": ["../config.json"]})}, "is not a plain file name"),
-            ({"hf": _EXPORT.model_copy(update={"files": []})}, "at least 1 item"),
-        ],
-    )
-    def test_an_invalid_export_is_rejected(self, exports: dict[str, ExportEntry], said: str) -> None:
-        fields = fields_of(manifest(exports={"hf": _EXPORT}).dumps())
-        fields["exports"] = {name: entry.model_dump() for name, entry in exports.items()}
-        with pytest.raises(ArtifactError, match=said):
-            Manifest.loads(sealed(fields), "manifest.json")
-
-    @pytest.mark.parametrize("wrong", [{"name": "../rules.yaml"}, {"sha256": "0"}, {"option": "--out"}, {"bytes": -1}])
-    def test_a_file_given_beside_the_checkpoint_has_a_plain_name_and_a_digest(self, wrong: dict[str, Any]) -> None:
-        given = [{"option": "--map", "name": "rules.yaml", "sha256": "1" * 64, "bytes": 3} | wrong]
-        with pytest.raises(ArtifactError, match=f"given.0.{next(iter(wrong))}"):
-            Manifest.loads(sealed(fields_of(manifest().dumps()) | {"given": given}), "manifest.json")
 
     def test_a_profile_without_its_own_golden_samples_uses_the_manifests(self) -> None:
         own = CPU.model_copy(update={"golden": "own.safetensors"})
@@ -202,11 +163,9 @@ class TestRejected:
             (b"[" * 100_000, "not JSON"),
             (b"[]", "a JSON list"),
             (b"{}", "schema_version is None"),
-            (b'{"schema_version": "1"}', "schema_version is '1'"),
             (b'{"schema_version": true}', "schema_version is True"),
             (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 7"),
             (b'{"schema_version": 1}', "its digest differs"),
-            (b'{"schema_version": 3}', "its digest differs"),
         ],
     )
     def test_a_file_that_is_not_a_manifest(self, data: bytes, message: str) -> None:
@@ -234,7 +193,15 @@ class TestRejected:
             ({"files": {"/etc/passwd": {"sha256": EMPTY, "bytes": 0}}}, "'/etc/passwd' is not a plain file name"),
             ({"files": {"a": {"sha256": "short", "bytes": 0}}}, r"files\.a\.sha256"),
             ({"files": {"a": {"sha256": EMPTY, "bytes": -1}}}, r"files\.a\.bytes"),
-            ({"profiles": {"tpu": {"format": "onnx", "graph": "g", "precision": "", "verified": "no"}}}, "'tpu'"),
+            ({"exports": {"gguf": _EXPORT}}, r"exports\.gguf\..*should match pattern '\^\(safetensors\|hf\)\$'"),
+            ({"exports": {"hf": _EXPORT | {"files": ["../config.json"]}}}, "is not a plain file name"),
+            ({"exports": {"hf": _EXPORT | {"files": []}}}, "at least 1 item"),
+            ({"given": [_GIVEN | {"name": "../rules.yaml"}]}, r"given\.0\.name"),
+            ({"given": [_GIVEN | {"option": "--out"}]}, r"given\.0\.option"),
+            (
+                {"profiles": {"tpu": {"format": "onnx", "graph": "g", "precision": "", "verified": "no"}}},
+                r"profiles\.tpu\.",
+            ),
         ],
     )
     def test_wrong_fields_are_named(self, changes: dict[str, Any], message: str) -> None:
@@ -300,7 +267,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("tensors", "[" + "0," * 1_200_000 + "0]", "1200001 of its values are not what a manifest has; convert"),
+        ("tensors", "[" + "0," * 1_200_000 + "0]", "1200001 of its values are not valid; convert"),
         ("options", '{"a": "' + "x" * (70 << 20) + '"}', "larger than 64 MiB, not a manifest"),
         ("options", '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON"),
     ],
@@ -321,9 +288,25 @@ def test_a_manifest_made_to_take_memory_or_time_is_rejected(
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"),
-    [([1] * 65, "at most 64 items"), ([2**62] * 64, r"bytes do not hold bfloat16\["), ([2**63], "less than or equal")],
+    ("changes", "message"),
+    [
+        ({"bytes": 13}, "13 bytes do not hold bfloat16"),
+        ({"dtype": "bf16"}, "unknown dtype 'bf16'"),
+        ({"dtype": "string", "bytes": 48}, "do not hold string"),
+        ({"shape": [2, -3]}, "greater than or equal to 0"),
+        ({"shape": [1] * 65}, "at most 64 items"),
+        ({"shape": [2**62] * 64}, r"bytes do not hold bfloat16\["),
+        ({"shape": [2**63]}, "less than or equal"),
+        ({"scale": "s"}, "scale 's' on axis None does not fit"),
+        ({"scale": "s", "scale_axis": 2}, "scale 's' on axis 2 does not fit"),
+        ({"panels": 2}, r"'w': panels 2 lie along axis 0 or 1 of a bfloat16 matrix, not of bfloat16\[2, 3\]"),
+        ({"panels": -1}, "panels -1 lie along"),
+        ({"panels": 0, "shape": [6]}, r"not of bfloat16\[6\]"),
+        ({"panels": 0, "shape": [1, 2, 3]}, r"not of bfloat16\[1, 2, 3\]"),
+        ({"panels": 1, "dtype": "float16"}, r"not of float16\[2, 3\]"),
+        ({"panels": 1.5}, "valid integer"),
+    ],
 )
-def test_shapes_are_bounded_in_axes_and_sizes(shape: list[int], message: str) -> None:
+def test_fields_of_a_tensor_that_do_not_fit_together_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        TensorEntry(**(MATRIX.model_dump() | {"shape": shape}))
+        TensorEntry(**(MATRIX.model_dump() | changes))
