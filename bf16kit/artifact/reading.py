@@ -28,12 +28,17 @@ _TICK_NS = 20_000_000
 
 
 @contextlib.contextmanager
-def damaged_if_unreadable(path: Path) -> Iterator[None]:
-    """Turn an OSError within the block into ArtifactDamaged: ``path`` is missing or may not be read."""
+def _explained(error: type[Bf16kitError], where: object) -> Iterator[None]:
+    """Turn an OSError within the block into ``error``, which begins with ``where``."""
     try:
         yield
-    except OSError as error:
-        raise ArtifactDamaged(f"{path}: missing or unreadable ({os_error_text(error)})") from None
+    except OSError as failure:
+        raise error(f"{where}: cannot be read: {os_error_text(failure)}") from None
+
+
+def damaged_if_unreadable(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Turn an OSError within the block into ArtifactDamaged: ``path`` is missing or may not be read."""
+    return _explained(ArtifactDamaged, path)
 
 
 def open_inside(
@@ -59,8 +64,8 @@ def read_inside(
     path: Path, most: int, error: type[Bf16kitError], why: str, *, within: Path | None = None, where: str = ""
 ) -> bytes:
     """Read the whole file at ``path`` as :func:`open_inside` opens it. The bounds are those of :func:`read_bounded`."""
-    with _unread(error, where or str(path)), open_inside(path, error, within=within, where=where) as file:
-        return _bounded(file, most, error, why, where or str(path))
+    with _explained(error, where or path), open_inside(path, error, within=within, where=where) as file:
+        return _bounded(file, most, error, why, where or path)
 
 
 def read_bounded(path: Path, most: int, error: type[Bf16kitError], why: str, *, where: str = "") -> bytes:
@@ -69,19 +74,11 @@ def read_bounded(path: Path, most: int, error: type[Bf16kitError], why: str, *, 
     Raises ``error``, which begins with ``where`` (by default the path), when the file cannot be read, and with ``why``
     when it is larger.
     """
-    with _unread(error, where or str(path)), path.open("rb") as file:
-        return _bounded(file, most, error, why, where or str(path))
+    with _explained(error, where or path), path.open("rb") as file:
+        return _bounded(file, most, error, why, where or path)
 
 
-@contextlib.contextmanager
-def _unread(error: type[Bf16kitError], where: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as failure:
-        raise error(f"{where}: cannot be read: {os_error_text(failure)}") from None
-
-
-def _bounded(file: io.BufferedReader, most: int, error: type[Bf16kitError], why: str, where: str) -> bytes:
+def _bounded(file: io.BufferedReader, most: int, error: type[Bf16kitError], why: str, where: object) -> bytes:
     data = file.read(most + 1)
     if len(data) > most:
         limit = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
@@ -113,7 +110,7 @@ def read_manifest(path: Path) -> Manifest:
         if not where.is_file():
             raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}")
         with open_inside(where, ArtifactError) as file:
-            data = _bounded(file, _MAX_MANIFEST, ArtifactError, "not a manifest", str(where))
+            data = _bounded(file, _MAX_MANIFEST, ArtifactError, "not a manifest", where)
     return Manifest.loads(data, where)
 
 

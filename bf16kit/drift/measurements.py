@@ -107,16 +107,10 @@ class SampleColumns(Entry):
     def of(cls, drifts: Sequence[SampleDrift], most: int) -> SampleColumns:
         """Return at most ``most`` of ``drifts``, evenly spaced, as columns."""
         rows = downsample(drifts, most)
-        logits = any(row.top1_rows for row in rows)
-        return cls(
-            measured=len(drifts),
-            relative_l2=[row.relative_l2 for row in rows],
-            cosine_distance=[row.cosine_distance for row in rows],
-            max_abs=[row.max_abs for row in rows],
-            nonfinite=[row.nonfinite for row in rows],
-            top1_matches=[row.top1_matches for row in rows] if logits else [],
-            top1_rows=[row.top1_rows for row in rows] if logits else [],
-        )
+        columns = {name: [getattr(row, name) for row in rows] for name in cls.model_fields if name != "measured"}
+        if not any(columns["top1_rows"]):
+            columns |= {"top1_matches": [], "top1_rows": []}
+        return cls(measured=len(drifts), **columns)
 
 
 class LayerEntry(Entry):

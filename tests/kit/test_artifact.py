@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from othersfiles import unreadable, world_readable_directory
-from small import CHECKPOINT, SCALE, entry_of, publish_small
+from small import CHECKPOINT, entry_of, publish_small
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import MANIFEST, CheckpointEntry, FileEntry, Manifest, Segment, Source
@@ -114,33 +114,25 @@ class TestReading:
 class TestPanels:
     """A caller gets the same tensor whether or not it is stored as panels."""
 
+    @pytest.mark.parametrize("scaled", [False, True])
     @pytest.mark.parametrize("axis", [0, 1])
     @pytest.mark.parametrize("shape", [(7, 64), (64, 7), (70, 33), (1, 1)])
     def test_tensors_are_logical_and_fp32_is_restored_bit_for_bit(
-        self, shape: tuple[int, int], axis: int, tmp_path: Path
+        self, shape: tuple[int, int], axis: int, scaled: bool, tmp_path: Path
     ) -> None:
-        fp32 = np.random.default_rng(4).standard_normal(shape).astype(np.float32)
-        artifact = publish_panels(tmp_path / "1", fp32, to_bf16(fp32), axis, None)
-        assert artifact.tensor("w").tobytes() == to_bf16(fp32).tobytes()
+        rng = np.random.default_rng(4)
+        fp32, scale = rng.standard_normal(shape, np.float32), rng.uniform(0.1, 9, shape[0]).astype(np.float32)
+        stored = to_bf16((fp32.astype(np.float64) * scale[:, None]).astype(np.float32) if scaled else fp32)
+        artifact = publish_panels(tmp_path / "1", fp32, stored, axis, scale if scaled else None)
+        assert artifact.tensor("w").tobytes() == stored.tobytes()
         assert artifact.tensor("w").shape == shape
         assert artifact.restore("w").tobytes() == fp32.tobytes()
         assert dict(artifact.checkpoint_tensors())["w.T"].tobytes() == np.ascontiguousarray(fp32.T).tobytes()
         with pytest.raises(ValueError, match="read-only"):
             artifact.tensor("w")[0, 0] = 1
 
-    @pytest.mark.parametrize("axis", [0, 1])
-    def test_a_scale_applies_to_an_axis_of_the_matrix(self, axis: int, tmp_path: Path) -> None:
-        fp32 = np.random.default_rng(5).standard_normal((4, 40)).astype(np.float32)
-        scaled = to_bf16((fp32.astype(np.float64) * SCALE[:, None]).astype(np.float32))
-        artifact = publish_panels(tmp_path / "1", fp32, scaled, axis, SCALE)
-        assert artifact.restore("w").tobytes() == fp32.tobytes()
-
 
 class TestDamage:
-    def test_every_file_is_checked(self, small_artifact: Artifact) -> None:
-        assert sorted(p.name for p in small_artifact.path.iterdir()) == FILES
-        assert sorted([*small_artifact.manifest.files, MANIFEST]) == FILES
-
     @pytest.mark.parametrize("name", FILES)
     @pytest.mark.parametrize("place", ["first", "middle", "last"])
     def test_one_flipped_bit_is_rejected_and_the_file_is_named(
@@ -212,13 +204,11 @@ class TestDamage:
 
 
 class TestRejected:
-    def test_no_directory(self, tmp_path: Path) -> None:
-        with pytest.raises(ArtifactError, match="no such directory"):
-            Artifact.open(tmp_path / "nope")
-
-    def test_a_directory_without_a_manifest(self, tmp_path: Path) -> None:
-        with pytest.raises(ArtifactError, match=r"not an artifact, it has no manifest\.json"):
-            Artifact.open(tmp_path)
+    def test_what_is_no_artifact(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        for name, message in (("nope", "no such directory"), ("file", "not a directory"), ("", "it has no manifest")):
+            with pytest.raises(ArtifactError, match=message):
+                Artifact.open(tmp_path / name)
 
     def test_a_newer_schema(self, small_artifact: Artifact) -> None:
         rewrite(small_artifact, lambda m: m.amended(schema_version=99))
@@ -298,10 +288,10 @@ def test_verifying_again_reads_only_what_has_changed(tmp_path: Path, monkeypatch
 def test_a_file_removed_after_the_opening_is_named_in_the_error(tmp_path: Path) -> None:
     opened = Artifact.open(publish_small(tmp_path / "m" / "1").path, verify=False)
     (opened.path / "residual.bin").unlink()
-    with pytest.raises(ArtifactDamaged, match=r"residual\.bin: missing or unreadable \(No such file"):
+    with pytest.raises(ArtifactDamaged, match=r"residual\.bin: cannot be read: No such file"):
         opened.verify()
     (opened.path / "golden.safetensors").unlink()
-    with pytest.raises(ArtifactDamaged, match=r"golden\.safetensors: missing or unreadable"):
+    with pytest.raises(ArtifactDamaged, match=r"golden\.safetensors: cannot be read"):
         opened.golden()
 
 
@@ -331,28 +321,12 @@ def test_any_array_is_written_little_endian_in_c_order(tmp_path: Path, array: ND
     assert np.array_equal(data.reshape(array.shape), array)
 
 
-def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "w").touch()
-    with pytest.raises(FileExistsError):
-        WeightWriter(tmp_path / "w")
-
-
-def test_a_segment_is_read_into_a_new_array_or_a_given_one(tmp_path: Path) -> None:
+def test_a_segment_is_read_into_a_given_array(tmp_path: Path) -> None:
     file = tmp_path / "weights.bf16"
     file.write_bytes(bytes(range(100)))
-    assert read_segment(file, Segment(offset=10, bytes=5)).tolist() == [10, 11, 12, 13, 14]
     place = np.zeros(7, np.uint8)
     read_segment(file, Segment(offset=97, bytes=3), place[2:5])
     assert place.tolist() == [0, 0, 97, 98, 99, 0, 0]
-
-
-def test_a_truncated_or_missing_file_is_reported_as_damaged(tmp_path: Path) -> None:
-    file = tmp_path / "weights.bf16"
-    file.write_bytes(bytes(100))
-    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: truncated to 100 bytes while it was read"):
-        read_segment(file, Segment(offset=90, bytes=11))
-    with pytest.raises(ArtifactDamaged, match=r"gone: missing or unreadable \(No such file"):
-        read_segment(tmp_path / "gone", Segment(offset=0, bytes=1))
 
 
 @pytest.mark.parametrize("endless", [False, True])
@@ -381,4 +355,4 @@ def test_the_error_for_an_artifact_without_read_permission_names_the_user(tmp_pa
         artifact = shutil.copytree(published, place / "1")
         with unreadable(artifact / what) as user, pytest.raises(ArtifactDamaged) as refusal:
             Artifact.open(artifact)
-    assert f"missing or unreadable (Permission denied to user {user})" in str(refusal.value)
+    assert f"cannot be read: Permission denied to user {user}" in str(refusal.value)

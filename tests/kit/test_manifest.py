@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from pathlib import Path
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peaks import measured_alone
 from pydantic import ValidationError
 
 from bf16kit.artifact.entries import CheckpointEntry, DriftEntry, GivenEntry, Segment, TensorEntry
@@ -29,7 +27,6 @@ from bf16kit.artifact.manifest import (
     sealed,
 )
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
-from bf16kit.numerics.tensors import TensorSpec
 
 EMPTY = hashlib.sha256().hexdigest()
 MATRIX = TensorEntry(
@@ -87,12 +84,6 @@ class TestBytes:
         data = manifest().dumps()
         digest = fields_of(data)["digest"].encode()
         assert hashlib.sha256(data.replace(digest, b"0" * 64)).hexdigest().encode() == digest
-
-    def test_specs_are_read_as_they_were_written_and_frozen(self) -> None:
-        spec = TensorSpec("x", "int64", ("batch", 3), "other")
-        assert SpecEntry.of(spec).spec() == spec
-        with pytest.raises(ValidationError, match="frozen"):
-            manifest().model = "other"
 
 
 class TestVersions:
@@ -247,44 +238,24 @@ class TestConsistency:
             manifest(checkpoint=[CheckpointEntry(**fields)])
 
 
-_HOSTILE = """
-import resource, sys, time
-from pathlib import Path
-from bf16kit.messages.errors import ArtifactError
-from bf16kit.artifact.reading import read_manifest
-
-artifact = Path(sys.argv[1])
-before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-try:
-    read_manifest(artifact)
-except ArtifactError as error:
-    print(error)
-print(time.process_time() - start)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
         ("tensors", "[" + "0," * 1_200_000 + "0]", "1200001 of its values are not valid; convert"),
-        ("options", '{"a": "' + "x" * (70 << 20) + '"}', "larger than 64 MiB, not a manifest"),
         ("options", '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON"),
     ],
-    ids=["wrong values", "bytes", "depth"],
+    ids=["wrong values", "depth"],
 )
-def test_a_manifest_made_to_take_memory_or_time_is_rejected(
-    tmp_path: Path, place: str, value: str, message: str
-) -> None:
+def test_a_manifest_made_to_take_memory_or_time_is_rejected_in_a_line(place: str, value: str, message: str) -> None:
     """Python parses JSON in one step for which all threads of a server wait, health checks included."""
     text = json.dumps(fields_of(manifest().dumps()) | {place: "@", "digest": "0" * 64}, sort_keys=True, indent=1)
     data = text.replace('"@"', value).encode() + b"\n"
-    (tmp_path / "manifest.json").write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
-    *said, seconds, kib = measured_alone(_HOSTILE, str(tmp_path)).splitlines()
-    assert re.search(message, "\n".join(said))
-    assert len(said[0]) < 1000
-    assert float(seconds) < 5
-    assert int(kib) < 700 << 10
+    data = data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1)
+    start = time.process_time()
+    with pytest.raises(ArtifactError, match=message) as refusal:
+        Manifest.loads(data, "manifest.json")
+    assert time.process_time() - start < 5
+    assert len(str(refusal.value)) < 1000
 
 
 @pytest.mark.parametrize(

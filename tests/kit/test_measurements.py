@@ -24,7 +24,6 @@ from bf16kit.drift.measurements import (
     SampleColumns,
     SearchEntry,
     SliceEntry,
-    downsample,
     input_ranges,
     ranges,
     sample_columns,
@@ -87,12 +86,8 @@ def test_thousands_of_samples_are_thinned_evenly_and_their_count_is_kept() -> No
     assert rows.measured == 9_000
     assert len(rows.relative_l2) == measurements.MOST_SAMPLES // 4
     assert rows.relative_l2 == [(i * 9_000 // 2_500) / 1000 for i in range(2_500)]
-    Measurements(profiles={p: ProfileMeasurements(outputs=outputs) for p, outputs in found.items()})
-
-
-def test_few_rows_are_not_thinned() -> None:
-    assert list(downsample("abc", 10)) == ["a", "b", "c"]
-    assert list(downsample("", 10)) == []
+    few = sample_columns({"cpu": {"a": _drifts(3)}})["cpu"]["a"]
+    assert few.relative_l2 == [0.0, 0.001, 0.002]
 
 
 def test_of_too_many_tensors_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,24 +66,15 @@ class TestPlain:
         fp32 = bits.view(np.float32)
         assert_restores(fp32, to_bf16(fp32, subnormals=subnormals, saturate=saturate))  # type: ignore[arg-type]
 
-    def test_the_low_half_is_stored_as_it_is(self) -> None:
-        fp32 = np.random.default_rng(3).standard_normal(100).astype(np.float32)
-        segment = encode(fp32, to_bf16(fp32))
-        assert segment[:200] == fp32.view(np.uint16)[::2].tobytes()
-
-    def test_weights_take_hardly_more_than_two_bytes_each(self) -> None:
+    def test_a_weight_takes_hardly_more_than_its_low_half(self) -> None:
         fp32 = np.random.default_rng(4).standard_normal(1 << 20).astype(np.float32)
         assert assert_restores(fp32, to_bf16(fp32)) < fp32.size / 1000
+        assert encode(fp32, to_bf16(fp32))[: 2 * fp32.size] == fp32.view(np.uint16)[::2].tobytes()
 
     @pytest.mark.parametrize("shape", [(), (0, 4), (2, 3, 4)])
-    def test_shapes_are_restored(self, shape: tuple[int, ...]) -> None:
-        fp32 = np.full(shape, 0.3, np.float32)
+    def test_shapes_and_orders_are_restored(self, shape: tuple[int, ...]) -> None:
+        fp32 = np.random.default_rng(5).standard_normal(shape).astype(np.float32).T
         assert_restores(fp32, to_bf16(fp32))
-
-    def test_a_transposed_tensor_is_restored_in_its_own_order(self) -> None:
-        fp32 = np.random.default_rng(5).standard_normal((5, 7)).astype(np.float32).T
-        restored = decode(encode(fp32, to_bf16(fp32)), to_bf16(fp32))
-        assert np.array_equal(restored, fp32)
 
 
 class TestScaled:
