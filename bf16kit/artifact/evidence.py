@@ -9,8 +9,6 @@ bits, strings as a JSON list in uint8. The file holds a client's data, so protec
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +16,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from bf16kit.artifact.entries import Entry, first_error
+from bf16kit.artifact.entries import Entry, Number, first_error
 from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import brief, quoted
@@ -38,7 +36,7 @@ class TensorMetadata(Entry):
 
 
 class Header(Entry):
-    """The context of the tensors. Numbers that are not finite are the strings inf, -inf and nan.
+    """The context of the tensors.
 
     ``drift`` is this sample's own, by output and metric. ``verdict`` is the one over all recent samples
     (:class:`service.drift.verdict.DriftVerdict`). ``files`` are the artifact's, with their sha256. ``profile`` and
@@ -55,7 +53,7 @@ class Header(Entry):
     of_rows: int = Field(ge=0)  # rows of the request; only those that show the breach were kept
     batch_axis: int | None
     budget: dict[str, float]
-    drift: dict[str, dict[str, float | str]]
+    drift: dict[str, dict[str, Number]]
     verdict: dict[str, Any]
     files: dict[str, str]
     versions: dict[str, str]
@@ -124,11 +122,6 @@ class Evidence:
     def read(cls, path: Path) -> Evidence:
         """Read the evidence in the file ``path``; a one-line UsageError if it cannot be read or is no evidence."""
         return cls.loads(read_bounded(path, MOST_BYTES, UsageError, "the limit for evidence"), str(path))
-
-
-def finite(values: Mapping[str, float]) -> dict[str, float | str]:
-    """Return ``values`` for a header, with numbers that are not finite as strings, because JSON cannot express them."""
-    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 
 def _dtype(array: Array) -> str:

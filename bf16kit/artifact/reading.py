@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.artifact.entries import plain_name
 from bf16kit.artifact.manifest import MANIFEST, RESIDUAL, FileEntry, Manifest, Segment
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, Bf16kitError
 from bf16kit.messages.wording import os_error_text, quoted
@@ -120,10 +119,6 @@ def check_files(path: Path, manifest: Manifest) -> None:
     It must list every file that it refers to, and every tensor must lie within its file.
     """
     for name, entry in manifest.files.items():
-        try:
-            plain_name(name)
-        except ValueError as error:
-            raise ArtifactError(f"{path}: {error}") from None
         with damaged_if_unreadable(path / name), open_inside(path / name, ArtifactError) as file:
             size = os.fstat(file.fileno()).st_size
         if size != entry.bytes:

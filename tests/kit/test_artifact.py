@@ -25,7 +25,7 @@ from bf16kit.artifact.manifest import MANIFEST, CheckpointEntry, FileEntry, Mani
 from bf16kit.artifact.publish import staging
 from bf16kit.artifact.reading import read_bounded, read_segment
 from bf16kit.artifact.weightfile import WeightWriter
-from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError, UsageError
+from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, UsageError
 from bf16kit.numerics.panels import pack
 from bf16kit.numerics.residual import Scale, encode_chunks
 from bf16kit.numerics.rounding import BF16, to_bf16
@@ -146,16 +146,13 @@ class TestDamage:
             Artifact.open(small_artifact.path)
 
     @pytest.mark.parametrize("name", FILES)
-    def test_a_truncated_file_is_rejected_even_without_hashing(self, small_artifact: Artifact, name: str) -> None:
+    @pytest.mark.parametrize("missing", [False, True])
+    def test_a_truncated_or_missing_file_is_rejected_even_without_hashing(
+        self, small_artifact: Artifact, name: str, missing: bool
+    ) -> None:
         path = small_artifact.path / name
-        path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(ArtifactDamaged, match=f"{name}: .*; copy or convert"):
-            Artifact.open(small_artifact.path, verify=False)
-
-    @pytest.mark.parametrize("name", FILES)
-    def test_a_missing_file_is_rejected(self, small_artifact: Artifact, name: str) -> None:
-        (small_artifact.path / name).unlink()
-        with pytest.raises(ArtifactError, match=name):
+        path.unlink() if missing else path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ArtifactError, match=name if missing else f"{name}: .*; copy or convert"):
             Artifact.open(small_artifact.path, verify=False)
 
     @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
@@ -175,25 +172,6 @@ class TestDamage:
         with pytest.raises(ArtifactError, match=f"{name}: a link out of {small_artifact.path}; put the file"):
             Artifact.open(small_artifact.path)
 
-    @pytest.mark.parametrize("copies", [False, True], ids=["mapped", "copied"])
-    @pytest.mark.parametrize("kind", ["link", "pipe"])
-    @pytest.mark.parametrize("name", [name for name in FILES if name != MANIFEST])
-    def test_a_file_exchanged_after_it_was_checked_is_not_read(
-        self, small_artifact: Artifact, name: str, kind: str, copies: bool, tmp_path: Path
-    ) -> None:
-        """Kind and place are checked of the file that is open. Reading a pipe would never end."""
-        opened = Artifact.open(small_artifact.path, verify=False, copies=copies)
-        (small_artifact.path / name).rename(tmp_path / name)
-        if kind == "link":
-            (small_artifact.path / name).symlink_to(tmp_path / name)
-        else:
-            os.mkfifo(small_artifact.path / name)
-        message = f"{name}: {'a link out of' if kind == 'link' else 'not a regular file'}"
-        with pytest.raises(ArtifactError, match=message):
-            opened.verify()
-        with pytest.raises(ArtifactError, match=message):
-            opened.golden() if name == "golden.safetensors" else opened._bytes(name, Segment(offset=0, bytes=1))
-
     def test_links_within_the_artifact_are_followed(self, small_artifact: Artifact) -> None:
         """In a Kubernetes volume, each file is a link into a hidden directory next to it."""
         (small_artifact.path / "..data").mkdir()
@@ -209,11 +187,6 @@ class TestRejected:
         for name, message in (("nope", "no such directory"), ("file", "not a directory"), ("", "it has no manifest")):
             with pytest.raises(ArtifactError, match=message):
                 Artifact.open(tmp_path / name)
-
-    def test_a_newer_schema(self, small_artifact: Artifact) -> None:
-        rewrite(small_artifact, lambda m: m.amended(schema_version=99))
-        with pytest.raises(ManifestVersionError, match=r"manifest\.json: schema version 99 is newer"):
-            Artifact.open(small_artifact.path)
 
     @pytest.mark.parametrize("name", ["/etc/hostname", "../golden.safetensors", "..", "a/b"])
     def test_names_that_are_paths(self, small_artifact: Artifact, name: str) -> None:

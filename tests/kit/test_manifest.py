@@ -131,15 +131,14 @@ class TestVersions:
 
 
 class TestRejected:
-    def test_every_flipped_bit(self) -> None:
-        """Any flipped bit makes the file invalid, and the error names the file."""
+    def test_a_flipped_bit_in_any_byte(self) -> None:
+        """Any makes the file invalid, and the error names the file."""
         data = manifest().dumps()
         for at in range(len(data)):
-            for bit in range(8):
-                flipped = bytearray(data)
-                flipped[at] ^= 1 << bit
-                with pytest.raises(ArtifactError, match=r"^/repo/m/1/manifest\.json: "):
-                    Manifest.loads(bytes(flipped), "/repo/m/1/manifest.json")
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << at % 8
+            with pytest.raises(ArtifactError, match=r"^/repo/m/1/manifest\.json: "):
+                Manifest.loads(bytes(flipped), "/repo/m/1/manifest.json")
 
     @given(st.binary(max_size=64))
     def test_junk(self, junk: bytes) -> None:
@@ -168,9 +167,8 @@ class TestRejected:
             Manifest.loads(b'{"schema_version": 8, "novelty": []}', "manifest.json")
 
     def test_an_edited_budget(self) -> None:
-        data = manifest().dumps().replace(b"0.015", b"0.150")
         with pytest.raises(ArtifactDamaged, match="its digest differs"):
-            Manifest.loads(data, "manifest.json")
+            Manifest.loads(manifest().dumps().replace(b"0.015", b"0.150"), "manifest.json")
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -241,7 +239,7 @@ class TestConsistency:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("tensors", "[" + "0," * 1_200_000 + "0]", "1200001 of its values are not valid; convert"),
+        ("tensors", "[" + "0," * 200_000 + "0]", "200001 of its values are not valid; convert"),
         ("options", '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON"),
     ],
     ids=["wrong values", "depth"],
