@@ -13,24 +13,12 @@ from safetensors.numpy import load, save
 from bf16kit.artifact.evidence import KEY, Evidence, Header
 from bf16kit.messages.errors import UsageError
 
-
-def header(**changes: Any) -> Header:
-    told: dict[str, Any] = {
-        "model": "m",
-        "version": 3,
-        "at": "2026-01-01T00:00:00+00:00",
-        "profile": "cpu",
-        "precision": "bf16-weights",
-        "rows": 1,
-        "of_rows": 4,
-        "batch_axis": 0,
-        "budget": {"relative_l2": 0.015},
-        "drift": {"y": {"relative_l2": math.inf, "max_abs": 2.0}},
-        "verdict": {"state": "over", "cause": "broken"},
-        "files": {"cpu.onnx": "ab" * 32},
-        "versions": {"bf16kit": "1"},
-    }
-    return Header(**told | changes)
+HEADER = Header(
+    model="m", version=3, at="2026-01-01T00:00:00+00:00", profile="cpu", precision="bf16-weights",
+    rows=1, of_rows=4, batch_axis=0, budget={"relative_l2": 0.015},
+    drift={"y": {"relative_l2": math.inf, "max_abs": 2.0}}, verdict={"state": "over", "cause": "broken"},
+    files={"cpu.onnx": "ab" * 32}, versions={"bf16kit": "1"},
+)  # fmt: skip
 
 
 def evidence() -> Evidence:
@@ -43,7 +31,7 @@ def evidence() -> Evidence:
         "scalar": np.array(2.5, np.float64),
     }
     answers = {"y": np.array([[np.nan, np.inf, 1.0]], np.float32)}
-    return Evidence(header(), feeds, answers, {"y": np.zeros((1, 3), np.float32)})
+    return Evidence(HEADER, feeds, answers, {"y": np.zeros((1, 3), np.float32)})
 
 
 def test_every_dtype_is_read_as_it_was_written(tmp_path: Path) -> None:
