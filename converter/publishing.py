@@ -8,13 +8,13 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import MEASUREMENTS, Manifest
 from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.artifact.recoveryentries import RecoveryEntry
-from bf16kit.drift.inputranges import input_ranges
 from bf16kit.drift.measurements import (
     MOST_SLICES,
     Layers,
     Measurements,
     ProfileMeasurements,
     SliceEntry,
+    input_ranges,
     ranges,
     sample_columns,
 )
@@ -70,7 +70,6 @@ def publish(
 ) -> Artifact:
     """Write measurements and report into ``stage``, and rename it into place."""
     with progress.step("publishing"):
-        measurements = measurements.within_size_limit()
         (stage.path / MEASUREMENTS).write_bytes(measurements.dumps())
         manifest = manifest.amended(measurements=MEASUREMENTS)
         if options.report:

@@ -21,7 +21,7 @@ from bench.conversion.rounding_subjects import SUBJECTS, Subject, Weights, run
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
 from bf16kit.drift.metrics import measure as drift_of
-from bf16kit.numerics.residual import encode
+from bf16kit.numerics.residual import encode_chunks
 from bf16kit.numerics.rounding import to_bf16, to_fp32
 
 DAMPING = 0.01
@@ -201,5 +201,5 @@ def _compare(subject: Subject) -> Iterator[Measurement]:
 
 def _residual(original: Weights, rounded: Weights, names: Sequence[str]) -> float:
     """Bytes of the residual per byte of fp32."""
-    encoded = sum(len(encode(original[name], to_bf16(rounded[name]))) for name in names)
+    encoded = sum(len(piece) for n in names for piece in encode_chunks(original[n], to_bf16(rounded[n])))
     return encoded / sum(original[name].nbytes for name in names)

@@ -8,16 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import EllipsisType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.artifact.digests import Digests
 from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Manifest, Segment, TensorEntry
 from bf16kit.artifact.reading import (
-    check_file,
-    check_references,
+    Digests,
+    check_files,
     damaged_if_unreadable,
     open_inside,
     read_inside,
@@ -28,7 +26,6 @@ from bf16kit.drift.measurements import MAX_BYTES, Measurements
 from bf16kit.drift.slices import Scales, Values
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError
 from bf16kit.numerics import panels
-from bf16kit.numerics.panels import unpack
 from bf16kit.numerics.residual import Decoder, Scale
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.numerics.tensors import Array as Array
@@ -73,12 +70,8 @@ class Artifact:
         Raises :class:`ArtifactError` when the directory is no artifact, :class:`ManifestVersionError` when the artifact
         is newer than this program, and :class:`ArtifactDamaged`, naming the file, when a file is missing or changed.
         """
-        path = Path(path)
-        manifest = read_manifest(path)
-        artifact = cls(path, manifest, copies)
-        for name, entry in manifest.files.items():
-            check_file(path, name, entry)
-        check_references(manifest, path)
+        artifact = cls(Path(path), read_manifest(Path(path)), copies)
+        check_files(artifact.path, artifact.manifest)
         if verify:
             artifact.verify()
         return artifact
@@ -89,9 +82,15 @@ class Artifact:
         A later call reads only the files that changed since. So a caller that has read the files in between can call it
         again to make sure that it read what was verified.
         """
-        files = sorted(self.manifest.files.items(), key=lambda item: -item[1].bytes)
+
+        def sha256(name: str) -> str:
+            with damaged_if_unreadable(self.path / name):
+                return self._digests.entry(self.path / name).sha256
+
+        largest_first = sorted(self.manifest.files.items(), key=lambda item: -item[1].bytes)
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-            for (name, entry), digest in zip(files, pool.map(lambda f: self._sha256(f[0]), files), strict=True):
+            found = pool.map(sha256, [name for name, _ in largest_first])
+            for (name, entry), digest in zip(largest_first, found, strict=True):
                 if digest != entry.sha256:
                     raise ArtifactDamaged(
                         f"{self.path / name}: its sha256 is {digest[:12]}…, the manifest says {entry.sha256[:12]}…;"
@@ -110,11 +109,10 @@ class Artifact:
         A tensor stored as panels is unpacked into memory, in C order.
         """
         entry = self._entry(name)
-        data = self._bytes(entry.file, Segment(offset=entry.offset, bytes=entry.bytes))
-        flat = data.view(BY_NAME[entry.dtype].numpy)
+        flat = self._flat(entry)
         if entry.panels is None:
             return flat.reshape(entry.shape)
-        matrix = unpack(flat, entry.shape, entry.panels)
+        matrix = panels.unpack(flat, entry.shape, entry.panels)
         matrix.flags.writeable = False
         return matrix
 
@@ -133,31 +131,32 @@ class Artifact:
         """
         entry = self._entry(name)
         if entry.dtype == "float32":
-            return _copy_into(out, self.tensor(name))
+            if out is None:
+                return self.tensor(name)
+            out[...] = self.tensor(name)
+            return out
         if entry.dtype != "bfloat16":
             raise ArtifactError(f"{self.path}: tensor {name!r} is {entry.dtype}, which was not rounded")
         if entry.residual is None:
             raise ArtifactError(
                 f"{self.path}: no residual of tensor {name!r}, fp32 cannot be restored; convert without --no-residual"
             )
-        shape = tuple(entry.shape)
-        decoder = Decoder(self._bytes(RESIDUAL, entry.residual).data, shape, self._scale(entry))
+        shape, scale = tuple(entry.shape), None
+        if entry.scale is not None and entry.scale_axis is not None:
+            try:
+                scale = Scale(entry.scale_axis, self.tensor(entry.scale))
+            except ValueError as error:
+                raise ArtifactDamaged(f"{self.path}: the scale of tensor {name!r}: {error}") from None
+        decoder = Decoder(self._bytes(RESIDUAL, entry.residual).data, shape, scale)
         restored = np.empty(shape, np.float32) if out is None else out
-        for rows, stored in self._blocks(entry):
-            decoder.rows(stored, restored[rows])
-        return restored
-
-    def _blocks(self, entry: TensorEntry) -> Iterator[tuple[slice | EllipsisType, Array]]:
-        """Yield ``(rows, values)`` of a bf16 tensor: whole if mapped in C order, some rows at a time from panels."""
         if entry.panels is None:
-            yield ..., self.tensor(entry.name)
-            return
-        flat = self._bytes(entry.file, Segment(offset=entry.offset, bytes=entry.bytes)).view(BY_NAME["bfloat16"].numpy)
-        height, width = entry.shape
-        step = max(1, _BLOCK // max(1, 2 * width) // panels.WIDTH) * panels.WIDTH
-        for start in range(0, height, step):
-            stop = min(start + step, height)
-            yield slice(start, stop), panels.rows(flat, entry.shape, entry.panels, start, stop)
+            decoder.rows(self.tensor(name), restored)
+            return restored
+        flat, step = self._flat(entry), max(1, _BLOCK // max(1, 2 * shape[1]) // panels.WIDTH) * panels.WIDTH
+        for start in range(0, shape[0], step):
+            stop = min(start + step, shape[0])
+            decoder.rows(panels.rows(flat, shape, entry.panels, start, stop), restored[start:stop])
+        return restored
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Array]]:
         """Yield every tensor of the source checkpoint, bit for bit, C-contiguous, in the manifest's order."""
@@ -186,11 +185,14 @@ class Artifact:
             arrays = load(data)
         except (SafetensorError, KeyError, ValueError) as error:  # ValueError: more axes than numpy's arrays have
             raise ArtifactDamaged(f"{path}: {error}") from None
+        parts: dict[str, dict[str, Array]] = {"input": {}, "output": {}, "slices": {}}
+        for key in sorted(arrays, key=lambda key: (len(key), key)):  # "slices:OUTPUT:AXIS", axes in order
+            part, _, rest = key.partition(":")
+            parts.setdefault(part, {})[rest] = arrays[key]
         scales: dict[str, list[Values]] = {}
-        kept = _with_prefix(arrays, "slices:")
-        for key in sorted(kept, key=lambda key: (len(key), key)):  # "OUTPUT:AXIS", the axes of an output in order
-            scales.setdefault(key.rpartition(":")[0], []).append(np.square(kept[key].astype(np.float64)))
-        return Golden(_with_prefix(arrays, "input:"), _with_prefix(arrays, "output:"), dict(scales))
+        for key, array in parts["slices"].items():
+            scales.setdefault(key.rpartition(":")[0], []).append(np.square(array.astype(np.float64)))
+        return Golden(parts["input"], parts["output"], dict(scales))
 
     def measurements(self) -> Measurements | None:
         """Return what the conversion measured, in rows, or None if it kept none; ArtifactError for an invalid file."""
@@ -198,10 +200,6 @@ class Artifact:
             return None
         path = self.file(self.manifest.measurements)
         return Measurements.loads(read_inside(path, MAX_BYTES, ArtifactDamaged, "not measurements"), path)
-
-    def _sha256(self, name: str) -> str:
-        with damaged_if_unreadable(self.path / name):
-            return self._digests.entry(self.path / name).sha256
 
     @cached_property
     def _entries(self) -> dict[str, TensorEntry]:
@@ -212,14 +210,6 @@ class Artifact:
             raise ArtifactError(f"{self.path}: no tensor {name!r} in this artifact")
         return self._entries[name]
 
-    def _scale(self, entry: TensorEntry) -> Scale | None:
-        if entry.scale is None or entry.scale_axis is None:
-            return None
-        try:
-            return Scale(entry.scale_axis, self.tensor(entry.scale))
-        except ValueError as error:
-            raise ArtifactDamaged(f"{self.path}: the scale of tensor {entry.name!r}: {error}") from None
-
     def _checkpoint_tensor(self, entry: CheckpointEntry) -> Array:
         stored = self._entry(entry.tensor)
         if stored.dtype == entry.dtype and stored.residual is None:
@@ -229,6 +219,11 @@ class Artifact:
         if entry.permutation is None:
             return array
         return np.ascontiguousarray(array.transpose(entry.permutation))
+
+    def _flat(self, entry: TensorEntry) -> Array:
+        """Return the elements of a tensor in the order of the file."""
+        data = self._bytes(entry.file, Segment(offset=entry.offset, bytes=entry.bytes))
+        return data.view(BY_NAME[entry.dtype].numpy)
 
     def _bytes(self, name: str, segment: Segment) -> NDArray[np.uint8]:
         if segment.bytes == 0:  # an empty file cannot be mapped
@@ -242,13 +237,6 @@ class Artifact:
         return self._maps[name][segment.offset : segment.offset + segment.bytes]
 
 
-def _copy_into(out: NDArray[np.float32] | None, array: Array) -> NDArray[np.float32]:
-    if out is None:
-        return array
-    out[...] = array
-    return out
-
-
 def _narrow_to(restored: NDArray[np.float32], dtype: str) -> Array:
     """Narrow restored fp32 values to ``dtype``, the exact inverse of widening.
 
@@ -258,7 +246,3 @@ def _narrow_to(restored: NDArray[np.float32], dtype: str) -> Array:
         upper = (np.ascontiguousarray(restored).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         return upper.view(BY_NAME["bfloat16"].numpy)
     return restored.astype(BY_NAME[dtype].numpy, copy=False)
-
-
-def _with_prefix(arrays: dict[str, Array], prefix: str) -> dict[str, Array]:
-    return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}

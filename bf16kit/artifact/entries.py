@@ -1,9 +1,10 @@
-"""Manifest entries: stored tensors, the checkpoint tensors that they restore, exports, and other given files."""
+"""Entries of an artifact's JSON files: what all have in common, their types, and those that others use, too."""
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -13,12 +14,50 @@ from pydantic import (
     Field,
     PlainSerializer,
     SerializerFunctionWrapHandler,
+    ValidationError,
     model_serializer,
     model_validator,
 )
 
-from bf16kit.messages.wording import quoted
+from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import BY_NAME
+
+MOST_AXES = 64  # of numpy's arrays
+# Checkpoint dtype: the other dtypes it may be stored at. Rounded to bf16, or widened to fp32, which is exact.
+_RESTORES = {
+    "float32": ("bfloat16",),
+    "float16": ("bfloat16", "float32"),
+    "bfloat16": ("float32",),
+}
+_MOST_ERRORS = 1000  # that are listed to report the first: each takes a kilobyte
+
+
+class Entry(BaseModel):
+    """An entry that rejects undeclared keys; those of ``omitted`` are not written if empty, as in older versions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    omitted: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {k: v for k, v in fields.items() if k not in self.omitted or v not in (None, "", [], {})}
+
+
+def canonical(fields: dict[str, Any]) -> bytes:
+    """Return ``fields`` as canonical JSON: sorted keys, indented by one space, UTF-8, a newline at the end."""
+    return (json.dumps(fields, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def first_error(error: ValidationError) -> str:
+    """Return where the first error is, what it is, and how many more there are."""
+    count = error.error_count()
+    if count > _MOST_ERRORS:
+        return f"{count} of its values are not valid; convert the checkpoint again"
+    first = error.errors(include_url=False, include_input=False)[0]
+    location = brief(".".join(str(part) for part in first["loc"]))
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    return f"{location}{': ' if location else ''}{first['msg'].removeprefix('Value error, ')}{more}"
 
 
 def plain_name(name: str) -> str:
@@ -37,34 +76,31 @@ def _known_dtype(dtype: str) -> str:
     return dtype
 
 
+def _read_number(value: Any) -> Any:
+    return float(value) if value in ("inf", "-inf", "nan") else value
+
+
+def _write_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
 FileName = Annotated[str, AfterValidator(plain_name)]
 DTypeName = Annotated[str, AfterValidator(_known_dtype)]
-# Checkpoint dtype: the other dtypes it may be stored at. Rounded to bf16, or widened to fp32, which is exact.
-_RESTORES = {
-    "float32": ("bfloat16",),
-    "float16": ("bfloat16", "float32"),
-    "bfloat16": ("float32",),
-}
 Size = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
-MOST_AXES = 64  # of numpy's arrays
 Shape = Annotated[list[Size], Field(max_length=MOST_AXES)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-# Manifest models are frozen and reject undeclared keys.
-STRICT = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+# A float that is not finite is a string, because JSON cannot express it.
+Number = Annotated[float, BeforeValidator(_read_number), PlainSerializer(_write_number, when_used="json")]
 
 
-class _Entry(BaseModel):
-    model_config = STRICT
-
-
-class Segment(_Entry):
+class Segment(Entry):
     """A run of bytes in a file."""
 
     offset: Size
     bytes: Size
 
 
-class TensorEntry(_Entry):
+class TensorEntry(Entry):
     """One stored tensor of the logical ``shape``: little-endian, C order, at ``offset`` of ``file``.
 
     A bfloat16 tensor has a ``residual`` segment in residual.bin unless the residual was left out. ``scale`` names the
@@ -72,6 +108,8 @@ class TensorEntry(_Entry):
     matrix may be stored as ``panels`` instead (:mod:`bf16kit.numerics.panels`): the value is the axis, 0 or 1, that
     holds the columns of its matrix product. Its residual and its scale still refer to the matrix in C order.
     """
+
+    omitted = ("panels",)
 
     name: str
     dtype: DTypeName
@@ -84,57 +122,23 @@ class TensorEntry(_Entry):
     scale_axis: Size | None = None
     panels: int | None = None
 
-    @model_serializer(mode="wrap")
-    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit ``panels`` when there are none, so that the bytes are those of schema version 1."""
-        fields: dict[str, Any] = handler(self)
-        if self.panels is None:
-            del fields["panels"]
-        return fields
-
     @model_validator(mode="after")
     def _consistent(self) -> TensorEntry:
-        expected = BY_NAME[self.dtype].numpy.itemsize * math.prod(self.shape)
-        if self.dtype == "string" or self.bytes != expected:
-            raise ValueError(f"tensor {quoted(self.name)}: {self.bytes} bytes do not hold {self.dtype}{self.shape}")
-        if (self.scale is None) != (self.scale_axis is None):
-            raise ValueError(f"tensor {quoted(self.name)}: scale and scale_axis belong together")
-        if self.scale_axis is not None and self.scale_axis >= len(self.shape):
-            raise ValueError(f"tensor {quoted(self.name)}: scale_axis {self.scale_axis} is not an axis of {self.shape}")
-        if self.panels is not None and (self.dtype != "bfloat16" or len(self.shape) != 2 or self.panels not in (0, 1)):
-            raise ValueError(
-                f"tensor {quoted(self.name)}: panels {self.panels} of {self.dtype}{self.shape}; panels lie along axis 0"
-                " or 1 of a bfloat16 matrix"
-            )
+        wrong = ""
+        if self.dtype == "string" or self.bytes != BY_NAME[self.dtype].numpy.itemsize * math.prod(self.shape):
+            wrong = f"{self.bytes} bytes do not hold"
+        elif (self.scale is None) != (self.scale_axis not in range(len(self.shape))):
+            wrong = f"scale {quoted(self.scale)} on axis {self.scale_axis} does not fit"
+        elif self.panels is not None and (
+            self.dtype != "bfloat16" or len(self.shape) != 2 or self.panels not in (0, 1)
+        ):
+            wrong = f"panels {self.panels} lie along axis 0 or 1 of a bfloat16 matrix, not of"
+        if wrong:
+            raise ValueError(f"tensor {quoted(self.name)}: {wrong} {self.dtype}{self.shape}")
         return self
 
 
-class GivenEntry(_Entry):
-    """A file besides the checkpoint that shaped the model.
-
-    ``name`` has no directories; ``option`` is the option that named the file.
-    """
-
-    option: Literal["--map", "--model"]
-    name: FileName
-    sha256: Sha256
-    bytes: Size
-
-
-class ExportEntry(_Entry):
-    """The same weights as plain ``files`` for other programs; this project does not serve them.
-
-    Drift is measured by running the widened tensors in the fp32 reference. ``verified`` is ``host`` after that run and
-    ``no`` before.
-    """
-
-    files: Annotated[list[FileName], Field(min_length=1)]
-    precision: str
-    verified: Literal["host", "no"]
-    note: str = ""
-
-
-class CheckpointEntry(_Entry):
+class CheckpointEntry(Entry):
     """One tensor of the source checkpoint: stored tensor ``tensor``, restored, its axes permuted by ``permutation``.
 
     Restoring gives fp32. A ``dtype`` of float16 or bfloat16 means that the fp32 values were widened from it, exactly.
@@ -146,43 +150,38 @@ class CheckpointEntry(_Entry):
     tensor: str
     permutation: Shape | None = None
 
-
-def check_scale(tensor: TensorEntry, tensors: dict[str, TensorEntry]) -> None:
-    """Raise ValueError if the scale of ``tensor`` is missing, or does not have one value per index of its axis."""
-    if tensor.scale is None or tensor.scale_axis is None:
-        return
-    scale = tensors.get(tensor.scale)
-    if scale is None or scale.dtype != "float32" or scale.shape != [tensor.shape[tensor.scale_axis]]:
-        raise ValueError(
-            f"tensor {quoted(tensor.name)}: its scale {quoted(tensor.scale)} is not a stored float32 tensor of"
-            f" {tensor.shape[tensor.scale_axis]} values"
-        )
-
-
-def check_source(entry: CheckpointEntry, tensors: dict[str, TensorEntry]) -> None:
-    """Raise ValueError if ``entry`` cannot be restored from ``tensors``."""
-    tensor = tensors.get(entry.tensor)
-    if tensor is None:
-        raise ValueError(f"checkpoint tensor {quoted(entry.name)}: no stored tensor {quoted(entry.tensor)}")
-    order = list(range(len(tensor.shape))) if entry.permutation is None else entry.permutation
-    if sorted(order) != list(range(len(tensor.shape))) or [tensor.shape[i] for i in order] != entry.shape:
-        raise ValueError(
-            f"checkpoint tensor {quoted(entry.name)}: {entry.shape} is not {tensor.shape} permuted by"
-            f" {entry.permutation}"
-        )
-    if entry.dtype != tensor.dtype and tensor.dtype not in _RESTORES.get(entry.dtype, ()):
-        raise ValueError(f"checkpoint tensor {quoted(entry.name)}: {tensor.dtype} does not restore {entry.dtype}")
+    def check(self, tensors: dict[str, TensorEntry]) -> None:
+        """Raise ValueError if the tensor cannot be restored from ``tensors``."""
+        what, stored = f"checkpoint tensor {quoted(self.name)}", tensors.get(self.tensor)
+        if stored is None:
+            raise ValueError(f"{what}: no stored tensor {quoted(self.tensor)}")
+        axes = list(range(len(stored.shape)))
+        order = axes if self.permutation is None else self.permutation
+        if sorted(order) != axes or [stored.shape[i] for i in order] != self.shape:
+            raise ValueError(f"{what}: {self.shape} is not {stored.shape} permuted by {self.permutation}")
+        if self.dtype != stored.dtype and stored.dtype not in _RESTORES.get(self.dtype, ()):
+            raise ValueError(f"{what}: {stored.dtype} does not restore {self.dtype}")
 
 
-def _read_number(value: Any) -> Any:
-    return float(value) if value in ("inf", "-inf", "nan") else value
+class GivenEntry(Entry):
+    """A file besides the checkpoint that shaped the model.
+
+    ``name`` has no directories; ``option`` is the option that named the file.
+    """
+
+    option: Literal["--map", "--model"]
+    name: FileName
+    sha256: Sha256
+    bytes: Size
 
 
-def _write_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+class DriftEntry(Entry):
+    """Drift measured at conversion: ``outputs[output][metric][stat]``, as ``DriftSummary.stats`` has it."""
 
-
-Number = Annotated[float, BeforeValidator(_read_number), PlainSerializer(_write_number, when_used="json")]
+    samples: int
+    source: str
+    outputs: dict[str, dict[str, dict[str, Number]]]
+    emulated: bool = False
 
 
 def drawn_at_random(source: str) -> bool:
@@ -192,33 +191,3 @@ def drawn_at_random(source: str) -> bool:
     from them that is compared with live ones.
     """
     return source.startswith("random ")
-
-
-class DriftEntry(_Entry):
-    """Drift measured at conversion: ``outputs[output][metric][stat]``, as ``DriftSummary.as_dict`` gives it."""
-
-    samples: int
-    source: str
-    outputs: dict[str, dict[str, dict[str, Number]]]
-    emulated: bool = False
-
-
-class OracleFigure(_Entry):
-    """The fp32 reference's distance from the source framework in one output, and the bound on ``relative_l2``."""
-
-    relative_l2: Number
-    max_abs: Number
-    bound: Number
-
-
-class OracleEntry(_Entry):
-    """Whether the fp32 reference was checked against the source framework's own outputs, before any rounding.
-
-    ``how`` names the program that computed them, or the reason why none could; ``feeds`` is how many samples were
-    compared.
-    """
-
-    checked: bool
-    how: str
-    feeds: Size = 0
-    outputs: dict[str, OracleFigure] = {}

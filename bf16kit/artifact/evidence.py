@@ -9,48 +9,41 @@ bits, strings as a JSON list in uint8. The file holds a client's data, so protec
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from bf16kit.artifact.entries import Entry, Number, first_error
 from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import BY_NAME, Array
 
 KEY = "bf16kit.evidence"
-FORMAT = 1
 MOST_BYTES = 256 << 20  # of a file; a server keeps far less
-Part = Literal["input", "served", "reference"]
 
 _STORED = {"bfloat16": np.dtype(np.uint16), "string": np.dtype(np.uint8)}
 
 
-class _FrozenModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class TensorMetadata(_FrozenModel):
+class TensorMetadata(Entry):
     """A tensor's original dtype and shape: ``dtype`` is a key of :data:`bf16kit.numerics.tensors.BY_NAME`."""
 
     dtype: str
     shape: tuple[Annotated[int, Field(ge=0, le=MOST_BYTES)], ...]
 
 
-class Header(_FrozenModel):
-    """The context of the tensors. Numbers that are not finite are the strings inf, -inf and nan.
+class Header(Entry):
+    """The context of the tensors.
 
     ``drift`` is this sample's own, by output and metric. ``verdict`` is the one over all recent samples
     (:class:`service.drift.verdict.DriftVerdict`). ``files`` are the artifact's, with their sha256. ``profile`` and
     ``precision`` are those of the served response. ``at`` is the time in UTC.
     """
 
-    format: int = FORMAT
+    format: Literal[1] = 1
     model: str
     version: int
     at: str
@@ -60,7 +53,7 @@ class Header(_FrozenModel):
     of_rows: int = Field(ge=0)  # rows of the request; only those that show the breach were kept
     batch_axis: int | None
     budget: dict[str, float]
-    drift: dict[str, dict[str, float | str]]
+    drift: dict[str, dict[str, Number]]
     verdict: dict[str, Any]
     files: dict[str, str]
     versions: dict[str, str]
@@ -96,10 +89,20 @@ class Evidence:
 
         Raises UsageError, with one line, for anything else.
         """
-        tensors, metadata = _parse(data, where)
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        try:
+            tensors, end = load(data), 8 + int.from_bytes(data[:8], "little")
+            metadata = json.loads(data[8:end]).get("__metadata__") or {}
+        except (SafetensorError, ValueError, KeyError, AttributeError) as error:
+            raise UsageError(f"{where}: is not evidence, or is damaged ({brief(error)})") from None
         if KEY not in metadata:
             raise UsageError(f"{where}: a safetensors file, but not evidence; fetch that with `bf16-serve evidence`")
-        header = _header(metadata[KEY], where)
+        try:
+            header = Header.model_validate_json(metadata[KEY])
+        except ValidationError as error:
+            raise UsageError(f"{where}: has a header that this bf16kit cannot read: {first_error(error)}") from None
         parts: dict[str, dict[str, Array]] = {"input": {}, "served": {}, "reference": {}}
         try:
             for key, note in header.tensors.items():
@@ -121,37 +124,6 @@ class Evidence:
         return cls.loads(read_bounded(path, MOST_BYTES, UsageError, "the limit for evidence"), str(path))
 
 
-def _parse(data: bytes, where: str) -> tuple[dict[str, Array], dict[str, str]]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        tensors = load(data)
-        size = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
-    except (SafetensorError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f"{where}: is not evidence, or is damaged ({brief(error)})") from None
-    return tensors, metadata
-
-
-def _header(text: str, where: str) -> Header:
-    try:
-        fields = json.loads(text)
-        if isinstance(fields, dict) and isinstance(fields.get("format"), int) and fields["format"] > FORMAT:
-            raise UsageError(
-                f"{where}: is of format {fields['format']}, written by a newer bf16kit; this one knows {FORMAT}"
-            )
-        return Header.model_validate(fields)
-    except (ValidationError, ValueError, RecursionError) as error:
-        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise UsageError(f"{where}: has a header that cannot be read: {first}") from None
-
-
-def finite(values: Mapping[str, float]) -> dict[str, float | str]:
-    """Return ``values`` for a header, with numbers that are not finite as strings, because JSON cannot express them."""
-    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-
-
 def _dtype(array: Array) -> str:
     return "string" if array.dtype == np.object_ else array.dtype.name
 
@@ -159,14 +131,10 @@ def _dtype(array: Array) -> str:
 def _stored(array: Array) -> Array:
     """Return ``array`` in a dtype that safetensors supports, C-contiguous."""
     if array.dtype == np.object_:
-        return np.frombuffer(json.dumps(list(_texts(array))).encode() or b"", np.uint8)
+        texts = [each if isinstance(each, str) else bytes(each).decode("utf-8", "replace") for each in array.flat]
+        return np.frombuffer(json.dumps(texts).encode(), np.uint8)
     contiguous = np.asarray(array, order="C")
     return contiguous.view(np.uint16) if array.dtype.name == "bfloat16" else contiguous
-
-
-def _texts(array: Array) -> Iterator[str]:
-    for each in array.flat:
-        yield each if isinstance(each, str) else bytes(each).decode("utf-8", "replace")
 
 
 def _restored(stored: Array, note: TensorMetadata) -> Array:

@@ -1,93 +1,90 @@
 """The manifest of an artifact: its contents, how it was made, what was measured, and the digest of every file.
 
-``manifest.json`` is canonical JSON: keys sorted, indented by one space, UTF-8, a newline at the end, no clock time, so
-the same conversion writes the same bytes. A float that is not finite is written as the string ``"inf"``, ``"-inf"`` or
-``"nan"``, because JSON cannot express it. The file carries its own ``digest`` (see :mod:`bf16kit.artifact.schema`), so
-that a flipped bit in the manifest is detected, as in any other file.
+``manifest.json`` is canonical JSON without a clock time, so the same conversion writes the same bytes. It carries its
+own ``digest``, computed with its own 64 digits as zeros, so that a flipped bit in the manifest is detected, as in any
+other file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    Field,
-    JsonValue,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from bf16kit.artifact import schema
 from bf16kit.artifact.entries import (
     MOST_AXES,
-    STRICT,
-    CheckpointEntry,
-    DriftEntry,
     DTypeName,
-    ExportEntry,
+    Entry,
     FileName,
     GivenEntry,
     Number,
-    OracleEntry,
-    OracleFigure,
-    Segment,
     Sha256,
     Size,
-    TensorEntry,
-    check_scale,
-    check_source,
-    plain_name,
+    canonical,
+    first_error,
 )
-from bf16kit.artifact.schema import SCHEMA_VERSION
+from bf16kit.artifact.entries import CheckpointEntry as CheckpointEntry
+from bf16kit.artifact.entries import DriftEntry as DriftEntry
+from bf16kit.artifact.entries import Segment as Segment
+from bf16kit.artifact.entries import TensorEntry as TensorEntry
 from bf16kit.messages.document import parse_json
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
-from bf16kit.messages.wording import brief, quoted
+from bf16kit.messages.wording import quoted
 from bf16kit.numerics.tensors import Kind, TensorSpec
 
-__all__ = [
-    "EXPORTS",
-    "MANIFEST",
-    "MEASUREMENTS",
-    "PROFILES",
-    "RESIDUAL",
-    "SCHEMA_VERSION",
-    "CheckpointEntry",
-    "DriftEntry",
-    "ExportEntry",
-    "FileEntry",
-    "GivenEntry",
-    "Manifest",
-    "OracleEntry",
-    "OracleFigure",
-    "Plan",
-    "PlanEntry",
-    "ProfileEntry",
-    "Segment",
-    "Source",
-    "SpecEntry",
-    "TensorEntry",
-    "plain_name",
-]
+# What each version added: 2 panels; 3 the oracle, measurements, requirements, reason codes and bounds of quantiles;
+# 4 profile cpu-bf16 and golden samples of a profile's own; 5 exports and profiles of format pt2; 6 files that were
+# given beside the checkpoint; 7 slice errors, and top1_agreement judged at its measured value.
+SCHEMA_VERSION = 7  # the newest, which is written; all of them are read
+SINCE_SLICES = 7
 
 MANIFEST = "manifest.json"
 RESIDUAL = "residual.bin"
 MEASUREMENTS = "measurements.json"
 PROFILES = ("cpu", "cpu-bf16", "cuda", "torchscript", "pt2")
-EXPORTS = ("safetensors", "hf")
-_MOST_ERRORS = 1000  # that are listed to report the first: each takes a kilobyte
+_DIGEST = re.compile(rb'^ "digest": "([0-9a-f]{64})",?$', re.MULTILINE)  # one space of indentation: the top level
+_ZEROS = b"0" * 64
 
 
-class _Entry(BaseModel):
-    model_config = STRICT
+class ExportEntry(Entry):
+    """The same weights as plain ``files`` for other programs; this project does not serve them.
+
+    Drift is measured by running the widened tensors in the fp32 reference. ``verified`` is ``host`` after that run and
+    ``no`` before.
+    """
+
+    files: Annotated[list[FileName], Field(min_length=1)]
+    precision: str
+    verified: Literal["host", "no"]
+    note: str = ""
 
 
-class SpecEntry(_Entry):
+class OracleFigure(Entry):
+    """The fp32 reference's distance from the source framework in one output, and the bound on ``relative_l2``."""
+
+    relative_l2: Number
+    max_abs: Number
+    bound: Number
+
+
+class OracleEntry(Entry):
+    """Whether the fp32 reference was checked against the source framework's own outputs, before any rounding.
+
+    ``how`` names the program that computed them, or the reason why none could; ``feeds`` is how many samples were
+    compared.
+    """
+
+    checked: bool
+    how: str
+    feeds: Size = 0
+    outputs: dict[str, OracleFigure] = {}
+
+
+class SpecEntry(Entry):
     """An input or output: see :class:`bf16kit.numerics.tensors.TensorSpec`."""
 
     name: str
@@ -103,13 +100,15 @@ class SpecEntry(_Entry):
         return TensorSpec(self.name, self.dtype, tuple(self.shape), self.kind)
 
 
-class ProfileEntry(_Entry):
+class ProfileEntry(Entry):
     """One way to run the artifact, and where it was verified.
 
     ``verified``: ``device`` on its target device; ``host`` on the CPU; ``emulated`` by a CPU model of its rounding;
     ``no`` nowhere. ``requires`` gives the oldest version of each package that can run it, as far as known. ``golden``
     names the profile's own golden samples; None means the manifest's.
     """
+
+    omitted = ("requires", "golden")
 
     format: Literal["onnx", "torchscript", "pt2"]
     graph: FileName
@@ -119,17 +118,15 @@ class ProfileEntry(_Entry):
     requires: dict[str, str] = {}
     golden: FileName | None = None
 
-    @model_serializer(mode="wrap")
-    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(handler(self), "requires", "golden")
 
-
-class PlanEntry(_Entry):
+class PlanEntry(Entry):
     """The precision of one tensor or node, and why. ``op`` is the node's operator, or the tensor's consumers'.
 
     ``reason`` is a sentence for users; ``code`` is the same in one word for programs, "" in artifacts older than schema
     3.
     """
+
+    omitted = ("code",)
 
     name: str
     op: str
@@ -137,26 +134,22 @@ class PlanEntry(_Entry):
     reason: str
     code: str = ""
 
-    @model_serializer(mode="wrap")
-    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(handler(self), "code")
 
-
-class Plan(_Entry):
+class Plan(Entry):
     """The precision plan: stored tensors, and the nodes of each profile's graph."""
 
     tensors: list[PlanEntry] = []
     nodes: dict[str, list[PlanEntry]] = {}
 
 
-class FileEntry(_Entry):
+class FileEntry(Entry):
     """Digest and size of one file."""
 
     sha256: Sha256
     bytes: Size
 
 
-class Source(_Entry):
+class Source(Entry):
     """The origin of the weights; ``bytes`` counts the checkpoint's tensors at their own dtypes."""
 
     format: str
@@ -165,25 +158,17 @@ class Source(_Entry):
     tensors: Size
 
 
-def _check_known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
-    for name in sorted(set(names) - set(known)):
-        raise ValueError(f"unknown {what} {quoted(name)}; {what}s are {', '.join(known)}")
-
-
-def _without_empty(fields: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Drop those of ``names`` that are empty in ``fields``, so that the bytes are those of older schema versions."""
-    return {name: value for name, value in fields.items() if value or name not in names}
-
-
-class Manifest(_Entry):
+class Manifest(Entry):
     """Everything about an artifact but its bytes. ``files`` is filled in when the artifact is published."""
+
+    omitted = ("measurements", "oracle", "exports", "given")
 
     model: str
     inputs: list[SpecEntry]
     outputs: list[SpecEntry]
     batch_axis: Size | None = None
-    profiles: dict[str, ProfileEntry]
-    exports: dict[str, ExportEntry] = {}
+    profiles: dict[Annotated[str, Field(pattern=f"^({'|'.join(PROFILES)})$")], ProfileEntry]
+    exports: dict[Annotated[str, Field(pattern="^(safetensors|hf)$")], ExportEntry] = {}
     reference: FileName | None = None
     golden: FileName | None = None
     measurements: FileName | None = None
@@ -201,21 +186,20 @@ class Manifest(_Entry):
     options: dict[str, JsonValue] = {}
     schema_version: int = SCHEMA_VERSION
 
-    @model_serializer(mode="wrap")
-    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(handler(self), "measurements", "oracle", "exports", "given")
-
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
-        _check_known("profile", self.profiles, PROFILES)
-        _check_known("export", self.exports, EXPORTS)
         tensors = {t.name: t for t in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("two tensors have the same name")
         for tensor in self.tensors:
-            check_scale(tensor, tensors)
+            if tensor.scale is None or tensor.scale_axis is None:
+                continue
+            scale, size = tensors.get(tensor.scale), tensor.shape[tensor.scale_axis]
+            if scale is None or scale.dtype != "float32" or scale.shape != [size]:
+                what = f"tensor {quoted(tensor.name)}: its scale {quoted(tensor.scale)}"
+                raise ValueError(f"{what} is not a stored float32 tensor of {size} values")
         for entry in self.checkpoint:
-            check_source(entry, tensors)
+            entry.check(tensors)
         return self
 
     def amended(self, **changes: object) -> Manifest:
@@ -224,12 +208,12 @@ class Manifest(_Entry):
 
     def golden_of(self, profile: str | None) -> str | None:
         """Return the file of the golden samples for ``profile``: its own if it has them, else the manifest's."""
-        entry = None if profile is None else self.profiles.get(profile)
+        entry = self.profiles.get(profile or "")
         return self.golden if entry is None or entry.golden is None else entry.golden
 
     def dumps(self) -> bytes:
-        """Return the canonical bytes of ``manifest.json``."""
-        return schema.dump(self.model_dump(mode="json"))
+        """Return the canonical bytes of ``manifest.json``, with their digest."""
+        return sealed(self.model_dump(mode="json"))
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Manifest:
@@ -238,7 +222,9 @@ class Manifest(_Entry):
         Raises :class:`ManifestVersionError` when it is newer than this program, :class:`ArtifactDamaged` when its bytes
         changed after they were written, :class:`ArtifactError` when it is not a manifest.
         """
-        fields = _json_object(data, where)
+        fields = parse_json(data, ArtifactError, where)
+        if not isinstance(fields, dict):
+            raise ArtifactError(f"{where}: not a manifest, but a JSON {type(fields).__name__}")
         version = fields.get("schema_version")
         if type(version) is not int or version < 1:
             raise ArtifactError(f"{where}: schema_version is {quoted(version)}, expected 1 to {SCHEMA_VERSION}")
@@ -247,30 +233,23 @@ class Manifest(_Entry):
                 f"{where}: schema version {version} is newer than {SCHEMA_VERSION}, the newest this bf16kit reads;"
                 " upgrade bf16kit or convert the checkpoint again"
             )
-        if not schema.is_intact(data):
+        found = _DIGEST.search(data)
+        if found is None or hashlib.sha256(_with_digest(data, _ZEROS)).hexdigest().encode() != found[1]:
             raise ArtifactDamaged(
                 f"{where}: not the bytes that were written (its digest differs); copy or convert it again"
             )
-        fields.pop(schema.FIELD, None)
+        del fields["digest"]
         try:
             return cls.model_validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
-            raise ArtifactError(f"{where}: {_first_error(error)}") from None
+            raise ArtifactError(f"{where}: {first_error(error)}") from None
 
 
-def _json_object(data: bytes, where: str | Path) -> dict[str, Any]:
-    fields = parse_json(data, ArtifactError, where)
-    if not isinstance(fields, dict):
-        raise ArtifactError(f"{where}: not a manifest, but a JSON {type(fields).__name__}")
-    return fields
+def sealed(fields: dict[str, Any]) -> bytes:
+    """Return the canonical JSON of ``fields`` with its ``digest``."""
+    data = canonical(fields | {"digest": _ZEROS.decode()})
+    return _with_digest(data, hashlib.sha256(data).hexdigest().encode())
 
 
-def _first_error(error: ValidationError) -> str:
-    count = error.error_count()
-    if count > _MOST_ERRORS:
-        return f"{count} of its values are not what a manifest has; convert the checkpoint again"
-    first = error.errors(include_url=False, include_input=False)[0]
-    location = brief(".".join(str(part) for part in first["loc"]))
-    message = first["msg"].removeprefix("Value error, ")
-    more = f" (and {count - 1} more)" if count > 1 else ""
-    return f"{location}: {message}{more}" if location else f"{message}{more}"
+def _with_digest(data: bytes, digest: bytes) -> bytes:
+    return _DIGEST.sub(lambda line: line[0].replace(line[1], digest), data, count=1)

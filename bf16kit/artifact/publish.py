@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -21,13 +22,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.digests import Digests
-from bf16kit.artifact.manifest import MANIFEST, FileEntry, Manifest, plain_name
+from bf16kit.artifact.entries import plain_name
+from bf16kit.artifact.manifest import MANIFEST, FileEntry, Manifest
+from bf16kit.artifact.reading import Digests
 from bf16kit.artifact.weightfile import WeightWriter
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactExists, Bf16kitError, ConversionError, UsageError
 from bf16kit.messages.wording import os_error_text
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _CHANGED = (
     "a file changed after it was written, nothing was published. Another program changed it, or this machine's memory"
@@ -35,9 +38,7 @@ _CHANGED = (
 )
 _NEARLY_FULL = 1 << 20  # bytes free; below this, a failure of a library that hides errno is blamed on a full disk
 _AT_FDCWD = -100
-_NOREPLACE = 1
 _EXCHANGE = 2
-_NOT_OFFERED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # old kernels; file systems that cannot
 
 
 @contextlib.contextmanager
@@ -57,11 +58,7 @@ def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtif
         locked_directory(target) as path,
         explaining_disk_errors(target),
     ):
-        staged = StagingArtifact(target, path, force, created)
-        try:
-            yield staged
-        finally:
-            staged.close()
+        yield StagingArtifact(target, path, force, created)
 
 
 class StagingArtifact:
@@ -72,15 +69,12 @@ class StagingArtifact:
         self.path = path
         self._force = force
         self._created_parents = tuple(created)
-        self._writers: dict[str, WeightWriter] = {}
         self._sealed: dict[str, FileEntry] = {}
         self._digests = Digests()
 
     def writer(self, name: str) -> WeightWriter:
-        """Open a new file of tensors; it is closed when the artifact is published, if not before."""
-        writer = WeightWriter(self.path / plain_name(name))
-        self._writers[name] = writer
-        return writer
+        """Open a new file of tensors, to be closed before the next draft."""
+        return WeightWriter(self.path / plain_name(name))
 
     def remove(self, name: str) -> None:
         """Remove the file ``name`` if there is one; another may then be written in its place."""
@@ -88,11 +82,12 @@ class StagingArtifact:
         (self.path / name).unlink(missing_ok=True)
 
     def draft(self, manifest: Manifest) -> Artifact:
-        """Return the artifact as written so far, to be loaded and run before it is published. Closes the writers.
+        """Return the artifact as written so far, to be loaded and run before it is published.
 
         Raises :class:`ConversionError` if a file has changed since an earlier draft.
         """
-        sealed = manifest.model_copy(update={"files": self._files()})
+        files = {path.name: self._entry(path) for path in sorted(self.path.iterdir()) if path.name != MANIFEST}
+        sealed = manifest.model_copy(update={"files": files})
         (self.path / MANIFEST).write_bytes(sealed.dumps())
         return Artifact.open(self.path, verify=False)
 
@@ -119,25 +114,10 @@ class StagingArtifact:
                 _sync(directory.parent)
         return Artifact.open(self.target, verify=False)
 
-    def close(self) -> None:
-        """Close the writers that are still open after a failure.
-
-        Data that cannot be flushed is lost with the directory.
-        """
-        for writer in self._writers.values():
-            with contextlib.suppress(OSError):
-                writer.close()
-
-    def _files(self) -> dict[str, FileEntry]:
-        return {path.name: self._entry(path) for path in sorted(self.path.iterdir()) if path.name != MANIFEST}
-
     def _entry(self, path: Path) -> FileEntry:
         """Return digest and size of a file, which must not have changed since it was first asked for."""
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"{path}: an artifact holds regular files only")
-        writer = self._writers.pop(path.name, None)
-        if writer is not None:
-            writer.close()
         entry = self._digests.entry(path)
         if self._sealed.setdefault(path.name, entry) != entry:
             raise ConversionError(f"{_CHANGED}: {path.name}")
@@ -145,13 +125,14 @@ class StagingArtifact:
 
     def _rename(self) -> None:
         check_target(self.target, self._force)
-        aside = self.path.with_name(f"{self.path.name}-old")
+        if self._force and self.target.is_dir():
+            shutil.rmtree(exchange(self.path, self.target, self.path.with_name(f"{self.path.name}-old")))
+            return
         try:
-            if self._force and self.target.is_dir():
-                shutil.rmtree(exchange(self.path, self.target, aside))
-            else:
-                rename_new(self.path, self.target)
-        except FileExistsError:
+            self.path.rename(self.target)  # replaces nothing but an empty directory
+        except OSError as error:
+            if error.errno not in _IN_THE_WAY:
+                raise
             raise ArtifactExists(f"{self.target}: another conversion was published there in the meantime") from None
 
 
@@ -195,64 +176,52 @@ def explaining_disk_errors(target: Path) -> Iterator[None]:
         raise
     except Exception as error:
         free = shutil.disk_usage(target.parent).free
-        code = error.errno if isinstance(error, OSError) else None
+        code, path = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
         if code in _FULL or free < _NEARLY_FULL:
             raise UsageError(
                 f"{target}: disk full ({free >> 20} MiB free), nothing was published; free some space, or choose a"
                 " directory on another disk"
             ) from error
-        if isinstance(error, OSError) and code in _DENIED and _below(error, target.parent):
+        if isinstance(error, OSError) and code in _DENIED and path and Path(path).is_relative_to(target.parent):
             raise UsageError(f"{target}: cannot be written ({os_error_text(error)})") from error
         raise
 
 
-def _below(error: Exception, directory: Path) -> bool:
-    name = getattr(error, "filename", None)
-    return isinstance(name, (str, os.PathLike)) and Path(name).is_relative_to(directory)
-
-
 @contextlib.contextmanager
 def locked_directory(target: Path) -> Iterator[Path]:
-    """Create and lock a new directory beside the target; at the end it is removed if it still has its own name."""
-    _remove_stale(target)
-    path, lock = _make_locked(target)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
+    """Create and lock a new directory beside the target; at the end it is removed if it still has its own name.
 
-
-def _make_locked(target: Path) -> tuple[Path, int]:
+    Those of dead conversions to this target are removed first; a live conversion holds its lock.
+    """
+    for path in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
+        with contextlib.suppress(OSError), _locked(path):  # removed meanwhile, no directory, or a live conversion's
+            shutil.rmtree(path, ignore_errors=True)
     while True:
         path = target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
         path.mkdir()
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        if _try_lock(lock) and path.exists():
-            return path, lock
-        os.close(lock)  # another conversion found it before it was locked, took it for stale, and is removing it
+        with contextlib.ExitStack() as lock:
+            try:
+                lock.enter_context(_locked(path))
+            except (BlockingIOError, FileNotFoundError):
+                continue  # another conversion found it before it was locked, took it for stale, and is removing it
+            if not path.exists():
+                continue  # it has removed it
+            try:
+                yield path
+            finally:
+                shutil.rmtree(path, ignore_errors=True)
+            return
 
 
-def _remove_stale(target: Path) -> None:
-    """Remove the directories of dead conversions to this target; a live conversion holds its lock."""
-    for path in target.parent.iterdir():
-        if not path.name.startswith(f".{target.name}.tmp-"):
-            continue
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            continue  # removed meanwhile, or not a directory
-        if _try_lock(lock):
-            shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-
-
-def _try_lock(descriptor: int) -> bool:
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of ``directory``; OSError if another process holds it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path: Path) -> None:
@@ -263,22 +232,13 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def rename_new(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``; FileExistsError when the target exists, even as an empty directory."""
-    if _renameat2(source, target, _NOREPLACE):
-        return
-    if os.path.lexists(target):  # without renameat2, rename would quietly replace an empty directory
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-    source.rename(target)
-
-
 def exchange(source: Path, target: Path, aside: Path) -> Path:
     """Replace the directory ``target`` with the directory ``source``; return the new path of the old one.
 
     That path is ``source``, or ``aside`` on systems that cannot exchange two names. There the old directory is renamed
     first, ``target`` is missing for a moment, and the old one is renamed back when the second step fails.
     """
-    if _renameat2(source, target, _EXCHANGE):
+    if _exchanged(source, target):
         return source
     target.rename(aside)
     try:
@@ -289,14 +249,8 @@ def exchange(source: Path, target: Path, aside: Path) -> Path:
     return aside
 
 
-def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """Call Linux's renameat2; return False where it is not available."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _NOT_OFFERED:
-        return False
-    raise OSError(code, os.strerror(code), str(source), None, str(target))
+def _exchanged(source: Path, target: Path) -> bool:
+    """Call Linux's renameat2 to exchange two names; return False where the system or the file system cannot."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = (_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target))
+    return call is not None and call(*names, _EXCHANGE) == 0

@@ -1,33 +1,43 @@
-"""Reading files that may be missing, truncated, unreadable, far too large or links: a repository's, and a user's."""
+"""Reading and hashing files, of artifacts or users, that may be missing, truncated, unreadable, too large or links."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import stat
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.artifact.entries import Segment
-from bf16kit.artifact.manifest import MANIFEST, RESIDUAL, FileEntry, Manifest, plain_name
+from bf16kit.artifact.manifest import MANIFEST, RESIDUAL, FileEntry, Manifest, Segment
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, Bf16kitError
 from bf16kit.messages.wording import os_error_text, quoted
 
 # Bytes. With 10,000 tensors, and 40,000 nodes in each of three profiles' plans, a manifest has 35 MiB.
 _MAX_MANIFEST = 64 << 20
+# File systems take timestamps from the kernel's coarse clock, which ticks every 1 to 10 ms: two writes within one tick
+# get the same timestamp.
+_TICK_NS = 20_000_000
 
 
 @contextlib.contextmanager
-def damaged_if_unreadable(path: Path) -> Iterator[None]:
-    """Turn an OSError within the block into ArtifactDamaged: ``path`` is missing or may not be read."""
+def _explained(error: type[Bf16kitError], where: object) -> Iterator[None]:
+    """Turn an OSError within the block into ``error``, which begins with ``where``."""
     try:
         yield
-    except OSError as error:
-        raise ArtifactDamaged(f"{path}: missing or unreadable ({os_error_text(error)})") from None
+    except OSError as failure:
+        raise error(f"{where}: cannot be read: {os_error_text(failure)}") from None
+
+
+def damaged_if_unreadable(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Turn an OSError within the block into ArtifactDamaged: ``path`` is missing or may not be read."""
+    return _explained(ArtifactDamaged, path)
 
 
 def open_inside(
@@ -53,21 +63,8 @@ def read_inside(
     path: Path, most: int, error: type[Bf16kitError], why: str, *, within: Path | None = None, where: str = ""
 ) -> bytes:
     """Read the whole file at ``path`` as :func:`open_inside` opens it. The bounds are those of :func:`read_bounded`."""
-    with _read(error, where or str(path)), open_inside(path, error, within=within, where=where) as file:
-        return _bounded(file, most, error, why, where or str(path))
-
-
-def read_segment(path: Path, segment: Segment, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """Read the bytes of ``segment``, into ``out`` when given. ArtifactDamaged if the file ends before them."""
-    found = np.empty(segment.bytes, np.uint8) if out is None else out
-    done = 0
-    with damaged_if_unreadable(path), open_inside(path, ArtifactDamaged) as file:
-        file.seek(segment.offset)
-        while done < segment.bytes and (count := file.readinto(found[done:].data)):
-            done += count
-    if done < segment.bytes:
-        raise ArtifactDamaged(f"{path}: truncated to {segment.offset + done} bytes while it was read")
-    return found
+    with _explained(error, where or path), open_inside(path, error, within=within, where=where) as file:
+        return _bounded(file, most, error, why, where or path)
 
 
 def read_bounded(path: Path, most: int, error: type[Bf16kitError], why: str, *, where: str = "") -> bytes:
@@ -76,24 +73,27 @@ def read_bounded(path: Path, most: int, error: type[Bf16kitError], why: str, *, 
     Raises ``error``, which begins with ``where`` (by default the path), when the file cannot be read, and with ``why``
     when it is larger.
     """
-    with _read(error, where or str(path)), path.open("rb") as file:
-        return _bounded(file, most, error, why, where or str(path))
+    with _explained(error, where or path), path.open("rb") as file:
+        return _bounded(file, most, error, why, where or path)
 
 
-@contextlib.contextmanager
-def _read(error: type[Bf16kitError], where: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as failure:
-        raise error(f"{where}: cannot be read: {os_error_text(failure)}") from None
-
-
-def _bounded(file: io.BufferedReader, most: int, error: type[Bf16kitError], why: str, where: str) -> bytes:
+def _bounded(file: io.BufferedReader, most: int, error: type[Bf16kitError], why: str, where: object) -> bytes:
     data = file.read(most + 1)
     if len(data) > most:
         limit = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
         raise error(f"{where}: larger than {limit}, {why}")
     return data
+
+
+def read_segment(path: Path, segment: Segment, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    """Read the bytes of ``segment``, into ``out`` when given. ArtifactDamaged if the file ends before them."""
+    found = np.empty(segment.bytes, np.uint8) if out is None else out
+    with damaged_if_unreadable(path), open_inside(path, ArtifactDamaged) as file:
+        file.seek(segment.offset)
+        done = file.readinto(found.data)
+    if done < segment.bytes:
+        raise ArtifactDamaged(f"{path}: truncated to {segment.offset + done} bytes while it was read")
+    return found
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -109,48 +109,69 @@ def read_manifest(path: Path) -> Manifest:
         if not where.is_file():
             raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}")
         with open_inside(where, ArtifactError) as file:
-            data = file.read(_MAX_MANIFEST + 1)
-    if len(data) > _MAX_MANIFEST:
-        raise ArtifactError(f"{where}: larger than {_MAX_MANIFEST >> 20} MiB, not a manifest")
+            data = _bounded(file, _MAX_MANIFEST, ArtifactError, "not a manifest", where)
     return Manifest.loads(data, where)
 
 
-def check_file(path: Path, name: str, entry: FileEntry) -> None:
-    """Check a file before it is read: plain name, present, no link out of the artifact, regular, of the listed size."""
-    try:
-        plain_name(name)
-    except ValueError as error:
-        raise ArtifactError(f"{path}: {error}") from None
-    with damaged_if_unreadable(path / name), open_inside(path / name, ArtifactError) as file:
-        size = os.fstat(file.fileno()).st_size
-    if size != entry.bytes:
-        raise ArtifactDamaged(
-            f"{path / name}: {size} bytes, the manifest says {entry.bytes}; copy or convert the artifact again"
-        )
+def check_files(path: Path, manifest: Manifest) -> None:
+    """Check before files are read that each is a regular file in ``path`` of the size that ``manifest`` lists.
+
+    It must list every file that it refers to, and every tensor must lie within its file.
+    """
+    for name, entry in manifest.files.items():
+        with damaged_if_unreadable(path / name), open_inside(path / name, ArtifactError) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != entry.bytes:
+            raise ArtifactDamaged(
+                f"{path / name}: {size} bytes, the manifest says {entry.bytes}; copy or convert the artifact again"
+            )
+    for user, name, end in _references(manifest):
+        known = manifest.files.get(name)
+        if known is None:
+            raise ArtifactError(f"{path / MANIFEST}: {user} is in {quoted(name)}, which is not among its files")
+        if end > known.bytes:
+            raise ArtifactError(f"{path / MANIFEST}: {user} ends at byte {end}, beyond the end of {quoted(name)}")
 
 
-def check_references(manifest: Manifest, path: Path) -> None:
-    """Check that the manifest lists every file that it refers to, and that every tensor lies within its file."""
-    names = [p.graph for p in manifest.profiles.values()]
-    names += [name for export in manifest.exports.values() for name in export.files]
-    own = (p.golden for p in manifest.profiles.values())
-    names += [n for n in (manifest.reference, manifest.golden, manifest.measurements, *own) if n is not None]
-    for name in names:
-        if name not in manifest.files:
-            raise ArtifactError(f"{path / MANIFEST}: {quoted(name)} is not among its files")
+def _references(manifest: Manifest) -> Iterator[tuple[str, str, int]]:
+    """Yield what lies in a file, the file's name, and the byte where it ends, 0 for a whole file."""
+    for name, profile in manifest.profiles.items():
+        yield f"profile {quoted(name)}", profile.graph, 0
+        if profile.golden is not None:
+            yield f"profile {quoted(name)}", profile.golden, 0
+    for name, export in manifest.exports.items():
+        yield from ((f"export {quoted(name)}", file, 0) for file in export.files)
+    for name in ("reference", "golden", "measurements"):
+        file = getattr(manifest, name)
+        if file is not None:
+            yield name, file, 0
     for tensor in manifest.tensors:
-        _check_segment(manifest, path, tensor.name, tensor.file, tensor.offset + tensor.bytes)
+        yield f"tensor {quoted(tensor.name)}", tensor.file, tensor.offset + tensor.bytes
         if tensor.residual is not None:
-            end = tensor.residual.offset + tensor.residual.bytes
-            _check_segment(manifest, path, tensor.name, RESIDUAL, end)
+            yield f"tensor {quoted(tensor.name)}", RESIDUAL, tensor.residual.offset + tensor.residual.bytes
 
 
-def _check_segment(manifest: Manifest, path: Path, tensor: str, file: str, end: int) -> None:
-    if file not in manifest.files:
-        raise ArtifactError(
-            f"{path / MANIFEST}: tensor {quoted(tensor)} is in {quoted(file)}, which is not among its files"
-        )
-    if end > manifest.files[file].bytes:
-        raise ArtifactError(
-            f"{path / MANIFEST}: tensor {quoted(tensor)} ends at byte {end}, beyond the end of {quoted(file)}"
-        )
+@dataclass(slots=True)
+class Digests:
+    """Cached digests of files; one is read again only when its inode, size or times have changed."""
+
+    _known: dict[Path, tuple[tuple[int, ...], FileEntry]] = field(default_factory=dict)
+
+    def entry(self, path: Path) -> FileEntry:
+        """Return digest and size of ``path``; the file is read when it is new or has changed."""
+        found = path.stat()  # before reading: a file that changes meanwhile is read again
+        stamp = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        known = self._known.get(path)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        age = time.time_ns() - found.st_ctime_ns
+        if 0 <= age < _TICK_NS:  # wait until a later change would get another stamp
+            time.sleep((_TICK_NS - age) / 1e9)
+        entry = _hashed(path)
+        self._known[path] = (stamp, entry)
+        return entry
+
+
+def _hashed(path: Path) -> FileEntry:
+    with open_inside(path, ArtifactDamaged) as file:
+        return FileEntry(sha256=hashlib.file_digest(file, "sha256").hexdigest(), bytes=file.tell())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
-from bf16kit.artifact.entries import Number, Size
+from bf16kit.artifact.entries import Entry, Number, Size
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")  # earlier versions recorded more
+class _Entry(Entry):
+    model_config = ConfigDict(extra="ignore")  # earlier versions recorded more
 
 
 class LookEntry(_Entry):

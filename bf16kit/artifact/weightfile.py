@@ -21,7 +21,6 @@ class WeightWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("xb")
-        self._position = 0
 
     def append(self, array: NDArray[Any]) -> Segment:
         """Write ``array`` in C order, little-endian; return its segment. A contiguous array is not copied."""
@@ -29,11 +28,11 @@ class WeightWriter:
 
     def append_chunks(self, chunks: Iterable[bytes | memoryview]) -> Segment:
         """Write pieces one after the other as one segment, which need not fit in memory."""
-        self._write(bytes(-self._position % ALIGNMENT))
-        start = self._position
+        self._file.write(bytes(-self._file.tell() % ALIGNMENT))
+        start = self._file.tell()
         for chunk in chunks:
-            self._write(chunk)
-        return Segment(offset=start, bytes=self._position - start)
+            self._file.write(chunk)
+        return Segment(offset=start, bytes=self._file.tell() - start)
 
     def close(self) -> None:
         """Close the file. May be called again."""
@@ -44,11 +43,6 @@ class WeightWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def _write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        self._file.write(view)
-        self._position += len(view)
 
 
 def little_endian_bytes(array: NDArray[Any]) -> memoryview:

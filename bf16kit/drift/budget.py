@@ -48,7 +48,7 @@ class Breach:
     where: str = ""
 
     def __str__(self) -> str:
-        relation = "at least" if _is_floor(self.metric) else "at most"
+        relation = "at least" if _metric(self.metric) in _FLOORS else "at most"
         part = f" of {self.where}" if self.where else ""
         return (
             f"output {self.output!r}: {self.metric}{part} is {self.measured:.3g},"
@@ -80,7 +80,10 @@ class Budget:
             name, equals, value = (part.strip() for part in text.partition("="))
             if not equals:
                 raise UsageError(f"budget {text!r}: expected METRIC=NUMBER, for example relative_l2=1e-2")
-            changes[name] = _number(text, value)
+            try:
+                changes[name] = None if value.lower() == "none" else float(value)
+            except ValueError:
+                raise UsageError(f"budget {text!r}: {value!r} is not a number") from None
         return (base or cls()).override(changes)
 
     @classmethod
@@ -100,11 +103,10 @@ class Budget:
         """Return this budget with some bounds changed; UsageError for an unknown name or a bound out of range."""
         changed = dict(self.bounds)
         for name, bound in bounds.items():
-            _check_name(name)
+            _check(name, bound)
             if bound is None:
                 changed.pop(name, None)
             else:
-                _check_bound(name, bound)
                 changed[name] = bound
         stated = self.stated | {name for name, bound in bounds.items() if bound is not None}
         return Budget(MappingProxyType(changed), stated)
@@ -139,7 +141,8 @@ class Budget:
         if bound is None:
             return 0.0
         if _metric(name) == "sqnr_db":
-            return _power(10.0, (bound - measured) / 20.0)
+            exponent = (bound - measured) / 20.0
+            return 10.0**exponent if exponent < 308 else math.inf
         if name == "top1_agreement":
             measured, bound = 1.0 - measured, 1.0 - bound
         if bound == 0:
@@ -148,10 +151,10 @@ class Budget:
 
     def measured(self, name: str, ratio: float) -> float | None:
         """Return the measured value that gives this :meth:`ratio`, or None when the ratio does not determine it."""
-        bound = self.bound(name)
-        if bound is None or not math.isfinite(ratio) or (ratio == 0 and _metric(name) == "sqnr_db"):
+        bound, decibels = self.bound(name), _metric(name) == "sqnr_db"
+        if bound is None or not math.isfinite(ratio) or (decibels and ratio == 0):
             return None
-        if ratio > 0 and bound == (1.0 if name == "top1_agreement" else 0.0) and _metric(name) != "sqnr_db":
+        if ratio > 0 and not decibels and bound == (1.0 if name == "top1_agreement" else 0.0):
             return None
         return _tighter(name, bound, ratio)
 
@@ -165,12 +168,8 @@ def _rank(name: str) -> tuple[int, int]:
     return METRICS.index(metric), QUANTILES.index(quantile) if quantile else -1
 
 
-def _is_floor(name: str) -> bool:
-    return _metric(name) in _FLOORS
-
-
 def _within(name: str, measured: float, bound: float) -> bool:
-    return measured >= bound if _is_floor(name) else measured <= bound
+    return measured >= bound if _metric(name) in _FLOORS else measured <= bound
 
 
 def _tighter(name: str, bound: float, share: float) -> float:
@@ -179,16 +178,7 @@ def _tighter(name: str, bound: float, share: float) -> float:
     return 1.0 - (1.0 - bound) * share if name == "top1_agreement" else bound * share
 
 
-def _number(text: str, value: str) -> float | None:
-    if value.lower() == "none":
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        raise UsageError(f"budget {text!r}: {value!r} is not a number") from None
-
-
-def _check_name(name: str) -> None:
+def _check(name: str, bound: float | None) -> None:
     metric, dot, quantile = name.partition(".")
     if metric not in METRICS:
         raise UsageError(f"budget: unknown metric {metric!r}; metrics are {', '.join(METRICS)}")
@@ -198,17 +188,7 @@ def _check_name(name: str) -> None:
         raise UsageError(
             f"budget {name!r}: {metric} is one number for all samples and has no quantiles; bound it itself"
         )
-
-
-def _check_bound(name: str, bound: float) -> None:
-    if not math.isfinite(bound) or (bound < 0 and _metric(name) != "sqnr_db"):
+    if bound is not None and (not math.isfinite(bound) or (bound < 0 and metric != "sqnr_db")):
         raise UsageError(f"budget: {name}={bound} is out of range; give a finite number, 0 or more, or none")
-    if name == "top1_agreement" and bound > 1:
+    if bound is not None and name == "top1_agreement" and bound > 1:
         raise UsageError(f"budget: top1_agreement={bound} is a share, between 0 and 1")
-
-
-def _power(base: float, exponent: float) -> float:
-    try:
-        return math.pow(base, exponent)
-    except OverflowError:
-        return math.inf

@@ -1,30 +1,27 @@
 """``measurements.json``: everything a conversion measured, in rows; the manifest has the figures that are judged.
 
 Per profile: the drift of each sample, the SQNR of each layer and the result of the search for fp32 islands. Per tensor:
-the range events of rounding. Per input: the range of its samples. Canonical JSON like the manifest's
-(:mod:`bf16kit.artifact.entries` says how a float that is not finite is written), and bounded: beyond the maxima
-below no rows are written, and ``measured`` says how many there were.
+the range events of rounding. Per input: the range of its samples. Canonical JSON like the manifest's, and bounded:
+beyond the maxima below no rows are written, and ``measured`` says how many there were.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
 
-from bf16kit.artifact.entries import STRICT, Number, Size
+from bf16kit.artifact.entries import Entry, Number, Size, canonical, first_error
 from bf16kit.artifact.recoveryentries import RecoveryEntry
-from bf16kit.drift.inputranges import InputRange
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.messages.document import parse_json
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.messages.wording import quoted
-from bf16kit.numerics.rounding import OVERFLOW, SMALLEST_NORMAL, Census
+from bf16kit.numerics.rounding import Census
 
 VERSION = 1
 MOST_SAMPLES = 10_000  # rows of samples over all profiles and outputs
@@ -35,18 +32,64 @@ MOST_DB = 200.0  # an SQNR of ±this stands for exact and for infinitely far
 # How far below its prediction, in dB, an SQNR must lie to be at fault. MiniLM stays within 1.5; cancellation of one
 # bit costs 6 (docs/decisions has the numbers of more models).
 MARGIN_DB = 6.0
-MAX_BYTES = 64 << 20  # of the file; with the maxima above it stays below a tenth of this, unless names are very long
+MAX_BYTES = 64 << 20  # of the file; with the maxima above it stays below a tenth of this
+
+# A few samples do not contain the largest possible value. So a value counts as inside when it exceeds theirs by less
+# than half of the range (0 included). An overflow is farther off.
+SLACK = 0.5
 
 T = TypeVar("T")
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Distance = Annotated[Number, Field(ge=0)]
-Magnitude = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Entry(BaseModel):
-    model_config = STRICT
+class InputRange(Entry):
+    """The smallest and the largest finite value of one input; ``nonfinite`` if it had other values, too.
+
+    Both are 0 when there was no finite value. The budget was checked only for inputs in these ranges.
+    """
+
+    low: Finite
+    high: Finite
+    nonfinite: bool = False
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Self | None:
+        """Return the range of one array; None if it has no range: strings, booleans, or an empty array."""
+        if (array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16") or array.size == 0:
+            return None
+        finite = array if array.dtype.kind in "iu" else array[np.isfinite(array)]
+        if not finite.size:
+            return cls(low=0.0, high=0.0, nonfinite=True)
+        return cls(low=float(finite.min()), high=float(finite.max()), nonfinite=finite.size < array.size)
+
+    def joined(self, other: InputRange) -> InputRange:
+        """Return the range that covers both."""
+        return InputRange(
+            low=min(self.low, other.low), high=max(self.high, other.high), nonfinite=self.nonfinite or other.nonfinite
+        )
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """The interval beyond which a value is outside: it contains 0 and the :data:`SLACK` on either side."""
+        low, high = min(self.low, 0.0), max(self.high, 0.0)
+        slack = SLACK * (high - low)
+        return low - slack, high + slack
+
+    def outside(self, array: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return a mask of the elements that are outside, of the shape of ``array``."""
+        low, high = self.reach
+        out = (array < low) | (array > high)
+        if array.dtype.kind in "iu":
+            return np.asarray(out)
+        infinite = ~np.isfinite(array)
+        return np.asarray(np.where(infinite, not self.nonfinite, out))
+
+    def __str__(self) -> str:
+        return f"{self.low:.6g} to {self.high:.6g}{', and not finite' if self.nonfinite else ''}"
 
 
-class SampleColumns(_Entry):
+class SampleColumns(Entry):
     """The drift of one output, a column per metric and a row per sample.
 
     Row ``i`` of ``n`` is sample ``i · measured // n``. The ``top1`` columns are empty for an output that is not logits.
@@ -64,19 +107,13 @@ class SampleColumns(_Entry):
     def of(cls, drifts: Sequence[SampleDrift], most: int) -> SampleColumns:
         """Return at most ``most`` of ``drifts``, evenly spaced, as columns."""
         rows = downsample(drifts, most)
-        logits = any(row.top1_rows for row in rows)
-        return cls(
-            measured=len(drifts),
-            relative_l2=[row.relative_l2 for row in rows],
-            cosine_distance=[row.cosine_distance for row in rows],
-            max_abs=[row.max_abs for row in rows],
-            nonfinite=[row.nonfinite for row in rows],
-            top1_matches=[row.top1_matches for row in rows] if logits else [],
-            top1_rows=[row.top1_rows for row in rows] if logits else [],
-        )
+        columns = {name: [getattr(row, name) for row in rows] for name in cls.model_fields if name != "measured"}
+        if not any(columns["top1_rows"]):
+            columns |= {"top1_matches": [], "top1_rows": []}
+        return cls(measured=len(drifts), **columns)
 
 
-class LayerEntry(_Entry):
+class LayerEntry(Entry):
     """The SQNR of one node's result after rounding, over all samples that were run.
 
     ``name`` is the node's in the source's graph, ``weight`` that of the first weight it reads ("" for none). ``depth``
@@ -93,7 +130,7 @@ class LayerEntry(_Entry):
     expected_db: Number
 
 
-class RemedyEntry(_Entry):
+class RemedyEntry(Entry):
     """Nodes and weights that, kept in fp32 in a trial, raised ``output``'s SQNR from ``before_db`` to ``after_db``.
 
     ``keep_fp32`` is the regular expression that matches them.
@@ -106,7 +143,7 @@ class RemedyEntry(_Entry):
     after_db: Number
 
 
-class DiagnosisEntry(_Entry):
+class DiagnosisEntry(Entry):
     """The diagnosis of a profile's outputs from its layers.
 
     ``ails``: an output is :data:`MARGIN_DB` below its predicted SQNR, or over the budget. ``leaves`` is the layer
@@ -120,7 +157,7 @@ class DiagnosisEntry(_Entry):
     tried: bool = False
 
 
-class Layers(_Entry):
+class Layers(Entry):
     """Layers in graph order, at most :data:`MOST_LAYERS` of those ``measured``, evenly spaced, and their diagnosis."""
 
     measured: Size
@@ -128,41 +165,14 @@ class Layers(_Entry):
     diagnosis: DiagnosisEntry | None = None
 
 
-class CensusEntry(_Entry):
-    """Range events of rounding one tensor, counted in elements: see :class:`bf16kit.numerics.rounding.Census`."""
-
-    count: Size
-    nan: Size
-    inf: Size
-    overflow: Size
-    subnormal: Size
-    flushed_to_zero: Size
-    max_abs: Magnitude
-    min_abs_nonzero: Magnitude
-
-    @property
-    def headroom(self) -> float:
-        """Binades between the tensor's values and the nearer end of bf16's normal range; negative beyond an end."""
-        above = math.log2(OVERFLOW / self.max_abs) if self.max_abs else math.inf
-        below = math.log2(self.min_abs_nonzero / SMALLEST_NORMAL) if self.min_abs_nonzero else math.inf
-        return min(above, below)
-
-    @property
-    def severity(self) -> tuple[float, ...]:
-        """Sort key from worst to best: shares that become non-finite, zero and subnormal, then the room."""
-        count = max(1, self.count)
-        lost = (self.nan + self.inf + self.overflow, self.flushed_to_zero, self.subnormal)
-        return (*(-elements / count for elements in lost), self.headroom)
-
-
-class Ranges(_Entry):
+class Ranges(Entry):
     """The census of the bf16 tensors by name: the worst, at most :data:`MOST_TENSORS` of those ``measured``."""
 
     measured: Size
-    tensors: dict[str, CensusEntry]
+    tensors: dict[str, Census]
 
 
-class IslandEntry(_Entry):
+class IslandEntry(Entry):
     """A node that the search keeps in fp32. ``worth`` is drift ÷ budget when only this island is put back to bf16."""
 
     name: str
@@ -171,7 +181,7 @@ class IslandEntry(_Entry):
     worth: Number
 
 
-class SearchEntry(_Entry):
+class SearchEntry(Entry):
     """The result of the search for fp32 islands.
 
     ``before`` and ``after`` are the largest drift ÷ budget. ``bf16_bytes`` and ``bf16_flops`` are the shares of the
@@ -187,7 +197,7 @@ class SearchEntry(_Entry):
     blame: str = ""
 
 
-class SliceEntry(_Entry):
+class SliceEntry(Entry):
     """A slice of an output: its error ÷ its own variation, its axis, and its first index there."""
 
     error: Distance
@@ -195,8 +205,10 @@ class SliceEntry(_Entry):
     index: Size
 
 
-class ProfileMeasurements(_Entry):
+class ProfileMeasurements(Entry):
     """The measurements of one profile; ``outputs`` and ``slices``, the worst :data:`MOST_SLICES`, are by output."""
+
+    omitted = ("slices",)
 
     outputs: dict[str, SampleColumns] = {}
     slices: dict[str, list[SliceEntry]] = {}  # empty if an older bf16kit measured
@@ -204,8 +216,10 @@ class ProfileMeasurements(_Entry):
     search: SearchEntry | None = None
 
 
-class Measurements(_Entry):
+class Measurements(Entry):
     """The contents of ``measurements.json``."""
+
+    omitted = ("inputs", "recovery")
 
     profiles: dict[str, ProfileMeasurements] = {}
     ranges: Ranges = Ranges(measured=0, tensors={})
@@ -215,28 +229,7 @@ class Measurements(_Entry):
 
     def dumps(self) -> bytes:
         """Return the canonical bytes of the file."""
-        fields = self.model_dump(mode="json")
-        if not self.inputs:  # older versions do not know this key
-            del fields["inputs"]
-        if self.recovery is None:
-            del fields["recovery"]
-        for profile in fields["profiles"].values():
-            if not profile["slices"]:
-                del profile["slices"]
-        return (json.dumps(fields, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-    def within_size_limit(self) -> Measurements:
-        """Return measurements that fit :data:`MAX_BYTES`.
-
-        When very long names make the file too large, layers, search and tensors are left out.
-        """
-        if len(self.dumps()) <= MAX_BYTES:
-            return self
-        profiles = {
-            name: entry.model_copy(update={"layers": None, "search": None}) for name, entry in self.profiles.items()
-        }
-        ranges = Ranges(measured=self.ranges.measured, tensors={})
-        return Measurements(profiles=profiles, ranges=ranges, inputs=self.inputs, recovery=self.recovery)
+        return canonical(self.model_dump(mode="json"))
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Measurements:
@@ -244,18 +237,14 @@ class Measurements(_Entry):
 
         Raises ArtifactError if they are not valid.
         """
-        if len(data) > MAX_BYTES:
-            raise ArtifactError(f"{where}: larger than {MAX_BYTES >> 20} MiB, not measurements")
         fields = parse_json(data, ArtifactError, where)
+        version = fields.get("version") if isinstance(fields, dict) else None
+        if version != VERSION:
+            raise ArtifactError(f"{where}: measurements of version {quoted(version)}, this bf16kit reads {VERSION}")
         try:
-            version = fields.get("version") if isinstance(fields, dict) else None
-            if version == VERSION:
-                return cls.model_validate_json(data, strict=True)
+            return cls.model_validate_json(data, strict=True)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            location = ".".join(str(part) for part in first["loc"])
-            raise ArtifactError(f"{where}: {location}: {first['msg'].removeprefix('Value error, ')}") from None
-        raise ArtifactError(f"{where}: measurements of version {quoted(version)}, this bf16kit reads {VERSION}")
+            raise ArtifactError(f"{where}: {first_error(error)}") from None
 
 
 def sample_columns(
@@ -271,12 +260,22 @@ def sample_columns(
 
 def ranges(census: Mapping[str, Census]) -> Ranges:
     """Return the census of the tensors with the worst range events, by name."""
-    entries = {name: CensusEntry.model_validate(asdict(counts)) for name, counts in census.items()}
-    worst = sorted(entries.items(), key=lambda item: (item[1].severity, item[0]))[:MOST_TENSORS]
-    return Ranges(measured=len(entries), tensors=dict(worst))
+    worst = sorted(census.items(), key=lambda item: (item[1].severity, item[0]))[:MOST_TENSORS]
+    return Ranges(measured=len(census), tensors=dict(worst))
 
 
 def downsample(rows: Sequence[T], most: int) -> Sequence[T]:
     """Return at most ``most`` of ``rows``, evenly spaced, including the first."""
     kept = min(len(rows), most)
     return [rows[i * len(rows) // kept] for i in range(kept)]
+
+
+def input_ranges(feeds: Iterable[Mapping[str, NDArray[Any]]]) -> dict[str, InputRange]:
+    """Return the range of each input over all ``feeds``."""
+    found: dict[str, InputRange] = {}
+    for feed in feeds:
+        for name, array in feed.items():
+            one = InputRange.of(array)
+            if one is not None:
+                found[name] = one.joined(found[name]) if name in found else one
+    return found

@@ -34,25 +34,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.drift.budget import METRICS, Breach, Budget
+from bf16kit.drift.budget import METRICS as METRICS
+from bf16kit.drift.budget import Breach as Breach
+from bf16kit.drift.budget import Budget as Budget
 from bf16kit.drift.slices import FP32_NOISE, Scales, SliceError, SliceSums, Values, Variation, worst_slices
 from bf16kit.numerics.rounding import LARGEST, OVERFLOW, to_bf16, to_fp32
 from bf16kit.numerics.tensors import TensorSpec
 
-__all__ = [
-    "DISTRIBUTIONS",
-    "METRICS",
-    "Breach",
-    "Budget",
-    "DriftSummary",
-    "OutputDrift",
-    "SampleDrift",
-    "compare",
-    "measure",
-]
-
 DISTRIBUTIONS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db")  # those with a value per sample
 OF_VECTORS = ("relative_l2", "cosine_distance", "sqnr_db")  # these mean nothing for one number per sample
+_JUDGED = {"max_abs": "worst", "slice_error": "worst", "nonfinite": "total"}  # of the others the mean
 FILL = 1e3
 # Of the given samples. With fewer, made ones count in agreement too, whose default bound, 0.99, needs as many; and a
 # p99 is not judged: it would be the worst.
@@ -72,6 +63,9 @@ class SampleDrift:
     top1_matches: int
     top1_rows: int
     nonfinite: int
+
+
+_INFINITELY_FAR = SampleDrift(math.inf, 1.0, math.inf, -math.inf, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +127,6 @@ def compare(
     return OutputDrift(rows, noise, scales, noise is not None and math.prod(r.shape[1:]) == 1)
 
 
-_INFINITELY_FAR = SampleDrift(math.inf, 1.0, math.inf, -math.inf, 0, 0, 0)
-
-
 def has_slices(array: NDArray[Any]) -> bool:
     """Whether ``array``, an output, holds floats. Integers are indices, flags or counts: no noise, no variation."""
     return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
@@ -178,7 +169,10 @@ def difference(reference: NDArray[Any], candidate: NDArray[Any]) -> tuple[Values
             return r, error, none
         low, high = float(r.min()), float(r.max())
         finite = math.isfinite(low) and math.isfinite(high) and np.isfinite(error.sum())
-        found = fills(r, low, high) if finite else fills(r, *_finite_range(r))
+        if not finite:
+            numbers = r[np.isfinite(r)]
+            low, high = (float(numbers.min()), float(numbers.max())) if numbers.size else (0.0, 0.0)
+        found = fills(r, low, high)
         if finite and not found:
             return r, error, none
         known = np.isfinite(r)
@@ -189,11 +183,6 @@ def difference(reference: NDArray[Any], candidate: NDArray[Any]) -> tuple[Values
         r[left_out] = np.nan
         error[left_out] = np.nan
     return r, error, differ.reshape(len(r), -1).sum(axis=1)
-
-
-def _finite_range(r: Values) -> tuple[float, float]:
-    finite = r[np.isfinite(r)]
-    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
 def fills(r: NDArray[Any], low: float, high: float) -> list[float]:
@@ -221,22 +210,11 @@ def _sample_drifts(
     r, error = r.reshape(len(r), -1), error.reshape(len(error), -1)
     if np.isnan(np.einsum("ne->", r)) or np.isnan(np.einsum("ne->", error)):
         r, error = np.nan_to_num(r), np.nan_to_num(error)
-    peak = max(
-        float(r.max(initial=0.0)),
-        -float(r.min(initial=0.0)),
-        float(error.max(initial=0.0)),
-        -float(error.min(initial=0.0)),
-    )
-    if peak and not 1e-140 < peak < 1e140:  # float64 outputs, whose squares would leave the range
-        r, error = r / peak, error / peak
-    else:
-        peak = 1.0
-    largest = np.maximum(error.max(axis=1, initial=0.0), 0.0 - error.min(axis=1, initial=0.0)) * peak
+    largest = np.maximum(error.max(axis=1, initial=0.0), 0.0 - error.min(axis=1, initial=0.0))
     rr, dd, rd = (np.einsum("ne,ne->n", a, b) for a, b in ((r, r), (error, error), (r, error)))
     for i in range(len(r)):
-        if nonfinite[i]:
-            relative, cosine, worst = math.inf, 1.0, math.inf
-        else:
+        relative, cosine, worst = math.inf, 1.0, math.inf
+        if not nonfinite[i]:
             relative, cosine, worst = *_norms(float(rr[i]), float(dd[i]), float(rd[i])), float(largest[i])
         yield SampleDrift(relative, cosine, worst, _decibels(relative), int(matches[i]), top1_rows, int(nonfinite[i]))
 
@@ -360,7 +338,7 @@ class DriftSummary:
         metric, _, quantile = bound.partition(".")
         if quantile == "p99" and self.samples < ROWS:
             return None
-        return self.stats.get(metric, {}).get(quantile or _JUDGED[metric])
+        return self.stats.get(metric, {}).get(quantile or _JUDGED.get(metric, "mean"))
 
     def where(self, bound: str) -> str:
         """Return the part of the output that :meth:`judged` is about; "" for all of it."""
@@ -372,30 +350,11 @@ class DriftSummary:
         return {metric: dict(stats) for metric, stats in self.stats.items()}
 
 
-_JUDGED = {
-    "relative_l2": "mean",
-    "cosine_distance": "mean",
-    "max_abs": "worst",
-    "sqnr_db": "mean",
-    "top1_agreement": "mean",
-    "nonfinite": "total",
-    "slice_error": "worst",
-}
-
-
-def _mean(ordered: list[float]) -> float:
-    """Return the mean, or infinity when the worst is infinite.
-
-    An exact sample's +inf dB is left out, because it would hide the others.
-    """
-    finite = [value for value in ordered if math.isfinite(value)]
-    return ordered[-1] if math.isinf(ordered[-1]) else float(np.mean(finite))
-
-
 def _distribution(metric: str, values: list[float]) -> dict[str, float]:
     ordered = sorted(values, reverse=metric == "sqnr_db")  # from best to worst
+    finite = [value for value in ordered if math.isfinite(value)]  # an exact sample's +inf dB would hide the others
     return {
-        "mean": _mean(ordered),
+        "mean": ordered[-1] if math.isinf(ordered[-1]) else float(np.mean(finite)),
         "p50": ordered[(len(ordered) - 1) // 2],
         "p99": ordered[math.ceil(0.99 * len(ordered)) - 1],
         "worst": ordered[-1],

@@ -82,14 +82,11 @@ class SliceSums:
             self._add(axis, *self._grouped(axis, sums, counts if count is None else _along(count, axis)))
 
     def merge(self, other: SliceSums, limits: Scales | None = None) -> None:
-        """Add the sums of ``other``, which is of the same output; its mean square of a slice counts as ``limits`` at
-        most."""
+        """Add the sums of ``other``, of the same output; its mean square of a slice counts as ``limits`` at most."""
         for axis, (sums, counts) in enumerate(zip(other.sums, other.counts, strict=True)):
             if limits is not None:
-                known = limits[axis][: len(sums)]
                 with np.errstate(invalid="ignore"):  # no limit and no element: 0 · inf, which fmin leaves out
-                    limited = np.fmin(sums[: len(known)], known * counts[: len(known)])
-                sums = np.concatenate([limited, sums[len(known) :]])
+                    sums = np.fmin(sums, _fitted(limits[axis], len(sums), math.inf) * counts)
             self._add(axis, sums, counts)
 
     def copy(self) -> SliceSums:
@@ -106,14 +103,9 @@ class SliceSums:
         return [sums / np.where(counts > 0, counts, 1.0) for sums, counts in zip(self.sums, self.counts, strict=True)]
 
     def _add(self, axis: int, sums: Values, counts: Values) -> None:
-        more = len(sums) - len(self.sums[axis])
-        if not len(self.sums[axis]):
-            self.sums[axis], self.counts[axis] = sums.copy(), counts.copy()
-            return
-        if more > 0:
-            self.sums[axis], self.counts[axis] = (np.pad(a[axis], (0, more)) for a in (self.sums, self.counts))
-        self.sums[axis][: len(sums)] += sums
-        self.counts[axis][: len(counts)] += counts
+        for totals, added in ((self.sums, sums), (self.counts, counts)):
+            totals[axis] = _fitted(totals[axis], max(len(totals[axis]), len(added)))
+            totals[axis][: len(added)] += added
 
     def _grouped(self, axis: int, sums: Values, counts: Values) -> tuple[Values, Values]:
         width = self.widths[axis]
@@ -128,6 +120,12 @@ def _along(array: Values, axis: int) -> Values:
     if array.ndim < 2:
         return array.reshape(-1)
     return np.asarray(array.sum(tuple(other for other in range(array.ndim) if other != axis)))
+
+
+def _fitted(array: Values, size: int, fill: float = 0.0) -> Values:
+    """Return the first ``size`` elements of ``array``, or all and ``fill`` behind them; a copy if that adds some."""
+    missing = size - len(array)
+    return np.pad(array, (0, missing), constant_values=fill) if missing > 0 else array[:size]
 
 
 def limits_of(known: Scales | None, most: float) -> Scales | None:
@@ -179,17 +177,14 @@ class Variation:
         """Return the :data:`Scales` of the samples added so far."""
         found = []
         floor = (FP32_NOISE * min(1.0, self._peak)) ** 2
-        for axis, (variation, magnitude, counts) in enumerate(
-            zip(self._differences.means(), self._squares.means(), self._differences.counts, strict=True)
-        ):
-            padded = np.zeros((3, len(magnitude)))
-            padded[:2, : len(counts)] = variation, counts
-            scale = np.where(padded[0] > FP32_NOISE**2 * magnitude, padded[0], magnitude)
-            scale = np.where((scale > floor) & (padded[1] >= FEWEST), scale, np.inf)
+        every = zip(self._squares.means(), self._differences.means(), self._differences.counts, strict=True)
+        for axis, (magnitude, variation, counts) in enumerate(every):
+            variation, counts = _fitted(variation, len(magnitude)), _fitted(counts, len(magnitude))
+            scale = np.where(variation > FP32_NOISE**2 * magnitude, variation, magnitude)
+            scale = np.where((scale > floor) & (counts >= FEWEST), scale, np.inf)
             if self._known is not None:
-                known = self._known[axis][: len(magnitude)]
-                padded[2, : len(known)] = known
-                scale = np.where(padded[2] > 0, np.maximum(padded[0], padded[2]), scale)
+                known = _fitted(self._known[axis], len(magnitude))
+                scale = np.where(known > 0, np.maximum(variation, known), scale)
             found.append(scale)
         return found
 
@@ -207,14 +202,12 @@ def worst_slices(noise: SliceSums, scales: Scales, most: int = 1) -> list[SliceE
     found: list[tuple[float, int, int]] = []
     judged = slices = 0
     for axis, mean in enumerate(noise.means()):
-        scale = np.full(len(mean), np.inf)
-        known = scales[axis][: len(mean)]
-        scale[: len(known)] = known
+        scale = _fitted(scales[axis], len(mean), math.inf)
         here = np.isfinite(scale) & np.isfinite(mean) & (noise.counts[axis] > 0)
         judged, slices = judged + int(here.sum()), slices + len(mean)
         if here.any():
             ratio = np.where(here, mean / scale, -1.0)
-            worst = np.argsort(-ratio, kind="stable")[:most] if most > 1 else [ratio.argmax()]  # argmax: for live drift
+            worst = np.argsort(-ratio, kind="stable")[:most]
             found += [(float(ratio[i]), noise.axes[axis], int(i) * noise.widths[axis]) for i in worst if here[i]]
     found.sort(key=lambda each: -each[0])
     return [SliceError(math.sqrt(ratio), axis, index, judged, slices) for ratio, axis, index in found[:most]]

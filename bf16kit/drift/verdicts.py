@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bf16kit.artifact.manifest import DriftEntry, Manifest
-from bf16kit.artifact.schema import SINCE_SLICES
+from bf16kit.artifact.manifest import SINCE_SLICES, DriftEntry, Manifest
 from bf16kit.drift.budget import METRICS, Budget
 from bf16kit.drift.measurements import Measurements
 from bf16kit.drift.metrics import DriftSummary
@@ -150,26 +149,13 @@ def format_budget_ratio(used: float) -> str:
     return f"{used:.3g} ×" if used < 1000 else f"{used:,.0f} ×"
 
 
-def describe_budget_ratio(used: float) -> str:
-    """Format drift ÷ budget in words: a percentage *of* the budget, or a multiple of the budget."""
-    text = format_budget_ratio(used)
-    return f"{text} {'of ' if text.endswith('%') else ''}the budget"
-
-
 def sample_series(manifest: Manifest, measured: Measurements) -> Iterator[SampleSeries]:
     """Yield drift by sample, in the order of profiles and outputs."""
     bounds = tuple((name, bound) for name, bound in manifest.budget.items() if name.partition(".")[0] == "relative_l2")
     for profile, entry in sorted(measured.profiles.items()):
-        drift = manifest.drift.get(profile)
+        emulated = profile in manifest.drift and manifest.drift[profile].emulated
         for output, columns in sorted(entry.outputs.items()):
-            yield SampleSeries(
-                profile=profile,
-                output=output,
-                emulated=drift is not None and drift.emulated,
-                measured=columns.measured,
-                values=tuple(columns.relative_l2),
-                bounds=bounds,
-            )
+            yield SampleSeries(profile, output, emulated, columns.measured, tuple(columns.relative_l2), bounds)
 
 
 def worst_slices(manifest: Manifest, measured: Measurements) -> Iterator[WorstSlice]:
@@ -190,4 +176,6 @@ def _closest(row: DriftRow | None) -> str:
         return "nothing is bounded"
     floor = row.metric.partition(".")[0] in ("top1_agreement", "sqnr_db")
     allowed = f"at least {row.bound:.3g} is required" if floor else f"at most {row.bound:.3g} is allowed"
-    return f"{row.metric} of {row.output} is {row.measured:.3g}, {allowed} ({describe_budget_ratio(row.used)})"
+    used = format_budget_ratio(row.used)
+    share = f"{used} {'of ' if used.endswith('%') else ''}the budget"
+    return f"{row.metric} of {row.output} is {row.measured:.3g}, {allowed} ({share})"

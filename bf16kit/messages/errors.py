@@ -13,9 +13,6 @@ class Bf16kitError(Exception):
     """Base of every expected error."""
 
 
-# --- caused by an operator or a user of the command line -------------------------------------------------------------
-
-
 class UsageError(Bf16kitError):
     """Wrong usage, or input that cannot be read."""
 
@@ -40,9 +37,6 @@ class ArtifactExists(UsageError):
     """The target of a conversion already exists."""
 
 
-# --- artifacts ------------------------------------------------------------------------------------------------------
-
-
 class ArtifactError(UsageError):
     """A directory is not a usable artifact."""
 
@@ -55,9 +49,6 @@ class ManifestVersionError(ArtifactError):
     """The manifest was written by a newer bf16kit."""
 
 
-# --- conversion -----------------------------------------------------------------------------------------------------
-
-
 class ConversionError(Bf16kitError):
     """A readable model that cannot be converted."""
 
@@ -68,9 +59,6 @@ class RangeError(ConversionError):
 
 class BudgetExceeded(Bf16kitError):
     """Measured drift is over the owner's budget."""
-
-
-# --- running --------------------------------------------------------------------------------------------------------
 
 
 class RuntimeFailure(Bf16kitError):
@@ -90,9 +78,6 @@ class InputRefused(RuntimeFailure):
 
 class DeviceUnavailable(RuntimeFailure):
     """The requested device, or the library that drives it, is missing."""
-
-
-# --- requests -------------------------------------------------------------------------------------------------------
 
 
 class RequestError(Bf16kitError):

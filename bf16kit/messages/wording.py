@@ -16,7 +16,6 @@ _READ = 20_000  # characters of a library's text that are read
 _KEPT = 40  # characters of each end of a long word
 
 _QUOTED = 100  # characters of a peer's text
-_MOST_BITS = 1024  # of an integer that is shown
 _CODE = re.compile(r"\[ONNXRuntimeError\] : -?\d+ : (\w+) : ")
 # ONNX Runtime's way of naming the node that failed, once per subgraph that contains it.
 _FAILED = re.compile(
@@ -80,8 +79,7 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 def quoted(value: object) -> str:
     """Return the start of a value from outside for a message: text in quotes, with control characters escaped.
 
-    It is cut because a peer may send 64 MiB, an escaped NUL takes four characters, and a list may hold itself a
-    thousand times. Only the parts that are shown are looked at.
+    A peer may send 64 MiB, and a list may hold itself a thousand times: only the parts that are shown are looked at.
     """
     if isinstance(value, str):
         return repr(value) if len(value) <= _QUOTED else f"{value[:_QUOTED]!r}…"
@@ -89,19 +87,8 @@ def quoted(value: object) -> str:
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
 
 
-class _Short(reprlib.Repr):
-    """The start of any value's ``repr``; Python writes no integer of more than 4,300 digits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxother, self.maxstring, self.maxlong = 3, _QUOTED, _QUOTED, _QUOTED
-
-    def repr_int(self, x: int, level: int) -> str:
-        bits = x.bit_length()
-        return super().repr_int(x, level) if bits <= _MOST_BITS else f"an integer of {bits} bits"
-
-
-_SHORT = _Short()
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxother, _SHORT.maxstring, _SHORT.maxlong = 3, _QUOTED, _QUOTED, _QUOTED
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

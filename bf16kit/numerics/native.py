@@ -17,19 +17,11 @@ from numpy.typing import NDArray
 
 LIBRARY = Path(__file__).parents[1] / "runtime" / "_bf16kernel.so"
 
-NONE = 0x7FFFFFFF  # ``smallest`` of a tensor without a finite value other than zero
-
 Words = NDArray[np.uint32]
 Halves = NDArray[np.uint16]
 
-
-class CensusCounts(ctypes.Structure):
-    """``Census`` of ``rounding.cpp``; ``largest`` and ``smallest`` are bit patterns of finite magnitudes."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("nan", "inf", "overflow", "subnormal", "flushed")),
-        *((name, ctypes.c_int32) for name in ("largest", "smallest")),
-    )
+# ``Census`` of ``rounding.cpp``. The magnitudes are written as bit patterns, and ``smallest`` starts at that of a NaN.
+_CENSUS = np.dtype([*((name, "i8") for name in ("nan", "inf", "overflow", "subnormal", "flushed")), ("ends", "f4", 2)])
 
 
 class Loops:
@@ -59,11 +51,13 @@ class Loops:
         """Write the fp32 bit patterns to ``out``; they are right for all elements but the odd ones."""
         self._join(stored.ctypes.data, low.ctypes.data, out.ctypes.data, out.size)
 
-    def census(self, words: Words) -> CensusCounts:
-        """Count the range events that rounding ``words`` would cause."""
-        counts = CensusCounts(smallest=NONE)
-        self._census(words.ctypes.data, words.size, ctypes.byref(counts))
-        return counts
+    def census(self, words: Words) -> tuple[Any, ...]:
+        """Return the fields of :class:`bf16kit.numerics.rounding.Census` after ``count``."""
+        found = np.zeros(1, _CENSUS)
+        found["ends"][0, 1] = np.nan
+        self._census(words.ctypes.data, words.size, found.ctypes.data)
+        *counts, (largest, smallest) = found[0].item()
+        return *counts, float(largest), 0.0 if np.isnan(smallest) else float(smallest)
 
 
 @cache

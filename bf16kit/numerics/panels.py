@@ -12,6 +12,7 @@ holds the columns of the product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -29,10 +30,8 @@ def pack(matrix: Array, axis: int) -> Array:
     ValueError when it is not 2-D or has no such axis.
     """
     columns = _columns(matrix, axis)
-    flat = np.empty(matrix.size, matrix.dtype)
-    for destination, panel in _panels(flat, columns):
-        destination[...] = panel
-    return flat
+    panels = (columns[:, first : first + WIDTH].reshape(-1) for first in range(0, columns.shape[1], WIDTH))
+    return np.concatenate([np.empty(0, matrix.dtype), *panels])
 
 
 def strips(array: Array, axis: int | None) -> Iterator[memoryview]:
@@ -46,11 +45,7 @@ def strips(array: Array, axis: int | None) -> Iterator[memoryview]:
     columns = _columns(array, axis)
     step = max(1, _STRIP // max(1, columns[:, :WIDTH].nbytes)) * WIDTH
     for first in range(0, columns.shape[1], step):
-        strip = columns[:, first : first + step]
-        flat = np.empty(strip.size, array.dtype)
-        for destination, panel in _panels(flat, strip):
-            destination[...] = panel
-        yield flat.view(np.uint8).data
+        yield pack(columns[:, first : first + step], 1).view(np.uint8).data
 
 
 def unpack(flat: Array, shape: Sequence[int], axis: int) -> Array:
@@ -58,44 +53,30 @@ def unpack(flat: Array, shape: Sequence[int], axis: int) -> Array:
 
     ValueError when ``shape`` is not 2-D, has no such axis, or does not have as many elements as ``flat``.
     """
-    matrix = np.empty(tuple(shape), flat.dtype)
-    columns = _columns(matrix, axis)
-    if flat.shape != (matrix.size,):
-        raise ValueError(f"panels of {list(shape)} are {matrix.size} elements in a row, got {list(flat.shape)}")
-    for panel, destination in _panels(flat, columns):
-        destination[...] = panel
-    return matrix
+    _columns(np.empty(tuple(shape), np.uint8), axis)
+    if flat.shape != (math.prod(shape),):
+        raise ValueError(f"panels of {list(shape)} are {math.prod(shape)} elements in a row, got {list(flat.shape)}")
+    return rows(flat, shape, axis, 0, shape[0])
 
 
 def rows(flat: Array, shape: Sequence[int], axis: int, start: int, stop: int) -> Array:
     """Return rows ``start`` to ``stop`` of what :func:`unpack` gives, without unpacking the others."""
-    height, width = shape
-    block = np.empty((stop - start, width), flat.dtype)
-    if axis == 1:
-        for first in range(0, width, WIDTH):
-            wide = min(WIDTH, width - first)
-            panel = flat[height * first :][: height * wide].reshape(height, wide)
-            block[:, first : first + WIDTH] = panel[start:stop]
-        return block
-    for first in range(start - start % WIDTH, stop, WIDTH):
-        wide = min(WIDTH, height - first)
-        panel = flat[width * first :][: width * wide].reshape(width, wide)
-        overlap = slice(max(start, first), min(stop, first + WIDTH))
-        block[overlap.start - start : overlap.stop - start] = panel[:, overlap.start - first : overlap.stop - first].T
+    block = np.empty((stop - start, shape[1]), flat.dtype)
+    height, width = shape if axis == 1 else reversed(shape)  # of the product's matrix
+    begin, end = (0, width) if axis == 1 else (start, stop)
+    for first in range(begin - begin % WIDTH, end, WIDTH):
+        last = min(width, first + WIDTH)
+        panel = flat[height * first : height * last].reshape(height, last - first)
+        if axis == 1:
+            block[:, first:last] = panel[start:stop]
+        else:
+            low, high = max(start, first), min(stop, last)
+            block[low - start : high - start] = panel[:, low - first : high - first].T
     return block
 
 
 def _columns(matrix: Array, axis: int) -> Array:
-    """Return ``matrix`` as a ``[K, N]`` view, so that assigning to it changes ``matrix``."""
+    """Return ``matrix`` as a ``[K, N]`` view."""
     if matrix.ndim != 2 or axis not in (0, 1):
         raise ValueError(f"panels lie along axis 0 or 1 of a matrix, not along axis {axis} of {list(matrix.shape)}")
     return matrix if axis == 1 else matrix.T
-
-
-def _panels(flat: Array, columns: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield each panel's place in ``flat`` and its columns, both ``[K, w]`` views."""
-    height, width = columns.shape
-    for first in range(0, width, WIDTH):
-        panel = columns[:, first : first + WIDTH]
-        destination = flat[height * first : height * first + panel.size]
-        yield destination.reshape(panel.shape), panel

@@ -10,40 +10,49 @@ scale in float64 and rounded to fp32 once. ``signed(low)`` is right unless W was
 stretched the distance to 17 bits. Those elements are *crossed*: 65536 is added or subtracted, whichever gives the other
 side of P. Elements farther away still (flushed subnormals, some NaNs) are kept *verbatim*, as index and bits.
 
-A segment, little-endian, has these parts: the low halves (for tensors widened from fp16 or bf16 only the bits that can
-be nonzero); the crossed elements, as indices or as a compressed bitmap, whichever is
-smaller; the verbatim indices, then their bits; a footer (:mod:`bf16kit.numerics.residualparts`). Encoding and decoding
-stream, and need little memory beyond their result.
+A segment, little-endian, has these parts: the low halves; the crossed elements, as indices or as a compressed bitmap,
+whichever is smaller; the verbatim indices, then their bits; a footer. The low halves of a tensor that was widened from
+fp16 or bf16 are packed, because most of their bits are zero: fp16 has 10 bits of significand, so the last 13 of fp32's
+23 are zero and 3 bits of the low half remain; of bf16 none. Eight elements are packed together, into one byte per bit,
+from the lowest kept bit up; the first element is the byte's lowest bit, and a last group of fewer than eight elements
+is filled with zeros. Encoding and decoding stream, and need little memory beyond their result.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bf16kit.messages.errors import ArtifactDamaged
 from bf16kit.numerics.native import loops
-from bf16kit.numerics.residualparts import (
-    ALL_BITS,
-    BITMAP,
-    FOOTER,
-    INDICES,
-    MAGIC,
-    MAGIC_PACKED,
-    Parts,
-    index_dtype,
-    pack_bits,
-)
 from bf16kit.numerics.rounding import BF16, Bf16Array
 
+# elements, bytes of the crossed part, verbatim elements, form of crossed, bits kept of each low half, magic
+_FOOTER = struct.Struct("<QQQBB2x4s")
+_ALL_BITS, _MAGIC, _MAGIC_PACKED = 16, b"RES1", b"RES2"  # RES1 has whole low halves, and 0 for their number of bits
+_INDICES, _BITMAP = 0, 1
 _CHUNK = 1 << 18  # elements: few enough that temporaries stay in the cache
+_GROUP = 8  # elements that are packed together
 _NAN = 0x7FC00000
 
 Piece = bytes | memoryview
+
+
+def bits_needed(dtype: str) -> int:
+    """Return how many bits the low half of an fp32 number needs when it was widened from ``dtype``."""
+    return {"float16": 3, "bfloat16": 0}.get(dtype, _ALL_BITS)
+
+
+def is_half(dtype: str) -> bool:
+    """Return whether ``dtype`` has 16 bits, so that its low halves need fewer bits than fp32's."""
+    return bits_needed(dtype) < _ALL_BITS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,13 +72,8 @@ class Scale:
             raise ValueError("a scale that is zero or not finite cannot be undone")
 
 
-def encode(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> bytes:
-    """Return the segment that, with ``bf16`` and ``scale``, restores ``fp32`` (same shape) bit for bit."""
-    return b"".join(encode_chunks(fp32, bf16, scale))
-
-
 def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> Iterator[Piece]:
-    """Yield the pieces of :func:`encode`, for writing straight to a file.
+    """Yield the pieces of the segment that, with ``bf16`` and ``scale``, restores ``fp32`` bit for bit.
 
     Raises ValueError when shapes or dtypes do not fit.
     """
@@ -87,7 +91,7 @@ class Encoder:
     when ``scale`` does not fit ``shape``, and from :meth:`rows` when more bits than that are set.
     """
 
-    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = ALL_BITS) -> None:
+    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = _ALL_BITS) -> None:
         _check_scale(scale, shape)
         self._shape, self._scale = shape, scale
         self._low_bits = low_bits
@@ -123,12 +127,12 @@ class Encoder:
         return self._packed(low)
 
     def _packed(self, low: NDArray[np.uint16]) -> Piece:
-        if self._low_bits == ALL_BITS:
+        if self._low_bits == _ALL_BITS:
             return low.astype("<u2", copy=False).view(np.uint8).data
         low = np.concatenate([self._rest, low])
         full_groups = low.size // 8 * 8
         self._rest = low[full_groups:]
-        return pack_bits(low[:full_groups], self._low_bits)
+        return _pack_bits(low[:full_groups], self._low_bits)
 
     def _predicted(self, stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
         if self._scale is None:
@@ -137,43 +141,45 @@ class Encoder:
 
     def finish(self) -> Iterator[bytes]:
         """Yield the rest of the segment."""
-        yield pack_bits(self._rest, self._low_bits)
+        yield _pack_bits(self._rest, self._low_bits)
         form, crossing = _smaller(self._crossed, self._count)
         yield crossing
         verbatim = np.concatenate([np.empty(0, np.int64), *self._verbatim])
         yield verbatim.astype("<u8").tobytes()
         yield np.concatenate([np.empty(0, np.uint32), *self._bits]).astype("<u4").tobytes()
-        bits, magic = (0, MAGIC) if self._low_bits == ALL_BITS else (self._low_bits, MAGIC_PACKED)
-        yield FOOTER.pack(self._count, len(crossing), verbatim.size, form, bits, magic)
-
-
-def decode(segment: bytes | memoryview, bf16: Bf16Array, scale: Scale | None = None) -> NDArray[np.float32]:
-    """Return the fp32 tensor, of the shape of ``bf16``, that ``segment`` was encoded from.
-
-    Raises :class:`ArtifactDamaged` when the segment is malformed or does not fit ``bf16``, ValueError
-    when ``bf16`` is not bfloat16 or ``scale`` does not fit it.
-    """
-    if bf16.dtype != BF16:
-        raise ValueError(f"a residual restores from bfloat16, got {bf16.dtype.name}")
-    restored = np.empty(bf16.shape, np.float32)
-    decoder = Decoder(segment, bf16.shape, scale)
-    decoder.rows(np.require(bf16, requirements=["C", "A"]), restored)
-    return restored
+        bits, magic = (0, _MAGIC) if self._low_bits == _ALL_BITS else (self._low_bits, _MAGIC_PACKED)
+        yield _FOOTER.pack(self._count, len(crossing), verbatim.size, form, bits, magic)
 
 
 class Decoder:
     """Restores a tensor of ``shape`` from ``segment``, a block of rows at a time, in order.
 
-    Raises :class:`ArtifactDamaged` when the segment is malformed or does not fit ``shape``, ValueError
-    when ``scale`` does not.
+    Raises :class:`ArtifactDamaged` when the segment is malformed or does not fit ``shape``, ValueError when ``scale``
+    does not.
     """
 
     def __init__(self, segment: bytes | memoryview, shape: tuple[int, ...], scale: Scale | None = None) -> None:
-        self._parts = Parts.read(memoryview(segment).cast("B"), math.prod(shape))
         _check_scale(scale, shape)
         self._shape, self._scale = shape, scale
-        self._crossed = self._parts.crossed()
-        self._count = 0
+        self._count, elements = 0, math.prod(shape)
+        segment = memoryview(segment).cast("B")
+        if len(segment) < _FOOTER.size:
+            raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes is shorter than its footer")
+        count, crossing, verbatim, form, bits, magic = _FOOTER.unpack(segment[-_FOOTER.size :])
+        packed = magic == _MAGIC_PACKED and bits < _ALL_BITS
+        if not (packed or (magic == _MAGIC and bits == 0)) or form not in (_INDICES, _BITMAP):
+            raise ArtifactDamaged("residual: a segment does not end in a residual footer")
+        if count != elements:
+            raise ArtifactDamaged(f"residual: a segment holds {count} elements, its tensor has {elements}")
+        size = -(-count // _GROUP) * bits if packed else 2 * count
+        ends = np.cumsum([size, crossing, 8 * verbatim, 4 * verbatim], dtype=object)
+        if ends[-1] != len(segment) - _FOOTER.size:
+            raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes does not hold what its footer says")
+        low = segment[:size]
+        self._low = _unpack_bits(low, count, bits) if packed else np.frombuffer(low, "<u2")
+        self._crossed = _crossed_indices(segment[ends[0] : ends[1]], form, count)
+        self._verbatim = _indices(segment[ends[1] : ends[2]], np.dtype("<u8"), count)
+        self._bits = np.frombuffer(segment[ends[2] : ends[3]], "<u4")
 
     def rows(self, bf16: Bf16Array, out: NDArray[np.float32]) -> None:
         """Restore the next rows, stored as ``bf16``, into ``out`` of the same shape; both C-contiguous."""
@@ -183,18 +189,17 @@ class Decoder:
 
     def _block(self, stored: Bf16Array, words: NDArray[np.uint32]) -> None:
         start, stop = self._count, self._count + stored.size
-        low, compiled = self._parts.low[start:stop], loops()
+        low, compiled = self._low[start:stop], loops()
         if self._scale is not None:
             words[...] = _near(_unscaled(stored, self._scale, start, self._shape), low)
         elif compiled is not None and low.flags.aligned:
             compiled.join(stored.view(np.uint16), low, words)
         else:
             words[...] = _near(_widened(stored.view(np.uint16)), low)
-        first, last = np.searchsorted(self._crossed, (start, stop))
-        here = self._crossed[first:last] - start
+        here = self._crossed[slice(*np.searchsorted(self._crossed, (start, stop)))] - start
         words[here] = _crossed(words[here], low[here])
-        first, last = np.searchsorted(self._parts.verbatim, np.array((start, stop), np.uint64))
-        words[self._parts.verbatim[first:last].astype(np.int64) - start] = self._parts.bits[first:last]
+        given = slice(*np.searchsorted(self._verbatim, (start, stop)))
+        words[self._verbatim[given] - start] = self._bits[given]
         self._count = stop
 
 
@@ -232,7 +237,7 @@ def _crossed(near: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.ui
 
 def _smaller(crossed: list[tuple[int, NDArray[np.uint32]]], count: int) -> tuple[int, bytes]:
     """Return form and bytes of the crossed elements, listed per block, in the form that takes fewer bytes."""
-    width = index_dtype(count)
+    width = _index_dtype(count)
     listed = sum(indices.size for _, indices in crossed) * width.itemsize
     if listed > count // 64:  # a bitmap with fewer ones does not compress below the size of their indices
         flags = np.zeros(count, np.bool_)
@@ -240,5 +245,51 @@ def _smaller(crossed: list[tuple[int, NDArray[np.uint32]]], count: int) -> tuple
             flags[start + indices.astype(np.int64)] = True
         bitmap = zlib.compress(np.packbits(flags, bitorder="little").tobytes(), 6)
         if len(bitmap) < listed:
-            return BITMAP, bitmap
-    return INDICES, b"".join((start + indices.astype(np.int64)).astype(width).tobytes() for start, indices in crossed)
+            return _BITMAP, bitmap
+    return _INDICES, b"".join((start + indices.astype(np.int64)).astype(width).tobytes() for start, indices in crossed)
+
+
+def _crossed_indices(crossing: memoryview, form: int, count: int) -> NDArray[np.int64]:
+    if form == _INDICES:
+        return _indices(crossing, _index_dtype(count), count)
+    size = (count + 7) // 8
+    try:
+        bitmap = zlib.decompressobj().decompress(crossing, size + 1)  # bounds the output, whatever the data claims
+    except zlib.error:
+        raise ArtifactDamaged("residual: a bitmap cannot be decompressed") from None
+    if len(bitmap) != size:
+        raise ArtifactDamaged(f"residual: a bitmap of {len(bitmap)} bytes, expected {size}")
+    flags = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little")
+    return np.flatnonzero(flags)
+
+
+def _indices(data: memoryview, dtype: np.dtype[Any], count: int) -> NDArray[np.int64]:
+    if len(data) % dtype.itemsize:
+        raise ArtifactDamaged("residual: a list of indices is cut short")
+    indices = np.frombuffer(data, dtype)
+    if indices.size and (int(indices[-1]) >= count or not bool(np.all(indices[:-1] < indices[1:]))):
+        raise ArtifactDamaged(f"residual: indices are not ascending below {count}")
+    return indices.astype(np.int64)
+
+
+def _index_dtype(count: int) -> np.dtype[Any]:
+    return np.dtype("<u4" if count <= 1 << 32 else "<u8")
+
+
+def _pack_bits(low: NDArray[np.uint16], count: int) -> bytes:
+    """Pack the upper ``count`` bits of each low half; ValueError if another bit is set, because it would be lost."""
+    if low.size and int(np.bitwise_or.reduce(low)) & ((1 << (16 - count)) - 1):
+        raise ValueError(f"low halves that need more than {count} bits")
+    planes = [
+        np.packbits((low >> np.uint16(bit)).astype(np.uint8) & 1, bitorder="little") for bit in range(16 - count, 16)
+    ]
+    return np.stack(planes, axis=1).tobytes() if planes else b""
+
+
+def _unpack_bits(data: memoryview, elements: int, count: int) -> NDArray[np.uint16]:
+    low = np.zeros(elements, np.uint16)
+    planes = np.frombuffer(data, np.uint8).reshape(-1, max(count, 1))
+    for index, bit in enumerate(range(16 - count, 16)):
+        plane = np.unpackbits(planes[:, index], count=elements, bitorder="little")
+        low |= plane.astype(np.uint16) << np.uint16(bit)
+    return low

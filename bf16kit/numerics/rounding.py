@@ -8,15 +8,16 @@ with ONNX Runtime's Cast bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.numerics.native import NONE, CensusCounts, loops
+from bf16kit.numerics.native import loops
 
 Bf16Array = NDArray[Any]  # numpy's typing has no name for ml_dtypes.bfloat16
 Subnormals = Literal["keep", "flush"]
@@ -28,11 +29,6 @@ SMALLEST_NORMAL = 2.0**-126
 UNIT_ROUNDOFF = 2.0**-8
 OVERFLOW = 3.39617752923046e38  # fp32 0x7F7F8000: from here on, rounding gives infinity
 
-_SIGN = 0x8000
-_MAGNITUDE = 0x7FFF
-_INF = 0x7F80
-_LARGEST_BITS = 0x7F7F
-_SMALLEST_NORMAL_BITS = 0x0080
 _CHUNK = 1 << 18  # elements: temporaries fit the cache and are small beside any checkpoint
 
 
@@ -53,26 +49,21 @@ def to_bf16(
         out = np.empty(x.shape, BF16)
     elif out.shape != x.shape or out.dtype != BF16 or not out.flags.c_contiguous:
         raise ValueError(f"cannot round {list(x.shape)} into {out.dtype.name}{list(out.shape)}")
-    rounded = _rounded(x, out)
-    if subnormals == "keep" and not saturate:
-        return rounded
-    for bits in _chunks(rounded.reshape(-1).view(np.uint16)):
-        magnitude = bits & _MAGNITUDE
-        if subnormals == "flush":
-            bits[magnitude < _SMALLEST_NORMAL_BITS] &= _SIGN
-        if saturate:
-            infinite = magnitude == _INF
-            bits[infinite] = (bits[infinite] & _SIGN) | _LARGEST_BITS
-    return rounded
-
-
-def _rounded(x: NDArray[np.float32], out: Bf16Array) -> Bf16Array:
     compiled = loops()
     if compiled is not None and x.flags.c_contiguous and x.flags.aligned:
         compiled.round(x.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16))
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):  # census() counts overflows, and NaN is allowed
+            out[...] = x.astype(BF16)
+    if subnormals == "keep" and not saturate:
         return out
-    with np.errstate(over="ignore", invalid="ignore"):  # census() counts overflows, and NaN is allowed
-        out[...] = x.astype(BF16)
+    for bits in _chunks(out.reshape(-1).view(np.uint16)):
+        magnitude = bits & 0x7FFF
+        if subnormals == "flush":
+            bits[magnitude < 0x0080] &= 0x8000
+        if saturate:
+            infinite = magnitude == 0x7F80
+            bits[infinite] = (bits[infinite] & 0x8000) | 0x7F7F
     return out
 
 
@@ -104,46 +95,32 @@ class Census:
     min_abs_nonzero: float = 0.0
 
     def __add__(self, other: Census) -> Census:
-        smallest = [v for v in (self.min_abs_nonzero, other.min_abs_nonzero) if v > 0]
-        return Census(
-            count=self.count + other.count,
-            nan=self.nan + other.nan,
-            inf=self.inf + other.inf,
-            overflow=self.overflow + other.overflow,
-            subnormal=self.subnormal + other.subnormal,
-            flushed_to_zero=self.flushed_to_zero + other.flushed_to_zero,
-            max_abs=max(self.max_abs, other.max_abs),
-            min_abs_nonzero=min(smallest, default=0.0),
-        )
+        added = Census(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        smallest = min((v for v in (self.min_abs_nonzero, other.min_abs_nonzero) if v > 0), default=0.0)
+        return replace(added, max_abs=max(self.max_abs, other.max_abs), min_abs_nonzero=smallest)
+
+    @property
+    def headroom(self) -> float:
+        """Binades between the tensor's values and the nearer end of bf16's normal range; negative beyond an end."""
+        above = math.log2(OVERFLOW / self.max_abs) if self.max_abs else math.inf
+        below = math.log2(self.min_abs_nonzero / SMALLEST_NORMAL) if self.min_abs_nonzero else math.inf
+        return min(above, below)
+
+    @property
+    def severity(self) -> tuple[float, ...]:
+        """Sort key from worst to best: shares that become non-finite, zero and subnormal, then the room."""
+        lost = (self.nan + self.inf + self.overflow, self.flushed_to_zero, self.subnormal)
+        return (*(-elements / max(1, self.count) for elements in lost), self.headroom)
 
 
 def census(x: NDArray[np.float32]) -> Census:
     """Count the range events that :func:`to_bf16` would cause in ``x`` (float32, any shape), without rounding it."""
     if x.dtype != np.float32:
         raise TypeError(f"census takes float32, got {x.dtype.name}")
-    compiled = loops()
-    words = np.require(x, requirements=["C", "A"]).reshape(-1).view(np.uint32)
+    words, compiled = np.require(x, requirements=["C", "A"]).reshape(-1).view(np.uint32), loops()
     if compiled is not None:
-        return _compiled_census(words.size, compiled.census(words))
-    total = Census()
-    for bits in _chunks(words):
-        total += _census(bits & 0x7FFFFFFF)
-    return total
-
-
-def _compiled_census(count: int, counts: CensusCounts) -> Census:
-    smallest = 0 if counts.smallest == NONE else counts.smallest
-    patterns = np.array([counts.largest, smallest], np.int32).view(np.float32)
-    return Census(
-        count=count,
-        nan=counts.nan,
-        inf=counts.inf,
-        overflow=counts.overflow,
-        subnormal=counts.subnormal,
-        flushed_to_zero=counts.flushed,
-        max_abs=float(patterns[0]),
-        min_abs_nonzero=float(patterns[1]),
-    )
+        return Census(words.size, *compiled.census(words))
+    return sum((_census(bits & 0x7FFFFFFF) for bits in _chunks(words)), Census())
 
 
 def _census(magnitude: NDArray[Any]) -> Census:

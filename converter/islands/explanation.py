@@ -18,7 +18,7 @@ from bf16kit.drift.measurements import MARGIN_DB, DiagnosisEntry, LayerEntry, La
 from bf16kit.messages.document import plain
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, UsageError
 from bf16kit.messages.wording import table
-from bf16kit.numerics.residualparts import is_half
+from bf16kit.numerics.residual import is_half
 from converter.graph.operators import WEIGHTED
 from converter.islands.layertrace import find_noisy_output, open_reference, trace
 from converter.islands.result import SearchResult

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bf16kit.artifact.manifest import RESIDUAL, FileEntry, Manifest, OracleEntry
-from bf16kit.drift.measurements import CensusEntry, Measurements, Ranges
+from bf16kit.drift.measurements import Measurements, Ranges
 from bf16kit.drift.verdicts import (
     DriftRow,
     SampleSeries,
@@ -20,6 +20,7 @@ from bf16kit.drift.verdicts import (
 )
 from bf16kit.messages.wording import listed
 from bf16kit.numerics.panels import WIDTH
+from bf16kit.numerics.rounding import Census
 from converter.report.islands import Island, PlanGroup, SearchSummary, islands, plan_groups, searches
 from converter.report.layers import LayerSeries, layer_series
 
@@ -62,7 +63,7 @@ class Span:
     name: str
     low: float | None
     high: float | None
-    census: CensusEntry
+    census: Census
     remark: str
 
 
@@ -183,7 +184,7 @@ def _log2(magnitude: float) -> float | None:
     return math.log2(magnitude) if magnitude > 0 else None
 
 
-def _remark(entry: CensusEntry) -> str:
+def _remark(entry: Census) -> str:
     """Describe the values of a tensor that bf16 does not hold exactly; "" if there are none."""
     found = (
         (entry.nan, "NaN"),

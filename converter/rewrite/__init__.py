@@ -17,7 +17,7 @@ from typing import Any
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bf16kit.numerics.residualparts import is_half
+from bf16kit.numerics.residual import is_half
 from converter.graph.cuda_kernels import KernelTable
 from converter.graph.names import NameEverything
 from converter.graph.step import Step, run

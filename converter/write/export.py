@@ -19,7 +19,7 @@ from bf16kit.artifact.manifest import Segment
 from bf16kit.artifact.reading import damaged_if_unreadable
 from bf16kit.artifact.weightfile import ALIGNMENT, WeightWriter, little_endian_bytes
 from bf16kit.messages.errors import ArtifactDamaged, RangeError, UsageError
-from bf16kit.numerics.residualparts import bits_needed
+from bf16kit.numerics.residual import bits_needed
 from bf16kit.numerics.rounding import BF16, Census
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.numerics.tensors import Array as Array

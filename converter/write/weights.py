@@ -17,8 +17,7 @@ from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Plan, Segment, 
 from bf16kit.artifact.weightfile import WeightWriter, little_endian_bytes
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.panels import strips
-from bf16kit.numerics.residual import Scale
-from bf16kit.numerics.residualparts import bits_needed
+from bf16kit.numerics.residual import Scale, bits_needed
 from bf16kit.numerics.rounding import BF16, Census, census
 from bf16kit.numerics.tensors import BY_NAME, BY_ONNX
 from converter.graph.equality import Fingerprint, fingerprint, same_bits

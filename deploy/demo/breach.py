@@ -23,7 +23,7 @@ from running import PATIENCE_SECONDS, DemoFailed, display_path, running_server, 
 from sentences import sentences
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.digests import Digests
+from bf16kit.artifact.reading import Digests
 
 SWAPPED = tuple(f"encoder.layer.{layer}.attention.self.query.weight" for layer in (2, 3))
 SERVING = """# Every request is measured, and fp32 answers once bf16 is over its budget beyond chance.

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from bf16kit.artifact.entries import drawn_at_random
 from bf16kit.artifact.manifest import Manifest
-from bf16kit.drift.inputranges import InputRange
-from bf16kit.drift.measurements import Measurements
+from bf16kit.drift.measurements import InputRange, Measurements
 from bf16kit.drift.slices import Scales
 
 

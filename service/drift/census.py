@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.drift.inputranges import InputRange
+from bf16kit.drift.measurements import InputRange
 from bf16kit.drift.metrics import has_slices
 from service.contract import Array
 

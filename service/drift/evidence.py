@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import bf16kit
-from bf16kit.artifact.evidence import Evidence, Header, finite
+from bf16kit.artifact.evidence import Evidence, Header
 from bf16kit.drift.metrics import Budget, DriftSummary, SampleDrift
 from bf16kit.messages.errors import NotFound
 from service.contract import Array
@@ -220,7 +220,7 @@ class EvidenceRecorder:
             of_rows=row.of_rows,
             batch_axis=self._batch_axis,
             budget=self._budget.as_dict(),
-            drift={output: finite(asdict(each)) for output, each in row.drift.items()},
+            drift={output: asdict(each) for output, each in row.drift.items()},
             verdict=verdict.to_json(),
             files=dict(files),
             versions=versions(),

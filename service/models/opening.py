@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.manifest import MANIFEST, Manifest
-from bf16kit.artifact.schema import SINCE_SLICES
+from bf16kit.artifact.manifest import MANIFEST, SINCE_SLICES, Manifest
 from bf16kit.drift.metrics import METRICS, Budget, DriftSummary
 from bf16kit.messages.errors import (
     ArtifactError,

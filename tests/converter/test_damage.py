@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from converting import Cli
 
-from bf16kit.artifact import schema
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import sealed
 
 _FILES = (
     "cpu.onnx",
@@ -85,7 +85,7 @@ def _edit(artifact: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path = artifact / "manifest.json"
     fields = json.loads(path.read_bytes())
     change(fields)
-    path.write_bytes(schema.dump(fields))
+    path.write_bytes(sealed(fields))
 
 
 @pytest.mark.parametrize(

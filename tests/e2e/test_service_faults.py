@@ -28,7 +28,7 @@ from serverprocess import Serve, ServerProcess
 from waiting import until
 from workerprocesses import Client
 
-from bf16kit.artifact.digests import Digests
+from bf16kit.artifact.reading import Digests
 from bf16kit.numerics.tensors import Array
 
 pytestmark = [

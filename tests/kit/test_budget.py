@@ -18,29 +18,20 @@ def summary(relative_l2: float = 0.0, *, max_abs: float = 0.0, matches: int = 1,
 
 class TestReading:
     def test_the_default_budget(self) -> None:
-        assert Budget().as_dict() == {
-            "relative_l2": 1.5e-2,
-            "relative_l2.p99": 0.1,
-            "cosine_distance": 5e-4,
-            "top1_agreement": 0.99,
-            "nonfinite": 0.0,
-            "slice_error": 0.5,
-        }
+        norms = {"relative_l2": 1.5e-2, "relative_l2.p99": 0.1, "cosine_distance": 5e-4}
+        assert Budget().as_dict() == norms | {"top1_agreement": 0.99, "nonfinite": 0.0, "slice_error": 0.5}
 
     def test_texts_change_the_default(self) -> None:
         budget = Budget.parse(["relative_l2=1e-2", " max_abs = 3 ", "nonfinite=none"])
         bounds = [budget.bound(name) for name in ("relative_l2", "max_abs", "nonfinite", "top1_agreement")]
         assert bounds == [1e-2, 3, None, 0.99]
         assert budget.stated == {"relative_l2", "max_abs"}
-
-    def test_a_later_text_wins(self) -> None:
         assert Budget.parse(["relative_l2=1", "relative_l2=2"]).bound("relative_l2") == 2
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
             ("relative_l2", "expected METRIC=NUMBER"),
-            ("relative_l2=", "'' is not a number"),
             ("relative_l2=small", "'small' is not a number"),
             ("l2=1", "unknown metric 'l2'; metrics are relative_l2"),
             ("relative_l2=-1", "out of range"),
@@ -48,7 +39,6 @@ class TestReading:
             ("max_abs=inf", "out of range"),
             ("top1_agreement=99", "between 0 and 1"),
             ("relative_l2.p98=1", "unknown quantile 'p98'; quantiles are p50, p99, worst"),
-            ("l2.p99=1", "unknown metric 'l2'"),
             ("relative_l2.=1", "unknown quantile ''"),
             ("top1_agreement.p99=1", "one number for all samples and has no quantiles"),
             ("relative_l2.p99=-1", "out of range"),
@@ -64,11 +54,9 @@ class TestReading:
 
 
 class TestJudging:
-    def test_within_budget_there_is_no_breach(self) -> None:
-        assert Budget().breaches("y", summary(relative_l2=0.02)) == []  # the mean is 0.01
-
-    def test_a_value_equal_to_its_bound_is_within_budget(self) -> None:
-        assert Budget().breaches("y", summary(relative_l2=0.03)) == []
+    @pytest.mark.parametrize("drift", [0.02, 0.03])
+    def test_a_mean_up_to_its_bound_is_within_budget(self, drift: float) -> None:
+        assert Budget().breaches("y", summary(relative_l2=drift)) == []
 
     def test_a_breach_states_the_output_the_metric_and_the_values(self) -> None:
         (breach,) = Budget().breaches("y", summary(relative_l2=0.05))
@@ -121,28 +109,26 @@ class TestJudging:
         assert Budget.parse(["sqnr_db=40"]).ratio("sqnr_db", measured) == pytest.approx(ratio)
 
 
-class TestMeasured:
-    @pytest.mark.parametrize(
-        ("name", "bound", "measured"),
-        [
-            ("relative_l2", 1.5e-2, 0.003),
-            ("top1_agreement", 0.99, 0.995),
-            ("sqnr_db", 30.0, 42.5),
-            ("max_abs", 2.0, 5.0),
-        ],
-    )
-    def test_the_measured_value_is_computed_back_from_its_ratio(self, name: str, bound: float, measured: float) -> None:
-        budget = Budget({name: bound})
-        assert budget.measured(name, budget.ratio(name, measured)) == pytest.approx(measured)
-
-    def test_with_a_bound_that_allows_nothing_only_zero_drift_can_be_computed_back(self) -> None:
-        budget = Budget({"nonfinite": 0.0, "top1_agreement": 1.0})
-        assert budget.measured("nonfinite", 0.0) == 0
-        assert budget.measured("nonfinite", 1e9) is None
-        assert budget.measured("nonfinite", math.inf) is None
-        assert budget.measured("top1_agreement", 0.0) == 1
-        assert budget.measured("top1_agreement", 1e9) is None
-
-    def test_without_a_bound_or_noise_no_value_can_be_computed_back(self) -> None:
-        assert Budget({}).measured("relative_l2", 0.5) is None
-        assert Budget({"sqnr_db": 30.0}).measured("sqnr_db", 0.0) is None
+@pytest.mark.parametrize(
+    ("name", "bound", "ratio", "measured"),
+    [
+        ("relative_l2", 1.5e-2, 0.2, 0.003),
+        ("top1_agreement", 0.99, 0.5, 0.995),
+        ("sqnr_db", 30.0, 10**-0.625, 42.5),
+        ("max_abs", 2.0, 2.5, 5.0),
+        # with a bound that allows nothing, only zero drift can be computed back
+        ("nonfinite", 0.0, 0.0, 0.0),
+        ("nonfinite", 0.0, math.inf, None),
+        ("top1_agreement", 1.0, 0.0, 1.0),
+        ("top1_agreement", 1.0, 1e9, None),
+        ("sqnr_db", 30.0, 0.0, None),
+        ("cosine_distance", None, 0.5, None),
+    ],
+)
+def test_the_measured_value_is_computed_back_from_its_ratio(
+    name: str, bound: float | None, ratio: float, measured: float | None
+) -> None:
+    budget = Budget({} if bound is None else {name: bound})
+    assert budget.measured(name, ratio) == (None if measured is None else pytest.approx(measured))
+    if measured is not None:
+        assert budget.ratio(name, measured) == pytest.approx(ratio)

@@ -68,15 +68,12 @@ class TestDefinitions:
         self, shape: tuple[int, ...], axis: int | None
     ) -> None:
         assert len(measure(*noisy(shape, 0.1), EMBEDDING, axis)) == 1
-
-    def test_no_rows_give_no_samples(self) -> None:
         assert measure(np.zeros((0, 8)), np.zeros((0, 8)), LOGITS, 0) == []
 
     def test_samples_larger_than_a_block_are_measured_like_small_ones(self) -> None:
         r, c = noisy((3, 700_000), 0.01)
-        assert [d.max_abs for d in measure(r, c, EMBEDDING, 0)] == [
-            float(np.abs(a.astype(float) - b).max()) for a, b in zip(c, r, strict=True)
-        ]
+        found = [d.max_abs for d in measure(r, c, EMBEDDING, 0)]
+        assert found == np.abs(c.astype(float) - r).max(axis=1).tolist()
 
     def test_top1_counts_every_row_of_the_last_axis(self) -> None:
         r = np.eye(4, dtype=np.float32).reshape(1, 4, 4).repeat(2, axis=0)
@@ -103,12 +100,9 @@ class TestDefinitions:
     ) -> None:
         assert one(reference, candidate, LOGITS).top1_matches == matches
 
-    def test_outputs_that_are_not_logits_have_no_top1(self) -> None:
-        assert one([1, 2], [2, 1]).top1_rows == 0
-
     def test_integers_and_booleans_are_compared_as_numbers(self) -> None:
         (drift,) = measure(np.array([3, 4]), np.array([3, 5]), EMBEDDING, None)
-        assert drift.relative_l2 == 0.2
+        assert (drift.relative_l2, drift.top1_rows) == (0.2, 0)
         (drift,) = measure(np.array([True, True]), np.array([True, False]), EMBEDDING, None)
         assert drift.max_abs == 1
 
@@ -118,11 +112,28 @@ class TestDefinitions:
 
 
 class TestEdges:
-    def test_two_zeros_have_no_drift(self) -> None:
-        assert one([0, 0], [0, -0.0]) == SampleDrift(0, 0, 0, INF, 0, 0, 0)
-
-    def test_equal_outputs_have_no_drift(self) -> None:
-        assert one([1, 2], [1, 2]) == SampleDrift(0, 0, 0, INF, 0, 0, 0)
+    @pytest.mark.parametrize(
+        ("reference", "candidate", "expected"),
+        [
+            ([0, 0], [0, -0.0], (0, 0, 0, INF, 0, 0, 0)),
+            ([1, 2], [1, 2], (0, 0, 0, INF, 0, 0, 0)),
+            ([0, 0], [0, 2], (INF, 1, 2, -INF, 0, 0, 0)),
+            ([0, 2], [0, 0], (1, 1, 2, 0, 0, 0, 0)),
+            ([1, 2], [1, NAN], (INF, 1, INF, -INF, 0, 0, 1)),
+            ([1, 2], [1, INF], (INF, 1, INF, -INF, 0, 0, 1)),
+            ([1, 2], [1, -INF], (INF, 1, INF, -INF, 0, 0, 1)),
+            ([1, -INF, INF, NAN], [1, -INF, INF, NAN], (0, 0, 0, INF, 0, 0, 0)),
+            # a lost mask: the reference hides an element, the candidate shows it
+            ([1, -INF], [1, 100.0], (INF, 1, INF, -INF, 0, 0, 1)),
+            ([1, -INF], [1, -3.39e38], (INF, 1, INF, -INF, 0, 0, 1)),
+            ([1, -INF], [1, INF], (INF, 1, INF, -INF, 0, 0, 1)),
+            ([1, -INF], [1, NAN], (INF, 1, INF, -INF, 0, 0, 1)),
+        ],
+    )
+    def test_zeros_infinities_and_nan(
+        self, reference: list[float], candidate: list[float], expected: tuple[float, ...]
+    ) -> None:
+        assert one(reference, candidate) == SampleDrift(*expected)  # type: ignore[arg-type]
 
     def test_no_drift_is_zero_and_not_minus_zero(self) -> None:
         """A table would show minus zero as -0."""
@@ -130,38 +141,19 @@ class TestEdges:
         found = (drift.relative_l2, drift.cosine_distance, drift.max_abs)
         assert [(value, math.copysign(1, value)) for value in found] == [(0, 1)] * 3
 
-    def test_a_nonzero_output_for_a_zero_reference_is_infinitely_far(self) -> None:
-        assert one([0, 0], [0, 2]) == SampleDrift(INF, 1, 2, -INF, 0, 0, 0)
-
-    def test_a_zero_output_for_a_nonzero_reference_has_a_relative_error_of_one(self) -> None:
-        assert one([0, 2], [0, 0]) == SampleDrift(1, 1, 2, 0, 0, 0, 0)
-
-    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-    def test_a_candidate_that_is_not_finite_is_counted_and_infinitely_far(self, bad: float) -> None:
-        assert one([1, 2], [1, bad]) == SampleDrift(INF, 1, INF, -INF, 0, 0, 1)
-
-    def test_equal_elements_that_are_not_finite_have_no_drift(self) -> None:
-        assert one([1, -INF, INF, NAN], [1, -INF, INF, NAN]) == SampleDrift(0, 0, 0, INF, 0, 0, 0)
-
-    @pytest.mark.parametrize("lost", [100.0, -3.39e38, INF, NAN])
-    def test_an_infinite_element_that_the_candidate_lacks_counts_as_nonfinite(self, lost: float) -> None:
-        """A lost mask: the reference hides an element, the candidate shows it."""
-        assert one([1, -INF], [1, lost]) == SampleDrift(INF, 1, INF, -INF, 0, 0, 1)
-
     def test_one_bad_sample_does_not_affect_the_others(self) -> None:
         r = np.ones((2, 3), np.float32)
         c = r.copy()
         c[0, 0] = np.nan
-        assert [d.nonfinite for d in measure(r, c, EMBEDDING, 0)] == [1, 0]
-        assert measure(r, c, EMBEDDING, 0)[1].relative_l2 == 0
+        assert [(d.nonfinite, d.relative_l2) for d in measure(r, c, EMBEDDING, 0)] == [(1, INF), (0, 0)]
 
     def test_another_shape_is_infinitely_far_in_every_row(self) -> None:
         """Outputs whose shape depends on the data may differ in shape."""
         drifts = measure(np.ones((2, 3)), np.ones((2, 4)), LOGITS, 0)
         assert [(d.relative_l2, d.max_abs) for d in drifts] == [(INF, INF)] * 2
 
-    @pytest.mark.parametrize("size", [1e-300, 1e-45, 3e38, 1e300])
-    def test_extreme_values_neither_overflow_nor_vanish(self, size: float) -> None:
+    @pytest.mark.parametrize("size", [1e-45, 3e38])
+    def test_extreme_values_of_fp32_neither_overflow_nor_vanish(self, size: float) -> None:
         (drift,) = measure(np.array([3.0, 4.0]) * size, np.array([3.0, 4.5]) * size, EMBEDDING, None)
         assert drift.relative_l2 == pytest.approx(0.1)
         assert drift.cosine_distance == pytest.approx(1 - (9 + 18) / (5 * math.hypot(3, 4.5)))
@@ -242,14 +234,9 @@ class TestSummary:
 
     def test_top1_is_over_all_rows_and_absent_without_any(self) -> None:
         summary = DriftSummary.of([sample(matches=1, rows=1), sample(matches=1, rows=3)])
+        assert summary.stats["top1_agreement"] == {"mean": 0.5, "rows": 4}
         assert summary.judged("top1_agreement") == 0.5
         assert DriftSummary.of([sample()]).judged("top1_agreement") is None
-
-    def test_agreement_is_judged_at_its_measured_value(self) -> None:
-        """One row of 16 is a share of 0.94, whatever few rows can say about others."""
-        rows = [sample(matches=0, rows=1)] + [sample(matches=1, rows=1)] * 15
-        assert DriftSummary.of(rows).judged("top1_agreement") == 15 / 16
-        assert DriftSummary.of(rows).stats["top1_agreement"]["rows"] == 16
 
     @pytest.mark.parametrize(("given", "expected", "rows"), [(100, 0.97, 100), (20, 1 - 3 / 120, 120)])
     def test_made_samples_count_in_agreement_only_where_the_given_are_too_few(
@@ -260,15 +247,9 @@ class TestSummary:
         stats = DriftSummary.of(own, made=made).stats["top1_agreement"]
         assert stats == {"mean": pytest.approx(expected), "rows": rows}
 
-    def test_nonfinite_elements_of_all_samples_are_added_up(self) -> None:
-        assert DriftSummary.of([sample(bad=2), sample(bad=3)]).judged("nonfinite") == 5
-
-    def test_one_infinite_sample_makes_the_mean_infinite(self) -> None:
-        summary = DriftSummary.of([sample(0.1), sample(INF, sqnr_db=-INF), sample(0.1, sqnr_db=INF)])
-        assert summary.judged("relative_l2") == INF
-        assert summary.judged("sqnr_db") == -INF
-
-    def test_an_exact_sample_does_not_hide_a_noisy_one(self) -> None:
+    def test_bad_samples_count_and_exact_ones_do_not_hide_them(self) -> None:
+        summary = DriftSummary.of([sample(0.1, bad=2), sample(INF, sqnr_db=-INF, bad=3), sample(0.1, sqnr_db=INF)])
+        assert [summary.judged(name) for name in ("relative_l2", "sqnr_db", "nonfinite")] == [INF, -INF, 5]
         assert DriftSummary.of([sample(sqnr_db=INF), sample(sqnr_db=20)]).judged("sqnr_db") == 20
 
     def test_the_default_bound_on_p99_admits_two_numbers_per_row_at_the_bound_on_the_mean(self) -> None:
@@ -283,7 +264,7 @@ class TestSummary:
 
     def test_a_p99_is_judged_from_a_hundred_samples_on(self) -> None:
         """Of fewer it is the worst, which a single odd row decides."""
-        rows = [SampleDrift(0.01, 0.0, 0.0, 40.0, 0, 0, 0)] * 98 + [SampleDrift(0.2, 0.0, 0.0, 14.0, 0, 0, 0)]
+        rows = [sample(0.01)] * 98 + [sample(0.2)]
         assert DriftSummary.of(rows).judged("relative_l2.p99") is None
         assert Budget().breaches("y", DriftSummary.of(rows)) == []
         (breach,) = Budget().breaches("y", DriftSummary.of([*rows, rows[-1]]))

@@ -8,29 +8,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load, save, save_file
+from safetensors.numpy import load, save
 
-from bf16kit.artifact.evidence import KEY, Evidence, Header, finite
+from bf16kit.artifact.evidence import KEY, Evidence, Header
 from bf16kit.messages.errors import UsageError
 
-
-def header(**changes: Any) -> Header:
-    told: dict[str, Any] = {
-        "model": "m",
-        "version": 3,
-        "at": "2026-01-01T00:00:00+00:00",
-        "profile": "cpu",
-        "precision": "bf16-weights",
-        "rows": 1,
-        "of_rows": 4,
-        "batch_axis": 0,
-        "budget": {"relative_l2": 0.015},
-        "drift": {"y": finite({"relative_l2": math.inf, "max_abs": 2.0})},
-        "verdict": {"state": "over", "cause": "broken"},
-        "files": {"cpu.onnx": "ab" * 32},
-        "versions": {"bf16kit": "1"},
-    }
-    return Header(**told | changes)
+HEADER = Header(
+    model="m", version=3, at="2026-01-01T00:00:00+00:00", profile="cpu", precision="bf16-weights",
+    rows=1, of_rows=4, batch_axis=0, budget={"relative_l2": 0.015},
+    drift={"y": {"relative_l2": math.inf, "max_abs": 2.0}}, verdict={"state": "over", "cause": "broken"},
+    files={"cpu.onnx": "ab" * 32}, versions={"bf16kit": "1"},
+)  # fmt: skip
 
 
 def evidence() -> Evidence:
@@ -43,12 +31,14 @@ def evidence() -> Evidence:
         "scalar": np.array(2.5, np.float64),
     }
     answers = {"y": np.array([[np.nan, np.inf, 1.0]], np.float32)}
-    return Evidence(header(), feeds, answers, {"y": np.zeros((1, 3), np.float32)})
+    return Evidence(HEADER, feeds, answers, {"y": np.zeros((1, 3), np.float32)})
 
 
 def test_every_dtype_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """The file is safetensors, which other programs read, too."""
     written = evidence()
     (tmp_path / "e").write_bytes(written.dumps())
+    assert load(written.dumps())["input:narrow"].dtype == np.uint16
     found = Evidence.read(tmp_path / "e")
     assert found.header.model_copy(update={"tensors": {}}) == written.header
     for part in ("feeds", "served", "reference"):
@@ -59,17 +49,14 @@ def test_every_dtype_is_read_as_it_was_written(tmp_path: Path) -> None:
             np.testing.assert_array_equal(array, before[name])
 
 
-def test_evidence_is_a_safetensors_file_that_other_programs_can_read() -> None:
-    tensors = load(evidence().dumps())
-    assert {"input:x", "served:y", "reference:y"} <= tensors.keys()
-    assert tensors["input:narrow"].dtype == np.uint16
+WHOLE = evidence().dumps()
+METADATA: dict[str, str] = json.loads(WHOLE[8 : 8 + int.from_bytes(WHOLE[:8], "little")])["__metadata__"]
+TOLD: dict[str, Any] = json.loads(METADATA[KEY])
 
 
-def other(found: bytes, change: dict[str, Any]) -> bytes:
+def other(change: dict[str, Any]) -> bytes:
     """Return the same file with ``change`` applied to its header."""
-    size = int.from_bytes(found[:8], "little")
-    told = json.loads(json.loads(found[8 : 8 + size])["__metadata__"][KEY])
-    return save(load(found), {KEY: json.dumps(told | change)})
+    return save(load(WHOLE), {KEY: json.dumps(TOLD | change)})
 
 
 NULL = b'{"__metadata__":null}'
@@ -81,15 +68,14 @@ DEEP = "[" * 100_000 + "]" * 100_000  # nested deeper than Python's parser allow
     [
         (b"", "is not evidence, or is damaged"),
         (b"PK\x03\x04 a zip file of some length", "is not evidence, or is damaged"),
-        (evidence().dumps()[:-1], "is not evidence, or is damaged"),
+        (WHOLE[:-1], "is not evidence, or is damaged"),
         (save({"x": np.zeros(1, np.float32)}), "a safetensors file, but not evidence"),
-        (save({"x": np.zeros(1, np.float32)}, {KEY: "not JSON"}), "has a header that cannot be read"),
-        (save({"x": np.zeros(1, np.float32)}, {KEY: "[]"}), "has a header that cannot be read"),
-        (save({"x": np.zeros(1, np.float32)}, {KEY: DEEP}), "has a header that cannot be read"),
+        (save({"x": np.zeros(1, np.float32)}, {KEY: "not JSON"}), "has a header that this bf16kit cannot read"),
+        (save({"x": np.zeros(1, np.float32)}, {KEY: DEEP}), "has a header that this bf16kit cannot read"),
         (len(NULL).to_bytes(8, "little") + NULL, "a safetensors file, but not evidence"),
-        (other(evidence().dumps(), {"format": 2}), "is of format 2, written by a newer bf16kit; this one knows 1"),
-        (other(evidence().dumps(), {"surprise": 1}), "has a header that cannot be read"),
-        (other(evidence().dumps(), {"tensors": {}}), "are not of the same outputs"),
+        (other({"format": 2}), "this bf16kit cannot read: format: Input should be 1"),
+        (other({"surprise": 1}), "this bf16kit cannot read: surprise: Extra"),
+        (other({"tensors": {}}), "are not of the same outputs"),
     ],
 )
 def test_a_file_that_is_not_evidence_is_reported_in_one_line(tmp_path: Path, data: bytes, words: str) -> None:
@@ -105,7 +91,6 @@ def test_a_file_that_is_not_evidence_is_reported_in_one_line(tmp_path: Path, dat
     ("key", "changed"),
     [
         ("input:x", {"dtype": "float64", "shape": [1, 3]}),
-        ("input:x", {"dtype": "float32", "shape": [3, 1]}),
         ("input:x", {"dtype": "complex", "shape": [1, 3]}),
         ("input:words", {"dtype": "string", "shape": [1, 3]}),
         ("another:x", {"dtype": "float32", "shape": [1, 3]}),
@@ -113,19 +98,13 @@ def test_a_file_that_is_not_evidence_is_reported_in_one_line(tmp_path: Path, dat
     ],
 )
 def test_tensors_that_do_not_match_the_header_are_rejected(key: str, changed: dict[str, Any]) -> None:
-    whole = evidence().dumps()
-    size = int.from_bytes(whole[:8], "little")
-    notes = json.loads(json.loads(whole[8 : 8 + size])["__metadata__"][KEY])["tensors"]
     with pytest.raises(UsageError, match=f"'{key}' is not what its header says: fetch it again"):
-        Evidence.loads(other(whole, {"tensors": notes | {key: changed}}), "e")
+        Evidence.loads(other({"tensors": TOLD["tensors"] | {key: changed}}), "e")
 
 
 @pytest.mark.parametrize("stored", [DEEP.encode(), b'["a secret", 7]', b'{"a secret": 1, "b": 2}', b"7", b"\xff"])
 def test_invalid_strings_are_reported_without_their_content(stored: bytes) -> None:
-    whole = evidence().dumps()
-    size = int.from_bytes(whole[:8], "little")
-    metadata = json.loads(whole[8 : 8 + size])["__metadata__"]
-    data = save(load(whole) | {"input:words": np.frombuffer(stored, np.uint8)}, metadata)
+    data = save(load(WHOLE) | {"input:words": np.frombuffer(stored, np.uint8)}, METADATA)
     with pytest.raises(UsageError) as told:
         Evidence.loads(data, "e")
     assert str(told.value) == "e: 'input:words' is not what its header says: fetch it again"
@@ -140,10 +119,8 @@ def test_missing_and_different_outputs_are_rejected() -> None:
             Evidence.loads(broken.dumps(), "e")
 
 
-def test_a_missing_or_much_too_large_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
-        Evidence.read(tmp_path / "none")
+def test_a_much_too_large_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bf16kit.artifact.evidence.MOST_BYTES", 100)
-    save_file({"x": np.zeros(100, np.float32)}, tmp_path / "large")
+    (tmp_path / "large").write_bytes(WHOLE)
     with pytest.raises(UsageError, match="the limit for evidence"):
         Evidence.read(tmp_path / "large")

@@ -5,50 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from pathlib import Path
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peaks import measured_alone
 from pydantic import ValidationError
 
+from bf16kit.artifact.entries import CheckpointEntry, DriftEntry, GivenEntry, Segment, TensorEntry
 from bf16kit.artifact.manifest import (
-    CheckpointEntry,
-    DriftEntry,
     ExportEntry,
     FileEntry,
-    GivenEntry,
     Manifest,
     OracleEntry,
     Plan,
     PlanEntry,
     ProfileEntry,
-    Segment,
     Source,
     SpecEntry,
-    TensorEntry,
+    sealed,
 )
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
-from bf16kit.numerics.tensors import TensorSpec
 
 EMPTY = hashlib.sha256().hexdigest()
 MATRIX = TensorEntry(
-    name="w",
-    dtype="bfloat16",
-    shape=[2, 3],
-    file="weights.bf16",
-    offset=64,
-    bytes=12,
+    name="w", dtype="bfloat16", shape=[2, 3], file="weights.bf16", offset=64, bytes=12,
     residual=Segment(offset=0, bytes=44),
-)
+)  # fmt: skip
 SCALE = TensorEntry(name="s", dtype="float32", shape=[2], file="weights.fp32", offset=0, bytes=8)
-
-
 CPU = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host")
-_EXPORT = ExportEntry(files=["model.safetensors"], precision="bf16-weights", verified="host")
+_EXPORT: dict[str, Any] = {"files": ["model.safetensors"], "precision": "bf16-weights", "verified": "host"}
+_GIVEN: dict[str, Any] = {"option": "--map", "name": "rules.yaml", "sha256": "1" * 64, "bytes": 3}
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -72,24 +60,16 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest(**(fields | changes))
 
 
-def sealed(fields: dict[str, Any]) -> bytes:
-    """Return the fields as a manifest with a valid digest: it may be wrong, but it is not damaged."""
-    text = json.dumps(fields | {"digest": "0" * 64}, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
-    return text.replace(b"0" * 64, hashlib.sha256(text).hexdigest().encode())
-
-
 def fields_of(data: bytes) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(data)
     return fields
 
 
 class TestBytes:
-    def test_a_manifest_is_read_as_it_was_written(self) -> None:
-        assert Manifest.loads(manifest().dumps(), "manifest.json") == manifest()
-
-    def test_the_bytes_are_canonical(self) -> None:
+    def test_a_manifest_is_canonical_and_read_as_it_was_written(self) -> None:
         """Keys are sorted, indents are one space, the text is UTF-8 and ends with a newline. Rewriting keeps it."""
         data = manifest().dumps()
+        assert Manifest.loads(data, "manifest.json") == manifest()
         assert data == Manifest.loads(data, "").dumps()
         assert data == (json.dumps(json.loads(data), sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
         assert "ŷ".encode() in data
@@ -104,14 +84,6 @@ class TestBytes:
         data = manifest().dumps()
         digest = fields_of(data)["digest"].encode()
         assert hashlib.sha256(data.replace(digest, b"0" * 64)).hexdigest().encode() == digest
-
-    def test_specs_are_read_as_they_were_written(self) -> None:
-        spec = TensorSpec("x", "int64", ("batch", 3), "other")
-        assert SpecEntry.of(spec).spec() == spec
-
-    def test_it_is_frozen(self) -> None:
-        with pytest.raises(ValidationError, match="frozen"):
-            manifest().model = "other"
 
 
 class TestVersions:
@@ -135,8 +107,8 @@ class TestVersions:
             {"measurements": "measurements.json"},
             {"plan": Plan(tensors=[PlanEntry(name="w", op="MatMul", precision="fp32", reason="", code="small")])},
             {"budget": {"relative_l2.p99": 0.02}},
-            {"exports": {"safetensors": _EXPORT}},
-            {"given": [GivenEntry(option="--map", name="rules.yaml", sha256="1" * 64, bytes=3)]},
+            {"exports": {"safetensors": ExportEntry(**_EXPORT)}},
+            {"given": [GivenEntry(**_GIVEN)]},
         ],
         ids=lambda news: next(iter(news)),
     )
@@ -149,26 +121,6 @@ class TestVersions:
         added = (b"panels", b"oracle", b"requires", b"measurements", b'"code"', b"exports", b"given", b'"golden": "own')
         assert not any(word in manifest().dumps() for word in added)
 
-    @pytest.mark.parametrize(
-        ("exports", "said"),
-        [
-            ({"gguf": _EXPORT}, "unknown export 'gguf'; exports are safetensors, hf"),
-            ({"hf": _EXPORT.model_copy(update={"files": ["../config.json"]})}, "is not a plain file name"),
-            ({"hf": _EXPORT.model_copy(update={"files": []})}, "at least 1 item"),
-        ],
-    )
-    def test_an_invalid_export_is_rejected(self, exports: dict[str, ExportEntry], said: str) -> None:
-        fields = fields_of(manifest(exports={"hf": _EXPORT}).dumps())
-        fields["exports"] = {name: entry.model_dump() for name, entry in exports.items()}
-        with pytest.raises(ArtifactError, match=said):
-            Manifest.loads(sealed(fields), "manifest.json")
-
-    @pytest.mark.parametrize("wrong", [{"name": "../rules.yaml"}, {"sha256": "0"}, {"option": "--out"}, {"bytes": -1}])
-    def test_a_file_given_beside_the_checkpoint_has_a_plain_name_and_a_digest(self, wrong: dict[str, Any]) -> None:
-        given = [{"option": "--map", "name": "rules.yaml", "sha256": "1" * 64, "bytes": 3} | wrong]
-        with pytest.raises(ArtifactError, match=f"given.0.{next(iter(wrong))}"):
-            Manifest.loads(sealed(fields_of(manifest().dumps()) | {"given": given}), "manifest.json")
-
     def test_a_profile_without_its_own_golden_samples_uses_the_manifests(self) -> None:
         own = CPU.model_copy(update={"golden": "own.safetensors"})
         made = manifest(profiles={"cpu": CPU, "cpu-bf16": own}, golden="golden.safetensors")
@@ -179,15 +131,14 @@ class TestVersions:
 
 
 class TestRejected:
-    def test_every_flipped_bit(self) -> None:
-        """Any flipped bit makes the file invalid, and the error names the file."""
+    def test_a_flipped_bit_in_any_byte(self) -> None:
+        """Any makes the file invalid, and the error names the file."""
         data = manifest().dumps()
         for at in range(len(data)):
-            for bit in range(8):
-                flipped = bytearray(data)
-                flipped[at] ^= 1 << bit
-                with pytest.raises(ArtifactError, match=r"^/repo/m/1/manifest\.json: "):
-                    Manifest.loads(bytes(flipped), "/repo/m/1/manifest.json")
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << at % 8
+            with pytest.raises(ArtifactError, match=r"^/repo/m/1/manifest\.json: "):
+                Manifest.loads(bytes(flipped), "/repo/m/1/manifest.json")
 
     @given(st.binary(max_size=64))
     def test_junk(self, junk: bytes) -> None:
@@ -202,11 +153,9 @@ class TestRejected:
             (b"[" * 100_000, "not JSON"),
             (b"[]", "a JSON list"),
             (b"{}", "schema_version is None"),
-            (b'{"schema_version": "1"}', "schema_version is '1'"),
             (b'{"schema_version": true}', "schema_version is True"),
             (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 7"),
             (b'{"schema_version": 1}', "its digest differs"),
-            (b'{"schema_version": 3}', "its digest differs"),
         ],
     )
     def test_a_file_that_is_not_a_manifest(self, data: bytes, message: str) -> None:
@@ -218,9 +167,8 @@ class TestRejected:
             Manifest.loads(b'{"schema_version": 8, "novelty": []}', "manifest.json")
 
     def test_an_edited_budget(self) -> None:
-        data = manifest().dumps().replace(b"0.015", b"0.150")
         with pytest.raises(ArtifactDamaged, match="its digest differs"):
-            Manifest.loads(data, "manifest.json")
+            Manifest.loads(manifest().dumps().replace(b"0.015", b"0.150"), "manifest.json")
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -234,7 +182,15 @@ class TestRejected:
             ({"files": {"/etc/passwd": {"sha256": EMPTY, "bytes": 0}}}, "'/etc/passwd' is not a plain file name"),
             ({"files": {"a": {"sha256": "short", "bytes": 0}}}, r"files\.a\.sha256"),
             ({"files": {"a": {"sha256": EMPTY, "bytes": -1}}}, r"files\.a\.bytes"),
-            ({"profiles": {"tpu": {"format": "onnx", "graph": "g", "precision": "", "verified": "no"}}}, "'tpu'"),
+            ({"exports": {"gguf": _EXPORT}}, r"exports\.gguf\..*should match pattern '\^\(safetensors\|hf\)\$'"),
+            ({"exports": {"hf": _EXPORT | {"files": ["../config.json"]}}}, "is not a plain file name"),
+            ({"exports": {"hf": _EXPORT | {"files": []}}}, "at least 1 item"),
+            ({"given": [_GIVEN | {"name": "../rules.yaml"}]}, r"given\.0\.name"),
+            ({"given": [_GIVEN | {"option": "--out"}]}, r"given\.0\.option"),
+            (
+                {"profiles": {"tpu": {"format": "onnx", "graph": "g", "precision": "", "verified": "no"}}},
+                r"profiles\.tpu\.",
+            ),
         ],
     )
     def test_wrong_fields_are_named(self, changes: dict[str, Any], message: str) -> None:
@@ -280,50 +236,46 @@ class TestConsistency:
             manifest(checkpoint=[CheckpointEntry(**fields)])
 
 
-_HOSTILE = """
-import resource, sys, time
-from pathlib import Path
-from bf16kit.messages.errors import ArtifactError
-from bf16kit.artifact.reading import read_manifest
-
-artifact = Path(sys.argv[1])
-before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-try:
-    read_manifest(artifact)
-except ArtifactError as error:
-    print(error)
-print(time.process_time() - start)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("tensors", "[" + "0," * 1_200_000 + "0]", "1200001 of its values are not what a manifest has; convert"),
-        ("options", '{"a": "' + "x" * (70 << 20) + '"}', "larger than 64 MiB, not a manifest"),
+        ("tensors", "[" + "0," * 200_000 + "0]", "200001 of its values are not valid; convert"),
         ("options", '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON"),
     ],
-    ids=["wrong values", "bytes", "depth"],
+    ids=["wrong values", "depth"],
 )
-def test_a_manifest_made_to_take_memory_or_time_is_rejected(
-    tmp_path: Path, place: str, value: str, message: str
-) -> None:
+def test_a_manifest_made_to_take_memory_or_time_is_rejected_in_a_line(place: str, value: str, message: str) -> None:
     """Python parses JSON in one step for which all threads of a server wait, health checks included."""
     text = json.dumps(fields_of(manifest().dumps()) | {place: "@", "digest": "0" * 64}, sort_keys=True, indent=1)
     data = text.replace('"@"', value).encode() + b"\n"
-    (tmp_path / "manifest.json").write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
-    *said, seconds, kib = measured_alone(_HOSTILE, str(tmp_path)).splitlines()
-    assert re.search(message, "\n".join(said))
-    assert len(said[0]) < 1000
-    assert float(seconds) < 5
-    assert int(kib) < 700 << 10
+    data = data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1)
+    start = time.process_time()
+    with pytest.raises(ArtifactError, match=message) as refusal:
+        Manifest.loads(data, "manifest.json")
+    assert time.process_time() - start < 5
+    assert len(str(refusal.value)) < 1000
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"),
-    [([1] * 65, "at most 64 items"), ([2**62] * 64, r"bytes do not hold bfloat16\["), ([2**63], "less than or equal")],
+    ("changes", "message"),
+    [
+        ({"bytes": 13}, "13 bytes do not hold bfloat16"),
+        ({"dtype": "bf16"}, "unknown dtype 'bf16'"),
+        ({"dtype": "string", "bytes": 48}, "do not hold string"),
+        ({"shape": [2, -3]}, "greater than or equal to 0"),
+        ({"shape": [1] * 65}, "at most 64 items"),
+        ({"shape": [2**62] * 64}, r"bytes do not hold bfloat16\["),
+        ({"shape": [2**63]}, "less than or equal"),
+        ({"scale": "s"}, "scale 's' on axis None does not fit"),
+        ({"scale": "s", "scale_axis": 2}, "scale 's' on axis 2 does not fit"),
+        ({"panels": 2}, r"'w': panels 2 lie along axis 0 or 1 of a bfloat16 matrix, not of bfloat16\[2, 3\]"),
+        ({"panels": -1}, "panels -1 lie along"),
+        ({"panels": 0, "shape": [6]}, r"not of bfloat16\[6\]"),
+        ({"panels": 0, "shape": [1, 2, 3]}, r"not of bfloat16\[1, 2, 3\]"),
+        ({"panels": 1, "dtype": "float16"}, r"not of float16\[2, 3\]"),
+        ({"panels": 1.5}, "valid integer"),
+    ],
 )
-def test_shapes_are_bounded_in_axes_and_sizes(shape: list[int], message: str) -> None:
+def test_fields_of_a_tensor_that_do_not_fit_together_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        TensorEntry(**(MATRIX.model_dump() | {"shape": shape}))
+        TensorEntry(**(MATRIX.model_dump() | changes))

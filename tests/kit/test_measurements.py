@@ -1,4 +1,4 @@
-"""measurements.json: canonical, bounded, and checked when it is read."""
+"""measurements.json: canonical, bounded, and checked when it is read; and the ranges of inputs that it keeps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bf16kit.drift import measurements
-from bf16kit.drift.inputranges import InputRange
 from bf16kit.drift.measurements import (
+    InputRange,
     LayerEntry,
     Layers,
     Measurements,
@@ -23,7 +24,7 @@ from bf16kit.drift.measurements import (
     SampleColumns,
     SearchEntry,
     SliceEntry,
-    downsample,
+    input_ranges,
     ranges,
     sample_columns,
 )
@@ -62,20 +63,14 @@ def test_measurements_are_read_exactly_as_they_were_written() -> None:
     assert data.endswith(b"}\n")
 
 
-def test_old_measurements_without_input_ranges_are_read_and_written_unchanged() -> None:
-    old = _measured().model_copy(update={"inputs": {}})
-    assert b'"inputs"' not in old.dumps()
-    assert Measurements.loads(old.dumps(), "m") == old
-    assert _measured().within_size_limit().inputs == _measured().inputs
-
-
-def test_measurements_without_slices_have_no_such_key() -> None:
-    """Older versions, which read artifacts that have no slices, do not know it."""
+def test_what_older_versions_do_not_know_is_not_mentioned_without_it() -> None:
     measured = _measured()
     profile = measured.profiles["cpu"].model_copy(update={"slices": {}})
-    old = measured.model_copy(update={"profiles": {"cpu": profile}})
-    assert b'"slices"' in measured.dumps()
-    assert b'"slices"' not in old.dumps()
+    old = measured.model_copy(update={"profiles": {"cpu": profile}, "inputs": {}})
+    for key in (b'"slices"', b'"inputs"'):
+        assert key in measured.dumps()
+        assert key not in old.dumps()
+    assert b'"recovery"' not in measured.dumps()
     assert Measurements.loads(old.dumps(), "m") == old
 
 
@@ -91,12 +86,8 @@ def test_thousands_of_samples_are_thinned_evenly_and_their_count_is_kept() -> No
     assert rows.measured == 9_000
     assert len(rows.relative_l2) == measurements.MOST_SAMPLES // 4
     assert rows.relative_l2 == [(i * 9_000 // 2_500) / 1000 for i in range(2_500)]
-    Measurements(profiles={p: ProfileMeasurements(outputs=outputs) for p, outputs in found.items()})
-
-
-def test_few_rows_are_not_thinned() -> None:
-    assert list(downsample("abc", 10)) == ["a", "b", "c"]
-    assert list(downsample("", 10)) == []
+    few = sample_columns({"cpu": {"a": _drifts(3)}})["cpu"]["a"]
+    assert few.relative_l2 == [0.0, 0.001, 0.002]
 
 
 def test_of_too_many_tensors_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +129,6 @@ def _edit(change: Callable[[dict[str, Any]], object]) -> bytes:
         (_edit(lambda m: m["profiles"]["cpu"]["outputs"]["y"]["relative_l2"].__setitem__(0, -1.0)), "relative_l2.0"),
         (_edit(lambda m: m["profiles"]["cpu"]["outputs"]["y"]["relative_l2"].__setitem__(0, "nan")), "relative_l2.0"),
         (_edit(lambda m: m["ranges"]["tensors"]["w"].update(max_abs="inf")), "max_abs"),
-        (_edit(lambda m: m["ranges"]["tensors"]["w"].update(count=-1)), "count"),
     ],
     ids=lambda value: value if isinstance(value, str) else "data",
 )
@@ -146,12 +136,6 @@ def test_an_invalid_file_is_rejected_and_named(data: bytes, said: str) -> None:
     with pytest.raises(ArtifactError, match=r"/a/measurements\.json") as raised:
         Measurements.loads(data, "/a/measurements.json")
     assert said in str(raised.value)
-
-
-def test_a_file_larger_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "MAX_BYTES", 1 << 20)
-    with pytest.raises(ArtifactError, match="larger than 1 MiB"):
-        Measurements.loads(b" " * ((1 << 20) + 1), "m")
 
 
 @settings(max_examples=300)
@@ -167,16 +151,44 @@ def test_a_damaged_file_is_rejected_or_can_be_written_and_read_again(data: st.Da
     assert Measurements.loads(found.dumps(), "m").dumps() == found.dumps()
 
 
-def test_very_long_names_cost_rows_but_not_the_whole_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "x" * 10_000
-    measured = _measured().model_copy(update={"ranges": ranges({name: Census(count=1)})})
-    assert measured.within_size_limit() is measured
-    monkeypatch.setattr(measurements, "MAX_BYTES", 8_000)
-    within_size_limit = measured.within_size_limit()
-    assert Measurements.loads(within_size_limit.dumps(), "m") == within_size_limit
-    assert (
-        within_size_limit.ranges.measured,
-        within_size_limit.ranges.tensors,
-        within_size_limit.profiles["cpu"].layers,
-    ) == (1, {}, None)
-    assert within_size_limit.profiles["cpu"].outputs == measured.profiles["cpu"].outputs
+def test_the_range_covers_all_samples() -> None:
+    feeds = [
+        {"x": np.array([[1.0, -2.0]], np.float32), "ids": np.array([5, 900])},
+        {"x": np.array([[7.0]], np.float32)},
+    ]
+    found = input_ranges(feeds)
+    assert found == {"x": InputRange(low=-2.0, high=7.0), "ids": InputRange(low=5.0, high=900.0)}
+    assert str(found["x"]) == "-2 to 7"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.array(["a"], object), np.array([True, False]), np.zeros((0, 3), np.float32)],
+    ids=["strings", "booleans", "nothing"],
+)
+def test_strings_booleans_and_empty_arrays_have_no_range(array: np.ndarray) -> None:
+    assert input_ranges([{"x": array}]) == {}
+
+
+def test_nonfinite_values_are_in_range_only_if_the_samples_had_some() -> None:
+    some, none = np.array([1.0, np.inf, np.nan]), np.array([np.nan, np.nan])
+    assert input_ranges([{"x": some}]) == {"x": InputRange(low=1.0, high=1.0, nonfinite=True)}
+    assert input_ranges([{"x": none}]) == {"x": InputRange(low=0.0, high=0.0, nonfinite=True)}
+    assert InputRange(low=0.0, high=1.0, nonfinite=True).outside(some).tolist() == [False, False, False]
+    assert InputRange(low=0.0, high=1.0).outside(some).tolist() == [False, True, True]
+    assert "not finite" in str(InputRange(low=0.0, high=1.0, nonfinite=True))
+
+
+def test_zero_and_values_up_to_half_a_range_beyond_the_ends_are_in_range() -> None:
+    known = InputRange(low=2.0, high=10.0)  # extended to 0 to 10
+    assert known.outside(np.array([-5.0, 0.0, 15.0])).any() == np.False_
+    assert known.outside(np.array([-5.1, 15.1, 10 * 2.0**20])).all()
+    mask = InputRange(low=1.0, high=1.0)
+    assert mask.outside(np.array([0, 1, 2], np.int64)).tolist() == [False, False, True]
+
+
+def test_bf16_inputs_have_a_range_too() -> None:
+    array = np.array([1.5, -3.0], ml_dtypes.bfloat16)
+    (found,) = input_ranges([{"x": array}]).values()
+    assert (found.low, found.high) == (-3.0, 1.5)
+    assert found.outside(np.array([1.0, 3e38], ml_dtypes.bfloat16)).tolist() == [False, True]

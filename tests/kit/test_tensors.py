@@ -32,46 +32,38 @@ def feeds(**changes: NDArray[Any]) -> dict[str, NDArray[Any]]:
 GONE = np.empty(0, np.void)
 
 
-class TestDTypes:
-    def test_numbers_are_those_of_onnx(self) -> None:
-        for number, dtype in BY_ONNX.items():
-            if dtype.name != "string":
-                assert onnx.helper.tensor_dtype_to_np_dtype(number) == dtype.numpy
-
-    @pytest.mark.parametrize(
-        ("name", "oip", "size"), [("bfloat16", "BF16", 2), ("float32", "FP32", 4), ("bool", "BOOL", 1)]
-    )
-    def test_names_agree(self, name: str, oip: str, size: int) -> None:
-        assert BY_NAME[name] is BY_OIP[oip]
-        assert BY_NAME[name].numpy.itemsize == size
-        assert BY_NAME[name].numpy.name == name
-
-    def test_bfloat16_is_ml_dtypes(self) -> None:
-        assert BY_NAME["bfloat16"].numpy == np.dtype(ml_dtypes.bfloat16)
+def test_dtypes_agree_under_their_three_names() -> None:
+    for number, dtype in BY_ONNX.items():
+        assert BY_NAME[dtype.name] is BY_OIP[dtype.oip] is dtype
+        if dtype.name != "string":
+            assert onnx.helper.tensor_dtype_to_np_dtype(number) == dtype.numpy
+            assert dtype.numpy.name == dtype.name
+    assert [BY_NAME[name].oip for name in ("bfloat16", "float32", "string")] == ["BF16", "FP32", "BYTES"]
+    assert BY_NAME["bfloat16"].numpy == np.dtype(ml_dtypes.bfloat16)
 
 
-class TestCheckFeeds:
-    def test_valid_inputs_give_the_size_of_every_named_dimension(self) -> None:
-        assert check_feeds(SPECS, feeds()) == {"batch": 2, "seq": 5}
+def test_valid_inputs_give_the_size_of_every_named_dimension() -> None:
+    assert check_feeds(SPECS, feeds()) == {"batch": 2, "seq": 5}
 
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"more": np.zeros(1)}, "unknown input 'more'; the model's inputs are ids, mask, scale"),
-            ({"mask": GONE}, "input 'mask' is missing"),
-            ({"ids": np.zeros((2, 5), np.int32)}, "input 'ids' has dtype int32, expected int64"),
-            ({"ids": np.zeros(5, np.int64)}, r"shape \[5\] of rank 1, expected \[batch,seq\]"),
-            (
-                {"scale": np.zeros((2, 3), np.float32)},
-                r"shape \[2, 3\], expected \[batch,2\] with 3 = 2 in dimension 1",
-            ),
-            ({"mask": np.zeros((2, 4), np.int64)}, r"'mask' has shape \[2, 4\].* with 4 = 5 in dimension 1"),
-            ({"scale": np.zeros((1, 2), np.float32)}, r"'scale' has shape \[1, 2\].* with 1 = 2 in dimension 0"),
-        ],
-    )
-    def test_invalid_inputs_are_rejected_with_the_reason(self, changes: dict[str, NDArray[Any]], message: str) -> None:
-        with pytest.raises(InvalidRequest, match=message):
-            check_feeds(SPECS, feeds(**changes))
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"more": np.zeros(1)}, "unknown input 'more'; the model's inputs are ids, mask, scale"),
+        ({"mask": GONE}, "input 'mask' is missing"),
+        ({"ids": np.zeros((2, 5), np.int32)}, "input 'ids' has dtype int32, expected int64"),
+        ({"ids": np.zeros(5, np.int64)}, r"shape \[5\] of rank 1, expected \[batch,seq\]"),
+        (
+            {"scale": np.zeros((2, 3), np.float32)},
+            r"shape \[2, 3\], expected \[batch,2\] with 3 = 2 in dimension 1",
+        ),
+        ({"mask": np.zeros((2, 4), np.int64)}, r"'mask' has shape \[2, 4\].* with 4 = 5 in dimension 1"),
+        ({"scale": np.zeros((1, 2), np.float32)}, r"'scale' has shape \[1, 2\].* with 1 = 2 in dimension 0"),
+    ],
+)
+def test_invalid_inputs_are_rejected_with_the_reason(changes: dict[str, NDArray[Any]], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        check_feeds(SPECS, feeds(**changes))
 
 
 def test_descriptions_of_shapes() -> None:

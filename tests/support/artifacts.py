@@ -19,11 +19,11 @@ from safetensors.numpy import save_file
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.digests import Digests
 from bf16kit.artifact.manifest import Manifest, ProfileEntry, Source, SpecEntry, TensorEntry
 from bf16kit.artifact.publish import StagingArtifact, staging
+from bf16kit.artifact.reading import Digests
 from bf16kit.numerics.panels import pack
-from bf16kit.numerics.residual import encode
+from bf16kit.numerics.residual import encode_chunks
 from bf16kit.numerics.rounding import to_bf16
 from bf16kit.numerics.tensors import BY_NAME, DType, TensorSpec
 from bf16kit.runtime.loading import load_reference
@@ -233,7 +233,7 @@ def _write_weights(
     for name, fp32 in weights.items():
         bf16 = to_bf16(fp32)
         at = stored.append(bf16 if panels is None else pack(bf16, panels))
-        rest = residual.append_chunks([encode(fp32, bf16)])
+        rest = residual.append_chunks(encode_chunks(fp32, bf16))
         entries.append(
             TensorEntry(
                 name=name,
@@ -246,6 +246,8 @@ def _write_weights(
                 panels=panels,
             )
         )
+    stored.close()
+    residual.close()
     return entries
 
 

@@ -13,8 +13,8 @@ from artifacts import write_mlp
 from onnx import helper, numpy_helper
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.digests import Digests
 from bf16kit.artifact.manifest import ProfileEntry
+from bf16kit.artifact.reading import Digests
 
 _WIDTH = 2500  # of a product that takes about half a second
 _PRODUCTS = 100_000

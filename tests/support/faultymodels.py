@@ -19,7 +19,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.digests import Digests
+from bf16kit.artifact.reading import Digests
 from bf16kit.numerics.tensors import Array
 from converter.cli import run
 

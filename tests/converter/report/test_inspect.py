@@ -22,8 +22,7 @@ from onnx import helper
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import MEASUREMENTS, FileEntry, Plan, PlanEntry
-from bf16kit.drift.inputranges import InputRange
-from bf16kit.drift.measurements import Measurements
+from bf16kit.drift.measurements import InputRange, Measurements
 from converter.report.figures import figures
 from converter.report.page import render
 

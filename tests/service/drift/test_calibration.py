@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from bf16kit.artifact.entries import DriftEntry
-from bf16kit.drift.inputranges import InputRange
-from bf16kit.drift.measurements import Measurements, ProfileMeasurements, SampleColumns
+from bf16kit.drift.measurements import InputRange, Measurements, ProfileMeasurements, SampleColumns
 from bf16kit.drift.metrics import SampleDrift
 from service.drift.calibration import Calibration
 

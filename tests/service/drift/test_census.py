@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bf16kit.drift.inputranges import InputRange
+from bf16kit.drift.measurements import InputRange
 from service.drift.census import RangeChecker
 
 KNOWN = InputRange(low=-1.0, high=1.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.drift.inputranges import InputRange
+from bf16kit.drift.measurements import InputRange
 from bf16kit.drift.metrics import Budget, SampleDrift
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.numerics.tensors import TensorSpec

@@ -13,8 +13,7 @@ from artifacts import write_mlp
 from bf16kit.artifact.entries import DriftEntry
 from bf16kit.artifact.manifest import MANIFEST, MEASUREMENTS
 from bf16kit.artifact.publish import staging
-from bf16kit.drift.inputranges import InputRange
-from bf16kit.drift.measurements import Measurements, ProfileMeasurements, SampleColumns
+from bf16kit.drift.measurements import InputRange, Measurements, ProfileMeasurements, SampleColumns
 from bf16kit.drift.metrics import SampleDrift
 from service.drift.sampling import Sample
 from service.models.livecomparison import new_comparison

@@ -11,8 +11,8 @@ from onnx import helper
 from safetensors.numpy import save_file
 from waiting import until
 
-from bf16kit.artifact.digests import Digests
 from bf16kit.artifact.manifest import DriftEntry
+from bf16kit.artifact.reading import Digests
 from bf16kit.drift.metrics import DriftSummary, SampleDrift
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, BudgetExceeded, ConfigError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec

@@ -15,7 +15,7 @@ from artifacts import write_lookup, write_mlp, write_product
 from controlled import Controlled
 from waiting import until
 
-from bf16kit.artifact import schema
+from bf16kit.artifact.manifest import sealed
 from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime.ort import kernel
 from service.models.generation import Generation
@@ -147,7 +147,7 @@ def test_the_error_text_of_a_runtime_is_logged_and_not_shown_to_clients(
     (directory / "cpu.onnx").write_bytes(content)
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["files"]["cpu.onnx"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (directory / "manifest.json").write_bytes(schema.dump({k: v for k, v in manifest.items() if k != schema.FIELD}))
+    (directory / "manifest.json").write_bytes(sealed(manifest))
     model = only(load())
     assert (model.state, "secret" in model.reason.lower()) == ("unavailable", False)
     assert "the server's log says why" in model.reason
