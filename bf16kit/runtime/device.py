@@ -27,11 +27,6 @@ def canonical(device: str) -> str:
     return f"cuda:{int(found[1] or 0)}"
 
 
-def cuda_index(device: str) -> int | None:
-    """``N`` of a canonical ``cuda:N``, None for the CPU."""
-    return None if device == CPU else int(device.removeprefix("cuda:"))
-
-
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether the CPU multiplies bf16 in hardware; False if the system does not say.
 

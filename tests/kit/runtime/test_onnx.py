@@ -16,11 +16,10 @@ from onnx import ModelProto, TensorProto, helper
 from peaks import measured_alone
 
 import graphs
-from bf16kit.messages.errors import DeviceUnavailable, InputRefused, RuntimeFailure
+from bf16kit.messages.errors import InputRefused, RuntimeFailure
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort.onnx import OnnxRuntime
-from bf16kit.runtime.ort.session import has_cuda
 
 STORED: dict[int, str] = {TensorProto.BFLOAT16: "weights.bf16", TensorProto.FLOAT: "weights.fp32"}
 
@@ -140,6 +139,7 @@ def test_bf16_edges_keep_every_bit_and_allow_an_empty_batch() -> None:
 def test_one_runtime_serves_many_threads() -> None:
     loaded = runtime(graphs.mlp(), threads=1)
     inputs = [graphs.values(2, 16, seed=i) for i in range(8)]
+    inputs[0].flags.writeable = False
     expected = [loaded.run({"x": x})["y"] for x in inputs]
     wrong: list[int] = []
 
@@ -153,11 +153,6 @@ def test_one_runtime_serves_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-def test_read_only_inputs_are_accepted() -> None:
-    x = np.frombuffer(graphs.values(1, 16).tobytes(), np.float32).reshape(1, 16)
-    assert runtime(graphs.mlp()).run({"x": x})["y"].shape == (1, 16)
 
 
 def test_a_graph_that_cannot_be_loaded_is_a_runtime_failure(capfd: pytest.CaptureFixture[str]) -> None:
@@ -204,25 +199,22 @@ def test_a_lack_of_memory_is_not_reported_as_bad_input() -> None:
     assert not isinstance(failed.value, InputRefused)
 
 
-def test_specs_that_do_not_match_the_graph_are_rejected() -> None:
-    model = graphs.mlp()
-    with pytest.raises(RuntimeFailure, match="the graph's inputs are x, but z are declared"):
-        OnnxRuntime(model.SerializeToString(), [TensorSpec("z", "float32", (1, 16))], specs(model)[1])
-
-
-@pytest.mark.parametrize(("declared", "theirs"), [("float64", "double"), ("int32", "int32")])
-def test_an_input_declared_with_another_dtype_is_rejected(declared: str, theirs: str) -> None:
-    model = graphs.mlp()
-    (input_,), outputs = specs(model)
-    with pytest.raises(RuntimeFailure, match=rf"input 'x' is tensor\(float\), but tensor\({theirs}\) is declared"):
-        OnnxRuntime(model.SerializeToString(), [TensorSpec("x", declared, input_.shape)], outputs)
-
-
-def test_an_output_declared_with_another_dtype_is_rejected() -> None:
-    model = graphs.mlp()
-    inputs, (output,) = specs(model)
-    with pytest.raises(RuntimeFailure, match=r"output 'y' is tensor\(float\), but tensor\(bfloat16\) is declared"):
-        OnnxRuntime(model.SerializeToString(), inputs, [TensorSpec("y", "bfloat16", output.shape)])
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ((("z", "float32"), ("y", "float32")), r"inputs are x tensor\(float\), but z tensor\(float\) are declared"),
+        ((("x", "float64"), ("y", "float32")), r"inputs are x tensor\(float\), but x tensor\(double\) are declared"),
+        (
+            (("x", "float32"), ("y", "bfloat16")),
+            r"outputs are y tensor\(float\), but y tensor\(bfloat16\)",
+        ),
+    ],
+    ids=["name", "input's dtype", "output's dtype"],
+)
+def test_specs_that_do_not_match_the_graph_are_rejected(declared: tuple[tuple[str, str], ...], said: str) -> None:
+    input_, output = (TensorSpec(name, dtype, ("n", 16)) for name, dtype in declared)
+    with pytest.raises(RuntimeFailure, match=rf"the graph's {said}"):
+        OnnxRuntime(graphs.mlp().SerializeToString(), [input_], [output])
 
 
 def test_running_a_closed_runtime_fails() -> None:
@@ -230,12 +222,6 @@ def test_running_a_closed_runtime_fails() -> None:
     loaded.close()
     with pytest.raises(RuntimeFailure, match="closed"):
         loaded.run({"x": graphs.values(1, 16)})
-
-
-@pytest.mark.skipif(has_cuda(), reason="the installed ONNX Runtime has CUDA")
-def test_the_error_for_cuda_without_a_cuda_build_says_what_to_install() -> None:
-    with pytest.raises(DeviceUnavailable, match=r"no CUDA provider; install bf16kit\[gpu\]"):
-        runtime(graphs.mlp(), device="cuda:0")
 
 
 _LARGE_RUN = """
