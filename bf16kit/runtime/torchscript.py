@@ -54,6 +54,7 @@ class TorchRuntime(ABC):
             if spec.dtype == "string":
                 raise RuntimeFailure(f"{spec.name!r} is a string tensor, which {self.title} does not have")
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self._specs = {spec.name: spec for spec in outputs}
         name = canonical(device)
         self._device = _open_device(name)
         self._threads = available_cpus() if threads is None else threads
@@ -84,10 +85,8 @@ class TorchRuntime(ABC):
             with torch.inference_mode():
                 arguments = [_to_tensor(feeds[spec.name]).to(self._device) for spec in self.inputs]
                 tensors = self._named(call(*arguments))
-                return {
-                    spec.name: _to_array(tensors[spec.name], getattr(torch, spec.dtype))
-                    for spec in self._requested(outputs)
-                }
+                specs = self.outputs if outputs is None else [self._specs[name] for name in outputs]
+                return {spec.name: _to_array(tensors[spec.name], getattr(torch, spec.dtype)) for spec in specs}
         except RuntimeFailure:
             raise
         except Exception as error:  # whatever the model's code raises
@@ -97,12 +96,8 @@ class TorchRuntime(ABC):
         """Drop the model; its weights are freed when the active runs have ended. Later calls of ``run`` fail."""
         self._call = None
 
-    def _requested(self, names: Sequence[str] | None) -> Sequence[TensorSpec]:
-        specs = {spec.name: spec for spec in self.outputs}
-        return self.outputs if names is None else [specs[name] for name in names]
-
     def _named(self, value: Any) -> Mapping[str, torch.Tensor]:
-        names = [spec.name for spec in self.outputs]
+        names = list(self._specs)
         if isinstance(value, Mapping):
             missing = sorted(set(names) - value.keys())
             if missing:

@@ -11,6 +11,7 @@ results within fp32 rounding, from weights widened at load.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Iterable, Iterator
@@ -117,9 +118,13 @@ def usable_kernel(*, rounds: bool = False) -> Kernel:
     Raises :class:`ConfigError` as :func:`configured_kernel` does.
     """
     kernel = configured_kernel(rounds=rounds)
-    error = _registration_error() if kernel.path else ""
-    if error:
-        return _no_kernel(f"this ONNX Runtime and its library do not fit ({error})", f"install {_ONNXRUNTIME}")
+    if kernel.path:
+        from bf16kit.runtime.ort.session import ort
+
+        try:  # the library checks the runtime's version and the result of a first call to it
+            ort.SessionOptions().register_custom_ops_library(str(LIBRARY))
+        except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no other base
+            return _no_kernel(f"this ONNX Runtime and its library do not fit ({error})", f"install {_ONNXRUNTIME}")
     return kernel
 
 
@@ -170,20 +175,6 @@ def _no_kernel(reason: str, remedy: str) -> Kernel:
     return Kernel("", f"no CPU kernel, because {reason}", f"{_COST}; {remedy}")
 
 
-def _registration_error() -> str:
-    """Return why ONNX Runtime cannot register the library, "" when it can.
-
-    The library checks the runtime's version and the result of a first call to it.
-    """
-    from bf16kit.runtime.ort.session import ort
-
-    try:
-        ort.SessionOptions().register_custom_ops_library(str(LIBRARY))
-    except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no other base
-        return str(error)
-    return ""
-
-
 def parse_graph(model: Path | bytes | ModelProto) -> ModelProto:
     """Parse the graph without its external data, unless the caller has.
 
@@ -192,14 +183,11 @@ def parse_graph(model: Path | bytes | ModelProto) -> ModelProto:
     import onnx
     from google.protobuf.message import DecodeError
 
-    try:
-        if isinstance(model, onnx.ModelProto):
-            return model
-        if isinstance(model, Path):
-            return onnx.load(model, format="protobuf", load_external_data=False)
-        return onnx.load_model_from_string(model, format="protobuf")
-    except (OSError, DecodeError):
-        return onnx.ModelProto()
+    if isinstance(model, onnx.ModelProto):
+        return model
+    with contextlib.suppress(OSError, DecodeError):
+        return onnx.load_model_from_string(model if isinstance(model, bytes) else model.read_bytes())
+    return onnx.ModelProto()
 
 
 def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:

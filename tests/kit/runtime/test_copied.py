@@ -82,12 +82,6 @@ def test_the_reference_copies_fp32_weights_instead_of_mapping_them(
         np.testing.assert_allclose(answers[name], right, rtol=1e-5, atol=1e-6)
 
 
-def test_no_temporary_file_is_left(product: Artifact, tmp_path: Path) -> None:
-    (tmp_path / "scratch").mkdir()
-    load(product, "cpu", threads=1, scratch=tmp_path / "scratch")
-    assert list((tmp_path / "scratch").iterdir()) == []
-
-
 def test_a_file_with_several_tensors_is_copied_once(tmp_path: Path) -> None:
     """The copies take the size of the files, no matter how many tensors of the graph refer to them."""
     artifact = Artifact.open(artifacts.write_tables(tmp_path / "tables" / "1", rows=100, count=8).path, copies=True)
@@ -97,16 +91,20 @@ def test_a_file_with_several_tensors_is_copied_once(tmp_path: Path) -> None:
         assert [array.nbytes for array in weights.files.values()] == [size + -size % 64]
 
 
-def test_loading_a_reference_from_changed_or_truncated_files_fails(product: Artifact, tmp_path: Path) -> None:
-    """The process must not crash, and must not load a reference with other weights."""
-    load_reference(product, scratch=tmp_path)
+@pytest.mark.parametrize("store", [None, CachingWeightStore(PRIVATE_STORE)], ids=["a file", "a store"])
+def test_loading_a_reference_from_changed_or_truncated_files_fails(
+    product: Artifact, tmp_path: Path, store: CachingWeightStore | None
+) -> None:
+    """The process must not crash, and must not load a reference with other weights or keep these in the store."""
     with (product.path / "weights.bf16").open("r+b") as file:
         file.write(bytes(64))
     with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: its sha256 is"):
-        load_reference(product, scratch=tmp_path)
+        load_reference(product, scratch=tmp_path, weights=store)
     os.truncate(product.path / "residual.bin", 100)
     with pytest.raises(ArtifactDamaged, match=r"residual\.bin: truncated to 100 bytes"):
-        load_reference(product, scratch=tmp_path)
+        load_reference(product, scratch=tmp_path, weights=store)
+    assert store is None or store.arrays == {}
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
 LOAD = """

@@ -76,19 +76,14 @@ def test_memory_that_loading_took_beyond_the_model_is_given_back(mlp: Artifact) 
     assert int(done.stdout) < 1e6
 
 
-def test_the_cpu_profile_runs_and_reports_its_precision(mlp: Artifact) -> None:
-    loaded = load(mlp, "cpu", threads=1)
+def test_the_cpu_profile_and_the_reference_run_and_report_their_precision(mlp: Artifact) -> None:
+    loaded, golden = load(mlp, "cpu", threads=1), mlp.golden()
     info = loaded.info
     assert (info.backend, info.device, info.profile) == ("onnxruntime", "cpu", "cpu")
     assert (info.precision, info.accumulation) == ("bf16-weights", "fp32")
-    golden = mlp.golden()
     found = loaded.run(golden.inputs)["y"]
     assert 0 < np.linalg.norm(found - golden.outputs["y"]) / np.linalg.norm(golden.outputs["y"]) < 1e-2
-
-
-def test_the_reference_computes_with_the_fp32_weights_of_the_checkpoint(mlp: Artifact) -> None:
-    reference = load_reference(mlp)
-    x = graphs.values(5, WIDTH, seed=3)
+    reference, x = load_reference(mlp), graphs.values(5, WIDTH, seed=3)
     first, second = (mlp.restore(name).astype(np.float64) for name in ("a", "b"))
     np.testing.assert_allclose(reference.run({"x": x})["y"], np.maximum(x @ first, 0) @ second, rtol=2e-5, atol=1e-6)
     info = reference.info
@@ -127,16 +122,6 @@ def test_references_with_one_store_share_one_copy_of_their_weights(mlp: Artifact
     (memory,) = store.arrays.values()
     assert memory.nbytes == 2 * WIDTH * WIDTH * 4
     assert not memory.flags.writeable
-
-
-def test_weights_of_a_damaged_artifact_are_not_put_into_the_store(tmp_path: Path) -> None:
-    artifact = Artifact.open(artifacts.write_mlp(tmp_path / "mlp" / "1").path, copies=True)
-    with (tmp_path / "mlp" / "1" / "residual.bin").open("r+b") as file:
-        file.write(b"\xff\xff")
-    store = CachingWeightStore(PRIVATE_STORE)
-    with pytest.raises(ArtifactError, match=r"residual\.bin"):
-        load_reference(artifact, weights=store)
-    assert store.arrays == {}
 
 
 def test_what_an_artifact_does_not_have_is_named_in_the_error(mlp: Artifact) -> None:

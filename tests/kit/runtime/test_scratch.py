@@ -60,25 +60,19 @@ def test_the_file_holds_what_is_written_and_stays_mapped_when_its_name_is_gone(t
     assert other[4999] == 4999 % 251
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), scratch_file(100, tmp_path):
-        raise KeyError
-    assert files(tmp_path) == []
-
-
-def test_the_next_file_removes_the_file_that_a_killed_process_left(tmp_path: Path, held: subprocess.Popen[str]) -> None:
-    held.send_signal(signal.SIGKILL)
-    held.wait()
-    assert len(files(tmp_path)) == 1
-    make(100, tmp_path)
-    assert files(tmp_path) == []
-
-
-def test_the_file_of_a_running_process_is_not_removed(tmp_path: Path, held: subprocess.Popen[str]) -> None:
+def test_the_next_file_removes_that_of_a_killed_process_but_not_of_a_running_one(
+    tmp_path: Path, held: subprocess.Popen[str]
+) -> None:
     before = files(tmp_path)
     make(100, tmp_path)
     assert files(tmp_path) == before
     assert held.poll() is None
+    held.send_signal(signal.SIGKILL)
+    held.wait()
+    assert len(files(tmp_path)) == 1
+    with pytest.raises(KeyError), scratch_file(100, tmp_path):
+        raise KeyError
+    assert files(tmp_path) == []
 
 
 def test_other_files_in_the_directory_are_not_removed(tmp_path: Path) -> None:

@@ -99,18 +99,3 @@ def test_of_many_concurrent_runs_only_the_late_ones_get_their_callback() -> None
         assert [each.result(20) for each in runs] == [None] * 48
     assert told == set(range(0, 48, 3))
     assert deadlines._waiting == {}
-
-
-def test_if_no_thread_can_start_the_run_fails_and_a_later_run_can_succeed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    deadlines, over = Deadlines(), threading.Event()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError), deadlines.after(0.0, over.set):
-            raise AssertionError("it has begun")
-    with deadlines.after(0.0, over.set):
-        assert over.wait(20)

@@ -119,33 +119,6 @@ def test_a_comparison_of_dtypes_follows_the_widening() -> None:
     assert found.item() == 2 + 2**-10  # the branch for "the narrow dtype", in fp32
 
 
-def test_a_transformer_traced_in_bf16_is_widened_exactly(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
-    )
-
-    class Hidden(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bert = transformers.BertModel(config)
-
-        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return torch.as_tensor(self.bert(input_ids=ids, attention_mask=mask).last_hidden_state.float())
-
-    module = Hidden().to(torch.bfloat16).eval()
-    ids = np.arange(10, dtype=np.int64).reshape(2, 5)
-    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.int64)
-    path = trace(module, (torch.from_numpy(ids), torch.from_numpy(mask)), tmp_path / "bert.pt")
-    specs = [TensorSpec(name, "int64", ("batch", "seq")) for name in ("ids", "mask")]
-    output = [TensorSpec("hidden", "float32", ("batch", "seq", 32))]
-    found = TorchScriptRuntime(path, specs, output, native_bf16=False).run({"ids": ids, "mask": mask})["hidden"]
-    with torch.inference_mode():
-        expected = module.float()(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_module_traced_on_the_cpu_can_be_sent_to_another_device(tmp_path: Path) -> None:
     """Tracing records the device of each new tensor in the graph."""
     module: Any = TorchScriptRuntime(traced_layer(tmp_path), [X], [Y])._call
