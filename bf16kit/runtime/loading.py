@@ -15,7 +15,6 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
-from bf16kit.system.controlgroup import release_free_memory
 
 AUTO = "auto"
 CPU_PROFILES = ("cpu", "cpu-bf16")  # run by ONNX Runtime, the more accurate first
@@ -86,7 +85,6 @@ def load(
             f"profile {profile} needs fp32 accumulation, but the accumulation probe found"
             f" {runtime.info.accumulation} here; use profile cpu"
         )
-    release_free_memory()  # memory of reading the graph and of the probe: 3 MB
     return runtime
 
 

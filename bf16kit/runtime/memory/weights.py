@@ -59,10 +59,9 @@ def rebuilt_weights(
 ) -> Iterator[Weights]:
     """Yield the fp32 weights of ``graph``, the artifact's reference, for a session that is opened within the block.
 
-    They are written to a temporary file in ``scratch`` (None: the system's directory) and mapped from there: unlike
-    arrays in memory, the system can reclaim its pages. If that is impossible they are kept in memory, which needs twice
-    their size while the session is opened. With a ``store``, weights that products and look-ups read in place are in
-    its memory.
+    They are mapped from a temporary file: unlike arrays in memory, the system can reclaim its pages. Where that is
+    impossible they are kept in memory (see :func:`gathered_weights`). With a ``store``, weights that products and
+    look-ups read in place are in its memory.
     """
     model = check_locations(graph, {*artifact.manifest.files, REBUILT})
     given = () if store is None else read_in_place(model, products=True)

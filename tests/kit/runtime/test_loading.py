@@ -19,7 +19,6 @@ from bf16kit.messages.errors import ArtifactError, ConfigError, DeviceUnavailabl
 from bf16kit.runtime.loading import choose_profiles, load, load_reference
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore
 from bf16kit.runtime.ort.session import has_cuda
-from bf16kit.system.controlgroup import find_malloc_trim
 
 WIDTH = 64
 no_cuda = pytest.mark.skipif(has_cuda() or torch.cuda.is_available(), reason="this machine may run CUDA")
@@ -54,26 +53,6 @@ def test_loading_onnx_artifacts_never_imports_torch(mlp: Artifact) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, str(mlp.path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.skipif(find_malloc_trim() is None, reason="this C library keeps what it keeps")
-def test_memory_that_loading_took_beyond_the_model_is_given_back(mlp: Artifact) -> None:
-    """The probe multiplies matrices of one megabyte. After the load, less than that remains to be given back."""
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from bf16kit.artifact.artifact import Artifact\n"
-        "from bf16kit.system.controlgroup import release_free_memory\n"
-        "from bf16kit.runtime.loading import load\n"
-        "def resident():\n"
-        "    return 4096 * int(Path('/proc/self/statm').read_text().split()[1])\n"
-        "loaded = load(Artifact.open(sys.argv[1]), 'cpu')\n"
-        "before = resident()\n"
-        "release_free_memory()\n"
-        "print(before - resident())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(mlp.path)], stdout=subprocess.PIPE, text=True, check=True)
-    assert int(done.stdout) < 1e6
 
 
 def test_the_cpu_profile_and_the_reference_run_and_report_their_precision(mlp: Artifact) -> None:

@@ -87,29 +87,3 @@ def test_a_program_exported_on_the_cpu_can_be_sent_to_another_device(tmp_path: P
     program = move_to_device_pass(load_program(written(tmp_path)), torch.device("meta"))
     found = program.module(check_guards=False).forward(torch.ones(3, 16, device="meta"))
     assert (found.device.type, tuple(found.shape)) == ("meta", (3, 16))
-
-
-class Modes(torch.nn.Module):
-    """A module that uses modes of torch in forward, as transformers' rotary embeddings do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = torch.nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            angle = torch.cos(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = self.line(x)
-        with torch.autocast("cpu", enabled=False):
-            z = x @ x.t() @ x
-        found: torch.Tensor = y.float() + z + angle
-        return found
-
-
-def test_modes_of_torch_are_kept(tmp_path: Path) -> None:
-    module = Modes().eval()
-    path = written(tmp_path, module)
-    assert b"wrap_with_autocast" in path.read_bytes()
-    found = TorchExportRuntime(path, [X], [Y]).run({"x": rows()})["y"]
-    assert np.array_equal(found, eager(module, rows()))
