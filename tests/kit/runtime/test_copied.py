@@ -110,18 +110,21 @@ def test_loading_a_reference_from_changed_or_truncated_files_fails(
 LOAD = """
 import sys
 from pathlib import Path
-import numpy as np
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.runtime.loading import load
+from bf16kit.runtime.loading import load, load_reference
 from peaks import anonymous, peak_anonymous
-small, large, scratch = map(Path, sys.argv[1:])
-load(Artifact.open(small, copies=True), "cpu", threads=1, scratch=scratch)
-artifact = Artifact.open(large, copies=True)
+what, (small, large, scratch) = sys.argv[1], map(Path, sys.argv[2:])
+def loaded(path):
+    artifact = Artifact.open(path, copies=what == "copied")
+    if what == "copied":
+        return artifact, load(artifact, "cpu", threads=1, scratch=scratch)
+    return artifact, load_reference(artifact, threads=1, scratch=scratch)
+loaded(small)  # the libraries are in memory from here on
 before = anonymous()
 with peak_anonymous() as peak:
-    runtime = load(artifact, "cpu", threads=1, scratch=scratch)
-    runtime.run({"x": np.ones((1, 3072), np.float32)})
-print(peak.bytes - before, artifact.manifest.files["weights.bf16"].bytes)
+    artifact, runtime = loaded(large)
+    assert runtime.run(artifact.golden().inputs)["y"].any()
+print(peak.bytes - before, artifact.manifest.source.bytes)
 print(next(line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
 """
 
@@ -132,8 +135,20 @@ def loaded_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, int, in
     root = tmp_path_factory.mktemp("alone")
     small = artifacts.write_product(root / "small" / "1").path
     large = artifacts.write_product(root / "large" / "1", width=3072).path
-    peak, size, large_pages = map(int, measured_alone(LOAD, str(small), str(large), str(root)).split())
-    return peak, size, large_pages * 1024
+    peak, size, large_pages = map(int, measured_alone(LOAD, "copied", *map(str, (small, large, root))).split())
+    return peak, size // 2, large_pages * 1024  # the source is in fp32
+
+
+@pytest.mark.parametrize(("memory", "at_least", "below"), [(False, 0.0, 0.5), (True, 1.0, 3.0)])
+def test_a_references_mapped_weights_are_not_held_in_memory(
+    tmp_path: Path, memory: bool, at_least: float, below: float
+) -> None:
+    """Eight tables of 6.4 MB are rebuilt one at a time. If they cannot be mapped, all of them are in memory."""
+    small = artifacts.write_tables(tmp_path / "small" / "1", rows=64).path
+    large = artifacts.write_tables(tmp_path / "large" / "1", rows=25_000).path
+    scratch = "/dev/shm" if memory else str(tmp_path)
+    peak, size, _ = map(int, measured_alone(LOAD, "rebuilt", str(small), str(large), scratch).split())
+    assert at_least <= peak / size < below, f"{peak / size:.2f} times the weights"
 
 
 @pytest.mark.long
