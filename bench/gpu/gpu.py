@@ -22,7 +22,7 @@ from bench.core.workspace import Workspace
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.ort.externaldata import REBUILT, initializers
+from bf16kit.runtime.ort.externaldata import REBUILT, locations
 
 if TYPE_CHECKING:
     import torch
@@ -103,10 +103,12 @@ def _onnx(subject: Subject, precision: str) -> Iterator[Run]:
 
 def _reference_session(artifact: Artifact, *, tf32: bool) -> Any:
     """reference.onnx on CUDA. Opened here because the kit never allows TF32."""
+    import onnx
     import onnxruntime as ort
 
     graph = artifact.path / str(artifact.manifest.reference)
-    weights = {name: artifact.restore(name) for name in initializers(graph, REBUILT)}
+    tensors = onnx.load(graph, load_external_data=False).graph.initializer
+    weights = {tensor.name: artifact.restore(tensor.name) for tensor in tensors if REBUILT in locations(tensor)}
     options = ort.SessionOptions()
     options.add_external_initializers(
         list(weights), [ort.OrtValue.ortvalue_from_numpy(weight) for weight in weights.values()]

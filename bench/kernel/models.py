@@ -16,7 +16,7 @@ from onnx.external_data_helper import set_external_data
 from bench.core.workspace import Workspace
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import PROFILES
-from bf16kit.runtime.ort.externaldata import REBUILT, initializers
+from bf16kit.runtime.ort.externaldata import REBUILT, locations
 
 WIDTH = 4096
 COLUMNS = 96 + 4  # of the numerics models: three panels and a narrower one
@@ -107,8 +107,8 @@ def fp32_graph(artifact: Path, file: Path, *, rounded: bool = False) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     opened = Artifact.open(artifact, verify=False)
     reference = artifact / str(opened.manifest.reference)
-    rebuilt = set(initializers(reference, REBUILT))
     model = onnx.load(reference, load_external_data=False)
+    rebuilt = {tensor.name for tensor in model.graph.initializer if REBUILT in locations(tensor)}
     for tensor in model.graph.initializer:
         if tensor.data_location != TensorProto.EXTERNAL:
             continue

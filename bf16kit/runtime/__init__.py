@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy as np
-
 from bf16kit.numerics.tensors import Array as Array
 from bf16kit.numerics.tensors import TensorSpec
 
@@ -61,31 +59,3 @@ class Runtime(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class RuntimeProperties:
-    """The properties of :class:`Runtime`, read from attributes that the subclass sets."""
-
-    _inputs: tuple[TensorSpec, ...]
-    _outputs: tuple[TensorSpec, ...]
-    _info: RuntimeInfo
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._outputs
-
-    @property
-    def info(self) -> RuntimeInfo:
-        return self._info
-
-
-def contiguous(feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the feeds as C-contiguous arrays; those that already are stay the same objects.
-
-    A scalar stays a scalar: ``np.ascontiguousarray`` would make it a vector.
-    """
-    return {name: np.asarray(array, order="C") for name, array in feeds.items()}

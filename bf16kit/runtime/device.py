@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable
@@ -14,7 +15,6 @@ CPU = "cpu"
 _CUDA = re.compile(r"cuda(?::(\d{1,3}))?")
 # x86 dot products (AVX512_BF16), x86 tiles (AMX), and the Arm extension, as the Linux kernel names them.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-_FLAG_LINES = frozenset({"flags", "Features"})
 
 
 def canonical(device: str) -> str:
@@ -27,24 +27,16 @@ def canonical(device: str) -> str:
     return f"cuda:{int(found[1] or 0)}"
 
 
-def cuda_index(device: str) -> int | None:
-    """``N`` of a canonical ``cuda:N``, None for the CPU."""
-    return None if device == CPU else int(device.removeprefix("cuda:"))
-
-
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether the CPU multiplies bf16 in hardware; False if the system does not say.
 
     Without such instructions a bf16 matrix product on the CPU is emulated, 8 to 10 times slower than fp32.
     """
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return False
-    for line in lines:
-        key, _, flags = line.partition(":")
-        if key.strip() in _FLAG_LINES:
-            return not _BF16_FLAGS.isdisjoint(flags.split())
+    with contextlib.suppress(OSError):
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, flags = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return not _BF16_FLAGS.isdisjoint(flags.split())
     return False
 
 

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.numerics.panels import WIDTH, pack
+from bf16kit.numerics.panels import pack
 from bf16kit.runtime import Accumulation
 from bf16kit.runtime.device import CPU
 from bf16kit.runtime.ort.kernel import DOMAIN
-
-if TYPE_CHECKING:
-    from onnx import FunctionProto, NodeProto, OperatorSetIdProto
 
 TERMS = 4096
 ROWS = (1, 64)  # matrix-vector and matrix products use different kernels
@@ -84,13 +81,13 @@ def probe_onnx(device: str, precision: str, library: Path | None = None) -> Accu
     """Probe ONNX Runtime on ``device`` with the arithmetic of ``precision`` (see :class:`RuntimeInfo`).
 
     ``bf16`` multiplies bf16 by bf16; on the CPU it multiplies fp32 rounded to bf16 by bf16. ``bf16-weights`` and
-    ``fp32`` multiply fp32 activations by widened bf16 weights, by the CPU kernel in ``library`` or without it by ONNX
-    Runtime. Raises :class:`RuntimeFailure` when the device cannot do that.
+    ``fp32`` multiply fp32 activations by widened bf16 weights. The CPU kernel in ``library`` computes all but ``fp32``;
+    without it, ONNX Runtime does. Raises :class:`RuntimeFailure` when the device cannot do that.
     """
     from bf16kit.runtime.ort.session import as_runtime_failure, open_session
 
     rounds = precision == "bf16" and device == CPU
-    session = open_session(_graph(precision, rounds), device=device, threads=1, library=library)
+    session = open_session(_graph(precision, rounds, library is not None), device=device, threads=1, library=library)
 
     def product(x: NDArray[np.float32]) -> NDArray[Any]:
         with as_runtime_failure(f"the accumulation probe failed on {device}"):
@@ -99,26 +96,25 @@ def probe_onnx(device: str, precision: str, library: Path | None = None) -> Accu
     return classify_rounding(product) if rounds else classify(product)
 
 
-def _graph(precision: str, rounds: bool) -> bytes:
+def _graph(precision: str, rounds: bool, kernel: bool) -> bytes:
     import ml_dtypes
     from onnx import TensorProto, helper
 
     stored = weights().astype(ml_dtypes.bfloat16)
-    functions = []
-    if precision == "bf16-weights" or rounds:
+    if kernel and precision != "fp32":
         stored = pack(stored, 1)
-        nodes = [_kernel_node(rounds)]
-        functions = [_kernel_function(rounds)]
-    elif precision == "bf16":
-        nodes = [
-            helper.make_node("Cast", ["x"], ["narrow"], to=TensorProto.BFLOAT16),
-            helper.make_node("MatMul", ["narrow", "w"], ["sums"]),
-            helper.make_node("Cast", ["sums"], ["y"], to=TensorProto.FLOAT),
-        ]
+        operator = "MatMulBf16_panels_tail" if rounds else "MatMul"
+        attributes: dict[str, Any] = {"k": TERMS, "n": _COLUMNS, "layout": "panels", "activation": "none"}
+        nodes = [helper.make_node(operator, ["x", "w"], ["y"], domain=DOMAIN, **attributes)]
     else:
+        given = TensorProto.BFLOAT16 if precision == "bf16" else TensorProto.FLOAT
+        multiplied = TensorProto.FLOAT if rounds else given
         nodes = [
-            helper.make_node("Cast", ["w"], ["wide"], to=TensorProto.FLOAT),
-            helper.make_node("MatMul", ["x", "wide"], ["y"]),
+            helper.make_node("Cast", ["x"], ["given"], to=given),
+            helper.make_node("Cast", ["given"], ["left"], to=multiplied),
+            helper.make_node("Cast", ["w"], ["right"], to=multiplied),
+            helper.make_node("MatMul", ["left", "right"], ["sums"]),
+            helper.make_node("Cast", ["sums"], ["y"], to=TensorProto.FLOAT),
         ]
     graph = helper.make_graph(
         nodes,
@@ -128,54 +124,5 @@ def _graph(precision: str, rounds: bool) -> bytes:
         [helper.make_tensor("w", TensorProto.BFLOAT16, stored.shape, stored.tobytes(), raw=True)],
     )
     # Opset and IR are pinned: the onnx package's newest may be too new for ONNX Runtime.
-    opsets = [_opset(), _opset(DOMAIN)] if functions else [_opset()]
-    model = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=10)
-    return bytes(model.SerializeToString())
-
-
-def _operator(rounds: bool) -> str:
-    """Return the kernel's operator; names of rounding operators include the layout."""
-    return "MatMulBf16_panels_tail" if rounds else "MatMul"
-
-
-def _kernel_node(rounds: bool) -> NodeProto:
-    from onnx import helper
-
-    name = _operator(rounds)
-    return helper.make_node(
-        name, ["x", "w"], ["y"], domain=DOMAIN, k=TERMS, n=_COLUMNS, layout="panels", activation="none"
-    )
-
-
-def _kernel_function(rounds: bool) -> FunctionProto:
-    """Define :func:`_kernel_node` in standard operators: unpack the panels to [K, N], widen, multiply."""
-    from onnx import TensorProto, helper
-
-    panels, tail = divmod(_COLUMNS, WIDTH)
-    sizes = {
-        "split": [panels * TERMS * WIDTH, TERMS * tail],
-        "panels": [panels, TERMS, WIDTH],
-        "whole": [TERMS, panels * WIDTH],
-        "tail": [TERMS, tail],
-    }
-    nodes = [helper.make_node("Constant", [], [name], value_ints=value) for name, value in sizes.items()]
-    nodes += [
-        helper.make_node("Split", ["W", "split"], ["first", "last"]),
-        helper.make_node("Reshape", ["first", "panels"], ["by_panel"]),
-        helper.make_node("Transpose", ["by_panel"], ["by_row"], perm=[1, 0, 2]),
-        helper.make_node("Reshape", ["by_row", "whole"], ["left"]),
-        helper.make_node("Reshape", ["last", "tail"], ["right"]),
-        helper.make_node("Concat", ["left", "right"], ["matrix"], axis=1),
-        helper.make_node("Cast", ["matrix"], ["wide"], to=TensorProto.FLOAT),
-        helper.make_node("Cast", ["X"], ["narrow"], to=TensorProto.BFLOAT16),
-        helper.make_node("Cast", ["narrow"], ["rounded"], to=TensorProto.FLOAT),
-        helper.make_node("MatMul", ["rounded" if rounds else "X", "wide"], ["Y"]),
-    ]
-    attributes = ["k", "n", "layout", "activation"]
-    return helper.make_function(DOMAIN, _operator(rounds), ["X", "W"], ["Y"], nodes, [_opset()], attributes)
-
-
-def _opset(domain: str = "") -> OperatorSetIdProto:
-    from onnx import helper
-
-    return helper.make_opsetid(domain, 1 if domain else 21)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
+    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())

@@ -7,7 +7,7 @@ calls the argument a dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -24,36 +24,35 @@ FLOAT32 = 6
 
 def tensors(module: Module, graph: Graph) -> Iterator[Tensor]:
     """Yield every tensor the graph reads: parameters, buffers and other attributes of ``module``, and constants."""
-    for node in nodes(graph):
-        yield from tensors_of(module, node)
+    return (tensor for node in nodes(graph) if (tensor := tensor_of(module, node)) is not None)
 
 
-def tensors_of(module: Module, node: Node) -> Iterator[Tensor]:
-    """Yield the tensor of ``node`` if that is a constant or an attribute of ``module``."""
-    if _is_tensor_constant(node):
-        yield node.t("value")
-    elif _is_tensor_attribute(node):
-        yield owner_of(module, node).getattr(node.s("name"))
+def tensor_of(module: Module, node: Node) -> Tensor | None:
+    """Return the tensor of ``node`` if that is a constant or an attribute of ``module``."""
+    if node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t":
+        constant: Tensor = node.t("value")
+        return constant
+    if node.kind() == "prim::GetAttr" and node.output().type().kind() == "TensorType":
+        attribute: Tensor = owner_of(module, node).getattr(node.s("name"))
+        return attribute
+    return None
 
 
-def convert_tensors(module: Module, graph: Graph, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace every tensor the graph reads with its conversion by ``convert``, called once per distinct tensor."""
-    converted: dict[tuple[Any, ...], Tensor] = {}
-
-    def once(tensor: Tensor) -> Tensor:
-        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if key not in converted:
-            converted[key] = convert(tensor)
-        return converted[key]
-
-    converted_paths: set[tuple[str, ...]] = set()
-    for node in nodes(graph):
-        if _is_tensor_constant(node):
-            node.t_("value", once(node.t("value")))
-        elif _is_tensor_attribute(node) and (path := path_of(node)) not in converted_paths:
-            converted_paths.add(path)
-            owner = owner_of(module, node)
-            owner.setattr(path[-1], once(owner.getattr(path[-1])))
+def widen(module: Module) -> None:
+    """Widen ``module`` from bf16 to fp32: exactly the same weights, a tensor that several names share once, in fp32."""
+    wide: dict[tuple[Any, ...], Tensor] = {}
+    replace_dtypes(module.graph, BFLOAT16, FLOAT32)
+    for node in nodes(module.graph):
+        tensor = tensor_of(module, node)
+        if tensor is None or tensor.dtype != torch.bfloat16:
+            continue
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if key not in wide:
+            wide[key] = tensor.detach().float()
+        if node.kind() == "prim::Constant":
+            node.t_("value", wide[key])
+        else:
+            owner_of(module, node).setattr(node.s("name"), wide[key])
 
 
 def replace_dtypes(graph: Graph, old: int, new: int) -> None:
@@ -61,7 +60,8 @@ def replace_dtypes(graph: Graph, old: int, new: int) -> None:
     for node in list(nodes(graph)):
         for index in _dtype_arguments(node):
             if _integer(node.inputsAt(index)) == old:
-                node.replaceInput(index, _constant_before(graph, node, new))
+                graph.setInsertPoint(node)
+                node.replaceInput(index, graph.insertConstant(new))
 
 
 def replace_devices(graph: Graph, device: str) -> None:
@@ -77,14 +77,6 @@ def nodes(block: Any) -> Iterator[Node]:
         yield node
         for inner in node.blocks():
             yield from nodes(inner)
-
-
-def _is_tensor_constant(node: Node) -> bool:
-    return bool(node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t")
-
-
-def _is_tensor_attribute(node: Node) -> bool:
-    return bool(node.kind() == "prim::GetAttr" and node.output().type().kind() == "TensorType")
 
 
 def path_of(node: Node) -> tuple[str, ...]:
@@ -120,8 +112,3 @@ def _integer(value: Any) -> int | None:
     node = value.node()
     is_integer = node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "i"
     return int(node.i("value")) if is_integer else None
-
-
-def _constant_before(graph: Graph, node: Node, number: int) -> Any:
-    graph.setInsertPoint(node)
-    return graph.insertConstant(number)

@@ -6,7 +6,7 @@ Loading one runs what is in it: whoever writes the repository decides what runs 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch.export.pt2_archive._package import load_pt2
 from torch.fx.node import map_aggregate
 
 from bf16kit.messages.errors import RuntimeFailure
-from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.device import CPU
 from bf16kit.runtime.torchscript import TorchRuntime, last_line
 
@@ -26,36 +25,20 @@ _LOADING = threading.Lock()  # torch keeps the program that it loads in a variab
 
 
 class TorchExportRuntime(TorchRuntime):
-    """One torch.export program, loaded: a :class:`bf16kit.runtime.Runtime`.
+    """One torch.export program, loaded. The file is read, not mapped."""
 
-    The arguments are those of :class:`~bf16kit.runtime.torchscript.TorchScriptRuntime`. Device, threads and bf16 on a
-    CPU without bf16 instructions are handled as there. The file is read, not mapped.
+    title, backend, profile = "torch.export's program", "torchexport", "pt2"
 
-    Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a file that cannot be
-    loaded.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[TensorSpec],
-        *,
-        device: str = CPU,
-        threads: int | None = None,
-        native_bf16: bool | None = None,
-    ) -> None:
-        super().__init__("torch.export's program", inputs, outputs, device, threads)
+    @staticmethod
+    def _load(path: Path, device: torch.device, native: bool) -> tuple[Callable[..., Any], bool]:
         program = load_program(path)
         is_bf16 = any(tensor.dtype is torch.bfloat16 for tensor in tensors_of(program).values())
-        native = self._computes_in_bf16(is_bf16, native_bf16)
-        if self._device.type != CPU:
-            program = move_to_device_pass(program, self._device)
+        if device.type != CPU:
+            program = move_to_device_pass(program, device)
         module = program.module(check_guards=False)
         if is_bf16 and not native:
             widen(module, (torch.bfloat16,))
-        self._info = self._runtime_info("torchexport", "pt2", is_bf16, native)
-        self._call = module.forward  # not the module itself, which prints its code when an operator fails
+        return module.forward, is_bf16  # not the module itself, which prints its code when an operator fails
 
 
 def load_program(path: Path) -> ExportedProgram:

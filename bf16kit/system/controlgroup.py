@@ -106,12 +106,10 @@ def _memory_of(group: Path) -> Memory | None:
 
 
 def _quota_of(group: Path) -> float | None:
+    text = _text(group / "cpu.max") or f"{_text(group / 'cpu.cfs_quota_us')} {_text(group / 'cpu.cfs_period_us')}"
     try:
-        quota, period = (group / "cpu.max").read_text("ascii").split()
-    except (OSError, ValueError):
-        quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
-    try:
-        allowed = int(quota) / int(period)
+        quota, period = map(int, text.split())
+        allowed = quota / period
     except (ValueError, ZeroDivisionError):  # "max 100000": no quota
         return None
     return allowed if allowed > 0 else None  # version 1 writes -1

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from bf16kit.artifact.manifest import OracleEntry, OracleFigure
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Array, RuntimeInfo, RuntimeProperties
+from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.runtime.device import CPU
 from bf16kit.runtime.ort.externaldata import REBUILT
 from converter.rewrite import Prepared
@@ -184,12 +184,12 @@ class OracleReference:
         return OracleRuntime(self.oracle, inputs, outputs)
 
 
-class OracleRuntime(RuntimeProperties):
+class OracleRuntime:
     """A :class:`bf16kit.runtime.Runtime` that calls ``oracle``."""
 
     def __init__(self, oracle: Oracle, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         self._oracle: Oracle | None = oracle
-        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
 
     @property
     def info(self) -> RuntimeInfo:

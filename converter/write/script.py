@@ -133,7 +133,7 @@ class _Narrowing:
 
     def _tensor(self, value: Any) -> Any:
         """Return the tensor that ``value`` always is, a constant or an attribute; None if it is computed."""
-        return next(scriptgraph.tensors_of(self._module, value.node()), None)
+        return scriptgraph.tensor_of(self._module, value.node())
 
     def _rounded(self, tensor: Any) -> Any:
         """Return ``tensor`` in bf16, a constant at the start of the graph."""

@@ -56,7 +56,7 @@ def open_reference(
         )
     with tracker.track(name, "loading"):
         _log.info("%s: its fp32 reference is being loaded", name)  # logged first, in case loading kills the process
-        reference = memory.load(name, bound, lambda: load_reference(opened.artifact, threads=1, low_priority=True))
+        reference = memory.load(name, bound, lambda: load_reference(opened.artifact, threads=1))
     return TrackedReference(name, reference, tracker)
 
 

@@ -17,7 +17,7 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.metrics import DriftSummary, measure
 from bf16kit.runtime import Runtime
-from bf16kit.runtime.loading import choose_profile, load, load_reference
+from bf16kit.runtime.loading import choose_profiles, load, load_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -118,4 +118,4 @@ def test_the_emulation_predicted_the_drift(onnx_device: str, bert: Artifact) -> 
 
 
 def test_auto_chooses_the_gpu(onnx_device: str, bert: Artifact) -> None:
-    assert choose_profile(bert, "auto") == ("cuda", onnx_device)
+    assert choose_profiles(bert, "auto", "auto") == (("cuda",), onnx_device)

@@ -15,26 +15,21 @@ from bf16kit.system.controlgroup import Memory, find_malloc_trim, release_free_m
 _STAT = "anon 300\nfile 500\nshmem 100\nactive_file 150\ninactive_file 250\n"
 
 
-def tree(tmp_path: Path, files: dict[str, str]) -> Path:
-    root = tmp_path / "cgroup"
+def written(tmp_path: Path, files: dict[str, str], membership: str = "0::/\n") -> tuple[Path, Path]:
+    """Write a hierarchy of groups and this process' membership; return both paths."""
+    root, member = tmp_path / "cgroup", tmp_path / "membership"
     root.mkdir()
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return root
-
-
-def member(tmp_path: Path, text: str) -> Path:
-    file = tmp_path / "membership"
-    file.write_text(text)
-    return file
+    member.write_text(membership)
+    return root, member
 
 
 def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
     """The file cache counts as free. Files in shared memory do not, because the kernel cannot reclaim them."""
-    root = tree(tmp_path, {"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": _STAT})
-    found = controlgroup.memory(root, member(tmp_path, "0::/\n"))
-    assert found == Memory(limit=1000, left=500)
+    files = {"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": _STAT}
+    assert controlgroup.memory(*written(tmp_path, files)) == Memory(limit=1000, left=500)
 
 
 def test_the_smallest_limit_up_to_the_root_counts(tmp_path: Path) -> None:
@@ -47,7 +42,7 @@ def test_the_smallest_limit_up_to_the_root_counts(tmp_path: Path) -> None:
         "pod/inner/memory.stat": "",
         "pod/inner/memory.events": "low 0\noom 3\noom_kill 2\n",
     }
-    found = controlgroup.memory(tree(tmp_path, files), member(tmp_path, "0::/pod/inner\n"))
+    found = controlgroup.memory(*written(tmp_path, files, "0::/pod/inner\n"))
     assert found == Memory(limit=600, left=10, oom_kills=2)
 
 
@@ -60,10 +55,10 @@ def test_version_1_is_read_too(tmp_path: Path) -> None:
         "cpu/cpu.cfs_quota_us": "150000",
         "cpu/cpu.cfs_period_us": "100000",
     }
-    root = tree(tmp_path, files)
-    membership = member(tmp_path, "9:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/system.slice\n")
-    assert controlgroup.memory(root, membership) == Memory(limit=1000, left=500, oom_kills=1)
-    assert controlgroup.cpus(root, membership) == 1.5
+    membership = "9:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/system.slice\n"
+    paths = written(tmp_path, files, membership)
+    assert controlgroup.memory(*paths) == Memory(limit=1000, left=500, oom_kills=1)
+    assert controlgroup.cpus(*paths) == 1.5
 
 
 @pytest.mark.parametrize(
@@ -77,33 +72,37 @@ def test_version_1_is_read_too(tmp_path: Path) -> None:
     ],
 )
 def test_a_missing_or_unreadable_limit_means_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
-    membership = member(tmp_path, "0::/\n9:memory:/\n")
-    assert controlgroup.memory(tree(tmp_path, files), membership) is None
+    assert controlgroup.memory(*written(tmp_path, files, "0::/\n9:memory:/\n")) is None
 
 
-@pytest.mark.parametrize("text", ["", "junk", "0::/../outside\n", "::\n", None])
-def test_an_unexpected_membership_file_causes_no_failure(tmp_path: Path, text: str | None) -> None:
-    """The path of a process that was moved out of its namespace leads above the root; nothing there is read."""
-    root = tree(tmp_path, {"memory.max": "max", "cpu.max": "max 100000"})
-    (tmp_path / "outside").mkdir()
-    for name, content in {"memory.max": "100", "memory.current": "1"}.items():
-        (tmp_path / "outside" / name).write_text(content)
-    membership = tmp_path / "missing" if text is None else member(tmp_path, text)
-    assert controlgroup.memory(root, membership) is None
-    assert controlgroup.cpus(root, membership) is None
+@pytest.mark.parametrize("text", ["", "junk", "0::/../../outside\n", "::\n"])
+def test_an_unexpected_membership_file_causes_no_failure(tmp_path: Path, text: str) -> None:
+    root, member = written(tmp_path, {"memory.max": "max", "cpu.max": "max 100000"}, text)
+    assert controlgroup.memory(root, member) is None
+    assert controlgroup.cpus(root, member) is None
+    assert controlgroup.memory(root, tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize(
     ("quota", "expected"), [("200000 100000", 2.0), ("50000 100000", 0.5), ("max 100000", None), ("1 0", None)]
 )
 def test_a_quota_is_a_number_of_processors(tmp_path: Path, quota: str, expected: float | None) -> None:
-    assert controlgroup.cpus(tree(tmp_path, {"cpu.max": quota}), member(tmp_path, "0::/\n")) == expected
+    assert controlgroup.cpus(*written(tmp_path, {"cpu.max": quota})) == expected
 
 
 def test_a_group_that_uses_more_than_its_limit_has_nothing_left(tmp_path: Path) -> None:
     """A limit that was lowered can be below the memory in use."""
-    root = tree(tmp_path, {"memory.max": "100", "memory.current": "300", "memory.stat": ""})
-    assert controlgroup.memory(root, member(tmp_path, "0::/\n")) == Memory(100, 0)
+    files = {"memory.max": "100", "memory.current": "300", "memory.stat": ""}
+    assert controlgroup.memory(*written(tmp_path, files)) == Memory(100, 0)
+
+
+def test_nothing_outside_the_visible_hierarchy_is_read(tmp_path: Path) -> None:
+    """The path of a process that was moved out of its namespace leads above the root."""
+    paths = written(tmp_path, {"memory.max": "max"}, "0::/../outside\n")
+    (tmp_path / "outside").mkdir()
+    for name, text in {"memory.max": "100", "memory.current": "1"}.items():
+        (tmp_path / "outside" / name).write_text(text)
+    assert controlgroup.memory(*paths) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has it")

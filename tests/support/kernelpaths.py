@@ -8,10 +8,23 @@ from bf16kit.messages.errors import ConfigError
 from bf16kit.runtime.ort import kernel
 
 
-def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def use(path: str, monkeypatch: pytest.MonkeyPatch, *, rounds: bool = False) -> None:
     """Make sessions use ``path`` for the rest of the test. Skip the test if the processor lacks what it needs."""
     monkeypatch.setenv(kernel.VARIABLE, path)
     try:
-        kernel.usable_kernel()
+        kernel.usable_kernel(rounds=rounds)
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+def exact_paths(monkeypatch: pytest.MonkeyPatch, *, rounds: bool = False) -> list[str]:
+    """Return the paths that this processor can run and that give the same bits: all but the portable one."""
+    found = []
+    for path in kernel.PATHS[:-1]:
+        with monkeypatch.context() as patched:
+            patched.setenv(kernel.VARIABLE, path)
+            try:
+                found.append(kernel.usable_kernel(rounds=rounds).path)
+            except ConfigError:
+                continue
+    return found

@@ -56,6 +56,28 @@ def product(
     return model
 
 
+def one_node(op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> ModelProto:
+    """Return one node ``op`` without a function, of inputs and outputs of any shape."""
+    node = helper.make_node(op, inputs, outputs, domain="bf16kit", **attributes)
+    return _ours(graphs.model([node], list(map(graphs.edge, inputs)), list(map(graphs.edge, outputs))))
+
+
+def attention(op: str, **attributes: Any) -> ModelProto:
+    """Return attention: 4 heads of 16, scale 0.25, unless ``attributes`` say otherwise."""
+    names = ["q", "k", "v", *(["m"] if op.endswith("mask") else [])]
+    given = {"heads": 4, "kv_heads": 2 if "grouped" in op else 4, "scale": 0.25} | attributes
+    return one_node(op, names, ["y"], **given)
+
+
+def norm_inputs(op: str) -> list[str]:
+    """Return the names of the inputs of the norm ``op``."""
+    return ["x", *(["skip"] if "Add" in op else []), "scale", *(["bias"] if "bias" in op else [])]
+
+
+def norm(op: str, epsilon: float = 1e-5) -> ModelProto:
+    return one_node(op, norm_inputs(op), ["y", *(["sum"] if "sum" in op else [])], epsilon=epsilon)
+
+
 def joined(k: int, columns: Sequence[int], stored: Sequence[Array] | None = None, /, **attributes: Any) -> ModelProto:
     """Return y1, y2 … = x [rows, k] · w1, w2 …, of ``columns`` each, as one node without a function.
 
@@ -86,11 +108,17 @@ def session(model: ModelProto, *, threads: int = 1, library: Path | None = kerne
     return open_session(model.SerializeToString(), threads=threads, library=library)
 
 
-def run(model: ModelProto, x: Array, *, threads: int = 1, library: Path | None = kernel.LIBRARY) -> Array:
-    """Return the output of ``model`` for ``x``. Raises :class:`RuntimeFailure` if the run fails."""
+def run(model: ModelProto, *inputs: Array, threads: int = 1, library: Path | None = kernel.LIBRARY) -> Array:
+    """Return the first output of ``model`` for ``inputs``. Raises :class:`RuntimeFailure` if the load or run fails."""
+    return results(model, *inputs, threads=threads, library=library)[0]
+
+
+def results(model: ModelProto, *inputs: Array, threads: int = 1, library: Path | None = kernel.LIBRARY) -> list[Array]:
+    """Return all outputs of ``model`` for ``inputs``. Raises :class:`RuntimeFailure` if the load or the run fails."""
     opened = session(model, threads=threads, library=library)
     with as_runtime_failure("running"):
-        return np.asarray(opened.run(["y"], {"x": x})[0])
+        found: list[Array] = opened.run(None, dict(zip((e.name for e in model.graph.input), inputs, strict=True)))
+    return found
 
 
 def with_computed_weight(model: ModelProto) -> ModelProto:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bench.kernel.hosts import Feeds, Prepare, Prepared, Subject, Work
-from bf16kit.runtime.ort.quietort import ort
+from bf16kit.runtime.ort.session import ort
 
 
 def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -14,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-_PREFIX = ".bf16kit-weights-"
-_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_PREFIX, _NEW = ".bf16kit-weights-", ".bf16kit-new-"
+_IN_MEMORY = (0x01021994, 0x858458F6)  # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
 
 
 class ScratchUnavailable(Exception):
@@ -42,30 +43,20 @@ def scratch_file(
 def _mapped_file(stack: contextlib.ExitStack, directory: Path, size: int) -> tuple[Path, NDArray[np.uint8]]:
     """Create and map a file; leaving ``stack`` closes it and removes its name."""
     try:
-        descriptor, name = _locked_file(directory)
+        # Under this name, and until it is locked, no other process takes the file for stale.
+        descriptor, new = tempfile.mkstemp(prefix=_NEW, dir=directory)
         stack.callback(os.close, descriptor)
-        stack.callback(Path(name).unlink, missing_ok=True)
+        path = directory / Path(new).name.replace(_NEW, _PREFIX)
+        stack.callback(path.unlink, missing_ok=True)
+        stack.callback(Path(new).unlink, missing_ok=True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        Path(new).rename(path)
         os.posix_fallocate(descriptor, 0, size)  # otherwise a page without room kills the process when it is written
-        return Path(name), np.memmap(name, np.uint8, mode="r+", shape=(size,)).view(np.ndarray)
+        return path, np.memmap(path, np.uint8, mode="r+", shape=(size,)).view(np.ndarray)
     except OSError as error:
         room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = f"has no room for {size / 1e6:.0f} MB" if room else f"cannot be used ({error.strerror})"
         raise ScratchUnavailable(f"{directory} {reason}") from error
-
-
-def _locked_file(directory: Path) -> tuple[int, str]:
-    """Create and lock a file; try again if another process took it for stale before it was locked."""
-    while True:
-        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor, name
-        except BaseException:
-            os.close(descriptor)
-            Path(name).unlink(missing_ok=True)
-            raise
-        os.close(descriptor)
 
 
 def on_disk(directory: Path | None = None) -> Path:
@@ -75,17 +66,15 @@ def on_disk(directory: Path | None = None) -> Path:
     """
     if directory is not None and not _in_memory(directory):
         return directory
-    try:
-        system = Path(tempfile.gettempdir())
-    except FileNotFoundError:
-        if directory is None:
-            raise
-        return directory
+    system = Path(tempfile.gettempdir())
     return directory if directory is not None and _in_memory(system) else system
 
 
 def _in_memory(directory: Path) -> bool:
-    return _file_system(directory.resolve()) in _IN_MEMORY
+    """Return whether ``directory`` is on a tmpfs or a ramfs; False if the system does not say."""
+    found = (ctypes.c_long * 64)()  # a struct statfs, which begins with the type, and has room to spare
+    ctypes.CDLL(None).statfs(os.fsencode(directory), found)
+    return found[0] in _IN_MEMORY
 
 
 def _scratch_directory(directory: Path | None, in_memory: bool) -> Path:
@@ -95,18 +84,6 @@ def _scratch_directory(directory: Path | None, in_memory: bool) -> Path:
         raise ScratchUnavailable("no directory for temporary files can be written") from None
     if not in_memory and _in_memory(found):
         raise ScratchUnavailable(f"{found} lies in memory")
-    return found
-
-
-def _file_system(directory: Path) -> str:
-    """Return the type of the file system that ``directory`` is on, "" if the system does not say."""
-    best, found = -1, ""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            mount, _, source = line.partition(" - ")
-            point = Path(mount.split()[4].encode().decode("unicode_escape"))
-            if directory.is_relative_to(point) and len(point.parts) >= best:  # the last mount at a point counts
-                best, found = len(point.parts), source.split()[0]
     return found
 
 

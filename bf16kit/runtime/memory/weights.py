@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,19 +22,24 @@ from numpy.typing import NDArray
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import Segment
 from bf16kit.artifact.reading import read_segment
+from bf16kit.artifact.weightfile import ALIGNMENT
+from bf16kit.messages.errors import ArtifactError
 from bf16kit.numerics.tensors import BY_ONNX
 from bf16kit.runtime import Array
 from bf16kit.runtime.memory.scratch import ScratchUnavailable, scratch_file
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
-from bf16kit.runtime.ort.externaldata import REBUILT, GatheredTensors, Move
+from bf16kit.runtime.ort.externaldata import REBUILT, all_tensors, check_locations, locations
 from bf16kit.runtime.ort.kernel import read_in_place
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, TensorProto
 
 _VIRTUAL_FILE = "weights"  # the name of a file that does not exist
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The arguments for opening a session, and a short text that says where the weights are."""
+    """A graph and its weights, to open a session with, and a short text that says where they are."""
 
     model: Path | bytes
     where: str
@@ -40,32 +47,10 @@ class Weights:
     files: Mapping[str, Array] = field(default_factory=dict)  # bytes of virtual files, by file name
     values: Mapping[str, Array] = field(default_factory=dict)  # initializers by name, read in place
 
-
-@contextmanager
-def copied_weights(
-    artifact: Artifact,
-    graph: Path,
-    scratch: Path | None = None,
-    given: Collection[str] = (),
-    store: WeightStore = PRIVATE_STORE,
-) -> Iterator[Weights]:
-    """Yield the weights of ``graph``, one of the artifact's, for a session that is opened within the block.
-
-    Weights whose names are in ``given`` are in the memory of ``store``; they may only be read in the layout in which
-    they are stored. The others are in a temporary file in ``scratch`` (None: the system's directory), on disk or in
-    memory, which has no name afterwards. Without room for such a file, ONNX Runtime reads all weights from memory, and
-    needs twice their size meanwhile.
-    """
-    tensors = GatheredTensors(graph, given, artifact.manifest)
-    if not tensors.size and not tensors.given_size:
-        yield Weights(tensors.graph_at(_VIRTUAL_FILE), "in the graph")
-        return
-    # Equal for equal bytes, whatever the artifact's name: the files' digests and the layout.
-    files = artifact.manifest.files
-    moves = tensors.given_moves
-    key = "\n".join(f"{files[m.location].sha256} {m.offset} {m.nbytes} {m.target}" for m in moves)
-    with _gathered(artifact, graph, tensors, key, scratch, store, in_memory=True) as found:
-        yield found
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of :func:`~bf16kit.runtime.ort.session.open_session` that say where the weights are."""
+        return {"base_dir": self.base_dir, "files": self.files, "values": self.values}
 
 
 @contextmanager
@@ -74,68 +59,138 @@ def rebuilt_weights(
 ) -> Iterator[Weights]:
     """Yield the fp32 weights of ``graph``, the artifact's reference, for a session that is opened within the block.
 
-    They are written to a temporary file in ``scratch`` (None: the system's directory) and mapped from there: unlike
-    arrays in memory, the system can reclaim its pages. If that is impossible they are kept in memory, which needs twice
-    their size while the session is opened. With a ``store``, weights that products and look-ups read in place are in
-    its memory.
+    They are mapped from a temporary file: unlike arrays in memory, the system can reclaim its pages. Where that is
+    impossible they are kept in memory (see :func:`gathered_weights`). With a ``store``, weights that products and
+    look-ups read in place are in its memory.
     """
-    tensors = GatheredTensors(graph, () if store is None else read_in_place(graph), artifact.manifest)
-    # The manifest determines the layout and the bytes, and its digest is unique to the artifact.
-    key = f"the fp32 reference of {hashlib.sha256(artifact.manifest.dumps()).hexdigest()}"
-    in_memory = store is not None
-    with _gathered(artifact, graph, tensors, key, scratch, store or PRIVATE_STORE, in_memory=in_memory) as found:
+    model = check_locations(graph, {*artifact.manifest.files, REBUILT})
+    given = () if store is None else read_in_place(model, products=True)
+    own = store or PRIVATE_STORE
+    with gathered_weights(artifact, model, scratch, given, own, in_memory=store is not None) as found:
         yield found
 
 
+class _Place(NamedTuple):
+    """Where a tensor is. Tensors that share their bytes have one place, and are gathered once."""
+
+    location: str
+    offset: int
+    nbytes: int
+    rebuilt: str  # the name of a tensor that is rebuilt
+
+
 @contextmanager
-def _gathered(
+def gathered_weights(
     artifact: Artifact,
-    graph: Path,
-    tensors: GatheredTensors,
-    key: str,
+    graph: ModelProto,
     scratch: Path | None,
+    given: Collection[str],
     store: WeightStore,
     *,
-    in_memory: bool,
+    in_memory: bool = True,
 ) -> Iterator[Weights]:
+    """Yield copies of the weights of ``graph``, one of the artifact's, for a session that is opened within the block.
+
+    ``graph`` has passed :func:`check_locations`; it is changed. Weights whose names are in ``given`` are in the memory
+    of ``store``; they may only be read in the layout in which they are stored. The others are in a temporary file in
+    ``scratch`` (None: the system's directory), on disk or, if ``in_memory``, in memory, which has no name afterwards.
+    Without room for such a file, ONNX Runtime reads all weights from memory, and needs twice their size meanwhile.
+    """
+    places = list(_places(artifact, graph))
+    if not places:
+        yield Weights(graph.SerializeToString(), "in the graph")
+        return
+    # A subgraph or a function may reuse a name: then its tensor cannot be told from the main graph's.
+    times = Counter(tensor.name for tensor, _ in places)
+    held = [(t, place) for t, place in places if t.name in given and times[t.name] == 1]
+    names = {tensor.name for tensor, _ in held}
+    offsets, size = _laid_out(place for tensor, place in places if tensor.name not in names)
     try:
-        with scratch_file(max(tensors.size, 1), scratch, in_memory=in_memory) as (path, mapped):
-            _write(tensors.moves, artifact, mapped)
+        with scratch_file(max(size, 1), scratch, in_memory=in_memory) as (path, mapped):
+            _write(artifact, offsets, mapped)
             del mapped
-            values = _values(artifact, tensors, key, store)
+            values = _values(artifact, held, store) if held else {}
             where = "in memory for whoever serves it" if values else "in a temporary file"
-            yield Weights(tensors.graph_at(path.name), where, base_dir=path.parent, values=values)
+            yield Weights(_referring(graph, places, offsets, path.name), where, base_dir=path.parent, values=values)
     except ScratchUnavailable as reason:
-        tensors = GatheredTensors(graph)
-        buffer = np.empty(tensors.size, np.uint8)
-        _write(tensors.moves, artifact, buffer)
-        where = f"in memory, because {reason}"
-        yield Weights(tensors.graph_at(_VIRTUAL_FILE), where, files={_VIRTUAL_FILE: buffer})
+        offsets, size = _laid_out(place for _, place in places)
+        buffer = np.empty(size, np.uint8)
+        _write(artifact, offsets, buffer)
+        model = _referring(graph, places, offsets, _VIRTUAL_FILE)
+        yield Weights(model, f"in memory, because {reason}", files={_VIRTUAL_FILE: buffer})
 
 
-def _values(artifact: Artifact, tensors: GatheredTensors, key: str, store: WeightStore) -> dict[str, Array]:
-    """Return the initializers in the store's memory, as views."""
-    if not tensors.given_size:
-        return {}
+def _places(artifact: Artifact, graph: ModelProto) -> Iterator[tuple[TensorProto, _Place]]:
+    """Yield the tensors that are in files; ArtifactError, before anything is allocated, if one cannot be there."""
+    rebuilt = {entry.name: 4 * math.prod(entry.shape) for entry in artifact.manifest.tensors}
+    for tensor in filter(locations, all_tensors(graph)):
+        values = {entry.key: entry.value for entry in tensor.external_data}
+        location, known = values["location"], BY_ONNX.get(tensor.data_type)
+        name = tensor.name if location == REBUILT else ""
+        held = rebuilt.get(name, 0) if name else artifact.manifest.files[location].bytes
+        try:
+            offset = int(values.get("offset", "0"))
+            nbytes = int(values.get("length", "0")) if known is None else known.numpy.itemsize * math.prod(tensor.dims)
+        except ValueError:
+            offset = nbytes = -1
+        if min(offset, nbytes, *tensor.dims) < 0 or offset + nbytes > held:
+            raise ArtifactError(
+                f"{artifact.path}: tensor {tensor.name!r} of shape {list(tensor.dims)} is no part of {location!r},"
+                f" which has {held} bytes for it; convert the checkpoint again"
+            )
+        yield tensor, _Place(location, offset, nbytes, name)
+
+
+def _laid_out(places: Iterable[_Place]) -> tuple[dict[_Place, int], int]:
+    """Return the offsets of distinct places, one after the other and aligned, in the order of their files; the size."""
+    offsets, size = dict[_Place, int](), 0
+    for place in sorted(set(places)):
+        offsets[place] = size
+        size += place.nbytes + -place.nbytes % ALIGNMENT
+    return offsets, size
+
+
+def _referring(
+    graph: ModelProto, places: Iterable[tuple[TensorProto, _Place]], offsets: Mapping[_Place, int], location: str
+) -> bytes:
+    """Return the graph with its tensors in the file ``location`` beside it.
+
+    ONNX Runtime requires this file to exist for the tensors in memory, too, but does not read them from it.
+    """
+    for tensor, place in places:
+        del tensor.external_data[:]
+        for key, value in (("location", location), ("offset", offsets.get(place, 0)), ("length", place.nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+    return graph.SerializeToString()
+
+
+def _values(artifact: Artifact, held: Collection[tuple[TensorProto, _Place]], store: WeightStore) -> dict[str, Array]:
+    """Return the initializers ``held``, in the store's memory, as views."""
+    offsets, size = _laid_out(place for _, place in held)
+    # Equal for equal bytes, whatever the artifact's name: the files' digests and the layout.
+    digests = {name: entry.sha256 for name, entry in artifact.manifest.files.items()}
+    digests[REBUILT] = hashlib.sha256(artifact.manifest.dumps()).hexdigest()
+    key = "\n".join(f"{digests[p.location]} {p.offset} {p.nbytes} {p.rebuilt} {at}" for p, at in offsets.items())
 
     def fill(memory: NDArray[np.uint8]) -> None:
-        _write(tensors.given_moves, artifact, memory)
+        _write(artifact, offsets, memory)
         artifact.verify()  # checks that the files did not change while they were read, before the copy is shared
 
-    memory = store.get(key, tensors.given_size, fill)
+    memory = store.get(key, size, fill)
     found: dict[str, Array] = {}
-    for tensor, start in tensors.given():
-        dtype, shape = BY_ONNX[tensor.data_type].numpy, tuple(tensor.dims)
-        found[tensor.name] = memory[start : start + dtype.itemsize * math.prod(shape)].view(dtype).reshape(shape)
+    for tensor, place in held:
+        start = offsets[place]
+        flat = memory[start : start + place.nbytes].view(BY_ONNX[tensor.data_type].numpy)
+        found[tensor.name] = flat.reshape(tuple(tensor.dims))
     return found
 
 
-def _write(moves: Sequence[Move], artifact: Artifact, destination: Array) -> None:
+def _write(artifact: Artifact, offsets: Mapping[_Place, int], destination: Array) -> None:
     # Opened again, so that the mappings used to rebuild the weights are dropped with it.
     reader = Artifact(artifact.path, artifact.manifest, artifact.copies)
-    for move in moves:
-        out = destination[move.target : move.target + move.nbytes]
-        if move.location == REBUILT:
-            reader.restore(move.name, out.view(np.float32).reshape(reader.shape(move.name)))
+    for (location, offset, nbytes, name), start in offsets.items():
+        out = destination[start : start + nbytes]
+        if location == REBUILT:
+            reader.restore(name, out.view(np.float32).reshape(reader.shape(name)))
         else:
-            read_segment(artifact.file(move.location), Segment(offset=move.offset, bytes=move.nbytes), out)
+            read_segment(artifact.file(location), Segment(offset=offset, bytes=nbytes), out)

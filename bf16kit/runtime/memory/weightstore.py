@@ -29,21 +29,13 @@ from bf16kit.system import controlgroup
 
 #: Writes all of the bytes it is given, and keeps no reference to them. It raises if the bytes cannot be right.
 Fill = Callable[[NDArray[np.uint8]], None]
+LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of arm64
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
-LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of arm64
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # only on Linux
 _NAME = "bf16kit-weights"  # in /proc/PID/maps
-_MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; a system may refuse memory that could be made executable (vm.memfd_noexec)
-_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 # With these seals neither size nor content can change; the last one forbids further seals, which are not needed. The
 # kernel refuses F_SEAL_WRITE while the memory is mapped for writing.
-_SEALS = {
-    "F_SEAL_SHRINK": fcntl.F_SEAL_SHRINK,
-    "F_SEAL_GROW": fcntl.F_SEAL_GROW,
-    "F_SEAL_WRITE": fcntl.F_SEAL_WRITE,
-    "F_SEAL_SEAL": fcntl.F_SEAL_SEAL,
-}
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 class WeightStore(Protocol):
@@ -91,54 +83,102 @@ class CachingWeightStore:
         return self.arrays[key, size]
 
 
+class UnfitMemory(Exception):
+    """A descriptor is not sealed memory of the expected size; the message says what is wrong."""
+
+
 def create_filled(size: int, fill: Fill) -> int:
     """Return the descriptor of new sealed memory of ``size`` bytes that ``fill`` wrote.
 
-    Raises the errors of :func:`create` and of ``fill``.
+    No process can write to it or change its size. Raises the errors of :func:`create` and of ``fill``.
     """
     descriptor = create(size)
     try:
-        mapping, memory = _map_at_large_page(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        mapping, memory = _map_shared(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
         _collapse_into_large_pages(descriptor, memory)
-        reserve(descriptor, size)
+        with _explaining_no_room(size):
+            os.posix_fallocate(descriptor, 0, size)  # all of it now, so that touching it cannot fail
         fill(memory)
         del memory
         mapping.close()  # BufferError if a view still exists
-        seal(descriptor)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
+def create(size: int) -> int:
+    """Return the descriptor of new memory of ``size`` bytes, of which none is allocated.
+
+    Raises :class:`MemoryError` when there is no room, :class:`OSError` when the system has no such memory.
+    """
+    check_room(size)
+    with _explaining_no_room(size):
+        # Refuses a size that plainly exceeds the machine's memory; later the kernel would try, and kill processes.
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+def check(descriptor: int, size: int) -> None:
+    """Raise :class:`UnfitMemory` unless ``descriptor`` is sealed memory of ``size`` bytes."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        found = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise UnfitMemory(f"it is not memory that can be sealed ({error.strerror})") from error
+    if seals & _SEALS != _SEALS:
+        raise UnfitMemory("it is not sealed")
+    if found != size:
+        raise UnfitMemory(f"it has {found} bytes, expected {size}")
+
+
 def map_read_only(descriptor: int, size: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
     """Map ``size`` bytes of sealed memory read-only; return the mapping and the array.
 
-    A view keeps the mapping alive.
+    A view keeps the mapping alive. Raises :class:`MemoryError` when there is no room in the address space.
     """
-    return _map_at_large_page(descriptor, size, mmap.PROT_READ)
+    return _map_shared(descriptor, size, mmap.PROT_READ)
 
 
-def _map_at_large_page(descriptor: int, size: int, protection: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
+def allocate_in_large_pages(size: int) -> NDArray[np.uint8]:
+    """Allocate ``size`` zero bytes that start at a large page. The rest beyond whole large pages takes small pages.
+
+    Raises :class:`MemoryError` when there is no room in the address space, or in the container.
+    """
+    check_room(size)
+    _, memory = _map_private(size, mmap.PROT_READ | mmap.PROT_WRITE)
+    _system().madvise(memory.ctypes.data, size // LARGE_PAGE * LARGE_PAGE, mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _map_private(size: int, protection: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
     """Map ``size`` bytes at the start of a large page; return the mapping and the array.
 
-    Only memory that starts at a large page can be in large pages, and Python's ``mmap`` takes no address. So this
-    reserves a little more and maps the file over a part of it; both are unmapped together.
-
-    Raises :class:`MemoryError` when there is no room in the address space.
+    Only memory that starts at a large page can be in large pages, and Python's ``mmap`` takes no address. So a little
+    more is mapped. It is private: shared memory has large pages only if the administrator allows it.
     """
-    try:
-        reserved = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=protection)
-    except OSError as error:
-        raise no_room_error(size, error) from error
-    buffer = np.frombuffer(reserved, np.uint8)
+    with _explaining_no_room(size):
+        mapping = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=protection)
+    buffer = np.frombuffer(mapping, np.uint8)
     start = -buffer.ctypes.data % LARGE_PAGE
-    address = buffer.ctypes.data + start
-    system = _system()
-    if system.mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address:
-        code = ctypes.get_errno()
-        raise no_room_error(size, OSError(code, os.strerror(code)))
-    return reserved, buffer[start : start + size]
+    return mapping, buffer[start : start + size]
+
+
+def _map_shared(descriptor: int, size: int, protection: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:
+    """Map the file over a part of private memory, at the start of a large page; both are unmapped together."""
+    mapping, memory = _map_private(size, protection)
+    address = memory.ctypes.data
+    with _explaining_no_room(size):
+        if _system().mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapping, memory
 
 
 def _collapse_into_large_pages(descriptor: int, memory: NDArray[np.uint8]) -> None:
@@ -148,9 +188,7 @@ def _collapse_into_large_pages(descriptor: int, memory: NDArray[np.uint8]) -> No
     at least six times as fast as writing them all.
     """
     large = memory.nbytes // LARGE_PAGE * LARGE_PAGE
-    if not large:
-        return
-    with contextlib.suppress(OSError):  # no room: reserve() reports that
+    with contextlib.suppress(OSError):  # no room: allocating all of it reports that
         for start in range(0, large, LARGE_PAGE):
             os.pwrite(descriptor, b"\0", start)
         _system().madvise(memory.ctypes.data, large, _MADV_COLLAPSE)
@@ -164,30 +202,6 @@ def _system() -> ctypes.CDLL:
     return library
 
 
-def allocate_in_large_pages(size: int) -> NDArray[np.uint8]:
-    """Allocate ``size`` zero bytes that start at a large page. The rest beyond whole large pages takes small pages.
-
-    Raises :class:`MemoryError` when there is no room in the address space, or in the container.
-    """
-    check_room(size)
-    try:
-        # Python's default is shared memory, which has large pages only if the administrator allows it.
-        mapping = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise no_room_error(size, error) from error
-    buffer = np.frombuffer(mapping, np.uint8)
-    start = -buffer.ctypes.data % LARGE_PAGE
-    large = size // LARGE_PAGE * LARGE_PAGE
-    if large and _ADVICE is not None:
-        with contextlib.suppress(OSError):  # a kernel built without large pages
-            mapping.madvise(_ADVICE, start, large)
-    return buffer[start : start + size]
-
-
-class UnfitMemory(Exception):
-    """A descriptor is not sealed memory of the expected size; the message says what is wrong."""
-
-
 def check_room(size: int) -> None:
     """Raise :class:`MemoryError` if the container has no room for ``size`` more bytes of weights.
 
@@ -198,74 +212,11 @@ def check_room(size: int) -> None:
         raise MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {memory}")
 
 
-def create(size: int) -> int:
-    """Return the descriptor of new zeroed memory of ``size`` bytes, to be allocated by :func:`reserve`.
-
-    Raises :class:`MemoryError` when there is no room, :class:`OSError` when the system has no such memory.
-    """
-    check_room(size)
-    try:
-        # Refuses a size that plainly exceeds the machine's memory; later the kernel would try, and kill processes.
-        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except OSError as error:
-        raise no_room_error(size, error) from error
-    descriptor = _memfd()
-    try:
-        with _explaining_no_room(size):
-            os.ftruncate(descriptor, size)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def reserve(descriptor: int, size: int) -> None:
-    """Allocate all ``size`` bytes now, so that touching them cannot fail. Raises as :func:`create` does."""
-    with _explaining_no_room(size):
-        os.posix_fallocate(descriptor, 0, size)
-
-
 @contextlib.contextmanager
 def _explaining_no_room(size: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            raise no_room_error(size, error) from error
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {error.strerror}") from error
         raise
-
-
-def no_room_error(size: int, error: OSError) -> MemoryError:
-    """Return the error to raise when ``error`` says that there is no room for ``size`` bytes."""
-    return MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {error.strerror}")
-
-
-def seal(descriptor: int) -> None:
-    """Forbid all processes, permanently, to write to the memory or change its size.
-
-    OSError while it is mapped for writing.
-    """
-    seals = 0
-    for each in _SEALS.values():
-        seals |= each
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-
-
-def check(descriptor: int, size: int) -> None:
-    """Raise :class:`UnfitMemory` unless ``descriptor`` is sealed memory of ``size`` bytes."""
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        found = os.fstat(descriptor).st_size
-    except OSError as error:
-        raise UnfitMemory(f"it is not memory that can be sealed ({error.strerror})") from error
-    missing = [name for name, bit in _SEALS.items() if not seals & bit]
-    if missing:
-        raise UnfitMemory(f"it is not sealed: {', '.join(missing)} missing")
-    if found != size:
-        raise UnfitMemory(f"it has {found} bytes, expected {size}")
-
-
-def _memfd() -> int:
-    with contextlib.suppress(OSError):  # older kernels do not know the flag
-        return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
-    return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

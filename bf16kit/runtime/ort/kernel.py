@@ -11,9 +11,9 @@ results within fp32 rounding, from weights widened at load.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +39,6 @@ _NOT_BUILT = (
     "it was not built when bf16kit was installed: there was no C++17 compiler, or it failed (pip install -v shows why)"
 )
 _REINSTALL = "install a C++17 compiler (on Debian: apt-get install g++) and install bf16kit again"
-#: The inputs, by operator and position, that the operator's kernel reads in place, without copying them.
-#: Conv is not among them: ONNX Runtime rearranges its weights when it opens a session.
-_READ_IN_PLACE = {("MatMul", 1), ("Gemm", 1), ("Gather", 0)}
-_OTHER_USE = ("", -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +65,42 @@ def kernel_for(model: Path | bytes | ModelProto) -> Kernel:
     """
     parsed = parse_graph(model)
     functions = (function.node for function in parsed.functions if function.domain != DOMAIN)
-    operators = {name for nodes in (parsed.graph.node, *functions) for name in _kernel_operators(nodes)}
+    found = (node for nodes in (parsed.graph.node, *functions) for node in all_nodes(nodes))
+    operators = {node.op_type for node in found if node.domain == DOMAIN}
     return usable_kernel(rounds=any(BF16 in name for name in operators)) if operators else NOT_NEEDED
 
 
-def read_as_stored(model: Path | bytes | ModelProto, *, kernel: bool) -> frozenset[str]:
-    """Return the initializers of the ONNX graph ``model`` that are read in place: never folded, widened or packed.
+def read_in_place(model: ModelProto, *, kernel: bool = False, products: bool = False) -> set[str]:
+    """Return the initializers of the ONNX graph ``model`` that are only read in place: never folded, widened or packed.
 
-    These are bfloat16 weights of the library's operators if the ``kernel`` runs them, and bfloat16 and float32 tables
-    of a ``Gather`` whose indices are not constant.
+    These are tables of a ``Gather`` whose indices are not constant, in bfloat16 or float32; with ``kernel``, bfloat16
+    weights of the library's operators, if it runs them; with ``products``, float32 weights of ``MatMul`` and ``Gemm``
+    in a session that packs none. ``Conv`` is not among them: its weights are rearranged when a session is opened.
     """
-    graph = parse_graph(model).graph
-    constant = constant_values(graph)
-    kernel_inputs, tables, other_inputs = set[str](), set[str](), {output.name for output in graph.output}
-    for node in all_nodes(graph.node):
+    constant = constant_values(model.graph)
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    bf16, fp32 = BY_NAME["bfloat16"].onnx, BY_NAME["float32"].onnx
+    found, others = set[str](), {output.name for output in model.graph.output}
+    for node in model.graph.node:
         for position, name in enumerate(node.input):
-            is_table = (node.domain, node.op_type, position) == ("", "Gather", 0) and node.input[1] not in constant
-            (kernel_inputs if node.domain == DOMAIN else tables if is_table else other_inputs).add(name)
-    if not kernel:
-        other_inputs |= kernel_inputs
-    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    bf16 = {name for name in kernel_inputs | tables if types.get(name) == BY_NAME["bfloat16"].onnx}
-    fp32 = {name for name in tables - kernel_inputs if types.get(name) == BY_NAME["float32"].onnx}
-    return frozenset((bf16 | fp32) - other_inputs)
+            dtype, reader = types.get(name), (node.op_type, position)
+            if node.domain == DOMAIN:
+                in_place = kernel and dtype == bf16
+            elif reader == ("Gather", 0):
+                in_place = dtype in (bf16, fp32) and node.input[1] not in constant
+            else:
+                in_place = products and dtype == fp32 and reader in (("MatMul", 1), ("Gemm", 1))
+            (found if in_place and node.domain in ("", "ai.onnx", DOMAIN) else others).add(name)
+        others.update(_read_inside(node))
+    return found - others
+
+
+def _read_inside(node: NodeProto) -> Iterator[str]:
+    """Yield the names that the subgraphs of ``node`` read or give as outputs."""
+    for graph in _subgraphs(node):
+        yield from (output.name for output in graph.output)
+        for inner in graph.node:
+            yield from (*inner.input, *_read_inside(inner))
 
 
 def constant_values(graph: GraphProto) -> set[str]:
@@ -109,9 +118,13 @@ def usable_kernel(*, rounds: bool = False) -> Kernel:
     Raises :class:`ConfigError` as :func:`configured_kernel` does.
     """
     kernel = configured_kernel(rounds=rounds)
-    error = _registration_error() if kernel.path else ""
-    if error:
-        return _no_kernel(f"this ONNX Runtime and its library do not fit ({error})", f"install {_ONNXRUNTIME}")
+    if kernel.path:
+        from bf16kit.runtime.ort.session import ort
+
+        try:  # the library checks the runtime's version and the result of a first call to it
+            ort.SessionOptions().register_custom_ops_library(str(LIBRARY))
+        except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no other base
+            return _no_kernel(f"this ONNX Runtime and its library do not fit ({error})", f"install {_ONNXRUNTIME}")
     return kernel
 
 
@@ -162,20 +175,6 @@ def _no_kernel(reason: str, remedy: str) -> Kernel:
     return Kernel("", f"no CPU kernel, because {reason}", f"{_COST}; {remedy}")
 
 
-def _registration_error() -> str:
-    """Return why ONNX Runtime cannot register the library, "" when it can.
-
-    The library checks the runtime's version and the result of a first call to it.
-    """
-    from bf16kit.runtime.ort.quietort import ort
-
-    try:
-        ort.SessionOptions().register_custom_ops_library(str(LIBRARY))
-    except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no other base
-        return str(error)
-    return ""
-
-
 def parse_graph(model: Path | bytes | ModelProto) -> ModelProto:
     """Parse the graph without its external data, unless the caller has.
 
@@ -184,51 +183,21 @@ def parse_graph(model: Path | bytes | ModelProto) -> ModelProto:
     import onnx
     from google.protobuf.message import DecodeError
 
-    try:
-        if isinstance(model, onnx.ModelProto):
-            return model
-        if isinstance(model, Path):
-            return onnx.load(model, format="protobuf", load_external_data=False)
-        return onnx.load_model_from_string(model, format="protobuf")
-    except (OSError, DecodeError):
-        return onnx.ModelProto()
-
-
-def _kernel_operators(nodes: Iterable[NodeProto]) -> Iterator[str]:
-    """Yield the library's operators among ``nodes`` and in their subgraphs."""
-    return (node.op_type for node in all_nodes(nodes) if node.domain == DOMAIN)
+    if isinstance(model, onnx.ModelProto):
+        return model
+    with contextlib.suppress(OSError, DecodeError):
+        return onnx.load_model_from_string(model if isinstance(model, bytes) else model.read_bytes())
+    return onnx.ModelProto()
 
 
 def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     """Yield ``nodes`` and the nodes of their subgraphs."""
     for node in nodes:
         yield node
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                yield from all_nodes(inner.node)
+        for graph in _subgraphs(node):
+            yield from all_nodes(graph.node)
 
 
-def read_in_place(path: Path) -> frozenset[str]:
-    """Return the fp32 initializers of the graph in ``path`` that are read only as :data:`_READ_IN_PLACE` allows."""
-    model = parse_graph(path)
-    uses = defaultdict[str, set[tuple[str, int]]](set)
-    for name, operator, position in _uses(model.graph, main=True):
-        uses[name].add((operator, position))
-    fp32 = [tensor.name for tensor in model.graph.initializer if tensor.data_type == BY_NAME["float32"].onnx]
-    return frozenset(name for name in fp32 if uses[name] and uses[name] <= _READ_IN_PLACE)
-
-
-def _uses(graph: GraphProto, *, main: bool) -> Iterator[tuple[str, str, int]]:
-    """Yield each name that ``graph`` reads, with operator and input position.
-
-    Reads in subgraphs or by other domains, and graph outputs, are yielded as :data:`_OTHER_USE`.
-    """
-    for output in graph.output:
-        yield output.name, *_OTHER_USE
-    for node in graph.node:
-        known = main and node.domain in ("", "ai.onnx")
-        for position, name in enumerate(node.input):
-            yield (name, node.op_type, position) if known else (name, *_OTHER_USE)
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _uses(inner, main=False)
+def _subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    for attribute in node.attribute:
+        yield from (attribute.g, *attribute.graphs)

@@ -10,19 +10,19 @@ from typing import Any
 from bf16kit.messages.errors import InputRefused, RuntimeFailure
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Array, RuntimeInfo, RuntimeProperties
+from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.ort.kernel import NOT_NEEDED, Kernel, kernel_for
 from bf16kit.runtime.ort.session import Session, open_session, run_options_with_timeout, run_with_values
 from bf16kit.runtime.probe import probe_onnx
 
 
-class OnnxRuntime(RuntimeProperties):
+class OnnxRuntime:
     """One ONNX graph, loaded: a :class:`bf16kit.runtime.Runtime`.
 
     ``profile`` and ``precision`` are reported in :class:`RuntimeInfo`; the accumulation is probed on ``device``, with
     the CPU kernel if the graph uses it; ``kernel`` says whether, for a graph that has been parsed already. ``name`` is
-    the name of a graph given as bytes in messages. For the other arguments and the errors see
+    the name of a graph given as bytes in messages. For the other ``options`` and the errors see
     :func:`bf16kit.runtime.ort.session.open_session`. Also raises :class:`ConfigError` when the environment asks for a
     kernel path that cannot be used.
     """
@@ -36,52 +36,25 @@ class OnnxRuntime(RuntimeProperties):
         device: str = CPU,
         profile: str = "cpu",
         precision: str = "bf16-weights",
-        threads: int | None = None,
-        spin: bool = False,
-        external: Mapping[str, Array] | None = None,
-        files: Mapping[str, Array] | None = None,
-        values: Mapping[str, Array] | None = None,
-        base_dir: Path | None = None,
         note: str = "",
-        pack: bool = True,
-        arena: bool = False,
         name: str = "",
         kernel: Kernel | None = None,
+        **options: Any,
     ) -> None:
         device = canonical(device)
         name = name or (model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes")
         # Only if the graph has nodes of the kernel: the reference must run on ONNX Runtime alone.
         if kernel is None:
             kernel = kernel_for(model) if device == CPU else NOT_NEEDED
-        session = open_session(
-            model,
-            device=device,
-            threads=threads,
-            spin=spin,
-            external=external,
-            files=files,
-            values=values,
-            base_dir=base_dir,
-            library=kernel.library,
-            pack=pack,
-            arena=arena,
-            name=name,
-        )
-        self._inputs = tuple(inputs)
-        self._outputs = tuple(outputs)
-        _check_edges(name, session, self._inputs, self._outputs)
+        session = open_session(model, device=device, library=kernel.library, name=name, **options)
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        _check_edges(name, session, self.inputs, self.outputs)
         self._output_names = [spec.name for spec in outputs]
         self._has_bf16_edges = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
         accumulation = probe_onnx(device, precision, kernel.library)
-        self._info = RuntimeInfo(
-            "onnxruntime",
-            device,
-            profile,
-            precision,
-            accumulation,
-            note or kernel.note,
-            kernel.path,
-            kernel.advice,
+        note = note or kernel.note
+        self.info = RuntimeInfo(
+            "onnxruntime", device, profile, precision, accumulation, note, kernel.path, kernel.advice
         )
         self._session: Session | None = session
 
@@ -140,19 +113,13 @@ def _check_edges(graph: str, session: Session, inputs: Sequence[TensorSpec], out
     Shapes are not compared: every run checks them, the graph's own may be wrong, and not every caller declares them.
     """
     for what, specs, found in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
-        declared, real = sorted(s.name for s in specs), sorted(f.name for f in found)
+        declared = {spec.name: f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)})" for spec in specs}
+        real = {edge.name: edge.type for edge in found}
         if declared != real:
             raise RuntimeFailure(
                 f"{graph}: the graph's {what}s are {_listed(real)}, but {_listed(declared)} are declared"
             )
-        edges = {edge.name: edge for edge in found}
-        for spec in specs:
-            edge, expected = edges[spec.name], f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)})"
-            if edge.type != expected:
-                raise RuntimeFailure(
-                    f"{graph}: the graph's {what} {spec.name!r} is {edge.type}, but {expected} is declared"
-                )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"
+def _listed(edges: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in sorted(edges.items())) or "none"

@@ -9,7 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,10 +25,15 @@ from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime import Array
-from bf16kit.runtime.deadlines import DEADLINES
-from bf16kit.runtime.device import CPU, available_cpus, cuda_index
-from bf16kit.runtime.ort.quietort import ort
+from bf16kit.runtime.device import CPU, available_cpus
 from bf16kit.system.versions import is_older
+
+# Builds from 1.31 on write a device id and a database of events under ~/.cache on import, unless the environment
+# forbids it. To allow it, set ORT_DISABLE_TELEMETRY=0. The whole project imports ONNX Runtime from here.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+import onnxruntime as ort
+
+__all__ = ["ort"]
 
 Session: TypeAlias = Any  # onnxruntime.InferenceSession: the package has no types
 
@@ -56,7 +65,6 @@ def open_session(
     *,
     device: str = CPU,
     threads: int | None = None,
-    spin: bool = False,
     external: Mapping[str, NDArray[Any]] | None = None,
     files: Mapping[str, NDArray[Any]] | None = None,
     values: Mapping[str, NDArray[Any]] | None = None,
@@ -70,7 +78,6 @@ def open_session(
     """Open a session for ``model`` on the canonical ``device``.
 
     * ``threads``: how many threads work on one run, including the caller's; None is one per available CPU.
-    * ``spin``: these threads busy-wait between operators.
     * ``external``: arrays for initializers whose external data file does not exist. ONNX Runtime copies them.
     * ``files``: the bytes of external data files that do not exist, for a model given as bytes. It copies them, too.
     * ``values``: initializers that the session reads in place and keeps alive. The file that the graph names for them
@@ -84,7 +91,7 @@ def open_session(
 
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """
-    options = _options(threads, spin, optimise, pack)
+    options = _options(threads, optimise, pack)
     if device == CPU:
         # An arena never shrinks: one unusual request would hold its memory forever. A memory pattern, which puts a
         # run's tensors into one block, is kept for each shape ever seen. malloc returns memory, and its cost is
@@ -123,6 +130,55 @@ def has_cuda() -> bool:
     return _CUDA_PROVIDER in ort.get_available_providers()
 
 
+class Deadlines:
+    """Calls back when a run takes too long; thread-safe.
+
+    One thread, which starts with the first run and stays, watches all: a thread per run would cost more than a small
+    run takes. Few runs are active at a time, and most end long before their deadline. So the thread looks for the
+    earliest when it wakes, and a run wakes it only if its deadline is earlier than the one that the thread waits for.
+    """
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        self._waiting: dict[object, tuple[float, Callable[[], None]]] = {}
+        self._wakes_at = -math.inf  # when the thread wakes; -inf while it is about to look
+        self._running = False
+
+    @contextlib.contextmanager
+    def after(self, seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
+        """Call ``on_expiry``, on the thread, unless the block ends within ``seconds``; it must neither block nor raise.
+
+        It may still be called while the block ends. Raises RuntimeError when the system cannot start another thread.
+        """
+        run, at = object(), time.monotonic() + seconds
+        with self._wake:
+            if not self._running:
+                threading.Thread(target=self._watch, name="deadlines", daemon=True).start()
+                self._running = True
+            elif at < self._wakes_at:
+                self._wake.notify()
+            self._waiting[run] = at, on_expiry
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._waiting.pop(run, None)
+
+    def _watch(self) -> None:
+        while True:
+            with self._wake:
+                now = time.monotonic()
+                late = [self._waiting.pop(run)[1] for run, (at, _) in list(self._waiting.items()) if at <= now]
+                self._wakes_at = min((at for at, _ in self._waiting.values()), default=math.inf)
+                if not late:
+                    self._wake.wait(min(self._wakes_at - now, threading.TIMEOUT_MAX))
+            for on_expiry in late:
+                on_expiry()
+
+
+_DEADLINES = Deadlines()  # one per process: a caller never has to see the deadlines of others
+
+
 @contextlib.contextmanager
 def run_options_with_timeout(seconds: float) -> Iterator[Any]:
     """Yield run options that make ONNX Runtime abort the run, between two nodes, after ``seconds``.
@@ -131,7 +187,7 @@ def run_options_with_timeout(seconds: float) -> Iterator[Any]:
     """
     options = ort.RunOptions()
     options.log_severity_level = _FATAL
-    with DEADLINES.after(seconds, lambda: setattr(options, "terminate", True)):
+    with _DEADLINES.after(seconds, lambda: setattr(options, "terminate", True)):
         yield options
 
 
@@ -144,7 +200,7 @@ def as_runtime_failure(what: str) -> Iterator[None]:
         raise RuntimeFailure(f"{what}: {brief(error)}") from error
 
 
-def _options(threads: int | None, spin: bool, optimise: bool, pack: bool) -> Any:
+def _options(threads: int | None, optimise: bool, pack: bool) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = _FATAL
     if not optimise:
@@ -157,15 +213,14 @@ def _options(threads: int | None, spin: bool, optimise: bool, pack: bool) -> Any
     # Busy-waiting is faster for a single client, but takes the CPU from all others: from a second session, and from the
     # server's own threads. session.force_spinning_stop, which stops it at the end of a run, does not help with that
     # (docs/decisions/0037-threads-sleep-between-operators.md).
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # Arm: by default fp32 would be multiplied in bf16.
     options.add_session_config_entry("mlas.enable_gemm_fastmath_arm64_bfloat16", "0")
     return options
 
 
 def _providers(device: str) -> list[Any]:
-    index = cuda_index(device)
-    if index is None:
+    if device == CPU:
         return [_CPU_PROVIDER]
     if not has_cuda():
         raise DeviceUnavailable(
@@ -175,7 +230,7 @@ def _providers(device: str) -> list[Any]:
     # Finds CUDA's libraries in the nvidia-* wheels. It prints what is missing; loading the session reports that, too.
     with contextlib.redirect_stdout(io.StringIO()):
         ort.preload_dlls()
-    return [(_CUDA_PROVIDER, {"device_id": str(index), **_CUDA_OPTIONS}), _CPU_PROVIDER]
+    return [(_CUDA_PROVIDER, {"device_id": device.removeprefix("cuda:"), **_CUDA_OPTIONS}), _CPU_PROVIDER]
 
 
 def run_with_values(

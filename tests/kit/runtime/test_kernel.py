@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import _ctypes
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from onnx import ModelProto, helper
 import graphs
 from bf16kit.messages.errors import ConfigError
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.ort import kernel, quietort
+from bf16kit.runtime.ort import kernel, session
 from bf16kit.runtime.ort.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, kernel_for, usable_kernel
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 
@@ -24,16 +22,15 @@ MODEL = products.product(graphs.values(64, 40))
 SPECS = (TensorSpec("x", "float32", ("rows", 64)),), (TensorSpec("y", "float32", ("rows", 40)),)
 
 
+def runtime(model: ModelProto = MODEL, **options: Any) -> OnnxRuntime:
+    return OnnxRuntime(model.SerializeToString(), *SPECS, threads=1, **options)
+
+
 def in_a_branch(model: ModelProto) -> ModelProto:
     """Return a graph with the same product in both branches of an If, and none in the main graph."""
     branch = helper.make_graph(list(model.graph.node), "branch", [], list(model.graph.output))
     node = helper.make_node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)
     return graphs.model([node], [graphs.edge("x"), graphs.edge("flag", [], 9)], list(model.graph.output))
-
-
-@pytest.fixture(autouse=True)
-def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 @built
@@ -53,6 +50,9 @@ def test_the_path_that_the_variable_names_runs(path: str, monkeypatch: pytest.Mo
     except ConfigError as error:
         pytest.skip(str(error))  # the next test covers this error
     assert found == Kernel(path)
+    info = runtime().info
+    runs = "avx512f" if path == "avx512_bf16" else path  # no node of this graph uses instructions for bf16
+    assert (info.kernel, info.accumulation, info.note, info.advice) == (runs, "fp32", "", "")
 
 
 @built
@@ -68,7 +68,8 @@ def test_a_named_path_that_this_processor_cannot_run_is_an_error(
 
 @built
 def test_an_opt_in_path_runs_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usable_kernel().path not in kernel.OPT_IN
+    monkeypatch.setenv(VARIABLE, "")  # as if unset
+    assert usable_kernel().path in PATHS
     monkeypatch.setenv(VARIABLE, "amx")
     if {"amx_tile", "amx_bf16"} <= set(Path("/proc/cpuinfo").read_text().split()):
         assert usable_kernel() == Kernel("amx")
@@ -87,45 +88,33 @@ def test_an_unknown_path_is_an_error_that_lists_the_valid_ones(is_built: bool, m
         usable_kernel()
 
 
-@built
-def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = usable_kernel()
-    monkeypatch.setenv(VARIABLE, "")
-    assert usable_kernel() == chosen
-    assert chosen.path in PATHS
-
-
 def test_off_disables_the_kernel_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "off")
-    found = usable_kernel()
-    assert (found.path, found.library) == ("", None)
-    assert found.note == f"no CPU kernel, because it is switched off by {VARIABLE}=off"
-    assert "twice the memory" in found.advice
-    assert f"unset {VARIABLE}" in found.advice
+    loaded = runtime()
+    assert (loaded.info.kernel, loaded.info.accumulation, usable_kernel().library) == ("", "fp32", None)
+    assert loaded.info.note == f"no CPU kernel, because it is switched off by {VARIABLE}=off"
+    assert "twice the memory" in loaded.info.advice
+    assert f"unset {VARIABLE}" in loaded.info.advice
+    assert loaded.run({"x": graphs.values(3, 64)})["y"].shape == (3, 40)
 
 
-def test_the_advice_for_a_kernel_that_was_not_built_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("library", "note", "advice"),
+    [
+        (None, "no C++17 compiler, or it failed (pip install -v shows why)", "install bf16kit again"),
+        (b"\x7fELF and no more", "its library cannot be loaded", "install a C++17 compiler"),
+        (Path(_ctypes.__file__), "bf16kit_kernel_path", "install bf16kit again"),
+    ],
+    ids=["not built", "damaged", "another library"],
+)
+def test_the_advice_for_a_library_that_cannot_be_used_says_what_to_install(
+    library: bytes | Path | None, note: str, advice: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_bf16kernel.so")
+    if isinstance(library, bytes):
+        (tmp_path / "_bf16kernel.so").write_bytes(library)
+    monkeypatch.setattr(kernel, "LIBRARY", library if isinstance(library, Path) else tmp_path / "_bf16kernel.so")
     found = usable_kernel()
-    assert found.path == ""
-    assert "was not built" in found.note
-    assert "no C++17 compiler, or it failed (pip install -v shows why)" in found.note
-    assert "C++17 compiler" in found.advice
-    assert "install bf16kit again" in found.advice
-
-
-def test_a_damaged_library_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    damaged = tmp_path / "_bf16kernel.so"
-    damaged.write_bytes(b"\x7fELF and no more")
-    monkeypatch.setattr(kernel, "LIBRARY", damaged)
-    assert (usable_kernel().path, "cannot be loaded" in usable_kernel().note) == ("", True)
-
-
-def test_a_library_without_the_kernels_functions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "LIBRARY", Path(_ctypes.__file__))
-    assert (usable_kernel().path, "bf16kit_kernel_path" in usable_kernel().note) == ("", True)
+    assert (found.path, note in found.note, advice in found.advice) == ("", True, True), found
 
 
 @built
@@ -135,7 +124,7 @@ def test_an_error_of_onnx_runtime_or_the_library_is_quoted(monkeypatch: pytest.M
             assert path == str(kernel.LIBRARY)
             raise RuntimeError("ONNX Runtime 2.0.0 is not a release this kernel knows")
 
-    monkeypatch.setattr(quietort.ort, "SessionOptions", Refusing)
+    monkeypatch.setattr(session.ort, "SessionOptions", Refusing)
     found = usable_kernel()
     assert found.path == ""
     assert "ONNX Runtime 2.0.0 is not a release this kernel knows" in found.note
@@ -160,42 +149,8 @@ def test_a_graph_with_our_nodes_at_any_level_needs_the_kernel(model: ModelProto,
     assert kernel_for(path) == kernel_for(path.read_bytes()) == usable_kernel() != NOT_NEEDED
 
 
-def test_importing_the_module_imports_no_heavy_package() -> None:
-    program = "import sys, bf16kit.runtime.ort.kernel\nassert not {'onnx', 'onnxruntime'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-# --- what a runtime reports -------------------------------------------------------------------------------------------
-
-
-def runtime(model: ModelProto = MODEL, **options: Any) -> OnnxRuntime:
-    return OnnxRuntime(model.SerializeToString(), *SPECS, threads=1, **options)
-
-
-@built
-@pytest.mark.parametrize("path", PATHS)
-def test_a_runtime_reports_the_path_that_runs_and_its_accumulation(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, path)
-    try:
-        info = runtime().info
-    except ConfigError as error:
-        pytest.skip(str(error))
-    runs = "avx512f" if path == "avx512_bf16" else path  # no node of this graph uses instructions for bf16
-    assert (info.kernel, info.accumulation, info.note, info.advice) == (runs, "fp32", "", "")
-
-
-def test_without_the_kernel_the_same_graph_runs_and_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "off")
-    loaded = runtime()
-    assert (loaded.info.kernel, loaded.info.accumulation) == ("", "fp32")
-    assert "switched off" in loaded.info.note
-    assert "unset" in loaded.info.advice
-    assert loaded.run({"x": graphs.values(3, 64)})["y"].shape == (3, 40)
-
-
 def test_a_graph_that_needs_no_kernel_reports_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main case is the reference, which uses ONNX Runtime alone."""
     monkeypatch.setenv(VARIABLE, "off")
-    model = graphs.mlp((64, 40))
-    info = runtime(model, precision="fp32").info
+    info = runtime(graphs.mlp((64, 40)), precision="fp32").info
     assert (info.kernel, info.note, info.advice) == ("", "", "")

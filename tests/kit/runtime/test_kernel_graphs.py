@@ -1,39 +1,37 @@
-"""``bf16kit::MatMul`` in real sessions: its results, and which results must be bit-identical."""
+"""``bf16kit::MatMul`` and ``MatMulBf16…`` in real sessions: their results, and which results must be bit-identical.
+
+kernels/tests checks random products, activations and orders of sums on every path; here they run in ONNX Runtime.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+import ml_dtypes
 import numpy as np
-import products
 import pytest
-from kernelpaths import use
+from kernelpaths import exact_paths, use
 from mapped import mapped_kb
-from numpy.typing import NDArray
 from onnx import TensorProto, helper
-from products import ACTIVATIONS, LAYOUTS, product, run, session
+from products import ACTIVATIONS, LAYOUTS, Array, exact, product, run, session
 
 import graphs
 from bf16kit.runtime.ort import kernel
 from bf16kit.runtime.ort.session import open_session
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-Array = NDArray[Any]
-K, N = 300, 72  # neither is a multiple of a panel, a chain of sums, or a vector of 16
+K, N = 301, 72  # K is odd; neither is a multiple of a panel, a chain of sums, or a vector of 16
 
 
-@pytest.fixture(autouse=True)
-def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(kernel.VARIABLE, raising=False)
+def rounded(x: Array) -> Array:
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def bound(x: Array, weight: Array) -> Array:
     """Return (128 + K/128)·2⁻²⁴ of Σ|x||w| for each element of the product: the bound for this order of sums."""
     additions = min(len(weight), 128) + -(-len(weight) // 128)
-    return np.asarray(
-        1.0001 * additions * 2.0**-24 * (np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64))
-    )
+    sums = np.abs(x).astype(np.float64) @ np.abs(rounded(weight)).astype(np.float64)
+    return np.asarray(1.0001 * additions * 2.0**-24 * sums + 1e-6)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -45,10 +43,16 @@ def bound(x: Array, weight: Array) -> Array:
 def test_products_with_bf16_weights_are_within_the_error_bound(
     path: str, layout: str, k: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(path, monkeypatch)
+    """Where activations are rounded too, the sums are still those of fp32."""
     weight, bias, x = graphs.values(k, n), graphs.values(n, seed=1), graphs.values(9, k, seed=2, scale=k**0.5)
-    found = run(product(weight, bias, layout=layout), x)
-    assert np.all(np.abs(found - products.exact(x, weight, bias)) <= bound(x, weight) + 1e-6)
+    use(path, monkeypatch, rounds=True)
+    found = run(product(weight, bias, layout=layout, operator="MatMulBf16"), x)
+    off = np.abs(found - exact(rounded(x), weight, bias))
+    assert np.all(off <= bound(rounded(x), weight) + 2.0**-23 * np.abs(found))
+    if k > 100:
+        assert np.abs(found - exact(x, weight, bias)).max() > 100 * off.max(), "nothing was rounded"
+    use(path, monkeypatch)
+    assert np.all(np.abs(run(product(weight, bias, layout=layout), x) - exact(x, weight, bias)) <= bound(x, weight))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -60,26 +64,18 @@ def test_the_onnx_function_gives_the_same_result_without_the_library(
     weight, bias = graphs.values(K, N), graphs.values(N, seed=1) if has_bias else None
     model = product(weight, bias, layout=layout, activation=activation)
     x = graphs.values(5, K, seed=2, scale=3)
-    exact = products.exact(x, weight, bias, activation)
     for library in (kernel.LIBRARY, None):
-        np.testing.assert_allclose(run(model, x, library=library), exact, rtol=2e-5, atol=2e-5)
+        found = run(model, x, library=library)
+        np.testing.assert_allclose(found, exact(x, weight, bias, activation), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("shape", [(K,), (1, K), (2, 3, K), (2, 1, 4, K)], ids=len)
-def test_leading_dimensions_are_rows(shape: tuple[int, ...]) -> None:
-    weight = graphs.values(K, N)
-    x = graphs.values(*shape[:-1], K, seed=2) if len(shape) > 1 else graphs.values(1, K, seed=2)[0]
-    found = run(product(weight, x=shape), x)
-    assert found.shape == (*shape[:-1], N)
-    assert np.all(np.abs(found - products.exact(x, weight)) <= bound(x, weight))
-
-
-@pytest.mark.parametrize("shape", [(0, K), (2, 0, K)], ids=str)
+@pytest.mark.parametrize("shape", [(K,), (1, K), (2, 3, K), (2, 1, 4, K), (0, K), (2, 0, K)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_rows_give_no_rows(shape: tuple[int, ...], layout: str) -> None:
-    names = ["a", "b"][: len(shape) - 1]
-    found = run(product(graphs.values(K, N), layout=layout, x=[*names, K]), np.empty(shape, np.float32))
+def test_leading_dimensions_are_rows(shape: tuple[int, ...], layout: str) -> None:
+    weight, x = graphs.values(K, N), graphs.values(4, 3, 2, K, seed=2).reshape(-1)[: np.prod(shape)].reshape(shape)
+    found = run(product(weight, layout=layout, x=[*"abc"[: len(shape) - 1], K]), x)
     assert found.shape == (*shape[:-1], N)
+    assert np.all(np.abs(found - exact(x, weight)) <= bound(x, weight))
 
 
 @pytest.mark.parametrize("path", kernel.PATHS)
@@ -106,32 +102,22 @@ def test_infinity_times_a_zero_weight_is_nan_as_ieee_says() -> None:
     assert np.array_equal(run(product(weight), np.full((1, K), 3e38, np.float32)), np.zeros((1, N), np.float32))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_of_values_that_are_not_finite_equal_those_of_onnx(activation: str) -> None:
-    values = np.array([np.inf, -np.inf, np.nan, 0.0, 3e38, -3e38], np.float32)
-    model = product(np.zeros((K, len(values)), np.float32), values, activation=activation)
-    x = np.zeros((1, K), np.float32)
-    np.testing.assert_array_equal(run(model, x), run(model, x, library=None))
+def test_subnormals_are_zero_where_activations_are_rounded() -> None:
+    weight, x = np.ones((2, 32), np.float32), np.array([[1e-39, 1e-39]], np.float32)
+    assert np.all(run(product(weight, operator="MatMulBf16"), x) == 0)
+    assert np.all(run(product(weight), x) == np.float32(1e-39) + np.float32(1e-39))
 
 
 def test_weights_are_read_in_place_from_the_mapped_file(tmp_path: Path) -> None:
     """There is no second copy: the pages remain those of the file, shared by all processes that map it."""
     width = 1024  # 2 MiB of bf16
-    weight = graphs.values(width, width)
-    path = graphs.save_external(product(weight), tmp_path / "cpu.onnx", {TensorProto.BFLOAT16: "weights.bf16"})
+    model = product(graphs.values(width, width))
+    path = graphs.save_external(model, tmp_path / "cpu.onnx", {TensorProto.BFLOAT16: "weights.bf16"})
     opened = open_session(path, threads=1, library=kernel.LIBRARY)
     opened.run(["y"], {"x": graphs.values(1, width)})
     mapped = mapped_kb("weights.bf16")
     assert mapped["Rss"] >= 2048 - 8
     assert mapped["Anonymous"] == 0
-
-
-def test_an_empty_name_for_the_bias_means_no_bias() -> None:
-    weight, x = graphs.values(K, N), graphs.values(2, K, seed=2)
-    model = product(weight, function=False)
-    expected = run(model, x)
-    model.graph.node[0].input.append("")
-    assert np.array_equal(run(model, x), expected)
 
 
 def test_two_products_in_one_graph_keep_their_own_weights() -> None:
@@ -140,14 +126,14 @@ def test_two_products_in_one_graph_keep_their_own_weights() -> None:
     tensor = other.graph.initializer[0]
     tensor.name = "w2"
     model.graph.node[0].output[0] = "hidden"
-    node = helper.make_node("MatMul", ["hidden", "w2"], ["y"], domain="bf16kit")
+    node = helper.make_node("MatMul", ["hidden", "w2", ""], ["y"], domain="bf16kit")  # no bias
     node.attribute.extend(other.graph.node[0].attribute)
     model.graph.node.append(node)
     model.graph.initializer.append(tensor)
     model.graph.output[0].CopyFrom(other.graph.output[0])
     x = graphs.values(3, K, seed=2)
-    hidden = products.exact(x, first, activation="relu")
-    np.testing.assert_allclose(run(model, x, threads=2), products.exact(hidden, second), rtol=1e-4, atol=1e-5)
+    hidden = exact(x, first, activation="relu")
+    np.testing.assert_allclose(run(model, x, threads=2), exact(hidden, second), rtol=1e-4, atol=1e-5)
 
 
 # --- which results are bit-identical ----------------------------------------------------------------------------------
@@ -178,11 +164,17 @@ def test_a_row_gives_the_same_bits_in_any_batch(path: str, layout: str, monkeypa
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_avx2_and_avx512_give_the_same_bits(layout: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs do not change on another processor."""
-    model = product(graphs.values(K, N), graphs.values(N), layout=layout, activation=activation)
-    x = graphs.values(50, K, seed=2, scale=5)
-    use("avx2", monkeypatch)
-    narrow = run(model, x)
-    use("avx512f", monkeypatch)
-    assert np.array_equal(run(model, x), narrow)
+def test_the_operator_and_not_the_processor_decides_the_arithmetic(
+    layout: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs do not change on another processor, with instructions for bf16 or without."""
+    x, answers = graphs.values(50, K, seed=2, scale=5), {}
+    for operator, rounds in (("MatMul", False), ("MatMulBf16", True)):
+        weight, bias = graphs.values(K, N), graphs.values(N)
+        model = product(weight, bias, layout=layout, activation=activation, operator=operator)
+        answers[operator] = run(model, x)
+        for path in exact_paths(monkeypatch, rounds=rounds):
+            use(path, monkeypatch, rounds=rounds)
+            assert np.array_equal(run(model, x), answers[operator])
+        monkeypatch.delenv(kernel.VARIABLE)
+    assert not np.array_equal(answers["MatMul"], answers["MatMulBf16"])

@@ -16,10 +16,9 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest, ProfileEntry
 from bf16kit.messages.errors import ArtifactError, ConfigError, DeviceUnavailable
-from bf16kit.runtime.loading import choose_profile, load, load_reference
+from bf16kit.runtime.loading import choose_profiles, load, load_reference
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore
 from bf16kit.runtime.ort.session import has_cuda
-from bf16kit.system.controlgroup import find_malloc_trim
 
 WIDTH = 64
 no_cuda = pytest.mark.skipif(has_cuda() or torch.cuda.is_available(), reason="this machine may run CUDA")
@@ -48,7 +47,7 @@ def test_loading_onnx_artifacts_never_imports_torch(mlp: Artifact) -> None:
         "assert not {'torch', 'onnxruntime', 'onnx'} & sys.modules.keys()\n"
         "from bf16kit.artifact.artifact import Artifact\n"
         "artifact = Artifact.open(sys.argv[1])\n"
-        "loading.load(artifact, *loading.choose_profile(artifact, 'cpu')[:1])\n"
+        "loading.load(artifact, loading.choose_profiles(artifact, 'auto', 'cpu')[0][0])\n"
         "loading.load_reference(artifact)\n"
         "assert 'torch' not in sys.modules\n"
     )
@@ -56,39 +55,14 @@ def test_loading_onnx_artifacts_never_imports_torch(mlp: Artifact) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.skipif(find_malloc_trim() is None, reason="this C library keeps what it keeps")
-def test_memory_that_loading_took_beyond_the_model_is_given_back(mlp: Artifact) -> None:
-    """The probe multiplies matrices of one megabyte. After the load, less than that remains to be given back."""
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from bf16kit.artifact.artifact import Artifact\n"
-        "from bf16kit.system.controlgroup import release_free_memory\n"
-        "from bf16kit.runtime.loading import load\n"
-        "def resident():\n"
-        "    return 4096 * int(Path('/proc/self/statm').read_text().split()[1])\n"
-        "loaded = load(Artifact.open(sys.argv[1]), 'cpu')\n"
-        "before = resident()\n"
-        "release_free_memory()\n"
-        "print(before - resident())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(mlp.path)], stdout=subprocess.PIPE, text=True, check=True)
-    assert int(done.stdout) < 1e6
-
-
-def test_the_cpu_profile_runs_and_reports_its_precision(mlp: Artifact) -> None:
-    loaded = load(mlp, "cpu", threads=1)
+def test_the_cpu_profile_and_the_reference_run_and_report_their_precision(mlp: Artifact) -> None:
+    loaded, golden = load(mlp, "cpu", threads=1), mlp.golden()
     info = loaded.info
     assert (info.backend, info.device, info.profile) == ("onnxruntime", "cpu", "cpu")
     assert (info.precision, info.accumulation) == ("bf16-weights", "fp32")
-    golden = mlp.golden()
     found = loaded.run(golden.inputs)["y"]
     assert 0 < np.linalg.norm(found - golden.outputs["y"]) / np.linalg.norm(golden.outputs["y"]) < 1e-2
-
-
-def test_the_reference_computes_with_the_fp32_weights_of_the_checkpoint(mlp: Artifact) -> None:
-    reference = load_reference(mlp)
-    x = graphs.values(5, WIDTH, seed=3)
+    reference, x = load_reference(mlp), graphs.values(5, WIDTH, seed=3)
     first, second = (mlp.restore(name).astype(np.float64) for name in ("a", "b"))
     np.testing.assert_allclose(reference.run({"x": x})["y"], np.maximum(x @ first, 0) @ second, rtol=2e-5, atol=1e-6)
     info = reference.info
@@ -109,10 +83,10 @@ def test_a_reference_gives_the_same_outputs_from_mapped_weights_and_from_memory(
     np.testing.assert_array_equal(reference.run(golden.inputs)["y"], golden.outputs["y"])
 
 
-def test_a_low_priority_reference_gives_the_same_outputs_on_the_callers_thread(mlp: Artifact) -> None:
+def test_a_reference_on_one_thread_gives_the_same_outputs_on_the_callers(mlp: Artifact) -> None:
     """A thread pool of its own would run at normal priority, whatever the caller's priority is."""
     before = len(list(Path("/proc/self/task").iterdir()))
-    reference = load_reference(mlp, low_priority=True)
+    reference = load_reference(mlp, threads=1)
     assert len(list(Path("/proc/self/task").iterdir())) == before
     golden = mlp.golden()
     np.testing.assert_allclose(reference.run(golden.inputs)["y"], golden.outputs["y"], rtol=1e-5, atol=1e-6)
@@ -129,25 +103,16 @@ def test_references_with_one_store_share_one_copy_of_their_weights(mlp: Artifact
     assert not memory.flags.writeable
 
 
-def test_weights_of_a_damaged_artifact_are_not_put_into_the_store(tmp_path: Path) -> None:
-    artifact = Artifact.open(artifacts.write_mlp(tmp_path / "mlp" / "1").path, copies=True)
-    with (tmp_path / "mlp" / "1" / "residual.bin").open("r+b") as file:
-        file.write(b"\xff\xff")
-    store = CachingWeightStore(PRIVATE_STORE)
-    with pytest.raises(ArtifactError, match=r"residual\.bin"):
-        load_reference(artifact, weights=store)
-    assert store.arrays == {}
-
-
-def test_loading_the_reference_of_an_artifact_without_one_fails(mlp: Artifact) -> None:
+def test_what_an_artifact_does_not_have_is_named_in_the_error(mlp: Artifact) -> None:
     bare = Artifact(mlp.path, mlp.manifest.model_copy(update={"reference": None}))
     with pytest.raises(ArtifactError, match="no fp32 reference"):
         load_reference(bare)
-
-
-def test_a_missing_profile_is_named_in_the_error(mlp: Artifact) -> None:
     with pytest.raises(ArtifactError, match="no profile 'cuda'; it has cpu"):
         load(mlp, "cuda", device="cuda:0")
+    with pytest.raises(ArtifactError, match="no profile for cuda:0: it needs cuda or torchscript or pt2, but has cpu"):
+        choose_profiles(mlp, "auto", "cuda:0")
+    with pytest.raises(ConfigError, match="unknown device 'tpu'"):
+        choose_profiles(mlp, "auto", "tpu")
 
 
 def test_a_profile_is_rejected_on_the_wrong_kind_of_device(mlp: Artifact) -> None:
@@ -160,23 +125,26 @@ def test_a_profile_is_rejected_on_the_wrong_kind_of_device(mlp: Artifact) -> Non
 
 @pytest.mark.skipif(has_cuda(), reason="the installed ONNX Runtime has CUDA")
 def test_the_error_for_cuda_without_a_cuda_build_says_what_to_install(mlp: Artifact) -> None:
-    with pytest.raises(DeviceUnavailable, match=r"install bf16kit\[gpu\]"):
-        load(with_profiles(mlp, "cuda"), "cuda", device="cuda:0")
+    cuda = with_profiles(mlp, "cuda")
+    assert choose_profiles(cuda, "cuda", "auto") == (("cuda",), "cuda:0")
+    with pytest.raises(DeviceUnavailable, match=r"no CUDA provider; install bf16kit\[gpu\]"):
+        load(cuda, "cuda", device="cuda:0")
 
 
 @pytest.mark.parametrize(
     ("profiles", "device", "expected"),
     [
-        (("cpu", "cuda", "torchscript"), "cpu", ("cpu", "cpu")),
-        (("cpu", "cuda", "torchscript"), "cuda:1", ("cuda", "cuda:1")),
-        (("cpu", "torchscript"), "cuda", ("torchscript", "cuda:0")),
-        (("torchscript",), "cpu", ("torchscript", "cpu")),
+        (("cpu", "cuda", "torchscript"), "cpu", (("cpu",), "cpu")),
+        (("cpu", "cpu-bf16", "cuda"), "cpu", (("cpu", "cpu-bf16"), "cpu")),
+        (("cpu", "cuda", "torchscript"), "cuda:1", (("cuda",), "cuda:1")),
+        (("cpu", "torchscript"), "cuda", (("torchscript",), "cuda:0")),
+        (("torchscript",), "cpu", (("torchscript",), "cpu")),
     ],
 )
 def test_the_device_decides_the_profile(
-    mlp: Artifact, profiles: tuple[str, ...], device: str, expected: tuple[str, str]
+    mlp: Artifact, profiles: tuple[str, ...], device: str, expected: tuple[tuple[str, ...], str]
 ) -> None:
-    assert choose_profile(with_profiles(mlp, *profiles), device) == expected
+    assert choose_profiles(with_profiles(mlp, *profiles), "auto", device) == expected
 
 
 @no_cuda
@@ -184,11 +152,4 @@ def test_the_device_decides_the_profile(
     ("profiles", "expected"), [(("cpu", "cuda", "torchscript"), "cpu"), (("cuda", "torchscript"), "torchscript")]
 )
 def test_auto_selects_the_cpu_if_no_cuda_device_works(mlp: Artifact, profiles: tuple[str, ...], expected: str) -> None:
-    assert choose_profile(with_profiles(mlp, *profiles), "auto") == (expected, "cpu")
-
-
-def test_an_artifact_without_a_profile_for_the_device_is_rejected(mlp: Artifact) -> None:
-    with pytest.raises(ArtifactError, match="no profile for cuda:0: it needs cuda or torchscript or pt2, but has cpu"):
-        choose_profile(mlp, "cuda:0")
-    with pytest.raises(ConfigError, match="unknown device 'tpu'"):
-        choose_profile(mlp, "tpu")
+    assert choose_profiles(with_profiles(mlp, *profiles), "auto", "auto") == ((expected,), "cpu")

@@ -16,11 +16,10 @@ from onnx import ModelProto, TensorProto, helper
 from peaks import measured_alone
 
 import graphs
-from bf16kit.messages.errors import DeviceUnavailable, InputRefused, RuntimeFailure
+from bf16kit.messages.errors import InputRefused, RuntimeFailure
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort.onnx import OnnxRuntime
-from bf16kit.runtime.ort.session import has_cuda
 
 STORED: dict[int, str] = {TensorProto.BFLOAT16: "weights.bf16", TensorProto.FLOAT: "weights.fp32"}
 
@@ -35,21 +34,8 @@ def specs(model: ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, 
     return tuple(map(spec, model.graph.input)), tuple(map(spec, model.graph.output))
 
 
-def runtime(model: ModelProto, source: Path | None = None, **options: Any) -> OnnxRuntime:
+def runtime(model: ModelProto, source: Path | bytes = b"", **options: Any) -> OnnxRuntime:
     return OnnxRuntime(source or model.SerializeToString(), *specs(model), **options)
-
-
-def mlp_by_hand(weights: dict[str, NDArray[Any]], x: NDArray[np.float32]) -> NDArray[np.float64]:
-    hidden = np.maximum(x.astype(np.float64) @ weights["w0"] + weights["b0"], 0)
-    return np.asarray(hidden @ weights["w1"] + weights["b1"])
-
-
-def test_runs_a_graph_and_names_its_outputs() -> None:
-    model = graphs.mlp()
-    x = graphs.values(3, 16, seed=9)
-    found = runtime(model).run({"x": x})
-    assert list(found) == ["y"]
-    np.testing.assert_allclose(found["y"], mlp_by_hand(graphs.weights_of(model), x), rtol=1e-4, atol=1e-6)
 
 
 def test_only_the_requested_outputs_are_given_in_the_requested_order() -> None:
@@ -67,11 +53,14 @@ def test_bf16_weights_are_widened_exactly_and_multiplied_in_fp32(tmp_path: Path)
     path = graphs.save_external(narrowed, tmp_path / "cpu.onnx", STORED)
     x = graphs.values(3, 16, seed=9)
     weights = {name: a.astype(np.float64) for name, a in graphs.weights_of(narrowed).items()}
-    loaded = runtime(narrowed, path)
-    np.testing.assert_allclose(loaded.run({"x": x})["y"], mlp_by_hand(weights, x), rtol=1e-4, atol=1e-6)
-    assert loaded.info.precision == "bf16-weights"
-    assert loaded.info.accumulation == "fp32"
-    assert (loaded.info.backend, loaded.info.device, loaded.info.profile) == ("onnxruntime", "cpu", "cpu")
+    hidden = np.maximum(x.astype(np.float64) @ weights["w0"] + weights["b0"], 0)
+    for loaded in (runtime(narrowed, path), runtime(narrowed, path.read_bytes(), base_dir=tmp_path)):
+        found = loaded.run({"x": x})
+        assert list(found) == ["y"]
+        np.testing.assert_allclose(found["y"], hidden @ weights["w1"] + weights["b1"], rtol=1e-4, atol=1e-6)
+        assert loaded.info.precision == "bf16-weights"
+        assert loaded.info.accumulation == "fp32"
+        assert (loaded.info.backend, loaded.info.device, loaded.info.profile) == ("onnxruntime", "cpu", "cpu")
 
 
 def test_an_embedding_table_is_read_from_the_mapped_file_and_never_copied(tmp_path: Path) -> None:
@@ -92,13 +81,11 @@ def test_an_embedding_table_is_read_from_the_mapped_file_and_never_copied(tmp_pa
 @pytest.mark.parametrize(
     ("model", "feeds"),
     [
-        (graphs.mlp(), {"x": graphs.values(2, 16)}),
         (graphs.embedding(), {"ids": np.array([[0, 63, 7]], np.int64)}),
         (graphs.if_branches(), {"x": graphs.values(2, 16), "flag": np.array(True)}),
-        (graphs.loop(), {"x": graphs.values(2, 16), "steps": np.array(3, np.int64)}),
         (graphs.conv_bn(), {"x": graphs.values(2, 3, 8, 8)}),
     ],
-    ids=["matmul", "gather", "if", "loop", "conv"],
+    ids=["gather", "if", "conv"],
 )
 def test_weights_from_memory_are_copied_at_load(model: ModelProto, feeds: dict[str, NDArray[Any]]) -> None:
     """The tensors of a graph without data are given as arrays, which may be changed or freed after the load."""
@@ -108,14 +95,6 @@ def test_weights_from_memory_are_copied_at_load(model: ModelProto, feeds: dict[s
     for array in external.values():
         array.fill(np.nan)
     assert np.array_equal(loaded.run(feeds)["y"], expected)
-
-
-def test_a_graph_given_as_bytes_finds_its_data_in_base_dir(tmp_path: Path) -> None:
-    narrowed = graphs.narrow(graphs.mlp())
-    path = graphs.save_external(narrowed, tmp_path / "cpu.onnx", STORED)
-    x = graphs.values(1, 16)
-    loaded = OnnxRuntime(path.read_bytes(), *specs(narrowed), base_dir=tmp_path)
-    assert np.array_equal(loaded.run({"x": x})["y"], runtime(narrowed, path).run({"x": x})["y"])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "int64", "bool", "string", "uint8", "float64"])
@@ -140,6 +119,7 @@ def test_bf16_edges_keep_every_bit_and_allow_an_empty_batch() -> None:
 def test_one_runtime_serves_many_threads() -> None:
     loaded = runtime(graphs.mlp(), threads=1)
     inputs = [graphs.values(2, 16, seed=i) for i in range(8)]
+    inputs[0].flags.writeable = False
     expected = [loaded.run({"x": x})["y"] for x in inputs]
     wrong: list[int] = []
 
@@ -155,24 +135,16 @@ def test_one_runtime_serves_many_threads() -> None:
     assert wrong == []
 
 
-def test_read_only_inputs_are_accepted() -> None:
-    x = np.frombuffer(graphs.values(1, 16).tobytes(), np.float32).reshape(1, 16)
-    assert runtime(graphs.mlp()).run({"x": x})["y"].shape == (1, 16)
-
-
-def test_a_graph_that_cannot_be_loaded_is_a_runtime_failure(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_loaded_is_a_runtime_failure(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     nodes = [helper.make_node("Cast", ["x"], ["n"], to=16), helper.make_node("Softmax", ["n"], ["s"])]
     nodes.append(helper.make_node("Cast", ["s"], ["y"], to=1))
     model = graphs.model(nodes, [graphs.edge("x", [2])], [graphs.edge("y", [2])])
     with pytest.raises(RuntimeFailure, match="NOT_IMPLEMENTED"):
         runtime(model)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_bytes_that_are_not_a_graph_are_a_runtime_failure(tmp_path: Path) -> None:
     (tmp_path / "cpu.onnx").write_bytes(b"not a graph")
     with pytest.raises(RuntimeFailure, match=r"cannot load cpu\.onnx on cpu"):
         runtime(graphs.mlp(), tmp_path / "cpu.onnx")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_index_beyond_a_table_is_reported_as_bad_input_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -204,38 +176,22 @@ def test_a_lack_of_memory_is_not_reported_as_bad_input() -> None:
     assert not isinstance(failed.value, InputRefused)
 
 
-def test_specs_that_do_not_match_the_graph_are_rejected() -> None:
-    model = graphs.mlp()
-    with pytest.raises(RuntimeFailure, match="the graph's inputs are x, but z are declared"):
-        OnnxRuntime(model.SerializeToString(), [TensorSpec("z", "float32", (1, 16))], specs(model)[1])
-
-
-@pytest.mark.parametrize(("declared", "theirs"), [("float64", "double"), ("int32", "int32")])
-def test_an_input_declared_with_another_dtype_is_rejected(declared: str, theirs: str) -> None:
-    model = graphs.mlp()
-    (input_,), outputs = specs(model)
-    with pytest.raises(RuntimeFailure, match=rf"input 'x' is tensor\(float\), but tensor\({theirs}\) is declared"):
-        OnnxRuntime(model.SerializeToString(), [TensorSpec("x", declared, input_.shape)], outputs)
-
-
-def test_an_output_declared_with_another_dtype_is_rejected() -> None:
-    model = graphs.mlp()
-    inputs, (output,) = specs(model)
-    with pytest.raises(RuntimeFailure, match=r"output 'y' is tensor\(float\), but tensor\(bfloat16\) is declared"):
-        OnnxRuntime(model.SerializeToString(), inputs, [TensorSpec("y", "bfloat16", output.shape)])
-
-
-def test_running_a_closed_runtime_fails() -> None:
-    loaded = runtime(graphs.mlp())
-    loaded.close()
-    with pytest.raises(RuntimeFailure, match="closed"):
-        loaded.run({"x": graphs.values(1, 16)})
-
-
-@pytest.mark.skipif(has_cuda(), reason="the installed ONNX Runtime has CUDA")
-def test_the_error_for_cuda_without_a_cuda_build_says_what_to_install() -> None:
-    with pytest.raises(DeviceUnavailable, match=r"no CUDA provider; install bf16kit\[gpu\]"):
-        runtime(graphs.mlp(), device="cuda:0")
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ((("z", "float32"), ("y", "float32")), r"inputs are x tensor\(float\), but z tensor\(float\) are declared"),
+        ((("x", "float64"), ("y", "float32")), r"inputs are x tensor\(float\), but x tensor\(double\) are declared"),
+        (
+            (("x", "float32"), ("y", "bfloat16")),
+            r"outputs are y tensor\(float\), but y tensor\(bfloat16\)",
+        ),
+    ],
+    ids=["name", "input's dtype", "output's dtype"],
+)
+def test_specs_that_do_not_match_the_graph_are_rejected(declared: tuple[tuple[str, str], ...], said: str) -> None:
+    input_, output = (TensorSpec(name, dtype, ("n", 16)) for name, dtype in declared)
+    with pytest.raises(RuntimeFailure, match=rf"the graph's {said}"):
+        OnnxRuntime(graphs.mlp().SerializeToString(), [input_], [output])
 
 
 _LARGE_RUN = """
@@ -282,3 +238,6 @@ def test_a_run_within_its_time_limit_gives_the_same_outputs_and_errors(tmp_path:
     np.testing.assert_array_equal(loaded.run(x, seconds=60)["y"], loaded.run(x)["y"])
     with pytest.raises(RuntimeFailure, match="ONNX Runtime failed"):
         loaded.run({"x": graphs.values(2, 17)}, seconds=60)
+    loaded.close()
+    with pytest.raises(RuntimeFailure, match="closed"):
+        loaded.run(x)

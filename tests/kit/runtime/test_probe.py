@@ -49,15 +49,13 @@ def test_one_bf16_accumulator_gives_256_for_4096_ones_and_is_detected() -> None:
     assert classify(multiplying(one_by_one)) == "bf16"
 
 
-@pytest.mark.parametrize("lanes", [2, 8, 16, 32, 64])
-def test_bf16_accumulation_in_vector_lanes_is_detected(lanes: int) -> None:
+@pytest.mark.parametrize("count", [2, 8, 16, 32, 64])
+@pytest.mark.parametrize("parts", [in_lanes, in_slices])
+def test_bf16_accumulation_in_vector_lanes_or_in_slices_is_detected(
+    parts: Callable[[int], Callable[[Array], Array]], count: int
+) -> None:
     """16 lanes add 4,096 ones exactly, 256 each, so ones alone would not reveal bf16."""
-    assert classify(multiplying(in_lanes(lanes))) == "bf16"
-
-
-@pytest.mark.parametrize("slices", [2, 3, 4, 8, 16, 32])
-def test_partial_sums_in_bf16_are_detected(slices: int) -> None:
-    assert classify(multiplying(in_slices(slices))) == "bf16"
+    assert classify(multiplying(parts(count))) == "bf16"
 
 
 def test_reduced_precision_for_many_rows_only_is_detected() -> None:
@@ -80,13 +78,10 @@ def rounding(add: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return lambda x: multiplying(add)(rounded(x))
 
 
-def test_rounded_activations_with_fp32_sums_are_detected() -> None:
+def test_sums_of_rounded_activations_are_told_apart() -> None:
     assert classify_rounding(rounding(lambda terms: terms.sum(axis=0))) == "fp32"
-
-
-@pytest.mark.parametrize("add", [one_by_one, in_lanes(16), in_slices(4)])
-def test_rounded_activations_with_bf16_sums_are_detected(add: Callable[[Array], Array]) -> None:
-    assert classify_rounding(rounding(add)) == "bf16"
+    for add in (one_by_one, in_lanes(16), in_slices(4)):
+        assert classify_rounding(rounding(add)) == "bf16"
 
 
 def _cut(x: Array) -> Array:

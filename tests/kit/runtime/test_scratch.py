@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -59,25 +60,19 @@ def test_the_file_holds_what_is_written_and_stays_mapped_when_its_name_is_gone(t
     assert other[4999] == 4999 % 251
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), scratch_file(100, tmp_path):
-        raise KeyError
-    assert files(tmp_path) == []
-
-
-def test_the_next_file_removes_the_file_that_a_killed_process_left(tmp_path: Path, held: subprocess.Popen[str]) -> None:
-    held.send_signal(signal.SIGKILL)
-    held.wait()
-    assert len(files(tmp_path)) == 1
-    make(100, tmp_path)
-    assert files(tmp_path) == []
-
-
-def test_the_file_of_a_running_process_is_not_removed(tmp_path: Path, held: subprocess.Popen[str]) -> None:
+def test_the_next_file_removes_that_of_a_killed_process_but_not_of_a_running_one(
+    tmp_path: Path, held: subprocess.Popen[str]
+) -> None:
     before = files(tmp_path)
     make(100, tmp_path)
     assert files(tmp_path) == before
     assert held.poll() is None
+    held.send_signal(signal.SIGKILL)
+    held.wait()
+    assert len(files(tmp_path)) == 1
+    with pytest.raises(KeyError), scratch_file(100, tmp_path):
+        raise KeyError
+    assert files(tmp_path) == []
 
 
 def test_other_files_in_the_directory_are_not_removed(tmp_path: Path) -> None:
@@ -87,17 +82,19 @@ def test_other_files_in_the_directory_are_not_removed(tmp_path: Path) -> None:
     assert files(tmp_path) == [".bf16kit-weights-link", "mine"]
 
 
-def test_a_tmpfs_is_rejected_because_it_is_memory() -> None:
+def test_a_directory_in_memory_is_used_only_if_that_is_allowed() -> None:
     with pytest.raises(ScratchUnavailable, match="/dev/shm lies in memory"):
         make(100, Path("/dev/shm"))
+    with scratch_file(100, Path("/dev/shm"), in_memory=True) as (path, mapped):
+        assert path.parent == Path("/dev/shm")
+        assert mapped.nbytes == 100
+    assert not path.exists()
 
 
-def test_a_directory_that_cannot_hold_files_is_named_in_the_error() -> None:
+def test_a_directory_that_cannot_hold_files_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ScratchUnavailable, match=r"/proc/\d+ cannot be used"):
         make(100, Path("/proc/self"))
 
-
-def test_the_lack_of_a_temporary_directory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing() -> str:
         raise FileNotFoundError
 
@@ -118,34 +115,6 @@ def test_a_lack_of_space_is_detected_before_anything_is_written(tmp_path: Path) 
     assert files(tmp_path) == []
 
 
-def test_a_file_that_another_process_removed_as_stale_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between its creation and its lock, a file looks like one that a killed process left."""
-    make = tempfile.mkstemp
-    removed: list[str] = []
-
-    def make_and_lose(prefix: str, dir: Path) -> tuple[int, str]:
-        descriptor, name = make(prefix=prefix, dir=dir)
-        if not removed:
-            removed.append(name)
-            Path(name).unlink()
-        return descriptor, name
-
-    monkeypatch.setattr(tempfile, "mkstemp", make_and_lose)
-    with scratch_file(1 << 12, tmp_path) as (path, array):
-        assert path.exists()
-        assert str(path) not in removed
-        assert array.size == 1 << 12
-
-
-def test_a_directory_in_memory_is_used_if_in_memory_is_set() -> None:
-    with scratch_file(100, Path("/dev/shm"), in_memory=True) as (path, mapped):
-        assert path.parent == Path("/dev/shm")
-        assert mapped.nbytes == 100
-    assert not path.exists()
-
-
 @pytest.mark.parametrize("what", ["fcntl.flock", "numpy.memmap"])
 def test_a_file_that_cannot_be_locked_or_mapped_is_removed_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -160,6 +129,21 @@ def test_a_file_that_cannot_be_locked_or_mapped_is_removed_and_reported(
     assert files(tmp_path) == []
 
 
+def test_a_file_that_is_being_made_is_not_taken_for_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its creation and its lock, a file looks like one that a killed process left."""
+    lock = fcntl.flock
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        make(100, tmp_path)  # as another process would
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with scratch_file(1 << 12, tmp_path) as (path, array):
+        assert files(tmp_path) == [path.name]
+        assert array.size == 1 << 12
+
+
 @pytest.mark.parametrize(
     ("in_memory", "expected"),
     [((), "stage"), (("stage",), "system"), (("system",), "stage"), (("stage", "system"), "stage")],
@@ -168,16 +152,6 @@ def test_on_disk_prefers_a_directory_on_disk_to_one_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
-    monkeypatch.setattr(scratch, "_file_system", lambda path: "tmpfs" if path.name in in_memory else "ext4")
+    monkeypatch.setattr(scratch, "_in_memory", lambda path: path.name in in_memory)
     assert scratch.on_disk(tmp_path / "stage") == tmp_path / expected
     assert scratch.on_disk() == tmp_path / "system"
-
-
-def test_on_disk_uses_a_directory_in_memory_if_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing() -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr("tempfile.gettempdir", nothing)
-    assert scratch.on_disk(Path("/dev/shm")) == Path("/dev/shm")
-    with pytest.raises(FileNotFoundError):
-        scratch.on_disk()

@@ -1,0 +1,191 @@
+"""What both runtimes of torch do alike: edges, threads, errors. The tests write files as the converter does."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import exportedfiles
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import graphs
+from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime.torchexport import TorchExportRuntime
+from bf16kit.runtime.torchscript import TorchRuntime, TorchScriptRuntime
+
+X = TensorSpec("x", "float32", ("batch", 16))
+Y = TensorSpec("y", "float32", ("batch", 16))
+BOTH = pytest.mark.parametrize("kind", [TorchScriptRuntime, TorchExportRuntime], ids=["torchscript", "pt2"])
+Kind = type[TorchRuntime]
+
+
+def written(kind: Kind, directory: Path, module: torch.nn.Module, *example: torch.Tensor) -> Path:
+    path, example = directory / "model", example or (torch.zeros(2, 16),)
+    if kind is TorchExportRuntime:
+        path.write_bytes(exportedfiles.exported(module.eval(), *example))
+        return path
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates TorchScript
+        traced = torch.jit.trace(module.eval(), example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+        torch.jit.save(traced, path)
+    return path
+
+
+class Double(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)  # writes to its input
+
+
+class Pair(torch.nn.Module):
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x - shift, x.sum(1) > 0
+
+
+class Named(torch.nn.Module):
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"b": x.sum(1) > 0, "a": x - shift}
+
+
+@BOTH
+@pytest.mark.parametrize("module", [Pair(), Named()], ids=["tuple", "dict"])
+def test_inputs_and_outputs_are_those_of_the_specs_in_their_order(
+    kind: Kind, module: torch.nn.Module, tmp_path: Path
+) -> None:
+    path = written(kind, tmp_path, module, torch.zeros(2, 16), torch.ones(2, 16))
+    outputs = [TensorSpec("a", "float32", ("batch", 16)), TensorSpec("b", "bool", ("batch",))]
+    loaded = kind(path, [X, Y], outputs)
+    feeds = {"y": graphs.values(2, 16, seed=1), "x": graphs.values(2, 16)}
+    found = loaded.run(feeds)
+    assert list(found) == ["a", "b"]
+    assert np.array_equal(found["a"], feeds["x"] - feeds["y"])
+    assert np.array_equal(found["b"], torch.from_numpy(feeds["x"]).sum(1).numpy() > 0)
+    assert list(loaded.run(feeds, ["b"])) == ["b"]
+
+
+@BOTH
+def test_a_module_of_other_outputs_fails_with_their_number(kind: Kind, tmp_path: Path) -> None:
+    path = written(kind, tmp_path, Double())
+    with pytest.raises(RuntimeFailure, match="gives 1 outputs, expected 2: y, x"):
+        kind(path, [X], [Y, X]).run({"x": graphs.values(1, 16)})
+
+
+@BOTH
+@pytest.mark.parametrize("native", [False, True])
+def test_bf16_edges_keep_every_bit(kind: Kind, native: bool, tmp_path: Path) -> None:
+    class Unchanged(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+    path = written(kind, tmp_path, Unchanged(), torch.zeros(2, dtype=torch.bfloat16))
+    specs = TensorSpec("x", "bfloat16", ("n",)), TensorSpec("y", "bfloat16", ("n",))
+    x = np.arange(0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    found = kind(path, specs[:1], specs[1:], native_bf16=native).run({"x": x})["y"]
+    assert found.dtype == x.dtype
+    assert np.array_equal(found.view(np.uint16), x.view(np.uint16))
+
+
+@BOTH
+def test_read_only_inputs_are_accepted_without_a_warning_and_never_written(kind: Kind, tmp_path: Path) -> None:
+    x = np.ones((2, 16), np.float32)
+    x.flags.writeable = False
+    assert (kind(written(kind, tmp_path, Double()), [X], [Y]).run({"x": x})["y"] == 2).all()
+    assert (x == 1).all()
+
+
+@BOTH
+def test_a_program_without_bf16_is_fp32(kind: Kind, tmp_path: Path) -> None:
+    info = kind(written(kind, tmp_path, torch.nn.Linear(16, 16)), [X], [Y]).info
+    assert (info.precision, info.accumulation, info.note) == ("fp32", "fp32", "")
+    assert (info.backend, info.profile, info.device) == (kind.backend, kind.profile, "cpu")
+
+
+@BOTH
+@pytest.mark.parametrize("threads", [1, 2])
+def test_runs_on_every_thread_use_the_configured_number_of_threads(kind: Kind, threads: int, tmp_path: Path) -> None:
+    layer = torch.nn.Linear(16, 16)
+    loaded, x = kind(written(kind, tmp_path, layer), [X], [Y], threads=threads), graphs.values(3, 16)
+    expected, seen, same = loaded.run({"x": x})["y"], set[int](), set[bool]()
+
+    def work() -> None:
+        same.update(np.array_equal(loaded.run({"x": x})["y"], expected) for _ in range(20))
+        seen.add(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    torch.set_num_threads(before)
+    assert (seen, same) == ({threads}, {True})
+
+
+@BOTH
+def test_several_threads_may_load_programs(kind: Kind, tmp_path: Path) -> None:
+    """torch.export's own loader fails for the second of two threads."""
+    path, x = written(kind, tmp_path, torch.nn.Linear(16, 16).to(torch.bfloat16).float()), graphs.values(2, 16)
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda _: kind(path, [X], [Y], native_bf16=False), range(8)))
+    assert all(np.array_equal(each.run({"x": x})["y"], loaded[0].run({"x": x})["y"]) for each in loaded)
+
+
+@BOTH
+def test_the_file_is_not_needed_once_it_is_loaded(kind: Kind, tmp_path: Path) -> None:
+    layer = torch.nn.Linear(16, 16)
+    path, x = written(kind, tmp_path, layer), graphs.values(2, 16)
+    loaded = kind(path, [X], [Y])
+    path.write_bytes(b"")  # if the file were mapped, this would kill the process
+    with torch.inference_mode():
+        expected = layer(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(loaded.run({"x": x})["y"], expected, rtol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("content", [b"", b"text named .pt", b"PK\x03\x04 not a whole archive"])
+def test_a_file_of_another_kind_is_a_runtime_failure(kind: Kind, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.any").write_bytes(content)
+    with pytest.raises(RuntimeFailure, match=r"cannot load model\.any: "):
+        kind(tmp_path / "model.any", [X], [Y])
+
+
+@BOTH
+def test_a_run_that_fails_and_a_closed_runtime_are_runtime_failures(kind: Kind, tmp_path: Path) -> None:
+    loaded = kind(written(kind, tmp_path, torch.nn.Linear(16, 16)), [X], [Y])
+    with pytest.raises(RuntimeFailure, match=f"{kind.title} failed: "):
+        loaded.run({"x": graphs.values(1, 17)})
+    loaded.close()
+    with pytest.raises(RuntimeFailure, match="the model is closed"):
+        loaded.run({"x": graphs.values(1, 16)})
+
+
+@BOTH
+def test_strings_and_missing_devices_are_rejected_before_the_file_is_read(kind: Kind, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeFailure, match="'s' is a string tensor"):
+        kind(tmp_path / "never read", [TensorSpec("s", "string", (1,))], [Y])
+    said = "cuda:9 was asked for, but " + ("there are" if torch.cuda.is_available() else ".* sees no CUDA device")
+    with pytest.raises(DeviceUnavailable, match=said):
+        kind(tmp_path / "never read", [X], [Y], device="cuda:9")
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.second(self.first(x.to(torch.bfloat16))).float())
+
+
+@BOTH
+def test_tied_weights_are_widened_once(kind: Kind, tmp_path: Path) -> None:
+    loaded: Any = kind(written(kind, tmp_path, Tied()), [X], [Y], native_bf16=False)
+    module = getattr(loaded._call, "__self__", loaded._call)  # the module, or its bound method
+    assert len({tensor.data_ptr() for tensor in module.parameters() if tensor.dtype == torch.float32}) == 1

@@ -1,0 +1,194 @@
+"""Memory for weights that processes share: sealed, aligned, and in large pages if the system has any."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bf16kit.runtime.memory import weightstore
+from bf16kit.runtime.memory.weightstore import (
+    LARGE_PAGE,
+    UnfitMemory,
+    allocate_in_large_pages,
+    check,
+    create_filled,
+    map_read_only,
+)
+from bf16kit.system import controlgroup
+from bf16kit.system.controlgroup import RESERVE, Memory
+
+SIZE = 2 * LARGE_PAGE + 4321
+SEALS = ["F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"]
+
+
+def fill(memory: NDArray[np.uint8]) -> None:
+    memory[:] = np.arange(memory.size) % 251
+
+
+def descriptors(of: str = "") -> list[str]:
+    """Return the open descriptors of this process whose files have ``of`` in their names."""
+    found = Path("/proc/self/fd").iterdir()
+    return sorted(each.name for each in found if of in os.path.realpath(each))
+
+
+@pytest.fixture(scope="module")
+def descriptor() -> int:
+    return create_filled(SIZE, fill)
+
+
+def test_filled_memory_is_mapped_read_only_and_aligned(descriptor: int) -> None:
+    check(descriptor, SIZE)
+    _, memory = map_read_only(descriptor, SIZE)
+    assert memory.nbytes == SIZE
+    assert memory.ctypes.data % LARGE_PAGE == 0
+    np.testing.assert_array_equal(memory, np.arange(SIZE) % 251)
+    with pytest.raises(ValueError, match="read-only"):
+        memory[0] = 1
+    with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+        memory.flags.writeable = True
+
+
+def test_no_process_can_write_to_filled_memory_or_change_its_size(descriptor: int) -> None:
+    again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+    forbidden: list[Callable[[int], object]] = [
+        lambda memory: os.pwrite(memory, b"x", 0),
+        lambda memory: os.ftruncate(memory, SIZE // 2),
+        lambda memory: os.ftruncate(memory, SIZE * 2),
+        lambda memory: mmap.mmap(memory, SIZE),
+        lambda memory: fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK),
+    ]
+    try:
+        for attempt in forbidden:
+            for memory in (descriptor, again):
+                with pytest.raises(PermissionError):
+                    attempt(memory)
+    finally:
+        os.close(again)
+
+
+@pytest.mark.parametrize("missing", SEALS)
+def test_memory_without_one_of_the_seals_is_rejected(missing: str) -> None:
+    memory = weightstore.create(SIZE)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, sum(getattr(fcntl, name) for name in SEALS if name != missing))
+    with pytest.raises(UnfitMemory, match="it is not sealed"):
+        check(memory, SIZE)
+    os.close(memory)
+
+
+def test_memory_of_another_size_and_a_file_are_rejected(descriptor: int, tmp_path: Path) -> None:
+    for size in (SIZE - 1, SIZE + 1):
+        with pytest.raises(UnfitMemory, match=f"it has {SIZE} bytes, expected {size}"):
+            check(descriptor, size)
+    (tmp_path / "file").write_bytes(bytes(SIZE))
+    with (tmp_path / "file").open("rb") as file, pytest.raises(UnfitMemory, match="not memory that can be sealed"):
+        check(file.fileno(), SIZE)
+
+
+def test_all_of_the_memory_is_allocated_before_it_is_filled() -> None:
+    """If a page could not be allocated when it is written, the process would be killed."""
+    taken: list[int] = []
+
+    def look(memory: NDArray[np.uint8]) -> None:
+        taken.extend(os.fstat(int(each)).st_blocks * 512 for each in descriptors("memfd:bf16kit-weights"))
+
+    os.close(create_filled(SIZE, look))
+    assert min(taken) >= SIZE
+
+
+def test_a_mapping_is_removed_with_the_last_view_of_it(descriptor: int) -> None:
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:bf16kit-weights")
+
+    before = mappings()
+    _, memory = map_read_only(descriptor, SIZE)
+    view = memory[LARGE_PAGE : LARGE_PAGE + 1000].view(np.int8)
+    del _, memory
+    gc.collect()
+    assert mappings() == before + 1
+    assert view[0] == LARGE_PAGE % 251
+    del view
+    gc.collect()
+    assert mappings() == before
+
+
+def test_shared_memory_is_in_large_pages_if_the_system_can_make_them(descriptor: int) -> None:
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1):
+        pytest.skip("MADV_COLLAPSE came with Linux 6.1")
+    _, memory = map_read_only(descriptor, SIZE)
+    memory.sum()
+    found = _in_large_pages(memory.ctypes.data)
+    if not found and not _made_large(memory):
+        pytest.skip("this system makes no large pages of shared memory, or has none free")
+    assert found == SIZE // LARGE_PAGE * LARGE_PAGE
+
+
+def _made_large(memory: NDArray[np.uint8]) -> bool:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return bool(madvise(memory.ctypes.data, LARGE_PAGE, 25) == 0)
+
+
+def _in_large_pages(address: int) -> int:
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if (match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) and int(match[1], 16) == address:
+            return next(int(each.split()[1]) * 1024 for each in lines if each.startswith("ShmemPmdMapped:"))
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+def test_memory_that_the_filling_function_keeps_is_not_shared() -> None:
+    kept: list[NDArray[np.uint8]] = []
+    before = descriptors()
+    with pytest.raises(BufferError):
+        create_filled(SIZE, kept.append)
+    assert descriptors() == before
+
+
+def test_a_lack_of_memory_is_a_memory_error_at_each_step_and_leaves_no_descriptor(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    with pytest.raises(MemoryError, match="no room for 4611686018427 MB of weights"):
+        map_read_only(descriptor, 1 << 62)
+    with pytest.raises(MemoryError, match=r"no room for \d+ MB of weights"):
+        create_filled(1 << 60, fill)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
+    try:
+        with pytest.raises(MemoryError, match="no room for 4 MB of weights: File too large"):
+            create_filled(SIZE + 1, fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryError, match="no room for 4 MB of weights: No space left on device"):
+        create_filled(SIZE, fill)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("make", [weightstore.create, allocate_in_large_pages])
+def test_more_than_the_containers_limit_is_a_memory_error(
+    make: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux would allow the attempt and then kill the container."""
+    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit=128 << 20, left=RESERVE + (3 << 20)))
+    expected = "no room for 4 MB of weights: 70 MB are left of the 134 MB that this container may take"
+    with pytest.raises(MemoryError, match=expected):
+        make(4 << 20)
+    if isinstance(made := make(3 << 20), int):
+        os.close(made)
