@@ -58,7 +58,7 @@ def unfolded(prepared: Prepared, checkpoint: Mapping[str, Array]) -> Prepared:
             straight.add(stored)
             for other, found in prepared.matches.items():
                 if found.initializer == match.initializer:
-                    matches[other] = Match(stored, None, found.narrowed)
+                    matches[other] = Match(stored)
             straight.add(match.initializer)
     return replace(prepared, reference=reference, base=reference, cuda=reference, folds={}, matches=matches)
 

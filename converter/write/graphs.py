@@ -25,7 +25,7 @@ from converter.graph.types import InferTypes
 from converter.plan import Planned, narrowed
 from converter.plan.profiles import PROFILES, Profile
 from converter.rewrite import Prepared, run
-from converter.rewrite.removal import DropUnused
+from converter.rewrite.explicit import DropUnused
 from converter.write.insertcasts import Narrow
 from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights
 

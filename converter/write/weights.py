@@ -136,7 +136,12 @@ class _WeightsWriter:
         for name, array in checkpoint.items():
             match = self.prepared.matches.get(name)
             if match is not None:
-                dtype = np.dtype(np.float32) if match.narrowed else array.dtype
+                dtype = (
+                    np.dtype(np.float32)
+                    if array.dtype == np.float64
+                    and self.prepared.reference.graph.initializers[match.initializer].dtype == ir.DataType.FLOAT
+                    else array.dtype
+                )
                 entries.append(checkpoint_entry(name, array, match.initializer, match.permutation, dtype))
                 continue
             stored, is_new = shared_names.assign(name, array)
@@ -178,8 +183,7 @@ class _WeightsWriter:
         return Rounding(self.rounding.subnormals, saturate)
 
     def _scale(self, name: str) -> Scale | None:
-        fold = self.prepared.folds.get(name)
-        return None if fold is None else Scale(fold.axis, fold.scale)
+        return self.prepared.folds.get(name)
 
     def _write_unchanged(self, stored_as: str, name: str, tensor: ir.TensorProtocol) -> None:
         """Write a tensor that the profiles read unchanged."""

@@ -13,7 +13,7 @@ from bf16kit.messages.errors import ConversionError
 from converter.graph.names import NameEverything
 from converter.graph.step import run
 from converter.graph.types import InferTypes
-from converter.rewrite.removal import DropUnused, RemoveIdentities
+from converter.rewrite.explicit import DropUnused, RemoveIdentities
 from converter.rewrite.sharing import ShareEqualWeights
 
 
