@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import CheckerPass
 
 from bf16kit.artifact.manifest import RESIDUAL, PlanEntry
 from bf16kit.messages.errors import ConversionError
@@ -26,7 +27,7 @@ from converter.plan import Planned, narrowed
 from converter.plan.profiles import PROFILES, Profile
 from converter.rewrite import Prepared, run
 from converter.rewrite.explicit import DropUnused
-from converter.write.insertcasts import Narrow
+from converter.write.insertcasts import BFLOAT16, FLOAT, Narrow
 from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights
 
 REFERENCE = "reference"
@@ -51,7 +52,8 @@ def write_graphs(
     for profile in (PROFILES[name] for name in profiles):
         files[profile.name] = graph_file(profile.name)
         model = build(prepared, planned, profile)
-        _write_profile(model, stored, directory / files[profile.name], profile.base(prepared))
+        _write_with_panels(model, stored, directory / files[profile.name])
+        _check(directory / files[profile.name], profile.base(prepared))
     if reference:
         files[REFERENCE] = f"{REFERENCE}.onnx"
         _write(
@@ -97,13 +99,8 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     return run([Narrow(narrow, nodes), DropUnused(), InferTypes()], model)
 
 
-def _write_profile(model: ir.Model, stored: StoredWeights, path: Path, source: ir.Model) -> None:
-    """Write the graph from :func:`build`, reading panels as stored, and check it against its base graph ``source``."""
-    _write_with_panels(model, stored, path)
-    _check(path, source)
-
-
 def _write_with_panels(model: ir.Model, stored: StoredWeights, path: Path) -> None:
+    """Write the graph from :func:`build`, reading panels as stored."""
     unpanel = Unpanel(stored.tensors)
     run([unpanel], model)
     _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared)
@@ -135,26 +132,22 @@ def _write(
     external: Callable[[str, ir.Shape], ir.ExternalTensor],
     declared: Collection[str] = frozenset(),
 ) -> None:
-    """Write ``model`` with its large tensors as ``external`` gives them, and those in ``declared`` as they are."""
+    """Write ``model`` with its large tensors as ``external`` gives them, and those in ``declared`` as they are.
+
+    Inline tensors are copied: the graphs share the original, and it can have only one name.
+    """
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        if name in declared:
+        if tensor is None or name in declared:
             continue
-        if tensor is None:
-            raise ConversionError(f"initializer {name!r} has no data")
-        if stays_inline(tensor):
-            value.const_value = _copied(tensor, name)
-        else:
+        if not stays_inline(tensor):
             value.const_value = external(name, ir.Shape(value.shape or dims(tensor)))
             value.const_value.name = name
+        elif isinstance(tensor, ir.StringTensor):
+            value.const_value = ir.StringTensor(tensor.raw, shape=ir.Shape(dims(tensor)), name=name)
+        else:
+            value.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
     path.write_bytes(serialize(model))
-
-
-def _copied(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
-    """Copy an inline tensor for this graph: the graphs share the original, and it can have only one name."""
-    if isinstance(tensor, ir.StringTensor):
-        return ir.StringTensor(tensor.raw, shape=ir.Shape(dims(tensor)), name=name)
-    return ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
 
 
 def serialize(model: ir.Model) -> bytes:
@@ -167,34 +160,15 @@ def serialize(model: ir.Model) -> bytes:
 def _check(path: Path, source: ir.Model) -> None:
     """Pass ``path`` through ONNX's checker; with strict type inference if the source itself passes that."""
     try:
-        onnx.checker.check_model(str(path), full_check=False)
+        onnx.checker.check_model(str(path), full_check=True)
     except onnx.checker.ValidationError as error:
         raise ConversionError(f"{path.name}: ONNX's checker rejects the graph: {brief(error)}") from error
-    fault = _type_fault(onnx.load(path, load_external_data=False))
-    if fault is not None and _type_fault(_skeleton(source)) is None:
-        raise ConversionError(f"{path.name}: types do not match: {fault}")
-
-
-def _type_fault(proto: onnx.ModelProto) -> str | None:
-    try:
-        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
     except onnx.shape_inference.InferenceError as error:
-        return brief(error)
-    return None
-
-
-def _skeleton(model: ir.Model) -> onnx.ModelProto:
-    """Return ``model`` with its large weights declared external, so that it serialises at any size."""
-    slim = model.clone()
-    for name, value in slim.graph.initializers.items():
-        tensor = value.const_value
-        if tensor is not None and not stays_inline(tensor):
-            shape = ir.Shape(dims(tensor))
-            value.const_value = ir.ExternalTensor(REBUILT, 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
-    return ir.to_proto(slim)
-
-
-FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+        try:
+            CheckerPass(full_check=True)(source.clone())
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
+            return
+        raise ConversionError(f"{path.name}: types do not match: {brief(error)}") from error
 
 
 def check_graph(path: Path, planned: Sequence[PlanEntry]) -> None:
