@@ -128,7 +128,7 @@ def _locate(
     counted: dict[str, Census] = {}
     names = FreshNames(prepared.reference.graph.initializers)  # inline ones too: their names are taken
     for name, array in checkpoint.items():
-        match, rounded = prepared.matches.get(name), name in exported.selection.rounded
+        match, rounded = prepared.matches.get(name), name in exported.selection
         if match is None or not (rounded or array.dtype == np.float32):
             match = None  # in no graph, or there in another precision
         elif match.permutation is not None and match.initializer not in tensors:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -35,13 +36,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The tensors of a checkpoint that an export rounds; those in ``masks`` saturate, as the graphs clamp them."""
-
-    rounded: frozenset[str]
-    masks: frozenset[str]
-    weights: frozenset[str]
+# The tensors of a checkpoint that an export rounds. Masks saturate, as the graphs clamp them; weights must be finite.
+Selection = Mapping[str, Literal["mask", "weight", "other"]]
 
 
 @dataclass(slots=True)
@@ -65,21 +61,18 @@ def select(
     They are the tensors that a graph's plan stores so (``narrow``, by initializer) and, of tensors that no graph reads
     unchanged, the matrices.
     """
-    rounded, masks, weights = set(), set(), set()
+    selected: dict[str, Literal["mask", "weight", "other"]] = {}
     for name, array in checkpoint.items():
         match = prepared.matches.get(name)
         if match is None:
             wanted = overrides.bf16_pattern(name) is not None or is_matrix(array.shape)
             is_float = array.dtype.name in ("float32", *OTHER_FLOATS)
             if is_float and wanted and overrides.keep_fp32_pattern(name) is None:
-                rounded.add(name)
+                selected[name] = "other"
         elif match.initializer in narrow:
-            rounded.add(name)
-            if match.initializer in prepared.clamped:
-                masks.add(name)
-            elif is_weight(prepared.reference.graph.initializers[match.initializer]):
-                weights.add(name)
-    return Selection(frozenset(rounded), frozenset(masks), frozenset(weights))
+            weight = is_weight(prepared.reference.graph.initializers[match.initializer])
+            selected[name] = "mask" if match.initializer in prepared.clamped else "weight" if weight else "other"
+    return selected
 
 
 def write_export(
@@ -105,9 +98,7 @@ def write_export(
     for number, names in enumerate(groups, start=1):
         file_name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         places = [
-            Place(
-                name, "bfloat16" if name in selection.rounded else checkpoint[name].dtype.name, checkpoint[name].shape
-            )
+            Place(name, "bfloat16" if name in selection else checkpoint[name].dtype.name, checkpoint[name].shape)
             for name in names
         ]
         head, starts = header(places, metadata={"format": "pt"}, alignment=ALIGNMENT)
@@ -116,8 +107,8 @@ def write_export(
             for place, start in starts:
                 name, segment = place.name, None
                 tensor = fp32_tensor(checkpoint[name], name)
-                if name in selection.rounded:
-                    may_saturate = Rounding(rounding.subnormals, rounding.saturate or name in selection.masks)
+                if name in selection:
+                    may_saturate = Rounding(rounding.subnormals, rounding.saturate or selection[name] == "mask")
                     bf16, exported.census[name], segment = round_weight(
                         tensor,
                         may_saturate,
@@ -143,8 +134,8 @@ def write_export(
         (directory / INDEX).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
         exported.files.append(INDEX)
     for name, counts in sorted(exported.census.items()):
-        saturates = rounding.saturate or name in selection.masks
-        problem = complaint(counts, name in selection.weights, not saturates)
+        saturates = rounding.saturate or selection[name] == "mask"
+        problem = complaint(counts, selection[name] == "weight", not saturates)
         if problem is not None:
             raise RangeError(f"tensor {name!r}: {problem}")
     return exported

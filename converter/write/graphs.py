@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def write_graphs(
     """Write one ``PROFILE.onnx`` per profile into ``directory``, beside the files of weights, and reference.onnx.
 
     Returns the file names by profile; with ``reference``, also that of ``"reference"``. Raises
-    :class:`ConversionError` if ONNX's checker rejects a graph.
+    :class:`ConversionError` if ONNX's checker rejects a graph, or if it does not follow the plan.
     """
     files = {}
     for profile in (PROFILES[name] for name in profiles):
@@ -54,6 +54,7 @@ def write_graphs(
         model = build(prepared, planned, profile)
         _write_with_panels(model, stored, directory / files[profile.name])
         _check(directory / files[profile.name], profile.base(prepared))
+        _check_plan(directory / files[profile.name], planned.plan.nodes[profile.name])
     if reference:
         files[REFERENCE] = f"{REFERENCE}.onnx"
         _write(
@@ -171,7 +172,7 @@ def _check(path: Path, source: ir.Model) -> None:
         raise ConversionError(f"{path.name}: types do not match: {brief(error)}") from error
 
 
-def check_graph(path: Path, planned: Sequence[PlanEntry]) -> None:
+def _check_plan(path: Path, planned: Sequence[PlanEntry]) -> None:
     """Compare the graph at ``path`` with its profile's part of the plan.
 
     Raises :class:`ConversionError` that names the first node which rounds to bf16 where the plan does not, or computes
@@ -179,7 +180,8 @@ def check_graph(path: Path, planned: Sequence[PlanEntry]) -> None:
     """
     model = ir.load(path)
     precision = {entry.name: entry.precision for entry in planned}
-    fault = next(_faults(model, precision), None)
+    found = (_fault(node, precision, model.opset_imports[""]) for node in model.graph)
+    fault = next((each for each in found if each is not None), None)
     if fault is not None:
         raise ConversionError(
             f"{path.name}: {fault}; the graph does not follow the plan, and nothing was published. This is a bug in"
@@ -187,51 +189,28 @@ def check_graph(path: Path, planned: Sequence[PlanEntry]) -> None:
         )
 
 
-def _faults(model: ir.Model, precision: Mapping[str, str]) -> Iterator[str]:
-    opset = model.opset_imports[""]
-    for node in model.graph:
-        inserted = node.name not in precision
-        if inserted and _casts(node, BFLOAT16):
-            yield from (
-                f"cast {node.name!r} rounds to bf16 for {reader.name!r}, which computes in fp32"
-                for reader in _readers(node)
-                if precision.get(reader.name or "") != "bf16" and reader.domain != KERNEL
-            )
-        elif node.domain == KERNEL and node.op_type.startswith(("MatMul", "Attention")):
-            yield from _rounding(node, precision.get(node.name or "", "fp32"))
-        elif not inserted and precision[node.name or ""] == "bf16" and node.domain != KERNEL:
-            yield from _wide(node, opset)
+def _fault(node: ir.Node, precision: Mapping[str, str], opset: int) -> str | None:
+    """Return how ``node`` computes otherwise than planned.
 
-
-def _rounding(product: ir.Node, planned: str) -> Iterator[str]:
-    """Yield a fault if a product of the CPU kernel rounds its activations otherwise than the plan says.
-
-    An attention node has the name of its product with the values.
+    A product of the CPU kernel must round its activations if planned in bf16; an attention node has the name of its
+    product with the values. A node that is not planned may be a cast that was inserted.
     """
-    if rounds_activations(product.op_type) != (planned == "bf16"):
-        what = "not round its activations" if planned == "fp32" else "round its activations"
-        yield f"product {product.name!r} should {what}, and is {label(product)}"
-
-
-def _wide(node: ir.Node, opset: int) -> Iterator[str]:
-    """Yield faults if ``node`` would compute in fp32, or reads a value that was not rounded."""
-    form = bf16_form(node, opset)
-    if form is None:
-        yield f"node {node.name!r} is to compute in bf16, which {label(node)} cannot"
-        return
-    for index in form.inputs:
-        value = node.inputs[index]
-        if value is not None and value.dtype == FLOAT:
-            yield f"node {node.name!r} is to compute in bf16, and its input {value.name!r} is fp32"
-    for index in form.outputs:
-        if node.outputs[index].dtype == FLOAT:
-            yield f"node {node.name!r} is to compute in bf16, and its result {node.outputs[index].name!r} is fp32"
-
-
-def _readers(node: ir.Node) -> Iterator[ir.Node]:
-    """Yield the nodes that read the result of ``node`` as numbers, not only its shape."""
-    return (use.node for use in node.outputs[0].uses() if use.node.op_type not in SHAPE_ONLY)
-
-
-def _casts(node: ir.Node, dtype: ir.DataType) -> bool:
-    return node.op_type == "Cast" and "to" in node.attributes and node.attributes["to"].as_int() == int(dtype)
+    planned = precision.get(node.name or "")
+    if node.domain == KERNEL:
+        is_product = node.op_type.startswith(("MatMul", "Attention"))
+        if is_product and rounds_activations(node.op_type) != (planned == "bf16"):
+            what = "round its activations" if planned == "bf16" else "not round its activations"
+            return f"product {node.name!r} should {what}, and is {label(node)}"
+    elif planned is None and node.op_type == "Cast" and node.attributes["to"].as_int() == int(BFLOAT16):
+        for reader in (use.node for use in node.outputs[0].uses() if use.node.op_type not in SHAPE_ONLY):
+            if precision.get(reader.name or "") != "bf16" and reader.domain != KERNEL:
+                return f"cast {node.name!r} rounds to bf16 for {reader.name!r}, which computes in fp32"
+    elif planned == "bf16":
+        form = bf16_form(node, opset)
+        if form is None:
+            return f"node {node.name!r} is to compute in bf16, which {label(node)} cannot"
+        values = [("input", node.inputs[index]) for index in form.inputs]
+        for what, value in (*values, *(("result", node.outputs[index]) for index in form.outputs)):
+            if value is not None and value.dtype == FLOAT:
+                return f"node {node.name!r} is to compute in bf16, and its {what} {value.name!r} is fp32"
+    return None

@@ -87,12 +87,12 @@ def check_export(directory: Path, exported: Exported, checkpoint: Mapping[str, A
     if found.keys() != checkpoint.keys():
         raise _fault(min(found.keys() ^ checkpoint.keys()), "is missing from either the checkpoint or its export")
     for name, array in checkpoint.items():
-        if name not in exported.selection.rounded:
+        if name not in exported.selection:
             _check_same(name, array, found[name], "is not exported unchanged")
         elif found[name].dtype != BF16 or found[name].shape != array.shape:
             raise _fault(name, f"is exported with another dtype or shape ({_difference(array, found[name])})")
         else:
-            allowed = replace(rounding, saturate=rounding.saturate or name in exported.selection.masks)
+            allowed = replace(rounding, saturate=rounding.saturate or exported.selection[name] == "mask")
             _check_rounded(name, "exported", array, found[name], allowed)
 
 

@@ -150,13 +150,6 @@ def test_a_weight_with_the_name_of_a_value_in_another_body_is_renamed() -> None:
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
 
 
-def test_a_constant_in_a_loop_body_moves_out_under_its_own_name() -> None:
-    model = run(_STEPS, ir.from_proto(graphs.loop()))
-    assert sorted(model.graph.initializers) == ["captured", "own"]
-    assert all(not body.initializers for body in model.graph.subgraphs())
-    onnx.checker.check_model(ir.to_proto(model), full_check=True)
-
-
 def test_a_branch_that_only_returns_a_constant_still_returns_it() -> None:
     def branch(name: str, value: float) -> GraphProto:
         constant = graphs.initializer(name, np.full((32,), value, np.float32))

@@ -25,7 +25,7 @@ CHECKPOINT: dict[str, Array] = {
     "empty": np.zeros((0, 4), np.float32),
     "half": np.ones((2, 3), ml_dtypes.bfloat16),
 }
-SELECTION = Selection(frozenset({"odd"}), frozenset(), frozenset({"odd"}))
+SELECTION: Selection = {"odd": "weight"}
 ROUNDING = Rounding()
 
 
@@ -85,7 +85,7 @@ def test_a_truncated_file_is_reported_as_damaged(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ArtifactDamaged, match=r"model\.safetensors"):
         safetensors.read(path)
-    with pytest.raises(ConversionError, match="the export cannot be read back"):
+    with pytest.raises(ConversionError, match="what was written cannot be read back"):
         check_export(tmp_path, done, CHECKPOINT, ROUNDING)
 
 
