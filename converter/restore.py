@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import CheckpointEntry
-from bf16kit.artifact.weightfile import little_endian_bytes
 from bf16kit.messages.errors import ArtifactError, ArtifactExists, UsageError
 from bf16kit.messages.wording import size
 from bf16kit.numerics.tensors import BY_NAME
@@ -85,12 +86,10 @@ def _temporary_file(out: Path) -> Iterator[BinaryIO]:
 def _write(
     file: BinaryIO, opened: Artifact, entries: Sequence[CheckpointEntry], total: int, progress: Progress
 ) -> None:
-    by_name = {entry.name: entry for entry in entries}
-    head, starts = header([Place(entry.name, entry.dtype, tuple(entry.shape)) for entry in entries])
     with progress.step("restoring", total) as advance:
-        file.write(head)
-        for array in _restored(opened, [by_name[place.name] for place, _ in starts]):
-            file.write(little_endian_bytes(array))
+        file.write(_header(entries))
+        for array in _in_order(opened, entries):
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             advance(array.nbytes)
         file.flush()
         os.fsync(file.fileno())
@@ -103,8 +102,17 @@ def _write_error(out: Path, error: OSError) -> UsageError:
     return UsageError(f"{out}: cannot be written ({error.strerror})")
 
 
-def _restored(opened: Artifact, entries: Sequence[CheckpointEntry]) -> Iterator[Array]:
-    """Yield the restored tensors in the order of ``entries``."""
+def _header(entries: Sequence[CheckpointEntry]) -> bytes:
+    """The safetensors header, in the order of ``entries``."""
+    places, start = [], 0
+    for entry in entries:
+        places.append(Place(entry.name, entry.dtype, tuple(entry.shape), start))
+        start += _nbytes(entry)
+    return header(places)
+
+
+def _in_order(opened: Artifact, entries: Sequence[CheckpointEntry]) -> Iterator[Array]:
+    """Yield the restored tensors in the order that the header promises: by name."""
     ordered = Artifact(opened.path, opened.manifest.model_copy(update={"checkpoint": list(entries)}))
     for entry, (name, array) in zip(entries, ordered.checkpoint_tensors(), strict=True):
         if name != entry.name or list(array.shape) != entry.shape or array.nbytes != _nbytes(entry):

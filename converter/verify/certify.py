@@ -28,7 +28,7 @@ from converter.verify.resolved import resolved
 from converter.verify.running import GraphReference, open_fp32_graph, signature
 from converter.verify.samples import Samples, samples_usage
 from converter.verify.spool import Spool
-from converter.write import TRACED
+from converter.write.traced import TRACED
 
 _MAX_REASON = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
 _AXIS_UNCONFIRMED = (

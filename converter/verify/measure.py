@@ -19,7 +19,7 @@ from converter.source import Array, Feeds
 from converter.verify.running import GraphReference, open_export, open_profile, open_traced, signature
 from converter.verify.samples import Samples
 from converter.verify.spool import Spool
-from converter.write import TRACED
+from converter.write.traced import TRACED
 
 Drifts = dict[str, OutputDrift]  # of one feed, by output
 _SLICE = 0.03  # a slice error of 0.5 counts as much as a relative_l2 of 0.015: these are the default bounds

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -97,14 +97,12 @@ def write_export(
     groups[-1] += [name for name in checkpoint if name not in known]
     for number, names in enumerate(groups, start=1):
         file_name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        places = [
-            Place(name, "bfloat16" if name in selection else checkpoint[name].dtype.name, checkpoint[name].shape)
-            for name in names
-        ]
-        head, starts = header(places, metadata={"format": "pt"}, alignment=ALIGNMENT)
+        dtypes = {name: "bfloat16" if name in selection else checkpoint[name].dtype.name for name in names}
+        places = _lay_out([Place(name, dtype, checkpoint[name].shape, 0) for name, dtype in dtypes.items()])
+        head = header(places, metadata={"format": "pt"}, alignment=ALIGNMENT)
         with (directory / file_name).open("xb") as file:
             file.write(head)
-            for place, start in starts:
+            for place in sorted(places, key=lambda place: place.start):
                 name, segment = place.name, None
                 tensor = fp32_tensor(checkpoint[name], name)
                 if name in selection:
@@ -122,7 +120,7 @@ def write_export(
                     for _, array in blocks(ir.Tensor(checkpoint[name])):
                         file.write(little_endian_bytes(array))
                         progress(array.nbytes)
-                at = Segment(offset=len(head) + start, bytes=place.nbytes)
+                at = Segment(offset=len(head) + place.start, bytes=place.nbytes)
                 dtype = BY_NAME[place.dtype].numpy
                 exported.tensors[name] = tensor_entry(name, dtype, place.shape, file_name, at, residual=segment)
         exported.files.append(file_name)
@@ -170,42 +168,47 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of a safetensors file: bf16kit's name of its dtype, and its shape."""
+    """One tensor of a file: bf16kit's name of its dtype, its shape, and the offset ``start`` in the data."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    start: int
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * BY_NAME[self.dtype].numpy.itemsize
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return BY_NAME[self.dtype].numpy.itemsize if self.dtype in BY_NAME else 0
 
 
-def header(
-    places: Sequence[Place], *, metadata: Mapping[str, str] | None = None, alignment: int = 8
-) -> tuple[bytes, Iterable[tuple[Place, int]]]:
-    """Return the bytes before the data, and the tensors in the order of their data with their offsets in it.
+def _lay_out(places: Sequence[Place]) -> list[Place]:
+    """Return ``places`` with their offsets. The format allows no gaps; with wide dtypes first, all are aligned."""
+    start, starts = 0, {}
+    for place in sorted(places, key=lambda place: -place.itemsize):  # stable: in the order given within a width
+        starts[place.name] = start
+        start += place.nbytes
+    return [replace(place, start=starts[place.name]) for place in places]
 
-    The header lists ``places`` as given. The format allows no gaps, so wide dtypes are placed first: then each tensor
-    is aligned to its own element size. The data starts at a multiple of ``alignment``. Raises :class:`UsageError` for a
-    name or a dtype that a safetensors file cannot hold.
+
+def header(places: Iterable[Place], *, metadata: Mapping[str, str] | None = None, alignment: int = 8) -> bytes:
+    """Return the bytes before the data, which then starts at a multiple of ``alignment``; tensors are listed as given.
+
+    Raises :class:`UsageError` for a name or a dtype that a safetensors file cannot hold.
     """
+    fields: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
     for place in places:
         if place.name == _METADATA:
             raise UsageError(f"a tensor is named {_METADATA!r}, which safetensors reserves; rename the tensor")
         if place.dtype not in DTYPES:
             raise UsageError(f"tensor {place.name!r} is {place.dtype}, which safetensors cannot hold")
-    start, starts = 0, {}
-    for place in sorted(places, key=lambda place: -BY_NAME[place.dtype].numpy.itemsize):
-        starts[place] = start
-        start += place.nbytes
-    fields: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
-    for place in places:
-        offsets = [starts[place], starts[place] + place.nbytes]
+        offsets = [place.start, place.start + place.nbytes]
         fields[place.name] = {"dtype": DTYPES[place.dtype], "shape": list(place.shape), "data_offsets": offsets}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
-    return len(text).to_bytes(8, "little") + text, starts.items()
+    return len(text).to_bytes(8, "little") + text
 
 
 def read(path: Path) -> dict[str, Array]:

@@ -91,6 +91,6 @@ def test_a_truncated_file_is_reported_as_damaged(tmp_path: Path) -> None:
 
 def test_names_and_dtypes_that_the_format_cannot_hold_are_rejected() -> None:
     with pytest.raises(UsageError, match="which safetensors reserves; rename the tensor"):
-        safetensors.header([Place("__metadata__", "float32", (1,))])
+        safetensors.header([Place("__metadata__", "float32", (1,), 0)])
     with pytest.raises(UsageError, match="tensor 'w' is string"):
-        safetensors.header([Place("w", "string", (1,))])
+        safetensors.header([Place("w", "string", (1,), 0)])

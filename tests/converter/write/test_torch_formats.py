@@ -24,8 +24,8 @@ from bf16kit.runtime.torchexport import TorchExportRuntime
 from bf16kit.runtime.torchscript import TorchScriptRuntime
 from converter.read import scripted
 from converter.read.torch.onnx_export import adapt
-from converter.write import TRACED
 from converter.write.script import narrow_script
+from converter.write.traced import TRACED
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
 
@@ -247,7 +247,7 @@ from pathlib import Path
 import torch
 from architectures import Cnn, Mlp, seeded
 from bf16kit.numerics.tensors import TensorSpec
-from converter.write import TRACED
+from converter.write.traced import TRACED
 from converter.read.torch.onnx_export import adapt
 warnings.simplefilter("ignore")
 made = [torch.jit.script(seeded(Cnn())), torch.jit.script(seeded(Mlp()))]
