@@ -25,12 +25,11 @@ from converter.verify.certify import Certified, certify
 from converter.verify.oracle import OracleReference, check_prepared
 from converter.verify.running import GraphReference
 from converter.write import readback
-from converter.write.borrowedweights import read_records, write_as_export, write_without_graph
+from converter.write.borrowedweights import write_as_export, write_without_graph
 from converter.write.export import INDEX, Exported, select, write_export
-from converter.write.graphs import REFERENCE, check_graph, graph_file, write_graphs, write_unfused_and_fused
+from converter.write.graphs import REFERENCE, graph_file, write_graphs, write_unfused_and_fused
 from converter.write.readback import check_without_graph
-from converter.write.roundweights import Rounding
-from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
+from converter.write.weights import BF16_FILE, FP32_FILE, Rounding, StoredWeights, write_total, write_weights
 
 _GRAPHS = map(graph_file, (*PROFILES, REFERENCE))
 _GOLDEN = (golden.NAME, *map(golden.file_name, PROFILES))
@@ -214,8 +213,6 @@ class Candidate:
         files = write_graphs(
             self.prepared, planned, stored, directory, profiles=profiles, reference=self.job.options.residual
         )
-        for profile in profiles:
-            check_graph(directory / files[profile], planned.plan.nodes[profile])
         return {
             profile: ProfileEntry(
                 format="onnx", graph=files[profile], precision=PROFILES[profile].precision, verified="no"
@@ -226,7 +223,7 @@ class Candidate:
     def _read_back(self, stored: StoredWeights, draft: Artifact, exported: Exported | None) -> None:
         """Read the files of weights back and compare them with the source, bit by bit."""
         options, tensors = self.job.options, self.job.source.checkpoint.tensors
-        rounding = readback.Rounding(options.subnormals, options.saturate)
+        rounding = Rounding(options.subnormals, options.saturate)
         with self.job.progress.step("comparing with the source", readback.total(draft, tensors)) as advance:
             readback.check(draft, self.prepared, stored, tensors, rounding, advance)
             if exported is not None:
@@ -259,10 +256,10 @@ def write_and_verify_torch(job: Job) -> Verified:
             f"{options.source}: {source.no_graph_reason}; and the format that torch runs cannot be checked:"
             f" {job.source_run.how}"
         )
-    records = read_records(stage.path / next(iter(job.traced.values())).graph)
+    written = stage.path / next(iter(job.traced.values())).graph
     with job.progress.step("writing weights", checkpoint.nbytes) as advance, ExitStack() as files:
         residual = files.enter_context(stage.writer(RESIDUAL)) if options.residual else None
-        stored = write_without_graph(checkpoint.tensors, records, residual, advance)
+        stored = write_without_graph(checkpoint.tensors, written, residual, advance)
     manifest = job.draft_manifest(Plan(), stored, job.traced)
     with job.progress.step("comparing with the source", checkpoint.nbytes) as advance:
         check_without_graph(stage.draft(manifest), checkpoint.tensors, advance)

@@ -36,7 +36,7 @@ from bf16kit.numerics.rounding import BF16, Bf16Array
 
 # elements, bytes of the crossed part, verbatim elements, form of crossed, bits kept of each low half, magic
 _FOOTER = struct.Struct("<QQQBB2x4s")
-_ALL_BITS, _MAGIC, _MAGIC_PACKED = 16, b"RES1", b"RES2"  # RES1 has whole low halves, and 0 for their number of bits
+ALL_BITS, _MAGIC, _MAGIC_PACKED = 16, b"RES1", b"RES2"  # RES1 has whole low halves, and 0 for their number of bits
 _INDICES, _BITMAP = 0, 1
 _CHUNK = 1 << 18  # elements: few enough that temporaries stay in the cache
 _GROUP = 8  # elements that are packed together
@@ -47,12 +47,12 @@ Piece = bytes | memoryview
 
 def bits_needed(dtype: str) -> int:
     """Return how many bits the low half of an fp32 number needs when it was widened from ``dtype``."""
-    return {"float16": 3, "bfloat16": 0}.get(dtype, _ALL_BITS)
+    return {"float16": 3, "bfloat16": 0}.get(dtype, ALL_BITS)
 
 
 def is_half(dtype: str) -> bool:
     """Return whether ``dtype`` has 16 bits, so that its low halves need fewer bits than fp32's."""
-    return bits_needed(dtype) < _ALL_BITS
+    return bits_needed(dtype) < ALL_BITS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ class Encoder:
     when ``scale`` does not fit ``shape``, and from :meth:`rows` when more bits than that are set.
     """
 
-    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = _ALL_BITS) -> None:
+    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = ALL_BITS) -> None:
         _check_scale(scale, shape)
         self._shape, self._scale = shape, scale
         self._low_bits = low_bits
@@ -127,7 +127,7 @@ class Encoder:
         return self._packed(low)
 
     def _packed(self, low: NDArray[np.uint16]) -> Piece:
-        if self._low_bits == _ALL_BITS:
+        if self._low_bits == ALL_BITS:
             return low.astype("<u2", copy=False).view(np.uint8).data
         low = np.concatenate([self._rest, low])
         full_groups = low.size // 8 * 8
@@ -147,7 +147,7 @@ class Encoder:
         verbatim = np.concatenate([np.empty(0, np.int64), *self._verbatim])
         yield verbatim.astype("<u8").tobytes()
         yield np.concatenate([np.empty(0, np.uint32), *self._bits]).astype("<u4").tobytes()
-        bits, magic = (0, _MAGIC) if self._low_bits == _ALL_BITS else (self._low_bits, _MAGIC_PACKED)
+        bits, magic = (0, _MAGIC) if self._low_bits == ALL_BITS else (self._low_bits, _MAGIC_PACKED)
         yield _FOOTER.pack(self._count, len(crossing), verbatim.size, form, bits, magic)
 
 
@@ -166,7 +166,7 @@ class Decoder:
         if len(segment) < _FOOTER.size:
             raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes is shorter than its footer")
         count, crossing, verbatim, form, bits, magic = _FOOTER.unpack(segment[-_FOOTER.size :])
-        packed = magic == _MAGIC_PACKED and bits < _ALL_BITS
+        packed = magic == _MAGIC_PACKED and bits < ALL_BITS
         if not (packed or (magic == _MAGIC and bits == 0)) or form not in (_INDICES, _BITMAP):
             raise ArtifactDamaged("residual: a segment does not end in a residual footer")
         if count != elements:

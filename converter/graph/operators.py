@@ -61,15 +61,6 @@ def since_version(node: ir.Node, opset: int) -> int | None:
     return None if schema is None else schema.since_version
 
 
-def missing_input(node: ir.Node, opset: int) -> str | None:
-    """Return ONNX's name of the first required input that ``node`` lacks; None if it has all."""
-    schema = _schema(node.domain, node.op_type, opset)
-    given = {index for index, value in enumerate(node.inputs) if value is not None}
-    single = defs.OpSchema.FormalParameterOption.Single
-    needed = () if schema is None else enumerate(schema.inputs)
-    return next((formal.name for index, formal in needed if formal.option == single and index not in given), None)
-
-
 def bf16_form(node: ir.Node, opset: int) -> Bf16Form | None:
     """Return where ``node`` may have bf16 at ``opset``; None if the operator has no bf16 form or no known schema.
 

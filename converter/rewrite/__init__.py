@@ -2,9 +2,9 @@
 
 ``prepare`` runs the whole list. The **reference** is the source graph made explicit, without further changes: functions
 inlined, every constant an initializer of the main graph, equal weights stored once, everything named. The **base**
-graph is the one that profiles start from. In it, masks that hide nothing are dropped, operators are recent enough for
-bf16, and masks are within bf16's range. BatchNorm is folded into weights, except those that were bf16 or fp16. The
-**cuda** graph is the base with operators that have no bf16 kernel rewritten into operators that have one.
+graph is the one that profiles start from. In it, operators are recent enough for bf16, and masks are within bf16's
+range. BatchNorm is folded into weights, except those that were bf16 or fp16. The **cuda** graph is the base with
+operators that have no bf16 kernel rewritten into operators that have one.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import onnx_ir as ir
-from numpy.typing import NDArray
 
-from bf16kit.numerics.residual import is_half
-from converter.graph.cuda_kernels import KernelTable
+from bf16kit.numerics.residual import Scale, is_half
+from bf16kit.numerics.tensors import Array
 from converter.graph.names import NameEverything
 from converter.graph.step import Step, run
 from converter.graph.types import InferTypes
-from converter.rewrite.batchnorm import Fold, FoldBatchNorm
+from converter.rewrite.batchnorm import FoldBatchNorm
 from converter.rewrite.clampmasks import ClampMasks
-from converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers, InlineFunctions
-from converter.rewrite.lowering import LowerForCuda
+from converter.rewrite.explicit import (
+    ConstantsToInitializers,
+    DropUnused,
+    HoistInitializers,
+    InlineFunctions,
+    RemoveIdentities,
+)
+from converter.rewrite.lowering import LowerForCuda, RaiseOpset, SupportedOpset
 from converter.rewrite.matching import Match, match
-from converter.rewrite.noopmasks import DropConstantConditions, GatherAllToUnsqueeze
-from converter.rewrite.opset import RaiseOpset, SupportedOpset
-from converter.rewrite.removal import DropUnused, RemoveIdentities
 from converter.rewrite.sharing import ShareEqualWeights
 
-__all__ = ["Fold", "Match", "Prepared", "Step", "prepare", "run"]
+__all__ = ["Match", "Prepared", "Step", "prepare", "run"]
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,17 @@ class Prepared:
     reference: ir.Model
     base: ir.Model
     cuda: ir.Model
-    folds: Mapping[str, Fold]
+    folds: Mapping[str, Scale]
     clamped: frozenset[str]
     matches: Mapping[str, Match]
 
 
 def prepare(
     model: ir.Model,
-    checkpoint: Mapping[str, NDArray[Any]] | None = None,
+    checkpoint: Mapping[str, Array] | None = None,
     *,
     orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     half_precision: Collection[str] = (),
-    kernels: KernelTable | None = None,
 ) -> Prepared:
     """Prepare ``model`` (fp32, any opset ONNX Runtime accepts; changed in place) for narrowing.
 
@@ -68,17 +68,15 @@ def prepare(
     folded into tensors that are bf16 or fp16 in the checkpoint or named in ``half_precision``. Raises
     :class:`ConversionError` that names the failed step.
     """
-    kernels = kernels or KernelTable.load()
-    reference = run([SupportedOpset(kernels), *_NORMALISE], model)
+    reference = run([SupportedOpset(), *_NORMALISE], model)
     checkpoint = checkpoint or {}
     matches = match(reference.graph, checkpoint, orders)
     found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
     fold = FoldBatchNorm(found.union(half_precision))
     clamp = ClampMasks()
-    simpler = [RemoveIdentities(), GatherAllToUnsqueeze(), DropConstantConditions()]
-    lowering = [*simpler, RaiseOpset(kernels), fold, clamp, DropUnused(), InferTypes()]
+    lowering = [RemoveIdentities(), RaiseOpset(), fold, clamp, DropUnused(), InferTypes()]
     base = run(lowering, reference.clone())
-    cuda = run([LowerForCuda(kernels), InferTypes()], base.clone())
+    cuda = run([LowerForCuda(), InferTypes()], base.clone())
     return Prepared(reference, base, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)
 
 

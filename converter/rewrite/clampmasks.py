@@ -9,7 +9,6 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bf16kit.numerics.rounding import LARGEST, OVERFLOW
-from converter.graph.equality import Array
 from converter.graph.initializers import ComputedTensor, reader
 from converter.graph.operators import MOVEMENT, WEIGHTED
 from converter.graph.step import Step
@@ -32,21 +31,27 @@ class ClampMasks(Step):
     def apply(self, model: ir.Model) -> bool:
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
-            if tensor is None or tensor.dtype != ir.DataType.FLOAT or is_weight(value):
-                continue
-            if overflows(tensor.numpy()):
+            if tensor is not None and not is_weight(value) and _overflows(tensor):
                 value.const_value = _clamped(tensor)
                 self.clamped.add(name)
-        filled = [node for node in model.graph.all_nodes() if node.op_type == "ConstantOfShape" and _clamp_fill(node)]
-        return bool(self.clamped or filled)
+        fills = [node for node in model.graph.all_nodes() if node.op_type == "ConstantOfShape" and _overflowing(node)]
+        for node in fills:
+            fill = _clamped(node.attributes["value"].as_tensor())
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(fill.numpy()))
+        return bool(self.clamped or fills)
 
 
-def overflows(array: Array) -> bool:
-    """Whether a finite fp32 value of ``array`` would round to an infinite bf16."""
-    if array.size == 0:
+def _overflowing(node: ir.Node) -> bool:
+    fill = node.attributes.get("value")
+    return fill is not None and _overflows(fill.as_tensor())
+
+
+def _overflows(tensor: ir.TensorProtocol) -> bool:
+    """Whether a finite fp32 value of ``tensor`` would round to an infinite bf16."""
+    if tensor.dtype != ir.DataType.FLOAT or tensor.size == 0:
         return False
-    low, high = float(array.min()), float(array.max())
-    if max(-low, high) < OVERFLOW:
+    array = tensor.numpy()
+    if max(-float(array.min()), float(array.max())) < OVERFLOW:  # NaN is not: it is compared below
         return False
     magnitude = np.abs(array)
     return bool(np.any(np.isfinite(magnitude) & (magnitude >= np.float32(OVERFLOW))))
@@ -70,18 +75,6 @@ def _clamped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
     def compute(rows: slice) -> NDArray[np.float32]:
         array = read(rows)
-        limited = np.clip(array, np.float32(-LARGEST), np.float32(LARGEST))
-        return np.where(np.isinf(array), array, limited).astype(np.float32)
+        return np.where(np.isinf(array), array, np.clip(array, np.float32(-LARGEST), np.float32(LARGEST)))
 
     return ComputedTensor(compute, like=tensor)
-
-
-def _clamp_fill(node: ir.Node) -> bool:
-    attribute = node.attributes.get("value")
-    if attribute is None:
-        return False
-    tensor = attribute.as_tensor()
-    if tensor.dtype != ir.DataType.FLOAT or not overflows(tensor.numpy()):
-        return False
-    node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_clamped(tensor).numpy()))
-    return True

@@ -1,4 +1,4 @@
-"""Makes a source graph explicit: functions inlined, every constant an initializer of the main graph.
+"""Makes a source graph explicit: functions inlined, constants initializers of the main graph; drops what does nothing.
 
 onnx-ir has passes of these names, which lose an output's name or a weight: docs/decisions/0008.
 """
@@ -6,18 +6,20 @@ onnx-ir has passes of these names, which lose an output's name or a weight: docs
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
-from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveInitializersFromInputsPass
+from onnx_ir.passes.common import (
+    ClearMetadataAndDocStringPass,
+    InlinePass,
+    RemoveInitializersFromInputsPass,
+    RemoveUnusedNodesPass,
+)
 
-from bf16kit.messages.errors import ConversionError
+from bf16kit.numerics.tensors import Array
 from converter.graph.dimensions import GUESSED
-from converter.graph.initializers import initializer, stays_inline
-from converter.graph.names import FreshNames, values_of
-from converter.graph.operators import label, missing_input
+from converter.graph.initializers import const, initializer, stays_inline
+from converter.graph.names import FreshNames, replace_output, values_of
 from converter.graph.step import Step
 
 
@@ -32,7 +34,6 @@ class InlineFunctions(Step):
     def apply(self, model: ir.Model) -> bool:
         if model.functions:
             InlinePass()(model)
-            _check_inputs(model)
         ClearMetadataAndDocStringPass()(model)
         RemoveInitializersFromInputsPass()(model)
         for key in model.metadata_props.keys() - {GUESSED}:
@@ -41,22 +42,6 @@ class InlineFunctions(Step):
             for value in values_of(graph):
                 value.metadata_props.clear()
         return True
-
-    def ensures(self, model: ir.Model) -> None:
-        if model.functions:
-            names = ", ".join(sorted(f.name for f in model.functions.values()))
-            raise ConversionError(f"functions are still there: {names}")
-
-
-def _check_inputs(model: ir.Model) -> None:
-    """Raise ConversionError if a node lacks a required input because the node that called its function left it out."""
-    for node in model.graph.all_nodes():
-        lacking = missing_input(node, model.opset_imports.get("", 0))
-        if lacking is not None:
-            raise ConversionError(
-                f"{label(node)} {node.name or node.outputs[0].name!r} lacks its input {lacking!r}, because the node"
-                " that calls its function does not pass it"
-            )
 
 
 class ConstantsToInitializers(Step):
@@ -69,20 +54,18 @@ class ConstantsToInitializers(Step):
     name = "constants to initializers"
 
     def apply(self, model: ir.Model) -> bool:
-        found = [node for node in model.graph.all_nodes() if _tensor(node) is not None]
-        for node in found:
-            _lift(node)
-        return bool(found)
+        modified = False
+        for node in tuple(model.graph.all_nodes()):
+            graph, tensor = node.graph, _tensor(node)
+            if isinstance(graph, ir.Graph) and tensor is not None and node.outputs[0].name is not None:
+                value = initializer(graph, node.outputs[0].name, tensor)
+                node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
+                graph.remove(node, safe=True)
+                modified = True
+        return modified
 
 
-def _lift(node: ir.Node) -> None:
-    graph, output = node.graph, node.outputs[0]
-    tensor = _tensor(node)
-    if not isinstance(graph, ir.Graph) or tensor is None or output.name is None:
-        return
-    value = initializer(graph, output.name, tensor)
-    output.replace_all_uses_with(value, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
+_NUMBERS = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
 
 
 def _tensor(node: ir.Node) -> ir.TensorProtocol | None:
@@ -97,10 +80,8 @@ def _tensor(node: ir.Node) -> ir.TensorProtocol | None:
             return None
         if name == "value":
             return attribute.as_tensor()
-        if name in ("value_float", "value_floats"):
-            return ir.tensor(np.asarray(attribute.value, dtype=np.float32), name=node.outputs[0].name)
-        if name in ("value_int", "value_ints"):
-            return ir.tensor(np.asarray(attribute.value, dtype=np.int64), name=node.outputs[0].name)
+        if name in _NUMBERS:
+            return ir.tensor(np.asarray(attribute.value, dtype=_NUMBERS[name]), name=node.outputs[0].name)
     return None
 
 
@@ -145,33 +126,71 @@ def _separate_from_output(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -
     output.name = name
 
 
-def floating_tensors(model: ir.Model) -> dict[str, NDArray[Any]]:
+class RemoveIdentities(Step):
+    """Remove Identity, Dropout outside training, and Cast to the dtype a value already has, from the main graph.
+
+    Each would only be a place for casts. Requires: types are known. A node between an input and an output of the graph
+    stays, because both names belong to the model's interface.
+    """
+
+    name = "remove identities"
+
+    def apply(self, model: ir.Model) -> bool:
+        modified = False
+        for node in tuple(model.graph):  # one at a time: removing one may leave the next between an input and an output
+            source, output = node.inputs[0] if node.inputs else None, node.outputs[0] if node.outputs else None
+            if source is None or output is None or not _changes_nothing(node, source):
+                continue
+            if not output.is_graph_output():
+                output.replace_all_uses_with(source)
+                model.graph.remove(node, safe=True)
+            elif source.producer() is None or source.is_graph_output():
+                continue
+            else:
+                source.shape = source.shape or output.shape  # inference may not see past other domains' operators
+                replace_output(node, source)
+            modified = True
+        return modified
+
+
+def _changes_nothing(node: ir.Node, source: ir.Value) -> bool:
+    if node.domain == "" and node.op_type == "Cast":
+        return source.dtype is not None and node.attributes["to"].as_int() == int(source.dtype)
+    if node.domain == "" and node.op_type == "Dropout":
+        mode = node.inputs[2] if len(node.inputs) > 2 else None
+        told = const(mode)
+        trains = mode is not None and (told is None or bool(told.numpy().any()))
+        return not trains and not any(mask.uses() or mask.is_graph_output() for mask in node.outputs[1:])
+    return node.domain == "" and node.op_type == "Identity"
+
+
+class DropUnused(Step):
+    """Remove nodes and initializers without a use, in the main graph and in subgraphs."""
+
+    name = "drop what is unused"
+
+    def apply(self, model: ir.Model) -> bool:
+        return RemoveUnusedNodesPass()(model).modified
+
+
+def floating_tensors(model: ir.Model) -> dict[str, Array]:
     """Return every tensor that an ONNX model holds, by name: initializers and Constant nodes, in functions too.
 
     For a conversion, they are the checkpoint of an ONNX file. If a name occurs again in another graph, a number is
     appended. Arrays of external data are memory-mapped. Shape constants (integers of at most 1 KiB) are no weights and
     are left out.
     """
-    tensors: dict[str, NDArray[Any]] = {}
     graphs = [*model.graphs()]
     for function in model.functions.values():
         graphs += [function.graph, *function.subgraphs()]
-    for graph in graphs:
-        for name, value in graph.initializers.items():
-            if value.const_value is not None:
-                _add(tensors, name, value.const_value)
-    for node in (node for graph in graphs for node in graph):
-        tensor = _tensor(node)
-        if tensor is not None:
-            _add(tensors, node.outputs[0].name or node.name or "constant", tensor)
-    return tensors
-
-
-def _add(tensors: dict[str, NDArray[Any]], name: str, tensor: ir.TensorProtocol) -> None:
-    if tensor.dtype == ir.DataType.STRING or (not tensor.dtype.is_floating_point() and stays_inline(tensor)):
-        return
-    unique, count = name, 0
-    while unique in tensors:
-        count += 1
-        unique = f"{name}_{count}"
-    tensors[unique] = tensor.numpy()
+    named = [(name, value.const_value) for graph in graphs for name, value in graph.initializers.items()]
+    constants = [(node, tensor) for graph in graphs for node in graph if (tensor := _tensor(node)) is not None]
+    named += [(node.outputs[0].name or node.name or "constant", tensor) for node, tensor in constants]
+    names = FreshNames()
+    return {
+        names.make(name): tensor.numpy()
+        for name, tensor in named
+        if tensor is not None
+        and tensor.dtype != ir.DataType.STRING
+        and (tensor.dtype.is_floating_point() or not stays_inline(tensor))
+    }

@@ -1,17 +1,123 @@
-"""Rewrites operators without a bf16 kernel on CUDA into operators with one."""
+"""Gives operators bf16 kernels: raises the opset (Conv has a bf16 form only from 22 on), and rewrites some for CUDA."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 import onnx_ir as ir
 
+from bf16kit.messages.errors import ConversionError
 from converter.graph.cuda_kernels import KernelTable
-from converter.graph.initializers import initializer
-from converter.graph.names import FreshNames, all_value_names, replace_output
-from converter.graph.operators import since_version
-from converter.graph.step import Step
+from converter.graph.initializers import const, initializer
+from converter.graph.names import FreshNames, NameEverything, all_value_names, replace_output
+from converter.graph.operators import bf16_form, label, since_version
+from converter.graph.step import Step, run
+from converter.graph.types import InferTypes
+from converter.process.quiet import quiet
+from converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers
 
+TARGET = 22
+OLDEST_WITH_BF16 = 13  # Cast and Gather support bf16 from here on
+_NEWEST_IR = 11
+_OLDEST_IR = 8
+_RESIZE_STATES_COORDINATES = 11  # from here on, Resize has attributes for what was fixed before
 _AXES_ARE_INPUTS = 18  # from this opset on, the axes of ReduceMean are an input
+
+# Operators that LowerForCuda rewrites, and their replacement: the replacement's bf16 form counts.
+_REWRITTEN = {"GlobalAveragePool": "ReduceMean", "Clip": "Min"}
+
+
+@cache
+def _table() -> KernelTable:
+    return KernelTable.load()
+
+
+class SupportedOpset(Step):
+    """Reject models that ONNX Runtime cannot load in any case, and set the IR version."""
+
+    name = "check the opset"
+
+    def requires(self, model: ir.Model) -> None:
+        if "ai.onnx" in model.opset_imports:
+            model.opset_imports[""] = model.opset_imports.pop("ai.onnx")
+        opset, kernels = model.opset_imports.get(""), _table()
+        if opset is None:
+            raise ConversionError(
+                "the model imports no ONNX opset, so all its operators are custom; export it with ONNX operators"
+            )
+        if opset > kernels.accepted_opset:
+            raise ConversionError(
+                f"opset {opset} is newer than {kernels.accepted_opset}, the newest that ONNX Runtime"
+                f" {kernels.onnxruntime} loads; export the model with opset {TARGET}"
+            )
+
+    def apply(self, model: ir.Model) -> bool:
+        newest = _NEWEST_IR if model.opset_imports[""] <= 23 else _table().accepted_ir
+        before = model.ir_version
+        model.ir_version = min(max(before, _OLDEST_IR), newest)
+        return model.ir_version != before
+
+
+class RaiseOpset(Step):
+    """Convert the model to opset 22 if that gives it further bf16 kernels, or bf16 at all.
+
+    Other models stay as their exporter wrote them. Requires: weights are initializers of the main graph. Ensures: the
+    opset supports bf16.
+    """
+
+    name = "raise the opset"
+
+    def apply(self, model: ir.Model) -> bool:
+        opset = model.opset_imports[""]
+        if opset >= TARGET or not (opset < OLDEST_WITH_BF16 or any(_gained(node, opset) for node in model.graph)):
+            return False
+        from onnxscript import version_converter  # slow to import, and rarely needed
+
+        with quiet():  # it warns if it falls back on onnx's converter, for opsets before 18
+            version_converter.convert_version(model, TARGET, fallback=True)
+        if opset < _RESIZE_STATES_COORDINATES:
+            _state_coordinates(model)
+        model.ir_version = max(model.ir_version, 10)
+        run([NameEverything(), ConstantsToInitializers(), HoistInitializers(), InferTypes()], model)
+        return True
+
+    def ensures(self, model: ir.Model) -> None:
+        opset = model.opset_imports[""]
+        if opset < OLDEST_WITH_BF16:
+            raise ConversionError(f"opset {opset} could not be raised; export the model with opset {OLDEST_WITH_BF16}+")
+        for node in model.graph.all_nodes():
+            if node.domain == "" and since_version(node, opset) is None:
+                raise ConversionError(f"node {node.name!r}: operator {label(node)} does not exist in opset {opset}")
+
+
+def _gained(node: ir.Node, opset: int) -> bool:
+    probe = ir.node(_REWRITTEN[node.op_type], [None]) if node.op_type in _REWRITTEN else node
+    return node.domain == "" and not _runs(probe, opset) and _runs(probe, TARGET)
+
+
+def _runs(node: ir.Node, opset: int) -> bool:
+    return _has_kernel(node, opset) and bf16_form(node, opset) is not None
+
+
+def _has_kernel(node: ir.Node, opset: int) -> bool:
+    since = since_version(node, opset)
+    return since is not None and _table().has_bf16_kernel(node.domain, node.op_type, since)
+
+
+def _state_coordinates(model: ir.Model) -> None:
+    """Give every Resize the meaning that Upsample and Resize had before opset 11, which onnx's converter leaves out.
+
+    Coordinates were asymmetric. The nearest pixel was the one below, or, as ONNX Runtime computes it, the one above if
+    the image shrinks. A Resize that enlarges one axis and shrinks another has no equivalent today, nor has one of
+    unknown scales that shrinks: the check of the prepared graph refuses it.
+    """
+    for node in model.graph.all_nodes():
+        if node.domain == "" and node.op_type == "Resize":
+            scales = const(node.inputs[2])
+            shrinks = scales is not None and bool((scales.numpy() <= 1).all())
+            node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+            node.attributes.add(ir.AttrString("nearest_mode", "ceil" if shrinks else "floor"))
 
 
 class LowerForCuda(Step):
@@ -24,56 +130,48 @@ class LowerForCuda(Step):
 
     name = "rewrite Clip and GlobalAveragePool"
 
-    def __init__(self, kernels: KernelTable) -> None:
-        super().__init__()
-        self._kernels = kernels
-
     def apply(self, model: ir.Model) -> bool:
-        opset = model.opset_imports[""]
-        found = [node for node in model.graph if self._rewritable(node, opset)]
-        fresh = FreshNames(all_value_names(model))
-        for node in found:
-            replace_output(node, _clip(node, fresh) if node.op_type == "Clip" else _mean(node, fresh))
-        return bool(found)
-
-    def _rewritable(self, node: ir.Node, opset: int) -> bool:
-        source, output = node.inputs[0] if node.inputs else None, node.outputs[0] if node.outputs else None
-        if node.domain != "" or source is None or output is None:
-            return False
-        if node.op_type == "Clip":
-            possible = output.dtype == ir.DataType.FLOAT and any(bound is not None for bound in node.inputs[1:])
-        elif node.op_type == "GlobalAveragePool":
-            possible = opset >= _AXES_ARE_INPUTS and source.dtype == ir.DataType.FLOAT and source.shape is not None
-        else:
-            return False
-        return possible and not self._kernels.has_bf16_kernel("", node.op_type, since_version(node, opset) or 0)
+        opset, fresh = model.opset_imports[""], FreshNames(all_value_names(model))
+        modified = False
+        for node in tuple(model.graph):
+            lowered = None
+            if node.domain != "" or _has_kernel(node, opset):
+                continue
+            if node.op_type == "Clip" and node.outputs[0].dtype == ir.DataType.FLOAT:
+                lowered = _clip(node, fresh)
+            elif node.op_type == "GlobalAveragePool" and opset >= _AXES_ARE_INPUTS:
+                lowered = _mean(model.graph, node, fresh)
+            if lowered is not None:
+                replace_output(node, lowered)
+                modified = True
+        return modified
 
 
 def _clip(node: ir.Node, fresh: FreshNames) -> ir.Value | None:
-    current, output = node.inputs[0], node.outputs[0]
+    """Insert the nodes that replace ``node`` and return their output; None if it has no bounds."""
+    current, bounded = node.inputs[0], None
     for op, bound in zip(("Max", "Min"), node.inputs[1:], strict=False):
         if bound is not None:
-            current = _insert(node, ir.node(op, [current, bound], name=f"{node.name}/{op.lower()}"))
-            current.name, current.type, current.shape = (
-                fresh.make(f"{node.name}/{op.lower()}"),
-                output.type,
-                output.shape,
-            )
-    return current
+            name = f"{node.name}/{op.lower()}"
+            current = bounded = _insert(node, ir.node(op, [current, bound], name=name))
+            bounded.name = fresh.make(name)
+    return bounded
 
 
-def _mean(node: ir.Node, fresh: FreshNames) -> ir.Value | None:
-    source, output, graph = node.inputs[0], node.outputs[0], node.graph
-    if source is None or source.shape is None or not isinstance(graph, ir.Graph):
+def _mean(graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> ir.Value | None:
+    """Insert the node that replaces ``node`` and return its output; None if it is not fp32 or of unknown rank."""
+    source = node.inputs[0]
+    if source is None or source.dtype != ir.DataType.FLOAT or source.shape is None:
         return None
     spatial = ir.tensor(np.arange(2, len(source.shape), dtype=np.int64))
     axes = initializer(graph, fresh.make(f"{node.name}/axes"), spatial)
-    mean = _insert(node, ir.node("ReduceMean", [source, axes], attributes={"keepdims": 1}, name=f"{node.name}/mean"))
-    mean.type, mean.shape = output.type, output.shape
-    return mean
+    return _insert(node, ir.node("ReduceMean", [source, axes], attributes={"keepdims": 1}, name=f"{node.name}/mean"))
 
 
-def _insert(before: ir.Node, added: ir.Node) -> ir.Value:
-    if before.graph is not None:
-        before.graph.insert_before(before, added)
-    return added.outputs[0]
+def _insert(replaced: ir.Node, added: ir.Node) -> ir.Value:
+    """Insert ``added`` before the node that it replaces, with the type and shape of its output; return its output."""
+    output, old = added.outputs[0], replaced.outputs[0]
+    output.type, output.shape = old.type, old.shape
+    if replaced.graph is not None:
+        replaced.graph.insert_before(replaced, added)
+    return output

@@ -6,11 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from converter.graph.equality import OTHER_FLOATS, Array, Fingerprint, fingerprint, same_bits
 from converter.graph.initializers import stays_inline
@@ -25,25 +23,26 @@ _ORDERS: Mapping[int, tuple[tuple[int, ...], ...]] = {
     5: ((2, 3, 4, 1, 0),),
 }
 
-_Found = tuple[ir.Value, tuple[int, ...] | None, bool]
+_Order = tuple[int, ...] | None
+# Tensors, not arrays: tensors widened on reading would otherwise all be in memory at once.
+_Index = Mapping[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """A checkpoint tensor equals ``initializer`` with its axes permuted by ``permutation`` (None: not permuted).
 
-    ``narrowed`` is true if it was fp64: then the initializer and the restored tensor are fp32. fp16 and bf16 tensors
-    are widened, which is exact and can be undone.
+    An fp16 or bf16 tensor equals it when widened, which is exact and can be undone; an fp64 tensor when rounded to
+    fp32, and fp32 is what is restored.
     """
 
     initializer: str
-    permutation: tuple[int, ...] | None = None
-    narrowed: bool = False
+    permutation: _Order = None
 
 
 def match(
     graph: ir.Graph,
-    checkpoint: Mapping[str, NDArray[Any]],
+    checkpoint: Mapping[str, Array],
     orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> dict[str, Match]:
     """Match ``checkpoint`` tensors to initializers of ``graph``, and rename initializers to the checkpoint's names.
@@ -53,38 +52,27 @@ def match(
     Several checkpoint tensors may match one initializer (tied weights). Tensors without a match are not in the result.
     Initializers that stay inline in the graph are ignored: they could not be read back from a weights file.
     """
-    index = _index(graph)
-    found: dict[str, _Found] = {}
-    for name, array in checkpoint.items():
-        hit = _lookup(array, orders.get(name), index)
-        if hit is not None:
-            found[name] = hit
-    _rename(graph, {name: value for name, (value, *_) in found.items()})
-    return {name: Match(value.name or "", order, narrowed) for name, (value, order, narrowed) in found.items()}
-
-
-def _index(graph: ir.Graph) -> dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]:
-    """Index tensors, not arrays: tensors widened on reading would otherwise all be in memory at once."""
     index: dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]] = defaultdict(list)
     for value in graph.initializers.values():
         tensor = value.const_value
         if tensor is not None and not stays_inline(tensor):
             index[fingerprint(tensor.numpy())].append((value, tensor))
-    return index
+    looked_up = ((name, _lookup(array, orders.get(name), index)) for name, array in checkpoint.items())
+    found = {name: hit for name, hit in looked_up if hit is not None}
+    _rename(graph, {name: value for name, (value, _) in found.items()})
+    return {name: Match(value.name or "", order) for name, (value, order) in found.items()}
 
 
-def _lookup(
-    array: Array, order: tuple[int, ...] | None, index: Mapping[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]
-) -> _Found | None:
+def _lookup(array: Array, order: _Order, index: _Index) -> tuple[ir.Value, _Order] | None:
     for as_fp32 in (False, True) if array.dtype.name in OTHER_FLOATS else (False,):
         for view, back in _views(array, order):
             for value, candidate in index.get(fingerprint(view, as_fp32=as_fp32), ()):
                 if same_bits(view, candidate.numpy(), as_fp32=as_fp32):
-                    return value, back, as_fp32 and array.dtype == np.float64
+                    return value, back
     return None
 
 
-def _views(array: Array, order: tuple[int, ...] | None) -> Iterator[tuple[Array, tuple[int, ...] | None]]:
+def _views(array: Array, order: _Order) -> Iterator[tuple[Array, _Order]]:
     """Yield ``array`` in each order its axes may have in the graph, with the permutation that restores it."""
     if order is not None:
         yield array.transpose(order), tuple(int(axis) for axis in np.argsort(order))

@@ -32,16 +32,16 @@ class ShareEqualWeights(Step):
         for value, tensor in _weights(graph):
             array = tensor.numpy()
             twin = _find(kept, array)
-            if twin is not None:
-                _replace(graph, value, twin)
-                continue
-            twin = _find(kept, array.T) if array.ndim == 2 else None
-            if twin is not None:
-                if twin not in transposed:
-                    transposed[twin] = _transpose(graph, twin, fresh)
-                _replace(graph, value, transposed[twin])
-                continue
-            kept[fingerprint(array)].append((value, tensor))
+            mirrored = _find(kept, array.T) if twin is None and array.ndim == 2 else None
+            if mirrored is not None:
+                if mirrored not in transposed:
+                    transposed[mirrored] = _transpose(graph, mirrored, fresh)
+                twin = transposed[mirrored]
+            if twin is None:
+                kept[fingerprint(array)].append((value, tensor))
+            else:
+                value.replace_all_uses_with(twin)
+                graph.initializers.pop(value.name or "")
         return len(graph.initializers) != before
 
 
@@ -63,10 +63,8 @@ def _looked_up(value: ir.Value) -> bool:
 
 
 def _find(kept: _Kept, array: Array) -> ir.Value | None:
-    for value, candidate in kept.get(fingerprint(array), ()):
-        if same_bits(candidate.numpy(), array):
-            return value
-    return None
+    found = (value for value, candidate in kept.get(fingerprint(array), ()) if same_bits(candidate.numpy(), array))
+    return next(found, None)
 
 
 def _transpose(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> ir.Value:
@@ -75,14 +73,5 @@ def _transpose(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> ir.Value:
     output = node.outputs[0]
     output.name, output.type = fresh.make(name), value.type
     output.shape = ir.Shape(tuple(reversed(value.shape or ())))
-    first = next(iter(graph), None)
-    if first is None:
-        graph.append(node)
-    else:
-        graph.insert_before(first, node)
+    graph.insert_before(graph[0], node)  # a node reads each of the two weights, so there is a first
     return output
-
-
-def _replace(graph: ir.Graph, value: ir.Value, replacement: ir.Value) -> None:
-    value.replace_all_uses_with(replacement)
-    graph.initializers.pop(value.name or "")

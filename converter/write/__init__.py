@@ -1,1 +1,1 @@
-"""Writes the files of an artifact: weights, ONNX graphs, TorchScript, torch.export programs, safetensors exports."""
+"""Writing an artifact's weights, graphs, traced files and exports, and reading back what was written."""

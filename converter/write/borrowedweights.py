@@ -1,4 +1,4 @@
-"""Writes an artifact whose weights are those of its export: only tensors of the reference alone are added.
+"""Writes an artifact whose weights are those of its export, or of the file that torch runs: the rest is added.
 
 This is used only if no ONNX profile is written. Those need panels, 64-byte alignment, and weights with BatchNorm folded
 in.
@@ -10,7 +10,8 @@ import hashlib
 import mmap
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,21 @@ from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Plan, PlanEntry
 from bf16kit.artifact.weightfile import ALIGNMENT, WeightWriter, little_endian_bytes
 from bf16kit.messages.errors import RangeError
 from bf16kit.numerics.residual import encode_chunks
-from bf16kit.numerics.rounding import Census, census, to_bf16
-from bf16kit.numerics.tensors import Array as Array
+from bf16kit.numerics.rounding import BF16, Census, census, to_bf16
+from bf16kit.numerics.tensors import Array
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.plan import narrowed
 from converter.plan.decisions import Overrides
 from converter.plan.ranges import complaint
 from converter.rewrite import Match, Prepared
-from converter.write.export import Exported, Selection, fp32_tensor, select, write_export
-from converter.write.roundweights import Rounding
+from converter.write.export import Exported, fp32_tensor, select, write_export
 from converter.write.weights import (
     FP32_FILE,
-    SharedNames,
+    Rounding,
     StoredWeights,
     checkpoint_entry,
+    shared_names,
     stored_tensors,
     tensor_entry,
 )
@@ -53,31 +54,25 @@ def unfolded(prepared: Prepared, checkpoint: Mapping[str, Array]) -> Prepared:
     straight = {match.initializer for match in matches.values() if match.permutation is None}
     for name, match in prepared.matches.items():
         if match.permutation is not None and match.initializer not in straight:
-            old = reference.graph.initializers[match.initializer]
-            stored = _transposed(reference.graph, old, fp32_tensor(checkpoint[name], name), names, match.permutation)
-            straight.add(stored)
-            for other, found in prepared.matches.items():
-                if found.initializer == match.initializer:
-                    matches[other] = Match(stored, None, found.narrowed)
             straight.add(match.initializer)
+            tensor = fp32_tensor(checkpoint[name], name)
+            stored = Match(_read_transposed(reference.graph, match.initializer, tensor, names, match.permutation))
+            twins = [other for other, found in prepared.matches.items() if found.initializer == match.initializer]
+            matches.update(dict.fromkeys(twins, stored))
     return replace(prepared, reference=reference, base=reference, cuda=reference, folds={}, matches=matches)
 
 
-def _transposed(
-    graph: ir.Graph, old: ir.Value, tensor: ir.TensorProtocol, names: FreshNames, permutation: Sequence[int]
+def _read_transposed(
+    graph: ir.Graph, name: str, tensor: ir.TensorProtocol, names: FreshNames, permutation: Sequence[int]
 ) -> str:
-    """Replace the initializer ``old`` by a Transpose of ``tensor``, which equals it up to ``permutation`` of the axes.
+    """Replace the initializer ``name`` by a Transpose of ``tensor``, which equals it up to ``permutation`` of the axes.
 
     Returns the name of the Transpose's input.
     """
-    name = old.name or ""
+    old = graph.initializers[name]
     stored = initializer(graph, names.make(f"{name}.stored"), tensor)
-    node = ir.node(
-        "Transpose",
-        [stored],
-        {"perm": [int(axis) for axis in np.argsort(permutation)]},
-        name=names.make(f"{name}/as_read"),
-    )
+    order = [int(axis) for axis in np.argsort(permutation)]
+    node = ir.node("Transpose", [stored], {"perm": order}, name=names.make(f"{name}/as_read"))
     output = node.outputs[0]
     output.type, output.shape = old.type, old.shape
     old.replace_all_uses_with(output, replace_graph_outputs=True)
@@ -105,107 +100,99 @@ def write_as_export(
     ``prepared`` comes from :func:`unfolded`. In the returned plan, weights that the checkpoint holds in another order
     are fp32, because they were not rounded after all.
     """
-    matched = {match.initializer for match in prepared.matches.values()}
-    narrow = narrowed(plan.tensors) & matched
+    narrow = narrowed(plan.tensors) & {match.initializer for match in prepared.matches.values()}
     selection = select(checkpoint, prepared, narrow, overrides)
-    if not residual:
-        exported = write_export(checkpoint, shards, selection, directory, rounding, progress=progress)
-        entries = _ManifestEntries(prepared, checkpoint, selection, exported)
-        return StoredWeights(entries.tensors, (), {}, entries.census), exported, _plan_as_written(plan, narrow)
-    with writer(RESIDUAL) as residual_file, writer(FP32_FILE) as fp32_file:
-        exported = write_export(
-            checkpoint, shards, selection, directory, rounding, residual=residual_file, progress=progress
-        )
-        entries = _ManifestEntries(prepared, checkpoint, selection, exported)
-        for name, tensor in sorted(stored_tensors(prepared.reference).items()):
-            if name not in entries.tensors:
+    with ExitStack() as files:
+        file = files.enter_context(writer(RESIDUAL)) if residual else None
+        exported = write_export(checkpoint, shards, selection, directory, rounding, residual=file, progress=progress)
+    tensors, entries, counted = _locate(prepared, checkpoint, exported)
+    rest = {name: tensor for name, tensor in stored_tensors(prepared.reference).items() if name not in tensors}
+    if residual and rest:
+        with writer(FP32_FILE) as fp32_file:
+            for name, tensor in rest.items():
                 array = tensor.numpy()
-                entries.tensors[name] = tensor_entry(name, array, FP32_FILE, fp32_file.append(array))
-        checkpoint_entries = tuple(entries.checkpoint)
-    if all(entry.file != FP32_FILE for entry in entries.tensors.values()):
-        (directory / FP32_FILE).unlink()
-    return (
-        StoredWeights(entries.tensors, checkpoint_entries, {}, entries.census),
-        exported,
-        _plan_as_written(plan, narrow),
-    )
+                tensors[name] = tensor_entry(name, array.dtype, array.shape, FP32_FILE, fp32_file.append(array))
+    stored = StoredWeights(tensors, tuple(entries) if residual else (), {}, counted)
+    return stored, exported, plan.model_copy(update={"tensors": [_as_written(entry, narrow) for entry in plan.tensors]})
 
 
-class _ManifestEntries:
-    """The manifest's entries for an export's tensors. The first tensor that holds an initializer takes its name."""
+def _locate(
+    prepared: Prepared, checkpoint: Mapping[str, Array], exported: Exported
+) -> tuple[dict[str, TensorEntry], list[CheckpointEntry], dict[str, Census]]:
+    """Return the manifest's entries for an export's tensors, and the census of those rounded.
 
-    def __init__(
-        self, prepared: Prepared, checkpoint: Mapping[str, Array], selection: Selection, exported: Exported
-    ) -> None:
-        self.tensors: dict[str, TensorEntry] = {}
-        self.checkpoint: list[CheckpointEntry] = []
-        self.census = {}
-        names = FreshNames(prepared.reference.graph.initializers)  # inline ones too: their names are taken
-        for name, array in checkpoint.items():
-            match = prepared.matches.get(name)
-            rounded = name in selection.rounded
-            stored, order = None if match is None else match.initializer, None if match is None else match.permutation
-            if stored is None or not (rounded or array.dtype == np.float32):
-                stored, order = names.make(name), None  # in no graph, or there in another precision
-            if stored not in self.tensors:
-                if order is not None:  # for example a square matrix with a twin that is not transposed
-                    stored, order = names.make(name), None
-                self.tensors[stored] = _entry(stored, array, exported, name)
-            if rounded:
-                self.census[stored] = exported.census[name]
-            dtype = "float32" if rounded and array.dtype == np.float64 else array.dtype.name
-            self.checkpoint.append(
-                CheckpointEntry(
-                    name=name,
-                    dtype=dtype,
-                    shape=list(array.shape),
-                    tensor=stored,
-                    permutation=None if order is None else list(order),
-                )
-            )
+    The first tensor that holds an initializer takes its name.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    entries: list[CheckpointEntry] = []
+    counted: dict[str, Census] = {}
+    names = FreshNames(prepared.reference.graph.initializers)  # inline ones too: their names are taken
+    for name, array in checkpoint.items():
+        match, rounded = prepared.matches.get(name), name in exported.selection
+        if match is None or not (rounded or array.dtype == np.float32):
+            match = None  # in no graph, or there in another precision
+        elif match.permutation is not None and match.initializer not in tensors:
+            match = None  # for example a square matrix with a twin that is not transposed
+        found = match or Match(names.make(name))
+        stored = found.initializer
+        tensors.setdefault(stored, exported.tensors[name].model_copy(update={"name": stored}))
+        if rounded:
+            counted[stored] = exported.census[name]
+        as_fp32 = rounded and array.dtype == np.float64
+        entries.append(checkpoint_entry(name, array, stored, found.permutation, rounded=as_fp32))
+    return tensors, entries, counted
 
 
-def _entry(stored: str, array: Array, exported: Exported, name: str) -> TensorEntry:
-    written = exported.tensors[name]
-    return TensorEntry(
-        name=stored,
-        dtype=written.dtype,
-        shape=list(array.shape),
-        file=written.file,
-        offset=written.segment.offset,
-        bytes=written.segment.bytes,
-        residual=written.residual,
-    )
-
-
-def _plan_as_written(plan: Plan, narrow: frozenset[str]) -> Plan:
-    """Return ``plan`` with fp32 for each tensor that was not written in bf16."""
-    return plan.model_copy(update={"tensors": [_kept(entry, narrow) for entry in plan.tensors]})
-
-
-def _kept(entry: PlanEntry, narrow: frozenset[str]) -> PlanEntry:
+def _as_written(entry: PlanEntry, narrow: frozenset[str]) -> PlanEntry:
     if entry.precision == "fp32" or entry.name in narrow:
         return entry
     return entry.model_copy(update={"precision": "fp32", "code": "reference_only", "reason": _REARRANGED})
 
 
-_SHOWN = 5  # complaints named in an error
+def write_without_graph(
+    checkpoint: Mapping[str, Array],
+    written: Path,
+    residual: WeightWriter | None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> StoredWeights:
+    """Record where the file ``written`` by torch holds each tensor of ``checkpoint``; write others to ``residual``.
+
+    If ``residual`` is None, nothing can be restored, and only tensors that the file holds are listed. ``progress`` is
+    called with bytes of the checkpoint. Raises :class:`RangeError` for values that bf16 cannot hold.
+    """
+    records = _records(written)
+
+    def locate(array: Array) -> Segment | None:
+        return records.get(hashlib.sha256(little_endian_bytes(array)).digest()) if array.size else None
+
+    tensors: dict[str, TensorEntry] = {}
+    counted: dict[str, Census] = {}
+    shared = shared_names(checkpoint, FreshNames())
+    for name, array in checkpoint.items():
+        progress(array.nbytes)
+        if shared[name] != name:
+            continue
+        rounds = array.dtype == np.float32 and array.ndim > 0
+        bf16 = to_bf16(np.ascontiguousarray(array)) if rounds else None
+        segment = None if bf16 is None else locate(bf16)
+        if bf16 is not None and segment is not None:
+            restoring = None if residual is None else residual.append_chunks(encode_chunks(array, bf16))
+            tensors[name] = tensor_entry(name, BF16, array.shape, written.name, segment, residual=restoring)
+        elif (segment := locate(array)) is not None:
+            tensors[name] = tensor_entry(name, array.dtype, array.shape, written.name, segment)
+        elif residual is not None:
+            tensors[name] = tensor_entry(name, array.dtype, array.shape, RESIDUAL, residual.append(array))
+        if array.dtype == np.float32:
+            counts = census(np.ascontiguousarray(array))
+            rounded = name in tensors and tensors[name].dtype == "bfloat16"
+            _check_range(name, counts, rounded=rounded)
+            counted |= {name: counts} if rounded else {}
+    entries = [checkpoint_entry(name, array, shared[name]) for name, array in checkpoint.items()]
+    return StoredWeights(tensors, () if residual is None else tuple(entries), {}, counted)
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecords:
-    """The records of ``file`` by their sha256."""
-
-    file: str
-    records: Mapping[bytes, Segment]
-
-    def find(self, array: Array) -> Segment | None:
-        """Return the record with the bytes of ``array`` in C order, or None."""
-        return self.records.get(hashlib.sha256(little_endian_bytes(array)).digest()) if array.size else None
-
-
-def read_records(path: Path) -> FileRecords:
-    """Return the uncompressed, aligned records of the zip file at ``path``, which torch has just written."""
+def _records(path: Path) -> dict[bytes, Segment]:
+    """Return the uncompressed, aligned records of the zip file at ``path``, which torch has just written, by sha256."""
     import torch
 
     found: dict[bytes, Segment] = {}
@@ -218,66 +205,16 @@ def read_records(path: Path) -> FileRecords:
                 if offset % ALIGNMENT == 0:
                     digest = hashlib.sha256(data[offset : offset + info.file_size]).digest()
                     found.setdefault(digest, Segment(offset=offset, bytes=info.file_size))
-    return FileRecords(path.name, found)
+    return found
 
 
-def write_without_graph(
-    checkpoint: Mapping[str, Array],
-    records: FileRecords,
-    residual: WeightWriter | None,
-    progress: Callable[[int], None] = lambda _: None,
-) -> StoredWeights:
-    """Record where each tensor of ``checkpoint`` is, and write those without a record to ``residual``.
-
-    If ``residual`` is None, nothing can be restored, and only tensors with a record are listed. ``progress`` is
-    called with bytes of the checkpoint. Raises :class:`RangeError` for values that bf16 cannot hold.
-    """
-    tensors: dict[str, TensorEntry] = {}
-    entries: list[CheckpointEntry] = []
-    counted: dict[str, Census] = {}
-    complaints: list[str] = []
-    shared_names = SharedNames(FreshNames())
-    for name, array in checkpoint.items():
-        stored, is_new = shared_names.assign(name, array)
-        if is_new:
-            entry = _record_entry(stored, array, records, residual)
-            if entry is not None:
-                tensors[stored] = entry
-            if array.dtype == np.float32:
-                counts, rounded = census(np.ascontiguousarray(array)), entry is not None and entry.dtype == "bfloat16"
-                complaints += [f"tensor {name!r}: {problem}" for problem in _complaints(counts, rounded=rounded)]
-                counted |= {stored: counts} if rounded else {}
-        if residual is not None:
-            entries.append(checkpoint_entry(name, array, stored, None))
-        progress(array.nbytes)
-    if complaints:
-        raise RangeError("\n".join(complaints[:_SHOWN]))
-    return StoredWeights(tensors, tuple(entries), {}, counted)
-
-
-def _record_entry(name: str, array: Array, records: FileRecords, residual: WeightWriter | None) -> TensorEntry | None:
-    """Return the entry of ``array``, after writing its missing part; None if there is no residual to write it to."""
-    if array.dtype == np.float32 and array.ndim:
-        values = np.ascontiguousarray(array)
-        bf16 = to_bf16(values)
-        segment = records.find(bf16)
-        if segment is not None:
-            entry = tensor_entry(name, bf16, records.file, segment)
-            if residual is None:
-                return entry
-            return entry.model_copy(update={"residual": residual.append_chunks(encode_chunks(values, bf16))})
-    segment = records.find(array)
-    if segment is not None:
-        return tensor_entry(name, array, records.file, segment)
-    return None if residual is None else tensor_entry(name, array, RESIDUAL, residual.append(array))
-
-
-def _complaints(counts: Census, *, rounded: bool) -> list[str]:
-    """Return what is wrong with a tensor, which, unlike a graph's, cannot be clamped or left in fp32."""
+def _check_range(name: str, counts: Census, *, rounded: bool) -> None:
+    """Raise RangeError for a tensor that, unlike a graph's, cannot be clamped or left in fp32."""
     problem = complaint(counts, finite=rounded, in_range=False)
     if problem is None and rounded and counts.overflow:
         problem = (
             f"{counts.overflow} of {counts.count} values overflow bfloat16 (largest magnitude {counts.max_abs:.6g}),"
             " and --saturate and --keep-fp32 are for ONNX; clamp them in the module"
         )
-    return [] if problem is None else [problem]
+    if problem is not None:
+        raise RangeError(f"tensor {name!r}: {problem}")

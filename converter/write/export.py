@@ -8,52 +8,36 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
 
-from bf16kit.artifact.manifest import Segment
+from bf16kit.artifact.manifest import Segment, TensorEntry
 from bf16kit.artifact.reading import damaged_if_unreadable
 from bf16kit.artifact.weightfile import ALIGNMENT, WeightWriter, little_endian_bytes
 from bf16kit.messages.errors import ArtifactDamaged, RangeError, UsageError
 from bf16kit.numerics.residual import bits_needed
-from bf16kit.numerics.rounding import BF16, Census
-from bf16kit.numerics.tensors import BY_NAME
-from bf16kit.numerics.tensors import Array as Array
+from bf16kit.numerics.rounding import Census
+from bf16kit.numerics.tensors import BY_NAME, Array
 from converter.graph.equality import OTHER_FLOATS, in_fp32
-from converter.graph.initializers import ComputedTensor, rows_of
+from converter.graph.initializers import ComputedTensor, blocks, rows_of
 from converter.plan import is_matrix
 from converter.plan.decisions import Overrides
-from converter.plan.ranges import complaint, take_census
+from converter.plan.ranges import complaint
 from converter.rewrite import Prepared
 from converter.rewrite.clampmasks import is_weight
-from converter.write.roundweights import Rounding, WeightRounding
+from converter.write.weights import Rounding, round_weight, tensor_entry
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_ROWS_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The tensors of a checkpoint that an export rounds; those in ``masks`` saturate, as the graphs clamp them."""
-
-    rounded: frozenset[str]
-    masks: frozenset[str]
-    weights: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedTensor:
-    """The place of an exported tensor: ``segment`` counts from the start of ``file``."""
-
-    file: str
-    dtype: str
-    segment: Segment
-    residual: Segment | None = None
+# The tensors of a checkpoint that an export rounds. Masks saturate, as the graphs clamp them; weights must be finite.
+Selection = Mapping[str, Literal["mask", "weight", "other"]]
 
 
 @dataclass(slots=True)
@@ -65,7 +49,7 @@ class Exported:
 
     selection: Selection
     files: list[str] = field(default_factory=list)
-    tensors: dict[str, ExportedTensor] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
     census: dict[str, Census] = field(default_factory=dict)
 
 
@@ -77,29 +61,18 @@ def select(
     They are the tensors that a graph's plan stores so (``narrow``, by initializer) and, of tensors that no graph reads
     unchanged, the matrices.
     """
-    rounded, masks, weights = set(), set(), set()
+    selected: dict[str, Literal["mask", "weight", "other"]] = {}
     for name, array in checkpoint.items():
         match = prepared.matches.get(name)
         if match is None:
-            if _is_float(array) and _rounds(name, array, overrides):
-                rounded.add(name)
+            wanted = overrides.bf16_pattern(name) is not None or is_matrix(array.shape)
+            is_float = array.dtype.name in ("float32", *OTHER_FLOATS)
+            if is_float and wanted and overrides.keep_fp32_pattern(name) is None:
+                selected[name] = "other"
         elif match.initializer in narrow:
-            rounded.add(name)
-            if match.initializer in prepared.clamped:
-                masks.add(name)
-            elif is_weight(prepared.reference.graph.initializers[match.initializer]):
-                weights.add(name)
-    return Selection(frozenset(rounded), frozenset(masks), frozenset(weights))
-
-
-def _is_float(array: Array) -> bool:
-    return array.dtype.name in ("float32", *OTHER_FLOATS)
-
-
-def _rounds(name: str, array: Array, overrides: Overrides) -> bool:
-    if overrides.keep_fp32_pattern(name) is not None:
-        return False
-    return overrides.bf16_pattern(name) is not None or is_matrix(array.shape)
+            weight = is_weight(prepared.reference.graph.initializers[match.initializer])
+            selected[name] = "mask" if match.initializer in prepared.clamped else "weight" if weight else "other"
+    return selected
 
 
 def write_export(
@@ -114,86 +87,56 @@ def write_export(
 ) -> Exported:
     """Write ``checkpoint`` into ``directory`` as one file, or as one file for each of ``shards``, with their index.
 
-    ``residual`` gets what restores the rounded tensors. ``progress`` is called with bytes of the checkpoint. Raises
-    :class:`RangeError` for weights that bf16 cannot hold; the files written so far are then useless.
+    Tensors in no shard go into the last file. ``residual`` gets what restores the rounded tensors. ``progress`` is
+    called with bytes of the checkpoint. Raises :class:`RangeError` for weights that bf16 cannot hold; the files written
+    so far are then useless.
     """
     exported = Exported(selection)
-    groups = _names_by_file(checkpoint, shards)
-    for number, names in enumerate(groups, start=1):
-        name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        with (directory / name).open("xb") as file:
-            data = _lay_out(checkpoint, names, selection)
-            head = header(data, metadata={"format": "pt"}, alignment=ALIGNMENT)
-            file.write(head)
-            for place in sorted(data, key=lambda place: place.start):
-                residual_segment, chunks = None, _unchanged_chunks(checkpoint[place.name], progress)
-                if place.name in selection.rounded:
-                    narrowing = _narrowing(checkpoint[place.name], place.name, selection, rounding, progress)
-                    residual_segment = _write_residual(narrowing, checkpoint[place.name], residual)
-                    exported.census[place.name] = narrowing.census
-                    chunks = iter([little_endian_bytes(narrowing.bf16)])
-                for chunk in chunks:
-                    file.write(chunk)
-                segment = Segment(offset=len(head) + place.start, bytes=place.nbytes)
-                exported.tensors[place.name] = ExportedTensor(name, place.dtype, segment, residual_segment)
-        exported.files.append(name)
-    if len(groups) > 1:
-        (directory / INDEX).write_bytes(_index(exported))
-        exported.files.append(INDEX)
-    _check_ranges(exported.census, selection, rounding)
-    return exported
-
-
-def _names_by_file(checkpoint: Mapping[str, Array], shards: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the names in each file; tensors in no shard go to the last."""
     groups = [list(names) for names in shards] or [[]]
     known = {name for names in groups for name in names}
     groups[-1] += [name for name in checkpoint if name not in known]
-    return groups
-
-
-def _lay_out(checkpoint: Mapping[str, Array], names: Sequence[str], selection: Selection) -> list[Place]:
-    """Return the place of each tensor, listed in the checkpoint's order; wide dtypes are placed first.
-
-    The format allows no gaps, so this aligns each tensor to its own element size.
-    """
-    dtypes = {name: "bfloat16" if name in selection.rounded else checkpoint[name].dtype.name for name in names}
-    empty = {name: Place(name, dtypes[name], checkpoint[name].shape, 0) for name in names}
-    start, starts = 0, {}
-    for name in sorted(names, key=lambda name: -_width(dtypes[name])):  # stable: the checkpoint's order within a width
-        starts[name] = start
-        start += empty[name].nbytes
-    return [Place(name, dtypes[name], checkpoint[name].shape, starts[name]) for name in names]
-
-
-def _width(dtype: str) -> int:
-    return BF16.itemsize if dtype == "bfloat16" else np.dtype(dtype).itemsize
-
-
-def _unchanged_chunks(array: Array, progress: Callable[[int], None]) -> Iterator[memoryview]:
-    step = max(1, _ROWS_BYTES // max(1, array.nbytes // max(1, len(array)))) if array.ndim else 1
-    for start in range(0, len(array) if array.ndim else 1, step):
-        block = rows_of(array, slice(start, start + step))
-        yield little_endian_bytes(block)
-        progress(block.nbytes)
-
-
-def _narrowing(
-    array: Array, name: str, selection: Selection, rounding: Rounding, progress: Callable[[int], None]
-) -> WeightRounding:
-    tensor = fp32_tensor(array, name)
-    may_saturate = rounding.saturate or name in selection.masks
-    # As in weights.bf16: infinities stay (they are masks) in a tensor where nothing overflows.
-    saturate = may_saturate and take_census(tensor).overflow > 0
-    return WeightRounding(tensor, np.empty(array.shape, BF16), Rounding(rounding.subnormals, saturate), progress)
-
-
-def _write_residual(narrowing: WeightRounding, array: Array, residual: WeightWriter | None) -> Segment | None:
-    if residual is None:
-        for _ in narrowing.blocks():
-            pass
-        return None
-    return residual.append_chunks(narrowing.residual(narrowing.tensor, None, bits_needed(array.dtype.name)))
+    for number, names in enumerate(groups, start=1):
+        file_name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        dtypes = {name: "bfloat16" if name in selection else checkpoint[name].dtype.name for name in names}
+        places = _lay_out([Place(name, dtype, checkpoint[name].shape, 0) for name, dtype in dtypes.items()])
+        head = header(places, metadata={"format": "pt"}, alignment=ALIGNMENT)
+        with (directory / file_name).open("xb") as file:
+            file.write(head)
+            for place in sorted(places, key=lambda place: place.start):
+                name, segment = place.name, None
+                tensor = fp32_tensor(checkpoint[name], name)
+                if name in selection:
+                    may_saturate = Rounding(rounding.subnormals, rounding.saturate or selection[name] == "mask")
+                    bf16, exported.census[name], segment = round_weight(
+                        tensor,
+                        may_saturate,
+                        progress,
+                        residual,
+                        original=tensor,
+                        low_bits=bits_needed(checkpoint[name].dtype.name),
+                    )
+                    file.write(little_endian_bytes(bf16))
+                else:
+                    for _, array in blocks(ir.Tensor(checkpoint[name])):
+                        file.write(little_endian_bytes(array))
+                        progress(array.nbytes)
+                at = Segment(offset=len(head) + place.start, bytes=place.nbytes)
+                dtype = BY_NAME[place.dtype].numpy
+                exported.tensors[name] = tensor_entry(name, dtype, place.shape, file_name, at, residual=segment)
+        exported.files.append(file_name)
+    if len(groups) > 1:
+        fields = {
+            "metadata": {"total_size": sum(entry.bytes for entry in exported.tensors.values())},
+            "weight_map": {name: entry.file for name, entry in exported.tensors.items()},
+        }
+        (directory / INDEX).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        exported.files.append(INDEX)
+    for name, counts in sorted(exported.census.items()):
+        saturates = rounding.saturate or selection[name] == "mask"
+        problem = complaint(counts, selection[name] == "weight", not saturates)
+        if problem is not None:
+            raise RangeError(f"tensor {name!r}: {problem}")
+    return exported
 
 
 def fp32_tensor(array: Array, name: str) -> ir.TensorProtocol:
@@ -202,21 +145,6 @@ def fp32_tensor(array: Array, name: str) -> ir.TensorProtocol:
         return ir.Tensor(array, name=name)
     like = ir.Tensor(np.broadcast_to(np.zeros((), np.float32), array.shape), name=name)
     return ComputedTensor(lambda rows: in_fp32(rows_of(array, rows)), like)
-
-
-def _index(exported: Exported) -> bytes:
-    total = sum(written.segment.bytes for written in exported.tensors.values())
-    weight_map = {name: written.file for name, written in exported.tensors.items()}
-    fields = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _check_ranges(found: Mapping[str, Census], selection: Selection, rounding: Rounding) -> None:
-    for name, counts in sorted(found.items()):
-        saturates = rounding.saturate or name in selection.masks
-        problem = complaint(counts, name in selection.weights, not saturates)
-        if problem is not None:
-            raise RangeError(f"tensor {name!r}: {problem}")
 
 
 DTYPES: Mapping[str, str] = {
@@ -249,7 +177,20 @@ class Place:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * BY_NAME[self.dtype].numpy.itemsize
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return BY_NAME[self.dtype].numpy.itemsize if self.dtype in BY_NAME else 0
+
+
+def _lay_out(places: Sequence[Place]) -> list[Place]:
+    """Return ``places`` with their offsets. The format allows no gaps; with wide dtypes first, all are aligned."""
+    start, starts = 0, {}
+    for place in sorted(places, key=lambda place: -place.itemsize):  # stable: in the order given within a width
+        starts[place.name] = start
+        start += place.nbytes
+    return [replace(place, start=starts[place.name]) for place in places]
 
 
 def header(places: Iterable[Place], *, metadata: Mapping[str, str] | None = None, alignment: int = 8) -> bytes:
@@ -261,11 +202,10 @@ def header(places: Iterable[Place], *, metadata: Mapping[str, str] | None = None
     for place in places:
         if place.name == _METADATA:
             raise UsageError(f"a tensor is named {_METADATA!r}, which safetensors reserves; rename the tensor")
-        dtype = DTYPES.get(place.dtype)
-        if dtype is None:
+        if place.dtype not in DTYPES:
             raise UsageError(f"tensor {place.name!r} is {place.dtype}, which safetensors cannot hold")
         offsets = [place.start, place.start + place.nbytes]
-        fields[place.name] = {"dtype": dtype, "shape": list(place.shape), "data_offsets": offsets}
+        fields[place.name] = {"dtype": DTYPES[place.dtype], "shape": list(place.shape), "data_offsets": offsets}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
@@ -285,16 +225,13 @@ def read(path: Path) -> dict[str, Array]:
         except SafetensorError as error:
             raise ArtifactDamaged(f"{path}: {error}") from None
         mapped = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
-    size = int.from_bytes(mapped[:8].tobytes(), "little")
-    fields = json.loads(mapped[8 : 8 + size].tobytes())
-    data = mapped[8 + size :]
-    return {name: _view(path, data, name, entry) for name, entry in fields.items() if name != _METADATA}
-
-
-def _view(path: Path, data: Array, name: str, entry: Mapping[str, object]) -> Array:
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _OWN_NAMES:
-        raise ArtifactDamaged(f"{path}: tensor {name!r} is {dtype}, which no export of bf16kit holds")
-    assert isinstance(shape, list)  # noqa: S101 - the library has checked both
-    assert isinstance(offsets, list)  # noqa: S101
-    return data[offsets[0] : offsets[1]].view(BY_NAME[_OWN_NAMES[dtype]].numpy).reshape(shape)
+    size = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+    found = {}
+    for name, entry in json.loads(mapped[8:size].tobytes()).items():
+        if name != _METADATA:
+            dtype = _OWN_NAMES.get(entry["dtype"])
+            if dtype is None:
+                raise ArtifactDamaged(f"{path}: tensor {name!r} is {entry['dtype']}, which no export of bf16kit holds")
+            start, stop = entry["data_offsets"]
+            found[name] = mapped[size + start : size + stop].view(BY_NAME[dtype].numpy).reshape(entry["shape"])
+    return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import CheckerPass
 
 from bf16kit.artifact.manifest import RESIDUAL, PlanEntry
 from bf16kit.messages.errors import ConversionError
@@ -25,8 +26,8 @@ from converter.graph.types import InferTypes
 from converter.plan import Planned, narrowed
 from converter.plan.profiles import PROFILES, Profile
 from converter.rewrite import Prepared, run
-from converter.rewrite.removal import DropUnused
-from converter.write.insertcasts import Narrow
+from converter.rewrite.explicit import DropUnused
+from converter.write.insertcasts import BFLOAT16, FLOAT, Narrow
 from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights
 
 REFERENCE = "reference"
@@ -45,13 +46,15 @@ def write_graphs(
     """Write one ``PROFILE.onnx`` per profile into ``directory``, beside the files of weights, and reference.onnx.
 
     Returns the file names by profile; with ``reference``, also that of ``"reference"``. Raises
-    :class:`ConversionError` if ONNX's checker rejects a graph.
+    :class:`ConversionError` if ONNX's checker rejects a graph, or if it does not follow the plan.
     """
     files = {}
     for profile in (PROFILES[name] for name in profiles):
         files[profile.name] = graph_file(profile.name)
         model = build(prepared, planned, profile)
-        _write_profile(model, stored, directory / files[profile.name], profile.base(prepared))
+        _write_with_panels(model, stored, directory / files[profile.name])
+        _check(directory / files[profile.name], profile.base(prepared))
+        _check_plan(directory / files[profile.name], planned.plan.nodes[profile.name])
     if reference:
         files[REFERENCE] = f"{REFERENCE}.onnx"
         _write(
@@ -97,13 +100,8 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     return run([Narrow(narrow, nodes), DropUnused(), InferTypes()], model)
 
 
-def _write_profile(model: ir.Model, stored: StoredWeights, path: Path, source: ir.Model) -> None:
-    """Write the graph from :func:`build`, reading panels as stored, and check it against its base graph ``source``."""
-    _write_with_panels(model, stored, path)
-    _check(path, source)
-
-
 def _write_with_panels(model: ir.Model, stored: StoredWeights, path: Path) -> None:
+    """Write the graph from :func:`build`, reading panels as stored."""
     unpanel = Unpanel(stored.tensors)
     run([unpanel], model)
     _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared)
@@ -135,26 +133,22 @@ def _write(
     external: Callable[[str, ir.Shape], ir.ExternalTensor],
     declared: Collection[str] = frozenset(),
 ) -> None:
-    """Write ``model`` with its large tensors as ``external`` gives them, and those in ``declared`` as they are."""
+    """Write ``model`` with its large tensors as ``external`` gives them, and those in ``declared`` as they are.
+
+    Inline tensors are copied: the graphs share the original, and it can have only one name.
+    """
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        if name in declared:
+        if tensor is None or name in declared:
             continue
-        if tensor is None:
-            raise ConversionError(f"initializer {name!r} has no data")
-        if stays_inline(tensor):
-            value.const_value = _copied(tensor, name)
-        else:
+        if not stays_inline(tensor):
             value.const_value = external(name, ir.Shape(value.shape or dims(tensor)))
             value.const_value.name = name
+        elif isinstance(tensor, ir.StringTensor):
+            value.const_value = ir.StringTensor(tensor.raw, shape=ir.Shape(dims(tensor)), name=name)
+        else:
+            value.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
     path.write_bytes(serialize(model))
-
-
-def _copied(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
-    """Copy an inline tensor for this graph: the graphs share the original, and it can have only one name."""
-    if isinstance(tensor, ir.StringTensor):
-        return ir.StringTensor(tensor.raw, shape=ir.Shape(dims(tensor)), name=name)
-    return ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
 
 
 def serialize(model: ir.Model) -> bytes:
@@ -167,37 +161,18 @@ def serialize(model: ir.Model) -> bytes:
 def _check(path: Path, source: ir.Model) -> None:
     """Pass ``path`` through ONNX's checker; with strict type inference if the source itself passes that."""
     try:
-        onnx.checker.check_model(str(path), full_check=False)
+        onnx.checker.check_model(str(path), full_check=True)
     except onnx.checker.ValidationError as error:
         raise ConversionError(f"{path.name}: ONNX's checker rejects the graph: {brief(error)}") from error
-    fault = _type_fault(onnx.load(path, load_external_data=False))
-    if fault is not None and _type_fault(_skeleton(source)) is None:
-        raise ConversionError(f"{path.name}: types do not match: {fault}")
-
-
-def _type_fault(proto: onnx.ModelProto) -> str | None:
-    try:
-        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
     except onnx.shape_inference.InferenceError as error:
-        return brief(error)
-    return None
+        try:
+            CheckerPass(full_check=True)(source.clone())
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
+            return
+        raise ConversionError(f"{path.name}: types do not match: {brief(error)}") from error
 
 
-def _skeleton(model: ir.Model) -> onnx.ModelProto:
-    """Return ``model`` with its large weights declared external, so that it serialises at any size."""
-    slim = model.clone()
-    for name, value in slim.graph.initializers.items():
-        tensor = value.const_value
-        if tensor is not None and not stays_inline(tensor):
-            shape = ir.Shape(dims(tensor))
-            value.const_value = ir.ExternalTensor(REBUILT, 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
-    return ir.to_proto(slim)
-
-
-FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
-
-
-def check_graph(path: Path, planned: Sequence[PlanEntry]) -> None:
+def _check_plan(path: Path, planned: Sequence[PlanEntry]) -> None:
     """Compare the graph at ``path`` with its profile's part of the plan.
 
     Raises :class:`ConversionError` that names the first node which rounds to bf16 where the plan does not, or computes
@@ -205,7 +180,8 @@ def check_graph(path: Path, planned: Sequence[PlanEntry]) -> None:
     """
     model = ir.load(path)
     precision = {entry.name: entry.precision for entry in planned}
-    fault = next(_faults(model, precision), None)
+    found = (_fault(node, precision, model.opset_imports[""]) for node in model.graph)
+    fault = next((each for each in found if each is not None), None)
     if fault is not None:
         raise ConversionError(
             f"{path.name}: {fault}; the graph does not follow the plan, and nothing was published. This is a bug in"
@@ -213,51 +189,28 @@ def check_graph(path: Path, planned: Sequence[PlanEntry]) -> None:
         )
 
 
-def _faults(model: ir.Model, precision: Mapping[str, str]) -> Iterator[str]:
-    opset = model.opset_imports[""]
-    for node in model.graph:
-        inserted = node.name not in precision
-        if inserted and _casts(node, BFLOAT16):
-            yield from (
-                f"cast {node.name!r} rounds to bf16 for {reader.name!r}, which computes in fp32"
-                for reader in _readers(node)
-                if precision.get(reader.name or "") != "bf16" and reader.domain != KERNEL
-            )
-        elif node.domain == KERNEL and node.op_type.startswith(("MatMul", "Attention")):
-            yield from _rounding(node, precision.get(node.name or "", "fp32"))
-        elif not inserted and precision[node.name or ""] == "bf16" and node.domain != KERNEL:
-            yield from _wide(node, opset)
+def _fault(node: ir.Node, precision: Mapping[str, str], opset: int) -> str | None:
+    """Return how ``node`` computes otherwise than planned.
 
-
-def _rounding(product: ir.Node, planned: str) -> Iterator[str]:
-    """Yield a fault if a product of the CPU kernel rounds its activations otherwise than the plan says.
-
-    An attention node has the name of its product with the values.
+    A product of the CPU kernel must round its activations if planned in bf16; an attention node has the name of its
+    product with the values. A node that is not planned may be a cast that was inserted.
     """
-    if rounds_activations(product.op_type) != (planned == "bf16"):
-        what = "not round its activations" if planned == "fp32" else "round its activations"
-        yield f"product {product.name!r} should {what}, and is {label(product)}"
-
-
-def _wide(node: ir.Node, opset: int) -> Iterator[str]:
-    """Yield faults if ``node`` would compute in fp32, or reads a value that was not rounded."""
-    form = bf16_form(node, opset)
-    if form is None:
-        yield f"node {node.name!r} is to compute in bf16, which {label(node)} cannot"
-        return
-    for index in form.inputs:
-        value = node.inputs[index]
-        if value is not None and value.dtype == FLOAT:
-            yield f"node {node.name!r} is to compute in bf16, and its input {value.name!r} is fp32"
-    for index in form.outputs:
-        if node.outputs[index].dtype == FLOAT:
-            yield f"node {node.name!r} is to compute in bf16, and its result {node.outputs[index].name!r} is fp32"
-
-
-def _readers(node: ir.Node) -> Iterator[ir.Node]:
-    """Yield the nodes that read the result of ``node`` as numbers, not only its shape."""
-    return (use.node for use in node.outputs[0].uses() if use.node.op_type not in SHAPE_ONLY)
-
-
-def _casts(node: ir.Node, dtype: ir.DataType) -> bool:
-    return node.op_type == "Cast" and "to" in node.attributes and node.attributes["to"].as_int() == int(dtype)
+    planned = precision.get(node.name or "")
+    if node.domain == KERNEL:
+        is_product = node.op_type.startswith(("MatMul", "Attention"))
+        if is_product and rounds_activations(node.op_type) != (planned == "bf16"):
+            what = "round its activations" if planned == "bf16" else "not round its activations"
+            return f"product {node.name!r} should {what}, and is {label(node)}"
+    elif planned is None and node.op_type == "Cast" and node.attributes["to"].as_int() == int(BFLOAT16):
+        for reader in (use.node for use in node.outputs[0].uses() if use.node.op_type not in SHAPE_ONLY):
+            if precision.get(reader.name or "") != "bf16" and reader.domain != KERNEL:
+                return f"cast {node.name!r} rounds to bf16 for {reader.name!r}, which computes in fp32"
+    elif planned == "bf16":
+        form = bf16_form(node, opset)
+        if form is None:
+            return f"node {node.name!r} is to compute in bf16, which {label(node)} cannot"
+        values = [("input", node.inputs[index]) for index in form.inputs]
+        for what, value in (*values, *(("result", node.outputs[index]) for index in form.outputs)):
+            if value is not None and value.dtype == FLOAT:
+                return f"node {node.name!r} is to compute in bf16, and its {what} {value.name!r} is fp32"
+    return None

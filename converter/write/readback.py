@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,32 +20,24 @@ from numpy.typing import NDArray
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import RESIDUAL, TensorEntry
 from bf16kit.messages.errors import ArtifactDamaged, ConversionError
-from bf16kit.numerics.rounding import BF16, Subnormals
-from bf16kit.numerics.tensors import Array as Array
+from bf16kit.numerics.rounding import BF16
+from bf16kit.numerics.tensors import Array
 from converter.graph.equality import in_fp32, same_bits
 from converter.graph.initializers import const, stays_inline
 from converter.plan.profiles import PROFILES
 from converter.rewrite import Prepared
 from converter.write.export import INDEX, Exported, read
 from converter.write.insertcasts import NARROWED
-from converter.write.weights import StoredWeights
+from converter.write.weights import Rounding, StoredWeights
 
 Advance = Callable[[int], None]
+Origins = Mapping[str, Callable[[], Array]]
 
 _BLOCK = 1 << 14  # elements: the C library reuses the memory of small arrays, but maps large ones anew each time
 _SIGN, _MAGNITUDE = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
-_SCALED_SLACK = 4  # fp32 ulps: the stored scale is fp32, but the weight was multiplied by it in float64
+_SCALED_SLACK = np.uint32(4)  # fp32 ulps: the stored scale is fp32, but the weight was multiplied by it in float64
 _LARGEST, _SMALLEST_NORMAL = np.uint32(0x7F7F), np.uint32(0x0080)
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """The bf16 values that a conversion's options allow. ``nearest``: only the nearest neighbour, not the other one."""
-
-    subnormals: Subnormals = "keep"
-    saturate: bool = False
-    nearest: bool = True
 
 
 def total(artifact: Artifact, checkpoint: Mapping[str, Array]) -> int:
@@ -89,29 +81,19 @@ def check_export(directory: Path, exported: Exported, checkpoint: Mapping[str, A
     Raises :class:`ConversionError` that names the first tensor that differs.
     """
     found: dict[str, Array] = {}
-    try:
+    with _explaining_damage():
         for name in exported.files:
-            if name != INDEX:
-                found |= read(directory / name)
-    except ArtifactDamaged as error:
-        raise ConversionError(f"the export cannot be read back: {error}; nothing was published") from error
+            found |= {} if name == INDEX else read(directory / name)
     if found.keys() != checkpoint.keys():
         raise _fault(min(found.keys() ^ checkpoint.keys()), "is missing from either the checkpoint or its export")
     for name, array in checkpoint.items():
-        if name not in exported.selection.rounded:
+        if name not in exported.selection:
             _check_same(name, array, found[name], "is not exported unchanged")
-            continue
-        if found[name].dtype != BF16 or found[name].shape != array.shape:
+        elif found[name].dtype != BF16 or found[name].shape != array.shape:
             raise _fault(name, f"is exported with another dtype or shape ({_difference(array, found[name])})")
-        allowed = replace(rounding, saturate=rounding.saturate or name in exported.selection.masks)
-        wrong = sum(
-            int(np.count_nonzero(_misrounded(in_fp32(block), stored, None, allowed)))
-            for block, stored, _ in _blocks(array, found[name], None, None)
-        )
-        if wrong:
-            raise _fault(
-                name, f"has {wrong} of {array.size} exported values that differ from the source's rounded values"
-            )
+        else:
+            allowed = replace(rounding, saturate=rounding.saturate or exported.selection[name] == "mask")
+            _check_rounded(name, "exported", array, found[name], allowed)
 
 
 @contextmanager
@@ -124,7 +106,7 @@ def _explaining_damage() -> Iterator[None]:
 
 def _check_tensors(
     artifact: Artifact,
-    origins: Mapping[str, Callable[[], Array]],
+    origins: Origins,
     checkpoint: Mapping[str, Array],
     allowed: Callable[[str], Rounding],
     advance: Advance,
@@ -135,16 +117,14 @@ def _check_tensors(
     """
     entries = {entry.name: entry for entry in artifact.manifest.checkpoint}
     unseen = {entry.name: entry for entry in artifact.manifest.tensors}
-    if entries:
-        missing = (name for name in sorted(checkpoint.keys() - entries.keys()))
-        unwritten = next((name for name in missing if checkpoint[name].dtype != np.float64), None)
-        if unwritten is not None:
-            raise _fault(unwritten, "was not written, so it could not be restored")
+    for name in sorted(checkpoint.keys() - entries.keys()) if entries else ():
+        if checkpoint[name].dtype != np.float64:
+            raise _fault(name, "was not written, so it could not be restored")
     restored = []
     for name, array in artifact.checkpoint_tensors():
-        source = checkpoint.get(name)
-        if source is None:
+        if name not in checkpoint:
             raise _fault(name, "was written, but is not in the checkpoint")
+        source = checkpoint[name]
         if source.dtype == np.float64 and array.dtype == np.float32:
             source = in_fp32(source)  # narrowed when it was read, with a note; fp32 is what is restored
         _check_same(name, source, array, "is not restored bit for bit")
@@ -157,40 +137,25 @@ def _check_tensors(
     if restored != list(entries):
         raise _fault(min({*entries} ^ {*restored}, default="any"), "is not restored exactly once")
     for stored in unseen.values():
-        origin = _check_stored(artifact, stored, origins, allowed)
-        if origin is not None and stored.residual is not None:
+        _check_stored(artifact, stored, origins, allowed)
+        if stored.name in origins and stored.residual is not None:
+            origin = origins[stored.name]()
             _check_same(stored.name, origin, artifact.restore(stored.name), "is not restored bit for bit")
         advance(stored.bytes)
 
 
-def _check_same(name: str, source: Array, found: Array, what: str) -> None:
-    if not same_bits(source, found):
-        raise _fault(name, f"{what} ({_difference(source, found)})")
-
-
-def _check_stored(
-    artifact: Artifact,
-    entry: TensorEntry,
-    origins: Mapping[str, Callable[[], Array]],
-    allowed: Callable[[str], Rounding],
-) -> Array | None:
-    """Compare one stored tensor with the graph's weight that it was made from, if there is one, and return that."""
+def _check_stored(artifact: Artifact, entry: TensorEntry, origins: Origins, allowed: Callable[[str], Rounding]) -> None:
+    """Compare one stored tensor with the graph's weight that it was made from, if there is one."""
     if entry.name not in origins:
-        return None
+        return
     origin, array = origins[entry.name](), artifact.tensor(entry.name)
     if entry.dtype != "bfloat16" or origin.dtype != np.float32:
         _check_same(entry.name, origin, array, "is not stored unchanged")
-        return origin
-    scale, rounding = None if entry.scale is None else artifact.tensor(entry.scale), allowed(entry.name)
-    wrong = sum(
-        int(np.count_nonzero(_misrounded(weight, found, factor, rounding)))
-        for weight, found, factor in _blocks(origin, array, scale, entry.scale_axis)
-    )
-    if wrong:
-        raise _fault(
-            entry.name, f"has {wrong} of {array.size} bf16 values that differ from the source's rounded values"
-        )
-    return origin
+        return
+    scale = None
+    if entry.scale is not None:
+        scale = artifact.tensor(entry.scale).reshape([-1 if i == entry.scale_axis else 1 for i in range(origin.ndim)])
+    _check_rounded(entry.name, "bf16", origin, array, allowed(entry.name), scale)
 
 
 def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> dict[str, Callable[[], Array]]:
@@ -201,17 +166,15 @@ def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> d
     manifest = artifact.manifest
     lowered = {alias: name for name, alias in stored.aliases.items()}
     scales = {entry.scale for entry in manifest.tensors}
-    base = prepared.base if manifest.reference is None else prepared.reference
+    base = prepared.base.graph.initializers
+    first = base if manifest.reference is None else prepared.reference.graph.initializers
     origins = {}
     for entry in manifest.tensors:
-        if entry.file == RESIDUAL or entry.name in scales:
-            continue
-        name = lowered.get(entry.name, entry.name)
-        for model in (prepared.base if entry.name in lowered else base, prepared.base):
-            tensor = const(model.graph.initializers.get(name))
+        if entry.file != RESIDUAL and entry.name not in scales:
+            name = lowered.get(entry.name, entry.name)
+            tensor = const((base if entry.name in lowered else first).get(name)) or const(base.get(name))
             if tensor is not None:
                 origins[entry.name] = tensor.numpy
-                break
     return origins
 
 
@@ -228,47 +191,47 @@ def _check_constants(artifact: Artifact, prepared: Prepared) -> None:
             found, origin = const(value), const(origins.get(name, origins.get(name.rpartition(NARROWED)[0])))
             if found is None or origin is None or not stays_inline(origin):
                 continue
-            source, stored, what = origin.numpy(), found.numpy(), f"is not written into {file} as it is"
+            source, stored = origin.numpy(), found.numpy()
             if origin.dtype == found.dtype:
-                _check_same(name, source, stored, what)
-            elif _misrounded(np.atleast_1d(source), np.atleast_1d(stored), None, Rounding()).any():
+                _check_same(name, source, stored, f"is not written into {file} as it is")
+            elif misrounded(np.atleast_1d(source), np.atleast_1d(stored), Rounding()).any():
                 raise _fault(name, f"is not rounded to nearest in {file}")
 
 
-def _blocks(
-    source: Array, array: Array, scale: Array | None, axis: int | None
-) -> Iterator[tuple[Array, Array, Array | None]]:
-    """Yield blocks of rows of a weight, of its stored values, and of its scale, shaped to broadcast with them."""
-    if scale is not None and axis is not None:
-        scale = scale.reshape([-1 if i == axis else 1 for i in range(source.ndim)])
-    if source.ndim == 0:
-        yield source.reshape(1), array.reshape(1), scale
-        return
-    rows = max(1, _BLOCK // max(1, source[:1].size))
-    for start in range(0, len(source), rows):
+def _check_same(name: str, source: Array, found: Array, what: str) -> None:
+    if not same_bits(source, found):
+        raise _fault(name, f"{what} ({_difference(source, found)})")
+
+
+def _check_rounded(
+    name: str, kind: str, source: Array, found: Array, rounding: Rounding, scale: Array | None = None
+) -> None:
+    """Compare the bf16 tensor ``found`` with ``source`` times ``scale``, a block of rows at a time."""
+    values, stored = np.atleast_1d(source), np.atleast_1d(found)
+    rows, wrong = max(1, _BLOCK // max(1, values[:1].size)), 0
+    for start in range(0, len(values), rows):
         chosen = slice(start, start + rows)
+        block = values[chosen] if values.dtype == np.float32 else in_fp32(values[chosen])
         factor = scale if scale is None or len(scale) == 1 else scale[chosen]
-        yield np.ascontiguousarray(source[chosen]), np.ascontiguousarray(array[chosen]), factor
+        wrong += int(np.count_nonzero(misrounded(block, stored[chosen], rounding, factor)))
+    if wrong:
+        what = f"has {wrong} of {source.size} {kind} values that differ from the source's rounded values"
+        raise _fault(name, what)
 
 
-def _misrounded(source: Array, stored: Array, scale: Array | None, rounding: Rounding) -> NDArray[np.bool_]:
-    """Return where ``stored`` is no bf16 value that ``source``, fp32 and multiplied by ``scale``, may be rounded to."""
-    found = stored.view(np.uint16).astype(np.uint32)
-    if scale is None:
-        bits, slack = source.view(np.uint32), 0
-    else:
+def misrounded(source: Array, stored: Array, rounding: Rounding, scale: Array | None = None) -> NDArray[np.bool_]:
+    """Return where ``stored`` is not the bf16 value of ``source``, fp32, multiplied by ``scale`` and then rounded."""
+    found = np.ascontiguousarray(stored).view(np.uint16).astype(np.uint32)
+    if scale is not None:
         with np.errstate(all="ignore"):  # values that are not finite are compared as such
-            product = (source.astype(np.float64) * scale.astype(np.float64)).astype(np.float32)
-        bits, slack = product.view(np.uint32), _SCALED_SLACK
+            source = (source.astype(np.float64) * scale.astype(np.float64)).astype(np.float32)
+    bits = np.ascontiguousarray(source).view(np.uint32)
     magnitude = bits & _MAGNITUDE
     nan = magnitude > _INFINITY
     least = most = _rounded(magnitude, rounding)
-    if slack:
-        least = _rounded(np.where(magnitude > slack, magnitude - np.uint32(slack), np.uint32(0)), rounding)
-        most = _rounded(np.where(nan, magnitude, np.minimum(magnitude + np.uint32(slack), _INFINITY)), rounding)
-    if not rounding.nearest:  # then either neighbour is allowed
-        least = np.minimum(least, magnitude >> np.uint32(16))
-        most = np.maximum(most, (magnitude + np.uint32(0xFFFF)) >> np.uint32(16))
+    if scale is not None:
+        least = _rounded(np.where(magnitude > _SCALED_SLACK, magnitude - _SCALED_SLACK, np.uint32(0)), rounding)
+        most = _rounded(np.where(nan, magnitude, np.minimum(magnitude + _SCALED_SLACK, _INFINITY)), rounding)
     kept = found & np.uint32(0x7FFF)
     right = (kept >= least) & (kept <= most) & ((found << np.uint32(16) & _SIGN) == (bits & _SIGN))
     return np.where(nan, kept <= np.uint32(0x7F80), ~right)

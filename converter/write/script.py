@@ -13,8 +13,7 @@ from typing import Any
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime import scriptgraph
-from converter.process.quiet import first_line, quiet
-from converter.write.torchscript import rewrite_archive
+from converter.write.torchscript import raw_archive
 
 # Products: the position of the weight that must exist, and the positions of other inputs that need its dtype.
 _PRODUCTS = {
@@ -42,35 +41,25 @@ _FUSED = frozenset(
 )
 
 
-def narrow_script(script: Any, path: Path) -> int:
-    """Write ``script``, a ScriptModule, to ``path`` with its products in bf16; return how many have such weights.
+def narrow_script(script: Any, path: Path) -> None:
+    """Write ``script``, a ScriptModule, to ``path`` with its products in bf16.
 
     The module's own tensors do not change. Raises :class:`ConversionError` if torch cannot rewrite it, or if no product
     has an fp32 weight.
     """
     import torch
 
-    raw = path.with_name(f"{path.name}.raw")
-    try:
-        with quiet(), torch.no_grad():
-            frozen = torch.jit.freeze(script, optimize_numerics=False)
-            graph = frozen.graph
-            if any(node.kind() == "prim::SetAttr" for node in scriptgraph.nodes(graph)):
-                raise ConversionError("it changes its own attributes")
-            count = _Narrowing(frozen, graph).rewrite()
-            torch._C._jit_pass_dce(graph)
-            graph.lint()
-            torch.jit.save(frozen, str(raw))
-    except Exception as error:  # torch may raise nearly anything for graphs that it does not support
-        raw.unlink(missing_ok=True)
-        raise ConversionError(f"torch cannot convert the TorchScript module to bf16: {first_line(error)}") from error
-    try:
-        if not count:
+    failed = "torch cannot convert the TorchScript module to bf16"
+    with raw_archive(path, failed) as raw:
+        frozen = torch.jit.freeze(script, optimize_numerics=False)
+        graph = frozen.graph
+        if any(node.kind() == "prim::SetAttr" for node in scriptgraph.nodes(graph)):
+            raise ConversionError(f"{failed}: it changes its own attributes")
+        if not _Narrowing(frozen, graph).rewrite():
             raise ConversionError("no product of the TorchScript module has an fp32 weight that could become bf16")
-        rewrite_archive(raw, path)
-    finally:
-        raw.unlink()
-    return count
+        torch._C._jit_pass_dce(graph)
+        graph.lint()
+        torch.jit.save(frozen, str(raw))
 
 
 class _Narrowing:
@@ -79,14 +68,14 @@ class _Narrowing:
     def __init__(self, module: Any, graph: Any) -> None:
         self._module, self._graph = module, graph
         self._weights: dict[tuple[Any, ...], Any] = {}
-        self._widened: dict[tuple[Any, ...], Any] = {}
+        self._wide: dict[Any, Any] = {}
         self._head = next(iter(graph.nodes()))  # nodes inserted before it run before all others
 
-    def rewrite(self) -> int:
-        """Narrow every product and every fused operator; return how many there were."""
+    def rewrite(self) -> bool:
+        """Narrow every product and every fused operator; return whether there are any."""
         found = list(scriptgraph.nodes(self._graph))
-        products = sum(self._narrow(node) for node in found if node.kind() in _PRODUCTS)
-        return products + sum(self._store_matrices(node) for node in found if node.kind() in _FUSED)
+        products = [self._narrow(node) for node in found if node.kind() in _PRODUCTS]
+        return any([*products, *(self._store_matrices(node) for node in found if node.kind() in _FUSED)])
 
     def _narrow(self, node: Any) -> bool:
         position, others = _PRODUCTS[node.kind()]
@@ -118,18 +107,18 @@ class _Narrowing:
                 continue
             weight = self._tensor(value)
             if weight is not None and _is_matrix(weight):
-                node.replaceInput(position, self._wide(weight))
+                node.replaceInput(position, self._widened(weight))
                 stored = True
         return stored
 
-    def _wide(self, weight: Any) -> Any:
+    def _widened(self, weight: Any) -> Any:
         """Return ``weight`` stored in bf16 and widened again, at the start of the graph."""
-        key = _storage_key(weight)
-        if key not in self._widened:
-            wide = self._cast(self._rounded(weight), scriptgraph.FLOAT32, self._head)
-            wide.insertBefore(self._head)
-            self._widened[key] = wide.output()
-        return self._widened[key]
+        narrow = self._rounded(weight)
+        if narrow not in self._wide:
+            cast = self._cast(narrow, scriptgraph.FLOAT32, self._head)
+            cast.insertBefore(self._head)
+            self._wide[narrow] = cast.output()
+        return self._wide[narrow]
 
     def _tensor(self, value: Any) -> Any:
         """Return the tensor that ``value`` always is, a constant or an attribute; None if it is computed."""
@@ -139,7 +128,7 @@ class _Narrowing:
         """Return ``tensor`` in bf16, a constant at the start of the graph."""
         import torch
 
-        key = _storage_key(tensor)
+        key = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
         if key not in self._weights:
             self._graph.setInsertPoint(self._head)
             self._weights[key] = self._graph.insertConstant(tensor.detach().to(torch.bfloat16))
@@ -156,7 +145,3 @@ def _is_matrix(tensor: Any) -> bool:
     import torch
 
     return tensor.dtype is torch.float32 and tensor.ndim > 1
-
-
-def _storage_key(tensor: Any) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -14,15 +14,17 @@ import torch
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
-from converter.process.quiet import first_line, quiet, reason
+from converter.process.quiet import quiet, reason
 from converter.process.tensorfiles import TensorFiles
 from converter.source import TorchModel
 
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
 # Records that the writer makes itself, or that hold only this machine's paths of the traced Python code.
-_WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version")
+_WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version", ".storage_alignment")
 _VERSIONS = (".data/version", "version")  # the records that may hold it
 _DEBUG = ".debug_pkl"
+_MODEL = "models/model.json"
+_SAMPLES = "data/sample_inputs/model.pt"
 _MARK = "_jit_is_scripting"
 
 
@@ -32,25 +34,34 @@ def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -
     The module is restored afterwards. Raises :class:`ConversionError` if torch cannot trace it and, with ``strictly``,
     if torch warns that the trace depends on the example.
     """
-    raw = path.with_name(f"{path.name}.raw")
+    with (
+        raw_archive(path, "torch cannot trace the model in bf16") as raw,
+        narrowed(model.module, path.parent) as module,
+        _rejecting_trace_warnings(strictly),
+    ):
+        _forget_classes()
+        traced = torch.jit.trace(Autocast(module).eval(), model.example, check_trace=False)
+        torch.jit.save(traced, str(raw))
+
+
+@contextmanager
+def raw_archive(path: Path, failed: str) -> Iterator[Path]:
+    """Yield the path of a file for torch to write; then copy it to ``path``, the same for the same model.
+
+    Without the copy's changes it would hold this machine's paths and counters of its process. While active, torch is
+    quiet and computes no gradients. Whatever torch or the user's model raises becomes a :class:`ConversionError`.
+    """
+    raw = path.with_name(f"{path.name}.raw.pt2")  # torch.export insists on the ending
     try:
         with quiet(), torch.no_grad():
-            _forget_classes()
-            with (
-                narrowed(model.module, path.parent) as module,
-                _without_trainers(module),
-                _rejecting_trace_warnings(strictly),
-            ):
-                traced = torch.jit.trace(Autocast(module).eval(), model.example, check_trace=False)
-                torch.jit.save(traced, str(raw))
+            yield raw
+        _copy_archive(raw, path)
     except ConversionError:
-        raw.unlink(missing_ok=True)
         raise
-    except Exception as error:  # tracing runs the user's model, which may raise anything
+    except Exception as error:
+        raise ConversionError(f"{failed}: {reason(error)}") from error
+    finally:
         raw.unlink(missing_ok=True)
-        raise ConversionError(f"torch cannot trace the model in bf16: {first_line(error)}") from error
-    rewrite_archive(raw, path)
-    raw.unlink()
 
 
 def _forget_classes() -> None:
@@ -80,52 +91,45 @@ def _rejecting_trace_warnings(strictly: bool) -> Iterator[None]:
         )
 
 
-@contextmanager
-def _without_trainers(module: torch.nn.Module) -> Iterator[None]:
-    """While active, let torch read all properties of a LightningModule; its ``trainer`` raises otherwise.
-
-    Lightning's own ``to_torchscript`` sets the same mark.
-    """
-    classes = {cls for part in module.modules() for cls in type(part).__mro__ if _MARK in vars(cls)}
-    before = [(cls, vars(cls)[_MARK]) for cls in classes]
-    try:
-        for cls in classes:
-            setattr(cls, _MARK, True)
-        yield
-    finally:
-        for cls, mark in before:
-            setattr(cls, _MARK, mark)
-
-
-def rewrite_archive(raw: Path, path: Path) -> None:
-    """Copy the archive ``raw`` to ``path`` without debug records, with its class names numbered from 0.
+def _copy_archive(raw: Path, path: Path) -> None:
+    """Copy the archive ``raw`` to ``path`` without debug records and metadata, with its class names numbered from 0.
 
     The copy has the version of ``raw``: in an older one, torch would read some operators as they were then.
 
     torch numbers the classes of a trace by a counter of the process. The numbers occur in record names, in the code,
-    and in ``data.pkl`` as text without a length, so they can be replaced.
+    and in ``data.pkl`` as text without a length, so they can be replaced. A torch.export program also holds sample
+    inputs, guards, and metadata of its nodes.
     """
     reader = torch._C.PyTorchFileReader(str(raw))
     records = reader.get_all_records()
     names = [n for n in records if not n.startswith(_WRITERS_OWN) and not n.endswith(_DEBUG)]
-    numbers = _renumbering(names)
+    mangled = {found for name in names for found in _MANGLED.findall(name.encode())}
+    in_order = sorted(mangled, key=lambda found: int(found.rpartition(b"_")[2]))
+    numbers = {found: b"___torch_mangle_%d" % index for index, found in enumerate(in_order)}
+
+    def renumbered(text: bytes) -> bytes:
+        return _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), text)
+
     # A stream, not a path: given a path, the writer puts the path's stem into the archive.
     with path.open("xb") as file:
         writer = torch._C.PyTorchFileWriter(file)
-        writer.set_min_version(int(reader.get_record(next(n for n in _VERSIONS if n in records))))
-        for name in names:
-            record = reader.get_record(name)
-            if name.startswith("code/") or name == "data.pkl":
-                record = _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), record)
-            renamed = _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), name.encode()).decode()
-            writer.write_record(renamed, record, len(record))
+        if _MODEL not in records:
+            writer.set_min_version(int(reader.get_record(next(n for n in _VERSIONS if n in records))))
+        for name in sorted(names) if _MODEL in records else names:
+            record = b"" if name == _SAMPLES else reader.get_record(name)
+            if name == _MODEL:
+                record = _plain(json.loads(record))
+            elif name.startswith("code/") or name == "data.pkl":
+                record = renumbered(record)
+            writer.write_record(renumbered(name.encode()).decode(), record, len(record))
         writer.write_end_of_file()
 
 
-def _renumbering(names: list[str]) -> dict[bytes, bytes]:
-    found = {mangled for name in names for mangled in _MANGLED.findall(name.encode())}
-    in_order = sorted(found, key=lambda mangled: int(mangled.rpartition(b"_")[2]))
-    return {mangled: b"___torch_mangle_%d" % index for index, mangled in enumerate(in_order)}
+def _plain(program: dict[str, Any]) -> bytes:
+    """Return the JSON of ``program``, the same every time."""
+    for node in program["graph_module"]["graph"]["nodes"]:
+        node["metadata"] = {}
+    return json.dumps(program | {"guards_code": []}, sort_keys=True, separators=(",", ":")).encode()
 
 
 class Autocast(torch.nn.Module):
@@ -159,6 +163,10 @@ def narrowed(module: torch.nn.Module, scratch: Path) -> Iterator[torch.nn.Module
 
 
 def _narrow(part: torch.nn.Module, undo: ExitStack) -> None:
+    for cls in type(part).__mro__:
+        if _MARK in vars(cls):  # LightningModule: torch reads all properties, and ``trainer`` raises without the mark
+            undo.callback(setattr, cls, _MARK, vars(cls)[_MARK])
+            setattr(cls, _MARK, True)
     if isinstance(part, torch.nn.RNNBase | torch.nn.RNNCellBase):
         undo.callback(setattr, part, "forward", part.forward)
         part.forward = _in_fp32(part.forward)
@@ -201,66 +209,25 @@ def _widen_output(_module: torch.nn.Module, _inputs: tuple[Any, ...], output: An
     return _widen(output)
 
 
-_MODEL = "models/model.json"
-_SAMPLES = "data/sample_inputs/model.pt"
-# Records that the writer makes itself.
-_PROGRAM_WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version", ".storage_alignment")
-
-
 def narrow_and_export(model: TorchModel, path: Path) -> None:
     """Write ``model`` in bf16 to ``path`` as a torch.export archive; the same model gives the same bytes.
 
     The module is restored afterwards. Raises :class:`ConversionError` if torch cannot export it, or if it changes its
     own buffers, which several requests would do at once, or its inputs.
     """
-    raw = path.with_name(f"{path.name}.raw.pt2")
-    try:
-        with quiet(), torch.no_grad(), narrowed(model.module, path.parent) as module:
-            exported = torch.export.export(
-                Autocast(module).eval(), model.example, dynamic_shapes=_dynamic_shapes(model), strict=False
-            )
-            # Autocast becomes explicit casts, and in-place operators become ones that are not in place.
-            program = exported.run_decompositions({})
-            signature = program.graph_signature
-            for changed in (*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()):
-                raise ConversionError(f"it changes its own buffer or input {changed.removeprefix('module.module.')!r}")
-            torch.export.save(program, raw)
-    except Exception as error:  # exporting runs the user's model, which may raise anything
-        raw.unlink(missing_ok=True)
-        raise ConversionError(f"torch cannot export the model in bf16: {reason(error)}") from error
-    try:
-        _rewrite_program(raw, path)
-    finally:
-        raw.unlink()
-
-
-def _dynamic_shapes(model: TorchModel) -> Any:
-    shapes = tuple(
+    dynamic = tuple(
         {axis: torch.export.Dim.DYNAMIC for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
         for spec in model.inputs
     )
-    return (shapes,) if any(shapes) else None
-
-
-def _rewrite_program(raw: Path, path: Path) -> None:
-    """Copy the archive ``raw`` to ``path`` without sample inputs, guards and metadata with this machine's paths."""
-    reader = torch._C.PyTorchFileReader(str(raw))
-    # A stream, not a path: given a path, the writer puts the path's stem into the archive.
-    with path.open("xb") as file:
-        writer = torch._C.PyTorchFileWriter(file)
-        for name in sorted(reader.get_all_records()):
-            if name.startswith(_PROGRAM_WRITERS_OWN):
-                continue
-            record = b"" if name == _SAMPLES else reader.get_record(name)
-            if name == _MODEL:
-                record = _plain(json.loads(record))
-            writer.write_record(name, record, len(record))
-        writer.write_end_of_file()
-
-
-def _plain(program: dict[str, Any]) -> bytes:
-    """Return the JSON of ``program``, the same every time."""
-    module = program["graph_module"]
-    for node in module["graph"]["nodes"]:
-        node["metadata"] = {}
-    return json.dumps(program | {"guards_code": []}, sort_keys=True, separators=(",", ":")).encode()
+    shapes = (dynamic,) if any(dynamic) else None
+    failed = "torch cannot export the model in bf16"
+    with raw_archive(path, failed) as raw, narrowed(model.module, path.parent) as module:
+        exported = torch.export.export(Autocast(module).eval(), model.example, dynamic_shapes=shapes, strict=False)
+        # Autocast becomes explicit casts, and in-place operators become ones that are not in place.
+        program = exported.run_decompositions({})
+        signature = program.graph_signature
+        for changed in (*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()):
+            raise ConversionError(
+                f"{failed}: it changes its own buffer or input {changed.removeprefix('module.module.')!r}"
+            )
+        torch.export.save(program, raw)

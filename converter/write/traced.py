@@ -12,7 +12,7 @@ from converter.source import TorchModel
 
 @dataclass(frozen=True, slots=True)
 class TracedFormat:
-    """One such format: its file in an artifact, its name for users, and the description of its step for the progress.
+    """A format that torch writes before graphs are planned: its file, its name for users, its step for the progress.
 
     The format's name is also the profile's. Writing leaves the module unchanged and always gives the same bytes.
     """
@@ -28,24 +28,17 @@ class TracedFormat:
         With ``strictly``, reject a trace that depends on its example. It is set if there is no ONNX graph, which would
         not depend on it.
         """
-        if self.format == "torchscript" and model.script is not None:
-            from converter.write.script import narrow_script
+        from converter.write import script, torchscript
 
-            narrow_script(model.script, path)
-        elif self.format == "torchscript":
-            from converter.write.torchscript import narrow_and_trace
-
-            narrow_and_trace(model, path, strictly=strictly)
+        if self.format == "pt2":
+            torchscript.narrow_and_export(model, path)
+        elif model.script is not None:
+            script.narrow_script(model.script, path)
         else:
-            from converter.write.torchscript import narrow_and_export
-
-            narrow_and_export(model, path)
+            torchscript.narrow_and_trace(model, path, strictly=strictly)
 
 
 TRACED: Mapping[str, TracedFormat] = {
-    traced.format: traced
-    for traced in (
-        TracedFormat("torchscript", "model.torchscript.pt", "TorchScript", "tracing TorchScript"),
-        TracedFormat("pt2", "model.pt2", "torch.export program", "exporting with torch.export"),
-    )
+    "torchscript": TracedFormat("torchscript", "model.torchscript.pt", "TorchScript", "tracing TorchScript"),
+    "pt2": TracedFormat("pt2", "model.pt2", "torch.export program", "exporting with torch.export"),
 }

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Plan, Segment, TensorEntry
 from bf16kit.artifact.weightfile import WeightWriter, little_endian_bytes
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.panels import strips
-from bf16kit.numerics.residual import Scale, bits_needed
-from bf16kit.numerics.rounding import BF16, Census, census
-from bf16kit.numerics.tensors import BY_NAME, BY_ONNX
+from bf16kit.numerics.residual import ALL_BITS, Encoder, Scale, bits_needed
+from bf16kit.numerics.rounding import BF16, Census, Subnormals, census, to_bf16
+from bf16kit.numerics.tensors import BY_NAME, BY_ONNX, Array
 from converter.graph.equality import Fingerprint, fingerprint, same_bits
-from converter.graph.initializers import blocks, const, dims, stays_inline
+from converter.graph.initializers import blocks, dims, reader, rows_of, stays_inline
 from converter.graph.names import FreshNames
 from converter.plan import narrowed
 from converter.plan.ranges import check_ranges, take_census
 from converter.rewrite import Prepared
-from converter.write.roundweights import NEAREST, Rounding, WeightRounding
 
 BF16_FILE, FP32_FILE = "weights.bf16", "weights.fp32"
 
 _SMALL = 1 << 20  # bytes of an fp32 tensor up to which equal ones are written once
 
 Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The options for rounding weights to bf16; see :func:`bf16kit.numerics.rounding.to_bf16`."""
+
+    subnormals: Subnormals = "keep"
+    saturate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class StoredWeights:
     census: Mapping[str, Census]
 
 
-def write_total(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> int:
+def write_total(prepared: Prepared, checkpoint: Mapping[str, Array]) -> int:
     """Return about the number of bytes that :func:`write_weights` reports to ``progress`` in all."""
     graph = sum(t.nbytes for t in stored_tensors(prepared.base).values())
     return graph + sum(array.nbytes for name, array in checkpoint.items() if name not in prepared.matches)
@@ -59,192 +66,177 @@ def write_total(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> i
 def write_weights(
     prepared: Prepared,
     plan: Plan,
-    checkpoint: Mapping[str, NDArray[Any]],
+    checkpoint: Mapping[str, Array],
     writer: Callable[[str], WeightWriter],
-    rounding: Rounding = NEAREST,
+    rounding: Rounding,
     *,
     residual: bool = True,
     panels: Mapping[str, int] = MappingProxyType({}),
-    progress: Progress | None = None,
+    progress: Progress = lambda _: None,
 ) -> StoredWeights:
     """Write weights.bf16, weights.fp32 and, with ``residual``, residual.bin, each through ``writer(file name)``.
 
     ``checkpoint`` holds the source's tensors; those that no graph uses are stored in residual.bin unchanged. ``panels``
     names the bf16 matrices to store as panels, each with the axis they lie along (:mod:`bf16kit.numerics.panels`). A
     tensor is processed once, a block of rows at a time; only its bf16 values, half its size, are in memory as a whole.
-    ``progress`` is called with the fp32 bytes of each block once it is written.
+    ``progress`` is called with the fp32 bytes that were written.
 
     Raises :class:`RangeError` if bf16 cannot hold the weights; the files are then useless.
     """
     narrow = narrowed(plan.tensors)
-    on_progress = progress or (lambda _: None)
-    with writer(BF16_FILE) as bf16_file, writer(FP32_FILE) as fp32_file:
-        low_bits = _low_bits(prepared, checkpoint)
-        weights_writer = _WeightsWriter(prepared, bf16_file, fp32_file, panels, on_progress, rounding, low_bits)
-        if not residual:
-            weights_writer.write_profiles(narrow, None)
-            return weights_writer.result((), narrow)
-        with writer(RESIDUAL) as residual_file:
-            weights_writer.write_profiles(narrow, residual_file)
-            weights_writer.write_reference_only()
-            entries = weights_writer.write_checkpoint(checkpoint, residual_file)
-        return weights_writer.result(entries, narrow)
-
-
-@dataclass
-class _WeightsWriter:
-    """The tensors written so far."""
-
-    prepared: Prepared
-    bf16_file: WeightWriter
-    fp32_file: WeightWriter
-    panels: Mapping[str, int]
-    on_progress: Progress
-    rounding: Rounding
-    low_bits: Mapping[str, int]
-    census: dict[str, Census] = field(default_factory=dict)
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    small_segments: dict[bytes, Segment] = field(default_factory=dict)
-
-    def write_profiles(self, narrow: frozenset[str], residual: WeightWriter | None) -> None:
-        """Write the tensors that the profiles' graphs read, and the residual of those that were rounded."""
-        names = FreshNames((*stored_tensors(self.prepared.base), *stored_tensors(self.prepared.reference)))
-        for name, tensor in sorted(stored_tensors(self.prepared.base).items()):
+    base, reference = stored_tensors(prepared.base), stored_tensors(prepared.reference)
+    names = FreshNames((*base, *reference))
+    low_bits = {match.initializer: bits_needed(checkpoint[name].dtype.name) for name, match in prepared.matches.items()}
+    tensors: dict[str, TensorEntry] = {}
+    aliases: dict[str, str] = {}
+    counted: dict[str, Census] = {}
+    entries: tuple[CheckpointEntry, ...] = ()
+    with ExitStack() as files:
+        bf16_file = files.enter_context(writer(BF16_FILE))
+        fp32_file = _Fp32File(files.enter_context(writer(FP32_FILE)))
+        residual_file = files.enter_context(writer(RESIDUAL)) if residual else None
+        for name, tensor in base.items():
+            scale = prepared.folds.get(name) if residual else None
             if name in narrow:
-                self._narrow(name, tensor, residual, names)
-            elif residual is not None and self._differs_from_source(name):
-                # the reference keeps the name and the source's bytes
-                self.aliases[name] = names.make(f"{name}.lowered")
-                self._write_unchanged(self.aliases[name], name, tensor)
-            else:
-                self._write_unchanged(name, name, tensor)
-
-    def write_reference_only(self) -> None:
-        """Write the tensors that only the reference reads: BatchNorm's parameters, replaced biases."""
-        for name, tensor in sorted(stored_tensors(self.prepared.reference).items()):
-            if name not in self.tensors:
-                self._write_tensor(name, tensor.numpy(), self.fp32_file, FP32_FILE)
-
-    def write_checkpoint(
-        self, checkpoint: Mapping[str, NDArray[Any]], residual: WeightWriter
-    ) -> tuple[CheckpointEntry, ...]:
-        """Return the place of each checkpoint tensor; write those that are stored nowhere yet, equal ones once."""
-        shared_names = SharedNames(FreshNames(self.tensors))
-        entries = []
-        for name, array in checkpoint.items():
-            match = self.prepared.matches.get(name)
-            if match is not None:
-                dtype = np.dtype(np.float32) if match.narrowed else array.dtype
-                entries.append(checkpoint_entry(name, array, match.initializer, match.permutation, dtype))
+                bf16, counted[name], segment = round_weight(
+                    tensor,
+                    rounding,
+                    progress,
+                    residual_file,
+                    original=reference.get(name),
+                    scale=scale,
+                    low_bits=low_bits.get(name, ALL_BITS),
+                )
+                axis = panels.get(name)
+                written = bf16_file.append_chunks(strips(bf16, axis))
+                entry = tensor_entry(name, BF16, bf16.shape, BF16_FILE, written, panels=axis, residual=segment)
+                if scale is not None:
+                    scale_name = names.make(f"{name}.scale")
+                    tensors[scale_name] = fp32_file.write(scale_name, ir.tensor(scale.values))
+                    entry = entry.model_copy(update={"scale": scale_name, "scale_axis": scale.axis})
+                tensors[name] = entry
                 continue
-            stored, is_new = shared_names.assign(name, array)
-            if is_new:
-                self._write_tensor(stored, array, residual, RESIDUAL)
-                self.on_progress(array.nbytes)
-            entries.append(checkpoint_entry(name, array, stored, None))
-        return tuple(entries)
+            stored = name
+            if residual and (name in prepared.folds or name in prepared.clamped):
+                # the reference keeps the name and the source's bytes
+                stored = aliases[name] = names.make(f"{name}.lowered")
+            tensors[stored] = fp32_file.write(stored, tensor)
+            progress(tensor.nbytes)
+        if residual_file is not None:
+            for name, tensor in reference.items():
+                if name not in tensors:  # only the reference reads it: BatchNorm's parameters, replaced biases
+                    tensors[name] = fp32_file.write(name, tensor)
+            entries = tuple(_write_checkpoint(prepared, checkpoint, tensors, residual_file, progress))
+    return StoredWeights(tensors, entries, aliases, check_ranges(prepared, narrow, counted, saturate=rounding.saturate))
 
-    def result(self, checkpoint: Iterable[CheckpointEntry], narrow: frozenset[str]) -> StoredWeights:
-        census = check_ranges(self.prepared, narrow, self.census, saturate=self.rounding.saturate)
-        return StoredWeights(self.tensors, tuple(checkpoint), self.aliases, census)
 
-    def _narrow(self, name: str, tensor: ir.TensorProtocol, residual: WeightWriter | None, names: FreshNames) -> None:
-        axis, bf16 = self.panels.get(name), np.empty(dims(tensor), BF16)
-        original = const(self.prepared.reference.graph.initializers.get(name))
-        narrowing = WeightRounding(tensor, bf16, self._rounding(tensor), self.on_progress)
-        if residual is None or original is None:
-            segment = scale = None
-            for _ in narrowing.blocks():
-                pass
+def round_weight(
+    tensor: ir.TensorProtocol,
+    rounding: Rounding,
+    progress: Progress,
+    residual: WeightWriter | None = None,
+    *,
+    original: ir.TensorProtocol | None = None,
+    scale: Scale | None = None,
+    low_bits: int = ALL_BITS,
+) -> tuple[Array, Census, Segment | None]:
+    """Round an fp32 tensor, a block of rows at a time; return the bf16 values, the census, and the residual's place.
+
+    Only a tensor where something overflows is saturated: in others, infinities are masks and stay. ``residual`` gets
+    what restores ``original``, which is ``tensor`` without the ``scale`` folded into it. ``low_bits`` is how many bits
+    of the low halves of its words may be nonzero.
+    """
+    bf16, counts = np.empty(dims(tensor), BF16), [Census()]
+    saturate = rounding.saturate and take_census(tensor).overflow > 0
+
+    def rounded() -> Iterator[tuple[slice, Array]]:
+        for rows, array in blocks(tensor):
+            counts.append(census(array))
+            to_bf16(array, subnormals=rounding.subnormals, saturate=saturate, out=rows_of(bf16, rows))
+            yield rows, array
+            progress(array.nbytes)
+
+    def encoded(original: ir.TensorProtocol) -> Iterator[bytes | memoryview]:
+        encoder, read = Encoder(bf16.shape, scale, ALL_BITS if scale is not None else low_bits), reader(original)
+        for rows, array in rounded():
+            values = array if original is tensor else np.asarray(read(rows), order="C")
+            yield from encoder.rows(values, rows_of(bf16, rows))
+        yield from encoder.finish()
+
+    segment = None
+    if residual is None or original is None:
+        deque(rounded(), maxlen=0)
+    else:
+        segment = residual.append_chunks(encoded(original))
+    return bf16, sum(counts, Census()), segment
+
+
+class _Fp32File:
+    """weights.fp32. Equal small tensors are written once.
+
+    A BatchNorm that is only a product and a sum has the bytes of the folded scale and of the bias.
+    """
+
+    def __init__(self, file: WeightWriter) -> None:
+        self._file = file
+        self._small: dict[bytes, Segment] = {}
+
+    def write(self, name: str, tensor: ir.TensorProtocol) -> TensorEntry:
+        """Write ``tensor`` as it is and return its entry."""
+        chunks = (little_endian_bytes(array) for _, array in blocks(tensor))
+        if tensor.nbytes > _SMALL:
+            segment = self._file.append_chunks(chunks)
         else:
-            scale = self._scale(name)
-            segment = residual.append_chunks(narrowing.residual(original, scale, self.low_bits.get(name, 16)))
-        self.census[name] = narrowing.census
-        written = self.bf16_file.append_chunks(strips(bf16, axis))
-        entry = tensor_entry(name, bf16, BF16_FILE, written, axis)
-        if segment is not None:
-            entry = entry.model_copy(update={"residual": segment})
-        if scale is not None:
-            scale_name = names.make(f"{name}.scale")
-            self._write_tensor(scale_name, scale.values, self.fp32_file, FP32_FILE)
-            entry = entry.model_copy(update={"scale": scale_name, "scale_axis": scale.axis})
-        self.tensors[name] = entry
-
-    def _rounding(self, tensor: ir.TensorProtocol) -> Rounding:
-        """Saturate only a tensor where something overflows: in others, infinities are masks and stay."""
-        saturate = self.rounding.saturate and take_census(tensor).overflow > 0
-        return Rounding(self.rounding.subnormals, saturate)
-
-    def _scale(self, name: str) -> Scale | None:
-        fold = self.prepared.folds.get(name)
-        return None if fold is None else Scale(fold.axis, fold.scale)
-
-    def _write_unchanged(self, stored_as: str, name: str, tensor: ir.TensorProtocol) -> None:
-        """Write a tensor that the profiles read unchanged."""
-
-        def chunks() -> Iterator[memoryview]:
-            counts = Census()
-            for _, array in blocks(tensor):
-                if array.dtype == np.float32:
-                    counts += census(array)
-                yield little_endian_bytes(array)
-                self.on_progress(array.nbytes)
-            self.census[name] = counts
-
-        segment = self._write_once(tensor.numpy()) if tensor.nbytes <= _SMALL else None
-        if segment is None:
-            segment = self.fp32_file.append_chunks(chunks())
-        else:
-            deque(chunks(), maxlen=0)  # so that they are counted too
-        like = np.empty(0, tensor.dtype.numpy())
-        self.tensors[stored_as] = tensor_entry(stored_as, like, FP32_FILE, segment, shape=dims(tensor))
-
-    def _differs_from_source(self, name: str) -> bool:
-        return name in self.prepared.folds or name in self.prepared.clamped
-
-    def _write_tensor(self, name: str, array: NDArray[Any], file: WeightWriter, file_name: str) -> None:
-        segment = self._write_once(array) if file is self.fp32_file and array.nbytes <= _SMALL else file.append(array)
-        self.tensors[name] = tensor_entry(name, array, file_name, segment)
-
-    def _write_once(self, array: NDArray[Any]) -> Segment:
-        """Return the place of ``array``'s bytes in weights.fp32, and write them if they are not there yet.
-
-        A BatchNorm that is only a product and a sum has the bytes of the folded scale and of the bias.
-        """
-        data = little_endian_bytes(array)
-        digest = sha256(data).digest()
-        if digest not in self.small_segments:
-            self.small_segments[digest] = self.fp32_file.append(array)
-        return self.small_segments[digest]
+            data = b"".join(chunks)
+            digest = sha256(data).digest()
+            segment = self._small.get(digest) or self._file.append_chunks([data])
+            self._small[digest] = segment
+        return tensor_entry(name, tensor.dtype.numpy(), dims(tensor), FP32_FILE, segment)
 
 
-class SharedNames:
-    """The names under which checkpoint tensors are stored; equal tensors share one."""
+def _write_checkpoint(
+    prepared: Prepared,
+    checkpoint: Mapping[str, Array],
+    tensors: dict[str, TensorEntry],
+    residual: WeightWriter,
+    progress: Progress,
+) -> Iterator[CheckpointEntry]:
+    """Yield the place of each checkpoint tensor; write those that are stored nowhere yet, equal ones once."""
+    others = {name: array for name, array in checkpoint.items() if name not in prepared.matches}
+    shared = shared_names(others, FreshNames(tensors))
+    for name, array in checkpoint.items():
+        match = prepared.matches.get(name)
+        if match is not None:
+            graph_dtype = prepared.reference.graph.initializers[match.initializer].dtype
+            rounded = array.dtype == np.float64 and graph_dtype == ir.DataType.FLOAT
+            yield checkpoint_entry(name, array, match.initializer, match.permutation, rounded=rounded)
+            continue
+        stored = shared[name]
+        if stored not in tensors:
+            segment = residual.append(array)
+            tensors[stored] = tensor_entry(stored, array.dtype, array.shape, RESIDUAL, segment)
+            progress(array.nbytes)
+        yield checkpoint_entry(name, array, stored)
 
-    def __init__(self, names: FreshNames) -> None:
-        self._names = names
-        self._known: dict[Fingerprint, list[tuple[NDArray[Any], str]]] = {}
 
-    def assign(self, name: str, array: NDArray[Any]) -> tuple[str, bool]:
-        """Return the name under which ``array``, the checkpoint's ``name``, is stored, and whether that is new."""
-        twins = self._known.setdefault(fingerprint(array), [])
-        stored = next((other for twin, other in twins if same_bits(twin, array)), None)
-        if stored is not None:
-            return stored, False
-        twins.append((array, self._names.make(name)))
-        return twins[-1][1], True
-
-
-def _low_bits(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, int]:
-    """Return the number of low bits that may be nonzero, for each initializer that is a widened checkpoint tensor."""
-    return {match.initializer: bits_needed(checkpoint[name].dtype.name) for name, match in prepared.matches.items()}
+def shared_names(arrays: Mapping[str, Array], names: FreshNames) -> dict[str, str]:
+    """Return the name under which each of ``arrays`` is stored; equal ones share the first one's."""
+    known: dict[Fingerprint, list[tuple[str, Array]]] = defaultdict(list)
+    shared: dict[str, str] = {}
+    for name, array in arrays.items():
+        twins = known[fingerprint(array)]
+        stored = next((other for other, twin in twins if same_bits(twin, array)), None)
+        if stored is None:
+            stored = names.make(name)
+            twins.append((stored, array))
+        shared[name] = stored
+    return shared
 
 
 def stored_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Return the initializers of a graph that are stored outside it, by name."""
+    """Return the initializers of a graph that are stored outside it, in the order of their names."""
     found = {}
-    for name, value in model.graph.initializers.items():
+    for name, value in sorted(model.graph.initializers.items()):
         tensor = value.const_value
         if tensor is not None and not stays_inline(tensor):
             if int(tensor.dtype) not in BY_ONNX:
@@ -255,43 +247,41 @@ def stored_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
 
 def tensor_entry(
     name: str,
-    array: NDArray[Any],
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
     file: str,
     segment: Segment,
+    *,
     panels: int | None = None,
-    shape: tuple[int, ...] | None = None,
+    residual: Segment | None = None,
 ) -> TensorEntry:
-    """Return the manifest's entry for ``array`` (or one like it, of another ``shape``) at ``segment`` of ``file``."""
+    """Return the manifest's entry for a tensor at ``segment`` of ``file``."""
     return TensorEntry(
         name=name,
-        dtype=_dtype(name, array),
-        shape=list(array.shape if shape is None else shape),
+        dtype=_checked(name, dtype),
+        shape=list(shape),
         file=file,
         offset=segment.offset,
         bytes=segment.bytes,
         panels=panels,
+        residual=residual,
     )
 
 
 def checkpoint_entry(
-    name: str,
-    array: NDArray[Any],
-    tensor: str,
-    permutation: tuple[int, ...] | None,
-    dtype: np.dtype[Any] | None = None,
+    name: str, array: Array, tensor: str, permutation: tuple[int, ...] | None = None, *, rounded: bool = False
 ) -> CheckpointEntry:
-    """Return the manifest's entry for the checkpoint's ``array``, restored from ``tensor``."""
+    """Return the manifest's entry for the checkpoint's ``array``, restored from ``tensor``; as fp32 if ``rounded``."""
     return CheckpointEntry(
         name=name,
-        dtype=_dtype(name, array if dtype is None else np.empty(0, dtype)),
+        dtype="float32" if rounded else _checked(name, array.dtype),
         shape=list(array.shape),
         tensor=tensor,
         permutation=None if permutation is None else list(permutation),
     )
 
 
-def _dtype(name: str, array: NDArray[Any]) -> str:
-    dtype = np.dtype(array.dtype).name
-    if dtype not in BY_NAME:
-        raise ConversionError(f"tensor {name!r} is {dtype}, which artifacts cannot hold")
-    return dtype
+def _checked(name: str, dtype: np.dtype[Any]) -> str:
+    if dtype.name not in BY_NAME:
+        raise ConversionError(f"tensor {name!r} is {dtype.name}, which artifacts cannot hold")
+    return dtype.name

@@ -10,12 +10,12 @@ import pytest
 import torch
 from architectures import Cnn, Mlp, Tied, save, seeded
 from converting import MLP, Cli
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.runtime.loading import choose_profiles, load
+from converter.cli import run
 
 Tensors = dict[str, torch.Tensor]
 CONV = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16")
@@ -75,39 +75,40 @@ def _restored(cli: Cli, target: Path) -> Tensors:
     return load_file(out)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, mlp_file: Path) -> Artifact:
+    """Return ``mlp_file`` converted to an export alone."""
+    path = tmp_path_factory.mktemp("repository") / "m" / "1"
+    assert run(["checkpoint", str(mlp_file), "--out", str(path), *MLP, *SAFETENSORS]) == 0
+    return Artifact.open(path)
+
+
 class TestExportAlone:
-    def test_holds_every_tensor_once_and_records_the_drift(self, cli: Cli, mlp_file: Path, target: Path) -> None:
-        outcome = cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
-        assert "export safetensors: model.safetensors" in outcome.out
-        assert {path.name for path in target.iterdir()} == _ALONE
-        manifest = Artifact.open(target).manifest
+    def test_holds_every_tensor_once_and_records_the_drift(self, alone: Artifact) -> None:
+        manifest = alone.manifest
+        assert {path.name for path in alone.path.iterdir()} == _ALONE
         assert (manifest.schema_version, manifest.profiles) == (7, {})
         assert manifest.exports["safetensors"].files == ["model.safetensors"]
         assert manifest.exports["safetensors"].verified == "host"
-        found = manifest.drift["safetensors"].outputs["output"]["relative_l2"]
-        assert 1e-4 < found["mean"] < 1.5e-2
+        assert 1e-4 < manifest.drift["safetensors"].outputs["output"]["relative_l2"]["mean"] < 1.5e-2
 
-    def test_rounds_matrices_to_nearest_and_leaves_the_rest_unchanged(
-        self, cli: Cli, mlp_file: Path, target: Path
-    ) -> None:
-        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
+    def test_rounds_matrices_to_nearest_and_leaves_the_rest_unchanged(self, alone: Artifact, mlp_file: Path) -> None:
         state = torch.load(mlp_file)
-        _assert_same(_exported(target), _rounded(state, "up.weight", "down.weight"))
-        header = _header(target / "model.safetensors")
+        _assert_same(_exported(alone.path), _rounded(state, "up.weight", "down.weight"))
+        header = _header(alone.path / "model.safetensors")
         assert list(header) == ["__metadata__", *state]
         assert header["__metadata__"] == {"format": "pt"}
-        with safe_open(target / "model.safetensors", framework="pt") as file:
-            assert file.metadata() == {"format": "pt"}
         assert {offsets["data_offsets"][0] % 4 for name, offsets in header.items() if name.endswith("bias")} == {0}
 
-    def test_restores_the_source_bit_for_bit_and_verifies_again(self, cli: Cli, mlp_file: Path, target: Path) -> None:
-        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
-        _assert_same(_restored(cli, target), torch.load(mlp_file))
-        assert "safetensors" in cli("verify", target).published().out
-        assert "Exports, for other programs" in cli("inspect", target).published().out
-        assert (
-            json.loads(cli("inspect", target, "--json").published().out)["exports"]["safetensors"]["verified"] == "host"
-        )
+    def test_restores_the_source_bit_for_bit_and_verifies_again(
+        self, cli: Cli, alone: Artifact, mlp_file: Path, tmp_path: Path
+    ) -> None:
+        cli("restore", alone.path, "--out", tmp_path / "fp32.safetensors").published()
+        _assert_same(load_file(tmp_path / "fp32.safetensors"), torch.load(mlp_file))
+        assert "safetensors" in cli("verify", alone.path).published().out
+        assert "Exports, for other programs" in cli("inspect", alone.path).published().out
+        inspected = json.loads(cli("inspect", alone.path, "--json").published().out)
+        assert inspected["exports"]["safetensors"]["verified"] == "host"
 
     def test_has_half_the_checkpoint_s_size_and_all_of_it_with_the_residual(
         self, cli: Cli, tmp_path: Path, target: Path
@@ -192,22 +193,19 @@ class TestExportAlone:
         assert "without a residual there is no fp32 reference" in cli("verify", target).published().out
         cli("restore", target, "--out", target.parent / "r").refused(2, "keeps no residual")
 
-    @pytest.mark.long
-    def test_the_same_input_gives_the_same_bytes(self, cli: Cli, mlp_file: Path, target: Path) -> None:
-        for version in ("1", "2"):
-            cli("checkpoint", mlp_file, "--out", target.with_name(version), *MLP, *SAFETENSORS).published()
+    def test_the_same_input_gives_the_same_bytes(self, cli: Cli, alone: Artifact, mlp_file: Path, target: Path) -> None:
+        outcome = cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
+        assert "export safetensors: model.safetensors" in outcome.out
         for path in target.iterdir():
-            assert path.read_bytes() == (target.with_name("2") / path.name).read_bytes(), path.name
+            assert path.read_bytes() == (alone.path / path.name).read_bytes(), path.name
 
-    def test_an_export_cannot_be_served_and_the_error_states_why(self, cli: Cli, mlp_file: Path, target: Path) -> None:
-        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
-        artifact = Artifact.open(target)
+    def test_an_export_cannot_be_served_and_the_error_states_why(self, cli: Cli, alone: Artifact, target: Path) -> None:
         said = r"is an export \(safetensors\) for other programs to load: it has no profile to serve.*--format onnx"
-        for ask in (lambda: choose_profiles(artifact, "auto", "cpu"), lambda: load(artifact, "cpu")):
+        for ask in (lambda: choose_profiles(alone, "auto", "cpu"), lambda: load(alone, "cpu")):
             with pytest.raises(ArtifactError, match=said):
                 ask()
-        cli("explain", target).refused(2, "is an export without ONNX profiles")
-        cli("checkpoint", target, "--out", target.with_name("9")).refused(2, "is a bf16kit artifact already")
+        cli("explain", alone.path).refused(2, "is an export without ONNX profiles")
+        cli("checkpoint", alone.path, "--out", target).refused(2, "is a bf16kit artifact already")
 
 
 class TestExportBesideProfiles:
@@ -281,12 +279,17 @@ class TestOptions:
         both = ("--format", "torchscript", *SAFETENSORS, "--drop-failing-profiles", "--budget", "relative_l2=1e-4")
         cli("checkpoint", mlp_file, "--out", target, *MLP, *both).refused(1, "export safetensors")
 
-    def test_the_option_profile_is_rejected_for_an_export(self, cli: Cli, mlp_file: Path, target: Path) -> None:
-        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, "--profile", "cpu").refused(
-            2, "--profile cpu: profiles are only for ONNX; pass --format onnx as well"
-        )
-
-    def test_hf_is_only_for_hugging_face_directories(self, cli: Cli, mlp_file: Path, target: Path) -> None:
-        cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "hf").refused(
-            2, "copies the config and tokenizer of a Hugging Face directory", "--format safetensors"
-        )
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            (
+                (*SAFETENSORS, "--profile", "cpu"),
+                "--profile cpu: profiles are only for ONNX; pass --format onnx as well",
+            ),
+            (("--format", "hf"), "copies the config and tokenizer of a Hugging Face directory"),
+        ],
+    )
+    def test_options_that_do_not_fit_an_export_are_rejected(
+        self, cli: Cli, mlp_file: Path, target: Path, given: tuple[str, ...], said: str
+    ) -> None:
+        cli("checkpoint", mlp_file, "--out", target, *MLP, *given).refused(2, said)

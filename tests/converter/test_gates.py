@@ -33,7 +33,7 @@ from converter.read.torch import onnx_export
 from converter.rewrite import batchnorm, clampmasks, lowering, matching, sharing
 from converter.verify import golden
 from converter.write import graphs as writing
-from converter.write import roundweights, torchscript, weights
+from converter.write import torchscript, weights
 
 Array = NDArray[Any]
 Patch = pytest.MonkeyPatch
@@ -270,7 +270,7 @@ def test_rounding_that_is_not_to_nearest_even_is_rejected(
     def wrong(x: Array, *, out: Array, **_options: Any) -> None:
         out[...] = rounded(np.ascontiguousarray(x))
 
-    monkeypatch.setattr(roundweights, "to_bf16", wrong)
+    monkeypatch.setattr(weights, "to_bf16", wrong)
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY, *given)
     _refused(done, target, 3, "tensor 'w0' has", "bf16 values that differ from the source's rounded values")
 

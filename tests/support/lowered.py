@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ from converter.rewrite import Prepared, prepare
 from converter.rewrite.explicit import floating_tensors
 from converter.verify.emulate import emulation
 from converter.write.graphs import write_graphs
-from converter.write.roundweights import Rounding
-from converter.write.weights import StoredWeights, write_weights
+from converter.write.weights import Rounding, StoredWeights, write_weights
 
 Array = NDArray[Any]
 _PROFILES = {
@@ -109,7 +108,6 @@ def lower(
     residual: bool = True,
     subnormals: Subnormals = "keep",
     saturate: bool = False,
-    progress: Callable[[int], None] | None = None,
     **plan: Any,
 ) -> Lowered:
     """Convert ``proto`` to an artifact at ``target``. Its own tensors are the checkpoint, unless one is given.
@@ -132,7 +130,6 @@ def lower(
             Rounding(subnormals, saturate),
             residual=residual,
             panels=planned.fusions.panels if panels is None else panels,
-            progress=progress,
         )
         write_graphs(prepared, planned, stored, staged.path, profiles=profiles, reference=residual)
         manifest = Manifest(

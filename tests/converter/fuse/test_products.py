@@ -20,7 +20,7 @@ import graphs
 from bf16kit.numerics.rounding import to_bf16, to_fp32
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort.kernel import VARIABLE
-from bf16kit.runtime.ort.quietort import ort
+from bf16kit.runtime.ort.session import ort
 from converter.fuse.products import panelled_weights, product
 from converter.graph.step import run
 from converter.graph.types import InferTypes

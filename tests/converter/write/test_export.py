@@ -13,9 +13,9 @@ from bf16kit.messages.errors import ArtifactDamaged, ConversionError, UsageError
 from bf16kit.numerics.rounding import to_bf16
 from bf16kit.numerics.tensors import Array
 from converter.write import export as safetensors
-from converter.write import readback as lossless
 from converter.write.export import Exported, Place, Selection, write_export
-from converter.write.roundweights import Rounding
+from converter.write.readback import check_export
+from converter.write.weights import Rounding
 
 CHECKPOINT: dict[str, Array] = {
     "odd": np.random.default_rng(0).normal(size=(17, 17)).astype(np.float32),
@@ -25,8 +25,8 @@ CHECKPOINT: dict[str, Array] = {
     "empty": np.zeros((0, 4), np.float32),
     "half": np.ones((2, 3), ml_dtypes.bfloat16),
 }
-SELECTION = Selection(frozenset({"odd"}), frozenset(), frozenset({"odd"}))
-ROUNDING = Rounding("keep", saturate=False)
+SELECTION: Selection = {"odd": "weight"}
+ROUNDING = Rounding()
 
 
 def _written(path: Path, shards: tuple[tuple[str, ...], ...] = ()) -> Exported:
@@ -38,7 +38,7 @@ def test_each_tensor_is_aligned_to_its_own_size_and_listed_as_in_the_checkpoint(
     found = safetensors.read(tmp_path / "model.safetensors")
     assert list(found) == list(CHECKPOINT)
     for name, written in done.tensors.items():
-        assert written.segment.offset % found[name].dtype.itemsize == 0, name
+        assert written.offset % found[name].dtype.itemsize == 0, name
         assert found[name].flags.aligned, name
     assert found["odd"].tobytes() == to_bf16(CHECKPOINT["odd"]).tobytes()
     plain = {name: array for name, array in CHECKPOINT.items() if name != "odd"}
@@ -64,19 +64,19 @@ def test_tensors_that_no_shard_of_the_source_names_go_into_the_last(tmp_path: Pa
 )
 def test_one_wrong_bit_is_found_by_reading_back(tmp_path: Path, name: str, said: str) -> None:
     done = _written(tmp_path)
-    lossless.check_export(tmp_path, done, CHECKPOINT, lossless.Rounding())
+    check_export(tmp_path, done, CHECKPOINT, ROUNDING)
     path = tmp_path / "model.safetensors"
     data = bytearray(path.read_bytes())
-    data[done.tensors[name].segment.offset] ^= 1
+    data[done.tensors[name].offset] ^= 1
     path.write_bytes(data)
     with pytest.raises(ConversionError, match=f"tensor '{name}'.*{said}"):
-        lossless.check_export(tmp_path, done, CHECKPOINT, lossless.Rounding())
+        check_export(tmp_path, done, CHECKPOINT, ROUNDING)
 
 
 def test_a_missing_tensor_is_reported(tmp_path: Path) -> None:
     done = _written(tmp_path)
     with pytest.raises(ConversionError, match="'more' is missing from either the checkpoint or its export"):
-        lossless.check_export(tmp_path, done, CHECKPOINT | {"more": np.ones(1)}, lossless.Rounding())
+        check_export(tmp_path, done, CHECKPOINT | {"more": np.ones(1)}, ROUNDING)
 
 
 def test_a_truncated_file_is_reported_as_damaged(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_a_truncated_file_is_reported_as_damaged(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ArtifactDamaged, match=r"model\.safetensors"):
         safetensors.read(path)
-    with pytest.raises(ConversionError, match="the export cannot be read back"):
-        lossless.check_export(tmp_path, done, CHECKPOINT, lossless.Rounding())
+    with pytest.raises(ConversionError, match="what was written cannot be read back"):
+        check_export(tmp_path, done, CHECKPOINT, ROUNDING)
 
 
 def test_names_and_dtypes_that_the_format_cannot_hold_are_rejected() -> None:

@@ -34,31 +34,20 @@ def _lower(case: str, tmp_path: Path) -> Lowered:
 
 
 @pytest.mark.parametrize("case", _CASES)
-def test_every_profile_gives_the_outputs_of_the_source(case: str, tmp_path: Path) -> None:
-    made, feeds = _lower(case, tmp_path), _CASES[case][1]
-    source = made.run_source(feeds)["y"]
-    np.testing.assert_array_equal(made.run_reference(feeds)["y"], source)
-    assert 0 < relative_l2(source, made.run_cpu(feeds)["y"]) < 4e-3
-    assert 0 < relative_l2(source, made.run_emulated(feeds)["y"]) < 8e-3
-
-
-@pytest.mark.parametrize("case", _CASES)
-def test_edges_keep_their_names_and_dtypes_in_every_graph(case: str, tmp_path: Path) -> None:
-    made, source = _lower(case, tmp_path), _CASES[case][0]().graph
+def test_every_graph_gives_the_outputs_of_the_source_under_its_names_and_holds_no_weights(
+    case: str, tmp_path: Path
+) -> None:
+    made, feeds, source = _lower(case, tmp_path), _CASES[case][1], _CASES[case][0]().graph
+    expected = made.run_source(feeds)["y"]
+    np.testing.assert_array_equal(made.run_reference(feeds)["y"], expected)
+    assert 0 < relative_l2(expected, made.run_cpu(feeds)["y"]) < 4e-3
+    assert 0 < relative_l2(expected, made.run_emulated(feeds)["y"]) < 8e-3
     for name in ("cpu", "cuda", "reference"):
         graph = made.graph(name)
         assert [(v.name, v.type.tensor_type.elem_type) for v in (*graph.input, *graph.output)] == [
             (v.name, v.type.tensor_type.elem_type) for v in (*source.input, *source.output)
         ]
-
-
-@pytest.mark.parametrize("case", _CASES)
-def test_graphs_pass_the_checker_and_hold_no_weights(case: str, tmp_path: Path) -> None:
-    made = _lower(case, tmp_path)
-    for name in ("cpu", "cuda"):
-        path = made.artifact.file(f"{name}.onnx")
-        onnx.checker.check_model(str(path), full_check=True)
-        for tensor in made.graph(name).initializer:
+        for tensor in graph.initializer if name != "reference" else ():
             assert len(tensor.raw_data) <= 1024
             location = {entry.key: entry.value for entry in tensor.external_data}.get("location")
             assert location in (None, "weights.bf16", "weights.fp32")

@@ -9,11 +9,43 @@ import pytest
 from lowered import assert_same_tensors, lower, relative_l2
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
+from peaks import measured_alone
 
 import graphs
 from bf16kit.messages.errors import RangeError
 from bf16kit.numerics.panels import pack
 from bf16kit.numerics.rounding import to_bf16
+
+WRITE = """
+import sys
+from pathlib import Path
+import numpy as np
+import onnx_ir as ir
+from bf16kit.numerics.panels import strips
+from bf16kit.numerics.residual import Scale
+from bf16kit.artifact.weightfile import WeightWriter
+from converter.write.weights import Rounding, round_weight
+from converter.graph.initializers import ComputedTensor
+from peaks import anonymous, peak_anonymous
+
+def write(path, rows, kind):
+    mapped = np.memmap(path / "source", np.float32, mode="r", shape=(rows, 4096)).view(np.ndarray)
+    tensor = ir.Tensor(mapped)
+    factor = np.float32(1.5)
+    folded = ComputedTensor(lambda chosen: mapped[chosen] * factor, tensor)
+    scale = Scale(1, np.full(4096, factor))
+    weight, scale = (tensor, None) if kind == "plain" else (folded, scale)
+    with WeightWriter(path / f"{rows}.residual") as residual, WeightWriter(path / f"{rows}.bf16") as file:
+        bf16, *_ = round_weight(weight, Rounding(), lambda _: None, residual, original=tensor, scale=scale)
+        file.append_chunks(strips(bf16, 1))
+
+path, kind = Path(sys.argv[1]), sys.argv[2]
+write(path, 16, kind)
+before = anonymous()
+with peak_anonymous() as peak:
+    write(path, 8192, kind)
+print(peak.bytes - before, 8192 * 4096 * 4)
+"""
 
 
 def _with(name: str, array: NDArray[np.float32]) -> ModelProto:
@@ -157,3 +189,12 @@ def test_subnormals_are_kept_or_flushed_and_restored_either_way(tmp_path: Path) 
     assert kept.stored.census["w0"].subnormal == 2
     for made in (kept, flushed):
         assert_same_tensors(made.artifact, made.checkpoint)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "share"), [("plain", 0.5), ("folded", 1.0)])
+def test_only_the_bf16_values_of_a_weight_are_all_in_memory_at_once(tmp_path: Path, kind: str, share: float) -> None:
+    """The weight of 134 MB is mapped. With a folded scale, marks for the residual are in memory as well."""
+    graphs.values(8192, 4096).tofile(tmp_path / "source")
+    peak, size = map(int, measured_alone(WRITE, str(tmp_path), kind).split())
+    assert peak < share * size + 40e6, f"{peak / 1e6:.0f} MB for a weight of {size / 1e6:.0f} MB"
