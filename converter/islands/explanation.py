@@ -32,8 +32,8 @@ from converter.report.layers import series
 from converter.rewrite import prepare
 from converter.source import Feeds
 from converter.verify import samples
+from converter.verify.layernoise import Graph
 from converter.verify.measure import Expected
-from converter.verify.probing import Graph
 
 _FEEDS = 2  # samples on which a conversion measures its layers: results vary little between samples
 _MINUTES = 5.0  # of a search, as by default in a conversion

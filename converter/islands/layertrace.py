@@ -25,10 +25,9 @@ from converter.islands.result import decibels
 from converter.plan import narrowed
 from converter.plan.profiles import PROFILES
 from converter.source import Feeds
-from converter.verify import predictedsqnr
+from converter.verify import layernoise
 from converter.verify.emulate import emulation
-from converter.verify.predictedsqnr import Rounded, operands
-from converter.verify.probing import Graph, Power, compare
+from converter.verify.layernoise import Graph, Power, Rounded, compare, operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Trace:
 
         Nodes whose result went into a fused operator, or is not fp32, are left out.
         """
-        depths = predictedsqnr.depth(self.graph)
+        depths = layernoise.depth(self.graph)
         return [self.layer(node, depths) for node in self.graph if self.has(node.outputs[0])]
 
     def layer(self, node: ir.Node, depths: Mapping[ir.Value, int] | None = None) -> LayerEntry:
@@ -52,7 +51,7 @@ class Trace:
         value = seen = node.outputs[0]
         while not self.has(seen):
             seen = next(use.node for use in seen.uses()).outputs[0]
-        depths = depths or predictedsqnr.depth(self.graph)
+        depths = depths or layernoise.depth(self.graph)
         return LayerEntry(
             name=node.name or "",
             op=label(node),
@@ -183,7 +182,7 @@ def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile:
     reading = frozenset(each.name for each in plan.nodes.get(profile, []) if each.code == "rounds")
     rounded = Rounded(narrowed(plan.tensors), nodes - reading, reading)
     graph = reference.model.graph
-    return Trace(graph, powers, predictedsqnr.predicted(graph, rounded, _mean_squares(artifact, powers)))
+    return Trace(graph, powers, layernoise.predicted(graph, rounded, _mean_squares(artifact, powers)))
 
 
 def _parsed(data: bytes) -> ir.Model:

@@ -20,9 +20,8 @@ from converter.graph.step import run
 from converter.islands.switches import Bf16, Switch, positions
 from converter.source import Array, Feeds
 from converter.verify import measure
-from converter.verify.measure import Drifts, Expected
+from converter.verify.measure import Drifts, Expected, Spool
 from converter.verify.running import open_fp32_graph
-from converter.verify.spool import Spool
 
 MAX_SAMPLES = 16  # samples on which a set of islands is tried
 

@@ -19,8 +19,6 @@ from converter.verify.measure import Drifts
 from converter.write.traced import TRACED
 
 _LOGITS_ONLY = "top1_agreement"
-_KEEP = "Keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
-_KEEP_WEIGHTS = "Keep the weights that cause it in fp32 (--keep-fp32 REGEX)"
 _Entry = TypeVar("_Entry")
 
 
@@ -66,6 +64,17 @@ def find_breaches(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     """Return where ``drifts``, one entry per sample, exceed ``budget``."""
     summaries = measure.summarise(drifts)
     return [breach for output in sorted(summaries) for breach in budget.breaches(output, summaries[output])]
+
+
+def choose_golden(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> int:
+    """Return the number of the first sample on which all profiles are within ``budget``; 0 if there is none.
+
+    ``runs`` has the drift of each profile by sample number. A budget bounds the mean over many samples, but a
+    server judges a single one. One sample over budget does not make the model worse: the model may cancel most of that
+    sample's signal.
+    """
+    shared = set.intersection(*map(set, runs)) if runs else set()
+    return next((n for n in sorted(shared) if not any(find_breaches(budget, [found[n]]) for found in runs)), 0)
 
 
 def check_stated_bounds(budget: Budget, manifest: Manifest) -> None:
@@ -117,23 +126,16 @@ def _listed(breaches: Sequence[str]) -> str:
 def _remedies(failing: Collection[str], manifest: Manifest, options: Options) -> str:
     """Say what the user can do about profiles over budget. No flag helps for modules that torch runs."""
     others = "raise the --budget, or pass --allow-over-budget"
-    exports = [name for name in failing if name in manifest.exports]
-    if exports:
-        leave = "leave out profiles (--profile)" if len(exports) < len(failing) else ""
-        return ", ".join(filter(None, [f"{_KEEP_WEIGHTS}", leave, others]))
+    if all(name in TRACED for name in failing):
+        titles = " or ".join(TRACED[name].title for name in failing)
+        others = f"leave it out with --format onnx, {others}" if manifest.plan.tensors else others
+        return f"The search cannot mend {titles}, because torch.autocast decides where it rounds: {others}"
+    if any(name in manifest.exports for name in failing):
+        return f"Keep the weights that cause it in fp32 (--keep-fp32 REGEX), {others}"
+    keep = "Keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
     if options.drop_failing_profiles:  # otherwise at least one profile would be left
-        return f"Every profile is over budget, so none could be dropped. {_KEEP}, {others}"
-    scripts = sorted(name for name in failing if name in TRACED)
-    if len(scripts) < len(failing):
-        leave = "leave out profiles (--profile, --format, or --drop-failing-profiles for all that fail)"
-        return f"{_KEEP}, {leave}, {others}"
-    titles = " or ".join(TRACED[name].title for name in scripts)
-    leave = "leave it out with --format onnx or --drop-failing-profiles"
-    if not manifest.plan.tensors:  # then no graph was made either
-        return f"The search cannot mend {titles}, and there is no ONNX graph that it could mend: {others}"
-    if manifest.profiles.keys() == set(failing):
-        leave = "convert to ONNX instead (--format onnx), where the search can find fp32 islands"
-    return f"The search cannot mend {titles}, because torch.autocast decides where it rounds: {leave}, {others}"
+        return f"Every profile is over budget, so none could be dropped. {keep}, {others}"
+    return f"{keep}, leave out profiles (--profile, --format, or --drop-failing-profiles for all that fail), {others}"
 
 
 def without_profiles(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:

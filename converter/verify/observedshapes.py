@@ -7,8 +7,7 @@ noise of the slice itself, so that no large value hides a dependence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,6 +19,13 @@ from bf16kit.numerics.tensors import TensorSpec, describe
 from bf16kit.runtime import Runtime
 from converter.graph.dimensions import corrected_by, name_dimensions, reconciled
 from converter.source import Array, Feeds
+
+_ROWS = 3  # samples that are run together
+_EXTREMES = (np.nan, np.inf, 1e30)  # inputs of a companion; a model may reject them, then they cannot do harm
+# The largest error of an element of a slice, which sums in another order explain: a share of the slice's variation,
+# a share of its magnitude, and, for slices that nearly vanish, a share of the output's usual magnitude.
+_OF_VARIATION = 2.0**-11
+_OF_USUAL = 2.0**-22
 
 
 def with_observed_shapes(
@@ -35,7 +41,15 @@ def with_observed_shapes(
         {name: array.shape for name, array in (feed | outputs).items()}
         for feed, outputs in zip(feeds, found, strict=True)
     ]
-    given = [corrected_by(spec, _check_one_rank(spec.name, [run[spec.name] for run in runs])) for spec in declared]
+    for spec in declared:
+        ranks = {len(run[spec.name]): run[spec.name] for run in reversed(runs)}
+        if len(ranks) > 1:
+            *_, other, one = (describe(shape) for shape in ranks.values())
+            raise ConversionError(
+                f"output {spec.name!r} is {one} for one sample and {other} for another; export the model with the same"
+                " number of dimensions for all samples"
+            )
+    given = [corrected_by(spec, [run[spec.name] for run in runs]) for spec in declared]
     outputs = reconciled([*inputs, *name_dimensions(given, known=inputs)], runs)[len(inputs) :]
     notes = [
         f"output {was.name!r} is declared as {describe(was.shape)}, but the model gives"
@@ -46,16 +60,6 @@ def with_observed_shapes(
     return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]}), notes
 
 
-def _check_one_rank(output: str, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-    for shape in shapes:
-        if len(shape) != len(shapes[0]):
-            raise ConversionError(
-                f"output {output!r} is {describe(shapes[0])} for one sample and {describe(shape)} for another;"
-                " export the model with the same number of dimensions for all samples"
-            )
-    return shapes
-
-
 def with_batch_axis(manifest: Manifest, axis: int | None) -> Manifest:
     """Declare the batch axis, and name every output's batch dimension as the inputs name it."""
     if axis is None:
@@ -63,14 +67,6 @@ def with_batch_axis(manifest: Manifest, axis: int | None) -> Manifest:
     batch = manifest.inputs[0].shape[0]
     outputs = [entry.model_copy(update={"shape": [batch, *entry.shape[1:]]}) for entry in manifest.outputs]
     return manifest.model_copy(update={"batch_axis": axis, "outputs": outputs})
-
-
-_ROWS = 3  # samples that are run together
-_EXTREMES = (np.nan, np.inf, 1e30)  # inputs of a companion; a model may reject them, then they cannot do harm
-# The largest error of an element of a slice, which sums in another order explain: a share of the slice's variation,
-# a share of its magnitude, and, for slices that nearly vanish, a share of the output's usual magnitude.
-_OF_VARIATION = 2.0**-11
-_OF_USUAL = 2.0**-22
 
 
 def batch_axis(
@@ -88,10 +84,11 @@ def batch_axis(
         return None
     try:
         apart = [runtime.run(row) for row in rows]
-        for order in _orders(len(rows)):
-            together = runtime.run(_batch([rows[i] for i in order]))
-            if not _same([apart[i] for i in order], together, outputs):
-                return None
+        for order in ((0, 1), (1, 0), (2, 0, 1)):
+            if max(order) < len(rows):
+                together = runtime.run(_batch([rows[i] for i in order]))
+                if not _same([apart[i] for i in order], together, outputs):
+                    return None
     except RuntimeFailure:
         return None  # a dimension that is declared free but is not
     return 0 if all(_undisturbed(runtime, rows[0], rows[1], outputs, extreme) for extreme in _EXTREMES) else None
@@ -105,12 +102,6 @@ def may_have_batch_axis(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSp
         and isinstance(next(iter(first)), str)
         and all(spec.shape and isinstance(spec.shape[0], str) for spec in outputs)
     )
-
-
-def _orders(count: int) -> Iterator[tuple[int, ...]]:
-    yield from ((0, 1), (1, 0))
-    if count > 2:
-        yield (2, 0, 1)
 
 
 def _undisturbed(runtime: Runtime, row: Feeds, other: Feeds, outputs: Sequence[TensorSpec], extreme: float) -> bool:
@@ -134,19 +125,15 @@ def _undisturbed(runtime: Runtime, row: Feeds, other: Feeds, outputs: Sequence[T
 def _rows_of_one_shape(feeds: Sequence[Feeds]) -> list[Feeds]:
     """Return up to :data:`_ROWS` different samples of the same shape, at least two if there are any."""
     by_shape: dict[tuple[tuple[int, ...], ...], list[Feeds]] = {}
-    for row in islice(_rows(feeds), 1000):
-        alike = by_shape.setdefault(tuple(array.shape for array in row.values()), [])
-        if not any(all(np.array_equal(row[name], other[name]) for name in row) for other in alike):
-            alike.append(row)
-        if len(alike) == _ROWS:
-            return alike
-    return max(by_shape.values(), key=len, default=[])
-
-
-def _rows(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
     for feed in feeds:
         for i in range(min(len(array) for array in feed.values())):
-            yield {name: np.ascontiguousarray(array[i : i + 1]) for name, array in feed.items()}
+            row = {name: array[i : i + 1] for name, array in feed.items()}
+            alike = by_shape.setdefault(tuple(array.shape for array in row.values()), [])
+            if not any(all(np.array_equal(row[name], other[name]) for name in row) for other in alike):
+                alike.append(row)
+            if len(alike) == _ROWS:
+                return alike
+    return max(by_shape.values(), key=len, default=[])
 
 
 def _batch(rows: Sequence[Feeds]) -> Feeds:
@@ -154,11 +141,13 @@ def _batch(rows: Sequence[Feeds]) -> Feeds:
 
 
 def _same(apart: Sequence[Feeds], together: Feeds, outputs: Sequence[TensorSpec]) -> bool:
-    if any(len(row[spec.name]) != 1 for row in apart for spec in outputs):
-        return False
-    if any(row[spec.name].shape != apart[0][spec.name].shape for row in apart for spec in outputs):
-        return False
-    return all(_same_array(np.concatenate([row[spec.name] for row in apart]), together[spec.name]) for spec in outputs)
+    for spec in outputs:
+        rows, found = [row[spec.name] for row in apart], together[spec.name]
+        if any(len(row) != 1 or row.shape != rows[0].shape for row in rows):
+            return False
+        if not _same_array(np.concatenate(rows), found):
+            return False
+    return True
 
 
 def _same_array(apart: Array, together: Array) -> bool:
@@ -167,10 +156,8 @@ def _same_array(apart: Array, together: Array) -> bool:
     if not drift.has_slices(apart):
         return np.array_equal(apart, together)
     r, error, nonfinite = drift.difference(apart, together)
-    if nonfinite.any():
-        return False
     usual = float(np.nanmedian(np.abs(r))) if r.size and not np.isnan(r).all() else 0.0
-    return all(_within_noise(r, error, axis, usual) for axis in range(1, max(2, r.ndim)))
+    return not nonfinite.any() and all(_within_noise(r, error, axis, usual) for axis in range(1, max(2, r.ndim)))
 
 
 def _within_noise(r: Values, error: Values, axis: int, usual: float) -> bool:

@@ -31,7 +31,7 @@ from converter.graph.names import FreshNames, all_value_names
 from converter.islands.explanation import measure_layers
 from converter.read.torch import onnx_export
 from converter.rewrite import batchnorm, clampmasks, lowering, matching, sharing
-from converter.verify import golden
+from converter.verify import certify
 from converter.write import graphs as writing
 from converter.write import roundweights, torchscript, weights
 
@@ -480,10 +480,10 @@ def test_a_fault_in_the_path_that_rebuilds_the_reference_is_rejected_by_the_orac
 def test_golden_samples_that_differ_from_the_reference_are_rejected(
     cli: Cli, wide: Path, target: Path, monkeypatch: Patch
 ) -> None:
-    write = golden.write
+    write = certify.save_golden
     monkeypatch.setattr(
-        golden,
-        "write",
+        certify,
+        "save_golden",
         lambda path, feeds, outputs, scales: write(
             path, feeds, {n: a * np.float32(1.001) for n, a in outputs.items()}, scales
         ),

@@ -15,7 +15,7 @@ from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import describe
 from bf16kit.runtime import torchscript
 from bf16kit.runtime.ort import kernel
-from converter.verify.observedshapes import _check_one_rank
+from converter.verify.observedshapes import with_observed_shapes
 
 
 @pytest.fixture
@@ -127,9 +127,10 @@ def test_an_outputs_shape_is_what_the_model_gives_whatever_is_declared(
     assert (said in outcome.out) is (declared != seen)
 
 
-def test_an_output_whose_rank_depends_on_the_sample_is_rejected_by_name() -> None:
+def test_an_output_whose_rank_depends_on_the_sample_is_rejected_by_name(small: Artifact) -> None:
+    found = [{"y": np.zeros(shape)} for shape in ((2, 3), (4, 3), (3,))]
     with pytest.raises(ConversionError, match=r"output 'y' is \[2,3\] for one sample and \[3\] for another; export"):
-        _check_one_rank("y", [(2, 3), (4, 3), (3,)])
+        with_observed_shapes(small.manifest, [{"x": np.zeros((2, 16))}] * 3, found)
 
 
 def test_a_long_error_of_onnx_runtime_leaves_room_for_the_remedy(cli: Cli, tmp_path: Path) -> None:

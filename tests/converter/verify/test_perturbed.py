@@ -12,7 +12,8 @@ from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from converter.source import Feeds, Oracle
-from converter.verify.samples import SAMPLES, Samples, with_enough
+from converter.verify.random_samples import SAMPLES, with_enough
+from converter.verify.samples import Samples
 
 LOGITS = (TensorSpec("y", "float32", ("batch", 5), "logits"),)
 OTHER = (TensorSpec("y", "float32", ("batch", 5)),)

@@ -11,7 +11,7 @@ import pytest
 from onnx import ModelProto
 
 import graphs
-from converter.verify.probing import Graph, Power, compare
+from converter.verify.layernoise import Graph, Power, compare
 
 
 def graph(model: ModelProto, tmp_path: Path) -> Graph:

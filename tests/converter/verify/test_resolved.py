@@ -12,8 +12,7 @@ from bf16kit.numerics.tensors import TensorSpec
 from converter.source import Feeds
 from converter.verify.fp32noise import Noise
 from converter.verify.measure import slice_scales
-from converter.verify.oracle import OracleRun
-from converter.verify.resolved import resolved
+from converter.verify.oracle import OracleRun, resolved
 
 OUT = (TensorSpec("y", "float32", ("n", 4)),)
 Array = NDArray[np.float32]

@@ -85,7 +85,7 @@ def test_an_output_that_is_not_judged_is_found(cli: Cli, target: Path, monkeypat
     def first_only(allowed: Any, drifts: Sequence[Mapping[str, OutputDrift]]) -> Any:
         return FIND(allowed, [{"h": sample["h"]} for sample in drifts])
 
-    for module in ("certify", "golden"):
+    for module in ("certify", "judging"):
         monkeypatch.setattr(f"converter.verify.{module}.find_breaches", first_only)
     proto = cancellation().proto
     proto.graph.output.append(graphs.edge("h", ["batch", 64]))

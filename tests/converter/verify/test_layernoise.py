@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto, helper, shape_inference
 
 import graphs
 from bf16kit.numerics.rounding import to_bf16, to_fp32
-from converter.verify.predictedsqnr import ROUNDING, Rounded, depth, predicted
+from converter.verify.layernoise import ROUNDING, Rounded, depth, predicted
 
 
 def graph(model: ModelProto) -> ir.Graph:
