@@ -28,7 +28,7 @@ from converter.source import Feeds
 from converter.verify import measure, oracle
 from converter.verify.judging import choose_golden, find_breaches, without_profiles
 from converter.verify.measure import Expected, Run, SliceScales, run_as_served, run_export
-from converter.verify.observedshapes import batch_axis, with_batch_axis, with_observed_shapes
+from converter.verify.observedshapes import batch_axis, with_observed_shapes
 from converter.verify.oracle import OracleReference, OracleRun, resolved
 from converter.verify.running import GraphReference, open_fp32_graph, signature
 from converter.verify.samples import Samples, samples_usage
@@ -101,8 +101,7 @@ def certify(
         release_memory()
         checked = oracle.certify(oracle_run, answers)
         release_memory()
-    manifest, notes = with_observed_shapes(manifest.amended(oracle=checked), samples.feeds, answers)
-    manifest = with_batch_axis(manifest, axis)
+    manifest, notes = with_observed_shapes(manifest.amended(oracle=checked), samples.feeds, answers, axis)
     outputs = signature(manifest)[1]
     scales = resolved(oracle_run, answers, outputs, axis, measure.slice_scales(answers, outputs, axis))
     certified = Certified(manifest, Expected(samples.feeds, answers, scales, len(samples.given)))

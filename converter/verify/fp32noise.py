@@ -99,17 +99,15 @@ class Noise:
             return array if random is None else perturb(array, random, self._roundoff)
 
         runtime = self._open(lambda _name, tensor: moved(tensor.numpy()))
-        outputs = Spool(self._scratch)
         try:
-            for feed in self._feeds:
-                outputs.append(runtime.run({name: moved(array) for name, array in feed.items()}))
+            feeds = ({name: moved(array) for name, array in feed.items()} for feed in self._feeds)
+            return Spool(self._scratch, map(runtime.run, feeds))
         except RuntimeFailure:
             if random is None:
                 raise
             return None
         finally:
             runtime.close()
-        return outputs
 
 
 @dataclass(frozen=True, slots=True, order=True)

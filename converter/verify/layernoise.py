@@ -3,11 +3,9 @@
 Values keep the source's names through all passes, so they are matched by name. A value that only one graph has is not
 compared: it went into a product of the CPU kernel, or a BatchNorm into its weights.
 
-The prediction: rounding to nearest moves a value ``m·2^e`` (1 ≤ m < 2) by an error uniform in ±u·2^e, u = 2^-8. Its
-mean square is u²·4^e/3. Over data of many magnitudes, m is spread evenly in log m, so the mean of m² is 3/(2 ln 2).
-Rounding therefore costs noise/signal = u²/3 · (2 ln 2)/3 = 2.35e-6, an SQNR of 56.3 dB: :data:`ROUNDING`.
-
-Noise propagates. Independent errors add in power, so
+Rounding to nearest moves a value ``m·2^e`` (1 ≤ m < 2) by an error uniform in ±u·2^e, u = 2^-8, of mean square
+u²·4^e/3. Over data of many magnitudes, m is spread evenly in log m, so the mean of m² is 3/(2 ln 2), and rounding costs
+noise/signal = u²/3 · (2 ln 2)/3 = 2.35e-6, an SQNR of 56.3 dB: :data:`ROUNDING`. Independent errors add in power, so
 
 * a product, and any operator not named here, passes on the sum of its operands' noise/signal;
 * a sum passes on the mean of its terms' noise/signal, weighted by their power (terms that do not cancel add in power);
@@ -15,10 +13,9 @@ Noise propagates. Independent errors add in power, so
 * :data:`ROUNDING` is added by each bf16 weight, by the result of each bf16 node, and by each fp32 value that is read
   by a bf16 node or by a product of the cpu-bf16 profile.
 
-Along a chain of d products, SQNR therefore falls as 56.3 − 10·log10(d) dB; where results are rounded too, 2d replaces
-d. The branch that a residual network adds to its trunk counts by its power. Nothing is fitted. The prediction leaves
-out what lessens noise: averages of one sign, saturating activations. It also leaves out what amplifies noise:
-cancellation, and functions that are steep where the values are. So a layer below its predicted SQNR amplifies noise.
+Nothing is fitted. The prediction leaves out what lessens noise (averages of one sign, saturating activations) and what
+amplifies it (cancellation, functions that are steep where the values are). So a layer below its predicted SQNR
+amplifies noise.
 """
 
 from __future__ import annotations

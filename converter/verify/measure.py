@@ -39,10 +39,12 @@ class Spool(list[Feeds]):
     nothing is left of it, however the process ends. Arrays are read-only. Strings cannot be mapped and stay in memory.
     """
 
-    def __init__(self, directory: Path | None = None) -> None:
+    def __init__(self, directory: Path | None = None, outputs: Iterable[Feeds] = ()) -> None:
         super().__init__()
         self._file = tempfile.TemporaryFile(dir=on_disk(directory))  # noqa: SIM115 - open as long as this object
         weakref.finalize(self, self._file.close)
+        for each in outputs:
+            self.append(each)
 
     def append(self, outputs: Feeds) -> None:
         """Write ``outputs`` to the end of the file; raise OSError if there is no space."""

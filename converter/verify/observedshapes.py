@@ -29,11 +29,12 @@ _OF_USUAL = 2.0**-22
 
 
 def with_observed_shapes(
-    manifest: Manifest, feeds: Sequence[Feeds], found: Sequence[Feeds]
+    manifest: Manifest, feeds: Sequence[Feeds], found: Sequence[Feeds], axis: int | None
 ) -> tuple[Manifest, list[str]]:
     """Correct the outputs' dimensions (names, sizes and number) where the ``found`` outputs contradict them.
 
-    Also returns a note on each corrected output.
+    Also declares the batch ``axis``, names every output's batch dimension as the inputs name it, and returns a note on
+    each corrected output.
     """
     inputs = [entry.spec() for entry in manifest.inputs]
     declared = [entry.spec() for entry in manifest.outputs]
@@ -57,16 +58,11 @@ def with_observed_shapes(
         for was, found, now in zip(declared, given, outputs, strict=True)
         if found != was
     ]
-    return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]}), notes
-
-
-def with_batch_axis(manifest: Manifest, axis: int | None) -> Manifest:
-    """Declare the batch axis, and name every output's batch dimension as the inputs name it."""
-    if axis is None:
-        return manifest
-    batch = manifest.inputs[0].shape[0]
-    outputs = [entry.model_copy(update={"shape": [batch, *entry.shape[1:]]}) for entry in manifest.outputs]
-    return manifest.model_copy(update={"batch_axis": axis, "outputs": outputs})
+    entries = [SpecEntry.of(spec) for spec in outputs]
+    if axis is not None:
+        batch = manifest.inputs[0].shape[0]
+        entries = [entry.model_copy(update={"shape": [batch, *entry.shape[1:]]}) for entry in entries]
+    return manifest.amended(outputs=entries, batch_axis=axis), notes
 
 
 def batch_axis(
@@ -165,11 +161,10 @@ def _within_noise(r: Values, error: Values, axis: int, usual: float) -> bool:
     if r.ndim == 1:
         r, error = r[:, None], error[:, None]
     others = tuple(other for other in range(r.ndim) if other != axis)
-    present = np.maximum(1, np.count_nonzero(~np.isnan(r), axis=others))
-    magnitude = np.sqrt(np.nansum(np.square(r), axis=others) / present)
-    changes = np.square(np.diff(r, axis=0))
-    variation = np.sqrt(
-        np.nansum(changes, axis=others) / np.maximum(1, np.count_nonzero(~np.isnan(changes), axis=others))
-    )
-    largest = np.max(np.nan_to_num(np.abs(error)), axis=others, initial=0.0)
-    return bool(np.all(largest <= _OF_VARIATION * variation + 4 * FP32_NOISE * magnitude + _OF_USUAL * usual))
+
+    def rms(x: Values) -> Values:
+        mean: Values = np.nansum(np.square(x), others) / np.maximum(1, np.count_nonzero(~np.isnan(x), others))
+        return np.sqrt(mean)
+
+    allowed = _OF_VARIATION * rms(np.diff(r, axis=0)) + 4 * FP32_NOISE * rms(r) + _OF_USUAL * usual
+    return bool(np.all(np.max(np.nan_to_num(np.abs(error)), axis=others, initial=0.0) <= allowed))

@@ -32,7 +32,7 @@ from bf16kit.runtime.ort.externaldata import REBUILT
 from converter.rewrite import Prepared
 from converter.source import FP32_ROUNDOFF, Array, Feeds, Oracle, Source
 from converter.verify.fp32noise import Distance, Noise, measure_distance
-from converter.verify.measure import Spool
+from converter.verify.measure import Spool, run_all
 from converter.verify.running import open_fp32_graph, with_external_weights
 from converter.verify.samples import Samples
 from converter.write.graphs import serialize
@@ -76,20 +76,17 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
     if oracle is None:
         return OracleRun((), source.no_oracle_reason)
     chosen = feeds[:FEEDS]
-    outputs = Spool(scratch)
     try:
-        for found in oracle.outputs([*chosen, chosen[0]]):
-            outputs.append(found)
+        outputs = Spool(scratch, oracle.outputs([*chosen, chosen[0]]))
     except RuntimeFailure as error:
         return OracleRun((), f"{oracle.how}: {error}")
     again = outputs.pop()
     unstable = [n for n, array in outputs[0].items() if measure_distance(array, again[n]).relative_l2 > FLOOR]
     if unstable:
         return OracleRun((), f"{oracle.how} gives different outputs for the same input (output {unstable[0]!r})")
-    noise, graph = None, source.graph
-    if graph is not None:
-        inputs, signed = source.inputs, source.outputs
-        opened = partial(open_fp32_graph, graph, inputs, signed, scratch)
+    noise = None
+    if source.graph is not None:
+        opened = partial(open_fp32_graph, source.graph, source.inputs, source.outputs, scratch)
         noise = Noise(opened, chosen, oracle.roundoff, scratch)
     return OracleRun(outputs, oracle.how, oracle.roundoff, noise)
 
@@ -221,9 +218,7 @@ def check_prepared(
     if not oracle_run.outputs or not changed:
         return
     runtime = open_fp32_graph(model, source.inputs, source.outputs, scratch)
-    found = Spool(scratch)
-    for feed in feeds[: len(oracle_run.outputs)]:
-        found.append(runtime.run(feed))
+    found = Spool(scratch, run_all(runtime, feeds[: len(oracle_run.outputs)]))
     runtime.close()
     certify(oracle_run, found, what="the prepared graph, before rounding,")
 
