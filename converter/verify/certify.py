@@ -14,7 +14,6 @@ import numpy as np
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import DriftEntry, Manifest
 from bf16kit.artifact.publish import StagingArtifact
-from bf16kit.drift.metrics import SampleDrift
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.messages.wording import brief
 from bf16kit.runtime import Runtime
@@ -57,11 +56,6 @@ class Certified:
     runs: dict[str, Run] = field(default_factory=dict)
     breaches: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def drifts(self) -> dict[str, dict[str, list[SampleDrift]]]:
-        """The drift of every sample that was run, by profile and output."""
-        return {profile: run.rows() for profile, run in self.runs.items()}
 
 
 def certify(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,6 @@ _RUNS = 3
 _BLOCK = 1 << 20  # elements at a time
 _SAMPLED = 4096  # elements by which fills are recognised
 _INFINITY = 0x7F800000  # its bits
-
-OpenGraph = Callable[[ReadWeight], Runtime]
 
 
 def perturb(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUNDOFF) -> Array:
@@ -60,7 +59,9 @@ class Noise:
     ``scratch``.
     """
 
-    def __init__(self, open_graph: OpenGraph, feeds: Sequence[Feeds], roundoff: float, scratch: Path | None) -> None:
+    def __init__(
+        self, open_graph: Callable[[ReadWeight], Runtime], feeds: Sequence[Feeds], roundoff: float, scratch: Path | None
+    ) -> None:
         self._open, self._feeds, self._roundoff, self._scratch = open_graph, feeds, roundoff, scratch
 
     def largest_change(self, name: str) -> float:
@@ -98,20 +99,17 @@ class Noise:
         def moved(array: Array) -> Array:
             return array if random is None else perturb(array, random, self._roundoff)
 
-        runtime = self._open(lambda _name, tensor: moved(tensor.numpy()))
-        try:
-            feeds = ({name: moved(array) for name, array in feed.items()} for feed in self._feeds)
-            return Spool(self._scratch, map(runtime.run, feeds))
-        except RuntimeFailure:
-            if random is None:
-                raise
-            return None
-        finally:
-            runtime.close()
+        with closing(self._open(lambda _name, tensor: moved(tensor.numpy()))) as runtime:
+            try:
+                feeds = ({name: moved(array) for name, array in feed.items()} for feed in self._feeds)
+                return Spool(self._scratch, map(runtime.run, feeds))
+            except RuntimeFailure:
+                if random is None:
+                    raise
+                return None
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Distance:
+class Distance(NamedTuple):
     """``relative_l2``: norm of the difference ÷ the larger norm; ``max_abs``: the largest absolute difference.
 
     Both are infinite if the shapes differ, or if an element is finite in one array only.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.publish import StagingArtifact
@@ -19,7 +19,6 @@ from converter.verify.measure import Drifts
 from converter.write.traced import TRACED
 
 _LOGITS_ONLY = "top1_agreement"
-_Entry = TypeVar("_Entry")
 
 
 def with_output_kinds(outputs: Sequence[TensorSpec], kinds: Mapping[str, Kind]) -> tuple[TensorSpec, ...]:
@@ -145,10 +144,9 @@ def without_profiles(stage: StagingArtifact, manifest: Manifest, profiles: Colle
         for name in (entry.graph, entry.golden):
             if name is not None:
                 (stage.path / name).unlink()
-    plan = manifest.plan.model_copy(update={"nodes": _excluding(manifest.plan.nodes, profiles)})
-    left = _excluding(manifest.profiles, profiles)
-    return manifest.amended(profiles=left, drift=_excluding(manifest.drift, profiles), plan=plan)
 
+    def left(entries: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: entry for name, entry in entries.items() if name not in profiles}
 
-def _excluding(entries: Mapping[str, _Entry], names: Collection[str]) -> dict[str, _Entry]:
-    return {name: entry for name, entry in entries.items() if name not in names}
+    plan = manifest.plan.model_copy(update={"nodes": left(manifest.plan.nodes)})
+    return manifest.amended(profiles=left(manifest.profiles), drift=left(manifest.drift), plan=plan)

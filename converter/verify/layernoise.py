@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,38 +106,27 @@ def compare(reference: Graph, candidate: Graph, feeds: Sequence[Feeds]) -> dict[
     """
     available = dict.fromkeys(_values(candidate.model))
     found = {n: next((n + s for s in (*_WIDENED, "") if n + s in available), None) for n in _values(reference.model)}
-    pairs = [(name, other) for name, other in found.items() if other is not None]
+    pairs = [(name, own) for name, own in found.items() if own is not None]
     powers: dict[str, Power] = {}
-    start, count = 0, _FIRST
+    start, count, largest = 0, _FIRST, 1
     while start < len(pairs):
-        largest = _compare(reference, candidate, dict(pairs[start : start + count]), feeds, powers)
+        part = dict(pairs[start : start + count])
+        names, others = list(part), list(dict.fromkeys(part.values()))
+        with closing(_open(reference, names)) as one, closing(_open(candidate, others)) as other:
+            for feed in feeds:
+                r, c = one.run(feed, names), other.run(feed, others)
+                largest = max(largest, sum(array.nbytes for array in r.values()))
+                for name, own in part.items():
+                    if r[name].shape == c[own].shape:
+                        powers.setdefault(name, Power()).add(r[name], c[own])
         start += count
-        count = max(1, min(4 * count, int(count * _CHUNK / max(1, largest))))
+        count, largest = max(1, min(4 * count, int(count * _CHUNK / largest))), 1
     return powers
 
 
 def _values(model: ir.Model) -> Iterator[str]:
     """Yield the names of the fp32 values that nodes of the main graph compute; without inputs and weights."""
     return (value.name or "" for node in model.graph for value in node.outputs if is_float_tensor(value))
-
-
-def _compare(
-    reference: Graph, candidate: Graph, pairs: Mapping[str, str], feeds: Sequence[Feeds], powers: dict[str, Power]
-) -> int:
-    """Add ``pairs`` of values to ``powers``; return the largest number of bytes they took in one run."""
-    largest, names, others = 0, list(pairs), list(dict.fromkeys(pairs.values()))
-    runtimes = _open(reference, names), _open(candidate, others)
-    try:
-        for feed in feeds:
-            expected, found = runtimes[0].run(feed, names), runtimes[1].run(feed, others)
-            largest = max(largest, sum(array.nbytes for array in expected.values()))
-            for name, other in pairs.items():
-                if expected[name].shape == found[other].shape:
-                    powers.setdefault(name, Power()).add(expected[name], found[other])
-    finally:
-        for runtime in runtimes:
-            runtime.close()
-    return largest
 
 
 def _open(graph: Graph, names: Sequence[str]) -> OnnxRuntime:

@@ -6,6 +6,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -240,9 +241,7 @@ def run_as_served(artifact: Artifact, profile: str, expected: Expected) -> Run:
 def _run(runtime: Runtime, artifact: Artifact, expected: Expected, *, emulated: bool = False, note: str = "") -> Run:
     """Run ``runtime``, close it, and compare it with ``expected``."""
     outputs, axis = signature(artifact.manifest)[1], artifact.manifest.batch_axis
-    try:
+    with closing(runtime):
         found = run_all(runtime, expected.feeds)
         measured = drifts(expected.outputs, found, outputs, axis, expected.scales, expected.given)
         return Run(measured, runtime.info, emulated, note)
-    finally:
-        runtime.close()

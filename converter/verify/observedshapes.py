@@ -18,7 +18,7 @@ from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, describe
 from bf16kit.runtime import Runtime
 from converter.graph.dimensions import corrected_by, name_dimensions, reconciled
-from converter.source import Array, Feeds
+from converter.source import Feeds
 
 _ROWS = 3  # samples that are run together
 _EXTREMES = (np.nan, np.inf, 1e30)  # inputs of a companion; a model may reject them, then they cannot do harm
@@ -92,12 +92,8 @@ def batch_axis(
 
 def may_have_batch_axis(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
     """Whether every input and output has a free first dimension, with one name for all inputs."""
-    first = {spec.shape[0] if spec.shape else None for spec in inputs}
-    return (
-        len(first) == 1
-        and isinstance(next(iter(first)), str)
-        and all(spec.shape and isinstance(spec.shape[0], str) for spec in outputs)
-    )
+    free = all(spec.shape and isinstance(spec.shape[0], str) for spec in (*inputs, *outputs))
+    return free and len({spec.shape[0] for spec in inputs}) == 1
 
 
 def _undisturbed(runtime: Runtime, row: Feeds, other: Feeds, outputs: Sequence[TensorSpec], extreme: float) -> bool:
@@ -141,19 +137,16 @@ def _same(apart: Sequence[Feeds], together: Feeds, outputs: Sequence[TensorSpec]
         rows, found = [row[spec.name] for row in apart], together[spec.name]
         if any(len(row) != 1 or row.shape != rows[0].shape for row in rows):
             return False
-        if not _same_array(np.concatenate(rows), found):
+        alone = np.concatenate(rows)
+        if alone.shape != found.shape or (not drift.has_slices(alone) and not np.array_equal(alone, found)):
             return False
+        if drift.has_slices(alone):
+            r, error, nonfinite = drift.difference(alone, found)
+            usual = float(np.nanmedian(np.abs(r))) if r.size and not np.isnan(r).all() else 0.0
+            within = (_within_noise(r, error, axis, usual) for axis in range(1, max(2, r.ndim)))
+            if nonfinite.any() or not all(within):
+                return False
     return True
-
-
-def _same_array(apart: Array, together: Array) -> bool:
-    if apart.shape != together.shape:
-        return False
-    if not drift.has_slices(apart):
-        return np.array_equal(apart, together)
-    r, error, nonfinite = drift.difference(apart, together)
-    usual = float(np.nanmedian(np.abs(r))) if r.size and not np.isnan(r).all() else 0.0
-    return not nonfinite.any() and all(_within_noise(r, error, axis, usual) for axis in range(1, max(2, r.ndim)))
 
 
 def _within_noise(r: Values, error: Values, axis: int, usual: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,9 @@ def _golden(artifact: Artifact, profile: str) -> tuple[Expected, str]:
 def _run_samples(artifact: Artifact, argument: str) -> tuple[Expected, str]:
     """Return the given samples, the reference's outputs and slices for them, and their name for messages."""
     found = samples.of_artifact(argument, artifact.manifest)
-    reference = load_reference(artifact)
-    try:
+    with closing(load_reference(artifact)) as reference:
         expected = measure.spool(reference, found, None)
-    finally:
-        reference.close()
-        release_memory()
+    release_memory()
     outputs = signature(artifact.manifest)[1]
     scales = measure.slice_scales(expected, outputs, artifact.manifest.batch_axis)
     if artifact.manifest.golden is not None:

@@ -33,6 +33,7 @@ from converter.graph.names import FreshNames, all_value_names
 from converter.islands.explanation import measure_layers
 from converter.read.torch import onnx_export
 from converter.rewrite import batchnorm, clampmasks, lowering, matching, sharing
+from converter.source import TorchModel
 from converter.verify import certify
 from converter.write import graphs as writing
 from converter.write import roundweights, torchscript, weights
@@ -196,6 +197,19 @@ def swapped_inputs(patch: Patch) -> None:
                 use.node.replace_input_with(use.idx, other)
 
     _after_export(patch, swap)
+
+
+@gate(_module, "the model's own tensor 'module.up.weight'")
+def a_module_that_exporting_changes(patch: Patch) -> None:
+    export = onnx_export.to_onnx
+
+    def changing(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
+        graph = export(model, tensors)
+        with torch.no_grad():
+            model.module.get_parameter("module.up.weight").mul_(0.5)
+        return graph
+
+    patch.setattr(onnx_export, "to_onnx", changing)
 
 
 # --- preparation steps ------------------------------------------------------------------------------------------------
