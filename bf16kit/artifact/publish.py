@@ -29,6 +29,7 @@ from bf16kit.messages.wording import os_error_text
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_SCRATCH = ".bf16kit-"  # what the names of files that hold weights while a graph runs begin with
 _CHANGED = (
     "a file changed after it was written, nothing was published. Another program changed it, or this machine's memory"
     " or disk is faulty; convert again"
@@ -129,7 +130,8 @@ class StagingArtifact:
                 writer.close()
 
     def _files(self) -> dict[str, FileEntry]:
-        return {path.name: self._entry(path) for path in sorted(self.path.iterdir()) if path.name != MANIFEST}
+        files = (path for path in sorted(self.path.iterdir()) if not path.name.startswith(_SCRATCH))
+        return {path.name: self._entry(path) for path in files if path.name != MANIFEST}
 
     def _entry(self, path: Path) -> FileEntry:
         """Return digest and size of a file, which must not have changed since it was first asked for."""

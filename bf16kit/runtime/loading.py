@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import ProfileEntry
@@ -16,6 +17,9 @@ from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 from bf16kit.system.controlgroup import release_free_memory
+
+if TYPE_CHECKING:
+    from bf16kit.runtime.memory.weights import Weights
 
 AUTO = "auto"
 CPU_PROFILES = ("cpu", "cpu-bf16")  # run by ONNX Runtime, the more accurate first
@@ -102,6 +106,7 @@ def load_reference(
     low_priority: bool = False,
     scratch: Path | None = None,
     weights: WeightStore | None = None,
+    rebuilt: Weights | None = None,
 ) -> Runtime:
     """Load the model in fp32 on the CPU, its weights rebuilt from the bf16 ones and the residual.
 
@@ -109,7 +114,7 @@ def load_reference(
     in memory if the directory is read-only, full or a tmpfs; the runtime's note says which. With ``low_priority`` a run
     uses only the calling thread, unless ``threads`` says otherwise, so that it does not slow live requests down. With
     ``weights`` the large ones are in that store's memory, which several processes may share; products read them there,
-    and ONNX Runtime makes no rearranged copy.
+    and ONNX Runtime makes no rearranged copy. ``rebuilt`` are the weights if the caller has rebuilt them already.
 
     Raises :class:`ArtifactError` when the artifact has no reference, or no residual to rebuild it from.
     """
@@ -125,7 +130,8 @@ def load_reference(
     graph = artifact.file(name)
     check_locations(graph, {*artifact.manifest.files, REBUILT})
     inputs, outputs = _inputs_and_outputs(artifact)
-    with rebuilt_weights(artifact, graph, scratch, weights) as found:
+    given = nullcontext(rebuilt) if rebuilt is not None else rebuilt_weights(artifact, graph, scratch, weights)
+    with given as found:
         if artifact.copies:
             artifact.verify()  # checks that the files did not change while they were read
         return OnnxRuntime(

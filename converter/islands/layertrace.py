@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -19,7 +19,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import MARGIN_DB, LayerEntry
 from bf16kit.messages.errors import ArtifactError
-from bf16kit.runtime.memory.weights import rebuilt_weights
+from bf16kit.runtime.memory.weights import Weights, rebuilt_weights
 from converter.graph.operators import WEIGHTED, label
 from converter.islands.result import decibels
 from converter.plan import narrowed
@@ -132,8 +132,8 @@ def _nearest_sources(trace: Trace, value: ir.Value) -> tuple[list[ir.Node], list
 
 
 @contextmanager
-def open_reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph]:
-    """Open the fp32 graph of ``artifact``, its weights rebuilt while the block runs; ArtifactError without one."""
+def open_reference(artifact: Artifact, scratch: Path | None = None, rebuilt: Weights | None = None) -> Iterator[Graph]:
+    """Open the fp32 graph of ``artifact``, its weights ``rebuilt`` or rebuilt here; ArtifactError without one."""
     name = artifact.manifest.reference
     if name is None and artifact.manifest.checkpoint:
         raise ArtifactError(
@@ -144,7 +144,8 @@ def open_reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[
             f"{artifact.path}: was converted with --no-residual and keeps no fp32 reference to compare with;"
             " convert the checkpoint again with the residual"
         )
-    with rebuilt_weights(artifact, artifact.file(name), scratch) as weights:
+    graph = artifact.file(name)
+    with nullcontext(rebuilt) if rebuilt is not None else rebuilt_weights(artifact, graph, scratch) as weights:
         base = weights.base_dir or artifact.path
         model = ir.load(weights.model) if isinstance(weights.model, Path) else _parsed(weights.model)
         ir.external_data.set_base_dir(model.graph, base)

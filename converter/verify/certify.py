@@ -6,6 +6,7 @@ them before the model is ready.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.messages.wording import brief
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
+from bf16kit.runtime.memory.weights import Weights, rebuilt_weights
 from converter.graph.cuda_kernels import required
 from converter.graph.equality import same_bits
 from converter.options import Options
@@ -48,14 +50,22 @@ class Certified:
     """The results of running an artifact: its manifest with drift and batch axis, one :class:`Run` per profile, and a
     sentence for each bound that a profile exceeds.
 
-    ``expected`` is what every profile was compared with; its outputs stay on disk as long as this object.
+    ``expected`` is what every profile was compared with; its outputs stay on disk as long as this object. ``reference``
+    are the reference's weights, rebuilt in a file until :meth:`release`; None if there is no such file.
     """
 
     manifest: Manifest
     expected: Expected
+    reference: Weights | None = None
     runs: dict[str, Run] = field(default_factory=dict)
     breaches: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    files: ExitStack = field(default_factory=ExitStack)
+
+    def release(self) -> None:
+        """Delete the file of the reference's weights."""
+        self.reference = None
+        self.files.close()
 
 
 def certify(
@@ -75,13 +85,15 @@ def certify(
     dropped instead.
     """
     with progress.step("running the fp32 reference"):
-        draft = stage.draft(manifest)
+        draft, files, weights = stage.draft(manifest), ExitStack(), None
         if isinstance(source, OracleReference):
             reference: Runtime = source
         elif source is not None:
             reference = open_fp32_graph(source.model, *signature(manifest), stage.path)
         else:
-            reference = load_reference(draft, scratch=stage.path)
+            graph = draft.file(str(manifest.reference))
+            weights = files.enter_context(rebuilt_weights(draft, graph, stage.path))
+            reference = load_reference(draft, rebuilt=weights)
         try:
             answers = measure.spool(reference, samples, stage.path)
         except RuntimeFailure as error:
@@ -98,7 +110,10 @@ def certify(
     manifest, notes = with_observed_shapes(manifest.amended(oracle=checked), samples.feeds, answers, axis)
     outputs = signature(manifest)[1]
     scales = resolved(oracle_run, answers, outputs, axis, measure.slice_scales(answers, outputs, axis))
-    certified = Certified(manifest, Expected(samples.feeds, answers, scales, len(samples.given)))
+    expected = Expected(samples.feeds, answers, scales, len(samples.given))
+    certified = Certified(manifest, expected, weights, files=files)
+    if weights is not None and weights.files:  # they are in memory, for lack of a disk
+        certified.release()
     certified.notes += [*oracle.remarks(checked), *notes]
     if axis is None:
         certified.notes.append(_ROWS_INTERACT if rows_interact else _AXIS_UNCONFIRMED)
