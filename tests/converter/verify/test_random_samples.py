@@ -16,7 +16,7 @@ from bf16kit.artifact.entries import drawn_at_random
 from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, check_feeds
-from converter.graph.indexing import compared_with, index_bounds
+from converter.graph.indexing import index_bounds
 from converter.read.signature import input_specs
 from converter.source import Feeds, Oracle
 from converter.verify.random_samples import COUNT, ROWS, SAMPLES, RunSource, generate, with_enough
@@ -31,13 +31,8 @@ def read(model: onnx.ModelProto) -> ir.Model:
     return ir.from_proto(model)
 
 
-def input_named(model: ir.Model, name: str) -> ir.Value:
-    return next(value for value in model.graph.inputs if value.name == name)
-
-
 def test_an_index_stays_within_the_table_it_reads() -> None:
     model = read(graphs.embedding(rows=5))
-    assert index_bounds(input_named(model, "ids")) == {5}
     feeds = generate(input_specs(model), model, None, seed=0).feeds
     ids = np.concatenate([feed["ids"].ravel() for feed in feeds])
     assert ids.min() >= 0
@@ -160,13 +155,11 @@ def test_an_integer_that_is_compared_with_constants_takes_one_of_them() -> None:
     made = graphs.if_branches()
     made.graph.input[1].CopyFrom(graphs.edge("rate", [], TensorProto.INT64))
     made.graph.initializer.append(graphs.initializer("sixteen", np.array(16_000)))
-    sign = graphs.initializer("", np.array([8_000]))
     made.graph.node.insert(0, helper.make_node("Equal", ["rate", "sixteen"], ["flag"]))
-    made.graph.node.insert(1, helper.make_node("Constant", [], ["eight"], value=sign))
+    eight = graphs.initializer("", np.array([8_000]))
+    made.graph.node.insert(1, helper.make_node("Constant", [], ["eight"], value=eight))
     made.graph.node.insert(2, helper.make_node("Equal", ["eight", "rate"], ["unused"]))
     model = read(made)
-    assert compared_with(input_named(model, "rate")) == (8_000, 16_000)
-    assert compared_with(input_named(model, "x")) == ()
     feeds = generate(input_specs(model), model, None, seed=0).feeds
     assert {int(feed["rate"]) for feed in feeds} == {8_000, 16_000}
 
@@ -263,8 +256,4 @@ def test_integers_stay_valid_indices_and_masks_stay() -> None:
 def test_samples_that_the_source_rejects_are_replaced_once_by_smaller_steps(how: Oracle, made: int) -> None:
     given = Samples(tuple(floats(3)), "the test")
     assert with_enough(given, inputs_of(given), OTHER, oracle()(given.feeds), how, Budget(), 0).made == made
-
-
-def test_a_source_that_cannot_be_run_keeps_its_samples() -> None:
-    given = Samples(tuple(floats(3)), "the test")
-    assert with_enough(given, inputs_of(given), LOGITS, [], oracle(), Budget(), 0) is given
+    assert with_enough(given, inputs_of(given), OTHER, [], how, Budget(), 0) is given  # it could not be run at all

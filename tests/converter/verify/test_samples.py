@@ -37,9 +37,6 @@ def test_a_file_is_one_feed_a_directory_many_and_a_function_yields_them(tmp_path
         assert [len(feed["x"]) for feed in found.feeds] == rows
         assert found.origin == origin
     assert load(str(tmp_path), _X).feeds[1]["x"].tolist() == _rows(3)["x"].tolist()
-
-
-def test_an_endless_function_is_read_only_up_to_the_limit() -> None:
     assert len(load("feeders:endless", _X).feeds) == LIMIT
 
 
@@ -84,21 +81,16 @@ def test_a_feed_that_does_not_fit_is_rejected_with_its_file(
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.npz", b""),
-        ("a.npz", b"some text"),
-        ("a.npz", b"PK\x03\x04" + bytes(50)),
-        ("a.safetensors", b""),
-        ("a.safetensors", b"\xff" * 40),
-        ("a.txt", b"1 2 3"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(SamplesError, match=name):
-        load(str(tmp_path / name), _X)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    contents = {
+        "a.npz": (b"", b"some text", b"PK\x03\x04" + bytes(50)),
+        "a.safetensors": (b"", b"\xff" * 40),
+        "a.txt": (b"1 2 3",),
+    }
+    for name, each in ((name, each) for name, found in contents.items() for each in found):
+        (tmp_path / name).write_bytes(each)
+        with pytest.raises(SamplesError, match=name):
+            load(str(tmp_path / name), _X)
 
 
 def test_a_conversion_measures_on_the_given_samples_and_records_them(cli: Cli, onnx_file: Path, target: Path) -> None:
