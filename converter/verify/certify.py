@@ -37,12 +37,6 @@ from converter.write.traced import TRACED
 
 GOLDEN = "golden.safetensors"
 _MAX_REASON = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
-_AXIS_UNCONFIRMED = (
-    "no batch axis: it was not confirmed that two samples run together give the same outputs as run apart"
-)
-_ROWS_INTERACT = (
-    "no batch axis: the model branches on values in its inputs, so one sample may change how another is computed"
-)
 
 
 @dataclass(slots=True)
@@ -116,7 +110,10 @@ def certify(
         certified.release()
     certified.notes += [*oracle.remarks(checked), *notes]
     if axis is None:
-        certified.notes.append(_ROWS_INTERACT if rows_interact else _AXIS_UNCONFIRMED)
+        why = "it was not confirmed that two samples run together give the same outputs as run apart"
+        if rows_interact:
+            why = "the model branches on values in its inputs, so one sample may change how another is computed"
+        certified.notes.append(f"no batch axis: {why}")
     for name in (*sorted(manifest.profiles), *sorted(manifest.exports)):
         label = f"profile {name}" if name in manifest.profiles else f"export {name}"
         with progress.step(f"measuring the drift of {name}"):

@@ -39,15 +39,11 @@ def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
         return []
     kinds = first_few([f"{quoted(spec.name)} is of kind {spec.kind}" for spec in outputs])
     unknown = [spec.name for spec in outputs if spec.kind == "other"]
-    remedy = f"pass --output {unknown[0] if len(unknown) == 1 else 'NAME'}:logits"
+    name = unknown[0] if len(unknown) == 1 else "NAME"
+    why = f"no output is known to hold logits ({kinds}); if one does, pass --output {name}:logits"
     if _LOGITS_ONLY in budget.stated:
-        raise UsageError(
-            f"--budget {_LOGITS_ONLY}={budget.bound(_LOGITS_ONLY):g}: no output is known to hold logits ({kinds});"
-            f" if one does, {remedy}"
-        )
-    if any(spec.kind == "other" for spec in outputs):
-        return [f"{_LOGITS_ONLY} was not judged: no output is known to hold logits ({kinds}); if one does, {remedy}"]
-    return []
+        raise UsageError(f"--budget {_LOGITS_ONLY}={budget.bound(_LOGITS_ONLY):g}: {why}")
+    return [f"{_LOGITS_ONLY} was not judged: {why}"] if unknown else []
 
 
 def describe_breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]) -> list[str]:
