@@ -123,11 +123,12 @@ def _remedies(failing: Collection[str], manifest: Manifest, options: Options) ->
     others = "raise the --budget, or pass --allow-over-budget"
     if all(name in TRACED for name in failing):
         titles = " or ".join(TRACED[name].title for name in failing)
-        leave = "leave it out with --format onnx or --drop-failing-profiles, "
+        if not manifest.plan.tensors:  # then no graph was made either
+            return f"The search cannot mend {titles}, and there is no ONNX graph that it could mend: {others}"
+        leave = "leave it out with --format onnx or --drop-failing-profiles"
         if manifest.profiles.keys() == set(failing):
-            leave = "convert to ONNX instead (--format onnx), where the search can find fp32 islands, "
-        leave = leave if manifest.plan.tensors else ""  # else no graph could be made
-        return f"The search cannot mend {titles}, because torch.autocast decides where it rounds: {leave}{others}"
+            leave = "convert to ONNX instead (--format onnx), where the search can find fp32 islands"
+        return f"The search cannot mend {titles}, because torch.autocast decides where it rounds: {leave}, {others}"
     if any(name in manifest.exports for name in failing):
         return f"Keep the weights that cause it in fp32 (--keep-fp32 REGEX), {others}"
     keep = "Keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
