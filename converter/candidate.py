@@ -20,8 +20,7 @@ from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
 from converter.read_and_trace import Job
 from converter.rewrite import Prepared
-from converter.verify import golden
-from converter.verify.certify import Certified, certify
+from converter.verify.certify import GOLDEN, Certified, certify, golden_file
 from converter.verify.oracle import OracleReference, check_prepared
 from converter.verify.running import GraphReference
 from converter.write import readback
@@ -32,7 +31,7 @@ from converter.write.readback import check_without_graph
 from converter.write.weights import BF16_FILE, FP32_FILE, Rounding, StoredWeights, write_total, write_weights
 
 _GRAPHS = map(graph_file, (*PROFILES, REFERENCE))
-_GOLDEN = (golden.NAME, *map(golden.file_name, PROFILES))
+_GOLDEN = (GOLDEN, *map(golden_file, PROFILES))
 _FILES = (BF16_FILE, FP32_FILE, RESIDUAL, INDEX, *_GRAPHS, *_GOLDEN)
 _EXPORTED = "model*.safetensors"
 
@@ -72,9 +71,8 @@ class Candidate:
             )
         if profiles:
             base = PROFILES["cuda" if "cuda" in profiles else profiles[0]].base(prepared)
-            signature = job.source.inputs, job.source.outputs
             with job.progress.step("checking the prepared graph"):
-                check_prepared(job.source_run, prepared, base, signature, job.samples.feeds, job.stage.path)
+                check_prepared(job.source_run, prepared, base, job.source, job.samples.feeds, job.stage.path)
                 release_memory()
 
     def write_and_verify(self, islands: Islands) -> Verified:
@@ -265,7 +263,7 @@ def write_and_verify_torch(job: Job) -> Verified:
         check_without_graph(stage.draft(manifest), checkpoint.tensors, advance)
     release_memory()
     answers = replace(job.source_run, how=f"{job.source_run.how}, which is the reference")
-    reference = OracleReference(oracle, source.rowwise)
+    reference = OracleReference(oracle, source)
     try:
         certified = certify(stage, manifest, job.samples, options, job.progress, answers, reference)
     except ConversionError as error:

@@ -97,6 +97,7 @@ def _within_budget(job: Job) -> Verified:
     search = IslandSearches(prepared, options, job.progress, job.stage.path)
     verified = candidate.write_and_verify(Islands())
     while (islands := search.next_islands(verified.certified)) is not None:
+        verified.certified.release()
         verified = candidate.write_and_verify(islands)
     verified.searches, verified.sentences, verified.remarks = search.results, search.sentences(), search.remarks()
     return verified
@@ -123,7 +124,9 @@ def _publish(job: Job, verified: Verified, provided: ProvidedInputs) -> Result:
         remedies_for=[name for name, found in certified.breaches.items() if found and options.search],
         minutes=options.search_minutes,
         without=options.optional_profiles,  # one profile's layers take a tenth of a conversion: `explain` does these
+        rebuilt=certified.reference,
     )
+    certified.release()
     measurements = build_measurements(manifest, verified, layers, job.samples.given, recovery)
     # Without `sentences`: the page reads a search's results from the measurements, and shows them beside the islands.
     artifact = publish(options, stage, manifest, measurements, [*job.notes, *verified.remarks], job.progress)

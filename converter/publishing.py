@@ -36,7 +36,7 @@ def build_measurements(
 ) -> Measurements:
     """Return the content of ``measurements.json`` for the published profiles."""
     certified = verified.certified
-    columns = sample_columns(certified.drifts)
+    columns = sample_columns({name: run.rows() for name, run in certified.runs.items()})
     searches = {profile: result.entry() for profile, result in verified.searches.items()}
     profiles = {
         profile: ProfileMeasurements(

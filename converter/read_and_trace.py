@@ -19,8 +19,8 @@ from converter.source import Feeds, Source
 from converter.verify import samples
 from converter.verify.judging import check_budget, with_output_kinds
 from converter.verify.oracle import OracleRun, check_expected_outputs, run_oracle
-from converter.verify.random_samples import generate
-from converter.verify.samples import Samples, with_enough
+from converter.verify.random_samples import generate, with_enough
+from converter.verify.samples import Samples
 from converter.write.traced import TRACED
 from converter.write.weights import StoredWeights
 
@@ -141,7 +141,7 @@ def run_source_model(
     if found.expected:
         with progress.step("comparing with the expected outputs"):
             wrong = check_expected_outputs(found, outputs)
-        if wrong is not None:
+        if wrong:
             raise ConversionError(
                 f"{options.source}: the model does not give the outputs in {found.origin}: {wrong}; either the"
                 " architecture or the weights differ, or those outputs were not computed in fp32"

@@ -32,6 +32,7 @@ from bf16kit.messages.wording import os_error_text
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_SCRATCH = ".bf16kit-"  # what the names of files that hold weights while a graph runs begin with
 _CHANGED = (
     "a file changed after it was written, nothing was published. Another program changed it, or this machine's memory"
     " or disk is faulty; convert again"
@@ -86,7 +87,8 @@ class StagingArtifact:
 
         Raises :class:`ConversionError` if a file has changed since an earlier draft.
         """
-        files = {path.name: self._entry(path) for path in sorted(self.path.iterdir()) if path.name != MANIFEST}
+        written = (path for path in sorted(self.path.iterdir()) if not path.name.startswith(_SCRATCH))
+        files = {path.name: self._entry(path) for path in written if path.name != MANIFEST}
         sealed = manifest.model_copy(update={"files": files})
         (self.path / MANIFEST).write_bytes(sealed.dumps())
         return Artifact.open(self.path, verify=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import ProfileEntry
@@ -15,6 +16,9 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
+
+if TYPE_CHECKING:
+    from bf16kit.runtime.memory.weights import Weights
 
 AUTO = "auto"
 CPU_PROFILES = ("cpu", "cpu-bf16")  # run by ONNX Runtime, the more accurate first
@@ -94,13 +98,14 @@ def load_reference(
     threads: int | None = None,
     scratch: Path | None = None,
     weights: WeightStore | None = None,
+    rebuilt: Weights | None = None,
 ) -> Runtime:
     """Load the model in fp32 on the CPU, its weights rebuilt from the bf16 ones and the residual.
 
     The weights are in a temporary file without a name in ``scratch`` (None: the system's directory), mapped. They are
     in memory if the directory is read-only, full or a tmpfs; the runtime's note says which. With ``weights`` the large
     ones are in that store's memory, which several processes may share; products read them there, and ONNX Runtime makes
-    no rearranged copy.
+    no rearranged copy. ``rebuilt`` are the weights if the caller has rebuilt them already.
 
     Raises :class:`ArtifactError` when the artifact has no reference, or no residual to rebuild it from.
     """
@@ -112,7 +117,8 @@ def load_reference(
         reason = "no ONNX graph could be made of its source" if artifact.manifest.checkpoint else ""
         remedy = reason or "convert the checkpoint again with the residual"
         raise ArtifactError(f"{artifact.path} has no fp32 reference; {remedy}")
-    with rebuilt_weights(artifact, artifact.file(name), scratch, weights) as found:
+    rebuilding = rebuilt_weights(artifact, artifact.file(name), scratch, weights)
+    with rebuilding if rebuilt is None else nullcontext(rebuilt) as found:
         if artifact.copies:
             artifact.verify()  # checks that the files did not change while they were read
         return OnnxRuntime(

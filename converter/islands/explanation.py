@@ -19,6 +19,7 @@ from bf16kit.messages.document import plain
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, UsageError
 from bf16kit.messages.wording import table
 from bf16kit.numerics.residual import is_half
+from bf16kit.runtime.memory.weights import Weights
 from converter.graph.operators import WEIGHTED
 from converter.islands.layertrace import find_noisy_output, open_reference, trace
 from converter.islands.result import SearchResult
@@ -32,8 +33,8 @@ from converter.report.layers import series
 from converter.rewrite import prepare
 from converter.source import Feeds
 from converter.verify import samples
+from converter.verify.layernoise import Graph
 from converter.verify.measure import Expected
-from converter.verify.probing import Graph
 
 _FEEDS = 2  # samples on which a conversion measures its layers: results vary little between samples
 _MINUTES = 5.0  # of a search, as by default in a conversion
@@ -104,12 +105,13 @@ def measure_layers(
     remedies_for: Collection[str] = (),
     minutes: float = _MINUTES,
     without: Collection[str] = (),
+    rebuilt: Weights | None = None,
 ) -> dict[str, Layers]:
     """Measure the layers of all ONNX profiles, except those in ``without``, on the first of ``feeds``; by profile.
 
     For the profiles in ``remedies_for``, also search for a remedy, on all ``feeds`` and for up to ``minutes`` of
     processor time in all. No verdict needs these tables. So a graph that does not run becomes a note in ``notes``, and
-    an artifact without a reference has no tables.
+    an artifact without a reference has no tables. ``rebuilt`` are the reference's weights, if they are there already.
     """
     found_onnx = (name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
     profiles = sorted(set(found_onnx) - set(without))
@@ -119,7 +121,7 @@ def measure_layers(
     remedies = Remedies(feeds, budget, progress, Deadline.after(minutes), scratch)
     found: dict[str, Layers] = {}
     try:
-        with progress.step("measuring each layer's SQNR"), open_reference(artifact, scratch) as graph:
+        with progress.step("measuring each layer's SQNR"), open_reference(artifact, scratch, rebuilt) as graph:
             for profile in profiles:
                 wanted = remedies if profile in remedies_for else None
                 explanation = explain_profile(graph, artifact, feeds[:_FEEDS], profile, wanted)

@@ -9,8 +9,8 @@ from bf16kit.drift.budget import Breach, Budget
 from bf16kit.drift.metrics import DriftSummary
 from converter.islands.candidates import Unit
 from converter.islands.choice import Units
-from converter.verify import golden, measure
-from converter.verify.judging import find_breaches
+from converter.verify import measure
+from converter.verify.judging import choose_golden, find_breaches
 from converter.verify.measure import Drifts
 
 Worth = Mapping[Unit, tuple[Breach, float]]  # the breach without a unit, and that figure with it
@@ -80,7 +80,7 @@ def breaches_of(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     each start by one sample.
     """
     given = {number: one for number, one in enumerate(drifts) if not measure.is_made(one)}
-    return find_breaches(budget, drifts) or find_breaches(budget, [drifts[golden.choose(budget, [given])]])
+    return find_breaches(budget, drifts) or find_breaches(budget, [drifts[choose_golden(budget, [given])]])
 
 
 def ratio(budget: Budget, drifts: Sequence[Drifts]) -> float:

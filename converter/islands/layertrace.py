@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -19,16 +19,15 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import MARGIN_DB, LayerEntry
 from bf16kit.messages.errors import ArtifactError
-from bf16kit.runtime.memory.weights import rebuilt_weights
+from bf16kit.runtime.memory.weights import Weights, rebuilt_weights
 from converter.graph.operators import WEIGHTED, label
 from converter.islands.result import decibels
 from converter.plan import narrowed
 from converter.plan.profiles import PROFILES
 from converter.source import Feeds
-from converter.verify import predictedsqnr
+from converter.verify import layernoise
 from converter.verify.emulate import emulation
-from converter.verify.predictedsqnr import Rounded, operands
-from converter.verify.probing import Graph, Power, compare
+from converter.verify.layernoise import Graph, Power, Rounded, compare, operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Trace:
 
         Nodes whose result went into a fused operator, or is not fp32, are left out.
         """
-        depths = predictedsqnr.depth(self.graph)
+        depths = layernoise.depth(self.graph)
         return [self.layer(node, depths) for node in self.graph if self.has(node.outputs[0])]
 
     def layer(self, node: ir.Node, depths: Mapping[ir.Value, int] | None = None) -> LayerEntry:
@@ -52,7 +51,7 @@ class Trace:
         value = seen = node.outputs[0]
         while not self.has(seen):
             seen = next(use.node for use in seen.uses()).outputs[0]
-        depths = depths or predictedsqnr.depth(self.graph)
+        depths = depths or layernoise.depth(self.graph)
         return LayerEntry(
             name=node.name or "",
             op=label(node),
@@ -133,8 +132,8 @@ def _nearest_sources(trace: Trace, value: ir.Value) -> tuple[list[ir.Node], list
 
 
 @contextmanager
-def open_reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph]:
-    """Open the fp32 graph of ``artifact``, its weights rebuilt while the block runs; ArtifactError without one."""
+def open_reference(artifact: Artifact, scratch: Path | None = None, rebuilt: Weights | None = None) -> Iterator[Graph]:
+    """Open the fp32 graph of ``artifact``, its weights ``rebuilt`` or rebuilt here; ArtifactError without one."""
     name = artifact.manifest.reference
     if name is None and artifact.manifest.checkpoint:
         raise ArtifactError(
@@ -145,7 +144,8 @@ def open_reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[
             f"{artifact.path}: was converted with --no-residual and keeps no fp32 reference to compare with;"
             " convert the checkpoint again with the residual"
         )
-    with rebuilt_weights(artifact, artifact.file(name), scratch) as weights:
+    graph = artifact.file(name)
+    with nullcontext(rebuilt) if rebuilt is not None else rebuilt_weights(artifact, graph, scratch) as weights:
         base = weights.base_dir or artifact.path
         model = ir.load(weights.model) if isinstance(weights.model, Path) else _parsed(weights.model)
         ir.external_data.set_base_dir(model.graph, base)
@@ -183,7 +183,7 @@ def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile:
     reading = frozenset(each.name for each in plan.nodes.get(profile, []) if each.code == "rounds")
     rounded = Rounded(narrowed(plan.tensors), nodes - reading, reading)
     graph = reference.model.graph
-    return Trace(graph, powers, predictedsqnr.predicted(graph, rounded, _mean_squares(artifact, powers)))
+    return Trace(graph, powers, layernoise.predicted(graph, rounded, _mean_squares(artifact, powers)))
 
 
 def _parsed(data: bytes) -> ir.Model:

@@ -81,7 +81,6 @@ class IslandSearches:
         signature, options = Signature.of(certified.manifest), self._options
         if self._deadline is None:
             self._deadline = Deadline.after(options.search_minutes)
-        assert certified.expected is not None  # noqa: S101 - every certification sets it
         return Task(
             prepared=self._prepared,
             profile=PROFILES[name],

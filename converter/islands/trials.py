@@ -20,9 +20,8 @@ from converter.graph.step import run
 from converter.islands.switches import Bf16, Switch, positions
 from converter.source import Array, Feeds
 from converter.verify import measure
-from converter.verify.measure import Drifts, Expected
+from converter.verify.measure import Drifts, Expected, Spool
 from converter.verify.running import open_fp32_graph
-from converter.verify.spool import Spool
 
 MAX_SAMPLES = 16  # samples on which a set of islands is tried
 
@@ -146,9 +145,8 @@ class Trials:
 
 def reference_outputs(model: ir.Model, signature: Signature, feeds: Sequence[Feeds], scratch: Path | None) -> Spool:
     """Return the outputs of the fp32 graph ``model`` for ``feeds``, kept in an unnamed file in ``scratch``."""
-    runtime, outputs = open_fp32_graph(model, signature.inputs, signature.outputs, scratch), Spool(scratch)
-    for feed in feeds:
-        outputs.append(runtime.run(feed))
+    runtime = open_fp32_graph(model, signature.inputs, signature.outputs, scratch)
+    outputs = Spool(scratch, measure.run_all(runtime, feeds))
     runtime.close()
     return outputs
 

@@ -221,5 +221,4 @@ class Judge:
                     if None not in (found["after"], found["own"]):
                         where = {"profile": profile, "output": output, "metric": metric}
                         rows.append(RecoveredDrift.model_validate(where | found))
-        reference.close()
         return rows, breaches

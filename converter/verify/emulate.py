@@ -8,7 +8,6 @@ test).
 
 from __future__ import annotations
 
-from collections.abc import Container
 from pathlib import Path
 
 import onnx_ir as ir
@@ -44,54 +43,45 @@ class Emulate(Step):
     def apply(self, model: ir.Model) -> bool:
         graph, fresh = model.graph, FreshNames(all_value_names(model))
         moves = _moves_of_weights(graph)
-        nodes = [node for node in graph if node not in moves and any(o.dtype == BFLOAT16 for o in node.outputs)]
+        others = [node for node in graph if node not in moves]
         weights = [value for value in graph.initializers.values() if value.dtype == BFLOAT16]
         weights += [node.outputs[0] for node in moves]
-        first = next((node for node in graph if node not in moves), None)
-        for value in weights:
-            readers = tuple(use for use in value.uses() if not (_widens(use.node) or use.node in moves))
-            if readers and first is not None:
+        narrow = [(node, output) for node in others for output in node.outputs if output.dtype == BFLOAT16]
+        for value in weights if others else ():
+            readers = [use for use in value.uses() if use.node not in moves and not _widens(use.node)]
+            if readers:
                 cast = _cast(value, FLOAT, fresh)
-                graph.insert_before(first, cast)
+                graph.insert_before(others[0], cast)
                 for use in readers:
                     use.node.replace_input_with(use.idx, cast.outputs[0])
-        for node in nodes:
-            for output in node.outputs:
-                if output.dtype == BFLOAT16:
-                    _emulate(graph, node, output, fresh)
-        return bool(nodes or weights)
+        for node, output in narrow:
+            _emulate(graph, node, output, fresh)
+        return bool(narrow or weights)
 
 
 def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:
     """Return the leading nodes of ``graph`` that put its bf16 initializers together
     (:mod:`converter.fuse.unpanel`)."""
-    moves: dict[ir.Node, None] = {}
+    moves, known = dict[ir.Node, None](), set[ir.Value | None](graph.initializers.values())
     for node in graph:
-        moved = node.op_type in PUT_TOGETHER and all(_is_constant(value, moves) for value in node.inputs)
-        if not moved or node.outputs[0].dtype != BFLOAT16:
+        if node.op_type not in PUT_TOGETHER or node.outputs[0].dtype != BFLOAT16 or not known.issuperset(node.inputs):
             break
         moves[node] = None
+        known.update(node.outputs)
     return moves
-
-
-def _is_constant(value: ir.Value | None, moves: Container[ir.Node | None]) -> bool:
-    return value is not None and (value.is_initializer() or value.producer() in moves)
 
 
 def _emulate(graph: ir.Graph, node: ir.Node, output: ir.Value, fresh: FreshNames) -> None:
     """Make every node that reads ``output`` read its rounded fp32 value instead."""
-    narrowing = node.op_type == "Cast"
-    if not narrowing:
+    readers, last = tuple(output.uses()), node
+    if node.op_type != "Cast":
         output.type = ir.TensorType(FLOAT)
         if node.op_type in EXACT:
             return
-    readers = tuple(output.uses())
-    last, rounded = node, output
-    if not narrowing:
         last = _cast(output, BFLOAT16, fresh)
-        rounded = last.outputs[0]
         graph.insert_after(node, last)
-    back = _cast(rounded, FLOAT, fresh)
+        output = last.outputs[0]
+    back = _cast(output, FLOAT, fresh)
     graph.insert_after(last, back)
     for use in readers:
         use.node.replace_input_with(use.idx, back.outputs[0])

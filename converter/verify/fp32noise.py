@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +21,14 @@ from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.rounding import LARGEST, LOWEST
 from bf16kit.runtime import Runtime
 from converter.source import FP32_ROUNDOFF, Array, Feeds
+from converter.verify.measure import Spool
 from converter.verify.running import ReadWeight
-from converter.verify.spool import Spool
 
 ULPS = 16
 _RUNS = 3
-_CHUNK = 1 << 20  # elements
-_LARGEST = 0x7F800000  # bits of infinity
-
-OpenGraph = Callable[[ReadWeight], Runtime]
+_BLOCK = 1 << 20  # elements at a time
+_SAMPLED = 4096  # elements by which fills are recognised
+_INFINITY = 0x7F800000  # its bits
 
 
 def perturb(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUNDOFF) -> Array:
@@ -42,10 +42,10 @@ def perturb(array: Array, random: np.random.Generator, roundoff: float = FP32_RO
     max_units = int(ULPS * roundoff / FP32_ROUNDOFF)
     moved: NDArray[np.float32] = np.array(array, order="C")
     bits = moved.reshape(-1).view(np.int32)
-    for start in range(0, bits.size, _CHUNK):
-        chunk = bits[start : start + _CHUNK]
+    for start in range(0, bits.size, _BLOCK):
+        chunk = bits[start : start + _BLOCK]
         magnitude = chunk & 0x7FFFFFFF
-        movable = (magnitude > max_units) & (magnitude < _LARGEST - max_units)
+        movable = (magnitude > max_units) & (magnitude < _INFINITY - max_units)
         chunk[movable] += random.integers(-max_units, max_units + 1, chunk.size, np.int32)[movable]
     return moved
 
@@ -59,27 +59,33 @@ class Noise:
     ``scratch``.
     """
 
-    def __init__(self, open_graph: OpenGraph, feeds: Sequence[Feeds], roundoff: float, scratch: Path | None) -> None:
+    def __init__(
+        self, open_graph: Callable[[ReadWeight], Runtime], feeds: Sequence[Feeds], roundoff: float, scratch: Path | None
+    ) -> None:
         self._open, self._feeds, self._roundoff, self._scratch = open_graph, feeds, roundoff, scratch
 
     def largest_change(self, name: str) -> float:
         """Return the largest relative change of an output."""
-        unchanged, *runs = self._runs
-        distances = [
-            measure_distance(unchanged[feed][name], run[feed][name]).relative_l2
-            for run in runs
-            for feed in range(len(unchanged))
-        ]
-        return max(distances, default=0.0)
+        pairs = (pair for run in self.pairs(name) for pair in run)
+        return max((measure_distance(*pair).relative_l2 for pair in pairs), default=0.0)
 
     def pairs(self, name: str) -> list[list[tuple[Array, Array]]]:
         """Return an output of each feed as it is and perturbed, for each perturbed run."""
         unchanged, *runs = self._runs
-        return [[(unchanged[feed][name], run[feed][name]) for feed in range(len(unchanged))] for run in runs]
+        return [[(one[name], other[name]) for one, other in zip(unchanged, run, strict=True)] for run in runs]
 
     def without_unstable(self, array: Array, source: Array, name: str, feed: int) -> Array:
-        """Return ``array``, an output for one feed, with values that noise flips taken from ``source``."""
-        return mask_unstable(array, source, [run[feed][name] for run in self._runs])
+        """Return ``array``, an output for one feed, with values that noise flips taken from ``source``.
+
+        A float array is returned as it is. If noise flips an index, a flag or a number of rows, it says nothing about
+        which program computed it.
+        """
+        first, *others = (run[feed][name] for run in self._runs)
+        if any(other.shape != first.shape for other in others):
+            return source if array.shape != source.shape or not drift.has_slices(array) else array
+        if drift.has_slices(array) or not array.shape == source.shape == first.shape:
+            return array
+        return np.where(np.any([other != first for other in others] or [False], axis=0), source, array)
 
     @cached_property
     def _runs(self) -> list[Spool]:
@@ -93,26 +99,17 @@ class Noise:
         def moved(array: Array) -> Array:
             return array if random is None else perturb(array, random, self._roundoff)
 
-        runtime = self._open(lambda _name, tensor: moved(tensor.numpy()))
-        outputs = Spool(self._scratch)
-        try:
-            for feed in self._feeds:
-                outputs.append(runtime.run({name: moved(array) for name, array in feed.items()}))
-        except RuntimeFailure:
-            if random is None:
-                raise
-            return None
-        finally:
-            runtime.close()
-        return outputs
+        with closing(self._open(lambda _name, tensor: moved(tensor.numpy()))) as runtime:
+            try:
+                feeds = ({name: moved(array) for name, array in feed.items()} for feed in self._feeds)
+                return Spool(self._scratch, map(runtime.run, feeds))
+            except RuntimeFailure:
+                if random is None:
+                    raise
+                return None
 
 
-_BLOCK = 1 << 20  # elements in float64 at a time
-_SAMPLED = 4096  # elements by which fills are recognised
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Distance:
+class Distance(NamedTuple):
     """``relative_l2``: norm of the difference ÷ the larger norm; ``max_abs``: the largest absolute difference.
 
     Both are infinite if the shapes differ, or if an element is finite in one array only.
@@ -137,7 +134,7 @@ def measure_distance(a: Array, b: Array) -> Distance:
     if a.dtype == np.object_ or b.dtype == np.object_:
         return SAME if np.array_equal(a, b) else INCOMPARABLE
     fills, squares, largest = _fills(a), np.zeros(3), 0.0
-    for x, y in _blocks(a, b):
+    for x, y in zip(_blocks(a), _blocks(b), strict=True):
         finite = np.isfinite(x)
         if not np.array_equal(finite, np.isfinite(y)) or not np.array_equal(x[~finite], y[~finite], equal_nan=True):
             return INCOMPARABLE
@@ -151,48 +148,19 @@ def measure_distance(a: Array, b: Array) -> Distance:
     return Distance(float(np.sqrt(squares[0] / squares[1:].max())), largest)
 
 
-def mask_unstable(array: Array, source: Array, runs: Sequence[Array]) -> Array:
-    """Return ``array``, with each non-float value taken from ``source`` where the ``runs`` differ from each other.
-
-    A float array is returned as it is. If noise flips an index, a flag or a number of rows, it says nothing about which
-    program computed it.
-    """
-    if any(run.shape != runs[0].shape for run in runs):
-        return source if array.shape != source.shape or not is_float(array) else array
-    if is_float(array) or not array.shape == source.shape == runs[0].shape:
-        return array
-    unstable = np.zeros(array.shape, bool)
-    for run in runs:
-        unstable |= run != runs[0]
-    return np.where(unstable, source, array)
-
-
-def is_float(array: Array) -> bool:
-    """Whether the values are rounded, so that noise moves them a little. numpy knows no kind for bfloat16."""
-    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
-
-
 def _fills(array: Array) -> list[float]:
     """Return the constants that stand for infinity, as drift leaves them out (:func:`bf16kit.drift.metrics.fills`)."""
-    if not is_float(array) or array.size == 0:
-        return []
-    ends = [(x.min(), x.max()) for x, _ in _blocks(array, array, finite=True) if x.size]
-    if not ends:
-        return []
+    finite = (x[np.isfinite(x)] for x in _blocks(array)) if drift.has_slices(array) else ()
+    ends = [end for x in finite if x.size for end in (float(x.min()), float(x.max()))]
+    step = max(1, array.size // _SAMPLED)
+    return drift.fills(_limited(array.reshape(-1)[::step]), min(ends), max(ends)) if ends else []
+
+
+def _blocks(array: Array) -> Iterator[NDArray[np.float64]]:
     flat = array.reshape(-1)
-    sampled = _limited(flat[:: max(1, flat.size // _SAMPLED)])
-    return drift.fills(sampled, float(min(low for low, _ in ends)), float(max(high for _, high in ends)))
+    return (_limited(flat[start : start + _BLOCK]) for start in range(0, flat.size, _BLOCK))
 
 
 def _limited(array: Array) -> NDArray[np.float64]:
     wide = array.astype(np.float64)
     return np.where(np.isfinite(wide), np.clip(wide, LOWEST, LARGEST), wide)
-
-
-def _blocks(a: Array, b: Array, *, finite: bool = False) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, flat_a.size, _BLOCK):
-        x, y = (_limited(flat[start : start + _BLOCK]) for flat in (flat_a, flat_b))
-        if finite:
-            x, y = x[np.isfinite(x)], y[np.isfinite(y)]
-        yield x, y

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.publish import StagingArtifact
@@ -19,9 +19,6 @@ from converter.verify.measure import Drifts
 from converter.write.traced import TRACED
 
 _LOGITS_ONLY = "top1_agreement"
-_KEEP = "Keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
-_KEEP_WEIGHTS = "Keep the weights that cause it in fp32 (--keep-fp32 REGEX)"
-_Entry = TypeVar("_Entry")
 
 
 def with_output_kinds(outputs: Sequence[TensorSpec], kinds: Mapping[str, Kind]) -> tuple[TensorSpec, ...]:
@@ -42,15 +39,11 @@ def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
         return []
     kinds = first_few([f"{quoted(spec.name)} is of kind {spec.kind}" for spec in outputs])
     unknown = [spec.name for spec in outputs if spec.kind == "other"]
-    remedy = f"pass --output {unknown[0] if len(unknown) == 1 else 'NAME'}:logits"
+    name = unknown[0] if len(unknown) == 1 else "NAME"
+    why = f"no output is known to hold logits ({kinds}); if one does, pass --output {name}:logits"
     if _LOGITS_ONLY in budget.stated:
-        raise UsageError(
-            f"--budget {_LOGITS_ONLY}={budget.bound(_LOGITS_ONLY):g}: no output is known to hold logits ({kinds});"
-            f" if one does, {remedy}"
-        )
-    if any(spec.kind == "other" for spec in outputs):
-        return [f"{_LOGITS_ONLY} was not judged: no output is known to hold logits ({kinds}); if one does, {remedy}"]
-    return []
+        raise UsageError(f"--budget {_LOGITS_ONLY}={budget.bound(_LOGITS_ONLY):g}: {why}")
+    return [f"{_LOGITS_ONLY} was not judged: {why}"] if unknown else []
 
 
 def describe_breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]) -> list[str]:
@@ -66,6 +59,17 @@ def find_breaches(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     """Return where ``drifts``, one entry per sample, exceed ``budget``."""
     summaries = measure.summarise(drifts)
     return [breach for output in sorted(summaries) for breach in budget.breaches(output, summaries[output])]
+
+
+def choose_golden(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> int:
+    """Return the number of the first sample on which all profiles are within ``budget``; 0 if there is none.
+
+    ``runs`` has the drift of each profile by sample number. A budget bounds the mean over many samples, but a
+    server judges a single one. One sample over budget does not make the model worse: the model may cancel most of that
+    sample's signal.
+    """
+    shared = set.intersection(*map(set, runs)) if runs else set()
+    return next((n for n in sorted(shared) if not any(find_breaches(budget, [found[n]]) for found in runs)), 0)
 
 
 def check_stated_bounds(budget: Budget, manifest: Manifest) -> None:
@@ -117,23 +121,20 @@ def _listed(breaches: Sequence[str]) -> str:
 def _remedies(failing: Collection[str], manifest: Manifest, options: Options) -> str:
     """Say what the user can do about profiles over budget. No flag helps for modules that torch runs."""
     others = "raise the --budget, or pass --allow-over-budget"
-    exports = [name for name in failing if name in manifest.exports]
-    if exports:
-        leave = "leave out profiles (--profile)" if len(exports) < len(failing) else ""
-        return ", ".join(filter(None, [f"{_KEEP_WEIGHTS}", leave, others]))
+    if all(name in TRACED for name in failing):
+        titles = " or ".join(TRACED[name].title for name in failing)
+        if not manifest.plan.tensors:  # then no graph was made either
+            return f"The search cannot mend {titles}, and there is no ONNX graph that it could mend: {others}"
+        leave = "leave it out with --format onnx or --drop-failing-profiles"
+        if manifest.profiles.keys() == set(failing):
+            leave = "convert to ONNX instead (--format onnx), where the search can find fp32 islands"
+        return f"The search cannot mend {titles}, because torch.autocast decides where it rounds: {leave}, {others}"
+    if any(name in manifest.exports for name in failing):
+        return f"Keep the weights that cause it in fp32 (--keep-fp32 REGEX), {others}"
+    keep = "Keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
     if options.drop_failing_profiles:  # otherwise at least one profile would be left
-        return f"Every profile is over budget, so none could be dropped. {_KEEP}, {others}"
-    scripts = sorted(name for name in failing if name in TRACED)
-    if len(scripts) < len(failing):
-        leave = "leave out profiles (--profile, --format, or --drop-failing-profiles for all that fail)"
-        return f"{_KEEP}, {leave}, {others}"
-    titles = " or ".join(TRACED[name].title for name in scripts)
-    leave = "leave it out with --format onnx or --drop-failing-profiles"
-    if not manifest.plan.tensors:  # then no graph was made either
-        return f"The search cannot mend {titles}, and there is no ONNX graph that it could mend: {others}"
-    if manifest.profiles.keys() == set(failing):
-        leave = "convert to ONNX instead (--format onnx), where the search can find fp32 islands"
-    return f"The search cannot mend {titles}, because torch.autocast decides where it rounds: {leave}, {others}"
+        return f"Every profile is over budget, so none could be dropped. {keep}, {others}"
+    return f"{keep}, leave out profiles (--profile, --format, or --drop-failing-profiles for all that fail), {others}"
 
 
 def without_profiles(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:
@@ -143,10 +144,9 @@ def without_profiles(stage: StagingArtifact, manifest: Manifest, profiles: Colle
         for name in (entry.graph, entry.golden):
             if name is not None:
                 (stage.path / name).unlink()
-    plan = manifest.plan.model_copy(update={"nodes": _excluding(manifest.plan.nodes, profiles)})
-    left = _excluding(manifest.profiles, profiles)
-    return manifest.amended(profiles=left, drift=_excluding(manifest.drift, profiles), plan=plan)
 
+    def left(entries: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: entry for name, entry in entries.items() if name not in profiles}
 
-def _excluding(entries: Mapping[str, _Entry], names: Collection[str]) -> dict[str, _Entry]:
-    return {name: entry for name, entry in entries.items() if name not in names}
+    plan = manifest.plan.model_copy(update={"nodes": left(manifest.plan.nodes)})
+    return manifest.amended(profiles=left(manifest.profiles), drift=left(manifest.drift), plan=plan)

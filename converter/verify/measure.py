@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,10 +19,10 @@ from bf16kit.drift.slices import Scales, Values, Variation
 from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime, RuntimeInfo
-from converter.source import Array, Feeds
+from bf16kit.runtime.memory.scratch import on_disk
+from converter.source import Feeds
 from converter.verify.running import GraphReference, open_export, open_profile, open_traced, signature
 from converter.verify.samples import Samples
-from converter.verify.spool import Spool
 from converter.write.traced import TRACED
 
 Drifts = dict[str, OutputDrift]  # of one feed, by output
@@ -26,6 +30,38 @@ _SLICE = 0.03  # a slice error of 0.5 counts as much as a relative_l2 of 0.015: 
 SliceScales = Mapping[str, Scales]  # by output, for outputs of floats
 _MAX_SAMPLES = 8  # samples that a torch module is run on in both arithmetics: this CPU's and the other
 _ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}
+_ALIGNMENT = 64  # bytes, of each array in a file of outputs
+
+
+class Spool(list[Feeds]):
+    """Outputs kept on disk: 200 samples of 128 tokens over 50,000 words take 5 GB, too much for memory.
+
+    They are mapped from a temporary file in ``directory``, or where :func:`~scratch.on_disk` says. It has no name, so
+    nothing is left of it, however the process ends. Arrays are read-only. Strings cannot be mapped and stay in memory.
+    """
+
+    def __init__(self, directory: Path | None = None, outputs: Iterable[Feeds] = ()) -> None:
+        super().__init__()
+        self._file = tempfile.TemporaryFile(dir=on_disk(directory))  # noqa: SIM115 - open as long as this object
+        weakref.finalize(self, self._file.close)
+        for each in outputs:
+            self.append(each)
+
+    def append(self, outputs: Feeds) -> None:
+        """Write ``outputs`` to the end of the file; raise OSError if there is no space."""
+        start, places = self._file.seek(0, os.SEEK_END), dict[str, int]()
+        for name, array in outputs.items():
+            if not array.dtype.hasobject:
+                places[name] = self._file.tell() - start
+                self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                self._file.write(bytes(-array.nbytes % _ALIGNMENT))
+        self._file.write(bytes(_ALIGNMENT))  # so that there is something to map
+        self._file.flush()
+        # One mapping for all arrays: a process may have 65,530.
+        raw = np.memmap(self._file, np.uint8, "r", start).view(np.ndarray)
+        mapped = {name: raw[place:][: outputs[name].nbytes] for name, place in places.items()}
+        stored = {name: data.view(outputs[name].dtype).reshape(outputs[name].shape) for name, data in mapped.items()}
+        super().append(dict(outputs) | stored)
 
 
 def run_all(runtime: Runtime, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
@@ -42,18 +78,15 @@ def spool(runtime: Runtime, samples: Samples, directory: Path | None) -> Spool:
     kept = Spool(directory)
     for outputs in run_all(runtime, samples.feeds):
         for name, array in outputs.items():
-            _reject_nan(array, f"sample {len(kept)} of {samples.origin}", name)
+            count = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
+            if count:
+                raise SamplesError(
+                    f"the fp32 reference gives NaN for sample {len(kept)} of {samples.origin} (output {name!r},"
+                    f" {count} of {array.size} values), and drift from NaN cannot be measured; pass --samples with"
+                    " valid inputs of the model"
+                )
         kept.append(outputs)
     return kept
-
-
-def _reject_nan(array: Array, sample: str, output: str) -> None:
-    count = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
-    if count:
-        raise SamplesError(
-            f"the fp32 reference gives NaN for {sample} (output {output!r}, {count} of {array.size} values), and"
-            " drift from NaN cannot be measured; pass --samples with valid inputs of the model"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +101,10 @@ class Expected:
     scales: SliceScales
     given: int
 
-    def every(self, step: int) -> Expected:
-        """Return every ``step``-th feed, starting with the first."""
-        return Expected(self.feeds[::step], self.outputs[::step], self.scales, -(-self.given // step))
-
 
 def is_made(one: Drifts) -> bool:
     """Whether ``one`` was measured on a feed that was made by perturbing others."""
     return any(output.made for output in one.values())
-
-
-def joined(found: Sequence[Drifts]) -> dict[str, list[SampleDrift]]:
-    """Join the drifts of the given samples of all feeds, by output."""
-    return {output: [row for one in found if not one[output].made for row in one[output].rows] for output in found[0]}
 
 
 def slice_scales(
@@ -119,7 +143,7 @@ def drifts(
         measured = {
             s.name: drift.compare(expected[s.name], actual[s.name], s, batch_axis, scales.get(s.name)) for s in outputs
         }
-        found.append({name: replace(one, made=True) for name, one in measured.items()} if made else measured)
+        found.append({name: replace(one, made=made) for name, one in measured.items()})
         del expected, actual
     if len(found) != len(reference):
         raise ValueError(f"{len(found)} answers to {len(reference)} samples")
@@ -142,11 +166,6 @@ def error_of(summary: DriftSummary) -> float:
     return max(relative or 0.0, _SLICE * (of_slice or 0.0))
 
 
-def as_dict(summaries: Mapping[str, DriftSummary]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the summaries as the manifest stores them."""
-    return {output: summary.as_dict() for output, summary in summaries.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """The drift of a profile from the reference, one entry per sample that was run, and how the profile ran.
@@ -157,21 +176,22 @@ class Run:
 
     drifts: list[Drifts]
     info: RuntimeInfo
-    emulated: bool
+    emulated: bool = False
     note: str = ""
     step: int = 1
 
-    def by_sample(self) -> dict[int, Drifts]:
-        """Return the drift of each given sample that was run, by sample number."""
-        numbered = {self.step * place: found for place, found in enumerate(self.drifts)}
-        return {n: found for n, found in numbered.items() if not is_made(found)}
+    def given(self) -> dict[int, Drifts]:
+        """Return the drift of each given sample, by sample number."""
+        return {self.step * place: found for place, found in enumerate(self.drifts) if not is_made(found)}
 
+    def rows(self) -> dict[str, list[SampleDrift]]:
+        """Return the drift of the given samples of all feeds, by output."""
+        given = self.given().values()
+        return {output: [row for one in given for row in one[output].rows] for output in self.drifts[0]}
 
-def run_as_served(artifact: Artifact, profile: str, expected: Expected) -> Run:
-    """Run as :func:`run_profile` does; a torch module in the worse of the two arithmetics that a server may use."""
-    if profile in TRACED and (worse := _worse_arithmetic(artifact, profile, expected)) is not None:
-        return worse
-    return run_profile(artifact, profile, expected)
+    def largest_error(self) -> float:
+        """Return the largest :func:`error_of` any output."""
+        return max(map(error_of, summarise(self.drifts).values()))
 
 
 def run_profile(artifact: Artifact, profile: str, expected: Expected) -> Run:
@@ -179,13 +199,8 @@ def run_profile(artifact: Artifact, profile: str, expected: Expected) -> Run:
 
     Each output is reduced to its drift at once.
     """
-    manifest = artifact.manifest
-    outputs = signature(manifest)[1]
     runtime, emulated = open_profile(artifact, profile)
-    try:
-        return Run(_drifts(runtime, expected, outputs, manifest.batch_axis), runtime.info, emulated)
-    finally:
-        runtime.close()
+    return _run(runtime, artifact, expected, emulated=emulated)
 
 
 def run_export(
@@ -197,50 +212,36 @@ def run_export(
 ) -> Run:
     """Run the reference with the tensors of ``export``; ``source`` replaces a missing reference."""
     runtime, note = open_export(artifact, export, source, scratch)
-    try:
-        outputs, axis = signature(artifact.manifest)[1], artifact.manifest.batch_axis
-        return Run(_drifts(runtime, expected, outputs, axis), runtime.info, False, note)
-    finally:
-        runtime.close()
+    return _run(runtime, artifact, expected, note=note)
 
 
-def _worse_arithmetic(artifact: Artifact, profile: str, expected: Expected) -> Run | None:
-    """Run a torch module in bf16 and in fp32, to which CPUs without bf16 instructions widen it; return the worse run.
+def run_as_served(artifact: Artifact, profile: str, expected: Expected) -> Run:
+    """Run as :func:`run_profile` does; a torch module in the worse of the two arithmetics that a server may use.
 
-    Returns None if the module has nothing in bf16. A server may use either arithmetic. Both run on the same
-    :data:`_MAX_SAMPLES` feeds at most, so that the result does not depend on this CPU. A run takes ten times as
-    long on a CPU without bf16 instructions.
+    One is bf16, the other fp32, to which CPUs without bf16 instructions widen it. Both run on the same
+    :data:`_MAX_SAMPLES` feeds at most, so that the result does not depend on this CPU: a run takes ten times as long on
+    a CPU without bf16 instructions. A module that has nothing in bf16 runs once, on all.
     """
-    outputs, axis = signature(artifact.manifest)[1], artifact.manifest.batch_axis
+    if profile not in TRACED:
+        return run_profile(artifact, profile, expected)
     step = -(-len(expected.feeds) // _MAX_SAMPLES)
-    chosen = expected.every(step)
+    given = -(-expected.given // step)
+    chosen = Expected(expected.feeds[::step], expected.outputs[::step], expected.scales, given)
     own = run_profile(artifact, profile, chosen)
     if own.info.precision == "fp32":
-        return None
+        return run_profile(artifact, profile, expected)
     runtime = open_traced(artifact, profile, native_bf16=own.info.precision != "bf16")
-    try:
-        other = _drifts(runtime, chosen, outputs, axis)
-        found = {own.info.precision: own.drifts, runtime.info.precision: other}
-    finally:
-        runtime.close()
-    worse = max(sorted(found), key=lambda precision: _largest_error(found[precision]))
+    runs = {run.info.precision: run for run in (own, _run(runtime, artifact, chosen))}
+    worse = max(sorted(runs), key=lambda precision: runs[precision].largest_error())
     some = f" on {len(chosen.feeds)} of {len(expected.feeds)} samples" if step > 1 else ""
     note = f"when verified: run in both arithmetics{some}; the drift is that of {_ARITHMETICS[worse]}, the worse"
-    return Run(found[worse], own.info, own.emulated, note, step)
+    return replace(own, drifts=runs[worse].drifts, note=note, step=step)
 
 
-def _drifts(
-    runtime: Runtime, expected: Expected, outputs: Sequence[TensorSpec], batch_axis: int | None
-) -> list[Drifts]:
-    found = run_all(runtime, expected.feeds)
-    return drifts(expected.outputs, found, outputs, batch_axis, expected.scales, expected.given)
-
-
-def _largest_error(found: Sequence[Drifts]) -> float:
-    """Return the largest error of any output."""
-    return max(error_of(summary) for summary in summarise(found).values())
-
-
-def describe_run(info: RuntimeInfo) -> str:
-    """Describe what was special about a run that was not emulated; "" if nothing was."""
-    return f"on the CPU kernel, path {info.kernel}" if info.kernel else info.note
+def _run(runtime: Runtime, artifact: Artifact, expected: Expected, *, emulated: bool = False, note: str = "") -> Run:
+    """Run ``runtime``, close it, and compare it with ``expected``."""
+    outputs, axis = signature(artifact.manifest)[1], artifact.manifest.batch_axis
+    with closing(runtime):
+        found = run_all(runtime, expected.feeds)
+        measured = drifts(expected.outputs, found, outputs, axis, expected.scales, expected.given)
+        return Run(measured, runtime.info, emulated, note)

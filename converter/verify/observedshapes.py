@@ -7,8 +7,7 @@ noise of the slice itself, so that no large value hides a dependence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,51 +18,7 @@ from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, describe
 from bf16kit.runtime import Runtime
 from converter.graph.dimensions import corrected_by, name_dimensions, reconciled
-from converter.source import Array, Feeds
-
-
-def with_observed_shapes(
-    manifest: Manifest, feeds: Sequence[Feeds], found: Sequence[Feeds]
-) -> tuple[Manifest, list[str]]:
-    """Correct the outputs' dimensions (names, sizes and number) where the ``found`` outputs contradict them.
-
-    Also returns a note on each corrected output.
-    """
-    inputs = [entry.spec() for entry in manifest.inputs]
-    declared = [entry.spec() for entry in manifest.outputs]
-    runs = [
-        {name: array.shape for name, array in (feed | outputs).items()}
-        for feed, outputs in zip(feeds, found, strict=True)
-    ]
-    given = [corrected_by(spec, _check_one_rank(spec.name, [run[spec.name] for run in runs])) for spec in declared]
-    outputs = reconciled([*inputs, *name_dimensions(given, known=inputs)], runs)[len(inputs) :]
-    notes = [
-        f"output {was.name!r} is declared as {describe(was.shape)}, but the model gives"
-        f" {describe(runs[0][was.name])}; the artifact declares {describe(now.shape)}"
-        for was, found, now in zip(declared, given, outputs, strict=True)
-        if found != was
-    ]
-    return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]}), notes
-
-
-def _check_one_rank(output: str, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-    for shape in shapes:
-        if len(shape) != len(shapes[0]):
-            raise ConversionError(
-                f"output {output!r} is {describe(shapes[0])} for one sample and {describe(shape)} for another;"
-                " export the model with the same number of dimensions for all samples"
-            )
-    return shapes
-
-
-def with_batch_axis(manifest: Manifest, axis: int | None) -> Manifest:
-    """Declare the batch axis, and name every output's batch dimension as the inputs name it."""
-    if axis is None:
-        return manifest
-    batch = manifest.inputs[0].shape[0]
-    outputs = [entry.model_copy(update={"shape": [batch, *entry.shape[1:]]}) for entry in manifest.outputs]
-    return manifest.model_copy(update={"batch_axis": axis, "outputs": outputs})
-
+from converter.source import Feeds
 
 _ROWS = 3  # samples that are run together
 _EXTREMES = (np.nan, np.inf, 1e30)  # inputs of a companion; a model may reject them, then they cannot do harm
@@ -71,6 +26,43 @@ _EXTREMES = (np.nan, np.inf, 1e30)  # inputs of a companion; a model may reject 
 # a share of its magnitude, and, for slices that nearly vanish, a share of the output's usual magnitude.
 _OF_VARIATION = 2.0**-11
 _OF_USUAL = 2.0**-22
+
+
+def with_observed_shapes(
+    manifest: Manifest, feeds: Sequence[Feeds], found: Sequence[Feeds], axis: int | None
+) -> tuple[Manifest, list[str]]:
+    """Correct the outputs' dimensions (names, sizes and number) where the ``found`` outputs contradict them.
+
+    Also declares the batch ``axis``, names every output's batch dimension as the inputs name it, and returns a note on
+    each corrected output.
+    """
+    inputs = [entry.spec() for entry in manifest.inputs]
+    declared = [entry.spec() for entry in manifest.outputs]
+    runs = [
+        {name: array.shape for name, array in (feed | outputs).items()}
+        for feed, outputs in zip(feeds, found, strict=True)
+    ]
+    for spec in declared:
+        ranks = {len(run[spec.name]): run[spec.name] for run in reversed(runs)}
+        if len(ranks) > 1:
+            *_, other, one = (describe(shape) for shape in ranks.values())
+            raise ConversionError(
+                f"output {spec.name!r} is {one} for one sample and {other} for another; export the model with the same"
+                " number of dimensions for all samples"
+            )
+    given = [corrected_by(spec, [run[spec.name] for run in runs]) for spec in declared]
+    outputs = reconciled([*inputs, *name_dimensions(given, known=inputs)], runs)[len(inputs) :]
+    notes = [
+        f"output {was.name!r} is declared as {describe(was.shape)}, but the model gives"
+        f" {describe(runs[0][was.name])}; the artifact declares {describe(now.shape)}"
+        for was, found, now in zip(declared, given, outputs, strict=True)
+        if found != was
+    ]
+    entries = [SpecEntry.of(spec) for spec in outputs]
+    if axis is not None:
+        batch = manifest.inputs[0].shape[0]
+        entries = [entry.model_copy(update={"shape": [batch, *entry.shape[1:]]}) for entry in entries]
+    return manifest.amended(outputs=entries, batch_axis=axis), notes
 
 
 def batch_axis(
@@ -88,10 +80,11 @@ def batch_axis(
         return None
     try:
         apart = [runtime.run(row) for row in rows]
-        for order in _orders(len(rows)):
-            together = runtime.run(_batch([rows[i] for i in order]))
-            if not _same([apart[i] for i in order], together, outputs):
-                return None
+        for order in ((0, 1), (1, 0), (2, 0, 1)):
+            if max(order) < len(rows):
+                together = runtime.run(_batch([rows[i] for i in order]))
+                if not _same([apart[i] for i in order], together, outputs):
+                    return None
     except RuntimeFailure:
         return None  # a dimension that is declared free but is not
     return 0 if all(_undisturbed(runtime, rows[0], rows[1], outputs, extreme) for extreme in _EXTREMES) else None
@@ -99,18 +92,8 @@ def batch_axis(
 
 def may_have_batch_axis(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
     """Whether every input and output has a free first dimension, with one name for all inputs."""
-    first = {spec.shape[0] if spec.shape else None for spec in inputs}
-    return (
-        len(first) == 1
-        and isinstance(next(iter(first)), str)
-        and all(spec.shape and isinstance(spec.shape[0], str) for spec in outputs)
-    )
-
-
-def _orders(count: int) -> Iterator[tuple[int, ...]]:
-    yield from ((0, 1), (1, 0))
-    if count > 2:
-        yield (2, 0, 1)
+    free = all(spec.shape and isinstance(spec.shape[0], str) for spec in (*inputs, *outputs))
+    return free and len({spec.shape[0] for spec in inputs}) == 1
 
 
 def _undisturbed(runtime: Runtime, row: Feeds, other: Feeds, outputs: Sequence[TensorSpec], extreme: float) -> bool:
@@ -134,19 +117,15 @@ def _undisturbed(runtime: Runtime, row: Feeds, other: Feeds, outputs: Sequence[T
 def _rows_of_one_shape(feeds: Sequence[Feeds]) -> list[Feeds]:
     """Return up to :data:`_ROWS` different samples of the same shape, at least two if there are any."""
     by_shape: dict[tuple[tuple[int, ...], ...], list[Feeds]] = {}
-    for row in islice(_rows(feeds), 1000):
-        alike = by_shape.setdefault(tuple(array.shape for array in row.values()), [])
-        if not any(all(np.array_equal(row[name], other[name]) for name in row) for other in alike):
-            alike.append(row)
-        if len(alike) == _ROWS:
-            return alike
-    return max(by_shape.values(), key=len, default=[])
-
-
-def _rows(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
     for feed in feeds:
         for i in range(min(len(array) for array in feed.values())):
-            yield {name: np.ascontiguousarray(array[i : i + 1]) for name, array in feed.items()}
+            row = {name: array[i : i + 1] for name, array in feed.items()}
+            alike = by_shape.setdefault(tuple(array.shape for array in row.values()), [])
+            if not any(all(np.array_equal(row[name], other[name]) for name in row) for other in alike):
+                alike.append(row)
+            if len(alike) == _ROWS:
+                return alike
+    return max(by_shape.values(), key=len, default=[])
 
 
 def _batch(rows: Sequence[Feeds]) -> Feeds:
@@ -154,23 +133,20 @@ def _batch(rows: Sequence[Feeds]) -> Feeds:
 
 
 def _same(apart: Sequence[Feeds], together: Feeds, outputs: Sequence[TensorSpec]) -> bool:
-    if any(len(row[spec.name]) != 1 for row in apart for spec in outputs):
-        return False
-    if any(row[spec.name].shape != apart[0][spec.name].shape for row in apart for spec in outputs):
-        return False
-    return all(_same_array(np.concatenate([row[spec.name] for row in apart]), together[spec.name]) for spec in outputs)
-
-
-def _same_array(apart: Array, together: Array) -> bool:
-    if apart.shape != together.shape:
-        return False
-    if not drift.has_slices(apart):
-        return np.array_equal(apart, together)
-    r, error, nonfinite = drift.difference(apart, together)
-    if nonfinite.any():
-        return False
-    usual = float(np.nanmedian(np.abs(r))) if r.size and not np.isnan(r).all() else 0.0
-    return all(_within_noise(r, error, axis, usual) for axis in range(1, max(2, r.ndim)))
+    for spec in outputs:
+        rows, found = [row[spec.name] for row in apart], together[spec.name]
+        if any(len(row) != 1 or row.shape != rows[0].shape for row in rows):
+            return False
+        alone = np.concatenate(rows)
+        if alone.shape != found.shape or (not drift.has_slices(alone) and not np.array_equal(alone, found)):
+            return False
+        if drift.has_slices(alone):
+            r, error, nonfinite = drift.difference(alone, found)
+            usual = float(np.nanmedian(np.abs(r))) if r.size and not np.isnan(r).all() else 0.0
+            within = (_within_noise(r, error, axis, usual) for axis in range(1, max(2, r.ndim)))
+            if nonfinite.any() or not all(within):
+                return False
+    return True
 
 
 def _within_noise(r: Values, error: Values, axis: int, usual: float) -> bool:
@@ -178,11 +154,10 @@ def _within_noise(r: Values, error: Values, axis: int, usual: float) -> bool:
     if r.ndim == 1:
         r, error = r[:, None], error[:, None]
     others = tuple(other for other in range(r.ndim) if other != axis)
-    present = np.maximum(1, np.count_nonzero(~np.isnan(r), axis=others))
-    magnitude = np.sqrt(np.nansum(np.square(r), axis=others) / present)
-    changes = np.square(np.diff(r, axis=0))
-    variation = np.sqrt(
-        np.nansum(changes, axis=others) / np.maximum(1, np.count_nonzero(~np.isnan(changes), axis=others))
-    )
-    largest = np.max(np.nan_to_num(np.abs(error)), axis=others, initial=0.0)
-    return bool(np.all(largest <= _OF_VARIATION * variation + 4 * FP32_NOISE * magnitude + _OF_USUAL * usual))
+
+    def rms(x: Values) -> Values:
+        mean: Values = np.nansum(np.square(x), others) / np.maximum(1, np.count_nonzero(~np.isnan(x), others))
+        return np.sqrt(mean)
+
+    allowed = _OF_VARIATION * rms(np.diff(r, axis=0)) + 4 * FP32_NOISE * rms(r) + _OF_USUAL * usual
+    return bool(np.all(np.max(np.nan_to_num(np.abs(error)), axis=others, initial=0.0) <= allowed))

@@ -1,35 +1,41 @@
-"""Seeded random samples for a model that has none: integers stay within the tables that they index.
+"""Makes samples: random ones for a model that has none, and more of the given ones where these are too few.
 
-The sizes of free dimensions are not known for a given model. So a few plausible sizes are tried on the source: images
-of several sizes, sequences, and one row for models that keep a state of one row. The first sizes that it runs on are
-used.
+Both are seeded. Random integers stay within the tables that they index. The sizes of free dimensions are not known for
+a given model. So a few plausible sizes are tried on the source: images of several sizes, sequences, and one row for
+models that keep a state of one row. The first sizes that it runs on are used.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from converter.graph.indexing import Rows, compared_with, index_bounds
-from converter.source import Array, Feeds
+from converter.source import Array, Feeds, Oracle, Sampler
+from converter.verify.observedshapes import may_have_batch_axis
 from converter.verify.samples import Samples
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from converter.source import Sampler
-
 COUNT = 8  # feeds
 ROWS = 2  # size of the first named dimension: two, so that batching can be tested
 _FEEDS_PER_ATTEMPT = 2  # feeds per attempt: sizes that do not run fail at once
 _DEFAULT_BOUND = 2  # for an integer that indexes no known table: a flag or a mask
+SAMPLES = 16  # to know how much a slice of an output varies
+_STEP = 0.5  # of the difference of two other samples
+_RELATIVE = 0.25  # of each element, where there are no others
+_SMALLER = 0.1  # of these steps, where the source rejects the feeds that they give
+_REPLACED = 0.25  # share of an integer input's elements
 
 RunSource = Callable[[Sequence[Feeds]], Iterator[Feeds]]  # yields the outputs for each feed
 
@@ -71,7 +77,8 @@ def generate(
         description = "random token sequences" if is_text else "random inputs of the kind that the model takes"
         return Samples(tuple(sampler(seed, COUNT)), f"{description} (seed {seed})")
     origin = f"random inputs (seed {seed})"
-    ranges = {} if graph is None else {value.name or "": _IntegerRange.of(value) for value in graph.graph.inputs}
+    values = {} if graph is None else {value.name or "": value for value in graph.graph.inputs}
+    ranges = {spec.name: _IntegerRange.of(values.get(spec.name)) for spec in inputs}
     free = any(isinstance(dim, str) for spec in inputs for dim in spec.shape)
     for sizes in _ATTEMPTS if free and run_source is not None else ():
         feeds = _random(inputs, ranges, seed, sizes)
@@ -101,8 +108,8 @@ class _IntegerRange:
     compared: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, value: ir.Value) -> _IntegerRange:
-        return cls(index_bounds(value), compared_with(value))
+    def of(cls, value: ir.Value | None) -> _IntegerRange:
+        return cls() if value is None else cls(index_bounds(value), compared_with(value))
 
     def bound(self, chosen: Mapping[str, int]) -> int | None:
         """Return the size of the smallest table; None if no size is known."""
@@ -122,12 +129,9 @@ def _with_padding(
     A feed stays as it is if the source fails on its variant or gives NaN, as for a row that is nothing but padding.
     """
     random = np.random.default_rng([seed, 1])
-    variants = [
-        {s.name: _pad(s, f[s.name], ranges.get(s.name, _IntegerRange()), random) for s in inputs} for f in feeds
-    ]
-    if run_source is None or all(
-        array is feed[name] for feed, v in zip(feeds, variants, strict=True) for name, array in v.items()
-    ):
+    variants = [{s.name: _pad(s, feed[s.name], ranges[s.name], random) for s in inputs} for feed in feeds]
+    unpadded = all(array is feed[name] for feed, v in zip(feeds, variants, strict=True) for name, array in v.items())
+    if run_source is None or unpadded:
         return tuple(feeds)
     kept = [feeds[0]]
     while len(kept) < len(feeds):
@@ -174,7 +178,7 @@ def _random(
     indexed = frozenset(rows for found in ranges.values() for rows in found.tables if isinstance(rows, str))
     for _ in range(COUNT):
         chosen = _choose(inputs, sizes, indexed, random)
-        yield {spec.name: _values(spec, chosen, ranges.get(spec.name, _IntegerRange()), random) for spec in inputs}
+        yield {spec.name: _values(spec, chosen, ranges[spec.name], random) for spec in inputs}
 
 
 def _choose(
@@ -183,44 +187,98 @@ def _choose(
     """Return the size of each named dimension. A first dimension is that of the rows, unless an input indexes it."""
     chosen: dict[str, int] = {}
     for spec in inputs:
+        width = len(spec.shape) - (2 if spec.shape[-1:] in ((1,), (3,), (4,)) else 1)  # the last but for colours
         for axis, dim in enumerate(spec.shape):
             if isinstance(dim, int) or dim in chosen:
                 continue
             if axis == 0 and dim not in indexed:
                 chosen[dim] = sizes.rows
             elif len(spec.shape) >= 4:
-                chosen[dim] = sizes.image[0 if axis < _width(spec) else 1]
+                chosen[dim] = sizes.image[0 if axis < width else 1]
             else:
                 chosen[dim] = int(random.integers(sizes.lengths[0], sizes.lengths[1] + 1))
     return chosen
 
 
-def _width(spec: TensorSpec) -> int:
-    """Return the axis that is an image's width: the last, or the one before the colours."""
-    return len(spec.shape) - (2 if spec.shape[-1] in (1, 3, 4) else 1)
-
-
 def _values(spec: TensorSpec, chosen: Mapping[str, int], allowed: _IntegerRange, random: np.random.Generator) -> Array:
     shape = tuple(dim if isinstance(dim, int) else chosen[dim] for dim in spec.shape)
     dtype = BY_NAME[spec.dtype].numpy
-    if dtype.kind == "b" and not _is_mask(spec):
-        return random.integers(0, 2, shape).astype(dtype)
-    if dtype.kind in "iub":
-        return _integers(spec, shape, allowed, allowed.bound(chosen), random).astype(dtype)
     if dtype.kind == "O":
         return np.full(shape, b"sample", dtype)
-    return random.standard_normal(shape).astype(dtype)
-
-
-def _integers(
-    spec: TensorSpec, shape: tuple[int, ...], allowed: _IntegerRange, bound: int | None, random: np.random.Generator
-) -> Array:
-    dtype = BY_NAME[spec.dtype].numpy
+    if dtype.kind not in "iub":
+        return random.standard_normal(shape).astype(dtype)
     if _is_mask(spec):
         return np.ones(shape, dtype)
+    if dtype.kind == "b":
+        return random.integers(0, 2, shape).astype(dtype)
+    bound = allowed.bound(chosen)
     if allowed.compared and bound is None:
-        return random.choice(allowed.compared, shape)
+        return random.choice(allowed.compared, shape).astype(dtype)
     is_image = dtype == np.uint8 and len(shape) >= 3 and bound is None
     values = random.integers(0, 256 if is_image else min(bound or _DEFAULT_BOUND, np.iinfo(dtype).max), shape)
     others = np.setdiff1d(np.arange(bound or 0), allowed.compared) if allowed.compared else np.empty(0)
-    return np.where(np.isin(values, allowed.compared), random.choice(others, shape), values) if others.size else values
+    if others.size:
+        values = np.where(np.isin(values, allowed.compared), random.choice(others, shape), values)
+    return values.astype(dtype)
+
+
+def with_enough(
+    samples: Samples,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    known: Sequence[Feeds],
+    oracle: Oracle,
+    budget: Budget,
+    seed: int,
+) -> Samples:
+    """Return ``samples`` with as many perturbed ones as it takes to judge ``outputs`` by ``budget``.
+
+    ``known`` are the source's outputs for the first samples; without them, the samples stay as they are. Perturbed
+    feeds for which ``oracle`` gives NaN are left out, and so are all from the first one on which it fails.
+    """
+    if not known:
+        return samples
+    rows = [math.prod(known[0][s.name].shape[:-1]) for s in outputs if s.kind == "logits" and known[0][s.name].ndim]
+    wanted = [SAMPLES / (_batch(samples.feeds[0]) if may_have_batch_axis(inputs, outputs) else 1)]
+    wanted += [budget.rows_to_judge() / max(1, each) for each in rows]
+    missing = math.ceil(max(wanted)) - len(samples.feeds)
+    if missing <= 0:
+        return samples
+    random = np.random.default_rng(seed)
+    made: list[Feeds] = []
+    for share in (1.0, _SMALLER):  # of a step; a smaller one stays nearer to inputs that are known to be valid
+        perturbed = [_perturbed(samples.feeds, i, random, share) for i in range(len(made), missing)]
+        tried = [feed for feed in perturbed if feed is not None]
+        try:
+            for feed, found in zip(tried, oracle.outputs(tried), strict=False):
+                made += [] if _has_nan(found) else [feed]
+        except RuntimeFailure:
+            continue
+    return replace(samples, feeds=(*samples.feeds, *made), made=len(made))
+
+
+def _batch(feed: Mapping[str, Array]) -> int:
+    """Return how many samples a feed holds, if its first axis is the batch: the smallest first dimension."""
+    return max(1, min((array.shape[0] if array.ndim else 1 for array in feed.values()), default=1))
+
+
+def _perturbed(feeds: Sequence[Feeds], number: int, random: np.random.Generator, share: float) -> Feeds | None:
+    """Return a variant of feed ``number``; None if it is one of ``feeds``: all inputs are masks, flags or strings."""
+    feed = feeds[number % len(feeds)]
+    made = {name: _perturb(array, [other[name] for other in feeds], random, share) for name, array in feed.items()}
+    return None if any(all(np.array_equal(made[n], other[n]) for n in made) for other in feeds) else made
+
+
+def _perturb(array: Array, all_samples: Sequence[Array], random: np.random.Generator, share: float) -> Array:
+    if array.dtype.kind == "f":
+        alike = [other for other in all_samples if other.shape == array.shape]
+        one, other = (alike[i] for i in random.integers(0, len(alike), 2))
+        if len(alike) > 1 and not np.array_equal(one, other, equal_nan=True):
+            return np.asarray(array + share * _STEP * (one - other), array.dtype)
+        return np.asarray(array * (1 + share * _RELATIVE * random.standard_normal(array.shape)), array.dtype)
+    if array.dtype.kind in "iu" and array.size > 1 and not np.isin(array, (0, 1)).all():
+        flat = array.reshape(-1).copy()
+        replaced = random.random(flat.size) < _REPLACED
+        flat[replaced] = random.choice(array.reshape(-1), int(replaced.sum()))
+        return flat.reshape(array.shape)
+    return array

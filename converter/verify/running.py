@@ -14,7 +14,7 @@ import onnx_ir as ir
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.weightfile import WeightWriter
-from bf16kit.messages.errors import ArtifactError, DeviceUnavailable
+from bf16kit.messages.errors import DeviceUnavailable
 from bf16kit.numerics.rounding import BF16, to_bf16
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 ReadWeight = Callable[[str, ir.TensorProtocol], Array]
 
 _WEIGHTS = "fp32.weights"
-NOTE = "when verified: its tensors, converted to fp32, in the fp32 reference"
-REARRANGED = NOTE + "; weights that the reference holds in another order were rounded as well"
+_NOTE = "when verified: its tensors, converted to fp32, in the fp32 reference"
+_REARRANGED = _NOTE + "; weights that the reference holds in another order were rounded as well"
 _SUFFIX = ".safetensors"
 
 
@@ -54,12 +54,20 @@ def open_profile(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
     A profile for a device runs on the first such device; if there is none, it is emulated on the CPU.
     """
     device = PROFILES[profile].device if profile in PROFILES else CPU
-    if device == CPU:
-        return load(artifact, profile), False
     try:
         return load(artifact, profile, device=device), False
     except DeviceUnavailable:
-        return _emulated(artifact, profile), True
+        from bf16kit.runtime.ort.onnx import OnnxRuntime
+
+        runtime = OnnxRuntime(
+            emulation(artifact.file(artifact.manifest.profiles[profile].graph)),
+            *signature(artifact.manifest),
+            profile=profile,
+            precision="fp32",
+            base_dir=artifact.path,
+            note="emulated on the CPU: every bf16 node computed in fp32, its result rounded",
+        )
+        return runtime, True
 
 
 def open_traced(artifact: Artifact, profile: str, *, native_bf16: bool) -> Runtime:
@@ -67,25 +75,9 @@ def open_traced(artifact: Artifact, profile: str, *, native_bf16: bool) -> Runti
     from bf16kit.runtime.torchexport import TorchExportRuntime
     from bf16kit.runtime.torchscript import TorchScriptRuntime
 
-    manifest = artifact.manifest
-    entry = manifest.profiles[profile]
+    entry = artifact.manifest.profiles[profile]
     runtime = TorchExportRuntime if entry.format == "pt2" else TorchScriptRuntime
-    return runtime(artifact.file(entry.graph), *signature(manifest), native_bf16=native_bf16)
-
-
-def _emulated(artifact: Artifact, profile: str) -> OnnxRuntime:
-    from bf16kit.runtime.ort.onnx import OnnxRuntime
-
-    manifest = artifact.manifest
-    graph = artifact.file(manifest.profiles[profile].graph)
-    return OnnxRuntime(
-        emulation(graph),
-        *signature(manifest),
-        profile=profile,
-        precision="fp32",
-        base_dir=artifact.path,
-        note="emulated on the CPU: every bf16 node computed in fp32, its result rounded",
-    )
+    return runtime(artifact.file(entry.graph), *signature(artifact.manifest), native_bf16=native_bf16)
 
 
 def open_fp32_graph(
@@ -141,19 +133,6 @@ class GraphReference:
     matches: Mapping[str, Match]
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A graph in which tensors of an export replace initializers.
-
-    ``holders`` maps a checkpoint tensor's name to the initializer that holds it, and the order of its axes there.
-    ``read_initializer`` returns an initializer as the reference has it.
-    """
-
-    model: ir.Model
-    holders: Mapping[str, tuple[str, Sequence[int] | None]]
-    read_initializer: ReadWeight
-
-
 def open_export(
     artifact: Artifact, name: str, source: GraphReference | None = None, scratch: Path | None = None
 ) -> tuple[Runtime, str]:
@@ -161,60 +140,35 @@ def open_export(
 
     ``source`` replaces the reference of an artifact that keeps none. Some graphs do not hold each rounded tensor of the
     export as it is: ONNX orders an LSTM's gates differently. In such a graph, matrices that are no checkpoint tensor
-    are rounded as well. Raises :class:`ArtifactError` without a reference.
+    are rounded as well.
     """
-    tensors = tensors_of(artifact, name)
-    graph = _graph_of_artifact(artifact) if source is None else _graph_of_source(source)
-    present = {
-        tensor: holder for tensor, holder in graph.holders.items() if holder[0] in graph.model.graph.initializers
-    }
-    rounds_others = any(
-        array.dtype == BF16 and is_matrix(array.shape) and tensor not in present for tensor, array in tensors.items()
-    )
-    places = {value: (tensor, order) for tensor, (value, order) in reversed(present.items()) if tensor in tensors}
-
-    def read_tensor(value: str, tensor: ir.TensorProtocol) -> Array:
-        if value in places:
-            exported, order = places[value]
-            return _as_graph_holds(tensors[exported], order, tensor)
-        array = graph.read_initializer(value, tensor)
-        return (
-            in_fp32(to_bf16(array)) if rounds_others and array.dtype == np.float32 and is_matrix(array.shape) else array
-        )
-
-    runtime = open_fp32_graph(graph.model, *signature(artifact.manifest), scratch, read_tensor)
-    return runtime, REARRANGED if rounds_others else NOTE
-
-
-def tensors_of(artifact: Artifact, name: str) -> dict[str, Array]:
-    """Return the tensors of the export ``name``, read from its files as any other program reads them."""
-    found: dict[str, Array] = {}
-    for file in artifact.manifest.exports[name].files:
-        if file.endswith(_SUFFIX):
-            found |= read(artifact.file(file))
-    return found
-
-
-def _graph_of_artifact(artifact: Artifact) -> _Graph:
     manifest = artifact.manifest
-    if manifest.reference is None:
-        raise ArtifactError(f"{artifact.path}: keeps no fp32 reference, so its export cannot be run")
-    reader = Artifact(artifact.path, manifest, artifact.copies)
+    holders: Mapping[str, tuple[str, Sequence[int] | None]]
+    if source is None:
+        model = ir.load(artifact.file(str(manifest.reference)))
+        holders = {entry.name: (entry.tensor, entry.permutation) for entry in manifest.checkpoint}
+    else:
+        model = source.model
+        holders = {tensor: (match.initializer, match.permutation) for tensor, match in source.matches.items()}
+    tensors: dict[str, Array] = {}
+    for file in manifest.exports[name].files:
+        if file.endswith(_SUFFIX):  # read as any other program reads it
+            tensors |= read(artifact.file(file))
+    holders = {tensor: holder for tensor, holder in holders.items() if holder[0] in model.graph.initializers}
+    places = {value: (tensor, order) for tensor, (value, order) in reversed(holders.items()) if tensor in tensors}
+    rounds_others = any(
+        array.dtype == BF16 and is_matrix(array.shape) and tensor not in holders for tensor, array in tensors.items()
+    )
 
-    def read_initializer(value: str, tensor: ir.TensorProtocol) -> Array:
+    def read_weight(value: str, tensor: ir.TensorProtocol) -> Array:
+        if value in places:  # as the graph holds it: in its order of axes, and in fp32 if it computes in fp32
+            exported, order = places[value]
+            array = tensors[exported] if order is None else tensors[exported].transpose(np.argsort(order))
+            return np.ascontiguousarray(in_fp32(array) if tensor.dtype == ir.DataType.FLOAT else array)
         rebuilt = isinstance(tensor, ir.ExternalTensor) and tensor.location == REBUILT
-        return reader.restore(value) if rebuilt else tensor.numpy()
+        array = artifact.restore(value) if rebuilt else tensor.numpy()
+        rounds = rounds_others and array.dtype == np.float32 and is_matrix(array.shape)
+        return in_fp32(to_bf16(array)) if rounds else array
 
-    holders = {entry.name: (entry.tensor, entry.permutation) for entry in manifest.checkpoint}
-    return _Graph(ir.load(artifact.file(manifest.reference)), holders, read_initializer)
-
-
-def _graph_of_source(source: GraphReference) -> _Graph:
-    holders = {name: (match.initializer, match.permutation) for name, match in source.matches.items()}
-    return _Graph(source.model, holders, lambda _value, tensor: tensor.numpy())
-
-
-def _as_graph_holds(array: Array, order: Sequence[int] | None, tensor: ir.TensorProtocol) -> Array:
-    """Return an exported tensor as the graph holds it: in its order of axes, and in fp32 if it computes in fp32."""
-    placed = array if order is None else array.transpose(np.argsort(order))
-    return np.ascontiguousarray(in_fp32(placed) if tensor.dtype == ir.DataType.FLOAT else placed)
+    runtime = open_fp32_graph(model, *signature(manifest), scratch, read_weight)
+    return runtime, _REARRANGED if rounds_others else _NOTE

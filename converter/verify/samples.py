@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,15 @@ from typing import Any
 import numpy as np
 
 from bf16kit.artifact.manifest import Manifest
-from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import InvalidRequest, RuntimeFailure, SamplesError
 from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe
 from converter.graph.dimensions import reconciled, with_distinct_dimensions
 from converter.process.imports import import_callable, is_import_spec
 from converter.process.quiet import first_line
-from converter.source import Array, Feeds, Oracle
-from converter.verify.observedshapes import may_have_batch_axis
+from converter.source import Feeds
 
-SUFFIXES = (".npz", ".safetensors")
+_SUFFIXES = (".npz", ".safetensors")
 LIMIT = 1000  # feeds; a function is asked for no more, so that an endless generator ends
-SAMPLES = 16  # to know how much a slice of an output varies
-_STEP = 0.5  # of the difference of two other samples
-_RELATIVE = 0.25  # of each element, where there are no others
-_SMALLER = 0.1  # of these steps, where the source rejects the feeds that they give
-_REPLACED = 0.25  # share of an integer input's elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +69,8 @@ def load(
     try:
         return _load(argument, inputs, outputs)
     except SamplesError as contradiction:
-        if run_source is None or not _names_repeat(inputs):
+        named = [dim for spec in inputs for dim in spec.shape if isinstance(dim, str)]
+        if run_source is None or len(set(named)) == len(named):
             raise
         try:
             relaxed = _load(argument, with_distinct_dimensions(inputs), outputs)
@@ -104,40 +97,26 @@ def samples_usage(inputs: Sequence[TensorSpec]) -> str:
     )
 
 
-def _names_repeat(inputs: Sequence[TensorSpec]) -> bool:
-    named = [dim for spec in inputs for dim in spec.shape if isinstance(dim, str)]
-    return len(set(named)) < len(named)
-
-
 def _load(argument: str, inputs: Sequence[TensorSpec], outputs: Collection[str]) -> Samples:
-    path = Path(argument)
+    path, read = Path(argument), list[tuple[object, Feeds]]()  # each feed with the place it was found at
     if path.is_dir():
-        read = [(file, _read_file(file)) for file in _files(path)]
-        return _samples_from(read, inputs, outputs, f"the directory {path.resolve().name}")
-    if path.exists():
-        return _samples_from([(path, _read_file(path))], inputs, outputs, f"the file {path.name}")
-    if is_import_spec(argument):
-        return _samples_from(_call_function(argument), inputs, outputs, argument)
-    raise SamplesError(f"--samples {argument}: no such file or directory, and not a function such as pkg.mod:name")
-
-
-def _samples_from(
-    read: Sequence[tuple[object, Feeds]], inputs: Sequence[TensorSpec], outputs: Collection[str], origin: str
-) -> Samples:
-    """Build samples from the feeds ``read``, each with the place it was found at."""
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+        origin = f"the directory {path.resolve().name}"
+        if not files:
+            raise SamplesError(f"--samples {path}: holds no {' or '.join(_SUFFIXES)} file")
+        read += [(file, _read_file(file)) for file in files]
+    elif path.exists():
+        read, origin = [(path, _read_file(path))], f"the file {path.name}"
+    elif is_import_spec(argument):
+        read, origin = _call_function(argument), argument
+    else:
+        raise SamplesError(f"--samples {argument}: no such file or directory, and not a function such as pkg.mod:name")
     output_names = frozenset(outputs) - {spec.name for spec in inputs}
     feeds = tuple(
         _checked(location, {k: v for k, v in feed.items() if k not in output_names}, inputs) for location, feed in read
     )
     expected = tuple({k: v for k, v in feed.items() if k in output_names} for _, feed in read)
     return Samples(feeds, origin, expected=expected if any(expected) else ())
-
-
-def _files(path: Path) -> list[Path]:
-    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-    if not files:
-        raise SamplesError(f"--samples {path}: holds no {' or '.join(SUFFIXES)} file")
-    return files
 
 
 def _call_function(argument: str) -> list[tuple[object, Feeds]]:
@@ -148,48 +127,38 @@ def _call_function(argument: str) -> list[tuple[object, Feeds]]:
         raise SamplesError(f"--samples {argument}: the function failed: {first_line(error)}") from error
     if not yielded:
         raise SamplesError(f"--samples {argument}: the function yielded nothing")
-    return [(f"{argument}, sample {i}", _arrays(argument, i, y)) for i, y in enumerate(yielded)]
+    return [(f"{argument}, sample {i}", _arrays(f"--samples {argument}: sample {i}", y)) for i, y in enumerate(yielded)]
 
 
-def _arrays(argument: str, index: int, yielded: Any) -> Feeds:
+def _arrays(where: str, yielded: Any) -> Feeds:
     if not isinstance(yielded, Mapping):
-        raise SamplesError(
-            f"--samples {argument}: sample {index} is {type(yielded).__name__}, expected a dict of an array per input"
-        )
-    return {str(name): _array(f"{argument}: sample {index}", name, value) for name, value in yielded.items()}
-
-
-def _array(location: str, name: object, value: Any) -> Array:
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that require a gradient
-        raise SamplesError(f"--samples {location}: input {str(name)!r} is not an array: {first_line(error)}") from None
+        raise SamplesError(f"{where} is {type(yielded).__name__}, expected a dict of an array per input")
+    found = {}
+    for name, value in yielded.items():
+        try:
+            found[str(name)] = np.asarray(value)
+        except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that require a gradient
+            raise SamplesError(f"{where}: input {str(name)!r} is not an array: {first_line(error)}") from None
+    return found
 
 
 def _read_file(path: Path) -> Feeds:
-    if path.suffix not in SUFFIXES:
-        raise SamplesError(f"--samples {path}: expected a {' or '.join(SUFFIXES)} file with an array per input")
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    if path.suffix not in _SUFFIXES:
+        raise SamplesError(f"--samples {path}: expected a {' or '.join(_SUFFIXES)} file with an array per input")
     try:
-        if path.suffix == ".npz":
-            return _read_npz(path)
-        from safetensors.numpy import load_file
-
-        return dict(load_file(path))
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        with path.open("rb") as file:  # opened here, because numpy leaves a damaged archive open
+            loaded = np.load(file, allow_pickle=False)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):
+                raise ValueError("one array, expected an archive with an array per input")
+            with loaded:
+                return dict(loaded)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, SafetensorError) as error:
         raise SamplesError(f"--samples {path}: cannot be read: {first_line(error)}") from None
-    except Exception as error:  # the safetensors library's own error derives from Exception alone
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise SamplesError(f"--samples {path}: cannot be read: {first_line(error)}") from None
-
-
-def _read_npz(path: Path) -> Feeds:
-    with path.open("rb") as file:  # opened here, because numpy leaves a damaged archive open
-        loaded = np.load(file, allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            raise ValueError("one array, expected an archive with an array per input")
-        with loaded:
-            return {name: loaded[name] for name in loaded.files}
 
 
 def _checked(location: object, feeds: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:
@@ -203,72 +172,3 @@ def _checked(location: object, feeds: Feeds, inputs: Sequence[TensorSpec]) -> Fe
             f"--samples {location}: a sample without elements cannot be measured ({shapes}); leave it out"
         )
     return {spec.name: np.asarray(feeds[spec.name], order="C") for spec in inputs}
-
-
-def with_enough(
-    samples: Samples,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    known: Sequence[Feeds],
-    oracle: Oracle,
-    budget: Budget,
-    seed: int,
-) -> Samples:
-    """Return ``samples`` with as many perturbed ones as it takes to judge ``outputs`` by ``budget``.
-
-    ``known`` are the source's outputs for the first samples; without them, the samples stay as they are. Perturbed
-    feeds for which ``oracle`` gives NaN are left out, and so are all from the first one on which it fails.
-    """
-    if not known:
-        return samples
-    rows = [math.prod(known[0][s.name].shape[:-1]) for s in outputs if s.kind == "logits" and known[0][s.name].ndim]
-    wanted = [SAMPLES / (_batch(samples.feeds[0]) if may_have_batch_axis(inputs, outputs) else 1)]
-    wanted += [budget.rows_to_judge() / max(1, each) for each in rows]
-    missing = math.ceil(max(wanted)) - len(samples.feeds)
-    if missing <= 0:
-        return samples
-    random = np.random.default_rng(seed)
-    made: list[Feeds] = []
-    for share in (1.0, _SMALLER):  # of a step; a smaller one stays nearer to inputs that are known to be valid
-        perturbed = [_perturbed(samples.feeds, i, random, share) for i in range(len(made), missing)]
-        made += _accepted([feed for feed in perturbed if not _is_one_of(feed, samples.feeds)], oracle)
-    return replace(samples, feeds=(*samples.feeds, *made), made=len(made))
-
-
-def _accepted(feeds: Sequence[Feeds], oracle: Oracle) -> Iterator[Feeds]:
-    try:
-        for feed, outputs in zip(feeds, oracle.outputs(feeds), strict=False):
-            if not any(array.dtype.kind == "f" and np.isnan(array).any() for array in outputs.values()):
-                yield feed
-    except RuntimeFailure:
-        return
-
-
-def _is_one_of(feed: Feeds, others: Sequence[Feeds]) -> bool:
-    """Whether perturbing changed nothing, because all inputs are masks, flags or strings."""
-    return any(all(np.array_equal(feed[name], other[name]) for name in feed) for other in others)
-
-
-def _batch(feed: Mapping[str, Array]) -> int:
-    """Return how many samples a feed holds, if its first axis is the batch: the smallest first dimension."""
-    return max(1, min((array.shape[0] if array.ndim else 1 for array in feed.values()), default=1))
-
-
-def _perturbed(feeds: Sequence[Feeds], number: int, random: np.random.Generator, share: float) -> Feeds:
-    feed = feeds[number % len(feeds)]
-    return {name: _perturb(array, [other[name] for other in feeds], random, share) for name, array in feed.items()}
-
-
-def _perturb(array: Array, all_samples: Sequence[Array], random: np.random.Generator, share: float) -> Array:
-    if array.dtype.kind == "f":
-        alike = [other for other in all_samples if other.shape == array.shape]
-        one, other = (alike[i] for i in random.integers(0, len(alike), 2))
-        if len(alike) > 1 and not np.array_equal(one, other, equal_nan=True):
-            return np.asarray(array + share * _STEP * (one - other), array.dtype)
-        return np.asarray(array * (1 + share * _RELATIVE * random.standard_normal(array.shape)), array.dtype)
-    if array.dtype.kind in "iu" and array.size > 1 and not np.isin(array, (0, 1)).all():
-        flat = array.reshape(-1).copy()
-        replaced = random.random(flat.size) < _REPLACED
-        flat[replaced] = random.choice(array.reshape(-1), int(replaced.sum()))
-        return flat.reshape(array.shape)
-    return array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from converter.process.memory import release_memory
 from converter.report.inspect import DRIFT, drift_cells
 from converter.verify import measure, samples
 from converter.verify.judging import describe_breaches
-from converter.verify.measure import Expected, describe_run, run_export, run_profile
+from converter.verify.measure import Expected, run_export, run_profile
 from converter.verify.running import signature
 
 VERSION = 1  # of the format that `verify --json` writes
@@ -94,8 +95,9 @@ def verify(path: Path, argument: str | None, profiles: Sequence[str]) -> Verifie
         for output, summary in sorted(summaries.items()):
             rows += rows_of(profile, output, summary, budget, run.emulated)
             samples = summary.samples
-        if profile not in exports and not run.emulated and describe_run(run.info):
-            ran.append(f"{profile} ran: {'; '.join(filter(None, (describe_run(run.info), run.info.advice)))}")
+        how = f"on the CPU kernel, path {run.info.kernel}" if run.info.kernel else run.info.note
+        if profile not in exports and not run.emulated and how:
+            ran.append(f"{profile} ran: {'; '.join(filter(None, (how, run.info.advice)))}")
         over += describe_breaches(profile, budget, summaries)
         release_memory()
     return Verified(path, artifact.manifest.model, origin, samples, tuple(rows), tuple(ran), tuple(over))
@@ -112,12 +114,9 @@ def _golden(artifact: Artifact, profile: str) -> tuple[Expected, str]:
 def _run_samples(artifact: Artifact, argument: str) -> tuple[Expected, str]:
     """Return the given samples, the reference's outputs and slices for them, and their name for messages."""
     found = samples.of_artifact(argument, artifact.manifest)
-    reference = load_reference(artifact)
-    try:
+    with closing(load_reference(artifact)) as reference:
         expected = measure.spool(reference, found, None)
-    finally:
-        reference.close()
-        release_memory()
+    release_memory()
     outputs = signature(artifact.manifest)[1]
     scales = measure.slice_scales(expected, outputs, artifact.manifest.batch_axis)
     if artifact.manifest.golden is not None:

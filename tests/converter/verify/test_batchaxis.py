@@ -14,6 +14,8 @@ from bf16kit.runtime import Array
 from converter.verify.observedshapes import batch_axis
 
 PAIR = [{"x": np.arange(8, dtype=np.float32).reshape(2, 4)}]
+THREE = [{"x": np.arange(12, dtype=np.float32).reshape(3, 4)}]
+FILLS = (-1e9, 1e9, np.inf, -np.inf, np.nan)
 
 
 def _only_singles(x: Array) -> Array:
@@ -22,23 +24,60 @@ def _only_singles(x: Array) -> Array:
     return x
 
 
+def _filled(value: float, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Return ``function`` with one slot filled: a norm over the whole sample sees the fill alone."""
+
+    def filled(x: Array) -> Array:
+        y = np.array(function(x))
+        y[:, 0] = value
+        return y
+
+    return filled
+
+
+def _leaking(scale: float) -> Callable[[Array], Array]:
+    """Return a model with one channel that leaks, and one that is far larger."""
+
+    def function(x: Array) -> Array:
+        y = x * np.float32(1e-3)
+        y[:, 1] += 1e-4 * x[:, 1].mean()
+        y[:, 0] = x[:, 0] * scale
+        return y
+
+    return function
+
+
 @pytest.mark.parametrize(
-    ("function", "axis"),
+    "function",
     [
-        (lambda x: x * 2, 0),
-        (lambda x: x * np.float32(1 + 1e-6 * len(x)), 0),  # sums in another order: fp32 noise
-        (lambda x: x - x.mean(0), None),  # mixes samples
-        (lambda x: x * len(x), None),
-        (lambda x: x[:1], None),  # gives one row only
-        (lambda x: np.where(len(x) > 1, np.nan, x), None),
-        (_only_singles, None),
+        lambda x: x * 2,
+        lambda x: x * np.float32(1 + 1e-6 * len(x)),  # sums in another order: fp32 noise
+        *(_filled(value, lambda x: 2 * x) for value in FILLS),
     ],
-    ids=["apart", "noise", "mean", "count", "first", "nan", "fixed"],
 )
-def test_the_batch_axis_is_found_by_running_two_samples_together(
-    function: Callable[[Array], Array], axis: int | None
-) -> None:
-    assert batch_axis(Computed(function), IN, OUT, PAIR) == axis
+def test_a_model_whose_rows_do_not_interact_has_a_batch_axis(function: Callable[[Array], Array]) -> None:
+    assert batch_axis(Computed(function), IN, OUT, PAIR) == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x - x.mean(0),  # mixes samples
+        *(_filled(value, lambda x: x - x.mean(0)) for value in FILLS),
+        _leaking(1e6),
+        _leaking(1e3),
+        lambda x: x + 0.01 * (x - x[:1]),  # the first row is right in every batch, the others get a share of it
+        lambda x: x + 0 * x.sum(0),  # shows only when a companion is infinite
+        lambda x: x * (1 if len(x) < 3 else 2),  # only three samples show it
+        lambda x: x * len(x),
+        lambda x: x[:1],  # gives one row only
+        lambda x: np.where(len(x) > 1, np.nan, x),
+        _only_singles,
+    ],
+)
+def test_a_model_whose_rows_interact_has_none(function: Callable[[Array], Array]) -> None:
+    with np.errstate(invalid="ignore"):
+        assert batch_axis(Computed(function), IN, OUT, THREE) is None
 
 
 def test_a_row_beside_an_extreme_one_is_not_compared_with_the_row_alone() -> None:
@@ -70,63 +109,6 @@ def test_shapes_alone_can_rule_out_a_batch_axis(
 
 
 def test_two_feeds_of_one_row_and_the_same_shape_are_a_pair() -> None:
-    def row(*values: float) -> dict[str, Array]:
-        return {"x": np.array([values], np.float32)}
-
-    feeds = [row(1, 2), row(1, 2, 3), row(4, 5, 6)]
+    feeds = [{"x": np.array([row], np.float32)} for row in ((1, 2), (1, 2, 3), (4, 5, 6))]
     assert batch_axis(Computed(lambda x: x * 2), IN, OUT, feeds) == 0
     assert batch_axis(Computed(lambda x: x * 2), IN, OUT, feeds[:2]) is None  # no pair: nothing was compared
-
-
-def _filled(value: float) -> Callable[[Array], Array]:
-    """Return a model whose rows interact, with one slot filled."""
-
-    def function(x: Array) -> Array:
-        mixed: Array = x - x.mean(0)
-        mixed[:, 0] = value
-        return mixed
-
-    return function
-
-
-@pytest.mark.parametrize("value", [-1e9, 1e9, np.inf, -np.inf, np.nan])
-def test_no_fill_hides_that_rows_interact(value: float) -> None:
-    """A norm over the whole sample sees the fill alone."""
-    assert batch_axis(Computed(_filled(value)), IN, OUT, PAIR) is None
-
-
-@pytest.mark.parametrize("scale", [1e6, 1e3])
-def test_no_large_channel_hides_that_another_one_leaks(scale: float) -> None:
-    def function(x: Array) -> Array:
-        y = x * np.float32(1e-3)
-        y[:, 1] += 1e-4 * x[:, 1].mean()
-        y[:, 0] = x[:, 0] * scale
-        return y
-
-    assert batch_axis(Computed(function), IN, OUT, PAIR) is None
-
-
-@pytest.mark.parametrize("value", [-1e9, np.inf, np.nan])
-def test_rows_that_do_not_interact_may_hold_fills_and_infinities(value: float) -> None:
-    def function(x: Array) -> Array:
-        y = 2 * x
-        y[:, 0] = value
-        return y
-
-    assert batch_axis(Computed(function), IN, OUT, PAIR) == 0
-
-
-def test_a_dependence_on_the_order_is_seen() -> None:
-    """The first row is right in every batch, the others get a share of it."""
-    assert batch_axis(Computed(lambda x: x + 0.01 * (x - x[:1])), IN, OUT, PAIR) is None
-
-
-def test_a_companion_that_is_not_finite_must_not_spread() -> None:
-    """A sum over the batch, times zero, shows only when a companion is infinite."""
-    with np.errstate(invalid="ignore"):
-        assert batch_axis(Computed(lambda x: x + 0 * x.sum(0)), IN, OUT, PAIR) is None
-
-
-def test_a_dependence_that_only_three_samples_show_is_seen() -> None:
-    feeds = [{"x": np.arange(12, dtype=np.float32).reshape(3, 4)}]
-    assert batch_axis(Computed(lambda x: x * (1 if len(x) < 3 else 2)), IN, OUT, feeds) is None

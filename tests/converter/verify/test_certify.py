@@ -15,7 +15,7 @@ from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import describe
 from bf16kit.runtime import torchscript
 from bf16kit.runtime.ort import kernel
-from converter.verify.observedshapes import _check_one_rank
+from converter.verify.observedshapes import with_observed_shapes
 
 
 @pytest.fixture
@@ -62,46 +62,31 @@ def test_an_unknown_kernel_path_is_rejected_before_anything_is_read(
 
 
 @pytest.mark.long
-def test_torchscript_is_certified_in_both_arithmetics_and_the_worse_counts(
-    cli: Cli, mlp_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", [None, 5, 11])
+def test_torchscript_is_certified_in_both_arithmetics_on_the_same_samples_and_the_worse_counts(
+    cli: Cli, mlp_file: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | None
 ) -> None:
-    """The drift and the profiles in the manifest do not depend on the CPU that converts."""
-    found = []
-    for native in (True, False):
-        monkeypatch.setattr(torchscript, "cpu_has_bf16", lambda native=native: native)
-        version = target.with_name(str(1 + native))
-        cli("checkpoint", mlp_file, "--out", version, *MLP, "--format", "torchscript", "--no-report").published()
-        found.append(Artifact.open(version).manifest)
-    assert found[0].drift == found[1].drift
-    assert found[0].profiles == found[1].profiles
-    assert found[0].profiles["torchscript"].note == (
-        "when verified: run in both arithmetics; the drift is that of bf16, the worse"
-    )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("given", [5, 11])
-def test_both_arithmetics_run_on_the_same_few_of_many_samples_on_every_cpu(
-    cli: Cli, mlp_file: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int
-) -> None:
-    """Of sixteen samples, those made of the given ones included, every second one runs. The golden samples are chosen
-    among those as well."""
-    for index in range(given):
-        x = np.random.default_rng(index).standard_normal((1, 16)).astype(np.float32)
-        np.savez(tmp_path / f"{index:02}.npz", x=x)
-    arguments = (*MLP, "--samples", tmp_path, "--format", "torchscript", "--no-report")
+    """The manifest does not depend on the CPU that converts. Of sixteen samples, those made of the given ones included,
+    every second one runs, and the golden samples are chosen among those."""
+    flags = [*MLP, "--format", "torchscript", "--no-report"]
+    for index in range(given or 0):
+        np.savez(tmp_path / f"{index:02}.npz", x=graphs.values(1, 16, seed=index))
+    flags += ["--samples", str(tmp_path)] if given else []
     found = {}
     for native in (True, False):
         monkeypatch.setattr(torchscript, "cpu_has_bf16", lambda native=native: native)
         version = target.with_name(str(1 + native))
-        cli("checkpoint", mlp_file, "--out", version, *arguments).published()
-        found[native] = (version / "manifest.json").read_bytes()
-    assert found[True] == found[False]
-    manifest = Artifact.open(target.with_name("2")).manifest
-    assert manifest.drift["torchscript"].samples == -(-given // 2)  # made ones are not counted
-    assert manifest.profiles["torchscript"].note == (
-        "when verified: run in both arithmetics on 8 of 16 samples; the drift is that of bf16, the worse"
+        cli("checkpoint", mlp_file, "--out", version, *flags).published()
+        found[native] = Artifact.open(version).manifest
+    assert found[True].drift == found[False].drift
+    assert found[True].profiles == found[False].profiles
+    assert found[True].files["golden.safetensors"] == found[False].files["golden.safetensors"]
+    some = "" if given is None else " on 8 of 16 samples"
+    assert found[True].profiles["torchscript"].note == (
+        f"when verified: run in both arithmetics{some}; the drift is that of bf16, the worse"
     )
+    if given is not None:
+        assert found[True].drift["torchscript"].samples == -(-given // 2)  # made ones are not counted
 
 
 @pytest.mark.parametrize(
@@ -127,9 +112,10 @@ def test_an_outputs_shape_is_what_the_model_gives_whatever_is_declared(
     assert (said in outcome.out) is (declared != seen)
 
 
-def test_an_output_whose_rank_depends_on_the_sample_is_rejected_by_name() -> None:
+def test_an_output_whose_rank_depends_on_the_sample_is_rejected_by_name(small: Artifact) -> None:
+    found = [{"y": np.zeros(shape)} for shape in ((2, 3), (4, 3), (3,))]
     with pytest.raises(ConversionError, match=r"output 'y' is \[2,3\] for one sample and \[3\] for another; export"):
-        _check_one_rank("y", [(2, 3), (4, 3), (3,)])
+        with_observed_shapes(small.manifest, [{"x": np.zeros((2, 16))}] * 3, found, None)
 
 
 def test_a_long_error_of_onnx_runtime_leaves_room_for_the_remedy(cli: Cli, tmp_path: Path) -> None:

@@ -128,24 +128,3 @@ def test_an_optional_profile_without_a_golden_sample_within_budget_is_left_out(t
         "cpu.onnx",
         "golden.safetensors",
     ]
-
-
-def test_weights_listed_among_the_inputs_are_not_inputs(tmp_path: Path, target: Path, cli: Cli) -> None:
-    """Files of IR version 3, which are common in model zoos, list every weight as an input."""
-    source = graphs.mlp((32, 32))
-    source.ir_version = 3
-    source.graph.input.extend(graphs.edge(t.name, list(t.dims)) for t in source.graph.initializer)
-    (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
-    done = cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY).published()
-    assert "converted" in done.out
-
-
-def test_constants_outside_the_directory_of_a_model_are_rejected(tmp_path: Path, target: Path, cli: Cli) -> None:
-    source = graphs.constant_nodes()
-    constant = next(a.t for node in source.graph.node for a in node.attribute if a.HasField("t"))
-    graphs.refer(constant, "../elsewhere.bin")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "elsewhere.bin").write_bytes(bytes(1 << 16))
-    (tmp_path / "model" / "m.onnx").write_bytes(source.SerializeToString())
-    refused = cli("checkpoint", tmp_path / "model" / "m.onnx", "--out", target, *ONNX_ONLY)
-    refused.refused(2, "../elsewhere.bin", "outside the model's directory")

@@ -34,23 +34,13 @@ def wide_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_kind_of_an_output_can_be_stated(cli: Cli, onnx_file: Path, target: Path) -> None:
-    cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--output", "y:logits").published()
-    artifact = Artifact.open(target)
-    assert [output.kind for output in artifact.manifest.outputs] == ["logits"]
-    assert "top1_agreement" in artifact.manifest.drift["cpu"].outputs["y"]
-
-
-def test_the_kind_of_an_unknown_output_is_rejected(cli: Cli, onnx_file: Path, target: Path) -> None:
-    done = cli("checkpoint", onnx_file, "--out", target, "--output", "z:logits")
-    done.refused(2, "--output z: the model's outputs are y")
-
-
-def test_a_stated_bound_that_applies_to_no_output_is_rejected(cli: Cli, onnx_file: Path, target: Path) -> None:
-    done = cli("checkpoint", onnx_file, "--out", target, "--budget", "top1_agreement=1.0")
-    done.refused(
-        2, "--budget top1_agreement=1: no output is known to hold logits ('y' is of kind other)", "--output y:logits"
-    )
+def test_an_unknown_output_and_a_stated_bound_that_applies_to_none_are_rejected(
+    cli: Cli, onnx_file: Path, target: Path
+) -> None:
+    asked = ("checkpoint", onnx_file, "--out", target)
+    cli(*asked, "--output", "z:logits").refused(2, "--output z: the model's outputs are y")
+    said = "--budget top1_agreement=1: no output is known to hold logits ('y' is of kind other)", "--output y:logits"
+    cli(*asked, "--budget", "top1_agreement=1.0").refused(2, *said)
     assert not target.parent.exists()
 
 
@@ -64,12 +54,6 @@ def test_an_unjudged_default_bound_is_noted_if_an_output_could_hold_logits() -> 
     assert check_budget(Budget(), with_output_kinds([OUTPUT], {"y": "embedding"})) == []
     assert check_budget(Budget.parse(["top1_agreement=none"]), [OUTPUT]) == []
     assert check_budget(Budget.parse(["top1_agreement=1"]), with_output_kinds([OUTPUT], {"y": "logits"})) == []
-
-
-def test_a_profile_over_budget_fails_the_conversion(cli: Cli, onnx_file: Path, target: Path) -> None:
-    done = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, *BETWEEN, "--no-search")
-    done.refused(1, "profile cuda, output 'y': relative_l2 is")
-    assert "profile cpu" not in done.err
 
 
 def test_a_profile_over_budget_may_be_left_out_and_the_others_published(
@@ -114,15 +98,11 @@ def test_an_optional_profile_over_budget_is_left_out_whatever_is_allowed(
     assert "profile cpu-bf16, output 'y': relative_l2 is 0.0030" in done.out
     manifest = Artifact.open(target).manifest
     assert "cpu-bf16" not in {*manifest.profiles, *manifest.drift, *manifest.plan.nodes}
-    assert manifest.schema_version == 7
     assert "cpu-bf16.onnx" not in tree(target)
-
-
-def test_a_requested_profile_over_budget_fails_the_conversion(cli: Cli, wide_file: Path, target: Path) -> None:
-    flags = (*ONNX_ONLY, *_CPU_ALONE, "--profile", "cpu", "--profile", "cpu-bf16")
-    done = cli("checkpoint", wide_file, "--out", target, *flags)
-    done.refused(1, "profile cpu-bf16, output 'y': relative_l2 is")
-    assert "profile cpu," not in done.err
+    requested = cli(
+        "checkpoint", wide_file, "--out", target, *ONNX_ONLY, *_CPU_ALONE, "--profile", "cpu-bf16", "--force"
+    )
+    requested.refused(1, "profile cpu-bf16, output 'y': relative_l2 is")
 
 
 def test_cpu_bf16_without_a_product_that_rounds_is_left_out_or_rejected_if_requested(
@@ -198,5 +178,6 @@ def test_a_changed_top_class_is_rejected_though_the_numbers_hardly_change(
 def test_a_tie_in_fp32_does_not_count_as_a_changed_top_class(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = _rivals(tmp_path / "rivals.onnx", apart=2**-22)
     cli("checkpoint", source, "--out", target, "--output", "y:logits", "--no-search", *ONNX_ONLY).published()
-    drift = Artifact.open(target).manifest.drift["cpu"].outputs["y"]
-    assert drift["top1_agreement"]["mean"] == 1.0
+    manifest = Artifact.open(target).manifest
+    assert [output.kind for output in manifest.outputs] == ["logits"]
+    assert manifest.drift["cpu"].outputs["y"]["top1_agreement"]["mean"] == 1.0

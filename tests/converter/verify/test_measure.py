@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import ml_dtypes
 import numpy as np
 import pytest
 from computed import OUT, Computed
@@ -9,7 +12,7 @@ from peaks import measured_alone
 
 from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
-from converter.verify.measure import drifts, run_all, slice_scales, spool, summarise
+from converter.verify.measure import Spool, drifts, run_all, slice_scales, spool, summarise
 from converter.verify.samples import Samples
 
 LARGE_VOCABULARY = """
@@ -39,6 +42,24 @@ with peak_anonymous() as peak:
 assert measure.summarise(found)["y"].samples == 60
 print(peak.bytes - before, one)
 """
+
+
+def test_outputs_on_disk_come_back_bit_for_bit(tmp_path: Path) -> None:
+    outputs = {
+        "floats": np.arange(12, dtype=np.float32).reshape(3, 4).T,
+        "bf16": np.array([1, np.nan], ml_dtypes.bfloat16),
+        "flag": np.array(True),
+        "nothing": np.empty((0, 3), np.int64),
+        "text": np.array([b"a"], object),
+    }
+    kept = Spool(tmp_path, [outputs, {"floats": np.array([7.0])}])
+    assert list(tmp_path.iterdir()) == []
+    for name, array in outputs.items():
+        found = kept[0][name]
+        assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    np.testing.assert_array_equal(kept[1]["floats"], [7])
+    with pytest.raises(ValueError, match="read-only"):
+        kept[1]["floats"][0] = 1
 
 
 def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,22 @@ import onnx
 import pytest
 import torch
 from architectures import seeded
-from converting import MLP, ONNX_ONLY, Cli
+from converting import ONNX_ONLY, Cli
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import nn
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.drift.slices import Values
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
-from converter.read.torch import onnx_export
-from converter.source import FP32_ROUNDOFF, Feeds, Oracle, Source, TorchModel
+from converter.source import FP32_ROUNDOFF, Feeds, Oracle, Source
 from converter.verify import oracle
 from converter.verify.fp32noise import Noise
-from converter.verify.oracle import FEEDS, FLOOR, OracleRun, certify, run_oracle
+from converter.verify.measure import slice_scales
+from converter.verify.oracle import FEEDS, FLOOR, OracleRun, certify, resolved, run_oracle
 
 Y = np.array([1.0, -2.0, 3.0], np.float32)
 FEED: list[Feeds] = [{"x": np.ones(3, np.float32)}]
@@ -59,26 +61,20 @@ def _answering(output: NDArray[Any], graph: Graph | None = None) -> OracleRun:
     return OracleRun(({"y": output},), "a test", noise=noise)
 
 
-def test_the_figure_is_in_the_manifest_and_the_closing_lines(cli: Cli, mlp: Artifact) -> None:
-    entry = mlp.manifest.oracle
-    assert entry is not None
-    assert entry.checked
-    assert entry.feeds == FEEDS
-    assert entry.how.startswith("the torch module")
-    figure = entry.outputs["output"]
-    assert 0 <= figure.relative_l2 < 1e-6
-    assert figure.bound == FLOOR
-
-
 @pytest.mark.parametrize("residual", [(), ("--no-residual",)])
-def test_an_onnx_file_runs_before_the_converter_changes_it(
-    cli: Cli, onnx_file: Path, target: Path, residual: tuple[str, ...]
+def test_the_figure_is_in_the_manifest_and_the_closing_lines(
+    cli: Cli, mlp: Artifact, onnx_file: Path, target: Path, residual: tuple[str, ...]
 ) -> None:
+    """An ONNX file runs before the converter changes it."""
     out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, *residual).published().out
-    entry = Artifact.open(target).manifest.oracle
+    entry, of_module = Artifact.open(target).manifest.oracle, mlp.manifest.oracle
     assert entry is not None
+    assert of_module is not None
     assert entry.how.startswith("the untouched ONNX file")
     assert f"of {entry.how} ({FEEDS} samples; fp32 noise explains {FLOOR:.2g})" in out
+    assert of_module.how.startswith("the torch module")
+    assert (of_module.checked, of_module.feeds, of_module.outputs["output"].bound) == (True, FEEDS, FLOOR)
+    assert 0 <= of_module.outputs["output"].relative_l2 < 1e-6
 
 
 class Ill(nn.Module):
@@ -113,15 +109,11 @@ def test_a_reference_that_differs_from_its_source_is_rejected_with_the_figures()
         assert said in str(refused.value)
 
 
-def test_fp32_noise_passes_without_measuring_the_models_own_noise() -> None:
+def test_fp32_noise_passes_without_measuring_the_models_own_noise_and_more_passes_if_the_model_amplifies_it() -> None:
     graph = Graph()
-    entry = certify(_answering(Y, graph), [{"y": Y * np.float32(1 + 2e-7)}])
-    assert entry.outputs["y"].bound == FLOOR
-    assert 0 < entry.outputs["y"].relative_l2 < 1e-6
-    assert not graph.opened
-
-
-def test_a_difference_as_large_as_the_models_own_noise_passes() -> None:
+    figure = certify(_answering(Y, graph), [{"y": Y * np.float32(1 + 2e-7)}]).outputs["y"]
+    assert (figure.bound, graph.opened) == (FLOOR, 0)
+    assert 0 < figure.relative_l2 < 1e-6
     entry = certify(_answering(Y, Graph(Y, Y * np.float32(1.005))), [{"y": Y * np.float32(1.01)}])
     assert entry.outputs["y"].relative_l2 == pytest.approx(0.0099, rel=1e-2)
     assert 0.015 < entry.outputs["y"].bound < 0.03
@@ -129,33 +121,23 @@ def test_a_difference_as_large_as_the_models_own_noise_passes() -> None:
 
 
 def test_noise_is_the_change_that_perturbing_causes_however_far_the_graph_is_from_the_source() -> None:
-    """A graph that computes something else must not widen the bound by which it is judged."""
-    wrong = np.abs(Y)
+    """A graph that computes something else must not widen the bound by which it is judged; nor one that fails."""
+    wrong, failing = np.abs(Y), Graph(Y, None)
     with pytest.raises(ConversionError, match=r"at most 3\.8"):
         certify(_answering(Y, Graph(wrong, wrong * np.float32(1 + 1e-7))), [{"y": wrong}])
-
-
-def test_the_perturbed_graph_is_closed_and_may_fail() -> None:
-    graph = Graph(Y, None)
     with pytest.raises(ConversionError, match=r"at most 3\.8"):
-        certify(_answering(Y, graph), [{"y": -Y}])
-    assert graph.opened == graph.closed == 4
+        certify(_answering(Y, failing), [{"y": -Y}])
+    assert failing.opened == failing.closed == 4
 
 
-def test_indices_must_be_exact_except_where_noise_flips_them() -> None:
-    own, tied, wrong = np.array([3, 5]), np.array([3, 6]), np.array([4, 5])
-    entry = certify(_answering(own, Graph(tied, own)), [{"y": tied}])
-    assert entry.outputs["y"].relative_l2 == 0
-    for graph in (Graph(wrong), Graph(own), Graph(tied, own)):
-        with pytest.raises(ConversionError, match=r"at most 0"):
-            certify(_answering(own, graph), [{"y": wrong}])
-
-
-def test_a_number_of_rows_must_be_exact_except_where_noise_changes_it() -> None:
-    own, fewer = np.array([3, 5, 7]), np.array([3, 5])
+def test_indices_and_numbers_of_rows_must_be_exact_except_where_noise_flips_them() -> None:
+    own, tied, wrong, fewer = np.array([3, 5]), np.array([3, 6]), np.array([4, 5]), np.array([3])
+    assert certify(_answering(own, Graph(tied, own)), [{"y": tied}]).outputs["y"].relative_l2 == 0
     assert certify(_answering(own, Graph(own, fewer)), [{"y": fewer}]).outputs["y"].relative_l2 == 0
-    with pytest.raises(ConversionError, match=r"at most 0"):
-        certify(_answering(own, Graph(fewer)), [{"y": fewer}])
+    refused = [(wrong, Graph(wrong)), (wrong, Graph(own)), (wrong, Graph(tied, own)), (fewer, Graph(fewer))]
+    for reference, graph in refused:
+        with pytest.raises(ConversionError, match=r"at most 0"):
+            certify(_answering(own, graph), [{"y": reference}])
 
 
 def test_an_output_that_the_source_does_not_have_is_rejected() -> None:
@@ -163,8 +145,29 @@ def test_an_output_that_the_source_does_not_have_is_rejected() -> None:
         certify(_answering(Y), [{"z": Y}])
 
 
-def _source(answers: Any) -> Source:
-    return Source(
+def _failing(_feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+    if FEED:
+        raise RuntimeFailure("it broke")
+    yield {}
+
+
+def _drawing(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+    random = np.random.default_rng(0)
+    return ({"y": random.standard_normal(3)} for _ in feeds)
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (None, "it has no module"),
+        (_failing, "a test: it broke"),
+        (_drawing, "a test gives different outputs for the same input (output 'y')"),
+    ],
+)
+def test_a_source_that_cannot_be_compared_with_is_recorded_as_not_checked(
+    tmp_path: Path, answers: Any, said: str
+) -> None:
+    source = Source(
         checkpoint=None,  # type: ignore[arg-type]  # nothing but the oracle is looked at
         graph=None,
         inputs=(),
@@ -172,49 +175,9 @@ def _source(answers: Any) -> Source:
         oracle=None if answers is None else Oracle(answers, "a test"),
         no_oracle_reason="it has no module",
     )
-
-
-def test_a_source_that_cannot_run_is_recorded_as_not_checked(tmp_path: Path) -> None:
-    entry = certify(run_oracle(_source(None), FEED, tmp_path), [{"y": Y}])
+    entry = certify(run_oracle(source, FEED, tmp_path), [{"y": Y}])
     assert not entry.checked
-    assert next(oracle.remarks(entry)) == (
-        "the fp32 reference was not checked against the source itself: it has no module"
-    )
-
-
-def test_a_source_that_fails_is_recorded_as_not_checked(tmp_path: Path) -> None:
-    def failing(_feeds: Sequence[Feeds]) -> Iterator[Feeds]:
-        if FEED:
-            raise RuntimeFailure("it broke")
-        yield {}
-
-    assert run_oracle(_source(failing), FEED, tmp_path) == OracleRun((), "a test: it broke")
-
-
-def test_a_source_that_draws_random_numbers_is_recorded_as_not_checked(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-
-    def drawing(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
-        for _ in feeds:
-            yield {"y": random.standard_normal(3)}
-
-    assert "gives different outputs for the same input" in run_oracle(_source(drawing), FEED, tmp_path).how
-
-
-def test_a_module_that_exporting_changes_is_rejected(
-    cli: Cli, mlp_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export = onnx_export.to_onnx
-
-    def changing(model: TorchModel, tensors: Mapping[str, Any]) -> Any:
-        graph = export(model, tensors)
-        with torch.no_grad():
-            model.module.get_parameter("module.up.weight").mul_(0.5)
-        return graph
-
-    monkeypatch.setattr(onnx_export, "to_onnx", changing)
-    cli("checkpoint", mlp_file, "--out", target, *MLP).refused(3, "the model's own tensor 'module.up.weight'")
-    assert not target.exists()
+    assert next(oracle.remarks(entry)) == f"the fp32 reference was not checked against the source itself: {said}"
 
 
 def test_a_file_in_half_precision_is_judged_by_its_own_noise(cli: Cli, target: Path, tmp_path: Path) -> None:
@@ -235,3 +198,49 @@ def test_a_file_in_half_precision_is_judged_by_its_own_noise(cli: Cli, target: P
     entry = Artifact.open(target).manifest.oracle
     assert entry is not None
     assert entry.outputs["y"].bound >= 8 * 2.0**-11
+
+
+SPEC = (TensorSpec("y", "float32", ("n", 4)),)
+
+
+class Perturbed(Noise):
+    """A source whose outputs change by ``change`` of each value's column when its weights are perturbed."""
+
+    def __init__(self, outputs: list[Feeds], change: list[float]) -> None:
+        self._outputs, self._change = outputs, np.array(change, np.float32)
+
+    def pairs(self, name: str) -> list[list[tuple[NDArray[Any], NDArray[Any]]]]:
+        return [[(each[name], each[name] + self._change) for each in self._outputs]]
+
+
+def judge(difference: list[float], noise: list[float] | None) -> list[Values]:
+    """Return the scales if the reference differs from the source by ``difference`` in each column."""
+    own: list[Feeds] = [{"y": np.random.default_rng(0).standard_normal((20, 4)).astype(np.float32)}]
+    reference: list[Feeds] = [{"y": own[0]["y"] + np.array(difference, np.float32)}]
+    run = OracleRun(own, "a test", noise=None if noise is None else Perturbed(own, noise))
+    return resolved(run, reference, SPEC, 0, slice_scales(reference, SPEC, 0))["y"]
+
+
+def test_slices_that_agree_keep_their_scale() -> None:
+    (scale,) = judge([0, 1e-6, 1e-3, 0.01], [1, 1, 1, 1])
+    np.testing.assert_allclose(scale, 1, atol=0.6)
+
+
+@pytest.mark.parametrize(
+    ("difference", "noise", "excused"),
+    [
+        ([0, 0.5, 0, 0], [0, 0.2, 0, 0], [1]),
+        ([0, 0.5, 0.01, 0.03], [0.2] * 4, [1, 3]),  # noise alone excuses nothing: it is larger than two programs'
+        ([0, 0.5, 0, 0], None, [1]),  # without a graph to perturb, the difference itself is the noise
+    ],
+)
+def test_slices_at_fp32_noise_are_excused_and_the_others_judged(
+    difference: list[float], noise: list[float] | None, excused: list[int]
+) -> None:
+    (scale,) = judge(difference, noise)
+    assert list(np.flatnonzero(np.isinf(scale))) == excused
+
+
+def test_a_slice_of_the_reference_that_noise_does_not_explain_is_an_error() -> None:
+    with pytest.raises(ConversionError, match=r"output 'y' differs in index 2 along its axis 0"):
+        judge([0, 0, 0.5, 0], [0, 0, 0.01, 0])

@@ -1,37 +1,38 @@
-"""Random samples for models without samples: seeded, of the declared shapes, and with no index outside its table."""
+"""Random samples, seeded, of the declared shapes, with no index outside its table; and more samples of given ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 import graphs
 from bf16kit.artifact.entries import drawn_at_random
+from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, check_feeds
-from converter.graph.indexing import compared_with, index_bounds
+from converter.graph.indexing import index_bounds
 from converter.read.signature import input_specs
-from converter.source import Feeds
-from converter.verify.random_samples import COUNT, ROWS, RunSource, generate
+from converter.source import Feeds, Oracle
+from converter.verify.random_samples import COUNT, ROWS, SAMPLES, RunSource, generate, with_enough
+from converter.verify.samples import Samples
+
+LOGITS = (TensorSpec("y", "float32", ("batch", 5), "logits"),)
+OTHER = (TensorSpec("y", "float32", ("batch", 5)),)
+Inputs = dict[str, NDArray[np.generic]]
 
 
 def read(model: onnx.ModelProto) -> ir.Model:
     return ir.from_proto(model)
 
 
-def input_named(model: ir.Model, name: str) -> ir.Value:
-    return next(value for value in model.graph.inputs if value.name == name)
-
-
 def test_an_index_stays_within_the_table_it_reads() -> None:
     model = read(graphs.embedding(rows=5))
-    assert index_bounds(input_named(model, "ids")) == {5}
     feeds = generate(input_specs(model), model, None, seed=0).feeds
     ids = np.concatenate([feed["ids"].ravel() for feed in feeds])
     assert ids.min() >= 0
@@ -88,8 +89,7 @@ def test_a_padding_token_ends_some_rows_and_fills_none() -> None:
 
 
 def _mask_feeds(run_source: RunSource, dtype: str = "int64") -> list[np.ndarray]:
-    specs = (TensorSpec("attention_mask", dtype, ("n", "length")),)
-    found = generate(specs, read(graphs.mlp()), None, seed=0, run_source=run_source)
+    found = generate((TensorSpec("attention_mask", dtype, ("n", "length")),), None, None, 0, run_source)
     return [feed["attention_mask"] for feed in found.feeds]
 
 
@@ -129,6 +129,13 @@ def test_the_same_seed_gives_the_same_samples_and_another_gives_others() -> None
     assert not np.array_equal(first[0]["x"], other[0]["x"])
 
 
+@pytest.mark.parametrize("build", [graphs.mlp, graphs.embedding, graphs.conv_bn, graphs.if_branches, graphs.loop])
+def test_samples_fit_the_inputs_of_their_model(build: Callable[[], onnx.ModelProto]) -> None:
+    model = read(build())
+    for feed in generate(input_specs(model), model, None, seed=0).feeds:
+        check_feeds(input_specs(model), feed)
+
+
 def test_every_dtype_gets_fitting_values_and_inputs_agree_on_free_dimensions() -> None:
     specs = (
         TensorSpec("x", "float32", ("n", "length", 3)),
@@ -148,13 +155,11 @@ def test_an_integer_that_is_compared_with_constants_takes_one_of_them() -> None:
     made = graphs.if_branches()
     made.graph.input[1].CopyFrom(graphs.edge("rate", [], TensorProto.INT64))
     made.graph.initializer.append(graphs.initializer("sixteen", np.array(16_000)))
-    sign = graphs.initializer("", np.array([8_000]))
     made.graph.node.insert(0, helper.make_node("Equal", ["rate", "sixteen"], ["flag"]))
-    made.graph.node.insert(1, helper.make_node("Constant", [], ["eight"], value=sign))
+    eight = graphs.initializer("", np.array([8_000]))
+    made.graph.node.insert(1, helper.make_node("Constant", [], ["eight"], value=eight))
     made.graph.node.insert(2, helper.make_node("Equal", ["eight", "rate"], ["unused"]))
     model = read(made)
-    assert compared_with(input_named(model, "rate")) == (8_000, 16_000)
-    assert compared_with(input_named(model, "x")) == ()
     feeds = generate(input_specs(model), model, None, seed=0).feeds
     assert {int(feed["rate"]) for feed in feeds} == {8_000, 16_000}
 
@@ -185,8 +190,70 @@ def test_sizes_that_the_source_does_not_run_on_are_skipped(shape: tuple[int | st
     assert all(fits(feed["x"]) for feed in found.feeds)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("build", [graphs.mlp, graphs.embedding, graphs.conv_bn, graphs.if_branches, graphs.loop])
-def test_samples_fit_the_inputs_of_their_model(build: object, tmp_path: Path) -> None:
-    model = read(build())  # type: ignore[operator]
-    for feed in generate(input_specs(model), model, None, seed=0).feeds:
-        check_feeds(input_specs(model), feed)
+# --- more samples, made of the given ones where these are too few to judge slices and agreement by --------------------
+
+
+def oracle(reject: int | None = None, nan: int | None = None) -> Oracle:
+    """Return an oracle that fails on feed number ``reject``, and gives NaN for feed number ``nan``."""
+
+    def outputs(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        for number, feed in enumerate(feeds):
+            if number == reject:
+                raise RuntimeFailure("out of range")
+            rows = len(next(iter(feed.values())))
+            yield {"y": np.full((rows, 5), np.nan if number == nan else 1.0, np.float32)}
+
+    return Oracle(outputs, "a test")
+
+
+def enough(feeds: Sequence[Inputs], outputs: Sequence[TensorSpec] = OTHER, how: Oracle | None = None) -> Samples:
+    given = Samples(tuple(feeds), "the test")
+    how = how or oracle()
+    return with_enough(given, inputs_of(given), outputs, how(given.feeds[:1]), how, Budget(), 0)
+
+
+def inputs_of(samples: Samples) -> list[TensorSpec]:
+    first = samples.feeds[0]
+    return [TensorSpec(name, array.dtype.name, ("n", *array.shape[1:])) for name, array in first.items()]
+
+
+def floats(count: int, rows: int = 1) -> list[Inputs]:
+    random = np.random.default_rng(0)
+    return [{"x": random.standard_normal((rows, 4)).astype(np.float32)} for _ in range(count)]
+
+
+def test_slices_need_a_few_samples_and_agreement_a_hundred_rows() -> None:
+    """With fewer than 1 ÷ (1 − 0.99) rows, a single one that differs breaks the bound."""
+    assert [len(enough(floats(n)).feeds) for n in (1, 5, 16, 40)] == [SAMPLES, SAMPLES, SAMPLES, 40]
+    assert len(enough(floats(4, rows=8)).feeds) == 4
+    assert len(enough(floats(3), LOGITS).feeds) == 100
+    assert len(enough(floats(3, rows=8), LOGITS).feeds) == 13
+
+
+def test_the_given_samples_stay_first_and_the_origin_says_what_was_made() -> None:
+    given = floats(3)
+    found = enough(given)
+    assert found.given == tuple(given)
+    assert [feed["x"].tolist() for feed in found.feeds] == [feed["x"].tolist() for feed in enough(given).feeds]
+    assert found.made == SAMPLES - 3
+    assert found.described == "the test, and 13 made of them by perturbation"
+    assert enough(floats(16)).described == "the test"
+
+
+def test_integers_stay_valid_indices_and_masks_stay() -> None:
+    tokens, mask = np.array([[5, 900, 31, 7, 2]]), np.array([[1, 1, 1, 0, 0]])
+    found = enough([{"ids": tokens, "mask": mask, "length": np.array([5])}])
+    made = found.feeds[1:]
+    assert all(np.isin(feed["ids"], tokens).all() for feed in made)
+    assert any((feed["ids"] != tokens).any() for feed in made)
+    assert all((feed["mask"] == mask).all() and feed["length"] == 5 for feed in made)
+
+
+@pytest.mark.parametrize(
+    ("how", "made"),
+    [(oracle(nan=2), SAMPLES - 3), (oracle(nan=0), SAMPLES - 4), (oracle(reject=5), 10), (oracle(reject=0), 0)],
+)
+def test_samples_that_the_source_rejects_are_replaced_once_by_smaller_steps(how: Oracle, made: int) -> None:
+    given = Samples(tuple(floats(3)), "the test")
+    assert with_enough(given, inputs_of(given), OTHER, oracle()(given.feeds), how, Budget(), 0).made == made
+    assert with_enough(given, inputs_of(given), OTHER, [], how, Budget(), 0) is given  # it could not be run at all

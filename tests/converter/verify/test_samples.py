@@ -23,29 +23,20 @@ def _rows(count: int) -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(count).standard_normal((count, 16)).astype(np.float32)}
 
 
-def test_a_file_is_one_feed(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", allow_pickle=False, **_rows(3))
-    save_file(_rows(3), tmp_path / "a.safetensors")
-    for name in ("a.npz", "a.safetensors"):
-        found = load(str(tmp_path / name), _X)
-        assert [feed["x"].tolist() for feed in found.feeds] == [_rows(3)["x"].tolist()]
-        assert found.origin == f"the file {name}"
-
-
-def test_a_directory_is_many_feeds_in_the_order_of_names(tmp_path: Path) -> None:
-    np.savez(tmp_path / "b.npz", allow_pickle=False, **_rows(2))
+def test_a_file_is_one_feed_a_directory_many_and_a_function_yields_them(tmp_path: Path) -> None:
+    np.savez(tmp_path / "b.npz", allow_pickle=False, **_rows(3))
     save_file(_rows(1), tmp_path / "a.safetensors")
     (tmp_path / "README.md").write_text("not a sample")
-    assert [len(feed["x"]) for feed in load(str(tmp_path), _X).feeds] == [1, 2]
-
-
-def test_a_function_yields_feeds() -> None:
-    found = load("feeders:three", _X)
-    assert [len(feed["x"]) for feed in found.feeds] == [1, 2, 3]
-    assert found.origin == "feeders:three"
-
-
-def test_an_endless_function_is_read_only_up_to_the_limit() -> None:
+    for given, rows, origin in (
+        (tmp_path / "b.npz", [3], "the file b.npz"),
+        (tmp_path / "a.safetensors", [1], "the file a.safetensors"),
+        (tmp_path, [1, 3], f"the directory {tmp_path.name}"),  # in the order of names
+        ("feeders:three", [1, 2, 3], "feeders:three"),
+    ):
+        found = load(str(given), _X)
+        assert [len(feed["x"]) for feed in found.feeds] == rows
+        assert found.origin == origin
+    assert load(str(tmp_path), _X).feeds[1]["x"].tolist() == _rows(3)["x"].tolist()
     assert len(load("feeders:endless", _X).feeds) == LIMIT
 
 
@@ -90,21 +81,16 @@ def test_a_feed_that_does_not_fit_is_rejected_with_its_file(
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.npz", b""),
-        ("a.npz", b"some text"),
-        ("a.npz", b"PK\x03\x04" + bytes(50)),
-        ("a.safetensors", b""),
-        ("a.safetensors", b"\xff" * 40),
-        ("a.txt", b"1 2 3"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(SamplesError, match=name):
-        load(str(tmp_path / name), _X)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    contents = {
+        "a.npz": (b"", b"some text", b"PK\x03\x04" + bytes(50)),
+        "a.safetensors": (b"", b"\xff" * 40),
+        "a.txt": (b"1 2 3",),
+    }
+    for name, each in ((name, each) for name, found in contents.items() for each in found):
+        (tmp_path / name).write_bytes(each)
+        with pytest.raises(SamplesError, match=name):
+            load(str(tmp_path / name), _X)
 
 
 def test_a_conversion_measures_on_the_given_samples_and_records_them(cli: Cli, onnx_file: Path, target: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,12 @@ from bf16kit.drift import budget
 from bf16kit.drift import metrics as drift
 from bf16kit.drift.metrics import OutputDrift, SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
-from converter.verify import judging
+from converter.verify import certify, judging
 
 Patch = pytest.MonkeyPatch
 
-MEASURE, COMPARE, DISTRIBUTION, WITHIN = drift.measure, drift.compare, drift._distribution, budget._within
-FIND, JUDGE = judging.find_breaches, judging.judge
+FIND, JUDGE, MEASURE = judging.find_breaches, judging.judge, drift.measure
+Wrong = Callable[[Any], Any]  # the function → one that is wrong
 
 
 def _refused(cli: Cli, proto: onnx.ModelProto, target: Path, what: str, *flags: str) -> None:
@@ -35,57 +37,43 @@ def _refused(cli: Cli, proto: onnx.ModelProto, target: Path, what: str, *flags: 
     assert target.exists()
 
 
+def _metric(name: str, wrong: Callable[[SampleDrift], float]) -> Wrong:
+    """Return a fault of ``compare``: another value of one metric."""
+
+    def changed(compare: Callable[..., OutputDrift], *given: Any) -> OutputDrift:
+        found = compare(*given)
+        return replace(found, rows=[replace(row, **{name: wrong(row)}) for row in found.rows])  # type: ignore[arg-type]
+
+    return lambda compare: partial(changed, compare)
+
+
 @pytest.mark.parametrize(
-    ("metric", "wrong"),
+    ("module", "name", "wrong", "bound", "said"),
     [
-        ("relative_l2", lambda sample: sample.relative_l2 / 10),
-        ("cosine_distance", lambda _: 0.0),
-        ("max_abs", lambda sample: sample.max_abs / 2),
-        ("nonfinite", lambda _: 1),
+        (drift, "compare", _metric("relative_l2", lambda sample: sample.relative_l2 / 10), "", " is stated as "),
+        (drift, "compare", _metric("cosine_distance", lambda _: 0.0), "", " is stated as "),
+        (drift, "compare", _metric("max_abs", lambda sample: sample.max_abs / 2), "", " is stated as "),
+        (drift, "compare", _metric("nonfinite", lambda _: 1), "nonfinite=none", " is stated as "),
+        (drift, "compare", lambda f: lambda r, _c, *given: f(r, r, *given), "", "relative_l2 is stated as 0.0"),
+        (drift, "_distribution", lambda f: lambda *g: f(*g) | {"p99": f(*g)["p50"]}, "", ".p99 is stated as"),
+        (drift, "_decibels", lambda f: lambda relative_l2: f(relative_l2) + 60, "", "sqnr_db.mean is stated as"),
+        (budget, "_within", lambda f: lambda n, m, b: f(n, m, 2 * b), "relative_l2=1.2e-3", ", over the budget of "),
+        (certify, "required", lambda _: lambda *_, **__: {}, "", "cpu does not say which ONNX Runtime it needs"),
     ],
-)
-def test_a_metric_that_is_not_what_it_should_be_is_found(
-    cli: Cli, target: Path, monkeypatch: Patch, metric: str, wrong: Callable[[SampleDrift], float]
+)  # fmt: skip
+def test_a_faulty_judge_is_found(
+    cli: Cli, target: Path, monkeypatch: Patch, module: ModuleType, name: str, wrong: Wrong, bound: str, said: str
 ) -> None:
-    def changed(*given: Any) -> OutputDrift:
-        found = COMPARE(*given)
-        return replace(found, rows=[replace(row, **{metric: wrong(row)}) for row in found.rows])  # type: ignore[arg-type]
-
-    monkeypatch.setattr(drift, "compare", changed)
-    _refused(cli, graphs.mlp(), target, " is stated as ", "--profile", "cpu", "--budget", "nonfinite=none")
-
-
-def test_a_comparison_of_the_reference_with_itself_is_found(cli: Cli, target: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(drift, "compare", lambda reference, _candidate, *given: COMPARE(reference, reference, *given))
-    _refused(cli, graphs.mlp(), target, "relative_l2 is stated as 0.0", "--profile", "cpu")
-
-
-def test_a_quantile_that_is_another_one_is_found(cli: Cli, target: Path, monkeypatch: Patch) -> None:
-    def wrong(metric: str, values: list[float]) -> dict[str, float]:
-        found = DISTRIBUTION(metric, values)
-        return found | {"p99": found["p50"]}
-
-    monkeypatch.setattr(drift, "_distribution", wrong)
-    _refused(cli, graphs.mlp(), target, ".p99 is stated as", "--profile", "cpu")
-
-
-def test_decibels_that_are_too_many_are_found(cli: Cli, target: Path, monkeypatch: Patch) -> None:
-    decibels = drift._decibels
-    monkeypatch.setattr(drift, "_decibels", lambda relative_l2: decibels(relative_l2) + 60)
-    _refused(cli, graphs.mlp(), target, "sqnr_db.mean is stated as", "--profile", "cpu")
-
-
-def test_a_bound_that_is_doubled_is_found(cli: Cli, target: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(budget, "_within", lambda name, measured, bound: WITHIN(name, measured, 2 * bound))
-    flags = ("--profile", "cpu", "--budget", "relative_l2=1.2e-3")
-    _refused(cli, graphs.mlp((64, 96, 40)), target, "over the budget of 0.0012", *flags)
+    monkeypatch.setattr(module, name, wrong(getattr(module, name)))
+    flags = ("--profile", "cpu", *(("--budget", bound) if bound else ()))
+    _refused(cli, graphs.mlp((64, 96, 40)), target, said, *flags)
 
 
 def test_an_output_that_is_not_judged_is_found(cli: Cli, target: Path, monkeypatch: Patch) -> None:
     def first_only(allowed: Any, drifts: Sequence[Mapping[str, OutputDrift]]) -> Any:
         return FIND(allowed, [{"h": sample["h"]} for sample in drifts])
 
-    for module in ("certify", "golden"):
+    for module in ("certify", "judging"):
         monkeypatch.setattr(f"converter.verify.{module}.find_breaches", first_only)
     proto = cancellation().proto
     proto.graph.output.append(graphs.edge("h", ["batch", 64]))
@@ -99,11 +87,6 @@ def test_a_profile_that_is_not_judged_is_found(cli: Cli, target: Path, monkeypat
     monkeypatch.setattr("converter.convert.judge", without_cuda)
     flags = ("--profile", "cpu", "--profile", "cuda", "--budget", "relative_l2=3e-3")
     _refused(cli, graphs.mlp((64, 96, 40)), target, "cuda, 'y': relative_l2 is", *flags)
-
-
-def test_a_profile_that_does_not_say_what_it_requires_is_found(cli: Cli, target: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("converter.verify.certify.required", lambda *_, **__: {})
-    _refused(cli, graphs.mlp(), target, "cpu does not say which ONNX Runtime it needs", "--profile", "cpu")
 
 
 def test_the_formulas_give_what_their_definitions_say() -> None:
