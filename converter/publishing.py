@@ -37,7 +37,7 @@ def build_measurements(
     """Return the content of ``measurements.json`` for the published profiles."""
     certified = verified.certified
     columns = sample_columns(certified.drifts)
-    searches = {profile: result.entry() for profile, result in verified.searches.items()}
+    searches = {profile: result.entry for profile, result in verified.searches.items()}
     profiles = {
         profile: ProfileMeasurements(
             outputs=columns[profile],

@@ -11,20 +11,19 @@ import onnx
 import onnx_ir as ir
 import pytest
 from converting import ONNX_ONLY, Cli
-from lowered import lower, specs
+from lowered import Lowered, lower
 from textdetector import pictures, text_detector
 
-from bf16kit.artifact.artifact import Artifact
+from bf16kit.drift.budget import Budget
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from bf16kit.runtime.ort.session import open_session
-from converter.islands.candidates import bf16_alone, bf16_of, candidates
-from converter.islands.trials import Deadline, Signature, Trials
+from converter.islands.candidates import bf16_alone, candidates
+from converter.islands.trials import Task, Trials
 from converter.plan import make_plan
 from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES
 from converter.rewrite import prepare
-from converter.rewrite.explicit import floating_tensors
 from converter.verify import measure
 from converter.verify.emulate import emulation
 from converter.verify.measure import Expected
@@ -38,19 +37,19 @@ class Simulated:
 
     def __init__(self, directory: Path, profile: str, chosen: Callable[[int], bool], logit: float = 0.0) -> None:
         proto, how = text_detector(logit), PROFILES[profile]
-        model = ir.from_proto(proto)
-        signature = Signature(specs(model.graph.inputs), specs(model.graph.outputs), 0)
-        prepared = prepare(model, floating_tensors(model))
+        prepared = prepare(ir.from_proto(proto))
         base, plan = how.base(prepared), make_plan(prepared).plan
-        units = candidates(base, plan, how, {}, {})
-        alone = bf16_alone(unit for number, unit in enumerate(units) if chosen(number))
+        units = frozenset(u for number, u in enumerate(candidates(base, plan, how, {}, {})) if chosen(number))
+        alone = bf16_alone(units)
         islands = Islands(dict.fromkeys(alone.nodes, ""), dict.fromkeys(alone.weights, ""))
-        written = lower(directory / "1", proto, islands=islands).artifact
-        expected = list(measure.run_all(load_reference(written), FEEDS))
-        runtime = load(written, "cpu") if profile == "cpu" else _emulated(written, signature)
-        self.written = measure.drifts(expected, measure.run_all(runtime, FEEDS), signature.outputs, 0, {})
-        trials = Trials(base, bf16_of(plan, how), signature, Expected(FEEDS, expected, {}, len(FEEDS)), Deadline())
-        self.simulated = trials.drifts(bf16_of(make_plan(prepared, islands=islands).plan, how))
+        written = lower(directory / "1", proto, islands=islands)
+        manifest = written.artifact.manifest.model_copy(update={"batch_axis": 0})
+        expected = list(measure.run_all(load_reference(written.artifact), FEEDS))
+        runtime = load(written.artifact, "cpu") if profile == "cpu" else _emulated(written)
+        self.written = measure.drifts(expected, measure.run_all(runtime, FEEDS), written.outputs, 0, {})
+        compared = Expected(FEEDS, expected, {}, len(FEEDS))
+        task = Task(prepared=prepared, profile=how, manifest=manifest, expected=compared, budget=Budget())
+        self.simulated = Trials(task).drifts(task.rounded(units))
 
     @property
     def errors(self) -> tuple[Sequence[float], Sequence[float]]:
@@ -61,10 +60,9 @@ class Simulated:
         return simulated, written
 
 
-def _emulated(artifact: Artifact, signature: Signature) -> OnnxRuntime:
-    return OnnxRuntime(
-        emulation(artifact.file("cuda.onnx")), signature.inputs, signature.outputs, base_dir=artifact.path
-    )
+def _emulated(written: Lowered) -> OnnxRuntime:
+    path = written.artifact.file("cuda.onnx")
+    return OnnxRuntime(emulation(path), written.inputs, written.outputs, base_dir=path.parent)
 
 
 def none(_: int) -> bool:

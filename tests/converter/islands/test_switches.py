@@ -10,9 +10,7 @@ from lowered import specs
 from onnx import TensorProto, helper, shape_inference
 
 import graphs
-from converter.graph.operators import bf16_form
-from converter.graph.step import run
-from converter.islands.switches import Bf16, Switch, positions
+from converter.islands.switches import Bf16, Switched
 from converter.source import Array
 from converter.verify.running import open_fp32_graph
 
@@ -23,15 +21,19 @@ def rounded(array: Array) -> Array:
     return array.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
+def run(model: ir.Model, on: Bf16, switched: Bf16) -> Array:
+    """Return the output of ``model`` for X, with all roundings of ``switched`` switched and those of ``on`` on."""
+    made = Switched(model, switched)
+    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
+    runtime = open_fp32_graph(made.model, (*inputs, made.spec), (*outputs, *made.shape_specs))
+    return runtime.run({"x": X, made.spec.name: made.positions(on)}, ["y"])["y"]
+
+
 def answer(nodes: frozenset[str], weights: frozenset[str]) -> Array:
     """Return the output of the switched MLP with ``nodes`` and ``weights`` on."""
     model = ir.from_proto(graphs.mlp())
-    forms = {node.name or "": form for node in model.graph if (form := bf16_form(node, 22))}
-    switch = Switch(forms, {"w0", "w1"})
-    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
-    changed = run([switch], model)
-    runtime = open_fp32_graph(changed, (*inputs, switch.spec), (*outputs, *switch.shape_specs))
-    return runtime.run({"x": X, switch.input: positions(switch.sites, Bf16(nodes, weights))}, ["y"])["y"]
+    every = Bf16(frozenset(node.name or "" for node in model.graph), frozenset({"w0", "w1"}))
+    return run(model, Bf16(nodes, weights), every)
 
 
 def expected(w0: Array, w1: Array) -> Array:
@@ -70,10 +72,5 @@ def test_a_sequence_of_tensors_has_no_switch() -> None:
     held = [graphs.initializer("w0", W0), helper.make_tensor("first", TensorProto.INT64, [], [0])]
     proto = graphs.model(nodes, [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 1])], held)
     model = ir.from_proto(shape_inference.infer_shapes(proto))
-    forms = {node.name or "": form for node in model.graph if (form := bf16_form(node, 22))}
-    switch = Switch(forms, {"w0"})
-    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
-    runtime = open_fp32_graph(run([switch], model), (*inputs, switch.spec), (*outputs, *switch.shape_specs))
-    off = positions(switch.sites, Bf16())
-    (found,) = runtime.run({"x": X, switch.input: off}, ["y"]).values()
-    np.testing.assert_allclose(found, (X @ W0)[:, :1] ** 2, rtol=1e-5, atol=1e-6)
+    every = Bf16(frozenset(node.name or "" for node in model.graph), frozenset({"w0"}))
+    np.testing.assert_allclose(run(model, Bf16(), every), (X @ W0)[:, :1] ** 2, rtol=1e-5, atol=1e-6)

@@ -17,9 +17,8 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.drift.metrics import Budget
-from converter.islands import mending
 from converter.islands import search as of_the_search
-from converter.islands.choice import rank
+from converter.islands.candidates import rank
 
 _Build = Callable[[], Failing]
 
@@ -75,20 +74,16 @@ def test_the_same_source_gives_the_same_bytes_after_a_search(cli: Cli, tmp_path:
         assert (again / name).read_bytes() == (target / name).read_bytes(), name
 
 
-def test_the_terminal_and_the_plan_name_the_islands_and_their_worth(cli: Cli, tmp_path: Path, target: Path) -> None:
-    done = cli(*_command(offset(), tmp_path, target)).published()
+def test_the_terminal_the_plan_and_the_report_name_the_islands_and_their_worth(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    command = [each for each in _command(offset(), tmp_path, target) if each != "--no-report"]
+    done = cli(*command).published()
     assert "profile cuda was over budget; 2 islands in fp32 brought it within budget" in done.out
     assert "node softmax (Softmax): relative_l2" in done.out
-    manifest = Artifact.open(target).manifest
-    reasons = {entry.name: entry.reason for entry in manifest.plan.nodes["cuda"]}
-    assert reasons["softmax"].startswith("kept in fp32: cuda is over budget without it (relative_l2 ")
     assert "searching fp32 islands of cuda: where the error comes from" in done.err
-
-
-def test_the_report_describes_a_search_once_beside_its_islands(cli: Cli, tmp_path: Path, target: Path) -> None:
-    command = [each for each in _command(offset(), tmp_path, target) if each != "--no-report"]
-    said = cli(*command).published().out
-    assert "profile cuda was over budget; 2 islands in fp32 brought it within budget" in said
+    reasons = {entry.name: entry.reason for entry in Artifact.open(target).manifest.plan.nodes["cuda"]}
+    assert reasons["softmax"].startswith("kept in fp32: cuda is over budget without it (relative_l2 ")
     page = (target / "report.html").read_text("utf-8")
     assert page.count("reduced the drift of cuda from") == 1
     assert "islands in fp32 brought" not in page
@@ -147,12 +142,12 @@ def test_a_search_that_certification_does_not_confirm_is_repeated(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search is repeated with a tighter budget, and its result is certified again."""
-    monkeypatch.setattr(mending, "_SHARES", (300.0, 0.9))
+    monkeypatch.setattr(of_the_search, "_REPEATED", (300.0, 0.9))
     built = softmax()
     done = cli(*_command(built, tmp_path, target)).published()
     assert _islands(Artifact.open(target).manifest) == (built.nodes, built.weights)
     assert done.err.count("writing weights") == 3, "or the first search would have been right"
-    monkeypatch.setattr(mending, "_SHARES", (300.0,))
+    monkeypatch.setattr(of_the_search, "_REPEATED", (300.0,))
     cli(*_command(built, tmp_path, target.with_name("2"))).refused(
         1, "but running the written graph did not confirm any"
     )
