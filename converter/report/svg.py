@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WIDTH = 480.0  # width of the report's pictures, in units of about a pixel; phones show it at two thirds
 # CSS variables. matplotlib draws with a colour that stands for the variable, and :func:`svg` puts the variable there.
-_NAMES = ("text", "muted", "grid", "accent", "accent-soft", "before", "bad", "zone", "second", "third", "target")
+_NAMES = ("text", "muted", "grid", "accent", "bad", "zone", "second", "third", "target")
 COLOUR = {name: f"#0000{number:02x}" for number, name in enumerate(_NAMES, start=1)}
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
