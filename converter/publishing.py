@@ -75,5 +75,6 @@ def publish(
         manifest = manifest.amended(measurements=MEASUREMENTS)
         if options.report:
             files = stage.draft(manifest).manifest.files
-            page.write(stage.path / page.NAME, manifest, files, notes, measurements)
+            drawn = page.render(manifest, files, notes, measurements)
+            (stage.path / page.NAME).write_text(drawn, encoding="utf-8")
         return stage.publish(manifest)

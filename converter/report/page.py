@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from bf16kit.artifact.artifact import Artifact
@@ -37,24 +36,13 @@ def check_installed() -> None:
         )
 
 
-def write(
-    path: Path,
-    manifest: Manifest,
-    files: Mapping[str, FileEntry],
-    notes: Sequence[str],
-    measurements: Measurements | None = None,
-) -> None:
-    """Write the self-contained HTML page on ``manifest`` and ``files``; everything in it is escaped."""
-    path.write_text(render(manifest, files, notes, measurements), encoding="utf-8")
-
-
 def render(
     manifest: Manifest,
     files: Mapping[str, FileEntry],
     notes: Sequence[str],
     measurements: Measurements | None = None,
 ) -> str:
-    """Return the page as text."""
+    """Return the self-contained HTML page on ``manifest`` and ``files``; everything in it is escaped."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 

@@ -63,12 +63,6 @@ def test_the_report_has_what_the_conversion_found(mlp: Artifact) -> None:
         assert tensor.reason in page.text
 
 
-def test_drift_over_budget_stands_out(mlp: Artifact) -> None:
-    strict = mlp.manifest.model_copy(update={"budget": {"relative_l2": 1e-9}})
-    assert "over budget" in render(strict, strict.files, [])
-    assert "over budget" not in render(mlp.manifest, mlp.manifest.files, [])
-
-
 def test_no_report_is_written_with_the_option_no_report(cli: Cli, onnx_file: Path, target: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-report").published()
     assert not (target / "report.html").exists()
