@@ -15,7 +15,7 @@ import numpy as np
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.evidence import Evidence
-from bf16kit.artifact.manifest import RESIDUAL, Manifest
+from bf16kit.artifact.manifest import RESIDUAL
 from bf16kit.drift.budget import Budget
 from bf16kit.messages import document
 from bf16kit.messages.errors import InvalidRequest, UsageError
@@ -68,8 +68,8 @@ def explain_evidence(path: Path, artifact_path: Path, progress: Progress, *, as_
     reruns = _rerun(evidence, artifact)
     reproduced = all(each.reproduced for each in reruns)
     layers: list[Explanation] = []
+    budget = Budget.from_dict(evidence.header.budget)
     if artifact.manifest.profiles[profile].format == "onnx":
-        budget = Budget.from_dict(evidence.header.budget)
         with open_reference(artifact) as graph:
             look = partial(search_artifact, graph, artifact, profile, feeds, budget, progress)
             layers.append(explain_profile(graph, artifact, feeds, profile, budget, look if reproduced else None))
@@ -77,10 +77,17 @@ def explain_evidence(path: Path, artifact_path: Path, progress: Progress, *, as_
         header = document.plain(evidence.header) | {"tensors": None}
         profiles = [each.as_dict() for each in layers]
         return document.dumps({"evidence": header, "again": reruns, "profiles": profiles})
+    bound = budget.bounds.get("relative_l2")
+    columns = ("output", "served – reference", "budget", "served – the artifact here", "reference here – there")
+    distances = table(
+        "Distances on this input, relative to the reference's output",
+        columns,
+        [(each.output, each.served, bound, each.left, each.reference) for each in reruns],
+    )
     remarks = "" if reproduced else _NOT_REPRODUCED
     explained = [each.text(str(path), remarks) for each in layers]
     explained = explained or ["The layers of a module that torch runs cannot be explained."]
-    return "\n\n".join([_heading(evidence), _table(evidence, reruns), _conclusion(reruns), *explained])
+    return "\n\n".join([_heading(evidence), distances, _conclusion(reruns), *explained])
 
 
 def _check(evidence: Evidence, artifact: Artifact, path: Path) -> None:
@@ -91,7 +98,10 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> None:
     entry = manifest.profiles.get(header.profile)
     if entry is None:
         raise UsageError(f"{path}: was served by profile {header.profile!r}, which {artifact.path} does not have")
-    for name in _relevant_files(manifest, entry.graph, manifest.reference):
+    # these decide the outputs; reports and measurements do not
+    files = {entry.graph, manifest.reference, *(tensor.file for tensor in manifest.tensors)}
+    files |= {RESIDUAL} if any(tensor.residual is not None for tensor in manifest.tensors) else set()
+    for name in sorted(files):
         served_sha256, sha256 = header.files.get(name), manifest.files[name].sha256
         if served_sha256 != sha256:
             raise UsageError(
@@ -102,12 +112,6 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> None:
         check_feeds([each.spec() for each in manifest.inputs], evidence.feeds)
     except InvalidRequest as error:
         raise UsageError(f"{path}: {error}") from None
-
-
-def _relevant_files(manifest: Manifest, *graphs: str) -> list[str]:
-    """Return the files that decide the outputs of ``graphs``; reports and measurements do not."""
-    residual = {RESIDUAL} if any(tensor.residual is not None for tensor in manifest.tensors) else set()
-    return sorted({*graphs, *(tensor.file for tensor in manifest.tensors)} | residual)
 
 
 def _rerun(evidence: Evidence, artifact: Artifact) -> list[Rerun]:
@@ -149,13 +153,6 @@ def _heading(evidence: Evidence) -> str:
         f" {verdict.get('cause')}, {verdict.get('metric')} of output {verdict.get('output')!r} at"
         f" {f'{ratio:.3g}' if isinstance(ratio, (int, float)) else ratio} × its budget.\nVersions there: {versions}."
     )
-
-
-def _table(evidence: Evidence, reruns: list[Rerun]) -> str:
-    bound = Budget.from_dict(evidence.header.budget).bounds.get("relative_l2")
-    rows = [(each.output, each.served, bound, each.left, each.reference) for each in reruns]
-    columns = ("output", "served – reference", "budget", "served – the artifact here", "reference here – there")
-    return table("Distances on this input, relative to the reference's output", columns, rows)
 
 
 def _conclusion(reruns: list[Rerun]) -> str:
