@@ -11,7 +11,7 @@ from bf16kit.artifact.publish import StagingArtifact, staging
 from bf16kit.artifact.recoveryentries import RecoveryEntry
 from converter.candidate import Candidate, Verified, write_and_verify_torch
 from converter.islands.explanation import measure_layers
-from converter.islands.mending import IslandSearches
+from converter.islands.search import IslandSearches
 from converter.options import Options
 from converter.plan.decisions import Islands
 from converter.process.memory import frozen_heap

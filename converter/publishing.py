@@ -37,7 +37,7 @@ def build_measurements(
     """Return the content of ``measurements.json`` for the published profiles."""
     certified = verified.certified
     columns = sample_columns({name: run.rows() for name, run in certified.runs.items()})
-    searches = {profile: result.entry() for profile, result in verified.searches.items()}
+    searches = {profile: result.entry for profile, result in verified.searches.items()}
     profiles = {
         profile: ProfileMeasurements(
             outputs=columns[profile],
@@ -74,5 +74,6 @@ def publish(
         manifest = manifest.amended(measurements=MEASUREMENTS)
         if options.report:
             files = stage.draft(manifest).manifest.files
-            page.write(stage.path / page.NAME, manifest, files, notes, measurements)
+            drawn = page.render(manifest, files, notes, measurements)
+            (stage.path / page.NAME).write_text(drawn, encoding="utf-8")
         return stage.publish(manifest)

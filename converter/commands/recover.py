@@ -69,7 +69,7 @@ def recover(debug: bool, **given: Any) -> None:
     from bf16kit.runtime.ort import kernel
     from converter.process import memory, progress
     from converter.recovery.steps import recover as run
-    from converter.report import page, recovery
+    from converter.report import inspect, page
 
     kernel.configured_kernel()
     memory.map_large_blocks()
@@ -82,4 +82,4 @@ def recover(debug: bool, **given: Any) -> None:
     echo(page.summary(result.artifact, result.notes))
     found = result.artifact.measurements()
     if found is not None and found.recovery is not None:
-        echo("\n" + recovery.text(found.recovery))
+        echo("\n" + inspect.recovery_text(found.recovery))

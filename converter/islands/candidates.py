@@ -1,9 +1,15 @@
-"""The candidates for islands, nodes in bf16 and weights stored in it, and what keeping each in fp32 would cost."""
+"""The candidates for islands, what keeping each in fp32 would cost, and the choice of a set that spares none.
+
+Ranking: the candidates, in the order of the graph, form a binary tree. One run measures the error that one half alone
+causes. The half with the largest error is split next, until the unsplit ones cause too little error to matter. With k
+guilty units among n candidates, this takes about 2·k·log₂ n runs. If all candidates contribute a little, groups stay
+together that cause an eighth of the tolerated variance or less: their units are worth about the same.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,8 +26,10 @@ Shape = tuple[int, ...]
 Shares = Mapping[str, float]  # by name; together 1
 
 _ISLAND = 1e-4  # the fixed price of an island, beside its bytes and arithmetic: casts, and a line in the report
-_PRODUCTS_DOMAINS = ("", "com.microsoft")  # FusedMatMul is in the second
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+_SPLIT = 0.25  # share of the tolerated error; groups that together cause less than this are not split
+_FINE = 1 / 8  # share of the tolerated variance; a group that causes less than this is not split
+_TRIALS = 20  # removals that are tried of each size
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +46,25 @@ class Unit:
     readers: tuple[str, ...] = ()
 
 
+Units = frozenset[Unit]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring units, and the relative error that they cause if they alone are bf16."""
+
+    units: tuple[Unit, ...]
+    error: float
+
+    @property
+    def variance(self) -> float:
+        return self.error * self.error
+
+
 def bf16_of(plan: Plan, profile: Profile) -> Bf16:
     """Return the nodes and weights of ``profile`` that are bf16 by ``plan``."""
     nodes = plan.nodes[profile.name] if profile.rounds else ()
-    return Bf16(frozenset(entry.name for entry in nodes if entry.precision == "bf16"), narrowed(plan.tensors))
+    return Bf16(narrowed(nodes), narrowed(plan.tensors))
 
 
 def bf16_alone(units: Iterable[Unit]) -> Bf16:
@@ -62,19 +85,18 @@ def candidates(model: ir.Model, plan: Plan, profile: Profile, flops: Shares, sto
     nodes = [n for n in model.graph if n.name in free and (n.op_type not in MOVEMENT or n.op_type in MERGING)]
     readers = _readers(nodes, bf16.weights, model.opset_imports[""])
     rank = {node: index for index, node in enumerate(model.graph.all_nodes())}
-    positioned: list[tuple[float, Unit]] = []
-    for name in sorted(bf16.weights - _requested(plan.tensors)):
-        value = model.graph.initializers.get(name)
+    placed: list[tuple[float, Unit]] = []
+    for node in nodes:
+        unit = Unit("node", node.name or "", label(node), _ISLAND + flops.get(node.name or "", 0.0))
+        placed.append((rank[node], unit))
+    for name in bf16.weights - _requested(plan.tensors):
+        value, reading = model.graph.initializers.get(name), readers.get(name, [])
         uses = [] if value is None else [use.node for use in value.uses()]
-        reading = readers.get(name, [])
         first = min((rank[node] for node in (*reading, *uses)), default=0)
         ops = ", ".join(sorted({label(node) for node in uses})) or "none"
         unit = Unit("weight", name, ops, _ISLAND + stored.get(name, 0.0), tuple(node.name or "" for node in reading))
-        positioned.append((first - 0.5, unit))
-    for node in nodes:
-        unit = Unit("node", node.name or "", label(node), _ISLAND + flops.get(node.name or "", 0.0))
-        positioned.append((rank[node], unit))
-    return [unit for _, unit in sorted(positioned, key=lambda entry: (entry[0], entry[1].name))]
+        placed.append((first - 0.5, unit))
+    return [unit for _, unit in sorted(placed, key=lambda entry: (entry[0], entry[1].name))]
 
 
 def flop_shares(model: ir.Model, shapes: Mapping[str, Shape]) -> Shares:
@@ -83,13 +105,8 @@ def flop_shares(model: ir.Model, shapes: Mapping[str, Shape]) -> Shares:
     ``shapes`` are those of each node's first fp32 output when one sample was run. A product counts two per
     multiply-add, and any other node that computes floats one per element.
     """
-    return _shares(
-        {
-            node.name or "": math.prod(shapes[node.name or ""]) * _per_element(node, shapes)
-            for node in model.graph
-            if (node.name or "") in shapes
-        }
-    )
+    nodes = {node.name or "": node for node in model.graph}
+    return _shares({name: math.prod(shape) * _per_element(nodes[name], shapes) for name, shape in shapes.items()})
 
 
 def byte_shares(model: ir.Model, weights: Collection[str]) -> Shares:
@@ -104,19 +121,17 @@ def share(shares: Shares, names: Iterable[str]) -> float:
 
 
 def _per_element(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
-    if node.domain not in _PRODUCTS_DOMAINS:  # operators of other domains may have the same names, but other inputs
-        return 1
-    if node.op_type in ("MatMul", "Gemm", "FusedMatMul"):
-        left = _shape(node.inputs[0], shapes)
+    op = node.op_type if node.domain in ("", "com.microsoft") else ""  # others may have the names, but other inputs
+    first, second, third = (_shape(value, shapes) for value in (*node.inputs, None, None, None)[:3])
+    if op in ("MatMul", "Gemm", "FusedMatMul"):
         transposed = "transA" in node.attributes and node.attributes["transA"].as_int() == 1
-        return 2 * (left[0 if transposed else -1] if left else 1)
-    if node.op_type == "Conv":
-        return 2 * math.prod(_shape(node.inputs[1], shapes)[1:])
-    if node.op_type == "ConvTranspose":
-        return 2 * math.prod(_shape(node.inputs[1], shapes)[2:]) * _shape(node.inputs[1], shapes)[0]
-    if node.op_type in _GATES:
-        widths = [_shape(value, shapes)[-1:] for value in node.inputs[1:3]]
-        return 2 * _GATES[node.op_type] * sum(width[0] for width in widths if width)
+        return 2 * (first[0 if transposed else -1] if first else 1)
+    if op == "Conv":
+        return 2 * math.prod(second[1:])
+    if op == "ConvTranspose":
+        return 2 * math.prod(second[2:]) * second[0]
+    if op in _GATES:
+        return 2 * _GATES[op] * sum((*second[-1:], *third[-1:]))
     return 1
 
 
@@ -150,3 +165,92 @@ def _readers(nodes: Iterable[ir.Node], weights: frozenset[str], opset: int) -> M
 
 def _requested(entries: Iterable[PlanEntry]) -> frozenset[str]:
     return frozenset(entry.name for entry in entries if entry.code == "asked_for")
+
+
+def rank(
+    units: Sequence[Unit], error: Callable[[Sequence[Unit]], float], tolerance: float, expired: Callable[[], bool]
+) -> tuple[list[Group], bool]:
+    """Split ``units`` into groups; return these in the units' order, and whether splitting was completed.
+
+    ``error`` measures a set of units alone. ``tolerance`` is the error that all may cause together. Once ``expired``
+    returns true, the remaining groups stay unsplit.
+    """
+    groups = [Group(tuple(units), error(units))]
+    while True:
+        large = [place for place, group in enumerate(groups) if len(group.units) > 1]
+        if sum(groups[place].variance for place in large) <= (_SPLIT * tolerance) ** 2:
+            return groups, True
+        if expired():
+            return groups, False
+        worst = max(large, key=lambda place: groups[place].variance)
+        if groups[worst].variance < _FINE * tolerance**2:
+            return groups, True
+        members = groups[worst].units
+        middle = len(members) // 2
+        groups[worst : worst + 1] = [Group(half, error(half)) for half in (members[:middle], members[middle:])]
+
+
+def smallest(groups: Sequence[Group], suffices: Callable[[Units], bool]) -> Units | None:
+    """Return a set of units that ``suffices`` and cannot spare any, or None if not even all units do.
+
+    Bisection finds how many of the most rewarding steps suffice. Each set that suffices is smaller than the one before.
+    """
+    steps = _steps(groups)
+    if not suffices(frozenset().union(*steps)):
+        return None
+    low, high = 0, len(steps)  # steps[:high] suffice
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(frozenset().union(*steps[:middle])) else (middle, high)
+    # sorted, because a set's order changes from process to process
+    by_name = (sorted(step, key=lambda unit: (unit.kind, unit.name)) for step in steps[:high])
+    return _pruned(list(dict.fromkeys(unit for step in by_name for unit in step)), suffices)
+
+
+def _pruned(order: Sequence[Unit], suffices: Callable[[Units], bool]) -> Units:
+    """Remove units that are not needed, the least rewarding first: by halves, by quarters, … and one by one.
+
+    Each size has :data:`_TRIALS`: what follows is more rewarding, and trying each of hundreds of islands would find
+    little. Fewer units are tried until none can be removed.
+    """
+    left = list(reversed(order))
+    size = max(1, len(left) // 2)
+    while True:
+        before, position, trials = len(left), 0, 0
+        while position < len(left) and trials < _TRIALS:
+            remaining = left[:position] + left[position + size :]
+            trials += 1
+            if suffices(frozenset(remaining)):
+                left = remaining
+            else:
+                position += size
+        if size == 1 and (len(left) == before or position < len(left)):
+            return frozenset(left)
+        size = max(1, size // 2)
+
+
+def _steps(groups: Sequence[Group]) -> list[Units]:
+    """Return sets of units in the order to keep them in fp32: by the variance that each removes per cost.
+
+    A weight comes with the nodes that read it. Units that were not told apart come together.
+    """
+    by_name = {unit.name: place for place, group in enumerate(groups) for unit in group.units if unit.kind == "node"}
+    readers = [[by_name[name] for unit in group.units for name in unit.readers if name in by_name] for group in groups]
+    prices = [math.fsum(unit.cost for unit in group.units) for group in groups]
+    steps: list[Units] = []
+    waiting = dict.fromkeys(range(len(groups)))
+
+    def members(place: int) -> list[int]:
+        return [place, *(each for each in dict.fromkeys(readers[place]) if each in waiting and each != place)]
+
+    def order(place: int) -> tuple[float, float, int]:
+        together = members(place)
+        gain, price = sum(groups[each].variance for each in together), sum(prices[each] for each in together)
+        return -(gain if math.isinf(gain) else gain / price), price, place
+
+    while waiting:
+        together = members(min(waiting, key=order))
+        steps.append(frozenset(unit for place in together for unit in groups[place].units))
+        for place in together:
+            del waiting[place]
+    return steps

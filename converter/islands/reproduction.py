@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.evidence import Evidence
-from bf16kit.artifact.manifest import Manifest
+from bf16kit.artifact.manifest import RESIDUAL
 from bf16kit.drift.budget import Budget
 from bf16kit.messages import document
 from bf16kit.messages.errors import InvalidRequest, UsageError
 from bf16kit.messages.wording import table
 from bf16kit.numerics.tensors import Array, check_feeds
 from bf16kit.runtime.loading import load_reference
-from converter.islands import explanation
-from converter.islands.explanation import Remedies
+from converter.islands.explanation import Explanation, explain_profile, search_artifact
 from converter.islands.layertrace import open_reference
 from converter.process.progress import Progress
 from converter.verify.running import open_profile
 
-#: The part of the served drift that may remain between the served output and the one computed here. At 1/4, the
-#: artifact accounts for 15/16 of the drift's power. It is not 0 because another CPU sums in another order, and so
-#: rounds some activations to the other side.
-EXPLAINED = 0.25
+# The part of the served drift that may remain between the served output and the one computed here. At 1/4, the artifact
+# accounts for 15/16 of the drift's power. It is not 0 because another CPU sums in another order, and so rounds some
+# activations to the other side.
+_EXPLAINED = 0.25
 _NOT_REPRODUCED = "No remedy was looked for, because the artifact does not give what was served."
 
 
@@ -39,27 +39,19 @@ class Rerun:
     """One output, run again here. Distances are relative to the norm of the reference's output at the time of serving.
 
     ``served`` is the distance between the served output and the reference then. ``left`` is that between the served
-    output and the artifact's output here. ``reference`` is that between the reference here and then.
+    output and the artifact's output here; ``reproduced`` says whether it is small enough. ``reference`` is that between
+    the reference here and then.
     """
 
     output: str
     served: float
     left: float
     reference: float
-
-    @property
-    def reproduced(self) -> bool:
-        """Whether the artifact gives the served output here."""
-        return self.left <= _allowed(self.served)
-
-    @property
-    def same_reference(self) -> bool:
-        """Whether the reference gives the same output here as when served."""
-        return self.reference <= _allowed(self.served)
+    reproduced: bool
 
 
-def _allowed(served: float) -> float:
-    return EXPLAINED * served if math.isfinite(served) else EXPLAINED
+def _is_small(distance: float, served: float) -> bool:
+    return distance <= (_EXPLAINED * served if math.isfinite(served) else _EXPLAINED)
 
 
 def explain_evidence(path: Path, artifact_path: Path, progress: Progress, *, as_json: bool = False) -> str:
@@ -71,36 +63,45 @@ def explain_evidence(path: Path, artifact_path: Path, progress: Progress, *, as_
     """
     evidence = Evidence.read(path)
     artifact = Artifact.open(artifact_path)
-    profile = _check(evidence, artifact, path)
-    reruns, feeds = _rerun(evidence, artifact, profile), (evidence.feeds,)
+    _check(evidence, artifact, path)
+    profile, feeds = evidence.header.profile, (evidence.feeds,)
+    reruns = _rerun(evidence, artifact)
     reproduced = all(each.reproduced for each in reruns)
-    layers = None
+    layers: list[Explanation] = []
+    budget = Budget.from_dict(evidence.header.budget)
     if artifact.manifest.profiles[profile].format == "onnx":
-        remedies = Remedies(feeds, Budget.from_dict(evidence.header.budget), progress) if reproduced else None
         with open_reference(artifact) as graph:
-            layers = explanation.explain_profile(graph, artifact, feeds, profile, remedies)
+            look = partial(search_artifact, graph, artifact, profile, feeds, budget, progress)
+            layers.append(explain_profile(graph, artifact, feeds, profile, budget, look if reproduced else None))
     if as_json:
         header = document.plain(evidence.header) | {"tensors": None}
-        rows = [{**document.plain(each), "reproduced": each.reproduced} for each in reruns]
-        profiles = [] if layers is None else [explanation.as_dict(layers)]
-        return document.dumps({"evidence": header, "again": rows, "profiles": profiles})
-    parts = [_heading(evidence), _table(evidence, reruns), _conclusion(reruns)]
-    if layers is None:
-        parts.append("The layers of a module that torch runs cannot be explained.")
-    else:
-        parts.append(explanation.text(layers, str(path), "" if reproduced else _NOT_REPRODUCED))
-    return "\n\n".join(parts)
+        profiles = [each.as_dict() for each in layers]
+        return document.dumps({"evidence": header, "again": reruns, "profiles": profiles})
+    bound = budget.bounds.get("relative_l2")
+    columns = ("output", "served – reference", "budget", "served – the artifact here", "reference here – there")
+    distances = table(
+        "Distances on this input, relative to the reference's output",
+        columns,
+        [(each.output, each.served, bound, each.left, each.reference) for each in reruns],
+    )
+    remarks = "" if reproduced else _NOT_REPRODUCED
+    explained = [each.text(str(path), remarks) for each in layers]
+    explained = explained or ["The layers of a module that torch runs cannot be explained."]
+    return "\n\n".join([_heading(evidence), distances, _conclusion(reruns), *explained])
 
 
-def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
-    """Return the profile that served the response; raise UsageError if the evidence is not of this artifact."""
+def _check(evidence: Evidence, artifact: Artifact, path: Path) -> None:
+    """Raise UsageError if the evidence is not of this artifact."""
     header, manifest = evidence.header, artifact.manifest
     if manifest.reference is None:
         raise UsageError(f"{artifact.path}: keeps no fp32 reference, so no server has measured its drift")
     entry = manifest.profiles.get(header.profile)
     if entry is None:
         raise UsageError(f"{path}: was served by profile {header.profile!r}, which {artifact.path} does not have")
-    for name in _relevant_files(manifest, entry.graph):
+    # these decide the outputs; reports and measurements do not
+    files = {entry.graph, manifest.reference, *(tensor.file for tensor in manifest.tensors)}
+    files |= {RESIDUAL} if any(tensor.residual is not None for tensor in manifest.tensors) else set()
+    for name in sorted(files):
         served_sha256, sha256 = header.files.get(name), manifest.files[name].sha256
         if served_sha256 != sha256:
             raise UsageError(
@@ -111,31 +112,20 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
         check_feeds([each.spec() for each in manifest.inputs], evidence.feeds)
     except InvalidRequest as error:
         raise UsageError(f"{path}: {error}") from None
-    return header.profile
 
 
-def _relevant_files(manifest: Manifest, graph: str) -> list[str]:
-    """Return the files that decide the outputs of a profile and the reference; reports and measurements do not."""
-    names = {graph, manifest.reference, *(tensor.file for tensor in manifest.tensors)}
-    names |= {"residual.bin"} if any(tensor.residual is not None for tensor in manifest.tensors) else set()
-    return sorted(name for name in names if name is not None)
-
-
-def _rerun(evidence: Evidence, artifact: Artifact, profile: str) -> list[Rerun]:
-    found: list[dict[str, Array]] = []
-    for runtime in (open_profile(artifact, profile)[0], load_reference(artifact)):
-        found.append(runtime.run(evidence.feeds, list(evidence.served)))
+def _rerun(evidence: Evidence, artifact: Artifact) -> list[Rerun]:
+    here: list[dict[str, Array]] = []
+    for runtime in (open_profile(artifact, evidence.header.profile)[0], load_reference(artifact)):
+        here.append(runtime.run(evidence.feeds, list(evidence.served)))
         runtime.close()
-    served, then = evidence.served, evidence.reference
-    return [
-        Rerun(
-            name,
-            served=_distance(served[name], then[name], then[name]),
-            left=_distance(served[name], found[0][name], then[name]),
-            reference=_distance(found[1][name], then[name], then[name]),
-        )
-        for name in served
-    ]
+    reruns = []
+    for output, served in evidence.served.items():
+        then = evidence.reference[output]
+        from_reference, left = _distance(served, then, then), _distance(served, here[0][output], then)
+        other = _distance(here[1][output], then, then)
+        reruns.append(Rerun(output, from_reference, left, other, _is_small(left, from_reference)))
+    return reruns
 
 
 def _distance(one: Array, other: Array, scale: Array) -> float:
@@ -144,49 +134,33 @@ def _distance(one: Array, other: Array, scale: Array) -> float:
         return math.inf
     if one.dtype == np.object_:
         return float(np.mean(one != other))
-    a, b = (np.asarray(array, np.float64) for array in (one, other))
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = float(np.linalg.norm(np.where(same, 0.0, a - b)))
-        size = np.asarray(scale, np.float64)
-        norm = float(np.linalg.norm(np.where(np.isfinite(size), size, 0.0)))
-    if difference == 0:
+    a, b, size = (np.asarray(array, np.float64) for array in (one, other, scale))
+    differ = (a != b) & ~(np.isnan(a) & np.isnan(b))
+    distance, norm = np.linalg.norm(a[differ] - b[differ]), np.linalg.norm(size[np.isfinite(size)])
+    if not differ.any():
         return 0.0
-    return difference / norm if norm and math.isfinite(difference) else math.inf
+    return float(distance / norm) if norm and np.isfinite(distance) else math.inf
 
 
 def _heading(evidence: Evidence) -> str:
     header, verdict = evidence.header, evidence.header.verdict
     rows = f"{header.rows} of the {header.of_rows} rows of a request" if header.batch_axis is not None else "a request"
     versions = ", ".join(f"{name} {version}" for name, version in header.versions.items())
+    ratio = verdict.get("ratio")
     return (
         f"Evidence of model {header.model!r} version {header.version}, profile {header.profile}"
         f" ({header.precision}): {rows}, measured {header.at}.\nThe server's verdict: {verdict.get('state')}, cause"
         f" {verdict.get('cause')}, {verdict.get('metric')} of output {verdict.get('output')!r} at"
-        f" {_number(verdict.get('ratio'))} × its budget.\nVersions there: {versions}."
+        f" {f'{ratio:.3g}' if isinstance(ratio, (int, float)) else ratio} × its budget.\nVersions there: {versions}."
     )
 
 
-def _number(value: object) -> str:
-    try:
-        return f"{float(str(value)):.3g}"
-    except ValueError:
-        return "?"
-
-
-def _table(evidence: Evidence, reruns: list[Rerun]) -> str:
-    bound = Budget.from_dict(evidence.header.budget).bounds.get("relative_l2")
-    rows = [(each.output, each.served, bound, each.left, each.reference) for each in reruns]
-    columns = ("output", "served – reference", "budget", "served – the artifact here", "reference here – there")
-    return table("Distances on this input, relative to the reference's output", columns, rows)
-
-
 def _conclusion(reruns: list[Rerun]) -> str:
+    other = max(reruns, key=lambda each: each.reference)
     worst = max(reruns, key=lambda each: each.left / each.served if each.served else 0.0)
-    if not all(each.same_reference for each in reruns):
-        each = max(reruns, key=lambda each: each.reference)
+    if not all(_is_small(each.reference, each.served) for each in reruns):
         return (
-            f"The fp32 reference gives a different output {each.output!r} here than there ({each.reference:.3g}):"
+            f"The fp32 reference gives a different output {other.output!r} here than there ({other.reference:.3g}):"
             " the process that measured drift was damaged, or computes differently. What follows was measured on"
             " this machine."
         )

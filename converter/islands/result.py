@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bf16kit.drift.budget import Breach
-from bf16kit.drift.measurements import MOST_DB, IslandEntry, SearchEntry
+from bf16kit.drift.measurements import IslandEntry, SearchEntry
 from converter.islands.candidates import Unit
 from converter.plan.decisions import Islands
 
@@ -28,10 +28,6 @@ class Island:
     with_it: float = math.nan
     ratio: float = math.nan
 
-    @property
-    def name(self) -> str:
-        return self.unit.name
-
     def worth(self) -> str:
         """Return what the island is worth, as ``relative_l2 2.1e-02 → 1.2e-02``; "" if it was not measured."""
         return f"{self.breach.metric} {self.breach.measured:.3g} → {self.with_it:.3g}" if self.breach else ""
@@ -42,25 +38,22 @@ class Island:
             return f"kept in fp32: one of the islands with which {profile} is within budget; it was not tried alone"
         return f"kept in fp32: {profile} is over budget without it ({self.worth()})"
 
+    def entry(self) -> IslandEntry:
+        """Return this as ``measurements.json`` stores it."""
+        return IslandEntry(name=self.unit.name, op=self.unit.op, remedy=_REMEDIES[self.unit.kind], worth=self.ratio)
+
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The islands found for ``profile``; ``candidates`` counts what was searched.
+    """The islands found for ``profile``, and the ``entry`` for ``measurements.json``.
 
-    ``flops_*`` and ``bytes_*`` are the shares of arithmetic and of weights' bytes in bf16 before the search and now.
-    ``drift_*`` are the largest drift ÷ budget, ``sqnr_*`` the SQNR in dB by output. ``complete`` is false if time ran
-    out before a small set was found. ``error`` says why nothing was found; "" if something was.
+    ``sqnr_*`` is the SQNR in dB by output. ``complete`` is false if time ran out before a small set was found.
+    ``error`` says why nothing was found, and there is no entry then; "" if something was.
     """
 
     profile: str
     islands: tuple[Island, ...] = ()
-    candidates: int = 0
-    flops_before: float = 0.0
-    flops_now: float = 0.0
-    bytes_before: float = 0.0
-    bytes_now: float = 0.0
-    drift_before: float = 0.0
-    drift_now: float = 0.0
+    entry: SearchEntry | None = None
     sqnr_before: Mapping[str, float] = field(default_factory=dict)
     sqnr_now: Mapping[str, float] = field(default_factory=dict)
     complete: bool = True
@@ -74,64 +67,37 @@ class SearchResult:
     @property
     def keep_fp32(self) -> list[str]:
         """The names for ``--keep-fp32``; without weights that a named node reads, because it keeps these as well."""
-        nodes = {island.name for island in self.islands if island.unit.kind == "node"}
-        return [island.name for island in self.islands if not nodes & set(island.unit.readers)]
-
-    def as_islands(self) -> Islands:
-        """Return the islands as the plan takes them: nodes and tensors separately, each with its reason."""
-        return Islands(self._reasons("node"), self._reasons("weight"))
-
-    def entry(self) -> SearchEntry:
-        """Return this as ``measurements.json`` stores it."""
-        return SearchEntry(
-            candidates=self.candidates,
-            before=self.drift_before,
-            after=self.drift_now,
-            islands=[
-                IslandEntry(name=i.name, op=i.unit.op, remedy=_REMEDIES[i.unit.kind], worth=i.ratio)
-                for i in self.islands
-            ],
-            bf16_bytes=self.bytes_now,
-            bf16_flops=self.flops_now,
-        )
+        units = [island.unit for island in self.islands]
+        nodes = {unit.name for unit in units if unit.kind == "node"}
+        return [unit.name for unit in units if not nodes & set(unit.readers)]
 
     def sentences(self) -> list[str]:
         """Return the sentences for the user: which islands, what they are worth, and how much is bf16 now."""
+        if self.entry is None:
+            return self.notes
+        shares = f"{self.entry.bf16_bytes:.1%} of the weights' bytes"
+        if self.entry.bf16_flops:
+            shares += f" and {self.entry.bf16_flops:.1%} of the arithmetic"
+        count = "1 island" if len(self.islands) == 1 else f"{len(self.islands)} islands"
         rows = [
-            f"\n  {i.unit.kind} {i.name} ({i.unit.op}){': ' if i.breach else ''}{i.worth()}"
+            f"\n  {i.unit.kind} {i.unit.name} ({i.unit.op}){': ' if i.breach else ''}{i.worth()}"
             for i in self.islands[:_MAX_ROWS]
         ]
         if len(self.islands) > _MAX_ROWS:
             rows.append(f"\n  and {len(self.islands) - _MAX_ROWS} more, in the plan")
-        shares = f"{self.bytes_now:.1%} of the weights' bytes ({self.bytes_before:.1%} before)"
-        if self.flops_before:
-            shares += f" and {self.flops_now:.1%} of the arithmetic ({self.flops_before:.1%} before)"
-        count = "1 island" if len(self.islands) == 1 else f"{len(self.islands)} islands"
-        found = (
-            f"profile {self.profile} was over budget; {count} in fp32 brought it within budget: bf16 now holds {shares}"
-        )
-        return [found + "".join(rows), *self.notes]
-
-    def _reasons(self, kind: str) -> dict[str, str]:
-        return {island.name: island.reason(self.profile) for island in self.islands if island.unit.kind == kind}
+        found = f"profile {self.profile} was over budget; {count} in fp32 brought it within budget: bf16 now holds"
+        return [f"{found} {shares}{''.join(rows)}", *self.notes]
 
 
 def merged(results: Iterable[SearchResult]) -> Islands:
-    """Merge the islands of all profiles; if several name the same island, the first gives the reason."""
+    """Return the islands of all profiles as the plan takes them; if several name one, the first gives the reason."""
     nodes: dict[str, str] = {}
     tensors: dict[str, str] = {}
     for result in results:
-        found = result.as_islands()
-        nodes = dict(found.nodes) | nodes
-        tensors = dict(found.tensors) | tensors
+        for island in result.islands:
+            of_kind = nodes if island.unit.kind == "node" else tensors
+            of_kind.setdefault(island.unit.name, island.reason(result.profile))
     return Islands(nodes, tensors)
-
-
-def decibels(ratio: float) -> float:
-    """Convert noise ÷ signal to an SQNR in dB, within ±:data:`~bf16kit.drift.measurements.MOST_DB`."""
-    if ratio == 0:
-        return MOST_DB
-    return max(-MOST_DB, min(MOST_DB, 0.0 - 10 * math.log10(ratio))) if math.isfinite(ratio) else -MOST_DB
 
 
 _NOT_MINIMAL = (

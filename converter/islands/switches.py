@@ -8,8 +8,8 @@ rest.)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -17,13 +17,11 @@ import onnx_ir as ir
 from bf16kit.numerics.tensors import TensorSpec
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names, values_of
-from converter.graph.operators import EXACT, MERGING, MOVEMENT, SHAPE_ONLY, Bf16Form
-from converter.graph.step import Step
+from converter.graph.operators import EXACT, MERGING, MOVEMENT, SHAPE_ONLY, bf16_form
 from converter.graph.types import is_float_tensor
 from converter.source import Array
 
-FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
-_Use = tuple[ir.Node, int]
+FLOAT, BFLOAT16, BOOL, INT64 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.BOOL, ir.DataType.INT64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,106 +46,117 @@ class Site:
     reader: str
     is_weight: bool = False
 
-    def rounds(self, bf16: Bf16, *, reading_weights: bool = True) -> bool:
+    def rounds(self, bf16: Bf16, reading_weights: bool) -> bool:
         """Whether the value is rounded here. Without ``reading_weights``, nodes read weights as they are stored."""
         reads = self.reader in bf16.nodes and (reading_weights or not self.is_weight)
         return self.weight in bf16.weights or self.producer in bf16.nodes or reads
 
 
-@dataclass
-class Switch(Step):
-    """Make every rounding switchable that the nodes in ``forms`` and the tensors ``narrow`` cause.
+class Switched:
+    """A copy of ``base`` in which every rounding that ``bf16`` causes is switched.
 
-    The graph gets an input ``switches`` (bool, one element per :class:`Site` in ``sites``, in order). For each node's
-    first named fp32 output it gets an output with the shape (``shapes``, by node name). Requires: types are
-    known. Ensures: with all switches off, the graph computes what it computed before.
+    The ``model`` gets an input (``spec``: bool, one element per :class:`Site` in ``sites``, in order). For each node's
+    first named fp32 output it gets an output with the shape (``shapes``, by node name). Requires: types are known.
+    Ensures: with all switches off, the graph computes what it computed before.
     """
 
-    forms: Mapping[str, Bf16Form]
-    narrow: Collection[str]
-    sites: list[Site] = field(default_factory=list)
-    shapes: dict[str, str] = field(default_factory=dict)
-    input: str = ""
-
-    name = "switch roundings"
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    @property
-    def spec(self) -> TensorSpec:
-        """The spec of the added input."""
-        return TensorSpec(self.input, "bool", (len(self.sites),))
+    def __init__(self, base: ir.Model, bf16: Bf16) -> None:
+        self.model, opset = base.clone(), base.opset_imports[""]
+        self.sites: list[Site] = []
+        self.shapes: dict[str, str] = {}
+        self._graph, self._narrow = self.model.graph, bf16.weights
+        forms = ((node.name, bf16_form(node, opset)) for node in base.graph if node.name in bf16.nodes)
+        self._forms = {name: form for name, form in forms if name and form}
+        self._fresh = FreshNames(all_value_names(self.model) | {node.name or "" for node in self._graph.all_nodes()})
+        name, nodes = self._fresh.make("switches"), list(self._graph)
+        switches = [
+            each for value in values_of(self._graph) if is_float_tensor(value) for each in self._switch_readers(value)
+        ]
+        self._graph.inputs.append(_value(name, BOOL, ir.Shape([None])))
+        if switches:  # by one Split: Gathers took as long as Conv
+            sizes = self._fresh.make("switches/sizes")
+            ones = initializer(self._graph, sizes, ir.tensor(np.ones(len(switches), np.int64), name=sizes))
+            split = ir.Node("", "Split", [self._graph.inputs[-1], ones], outputs=switches, name=f"{sizes}/split")
+            self._graph.insert_before(next(iter(self._graph)), split)
+        for node in nodes:
+            self._output_shape(node)
+        self.spec = TensorSpec(name, "bool", (len(self.sites),))
 
     @property
     def shape_specs(self) -> tuple[TensorSpec, ...]:
         """The specs of the added outputs."""
         return tuple(TensorSpec(name, "int64", ("rank",)) for name in self.shapes.values())
 
-    def apply(self, model: ir.Model) -> bool:
-        graph = model.graph
-        fresh = FreshNames(all_value_names(model) | {node.name or "" for node in graph.all_nodes()})
-        self.input = fresh.make("switches")
-        switches = _value(self.input, ir.DataType.BOOL, ir.Shape([None]))
-        nodes = list(graph)
-        elements: list[ir.Value] = []
-        for value in [v for v in values_of(graph) if is_float_tensor(v)]:
-            self._switch(graph, value, elements, fresh)
-        _split(graph, switches, elements, fresh)
-        for node in nodes:
-            self._output_shape(graph, node, fresh)
-        graph.inputs.append(switches)
-        return bool(self.sites)
+    def positions(self, bf16: Bf16, *, reading_weights: bool = True) -> Array:
+        """Return the switches to feed so that exactly ``bf16`` is rounded; see :meth:`Site.rounds`."""
+        return np.array([site.rounds(bf16, reading_weights) for site in self.sites], np.bool_)
 
-    def _switch(self, graph: ir.Graph, value: ir.Value, switches: list[ir.Value], fresh: FreshNames) -> None:
-        """Make the readers of ``value`` for which bf16 would round it read a switched value."""
-        groups: dict[Site, list[_Use]] = {}
-        owner, is_weight = self._owner(value), moved_from(value, self.narrow) is not None
+    def _switch_readers(self, value: ir.Value) -> list[ir.Value]:
+        """Make the readers of ``value`` for which bf16 would round it read a switched value; return the switches."""
+        groups: dict[Site, list[tuple[ir.Node, int]]] = {}
+        owner, is_weight = self._owner(value), moved_from(value, self._narrow) is not None
         for node, index in value.uses():
-            site = Site(*owner, self._reader(node, index), is_weight)
-            if any((site.weight, site.producer, site.reader)) and node.op_type not in SHAPE_ONLY:
-                groups.setdefault(site, []).append((node, index))
+            form = self._forms.get(node.name or "")
+            reader = node.name or "" if form is not None and index in form.inputs else ""
+            if any((*owner, reader)) and node.op_type not in SHAPE_ONLY:
+                groups.setdefault(Site(*owner, reader, is_weight), []).append((node, index))
         replaces_output = value.is_graph_output() and any(owner)
         if replaces_output:
             groups.setdefault(Site(*owner, "", is_weight), [])
-        made: list[ir.Node] = []
+        switches, made = [], []
         for site, uses in groups.items():
-            switches.append(_value(fresh.make(f"{value.name}/switch"), ir.DataType.BOOL, ir.Shape([1])))
-            made.append(_switched(value, switches[-1], fresh))
+            switches.append(_value(self._fresh.make(f"{value.name}/switch"), BOOL, ir.Shape([1])))
+            made.append(self._switched(value, switches[-1]))
             switched = made[-1].outputs[0]
-            self.sites.append(site)
             for node, index in uses:
                 node.replace_input_with(index, switched)
             if replaces_output and not site.reader:
-                _replace_output(graph, value, switched, fresh)
+                self._replace_output(value, switched)
+        self.sites += groups
         if (producer := value.producer()) is not None:
-            graph.insert_after(producer, made)
+            self._graph.insert_after(producer, made)
         elif made:
-            graph.insert_before(next(iter(graph)), made)
+            self._graph.insert_before(next(iter(self._graph)), made)
+        return switches
+
+    def _replace_output(self, value: ir.Value, switched: ir.Value) -> None:
+        """Make ``switched`` the output of the graph in place of ``value``, under the same name."""
+        for index, output in enumerate(self._graph.outputs):
+            if output is value:
+                self._graph.outputs[index] = switched
+        switched.name, value.name = value.name, self._fresh.make(f"{value.name}/unrounded")
 
     def _owner(self, value: ir.Value) -> tuple[str, str]:
         """Return the stored weight that ``value`` is, and the node that computes and rounds it; "" for each if none."""
         node = value.producer()
         if node is None:
-            return (value.name or "", "") if value.is_initializer() and value.name in self.narrow else ("", "")
-        form = self.forms.get(node.name or "")
+            return (value.name or "", "") if value.is_initializer() and value.name in self._narrow else ("", "")
+        form = self._forms.get(node.name or "")
         rounds = form is not None and value.index() in form.outputs and node.op_type not in EXACT
         return ("", node.name or "") if rounds else ("", "")
 
-    def _reader(self, node: ir.Node, index: int) -> str:
-        form = self.forms.get(node.name or "")
-        return node.name or "" if form is not None and index in form.inputs else ""
+    def _switched(self, value: ir.Value, switch: ir.Value) -> ir.Node:
+        """Return an If that gives ``value``, rounded if ``switch`` is on."""
 
-    def _output_shape(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
+        def node(op: str, *inputs: ir.Value, dtype: ir.DataType = FLOAT, **attributes: int | ir.Graph) -> ir.Node:
+            name = self._fresh.make(f"{value.name}/{op.lower()}")
+            return ir.node(op, inputs, attributes, outputs=[_value(name, dtype, value.shape)], name=name)
+
+        def body(name: str, *nodes: ir.Node) -> ir.Graph:
+            return ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=self._fresh.make(f"{value.name}/{name}"))
+
+        narrow = node("Cast", value, dtype=BFLOAT16, to=int(BFLOAT16))
+        rounded = body("rounded", narrow, node("Cast", narrow.outputs[0], to=int(FLOAT)))
+        return node("If", switch, then_branch=rounded, else_branch=body("kept", node("Identity", value)))
+
+    def _output_shape(self, node: ir.Node) -> None:
         value = next(filter(is_float_tensor, node.outputs), None)
-        if value is None:
-            return
-        shape = ir.node("Shape", [value], name=fresh.make(f"{node.name}/shape"))
-        output = shape.outputs[0]
-        output.name, output.type, output.shape = shape.name, ir.TensorType(ir.DataType.INT64), ir.Shape([None])
-        graph.append(shape)
-        graph.outputs.append(output)
-        self.shapes[node.name or ""] = output.name or ""
+        if value is not None:
+            name = self._fresh.make(f"{node.name}/shape")
+            shape = ir.node("Shape", [value], outputs=[_value(name, INT64, ir.Shape([None]))], name=name)
+            self._graph.append(shape)
+            self._graph.outputs.append(shape.outputs[0])
+            self.shapes[node.name or ""] = name
 
 
 def moved_from(value: ir.Value | None, narrow: Collection[str]) -> str | None:
@@ -159,42 +168,5 @@ def moved_from(value: ir.Value | None, narrow: Collection[str]) -> str | None:
     return value.name if value is not None and value.is_initializer() and value.name in narrow else None
 
 
-def positions(sites: Sequence[Site], bf16: Bf16, *, reading_weights: bool = True) -> Array:
-    """Return the switches to feed so that exactly ``bf16`` is rounded; see :meth:`Site.rounds`."""
-    return np.array([site.rounds(bf16, reading_weights=reading_weights) for site in sites], np.bool_)
-
-
-def _switched(value: ir.Value, switch: ir.Value, fresh: FreshNames) -> ir.Node:
-    """Return an If that gives ``value``, rounded if ``switch`` is on."""
-
-    def node(op: str, *inputs: ir.Value, dtype: ir.DataType = FLOAT, **attributes: int | ir.Graph) -> ir.Node:
-        name = fresh.make(f"{value.name}/{op.lower()}")
-        return ir.node(op, inputs, attributes, outputs=[_value(name, dtype, value.shape)], name=name)
-
-    def body(name: str, *nodes: ir.Node) -> ir.Graph:
-        return ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=fresh.make(f"{value.name}/{name}"))
-
-    narrow = node("Cast", value, dtype=BFLOAT16, to=int(BFLOAT16))
-    rounded = body("rounded", narrow, node("Cast", narrow.outputs[0], to=int(FLOAT)))
-    return node("If", switch, then_branch=rounded, else_branch=body("kept", node("Identity", value)))
-
-
 def _value(name: str, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=shape)
-
-
-def _split(graph: ir.Graph, switches: ir.Value, elements: Sequence[ir.Value], fresh: FreshNames) -> None:
-    """Make each of ``elements`` one element of ``switches``, in order, by one Split: Gathers took as long as Conv."""
-    if elements:
-        name = fresh.make("switches/sizes")
-        sizes = initializer(graph, name, ir.tensor(np.ones(len(elements), np.int64), name=name))
-        node = ir.Node("", "Split", [switches, sizes], outputs=elements, name=fresh.make("switches/split"))
-        graph.insert_before(next(iter(graph)), node)
-
-
-def _replace_output(graph: ir.Graph, value: ir.Value, switched: ir.Value, fresh: FreshNames) -> None:
-    """Make ``switched`` the output of ``graph`` in place of ``value``, under the same name."""
-    for index, output in enumerate(graph.outputs):
-        if output is value:
-            graph.outputs[index] = switched
-    switched.name, value.name = value.name, fresh.make(f"{value.name}/unrounded")

@@ -13,12 +13,11 @@ from converter.fuse.fuse import Fusions, fuse
 from converter.graph.cuda_kernels import KernelTable
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import label
-from converter.plan.decisions import Decision, Islands, Overrides
+from converter.plan.decisions import Decision, Islands, Overrides, bf16, fp32
 from converter.plan.profiles import PROFILES
 from converter.rewrite import Prepared
 
 SMALLEST = 256  # elements below which narrowing a matrix is not worth it
-_REFERENCE_ONLY = "read only by the fp32 reference; folded into other weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +52,16 @@ def make_plan(
     read = prepared.base.graph.initializers
     tensors = [_tensor(v, overrides, only_reference=v.name not in read) for v in _stored(prepared)]
     narrow = narrowed(tensors)
-    nodes: dict[str, list[PlanEntry]] = {}
     chosen = [PROFILES[name] for name in profiles]
     # The same for all profiles that use the kernel: they start from the same graph and share the weights.
     bases = (profile.base(prepared) for profile in chosen if profile.uses_kernel)
     fusions = next((fuse(base, narrow, panels, refused=refused)[1] for base in bases), Fusions())
+    nodes: dict[str, list[PlanEntry]] = {}
     for profile in chosen:
         base = profile.base(prepared)
-        nodes[profile.name] = _entries(base, profile.place(base, narrow, kernels, overrides, fusions.made))
+        decided = profile.place(base, narrow, kernels, overrides, fusions.made)
+        named = ((node.name or "", node) for node in base.graph.all_nodes())
+        nodes[profile.name] = [_entry(name, label(node), decided[name]) for name, node in named]
     return Planned(Plan(tensors=tensors, nodes=nodes), fusions)
 
 
@@ -87,12 +88,13 @@ def _stored(prepared: Prepared) -> list[ir.Value]:
 
 
 def _tensor(value: ir.Value, overrides: Overrides, *, only_reference: bool) -> PlanEntry:
-    name = value.name or ""
     readers = [use.node for use in value.uses()]
     ops = ", ".join(sorted({label(node) for node in readers})) or "none"
     if only_reference:
-        return _entry(name, ops, Decision("fp32", "reference_only", _REFERENCE_ONLY))
-    return _entry(name, ops, _storage(value, [node.name or "" for node in readers], overrides))
+        decision = fp32("reference_only", "read only by the fp32 reference; folded into other weights")
+    else:
+        decision = _storage(value, [node.name or "" for node in readers], overrides)
+    return _entry(value.name or "", ops, decision)
 
 
 def _entry(name: str, op: str, decision: Decision) -> PlanEntry:
@@ -102,27 +104,18 @@ def _entry(name: str, op: str, decision: Decision) -> PlanEntry:
 def _storage(value: ir.Value, readers: list[str], overrides: Overrides) -> Decision:
     """Decide how to store ``value``; ``readers`` are the names of the nodes that read it."""
     name = value.name or ""
-    kept = overrides.tensor_override(name, readers)
+    kept, forced = overrides.tensor_override(name, readers), overrides.bf16_pattern(name)
     if kept is not None:
         return kept
-    forced = overrides.bf16_pattern(name)
     if forced is not None:
-        return Decision("bf16", "asked_for", f"requested by --bf16 {forced}")
+        return bf16("asked_for", f"requested by --bf16 {forced}")
     shape = () if value.const_value is None else dims(value.const_value)
-    size = math.prod(shape)
     if is_matrix(shape):
-        return Decision("bf16", "matrix", f"matrix of {size} values")
+        return bf16("matrix", f"matrix of {math.prod(shape)} values")
     if sum(dim > 1 for dim in shape) < 2:
-        return Decision(
-            "fp32",
-            "vector",
-            "one-dimensional: such tensors are 0.3 % of a transformer's bytes, and half of its drift if rounded",
-        )
-    return Decision("fp32", "small", f"small: {size} values")
-
-
-def _entries(model: ir.Model, decisions: Mapping[str, Decision]) -> list[PlanEntry]:
-    return [_entry(node.name or "", label(node), decisions[node.name or ""]) for node in model.graph.all_nodes()]
+        reason = "one-dimensional: such tensors are 0.3 % of a transformer's bytes, and half of its drift if rounded"
+        return fp32("vector", reason)
+    return fp32("small", f"small: {math.prod(shape)} values")
 
 
 def _names(prepared: Prepared) -> set[str]:

@@ -3,38 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from bf16kit.messages.errors import UsageError
-
-Code = Literal[
-    "asked_for",  # --bf16
-    "kept",  # --keep-fp32
-    "budget",  # found by the search
-    # nodes in bf16
-    "product",
-    "moves",
-    "kernel",
-    "looks_up",
-    "rounds",  # a product that rounds its inputs, in the CPU kernel
-    # nodes in fp32
-    "profile",  # the whole profile computes in fp32
-    "control_flow",
-    "no_floats",
-    "normalises",
-    "unknown",
-    "no_kernel",
-    "no_form",
-    "not_varying",
-    "alone",
-    # tensors
-    "matrix",
-    "vector",
-    "small",
-    "reference_only",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +15,18 @@ class Decision:
     """The precision of a node or a stored tensor, with a code for programs and a reason for users."""
 
     precision: Literal["bf16", "fp32"]
-    code: Code
+    code: str
     reason: str
+
+
+def bf16(code: str, reason: str) -> Decision:
+    """Return the decision for bf16."""
+    return Decision("bf16", code, reason)
+
+
+def fp32(code: str, reason: str) -> Decision:
+    """Return the decision for fp32."""
+    return Decision("fp32", code, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +51,8 @@ class Overrides:
     If patterns of both kinds match, fp32 wins, because it is the safer one.
     """
 
-    keep_fp32: tuple[re.Pattern[str], ...] = ()
-    bf16: tuple[re.Pattern[str], ...] = ()
+    keep_fp32: Sequence[re.Pattern[str]] = ()
+    bf16: Sequence[re.Pattern[str]] = ()
     islands: Islands = field(default_factory=Islands)
 
     @classmethod
@@ -77,24 +60,30 @@ class Overrides:
         cls, keep_fp32: Iterable[str] = (), bf16: Iterable[str] = (), islands: Islands | None = None
     ) -> Overrides:
         """Compile the patterns; raise UsageError for one that is not a regular expression."""
-        return cls(_compile("--keep-fp32", keep_fp32), _compile("--bf16", bf16), islands or Islands())
+        return cls(_compiled("--keep-fp32", keep_fp32), _compiled("--bf16", bf16), islands or Islands())
 
     def node_override(self, name: str) -> Decision | None:
         """Return why the node ``name`` stays fp32, if the user or the search says so."""
-        return _kept(self.keep_fp32_pattern(name), self.islands.nodes.get(name))
+        return self._kept([name], self.islands.nodes.get(name))
 
     def tensor_override(self, name: str, readers: Iterable[str]) -> Decision | None:
         """Return why the tensor ``name``, read by ``readers``, stays fp32, if the user or the search says so."""
-        pattern = next((p for each in (name, *readers) if (p := self.keep_fp32_pattern(each)) is not None), None)
-        return _kept(pattern, self.islands.tensors.get(name))
+        return self._kept([name, *readers], self.islands.tensors.get(name))
 
     def keep_fp32_pattern(self, name: str) -> str | None:
         """Return the ``--keep-fp32`` pattern that matches ``name``, if any."""
-        return _first(self.keep_fp32, name)
+        return next((pattern.pattern for pattern in self.keep_fp32 if pattern.search(name)), None)
 
     def bf16_pattern(self, name: str) -> str | None:
         """Return the ``--bf16`` pattern that matches ``name``, if any; None if ``--keep-fp32`` matches too."""
-        return None if self.keep_fp32_pattern(name) is not None else _first(self.bf16, name)
+        found = next((pattern.pattern for pattern in self.bf16 if pattern.search(name)), None)
+        return None if self.keep_fp32_pattern(name) is not None else found
+
+    def _kept(self, names: Iterable[str], island: str | None) -> Decision | None:
+        pattern = next((p for name in names if (p := self.keep_fp32_pattern(name)) is not None), None)
+        if pattern is not None:
+            return fp32("kept", f"kept in fp32 by --keep-fp32 {pattern}")
+        return None if island is None else fp32("budget", island)
 
     def check(self, names: Collection[str]) -> None:
         """Raise UsageError for a pattern that matches none of ``names``: most likely a typing error."""
@@ -107,21 +96,11 @@ class Overrides:
                     )
 
 
-def _kept(pattern: str | None, island: str | None) -> Decision | None:
-    if pattern is not None:
-        return Decision("fp32", "kept", f"kept in fp32 by --keep-fp32 {pattern}")
-    return None if island is None else Decision("fp32", "budget", island)
-
-
-def _compile(flag: str, patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+def _compiled(flag: str, patterns: Iterable[str]) -> list[re.Pattern[str]]:
     compiled = []
     for pattern in patterns:
         try:
             compiled.append(re.compile(pattern))
         except re.error as error:
             raise UsageError(f"{flag} {pattern}: not a regular expression: {error}") from None
-    return tuple(compiled)
-
-
-def _first(patterns: Iterable[re.Pattern[str]], name: str) -> str | None:
-    return next((pattern.pattern for pattern in patterns if pattern.search(name)), None)
+    return compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -20,7 +21,7 @@ Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides, Sequence[Fus
 class Profile:
     """One way to run a model.
 
-    ``base`` picks the prepared graph that the profile starts from, and ``place`` decides for each node of it.
+    ``graph`` names the prepared graph that the profile starts from, and ``place`` decides for each node of it.
     ``device`` is the device it is for; if there is none, it is emulated on the CPU. With ``rounds``, nodes computed in
     bf16 round their inputs and outputs; otherwise only weights are rounded. With ``rounds_products``, products also
     round their other inputs. With ``uses_kernel``, bf16kit's CPU kernel computes the products and needs their weights
@@ -29,46 +30,23 @@ class Profile:
 
     name: str
     precision: str
-    base: Callable[[Prepared], ir.Model]
+    graph: Literal["base", "cuda"]
     place: Place
     device: str
-    rounds: bool
-    uses_kernel: bool
+    rounds: bool = False
+    uses_kernel: bool = False
     rounds_products: bool = False
     searched: bool = True
 
+    def base(self, prepared: Prepared) -> ir.Model:
+        """Return the prepared graph that the profile starts from."""
+        return prepared.base if self.graph == "base" else prepared.cuda
 
-PROFILES: Mapping[str, Profile] = {
-    profile.name: profile
-    for profile in (
-        Profile(
-            name="cpu",
-            precision="bf16-weights",
-            base=lambda prepared: prepared.base,
-            place=lambda model, narrow, _kernels, _overrides, fusions: place_cpu(model, narrow, fusions),
-            device="cpu",
-            rounds=False,
-            uses_kernel=True,
-        ),
-        Profile(
-            name="cpu-bf16",
-            precision="bf16",
-            base=lambda prepared: prepared.base,
-            place=lambda model, narrow, _kernels, overrides, fusions: place_cpu_bf16(model, narrow, overrides, fusions),
-            device="cpu",
-            rounds=False,
-            uses_kernel=True,
-            rounds_products=True,
-            searched=False,
-        ),
-        Profile(
-            name="cuda",
-            precision="bf16",
-            base=lambda prepared: prepared.cuda,
-            place=lambda model, narrow, kernels, overrides, _fusions: place_cuda(model, narrow, kernels, overrides),
-            device="cuda:0",
-            rounds=True,
-            uses_kernel=False,
-        ),
-    )
-}
+
+_CPU = Profile("cpu", "bf16-weights", "base", place_cpu, "cpu", uses_kernel=True)
+_CPU_BF16 = Profile(
+    "cpu-bf16", "bf16", "base", place_cpu_bf16, "cpu", uses_kernel=True, rounds_products=True, searched=False
+)
+_CUDA = Profile("cuda", "bf16", "cuda", place_cuda, "cuda:0", rounds=True)
+
+PROFILES: Mapping[str, Profile] = {profile.name: profile for profile in (_CPU, _CPU_BF16, _CUDA)}

@@ -8,12 +8,12 @@ from typing import Any
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import ProfileEntry
+from bf16kit.artifact.recoveryentries import RecoveredDrift, RecoveryEntry, TrainingEntry
 from bf16kit.drift.verdicts import DriftRow, format_budget_ratio
 from bf16kit.messages.document import plain
 from bf16kit.messages.wording import listed, size, table
 from bf16kit.numerics.tensors import describe as describe_shape
-from converter.report import recovery
-from converter.report.figures import Figures, figures
+from converter.report.figures import Figures
 
 VERSION = 1  # of the format that `inspect --json` writes
 _FROM_MANIFEST = (
@@ -34,18 +34,18 @@ def describe(path: Path) -> str:
     Raises :class:`ArtifactError` or a subclass if it is damaged or no artifact.
     """
     artifact = Artifact.open(path)
-    found = _figures(artifact)
+    found = Figures(artifact.manifest, artifact.manifest.files, artifact.measurements())
     return "\n\n".join(part for part in (_head(artifact, found), *_parts(found)) if part)
 
 
 def record(path: Path) -> dict[str, Any]:
     """Return the description for programs, see docs/json.md; raises as :func:`describe` does."""
     artifact = Artifact.open(path)
-    found = _figures(artifact)
-    manifest, measured = artifact.manifest, found.measured
-    kept = {name: getattr(manifest, name) for name in _FROM_MANIFEST}
-    computed = {name: getattr(found, name) for name in _FROM_FIGURES}
-    fields: dict[str, Any] = plain({**kept, **computed, "recovery": measured.recovery, "input_ranges": measured.inputs})
+    found = Figures(artifact.manifest, artifact.manifest.files, artifact.measurements())
+    kept = {name: getattr(artifact.manifest, name) for name in _FROM_MANIFEST}
+    kept |= {name: getattr(found, name) for name in _FROM_FIGURES}
+    fields: dict[str, Any] = plain(kept)
+    fields |= plain({"recovery": found.measured.recovery, "input_ranges": found.measured.inputs})
     fields["off_the_line"] = plain({s.profile: s.first_off for s in found.layers if s.first_off is not None})
     fields["diagnoses"] = plain({s.profile: s.diagnosis for s in found.layers if s.diagnosis is not None})
     fields["lossy_tensors"] = plain([s for s in found.spans if s.remark])
@@ -71,13 +71,8 @@ def drift_cells(row: DriftRow) -> tuple[object, ...]:
     return profile, row.output, row.metric, row.measured, row.worst, row.bound, _used(row.used), within
 
 
-def _figures(artifact: Artifact) -> Figures:
-    return figures(artifact.manifest, artifact.manifest.files, artifact.measurements())
-
-
 def _head(artifact: Artifact, found: Figures) -> str:
     manifest, source = found.manifest, found.manifest.source
-    sorted(manifest.profiles.items())
     tools = ", ".join(f"{name} {version}" for name, version in sorted(manifest.tools.items()))
     lines = [
         f"{manifest.model}, an artifact in {artifact.path}; every digest matches",
@@ -91,18 +86,14 @@ def _head(artifact: Artifact, found: Figures) -> str:
         f"layout      {found.layout}",
         f"batching    {'not declared' if manifest.batch_axis is None else f'axis {manifest.batch_axis}'}",
         f"made with   {tools}",
-        *(
-            f"runs with   {needs(entry)} ({name})"
-            for name, entry in sorted(manifest.profiles.items())
-            if entry.requires
-        ),
+    ]
+    lines += [
+        f"runs with   {needs(each)} ({name})" for name, each in sorted(manifest.profiles.items()) if each.requires
     ]
     lines += [f"weights     {span.remark} in {span.name}" for span in found.spans if span.remark][:5]
     lines += [f"search      {search.sentence}" for search in found.searches]
     lines += [
-        f"layers      {series.profile}: {series.summary}{' ' if series.option else ''}{series.option}"
-        for series in found.layers
-        if series.summary
+        f"layers      {each.profile}: {each.summary} {each.option}".rstrip() for each in found.layers if each.summary
     ]
     return "\n".join(lines)
 
@@ -131,9 +122,40 @@ def _parts(found: Figures) -> Iterator[str]:
         slices = [(each.profile, each.output, each.where, each.error, _used(each.used)) for each in found.slices]
         yield table("Worst slices, by error ÷ own variation", ("profile", "output", "slice", "error", "used"), slices)
     if trained is not None:
-        yield recovery.text(trained)
+        yield recovery_text(trained)
     files = [(name, size(entry.bytes), entry.sha256) for name, entry in found.files.items()]
     yield table("Files", ("name", "size", "sha256"), files)
+
+
+def recovery_text(entry: RecoveryEntry) -> str:
+    """Return the drift of a recovery, and how the weights were trained."""
+    title = f"Drift from the fp32 outputs of the original weights on {entry.samples} batches of {entry.judged_on}"
+    return "\n".join([table(title, RECOVERED, map(recovered_cells, entry.drift)), "", *training(entry.training)])
+
+
+RECOVERED = ("profile", "output", "metric", "bf16 before", "bf16 recovered", "from its own fp32", "budget")
+
+
+def recovered_cells(row: RecoveredDrift) -> tuple[object, ...]:
+    """Return one row of the table with the columns :data:`RECOVERED`."""
+    return row.profile, row.output, row.metric, row.before, row.after, row.own, row.bound
+
+
+def training(entry: TrainingEntry) -> Iterator[str]:
+    """Describe how the weights were trained, one sentence each."""
+    yield (
+        f"{entry.steps} steps on the {entry.device}, {entry.precision} (products in {entry.computed}),"
+        f" {entry.weights:,} weights; {entry.loss} loss {entry.loss_first:.3g} at the first step,"
+        f" {entry.loss_last:.3g} at the last; loss scaling {entry.scaling}: {entry.skipped} steps skipped,"
+        f" scale {entry.scale_first:g} at first, {entry.scale_last:g} at last"
+    )
+    if entry.kept is not None and entry.loss_before is not None:  # the oldest artifacts have neither
+        losses = {look.step: look.loss for look in entry.looks}
+        yield (
+            f"loss on {entry.yardstick} batches of --data: {entry.loss_before:.3g} before training,"
+            f" {losses[0]:.3g} after {entry.biases_corrected} vectors in fp32 were fitted to the rounded weights,"
+            f" {losses[entry.kept]:.3g} after step {entry.kept}, whose weights were kept"
+        )
 
 
 def needs(entry: ProfileEntry) -> str:

@@ -7,15 +7,7 @@ import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from bf16kit.drift.measurements import (
-    MARGIN_DB,
-    MOST_DB,
-    DiagnosisEntry,
-    LayerEntry,
-    Layers,
-    Measurements,
-    RemedyEntry,
-)
+from bf16kit.drift.measurements import MARGIN_DB, MOST_DB, DiagnosisEntry, LayerEntry, Layers, Measurements
 from bf16kit.messages.wording import listed
 
 _NAMED = 12  # nodes and weights of a remedy that a sentence names
@@ -26,37 +18,22 @@ class LayerSeries:
     """The layers of one profile, sorted by depth; ``measured`` is their number before rows were left out.
 
     ``first_off`` is the first layer whose SQNR is :data:`MARGIN_DB` below the predicted one; None if there is none.
-    ``diagnosis`` is what the layers say about the outputs; None in older artifacts. ``within`` says whether the profile
-    is within the budget. ``remarks`` are sentences on the remedy, or on why there is none.
+    ``diagnosis`` is what the layers say about the outputs; None in older artifacts. ``summary`` says it in sentences,
+    and ``option`` is what to convert with to mend the worst output; "" if none is needed or known.
     """
 
     profile: str
     measured: int
     rows: tuple[LayerEntry, ...]
     first_off: LayerEntry | None
-    diagnosis: DiagnosisEntry | None = None
-    within: bool = True
-    remarks: str = ""
+    diagnosis: DiagnosisEntry | None
+    summary: str
+    option: str
 
     @property
     def leaves(self) -> LayerEntry | None:
         """The layer where the noise of an output below its predicted SQNR comes from, or None."""
         return None if self.diagnosis is None else self.diagnosis.leaves
-
-    @property
-    def option(self) -> str:
-        """The option to convert with to mend the worst output; "" if none is needed or known."""
-        remedy = None if self.diagnosis is None else self.diagnosis.remedy
-        return "" if remedy is None else f"--keep-fp32 {shlex.quote(remedy.keep_fp32)}"
-
-    @property
-    def summary(self) -> str:
-        """Sentences on what the layers say about the outputs; "" if unknown. :attr:`option` is meant to follow."""
-        return (
-            ""
-            if self.diagnosis is None
-            else " ".join(_diagnosis_sentences(self.diagnosis, self.first_off, self.within, self.remarks))
-        )
 
     def worst(self) -> list[LayerEntry]:
         """Return the rows, those farthest below their predicted SQNR first."""
@@ -81,22 +58,24 @@ def layer_series(measured: Measurements, failing: Collection[str] = ()) -> Itera
 
 
 def series(profile: str, layers: Layers, *, within: bool = True, remarks: str = "") -> LayerSeries:
-    """Sort the layers of one profile by depth."""
-    rows = tuple(sorted(layers.rows, key=lambda row: row.depth))
+    """Sort the layers of one profile by depth, and say what they mean.
+
+    ``within`` says whether the profile is within the budget. ``remarks`` are sentences on the remedy, or on why there
+    is none.
+    """
+    rows, found = tuple(sorted(layers.rows, key=lambda row: row.depth)), layers.diagnosis
     first = next((row for row in rows if shortfall(row) > MARGIN_DB), None)
-    return LayerSeries(profile, layers.measured, rows, first, layers.diagnosis, within, remarks)
+    said = "" if found is None else " ".join(_sentences(found, first, within, remarks))
+    option = f"--keep-fp32 {shlex.quote(found.remedy.keep_fp32)}" if found and found.remedy else ""
+    return LayerSeries(profile, layers.measured, rows, first, found, said, option)
 
 
-def _diagnosis_sentences(
-    found: DiagnosisEntry, first_off: LayerEntry | None, within: bool, remarks: str
-) -> Iterator[str]:
+def _sentences(found: DiagnosisEntry, first: LayerEntry | None, within: bool, remarks: str) -> Iterator[str]:
     if not found.ails:
         yield "Every output has the SQNR predicted for rounding to bf16, so its drift comes from all layers alike."
-        if first_off is not None:
-            yield (
-                f"The first layer below its predicted SQNR is {layer_name(first_off)}; later layers average its error"
-                " away."
-            )
+        if first is not None:
+            name = layer_name(first)
+            yield f"The first layer below its predicted SQNR is {name}; later layers average its error away."
         yield "No remedy is needed."
         return
     if found.leaves is None:
@@ -109,24 +88,17 @@ def _diagnosis_sentences(
             f"SQNR falls below its prediction at {found.leaves.name} ({found.leaves.op}):"
             f" {found.leaves.sqnr_db:.1f} dB, predicted {found.leaves.expected_db:.1f} dB."
         )
-    if found.remedy is None and remarks:
+    if remarks:
         yield remarks
-    elif found.remedy is None and found.tried:
-        yield "Keeping nodes and weights in fp32 does not mend it; look at its inputs or its weights."
-    elif found.remedy is None:
+    if (remedy := found.remedy) is not None:
+        names = listed(remedy.nodes) if len(remedy.nodes) <= _NAMED else f"{len(remedy.nodes)} nodes and weights"
         yield (
-            "No remedy is needed, because the budget is met."
-            if within
-            else "No remedy was looked for; bf16-convert explain looks for one."
+            f"Keeping {names} in fp32 would raise output {remedy.output} from {remedy.before_db:.1f} to"
+            f" {remedy.after_db:.1f} dB (tested on the CPU):"
         )
-    else:
-        yield from filter(None, [remarks, _describe_remedy(found.remedy)])
-
-
-def _describe_remedy(remedy: RemedyEntry) -> str:
-    many = len(remedy.nodes) > _NAMED
-    names = f"{len(remedy.nodes)} nodes and weights" if many else listed(remedy.nodes)
-    return (
-        f"Keeping {names} in fp32 would raise output {remedy.output} from {remedy.before_db:.1f} to"
-        f" {remedy.after_db:.1f} dB (tested on the CPU):"
-    )
+    elif not remarks and found.tried:
+        yield "Keeping nodes and weights in fp32 does not mend it; look at its inputs or its weights."
+    elif not remarks and within:
+        yield "No remedy is needed, because the budget is met."
+    elif not remarks:
+        yield "No remedy was looked for; bf16-convert explain looks for one."

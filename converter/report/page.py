@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.manifest import FileEntry, Manifest, PlanEntry
+from bf16kit.artifact.manifest import FileEntry, Manifest
 from bf16kit.drift.measurements import Measurements
 from bf16kit.drift.verdicts import format_budget_ratio
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import listed, printable, size
 from bf16kit.numerics.tensors import describe as describe_shape
 from converter.process.versions import version_of
-from converter.report import charts, recovery
-from converter.report.figures import Figures, figures
-from converter.report.inspect import abbreviated, drift, needs
-from converter.report.islands import island_groups
+from converter.report import charts
+from converter.report.figures import SEARCHED, Figures
+from converter.report.inspect import RECOVERED, abbreviated, drift, needs, recovered_cells, training
 from converter.report.layers import layer_name
 
 NAME = "report.html"
 ROWS = 200  # rows of a table; a browser must be able to open the page of a model with 50,000 nodes
 CHARTS = 12  # charts of a kind
-TENSORS = 7  # tensors in one of the two charts of their ranges
+TENSORS = 20  # tensors whose range is shown
+LOWEST, HIGHEST = -150, 134  # exponents at the ends of the bar of a tensor's range
 
 
 def check_installed() -> None:
@@ -37,25 +36,15 @@ def check_installed() -> None:
         )
 
 
-def write(
-    path: Path,
-    manifest: Manifest,
-    files: Mapping[str, FileEntry],
-    notes: Sequence[str],
-    measurements: Measurements | None = None,
-) -> None:
-    """Write the self-contained HTML page on ``manifest`` and ``files``; everything in it is escaped."""
-    path.write_text(render(manifest, files, notes, measurements), encoding="utf-8")
-
-
 def render(
     manifest: Manifest,
     files: Mapping[str, FileEntry],
     notes: Sequence[str],
     measurements: Measurements | None = None,
 ) -> str:
-    """Return the page as text."""
+    """Return the self-contained HTML page on ``manifest`` and ``files``; everything in it is escaped."""
     from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_escape_controls
@@ -65,29 +54,37 @@ def render(
         "shape": describe_shape,
         "number": _number,
         "share": _share,
-        "first": _first,
+        "position": _position,
         "layer_name": layer_name,
         "needs": needs,
         "abbreviated": abbreviated,
-        "drift_cells": recovery.drift_cells,
+        "cells": recovered_cells,
     }
     template = resources.files("converter.report").joinpath("template.html").read_text(encoding="utf-8")
-    found = figures(manifest, files, measurements, notes)
+    found = Figures(manifest, files, measurements, notes)
+    samples = [charts.samples_chart(each, f"samples{i}") for i, each in enumerate(found.samples[:CHARTS])]
+    layers = [charts.layers_chart(each, f"layers{i}") for i, each in enumerate(found.layers[:CHARTS])]
     return environment.from_string(template).render(
         f=found,
         m=manifest,
-        plots=_charts(found),
-        island_groups=island_groups(found.islands),
-        entries=_entries(manifest),
+        samples=list(zip(found.samples, map(Markup, samples), strict=False)),  # escaped already
+        layers=list(zip(found.layers, map(Markup, layers), strict=False)),
+        entries=[
+            ("tensors", manifest.plan.tensors),
+            *((f"{p} nodes", e) for p, e in sorted(manifest.plan.nodes.items())),
+        ],
         most=ROWS,
-        recovery=recovery,
+        shown=TENSORS,
+        searched=SEARCHED,
+        recovered=RECOVERED,
+        training=training,
     )
 
 
 def summary(artifact: Artifact, notes: Sequence[str]) -> str:
     """Return the text that the command line prints when an artifact was published."""
     manifest = artifact.manifest
-    found = figures(manifest, manifest.files)
+    found = Figures(manifest, manifest.files)
     lines = [
         f"converted {manifest.source.tensors} tensors, {size(found.sizes.checkpoint)}, to {artifact.path}",
         f"weights and graphs {size(found.sizes.graphs_and_weights)}, {found.sizes.ratio:.3f} × the checkpoint;"
@@ -98,27 +95,6 @@ def summary(artifact: Artifact, notes: Sequence[str]) -> str:
         *(f"note: {note}" for note in notes),
     ]
     return "\n".join(lines) + "\n\n" + drift(found)
-
-
-def _charts(found: Figures) -> dict[str, list[Any]]:
-    """Return the charts as markup, which needs no further escaping."""
-    from markupsafe import Markup
-
-    drawn = {
-        "sizes": [charts.sizes_chart(found.sizes)],
-        "samples": [charts.samples_chart(s, f"samples{i}") for i, s in enumerate(found.samples[:CHARTS])],
-        "layers": [charts.layers_chart(s, f"layers{i}") for i, s in enumerate(found.layers[:CHARTS])],
-        "spans": [
-            charts.ranges_chart(found.spans[at : at + TENSORS], found.measured.ranges.measured, f"spans{at}")
-            for at in range(0, min(len(found.spans), 2 * TENSORS), TENSORS)
-        ],
-    }
-    return {kind: [Markup(each) for each in each_kind] for kind, each_kind in drawn.items()}  # noqa: S704 - escaped
-
-
-def _entries(manifest: Manifest) -> list[tuple[str, list[PlanEntry]]]:
-    """Return the plan's entries: those of the tensors, then those of each profile's nodes."""
-    return [("tensors", manifest.plan.tensors), *((f"{p} nodes", e) for p, e in sorted(manifest.plan.nodes.items()))]
 
 
 def _escape_controls(value: Any) -> Any:
@@ -136,5 +112,6 @@ def _share(value: float | None) -> str:
     return "–" if value is None else format_budget_ratio(value)
 
 
-def _first(rows: Sequence[Any], most: int) -> list[Any]:
-    return list(islice(rows, most))
+def _position(magnitude: float) -> float:
+    """Return the place of ``magnitude`` on the bar of a tensor's range, in percent."""
+    return 100 * (math.log2(magnitude) - LOWEST) / (HIGHEST - LOWEST)

@@ -21,31 +21,24 @@ if TYPE_CHECKING:
 
 WIDTH = 480.0  # width of the report's pictures, in units of about a pixel; phones show it at two thirds
 # CSS variables. matplotlib draws with a colour that stands for the variable, and :func:`svg` puts the variable there.
-_NAMES = ("text", "muted", "grid", "accent", "accent-soft", "before", "bad", "zone", "second", "third", "target")
+_NAMES = ("text", "muted", "grid", "accent", "bad", "zone", "second", "third", "target")
 COLOUR = {name: f"#0000{number:02x}" for number, name in enumerate(_NAMES, start=1)}
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a name may contain a dollar sign
     "font.size": 12,
     "text.color": COLOUR["text"],
-    "axes.titlecolor": COLOUR["muted"],
     "axes.titlesize": "medium",
     "axes.titlelocation": "left",
     "axes.titley": 1.06,  # a place of its own: searching one takes as long as all else
-    "axes.labelcolor": COLOUR["muted"],
-    "axes.edgecolor": COLOUR["muted"],
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
+    **dict.fromkeys(("axes.titlecolor", "axes.labelcolor", "axes.edgecolor"), COLOUR["muted"]),
+    **dict.fromkeys(("xtick.color", "ytick.color"), COLOUR["muted"]),
+    **dict.fromkeys(("axes.spines.left", "axes.spines.right", "axes.spines.top", "xtick.bottom", "ytick.left"), False),
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
     "grid.color": COLOUR["grid"],
     "grid.linewidth": 1,
-    "xtick.color": COLOUR["muted"],
-    "ytick.color": COLOUR["muted"],
-    "xtick.bottom": False,
-    "ytick.left": False,
     "lines.linewidth": 1.75,
     "lines.markersize": 6,
     "lines.markeredgewidth": 0,
@@ -96,8 +89,8 @@ def svg(plane: Axes, key: str, title: str, description: str, tips: Iterable[str]
     text = re.split(r"<svg .*?>", _NOISE.sub("", stream.getvalue()), maxsplit=1)[1]
     for name, colour in COLOUR.items():
         text = text.replace(colour, f"var(--{name})")
-    remaining = iter(tips)
-    text = re.sub(r"(<use [^>]*)/>", lambda marker: f"{marker[1]}>{_tip(remaining)}</use>", text)
+    titles = (_element("title", tip) for tip in tips)
+    text = re.sub(r"(<use [^>]*)/>", lambda marker: f"{marker[1]}>{next(titles, '')}</use>", text)
     width, height = (round(inches * 72) for inches in figure.get_size_inches())
     size = f' width="{width}" height="{height}"' if style else ""
     return (
@@ -105,11 +98,6 @@ def svg(plane: Axes, key: str, title: str, description: str, tips: Iterable[str]
         f' xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
         f"{_element('title', title, f'{key}-title')}{_element('desc', description, f'{key}-desc')}{style}{text}"
     )
-
-
-def _tip(remaining: Iterator[str]) -> str:
-    tip = next(remaining, None)
-    return "" if tip is None else _element("title", tip)
 
 
 def _element(tag: str, text: str, name: str = "") -> str:

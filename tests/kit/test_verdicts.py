@@ -9,11 +9,11 @@ import reported
 
 from bf16kit.artifact.manifest import SINCE_SLICES, DriftEntry, Manifest
 from bf16kit.drift.verdicts import format_budget_ratio
-from converter.report.figures import figures
+from converter.report.figures import Figures
 
 
 def _figures(manifest: Manifest) -> list[str]:
-    found = figures(manifest, manifest.files)
+    found = Figures(manifest, manifest.files)
     return [found.headline, *(verdict.sentence for verdict in found.verdicts)]
 
 
@@ -55,7 +55,7 @@ def test_an_output_without_any_slice_judged_is_named() -> None:
 
 
 def test_quantiles_that_the_budget_bounds_are_listed_below_their_metric() -> None:
-    rows = [row.metric for row in figures(reported.manifest(), {}).drift if row.profile == "cpu"]
+    rows = [row.metric for row in Figures(reported.manifest(), {}).drift if row.profile == "cpu"]
     assert rows[:3] == ["relative_l2", "relative_l2.p99", "cosine_distance"]
 
 

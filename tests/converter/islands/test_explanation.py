@@ -19,7 +19,7 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import DiagnosisEntry
-from converter.islands.explanation import Remedies, pattern, search_artifact
+from converter.islands.explanation import search_artifact
 from converter.islands.layertrace import open_reference
 from converter.process.progress import SilentProgress
 
@@ -89,10 +89,9 @@ def test_the_text_says_of_a_sound_artifact_that_no_remedy_is_needed(cli: Cli, sm
     assert said.rstrip().endswith("No remedy is needed.")
 
 
-@pytest.mark.parametrize("given", ["x", "w0"])
-def test_an_output_that_no_node_computes_does_not_ail(cli: Cli, target: Path, given: str) -> None:
+def test_an_output_that_no_node_computes_does_not_ail(cli: Cli, target: Path) -> None:
     model = graphs.mlp()
-    model.graph.output.append(graphs.edge(given, ["batch", 16] if given == "x" else [16, 32]))
+    model.graph.output.extend([graphs.edge("x", ["batch", 16]), graphs.edge("w0", [16, 32])])
     assert explained(cli, model, target, "cpu")["ails"] is False
 
 
@@ -111,9 +110,10 @@ def test_a_search_folds_batchnorm_where_the_conversion_did(cli: Cli, tmp_path: P
     model = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16")
     cli("checkpoint", source, "--out", target, *model, *ONNX_ONLY).published()
     artifact = Artifact.open(target)
-    remedies = Remedies([artifact.golden().inputs], Budget(), SilentProgress())
     with open_reference(artifact) as graph:
-        assert search_artifact(graph, artifact, "cpu", remedies).drift_now < 1e-3
+        result = search_artifact(graph, artifact, "cpu", [artifact.golden().inputs], Budget(), SilentProgress())
+    assert result.entry is not None
+    assert result.entry.after < 1e-3
 
 
 def _diagnosis(target: Path, profile: str = "cpu") -> DiagnosisEntry:
@@ -159,14 +159,15 @@ def test_no_remedy_is_searched_if_the_search_is_off_or_has_no_time(
     found = _diagnosis(target)
     assert found.leaves is not None
     assert (found.leaves.name, found.remedy, found.tried) == ("difference", None, False)
-    page = (target / "report.html").read_text("utf-8")
-    assert "No remedy was looked for; bf16-convert explain looks for one." in page
+    assert "No remedy was looked for; bf16-convert explain looks for one." in (target / "report.html").read_text(
+        "utf-8"
+    )
 
 
 def test_a_model_within_budget_is_diagnosed_without_a_search(cli: Cli, target: Path, tmp_path: Path) -> None:
     """The runs of the conversion already show the layer that falls below its prediction."""
     onnx.save(troubled.sharp_softmax(), tmp_path / "m.onnx")
-    done = cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--profile", "cpu", "--format", "onnx").published()
+    done = cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--profile", "cpu").published()
     assert "searching" not in done.err
     found = _diagnosis(target)
     assert found.leaves is not None
@@ -174,6 +175,7 @@ def test_a_model_within_budget_is_diagnosed_without_a_search(cli: Cli, target: P
     assert "No remedy is needed, because the budget is met" in (target / "report.html").read_text("utf-8")
     said = cli("explain", target).published().out
     assert said.rstrip().endswith("No remedy is needed, because the budget is met on these samples.")
+    cli("explain", target, "--profile", "cuda").refused(2, "no ONNX profile 'cuda'", "it has cpu")
 
 
 def test_no_remedy_is_searched_for_cpu_bf16(cli: Cli, target: Path, tmp_path: Path) -> None:
@@ -187,11 +189,6 @@ def test_no_remedy_is_searched_for_cpu_bf16(cli: Cli, target: Path, tmp_path: Pa
 def test_an_artifact_without_a_reference_cannot_be_explained(cli: Cli, target: Path, onnx_file: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
     cli("explain", target).refused(2, "--no-residual and keeps no fp32 reference", "convert the checkpoint again")
-
-
-def test_a_profile_that_the_artifact_lacks_is_rejected(cli: Cli, target: Path, onnx_file: Path) -> None:
-    cli("checkpoint", onnx_file, "--out", target, "--profile", "cpu", *ONNX_ONLY).published()
-    cli("explain", target, "--profile", "cuda").refused(2, "no ONNX profile 'cuda'", "it has cpu")
 
 
 def test_layers_of_an_optional_profile_are_measured_only_if_it_is_requested(
@@ -209,8 +206,3 @@ def test_layers_of_an_optional_profile_are_measured_only_if_it_is_requested(
     asked = Artifact.open(target).measurements()
     assert asked is not None
     assert asked.profiles["cpu-bf16"].layers is not None
-
-
-def test_the_pattern_escapes_special_characters_in_names() -> None:
-    assert pattern(("/model/a.1", "b")) == r"^(/model/a\.1|b)$"
-    assert pattern(("a+",)) == r"^a\+$"

@@ -1,19 +1,40 @@
-"""A graph with a switch for each rounding: off, the graph equals the original; on, that node or weight is rounded."""
+"""A graph with a switch for each rounding: off, the graph equals the original; on, that node or weight is rounded.
+
+With the switches of a plan, it agrees with the written graphs, on a model of the shape of an OCR detector.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
-from lowered import specs
+from converting import ONNX_ONLY, Cli
+from lowered import Lowered, lower, specs
 from onnx import TensorProto, helper, shape_inference
+from textdetector import pictures, text_detector
 
 import graphs
-from converter.graph.operators import bf16_form
-from converter.graph.step import run
-from converter.islands.switches import Bf16, Switch, positions
+from bf16kit.drift.budget import Budget
+from bf16kit.runtime.loading import load, load_reference
+from bf16kit.runtime.ort.onnx import OnnxRuntime
+from bf16kit.runtime.ort.session import open_session
+from converter.islands.candidates import bf16_alone, candidates
+from converter.islands.switches import Bf16, Switched
+from converter.islands.trials import Task, Trials
+from converter.plan import make_plan
+from converter.plan.decisions import Islands
+from converter.plan.profiles import PROFILES
+from converter.rewrite import prepare
 from converter.source import Array
+from converter.verify import measure
+from converter.verify.emulate import emulation
+from converter.verify.measure import Expected
 from converter.verify.running import open_fp32_graph
 
 X = graphs.values(4, 16)
@@ -23,15 +44,19 @@ def rounded(array: Array) -> Array:
     return array.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
+def run(model: ir.Model, on: Bf16, switched: Bf16) -> Array:
+    """Return the output of ``model`` for X, with all roundings of ``switched`` switched and those of ``on`` on."""
+    made = Switched(model, switched)
+    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
+    runtime = open_fp32_graph(made.model, (*inputs, made.spec), (*outputs, *made.shape_specs))
+    return runtime.run({"x": X, made.spec.name: made.positions(on)}, ["y"])["y"]
+
+
 def answer(nodes: frozenset[str], weights: frozenset[str]) -> Array:
     """Return the output of the switched MLP with ``nodes`` and ``weights`` on."""
     model = ir.from_proto(graphs.mlp())
-    forms = {node.name or "": form for node in model.graph if (form := bf16_form(node, 22))}
-    switch = Switch(forms, {"w0", "w1"})
-    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
-    changed = run([switch], model)
-    runtime = open_fp32_graph(changed, (*inputs, switch.spec), (*outputs, *switch.shape_specs))
-    return runtime.run({"x": X, switch.input: positions(switch.sites, Bf16(nodes, weights))}, ["y"])["y"]
+    every = Bf16(frozenset(node.name or "" for node in model.graph), frozenset({"w0", "w1"}))
+    return run(model, Bf16(nodes, weights), every)
 
 
 def expected(w0: Array, w1: Array) -> Array:
@@ -70,10 +95,92 @@ def test_a_sequence_of_tensors_has_no_switch() -> None:
     held = [graphs.initializer("w0", W0), helper.make_tensor("first", TensorProto.INT64, [], [0])]
     proto = graphs.model(nodes, [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 1])], held)
     model = ir.from_proto(shape_inference.infer_shapes(proto))
-    forms = {node.name or "": form for node in model.graph if (form := bf16_form(node, 22))}
-    switch = Switch(forms, {"w0"})
-    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
-    runtime = open_fp32_graph(run([switch], model), (*inputs, switch.spec), (*outputs, *switch.shape_specs))
-    off = positions(switch.sites, Bf16())
-    (found,) = runtime.run({"x": X, switch.input: off}, ["y"]).values()
-    np.testing.assert_allclose(found, (X @ W0)[:, :1] ** 2, rtol=1e-5, atol=1e-6)
+    every = Bf16(frozenset(node.name or "" for node in model.graph), frozenset({"w0"}))
+    np.testing.assert_allclose(run(model, Bf16(), every), (X @ W0)[:, :1] ** 2, rtol=1e-5, atol=1e-6)
+
+
+FEEDS = pictures()
+NOISE = -16.0  # there, ONNX Runtime's Sigmoid resolves only a few bits
+
+
+class Simulated:
+    """The drift that the search simulates for some candidates of ``profile`` as islands, and what is written for it."""
+
+    def __init__(self, directory: Path, profile: str, chosen: Callable[[int], bool], logit: float = 0.0) -> None:
+        proto, how = text_detector(logit), PROFILES[profile]
+        prepared = prepare(ir.from_proto(proto))
+        base, plan = how.base(prepared), make_plan(prepared).plan
+        units = frozenset(u for number, u in enumerate(candidates(base, plan, how, {}, {})) if chosen(number))
+        alone = bf16_alone(units)
+        islands = Islands(dict.fromkeys(alone.nodes, ""), dict.fromkeys(alone.weights, ""))
+        written = lower(directory / "1", proto, islands=islands)
+        manifest = written.artifact.manifest.model_copy(update={"batch_axis": 0})
+        expected = list(measure.run_all(load_reference(written.artifact), FEEDS))
+        runtime = load(written.artifact, "cpu") if profile == "cpu" else _emulated(written)
+        self.written = measure.drifts(expected, measure.run_all(runtime, FEEDS), written.outputs, 0, {})
+        compared = Expected(FEEDS, expected, {}, len(FEEDS))
+        task = Task(prepared=prepared, profile=how, manifest=manifest, expected=compared, budget=Budget())
+        self.simulated = Trials(task).drifts(task.rounded(units))
+
+    @property
+    def errors(self) -> tuple[Sequence[float], Sequence[float]]:
+        """The relative L2 of each sample, simulated and written."""
+        simulated, written = (
+            [one["y"].rows[0].relative_l2 for one in found] for found in (self.simulated, self.written)
+        )
+        return simulated, written
+
+
+def _emulated(written: Lowered) -> OnnxRuntime:
+    path = written.artifact.file("cuda.onnx")
+    return OnnxRuntime(emulation(path), written.inputs, written.outputs, base_dir=path.parent)
+
+
+def none(_: int) -> bool:
+    return False
+
+
+def every(_: int) -> bool:
+    return True
+
+
+def half(number: int) -> bool:
+    return bool(np.random.default_rng(number).random() < 0.5)
+
+
+@pytest.mark.parametrize("chosen", [none, every, half])
+class TestAgreement:
+    def test_emulated_cuda_has_the_same_drift_to_the_bit_if_sums_are_in_the_same_order(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Callable[[int], bool]
+    ) -> None:
+        """Without ONNX Runtime's optimisations both run the same kernels."""
+        monkeypatch.setattr("bf16kit.runtime.ort.onnx.open_session", functools.partial(open_session, optimise=False))
+        found = Simulated(tmp_path, "cuda", chosen)
+        assert [one["y"].rows for one in found.simulated] == [one["y"].rows for one in found.written]
+        assert (found.errors[0][0] > 1e-4) == (chosen is not every)
+
+    def test_cpu_has_the_same_drift_but_for_fp32_noise(self, tmp_path: Path, chosen: Callable[[int], bool]) -> None:
+        simulated, written = Simulated(tmp_path, "cpu", chosen).errors
+        np.testing.assert_allclose(simulated, written, rtol=1e-2, atol=1e-6)
+        assert (written[0] > 1e-4) == (chosen is not every)
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+def test_the_simulation_has_the_fp32_noise_that_certification_sees(tmp_path: Path, profile: str) -> None:
+    """Measured from its own fp32 outputs, the search would see none and look for islands in vain."""
+    simulated, written = Simulated(tmp_path, profile, every, NOISE).errors
+    assert min(written) > 0.015
+    np.testing.assert_allclose(np.mean(simulated), np.mean(written), rtol=0.5)
+
+
+def test_a_model_that_fp32_noise_alone_puts_over_budget_is_rejected_at_once_with_the_reason(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    source = tmp_path / "detector.onnx"
+    onnx.save(text_detector(NOISE), source)
+    (tmp_path / "samples").mkdir()
+    for number, feed in enumerate(FEEDS):
+        np.savez(tmp_path / "samples" / f"{number}.npz", **feed)  # type: ignore[arg-type]  # numpy takes arrays by keyword
+    command = ("checkpoint", source, "--out", target, "--samples", tmp_path / "samples", *ONNX_ONLY)
+    refused = cli(*command).refused(1, "no fp32 islands can help", "pass --samples with inputs like those")
+    assert "where the error comes from" not in refused.err

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from lowered import Lowered, lower, relative_l2
+from lowered import lower, relative_l2
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
@@ -93,7 +93,7 @@ def test_normalisations_stay_fp32_unless_bf16_is_requested() -> None:
     assert _nodes(_plan(proto, bf16=["norm"]))["norm"][0] == "bf16"
 
 
-def test_an_operator_without_a_kernel_is_an_island_with_that_reason() -> None:
+def test_an_operator_without_a_kernel_is_an_island_with_that_reason_even_if_bf16_is_requested() -> None:
     proto = graphs.model(
         [
             helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
@@ -107,7 +107,7 @@ def test_an_operator_without_a_kernel_is_an_island_with_that_reason() -> None:
             graphs.initializer("v", graphs.values(16, 16, 3, 3, seed=1)),
         ],
     )
-    nodes = _nodes(_plan(proto))
+    nodes = _nodes(_plan(proto, bf16=["pool"]))
     assert nodes["conv"] == ("bf16", "bf16 multiplication with fp32 accumulation")
     assert nodes["pool"] == ("fp32", "no bf16 kernel for MaxPool-22 on CUDA in ONNX Runtime 1.31.1")
     assert nodes["conv2"][0] == "bf16"
@@ -212,34 +212,22 @@ def test_a_move_of_fp32_data_stays_fp32_and_its_result_is_cast(tmp_path: Path) -
     assert made.ops("cuda") == ["Transpose", "Cast", "MatMul", "Cast"]
 
 
-def _kept(tmp_path: Path, **options: Any) -> Lowered:
-    return lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 32)), **options)
-
-
-def test_a_node_kept_in_fp32_keeps_its_weights_in_fp32(tmp_path: Path) -> None:
-    made = _kept(tmp_path, keep_fp32=["^matmul1$"])
-    assert {t.name: t.precision for t in made.plan.tensors}["w1"] == "fp32"
-    assert made.precision()["matmul1"] == "fp32"
-    assert made.precision()["matmul0"] == "bf16"
+def test_a_node_kept_in_fp32_keeps_its_weights_in_fp32_and_fp32_wins_where_both_overrides_match() -> None:
+    plan = _plan(graphs.mlp((32, 64, 32)), keep_fp32=["^matmul1$"])
+    assert {t.name: t.precision for t in plan.tensors}["w1"] == "fp32"
+    assert {name: precision for name, (precision, _) in _nodes(plan).items() if "matmul" in name} == {
+        "matmul0": "bf16",
+        "matmul1": "fp32",
+    }
+    both = _plan(graphs.mlp((32, 64, 32)), bf16=["."], keep_fp32=["w0"])
+    assert {t.name: t.precision for t in both.tensors} == {"w0": "fp32", "w1": "bf16", "b0": "bf16", "b1": "bf16"}
 
 
 def test_a_tensor_requested_in_bf16_is_stored_in_bf16(tmp_path: Path) -> None:
-    made = _kept(tmp_path, bf16=["^b0$"])
+    made = lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 32)), bf16=["^b0$"])
+    feeds = {"x": graphs.values(4, 32, seed=9)}
     assert made.artifact.tensor("b0").dtype.name == "bfloat16"
-    assert relative_l2(made.run_source(_rows())["y"], made.run_cpu(_rows())["y"]) < 6e-3
-
-
-def test_fp32_wins_where_both_overrides_match(tmp_path: Path) -> None:
-    made = _kept(tmp_path, bf16=["."], keep_fp32=["w0"])
-    assert {t.name: t.precision for t in made.plan.tensors}["w0"] == "fp32"
-
-
-def test_an_operator_without_a_kernel_stays_fp32_even_if_bf16_is_requested() -> None:
-    proto = graphs.model(
-        [helper.make_node("Elu", ["x"], ["y"], name="elu")], [graphs.edge("x", [16])], [graphs.edge("y", [16])]
-    )
-    precision, reason = _nodes(_plan(proto, bf16=["elu"]))["elu"]
-    assert (precision, reason.split(" on ")[0]) == ("fp32", "no bf16 kernel for Elu-22")
+    assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 6e-3
 
 
 @pytest.mark.parametrize(
@@ -252,10 +240,6 @@ def test_an_operator_without_a_kernel_stays_fp32_even_if_bf16_is_requested() -> 
 def test_a_useless_override_is_an_error(options: dict[str, list[str]], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         _plan(graphs.mlp(), **options)
-
-
-def _rows() -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
-    return {"x": graphs.values(4, 32, seed=9)}
 
 
 def test_every_entry_has_a_code_beside_its_reason() -> None:

@@ -25,7 +25,7 @@ from bf16kit.artifact.recoveryentries import RecoveredDrift, RecoveryEntry
 from bf16kit.drift.measurements import Measurements
 from bf16kit.numerics.tensors import TensorSpec
 from converter.recovery.batches import Loader
-from converter.report.recovery import text
+from converter.report.inspect import recovery_text
 
 SHIFTED = ("--model", "recovering:Shifted", "--input", "x:float32:batch,16")
 CHEAP = ("--format", "onnx", "--profile", "cpu", "--device", "cpu")
@@ -347,9 +347,9 @@ def test_an_artifact_of_an_earlier_version_is_still_read() -> None:
     content = json.loads(Measurements().dumps()) | {"recovery": recovery}
     found = Measurements.loads(json.dumps(content).encode(), "measurements.json").recovery
     assert found is not None
-    assert "0.3 after step 2, whose weights were kept" in text(found)
+    assert "0.3 after step 2, whose weights were kept" in recovery_text(found)
     oldest = {name: value for name, value in training.items() if name not in ("kept", "looks", "loss_before")}
     content["recovery"]["training"] = oldest
     found = Measurements.loads(json.dumps(content).encode(), "measurements.json").recovery
     assert found is not None
-    assert "20 steps on the cpu" in text(found)
+    assert "20 steps on the cpu" in recovery_text(found)
