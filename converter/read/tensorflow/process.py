@@ -23,6 +23,7 @@ from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime.memory.scratch import on_disk
+from converter.read.sources import untrusted
 from converter.source import Array, Feeds
 
 VARIABLE, SECONDS = "BF16KIT_TENSORFLOW_PYTHON", "BF16KIT_TENSORFLOW_SECONDS"
@@ -31,7 +32,6 @@ PREPARE = (
     "tensorflow-env/bin/pip install tensorflow-cpu==2.21.0 tf2onnx==1.17.0",
     f"export {VARIABLE}=$PWD/tensorflow-env/bin/python",
 )
-_WORKER = Path(__file__).with_name("worker.py")
 _ERRORS = {"usage": UsageError, "source": SourceError, "conversion": ConversionError}
 _FIXED = {
     "PYTHONNOUSERSITE": "1",
@@ -62,24 +62,21 @@ def find() -> Environment:
 
     Raises :class:`UsageError` when the one that :data:`VARIABLE` names does not exist or does not run.
     """
-    named = os.environ.get(VARIABLE)
-    python = Path(named or sys.executable)
-    if not python.is_file():
-        raise UsageError(f"{VARIABLE}={named}: no such file; name the python of an environment with TensorFlow")
+    python = Path(os.environ.get(VARIABLE) or sys.executable)
     # before Python 3.11, only -I keeps the working directory off the path
     command = [str(python), "-I", "-c", _VERSIONS_SCRIPT]
+    said = ""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        said = done.stderr.strip() or done.stdout.strip()
         installed = dict(json.loads(done.stdout))
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"{python}: cannot be run: {brief(error)}") from None
-    except (ValueError, TypeError):
-        said = brief(done.stderr.strip() or done.stdout.strip())
-        raise UsageError(f"{python}: does not run as a Python: {said}") from None
-    found = {
-        "tensorflow": next(filter(None, map(installed.get, _TENSORFLOWS)), None),
-        "tf2onnx": installed.get("tf2onnx"),
-    }
+    except (OSError, ValueError, TypeError, subprocess.TimeoutExpired) as error:
+        raise UsageError(
+            f"{python}: cannot be run as a Python: {brief(said or error)}; {VARIABLE} names the python of an"
+            " environment with TensorFlow"
+        ) from None
+    tensorflow = next(filter(None, map(installed.get, _TENSORFLOWS)), None)
+    found = {"tensorflow": tensorflow, "tf2onnx": installed.get("tf2onnx")}
     versions = {name: version for name, version in found.items() if version}
     return Environment(python, versions, [name for name in found if name not in versions])
 
@@ -106,12 +103,12 @@ class TensorFlowProcess:
         self._source, self._seconds = source, _time_limit()
         temporary = tempfile.TemporaryDirectory(prefix="bf16kit-tensorflow-", dir=on_disk(), ignore_cleanup_errors=True)
         self.directory = Path(temporary.name)
-        self._output = self.directory / "output"
+        worker = str(Path(__file__).with_name("worker.py"))
         # it imports only its own packages: not from this program's path or the user's site
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        with self._output.open("wb") as output:
+        with (self.directory / "output").open("wb") as output:
             self._process: Any = subprocess.Popen(
-                [str(python), str(_WORKER), json.dumps({**request, "source": str(source.resolve())})],
+                [str(python), worker, json.dumps({**request, "source": str(source.resolve())})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -158,21 +155,25 @@ class TensorFlowProcess:
         line = self._process.stdout.readline()
         watchdog.cancel()
         if not line:
-            code = self._process.wait()
-            ended = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-            ended += " (out of memory?)" if -code in (signal.SIGKILL, signal.SIGABRT) else ""
-            said = [text for text in self._output.read_text(errors="replace").splitlines() if text.strip()]
-            ended += f"; its last output: {brief(said[-1].strip())}" if said else ""
-            if time.monotonic() >= deadline:
-                ended = (
-                    f"did not answer within {self._seconds:g} s; set the environment variable {SECONDS} to allow more"
-                )
+            ended = self._how_it_ended(late=time.monotonic() >= deadline)
             raise ConversionError(f"{self._source}: TensorFlow's process {ended}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             kind, text = reply["error"]
+            if kind == "code":
+                raise untrusted(self._source, f"is a Keras model with code in it ({text})")
             raise _ERRORS[kind](f"{self._source}: {text}")
         return reply
+
+    def _how_it_ended(self, *, late: bool) -> str:
+        code = self._process.wait()
+        if late:
+            return f"did not answer within {self._seconds:g} s; set the environment variable {SECONDS} to allow more"
+        ended = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        memory = " (out of memory?)" if -code in (signal.SIGKILL, signal.SIGABRT) else ""
+        output = (self.directory / "output").read_text(errors="replace").split("\n")
+        said = [line.strip() for line in output if line.strip()]
+        return f"{ended}{memory}" + (f"; its last output: {brief(said[-1])}" if said else "")
 
 
 def _end(process: Any, temporary: tempfile.TemporaryDirectory[str]) -> None:
@@ -183,10 +184,7 @@ def _end(process: Any, temporary: tempfile.TemporaryDirectory[str]) -> None:
 
 def _time_limit() -> float:
     text = os.environ.get(SECONDS, "3600")  # translating a large model takes minutes
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise UsageError(f"{SECONDS}={text}: expected a number of seconds above 0")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) <= threading.TIMEOUT_MAX:
+            return seconds
+    raise UsageError(f"{SECONDS}={text}: expected a number of seconds above 0")

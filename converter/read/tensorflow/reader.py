@@ -5,15 +5,12 @@ TensorFlow opens, translates and runs it in a separate process; tf2onnx makes th
 
 from __future__ import annotations
 
-import functools
 import re
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bf16kit.messages.errors import ConversionError, SourceError, UsageError
+from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.messages.wording import quoted
 from converter.options import Options
 from converter.read.detect import Kind
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
     from converter.source import Array
 
 _OPSET = 18  # the newest that tf2onnx writes
-_MOST_CONFIG = 64 << 20  # bytes
-_CODE = re.compile(rb'"(Lambda|__lambda__|TFSMLayer|TorchModuleWrapper)"')  # what Keras' safe mode refuses
 _CALLS = re.compile(r"^((Stateful)?PartitionedCall(_\d+)?/)+")  # prefixes of functions that were inlined
 
 
@@ -45,8 +40,6 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         raise UsageError(f"--model: {kind.value} brings its own architecture")
     if kind is Kind.SAVED_MODEL:
         check_trusted(options, kind.value)
-    elif code := _code(options.source):
-        check_trusted(options, f"{kind.value} with a layer that is code ({code})")
     python = process.require()
     sha256 = digest_files(_files(options.source, kind), advance)
     request = {
@@ -57,7 +50,6 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     }
     child = process.TensorFlowProcess(python, options.source, request)
     graph, _ = read_graph(child.directory / "model.onnx")
-    restore_batchnorms(graph)
     for node in graph.graph.all_nodes():
         node.name = _CALLS.sub("", node.name or "")  # the converter makes names unique, and names values by their nodes
         for value in node.outputs:
@@ -85,19 +77,6 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     )
 
 
-def _code(path: Path) -> str:
-    """Return the first class that the config of a ``.keras`` file names and that is code, "" if there is none."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            size = archive.getinfo("config.json").file_size
-            if size > _MOST_CONFIG:
-                raise SourceError(f"{path}: its config.json has {size} bytes, the limit is {_MOST_CONFIG}")
-            found = _CODE.search(archive.read("config.json"))
-    except (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
-        raise SourceError(f"{path}: truncated or damaged: not a Keras model") from None
-    return found[1].decode() if found else ""
-
-
 def _files(source: Path, kind: Kind) -> list[Path]:
     variables = source / "variables"
     index, data = variables.glob("variables.index"), variables.glob("variables.data-*")
@@ -119,44 +98,3 @@ def _weights(source: Path, stored: dict[str, Array], graph: ir.Model) -> tuple[d
 
 def _any_fp32(tensors: Mapping[str, Array]) -> bool:
     return any(tensor.dtype.name == "float32" for tensor in tensors.values())
-
-
-def restore_batchnorms(model: ir.Model) -> None:
-    """Turn a product and a sum per channel after a Conv, as Keras 3 writes BatchNorm, back into one operator.
-
-    The converter folds that operator into the convolution, and can undo this when weights are restored. With a mean of
-    0, a variance of 1 and no epsilon it computes exactly what the two operators did.
-    """
-    import numpy as np
-    import onnx_ir
-    from onnxscript import rewriter
-
-    from converter.graph.initializers import const, const_dims, dims, initializer
-    from converter.graph.names import FreshNames, all_value_names
-
-    fresh = FreshNames(all_value_names(model))
-
-    @functools.cache  # zeros and ones are shared by the BatchNorms of one size
-    def constant(name: str, array: bytes) -> ir.Value:
-        name = fresh.make(name)
-        return initializer(model.graph, name, onnx_ir.tensor(np.frombuffer(array, np.float32), name=name))
-
-    def pattern(op: Any, convolved: ir.Value, scale: ir.Value, shift: ir.Value) -> Any:
-        return op.Add(op.Mul(convolved, scale), shift)
-
-    def applies(_: object, convolved: ir.Value, scale: ir.Value, shift: ir.Value) -> bool:
-        producer = convolved.producer()
-        kernel = const(producer.inputs[1]) if producer is not None and producer.op_type == "Conv" else None
-        if kernel is None or kernel.dtype.name != "FLOAT":
-            return False
-        return const_dims(scale) == const_dims(shift) == (1, dims(kernel)[0], 1, 1)
-
-    def restored(op: Any, convolved: ir.Value, **affine: ir.Value) -> Any:
-        arrays = {name: tensor.numpy() for name, value in affine.items() if (tensor := const(value))}
-        arrays |= {"mean": np.zeros_like(arrays["scale"]), "variance": np.ones_like(arrays["scale"])}
-        values = [
-            constant(f"batchnorm_{name}", arrays[name].tobytes()) for name in ("scale", "shift", "mean", "variance")
-        ]
-        return op.BatchNormalization(convolved, *values, epsilon=0.0)
-
-    rewriter.rewrite(model, rewriter.RewriteRuleSet([rewriter.RewriteRule(pattern, restored, applies)], commute=True))

@@ -44,7 +44,9 @@ def translate(session: Any, inputs: Mapping[str, str], outputs: Mapping[str, str
         )
     model = optimizer.optimize_graph(found).make_model("model")
     _check_translated(model)
-    _forget_invented_names(model)
+    for dim in (dim for edge in (*model.graph.input, *model.graph.output) for dim in edge.type.tensor_type.shape.dim):
+        if _UNNAMED.fullmatch(dim.dim_param):
+            dim.ClearField("dim_param")
     onnx.save(model, to)
 
 
@@ -188,11 +190,3 @@ def _translate_by_parts(context: Any, node: Any, _name: str, _arguments: Any) ->
         context.insert_new_node_on_input(node, "Add", [node.input[0], one])
     else:
         context.insert_new_node_on_output("Sub", found, inputs=[one, found] if known == "Erfc" else [found, one])
-
-
-def _forget_invented_names(model: Any) -> None:
-    """Drop tf2onnx's names for free dimensions: they are only numbers."""
-    for value in (*model.graph.input, *model.graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if _UNNAMED.fullmatch(dim.dim_param):
-                dim.ClearField("dim_param")

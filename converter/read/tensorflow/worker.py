@@ -12,10 +12,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import queue
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +24,7 @@ _OWN = "__saved_model_"  # prefix of signatures that TensorFlow adds for its own
 _OBJECTS, _SUFFIX = "_CHECKPOINTABLE_OBJECT_GRAPH", "/.ATTRIBUTES/VARIABLE_VALUE"
 _OLDEST_KERAS = (3, 13, 2)  # older `safe_mode`s let code through in several ways (docs/converting.md)
 _DAMAGED = ("DataLossError", "NotFoundError", "OutOfRangeError", "BadZipFile")  # exceptions for damaged files
+_NO_MEMBER = ("KeyError", "JSONDecodeError", "error")  # for damaged members of a zip archive, or missing ones
 _LONGEST = 2000  # characters of an error
 _KERAS_FAILED = (
     "Keras cannot load and export it; load it with the code that made it, and convert the directory that"
@@ -34,7 +33,7 @@ _KERAS_FAILED = (
 
 
 class Refused(Exception):
-    """The model cannot be converted: the kind of error (``usage``, ``source`` or ``conversion``), and why."""
+    """The model cannot be converted: the kind of error (``usage``, ``source``, ``code``, ``conversion``), and why."""
 
 
 def opened(request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -46,7 +45,7 @@ def opened(request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     versions = {"tensorflow": tf.__version__, "tf2onnx": tf2onnx.__version__}
     directory = request["source"]
     if request["keras"]:
-        with _failing(_KERAS_FAILED):
+        with _failing(_KERAS_FAILED, *_NO_MEMBER):
             directory = _exported(directory, trusted=request["trusted"])
     graph = _graph(directory)
     name, signature = _signature(graph.signature_def, request["signature"])
@@ -85,8 +84,8 @@ def opened(request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 @contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """Report any error as :class:`Refused`: as damage of the source if it is, otherwise after ``what``."""
+def _failing(what: str, *damage: str) -> Iterator[None]:
+    """Report any error as :class:`Refused`: as damage if it is one of the source's, otherwise after ``what``."""
     try:
         yield
     except Refused:
@@ -94,8 +93,10 @@ def _failing(what: str) -> Iterator[None]:
     except Exception as error:
         kind = type(error).__name__
         text = f"{kind}: {' '.join(str(error).split())}"[:_LONGEST]
-        if kind in _DAMAGED or "hecksum" in text:
+        if kind in (*_DAMAGED, *damage) or "hecksum" in text:
             raise Refused("source", f"truncated or damaged: TensorFlow says {text}") from error
+        if "safe_mode" in text:  # Keras names it wherever it refuses code
+            raise Refused("code", text.partition(". ")[0]) from error
         raise Refused("conversion", f"{what}: {text}") from error
 
 
@@ -214,13 +215,11 @@ def _stored_variables(prefix: str, *, keras: bool) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Open the model that the argument describes; serve requests until the input ends."""
+    """Open the model that the argument describes; serve requests until the input ends, also if its writer is killed."""
     import numpy
 
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    requests: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_receive, args=(requests, Path.cwd()), daemon=True).start()
 
     def reply(message: Mapping[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
@@ -230,25 +229,17 @@ def main() -> None:
         message, run = opened(json.loads(sys.argv[1]))
     except Refused as refused:
         reply({"error": refused.args})
-        os._exit(1)  # without waiting for the thread that reads
+        return
     reply(message)
-    while True:
-        names = json.loads(requests.get())
+    for line in sys.stdin:
         try:
             with numpy.load("feeds.npz") as feeds:
-                found = run({name: feeds[f"arr_{index}"] for index, name in enumerate(names)})
+                found = run({name: feeds[f"arr_{index}"] for index, name in enumerate(json.loads(line))})
             numpy.savez("answers.npz", *found)
             reply({})
         except Exception as error:  # noqa: BLE001 - the converter reports every error
             reply({"error": ("conversion", f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST])})
-
-
-def _receive(requests: queue.Queue[str], directory: Path) -> None:
-    """Pass on each line; at the end of the input, which is also that of a converter that was killed, end at once."""
-    for line in sys.stdin:
-        requests.put(line)
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)
+    shutil.rmtree(Path.cwd(), ignore_errors=True)
 
 
 if __name__ == "__main__":
