@@ -31,6 +31,7 @@ READERS: Mapping[Kind, str] = {
     Kind.KERAS: "tensorflow.reader",
     Kind.TORCHSCRIPT: "scripted",
 }
+_BY_NAME = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.LIGHTNING)
 _MAPPED = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.ORBAX, Kind.FLAX)
 
 # The weight files of a source that is a directory.
@@ -60,12 +61,14 @@ def _check_options(options: Options, kind: Kind) -> None:
     for flag, given, kinds, purpose in (
         ("--with-past", options.with_past, [Kind.HUGGING_FACE], "Hugging Face directories"),
         ("--signature", options.signature is not None, of_tensorflow, "TensorFlow models"),
-        ("--weights", options.weights is not None, [Kind.LIGHTNING], "Lightning checkpoints"),
+        ("--weights", options.weights is not None, _BY_NAME, "checkpoints that fill a model by its names"),
         (step, options.step is not None or options.item is not None, [Kind.ORBAX], "Orbax checkpoints"),
         ("--map", options.map is not None, _MAPPED, "weights without a graph"),
     ):
         if given and kind not in kinds:
             raise UsageError(f"{flag}: is for {purpose}, and {options.source} is {kind.value}")
+    if options.weights is not None and options.map is not None:
+        raise UsageError("--weights: chooses weights by their names, and --map says where each goes; leave one out")
     if options.export == "hf" and kind is not Kind.HUGGING_FACE:
         raise UsageError(
             f"--format hf: copies the config and tokenizer of a Hugging Face directory, and {options.source} is"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.messages.errors import SourceError
+from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.runtime.loading import load, load_reference
 from converter.read.statedict import fit
 
@@ -99,12 +99,43 @@ def test_several_inputs_and_outputs_keep_their_names_and_kinds(cli: Cli, tmp_pat
     assert manifest.batch_axis == 0
 
 
-@pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.", "module._orig_mod."])
+def _named(prefix: str = "", seed: int = 0) -> dict[str, np.ndarray]:
+    return {f"{prefix}{name}": tensor.numpy() for name, tensor in seeded(Mlp(), seed).state_dict().items()}
+
+
+def _holds(module: Mlp, seed: int = 0) -> bool:
+    return torch.equal(module.up.weight, seeded(Mlp(), seed).get_parameter("up.weight"))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod.", "module._orig_mod.", "module.model.net."])
 def test_the_prefixes_of_wrappers_are_ignored(prefix: str) -> None:
-    state = {f"{prefix}{name}": array for name, array in _arrays(Mlp()).items()}
-    module = Mlp()
-    fit(module, state)
-    assert torch.equal(module.up.weight, seeded(Mlp()).get_parameter("up.weight"))
+    fit(module := Mlp(), _named(prefix))
+    assert _holds(module)
+
+
+def test_the_prefix_of_a_compiled_submodule_is_ignored() -> None:
+    fit(nn.ModuleDict({"net": (inner := Mlp())}), _named("net._orig_mod."))
+    assert _holds(inner)
+
+
+def test_between_modules_that_all_fit_the_user_must_choose() -> None:
+    tensors = _named("model.", seed=1) | _named("ema_model.", seed=2) | {"loss.weight": np.ones(3, np.float32)}
+    with pytest.raises(UsageError, match=r"under several prefixes, 'model.', 'ema_model.'; choose .* --weights model"):
+        fit(Mlp(), tensors)
+    for wanted, seed, other in (("model.", 1, "ema_model."), ("ema_model", 2, "model.")):
+        notes = fit(module := Mlp(), tensors, wanted)
+        assert _holds(module, seed)
+        assert f"the checkpoint also has weights of this model under {other!r}; --weights PREFIX takes those" in notes
+        assert "tensors that the model does not use, stored only for restore: loss.weight" in notes
+    with pytest.raises(UsageError, match=r"--weights net: no tensor of the model has the prefix 'net.'; found: 'mo"):
+        fit(Mlp(), tensors, "net")
+
+
+def test_an_error_describes_the_prefix_that_fits_best() -> None:
+    tensors = _named("model.") | {"loss.weight": np.ones(3, np.float32), "model.up.bias": np.ones(3, np.float32)}
+    with pytest.raises(SourceError) as refused:
+        fit(Mlp(), tensors)
+    assert str(refused.value).splitlines()[1:] == ["  shape: up.bias is [3] in the checkpoint, [64] in the model"]
 
 
 def test_weights_are_fitted_in_the_models_own_dtypes() -> None:
