@@ -16,7 +16,6 @@ from bf16kit.numerics.tensors import BY_NAME
 from converter.source import Array
 from converter.write.export import DTYPES
 
-HEADER_LIMIT = 100_000_000  # bytes: the safetensors library's own limit
 _LONGEST_NAME = 200  # characters of a shard's file name
 _DTYPES = {theirs: BY_NAME[ours].numpy for ours, theirs in DTYPES.items()}
 
@@ -24,23 +23,26 @@ _DTYPES = {theirs: BY_NAME[ours].numpy for ours, theirs in DTYPES.items()}
 def read_file(path: Path) -> dict[str, Array]:
     """Return every tensor of one file by name, in the file's order; nothing is read until it is used.
 
-    The safetensors library checks the format's rules. The header and its dtypes are checked here first, because the
-    library's messages name neither a size nor the tensor.
+    The safetensors library checks the format's rules. Its own arrays would be copies, so the views are made here.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
-        header = _header(path)
         with safe_open(path, framework="numpy"), path.open("rb") as file:
             # Copy-on-write: torch warns about read-only arrays, and the file must never change.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except SafetensorError as error:
-        hint = "truncated or damaged" if "overflow" not in str(error) else "damaged"
-        raise SourceError(f"{path}: {hint}: {error}") from None
+        raise SourceError(f"{path}: truncated or damaged: {error}") from None
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
     start = 8 + int.from_bytes(mapped[:8], "little")
-    return {name: _view(mapped, start, entry) for name, entry in header.items() if name != "__metadata__"}
+    header = json.loads(mapped[8:start])
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {entry['dtype']!r}; known: {known}")
+    return {name: _view(mapped, start, entry) for name, entry in header.items()}
 
 
 def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
@@ -91,31 +93,6 @@ def _shard_path(index: Path, shard: str) -> Path:
     if not path.is_file():
         raise SourceError(f"{index}: shard {shard} is missing")
     return path
-
-
-def _header(path: Path) -> dict[str, Any]:
-    following = path.stat().st_size - 8
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > max(following, 0):  # a false length must be rejected even if only little would be read
-            raise SourceError(
-                f"{path}: truncated: its header claims {size} bytes, but only {max(following, 0)} follow its length"
-            )
-        if size > HEADER_LIMIT:
-            raise SourceError(f"{path}: damaged: its header claims {size} bytes; safetensors allows {HEADER_LIMIT}")
-        text = file.read(size)
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON, or nested too deeply
-        raise SourceError(f"{path}: damaged: its safetensors header is not JSON") from None
-    if not isinstance(header, dict):
-        raise SourceError(f"{path}: damaged: its safetensors header is not an object")
-    for name, entry in header.items():
-        dtype = entry.get("dtype") if isinstance(entry, dict) and name != "__metadata__" else "F32"
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            known = ", ".join(_DTYPES)
-            raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; known: {known}")
-    return header
 
 
 def _view(mapped: mmap.mmap, start: int, entry: dict[str, Any]) -> Array:

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 import graphs
 from bf16kit.messages.errors import SourceError
 from converter.read.detect import Kind, recognise
-from converter.read.foreign import DIRECTORIES, FILES, TRAINERS_DIRECTORIES
+from converter.read.foreign import FORMATS
 
 Make = Callable[[Path], object]
 
@@ -133,12 +133,12 @@ def test_a_foreign_format_is_rejected_by_name_with_the_remedy(tmp_path: Path, na
 
 
 def test_every_format_of_the_tables_has_a_test_case() -> None:
-    known = [what for what, *_ in FILES] + [what for _, what, _ in (*DIRECTORIES, *TRAINERS_DIRECTORIES)]
+    known = [one.what for one in FORMATS]
     assert [what for what in known if not any(what.startswith(case) for _, case, _ in _FOREIGN.values())] == []
 
 
 def test_the_prefix_of_a_tensorflow_checkpoint_is_recognised(tmp_path: Path) -> None:
-    (tmp_path / "model.ckpt.index").touch()
+    (tmp_path / "model.ckpt.index").write_bytes(bytes(48))
     with pytest.raises(SourceError, match="TensorFlow checkpoint"):
         recognise(tmp_path / "model.ckpt")
 
@@ -177,7 +177,7 @@ def test_a_config_without_quantisation_is_left_to_its_reader(tmp_path: Path, con
 
 
 @given(
-    beginning=st.sampled_from([*(magic for _, _, magics, *_ in FILES for magic in magics), b"\x08\x04", b"\x20\0\0\0"]),
+    beginning=st.sampled_from([*(magic for one in FORMATS for magic in one.magics), b"\x08\x04", b"\x20\0\0\0"]),
     rest=st.binary(max_size=600),
 )
 def test_any_file_content_gives_a_kind_or_a_source_error(

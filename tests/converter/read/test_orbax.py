@@ -14,7 +14,7 @@ from orbaxfiles import Driver, values
 
 from bf16kit.messages.errors import NoCheckpoint, SourceError, UsageError
 from converter.read.detect import Kind, recognise
-from converter.read.orbax import locate, read_item
+from converter.read.jax import locate, read_item
 
 LEAVES = {
     "params.up.kernel": values(48).reshape(6, 8),
@@ -88,7 +88,7 @@ def test_the_v1_api_stores_its_state_in_a_subdirectory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [None, 10])
 def test_no_step_is_chosen_among_several_models(tmp_path: Path, step: int | None) -> None:
     root = _steps(tmp_path, "ema_10", "model_10", "old_200", "x-1", "y-1", "z-1", "z-2")
-    said = r"'ema_10', 'model_10', 'old_200', 'x-1', 'y-1' and 1 others are checkpoints with different names"
+    said = r"'ema_10', 'model_10', 'old_200', 'x-1', 'y-1' and 1 more are checkpoints with different names"
     with pytest.raises(NoCheckpoint, match=said):
         recognise(root)
     with pytest.raises(NoCheckpoint, match=said):
@@ -177,10 +177,10 @@ _ZARRAY = "w/.zarray"
     ("name", "old", "new", "said"),
     [
         (_ZARRAY, b'"shape":[4,3]', b'"shape":[4,4]', 'w/0.1" is missing'),
-        (_ZARRAY, b'"shape":[4,3]', b'"shape":[1099511627776,1099511627776]', "its arrays claim 4835703278458.5 TB"),
+        (_ZARRAY, b'"shape":[4,3]', b'"shape":[1099511627776,1099511627776]', "its tensors claim 4835703278458.5 TB"),
         (_ZARRAY, b'"shape":[4,3]', b'"shape":[-4,3]', "but received: -4"),
         (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[4,3,1]', "Array has length 3 but should have length 2"),
-        (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[35184372088832,1]', "its arrays claim 140.7 TB, but its files have"),
+        (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[35184372088832,1]', "its tensors claim 140.7 TB, but its files have"),
         (_ZARRAY, b'"<f4"', b'"<c8"', "array 'w' has the unknown dtype complex64; known: bool, int8"),
         (_ZARRAY, b'"<f4"', b'"<f8"', "Not enough data"),
         (_ZARRAY, b'"zstd"', b'"lzma"', '"lzma" is not registered'),

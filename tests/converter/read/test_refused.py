@@ -40,7 +40,7 @@ _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "directory": (lambda path: path.mkdir(), "is not a model"),
     "pickle": (lambda path: path.write_bytes(pickle.dumps(Payload())), "is a bare pickle"),
     "pickle in a zip": (lambda path: torch.save({"w": Payload()}, path), "holds more than tensors"),
-    "whole module": (lambda path: torch.save(Mlp(), path), "holds more than tensors (architectures.Mlp)"),
+    "whole module": (lambda path: torch.save(Mlp(), path), "holds more than tensors (architectures.Mlp, "),
     "truncated safetensors": (_truncated, "truncated or damaged"),
     "unknown dtype": (_unknown_dtype, "tensor 'w' has the unknown dtype 'F4'"),
     "other shapes": (lambda path: torch.save(Mlp(hidden=8).state_dict(), path), "shape: up.weight is [8, 16]"),

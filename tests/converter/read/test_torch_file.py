@@ -100,7 +100,7 @@ def test_torchs_legacy_format_is_read_if_it_is_trusted(tmp_path: Path) -> None:
 
 def test_a_whole_module_is_rejected_unless_it_is_trusted(tmp_path: Path) -> None:
     path = _saved(tmp_path / "m.pt", seeded(Mlp()))
-    with pytest.raises(SourceError, match=r"holds more than tensors \(architectures.Mlp\).*save its state_dict"):
+    with pytest.raises(SourceError, match=r"holds more than tensors \(architectures.Mlp, .*save its state_dict"):
         _read(path)
     tensors, module = read_file(path, Kind.TORCH_ZIP, trust_code=True)
     assert isinstance(module, Mlp)
@@ -204,10 +204,18 @@ def test_a_record_of_another_length_than_its_tensor_is_rejected(
         _values(changed)
 
 
+def test_an_expanded_tensor_gets_no_more_memory_than_weights_can_need(tmp_path: Path) -> None:
+    """It is one number in the file, and claims a terabyte."""
+    small, huge = torch.ones(1, 1).expand(64, 3), torch.ones(1, 1).expand(1 << 38, 1)
+    assert _read(_saved(tmp_path / "a.pt", {"w": small}))["w"].shape == (64, 3)
+    with pytest.raises(SourceError, match=r"damaged: its tensors claim 1\.1 TB, but its files have 1"):
+        _read(_saved(tmp_path / "b.pt", {"w": huge}))
+
+
 def test_a_compressed_record_is_rejected_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be a zip bomb: torch would search the gigabytes that it unpacks to for names."""
     saved = _stored(tmp_path / "a.pt", STATE)
     bomb = _rewritten(saved, lambda _, content: content, zipfile.ZIP_DEFLATED)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch was asked to load it"))
     with pytest.raises(SourceError, match="is compressed, which torch never does"):
-        _values(bomb)
+        _read(bomb)
