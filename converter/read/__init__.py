@@ -67,8 +67,6 @@ def _check_options(options: Options, kind: Kind) -> None:
     ):
         if given and kind not in kinds:
             raise UsageError(f"{flag}: is for {purpose}, and {options.source} is {kind.value}")
-    if options.weights is not None and options.map is not None:
-        raise UsageError("--weights: chooses weights by their names, and --map says where each goes; leave one out")
     if options.export == "hf" and kind is not Kind.HUGGING_FACE:
         raise UsageError(
             f"--format hf: copies the config and tokenizer of a Hugging Face directory, and {options.source} is"

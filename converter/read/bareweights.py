@@ -42,37 +42,33 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     if not tensors:
         raise SourceError(f"{options.source}: holds no tensors")
     notes = precision_notes(options, tensors)
+    mapped = module is None and (options.map is not None or _names_graph(options))
+    if module is not None and options.map is not None:
+        raise UsageError(f"--map: {options.source} brings its own module; leave it out")
+    if options.weights is not None and (mapped or module is not None):
+        raise UsageError("--weights: chooses weights by the names of a module that --model builds; leave it out")
+    if module is None and not mapped:
+        module = statedict.build(options)
+        notes = [*statedict.fit(module, tensors, options.weights), *notes]
     shards = safetensors_file.shards(files[0]) if kind is Kind.SHARDED else ()
     checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors, shards)
-    if module is None and (options.map is not None or _names_graph(options)):
-        return into_model(options, checkpoint, notes)
-    if module is not None and (options.map is not None or options.weights is not None):
-        flag = "--map" if options.map is not None else "--weights"
-        raise UsageError(f"{flag}: {options.source} brings its own module; leave it out")
     if module is None:
-        module = statedict.build(options)
-        try:
-            notes = [*statedict.fit(module, tensors, options.weights), *notes]
-        except SourceError as error:
-            index = safetensors_file.index_of(options.source) if kind is Kind.SAFETENSORS else None
-            if index is None:
-                raise
-            raise SourceError(f"{error}\n  it is one of the shards of {index}; convert that file") from None
+        return into_model(options, checkpoint, notes)
     return in_module(options, checkpoint, module, notes)
 
 
 def _tensors(options: Options, kind: Kind) -> tuple[Mapping[str, Array], list[Path], torch.nn.Module | None]:
+    """Return the tensors, the files that hold them, and the module that was saved with them."""
     from converter.read import safetensors_file, torch_file
 
+    path = options.source
     if kind is Kind.SAFETENSORS:
-        return safetensors_file.read_file(options.source), [options.source], None
+        return safetensors_file.read_file(path), [path], None
     if kind is Kind.SHARDED:
-        index = options.source
-        if index.is_dir():
-            index = next(index.glob("*.safetensors.index.json"))
+        index = next(path.glob("*.safetensors.index.json")) if path.is_dir() else path
         return *safetensors_file.read_sharded(index), None
-    tensors, module = torch_file.read_file(options.source, kind, trust_code=options.trust_code)
-    return tensors, [options.source], module
+    tensors, module = torch_file.read_file(path, kind, trust_code=options.trust_code)
+    return tensors, [path], module
 
 
 def in_module(

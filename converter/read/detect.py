@@ -33,7 +33,7 @@ class Kind(Enum):
 # zipfile's errors: RuntimeError for an encrypted record and, as NotImplementedError, for an unknown compression
 NO_ARCHIVE = (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError)
 _SAFETENSORS_HEADER = 100_000_000  # bytes: the safetensors library's own limit
-_LIGHTNING_KEY = b"pytorch-lightning_version"
+_LIGHTNING_KEY = b"pytorch-lightning_version"  # in the pickle; the reader checks where
 
 
 def recognise(path: Path) -> Kind:
@@ -113,6 +113,11 @@ def _zip_kind(path: Path) -> Kind:
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
+            pickles = [
+                archive.read(info)
+                for info in records
+                if info.filename.endswith("/data.pkl") and info.compress_type == zipfile.ZIP_STORED
+            ]
     except NO_ARCHIVE:
         raise SourceError(f"{path}: is a truncated or damaged zip archive (of torch or Keras?)") from None
     names = {info.filename for info in records} | {info.filename.partition("/")[2] for info in records}
@@ -125,23 +130,10 @@ def _zip_kind(path: Path) -> Kind:
         for info in records:
             if info.compress_type != zipfile.ZIP_STORED:  # torch would map it as it is
                 raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
-        return Kind.LIGHTNING if _mentions_lightning(path) else Kind.TORCH_ZIP
+        return Kind.LIGHTNING if any(_LIGHTNING_KEY in content for content in pickles) else Kind.TORCH_ZIP
     if "model.weights.h5" in names:
         return Kind.KERAS
     raise NoCheckpoint(f"{path}: is a zip archive, but not one that torch wrote")
-
-
-def _mentions_lightning(path: Path) -> bool:
-    """Return whether the pickle contains the key of Lightning checkpoints; the reader checks where it is."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(
-                _LIGHTNING_KEY in archive.read(info)
-                for info in archive.infolist()
-                if info.filename.endswith("data.pkl") and info.file_size <= path.stat().st_size
-            )
-    except NO_ARCHIVE:
-        return False  # damaged: torch's reader explains it
 
 
 def _json_kind(path: Path) -> Kind:

@@ -21,7 +21,6 @@ _ARRAYS = "save the arrays as safetensors (safetensors.numpy.save_file), and nam
 _ENGINE = ("a TensorRT engine, compiled for one GPU", f"{_BEFORE}, or the ONNX file it was built from")
 _MOBILE = ("a PyTorch Mobile model (.ptl), TorchScript without its code", f"{_BEFORE}, or its TorchScript file")
 _ARCHIVE = ("a packed archive (tar, gzip, zstd, xz, bzip2, 7z or rar)", "unpack it, and convert what is in it")
-_PADDLE = ("a PaddlePaddle model", f"{_TO_ONNX} (paddle2onnx)")
 _TF_CHECKPOINT = (
     "a TensorFlow checkpoint (.index and .data files), weights without a graph",
     "restore it in the program that built the model, write a SavedModel (tf.saved_model.save), and convert that",
@@ -104,8 +103,7 @@ FORMATS: tuple[Foreign, ...] = (
     Foreign("a Lightning checkpoint in shards", _CONSOLIDATE, inside=("meta.pt", ".metadata")),
     Foreign("a torch.distributed checkpoint (FSDP, .distcp files)", _TO_TORCH, inside=("*.distcp",)),
     Foreign("a DeepSpeed checkpoint in shards", _ZERO, inside=("zero_to_fp32.py",)),
-    Foreign(*_PADDLE, inside=("*.pdiparams",)),
-    Foreign(*_PADDLE, inside=("*.pdparams",)),
+    Foreign("a PaddlePaddle model", f"{_TO_ONNX} (paddle2onnx)", inside=("*.pd*params",)),
     Foreign(*_TF_CHECKPOINT, inside=("*.data-00000-of-*", "*.index")),
     Foreign(
         "an MLflow model, a wrapper",

@@ -3,9 +3,8 @@
 Orbax is a directory layout around tensorstore, which it uses itself: zarr or zarr 3 arrays, each in a folder or all in
 one B-tree (OCDBT), and a JSON file that lists them.
 
-Flax's file is a map of maps whose leaves are arrays. Extension 1, or 3 for a numpy scalar, holds the msgpack of
-``[shape, dtype's name, bytes in C order]``; extension 2 is a complex number. Arrays of more than 2**30 bytes are split
-into a map with the key ``__msgpack_chunked_array__``.
+Flax's file is a map of maps. Extension 1, or 3 for a numpy scalar, holds the msgpack of ``[shape, dtype's name, bytes
+in C order]``; extension 2 is a complex number. A larger array is a map with the key ``__msgpack_chunked_array__``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,8 +30,7 @@ from converter.source import Array, Checkpoint, Source, digest_files
 if TYPE_CHECKING:
     from converter.read.detect import Kind
 
-# Top-level keys of a training state for the optimizer's data, which is two or three times as large as the weights.
-_TRAINING = ("opt_state", "optimizer", "optimizer_state")
+_TRAINING = ("opt_state", "optimizer", "optimizer_state")  # top-level keys of a training state for other than weights
 _DTYPES = [name for name in BY_NAME if name != "string"]
 _METADATA = "_METADATA"
 _MANIFEST = "manifest.ocdbt"
@@ -57,9 +54,9 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
         item = locate(item, options.step, options.item)
         leaves, left_out, files = read_item(item, _of_the_model, options.target.path.parent)
     else:
-        files, everything = [item], read_flax(item)
-        leaves = {name: array for name, array in everything.items() if _of_the_model(name)}
-        left_out = sorted(everything.keys() - leaves.keys())
+        files, found = [item], read_flax(item)
+        leaves = {name: array for name, array in found.items() if _of_the_model(name)}
+        left_out = sorted(found.keys() - leaves.keys())
     if not leaves:
         raise SourceError(f"{options.source}: holds no arrays other than those of an optimizer")
     notes = precision_notes(options, leaves)
@@ -68,8 +65,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
         notes.insert(0, f"the weights are those of {where} in {options.source.name}; --step and --item choose others")
     if left_out:
         keys = ", ".join(sorted({name.partition(".")[0] for name in left_out}))
-        count = f"{len(left_out)} array{'' if len(left_out) == 1 else 's'}"
-        notes.append(f"left out: {count} of the training state under {keys}; restore does not give them back")
+        notes.append(f"the training state under {keys} was left out ({len(left_out)}); restore does not give it back")
     form = "orbax" if orbax else "flax-msgpack"
     return into_model(options, Checkpoint(form, digest_files(files, advance), leaves), notes)
 
@@ -85,7 +81,7 @@ def read_flax(path: Path) -> dict[str, Array]:
     """Return the arrays of ``path`` by their keys joined with dots, in the file's order.
 
     Numbers become arrays without dimensions, as in Orbax; strings, None and complex numbers are left out. Raises
-    :class:`SourceError` for a file that is damaged or truncated, and :class:`UsageError` when msgpack is not installed.
+    :class:`SourceError` for a damaged file, and :class:`UsageError` when msgpack is not installed.
     """
     try:
         import msgpack
@@ -98,7 +94,7 @@ def read_flax(path: Path) -> dict[str, Array]:
         shape, dtype, content = msgpack.unpackb(data, raw=True)
         name = dtype.decode()
         if name not in _DTYPES:
-            raise ValueError(f"an array has the unknown dtype {quoted(name)}; known: {', '.join(_DTYPES)}")
+            raise ValueError(f"an array has {_unknown(name)}")
         return np.frombuffer(content, BY_NAME[name].numpy).reshape(shape)
 
     found: dict[str, Array] = {}
@@ -118,6 +114,10 @@ def read_flax(path: Path) -> dict[str, Array]:
     return found
 
 
+def _unknown(dtype: str) -> str:
+    return f"the unknown dtype {quoted(dtype)}; known: {', '.join(_DTYPES)}"
+
+
 def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Array]]:
     if isinstance(value, dict) and "__msgpack_chunked_array__" in value:
         shape, chunks = ([value[key][str(i)] for i in range(len(value[key]))] for key in ("shape", "chunks"))
@@ -134,21 +134,20 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Array]]:
 
 def is_orbax(path: Path) -> bool:
     """Return whether Orbax wrote the directory ``path``: an item, a step with items, or a directory of steps."""
-    if _is_item(path) or (path / _CHECKPOINT).exists() or len(_steps(path)) == 1:
-        return True
-    return path.name.isdecimal() and _holds_items(path)  # older versions write a step without metadata of its own
+    step = path.name.isdecimal() and _holds_items(path)  # older versions write it without metadata of its own
+    return step or _is_item(path) or (path / _CHECKPOINT).exists() or len(_steps(path)) == 1
 
 
 def locate(path: Path, step: int | None, item: str | None) -> Path:
     """Return the directory in ``path`` with one tree of arrays: of ``step`` (default: the newest) and ``item``.
 
-    Raises :class:`UsageError` naming what exists when ``step`` or ``item`` does not, or when there are several items
-    and none was chosen. Raises :class:`SourceError` when there are no arrays.
+    Raises :class:`UsageError` naming what exists when ``step`` or ``item`` does not or must be chosen, and
+    :class:`SourceError` when there are no arrays.
     """
     found = path
     if _is_item(path):
         if step is not None:
-            raise UsageError(f"--step {step}: {path} is a single item; leave out --step, or name the directory above")
+            raise UsageError(f"--step {step}: {path} is a single item; leave out --step")
     else:
         refuse_several(path)
         steps = next(iter(_steps(path).values()), {})
@@ -162,10 +161,10 @@ def locate(path: Path, step: int | None, item: str | None) -> Path:
             raise UsageError(f"--item {item}: {found} is a single item; leave out --item")
         return found
     items = {child.name: child for child in _directories(found) if _is_item(child)}
-    if item is not None and item not in items:
-        raise UsageError(f"--item {item}: {found} has {', '.join(items) or 'no item with arrays'}")
     if not items:
         raise SourceError(f"{found}: holds no arrays that Orbax wrote ({_METADATA} and {_MANIFEST} are missing)")
+    if item is not None and item not in items:
+        raise UsageError(f"--item {item}: {found} has {', '.join(items)}")
     if item is None and len(items) > 1:
         raise UsageError(f"{found}: holds several items, {', '.join(items)}; choose one with --item NAME")
     return items[item or next(iter(items))]
@@ -200,18 +199,14 @@ def _holds_items(path: Path) -> bool:
 
 
 def _is_item(path: Path) -> bool:
-    """Return whether ``path`` directly contains a tree of arrays."""
-    return any((path / name).is_file() for name in (_MANIFEST, _METADATA)) or any(map(_is_array, _directories(path)))
-
-
-def _is_array(path: Path) -> bool:
-    return any((path / name).is_file() for name in _DRIVERS)
+    """Return whether ``path`` directly holds arrays."""
+    arrays = ((child / name).is_file() for child in _directories(path) for name in _DRIVERS)
+    return any((path / name).is_file() for name in (_MANIFEST, _METADATA)) or any(arrays)
 
 
 def _directories(path: Path) -> list[Path]:
     try:
-        with os.scandir(path) as entries:
-            return sorted(path / entry.name for entry in entries if entry.is_dir())
+        return sorted(child for child in path.iterdir() if child.is_dir())
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -268,8 +263,7 @@ def read_item(
 def _listed_arrays(path: Path) -> tuple[list[str] | None, bool]:
     """Return the arrays that ``_METADATA`` lists, None if there is no such file, and whether every chunk must exist.
 
-    Newer versions of Orbax state in this file that they also write chunks of zeros. In older checkpoints a missing
-    chunk means zeros.
+    Newer versions of Orbax state there that they also write chunks of zeros. In older ones a missing chunk means zeros.
     """
     if not path.is_file():
         return None, False
@@ -291,9 +285,7 @@ def _check(item: Path, opened: dict[str, Any], files: list[Path]) -> None:
     claimed = chunk = 0
     for name, array in opened.items():
         if array.dtype.name not in _DTYPES:
-            raise SourceError(
-                f"{item}: array {quoted(name)} has the unknown dtype {array.dtype.name}; known: {', '.join(_DTYPES)}"
-            )
+            raise SourceError(f"{item}: array {quoted(name)} has {_unknown(array.dtype.name)}")
         claimed += math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
         chunk = max(chunk, math.prod(array.chunk_layout.write_chunk.shape or ()) * array.dtype.numpy_dtype.itemsize)
     check_claim(item, claimed + chunk, files)

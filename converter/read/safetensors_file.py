@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import mmap
@@ -48,40 +47,25 @@ def read_file(path: Path) -> dict[str, Array]:
 def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
     """Return every tensor of the shards that ``index`` names, and the files read: the index first, then the shards."""
     assigned = _weight_map(index)
-    shards: dict[str, dict[str, Array]] = {}
-    for shard in sorted(set(assigned.values())):
-        shards[shard] = read_file(_shard_path(index, shard))
+    found = {shard: read_file(_shard_path(index, shard)) for shard in sorted(set(assigned.values()))}
     for name, shard in assigned.items():
-        if name not in shards[shard]:
+        if name not in found[shard]:
             raise SourceError(f"{index}: says that {name!r} is in {shard}, where it is not")
-    tensors = {name: shards[shard][name] for name, shard in assigned.items()}
-    return tensors, [index, *(index.parent / shard for shard in shards)]
+    tensors = {name: found[shard][name] for name, shard in assigned.items()}
+    return tensors, [index, *(index.parent / shard for shard in found)]
 
 
 def shards(index: Path) -> tuple[tuple[str, ...], ...]:
     """Return the names of the tensors in each shard of an ``index`` that :func:`read_sharded` has read."""
-    weight_map = _weight_map(index)
-    names: dict[str, list[str]] = {shard: [] for shard in sorted(set(weight_map.values()))}
-    for name, shard in weight_map.items():
-        names[shard].append(name)
-    return tuple(map(tuple, names.values()))
-
-
-def index_of(path: Path) -> Path | None:
-    """Return the index beside ``path`` that names it as one of several shards, or None."""
-    for index in sorted(path.parent.glob("*.safetensors.index.json")):
-        with contextlib.suppress(SourceError):
-            named = set(_weight_map(index).values())
-            if path.name in named and len(named) > 1:
-                return index
-    return None
+    assigned = _weight_map(index)
+    files = sorted(set(assigned.values()))
+    return tuple(tuple(name for name, shard in assigned.items() if shard == file) for file in files)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the shard of each tensor."""
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return {str(name): str(shard) for name, shard in weight_map.items()}
+        return {str(name): str(shard) for name, shard in json.loads(index.read_bytes())["weight_map"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise SourceError(f"{index}: is not the index of a sharded checkpoint") from None
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from converter.source import TorchModel
 
 Advance = Callable[[int], None]  # called with the number of bytes read
-_LARGEST = float(np.finfo(np.float32).max)
-_BLOCK = 1 << 21  # elements that are checked at a time
 _CLAIM, _ALLOWANCE = 64, 1 << 30  # how many times the bytes of a source, and how many more, its tensors may need
 _MORE = 3  # by how much every free dimension grows in the second run
 
@@ -81,13 +79,11 @@ def precision_notes(options: Options, tensors: Mapping[str, Array]) -> list[str]
     halves = sum(tensor.dtype.name == "float16" for tensor in tensors.values())
     doubles = {name: tensor for name, tensor in tensors.items() if tensor.dtype == np.float64}
     for name, tensor in doubles.items():
-        flat = tensor.reshape(-1)
-        for start in range(0, flat.size, _BLOCK):
-            block = np.abs(flat[start : start + _BLOCK])
-            if np.any((block > _LARGEST) & np.isfinite(block)):
+        with np.errstate(over="ignore"):
+            if np.any(np.isinf(tensor.astype(np.float32)) & np.isfinite(tensor)):
                 raise SourceError(
                     f"{options.source}: tensor {quoted(name)} is fp64 and holds a number above fp32's largest,"
-                    f" {_LARGEST:.4g}, which would become infinity in the model"
+                    f" {np.finfo(np.float32).max:.4g}, which would become infinity in the model"
                 )
     notes = []
     if halves:

@@ -1,4 +1,4 @@
-"""The program that runs in the Python with TensorFlow, separate from the converter (:mod:`.process` starts it).
+"""The program that runs in the Python with TensorFlow, separate from the converter (:mod:`.reader` starts it).
 
 It imports nothing of bf16kit: it needs only Python 3.9, numpy, TensorFlow and tf2onnx. Its argument is a request in
 JSON. It writes ``model.onnx`` and a ``.npy`` file for each variable to its working directory, and replies with one line
@@ -49,12 +49,8 @@ def opened(request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
             directory = _exported(directory, trusted=request["trusted"])
     graph = _graph(directory)
     name, signature = _signature(graph.signature_def, request["signature"])
-    inputs, outputs = _tensors(name, "input", signature.inputs), _tensors(name, "output", signature.outputs)
-    renamed = {}
-    for old in outputs.keys() & inputs.keys():  # which TensorFlow allows, but ONNX does not
-        renamed[old] = f"{old}_output"
-        while renamed[old] in (*inputs, *outputs):
-            renamed[old] += "_"
+    inputs, outputs = _tensors(signature.inputs), _tensors(signature.outputs)
+    renamed = {old: f"{old}_output" for old in outputs.keys() & inputs.keys()}  # TensorFlow allows it, ONNX does not
     outputs = {renamed.get(old, old): tensor for old, tensor in outputs.items()}
     session = tf.compat.v1.Session(graph=tf.Graph())
     with _failing("TensorFlow cannot open it"), session.graph.as_default():
@@ -122,23 +118,17 @@ def _graph(directory: str) -> Any:
     """Return the graph for serving, or the only one."""
     from tensorflow.python.saved_model import loader_impl
 
-    try:
-        graphs = list(loader_impl.parse_saved_model(directory).meta_graphs)
-    except OSError:
-        graphs = []
-    graphs = [graph for graph in graphs if list(graph.meta_info_def.tags) == ["serve"]] or graphs
-    if not graphs:
-        raise Refused("source", "truncated or damaged: not a TensorFlow SavedModel")
-    if len(graphs) > 1:
-        tags = "; ".join(", ".join(graph.meta_info_def.tags) or "no tag" for graph in graphs)
-        expected = f"holds {len(graphs)} graphs, expected exactly one with the single tag 'serve' ({tags})"
+    with _failing("TensorFlow cannot open it", "OSError"):
+        found = list(loader_impl.parse_saved_model(directory).meta_graphs)
+    graphs = [graph for graph in found if list(graph.meta_info_def.tags) == ["serve"]] or found
+    if len(graphs) != 1:
+        expected = f"holds {len(graphs)} graphs, expected exactly one with the single tag 'serve'"
         raise Refused("conversion", f"{expected}; save only the graph to convert")
     return graphs[0]
 
 
 def _signature(signatures: Any, requested: str | None) -> tuple[str, Any]:
     names = sorted(name for name in signatures if not name.startswith(_OWN))
-    listed = ", ".join(names)
     if not names:
         raise Refused(
             "conversion",
@@ -146,30 +136,24 @@ def _signature(signatures: Any, requested: str | None) -> tuple[str, Any]:
             " directory, signatures=module.FUNCTION.get_concrete_function(…)), or, from Keras, with"
             " model.export(directory)",
         )
-    if requested is None and DEFAULT not in names and len(names) > 1:
-        raise Refused("usage", f"has no signature {DEFAULT!r}; choose one with --signature: {listed}")
-    name = requested or (DEFAULT if DEFAULT in names else names[0])
+    name = requested or (names[0] if len(names) == 1 else DEFAULT)
     if name not in names:
-        raise Refused("usage", f"has no signature {name!r}, but {listed}; choose one with --signature")
-    if not signatures[name].outputs:
-        raise Refused("conversion", f"signature {name!r} has no outputs")
+        raise Refused("usage", f"has no signature {name!r}; choose one with --signature: {', '.join(names)}")
     return name, signatures[name]
 
 
-def _tensors(signature: str, what: str, entries: Any) -> dict[str, str]:
-    """Return the inputs or outputs of ``signature`` by name; :class:`Refused` for those that no artifact can have."""
+def _tensors(entries: Any) -> dict[str, str]:
+    """Return the inputs or outputs of a signature by name; :class:`Refused` for those that no artifact can have."""
     from tensorflow.core.framework import types_pb2
 
     for name, info in sorted(entries.items()):
-        refused = ""
-        if info.WhichOneof("encoding") != "name":
-            refused = "is sparse or ragged, and bf16kit serves tensors only"
-        elif info.dtype == types_pb2.DT_STRING:
-            refused = "holds strings, which are not supported here; export a model that takes and gives numbers"
-        elif info.tensor_shape.unknown_rank:
-            refused = "has no known rank; save the model with tf.TensorSpec(shape, dtype) for every input"
-        if refused:
-            raise Refused("conversion", f"{what} {name!r} of signature {signature!r} {refused}")
+        dense = info.WhichOneof("encoding") == "name" and not info.tensor_shape.unknown_rank
+        if not dense or info.dtype == types_pb2.DT_STRING:
+            raise Refused(
+                "conversion",
+                f"{name!r} is sparse or ragged, holds strings, or has no known rank; export a model that takes and"
+                " gives dense tensors of numbers (tf.TensorSpec(shape, dtype) for every input)",
+            )
     return {name: info.name for name, info in sorted(entries.items())}
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from converting import Cli
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -141,12 +140,6 @@ def test_the_prefix_of_a_tensorflow_checkpoint_is_recognised(tmp_path: Path) -> 
     (tmp_path / "model.ckpt.index").write_bytes(bytes(48))
     with pytest.raises(SourceError, match="TensorFlow checkpoint"):
         recognise(tmp_path / "model.ckpt")
-
-
-def test_the_command_exits_with_2_and_leaves_nothing(cli: Cli, tmp_path: Path, target: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    cli("checkpoint", tmp_path / "m.gguf", "--out", target).refused(2, "m.gguf: is a GGUF file", "not converted")
-    assert not target.parent.exists()
 
 
 def test_onnx_is_recognised_whatever_its_name(tmp_path: Path) -> None:

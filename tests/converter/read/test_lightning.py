@@ -6,7 +6,6 @@ import collections
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -72,14 +71,6 @@ def test_a_checkpoint_of_bigdl_nano_is_converted_without_its_loss(cli: Cli, tmp_
     assert_restored(tmp_path / "fp32.safetensors", _arrays("model.") | {"loss.weight": np.ones(10, np.float32)})
 
 
-def test_weights_of_bf16_true_are_stored_unchanged(cli: Cli, tmp_path: Path, target: Path) -> None:
-    weights = {name: tensor.bfloat16() for name, tensor in state("model.").items()}
-    cli("checkpoint", written(tmp_path / "m.ckpt", weights), *MLP, *ONNX_ONLY, "--out", target).published()
-    cli("restore", target, "--out", tmp_path / "bf16.safetensors").published()
-    bits = {name: tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16) for name, tensor in weights.items()}
-    assert_restored(tmp_path / "bf16.safetensors", bits)
-
-
 def test_other_weights_in_the_file_are_reported_and_can_be_chosen(cli: Cli, tmp_path: Path, target: Path) -> None:
     """Lightning's WeightAveraging stores the average in place of the weights."""
     averaging = {"current_model_state": state(seed=2), "averaging_state": {"n_averaged": torch.tensor(9)}}
@@ -104,13 +95,9 @@ _REFUSED: tuple[tuple[dict[str, Any], list[str], str], ...] = (
         [],
         "decides what runs, as with Triton and TorchServe; the cause is usually a hyper-parameter",
     ),
-    ({"hyper_parameters": {"root": Path("/data")}}, [], "pathlib.PosixPath"),
     ({"state_dict": {}}, [], "is a Lightning checkpoint whose state_dict holds no tensors"),
-    ({"hyper_parameters": {"hidden": 8}}, [], "up.weight is [64, 16] in the checkpoint, [8, 16] in the model"),
     ({"hyper_parameters": {"hidden": "many"}}, [], "--model architectures:Mlp: the factory failed: TypeError"),
     ({}, ["--weights", "teacher"], "no tensor of the model has the prefix 'teacher.'; found: ''"),
-    ({"state_dict": state() | {"head.weight": torch.ones(3)}}, [], "unexpected: head.weight [3]"),
-    ({"state_dict": dict(list(state().items())[1:])}, [], "missing: up.weight [64, 16]"),
 )
 
 
@@ -171,14 +158,11 @@ def test_hyper_parameters_that_need_a_pickle_are_named_and_not_built(tmp_path: P
 # --- which weights ----------------------------------------------------------------------------------------------------
 
 
-def test_tensors_that_an_average_lacks_come_from_the_weights(tmp_path: Path) -> None:
+def test_tensors_that_an_average_lacks_come_from_the_weights_if_their_names_are_the_same(tmp_path: Path) -> None:
     average = {name: tensor for name, tensor in state(seed=5).items() if name != "down.bias"}
-    weights, _, _ = choose(_load(written(tmp_path / "m.ckpt", state(), ema=average)), "ema")
+    weights = choose(_load(written(tmp_path / "m.ckpt", state(), ema=average)), "ema")[0]
     np.testing.assert_array_equal(weights["down.bias"], _arrays()["down.bias"])
     np.testing.assert_array_equal(weights["up.bias"], _arrays(seed=5)["up.bias"])
-
-
-def test_an_average_under_other_names_is_not_completed_with_trained_weights(tmp_path: Path) -> None:
     loaded = _load(written(tmp_path / "m.ckpt", state(), ema=state("shadow.", seed=5)))
     assert choose(loaded, "ema")[0].keys() == state("shadow.").keys()
 

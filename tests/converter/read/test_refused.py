@@ -34,6 +34,7 @@ def _unknown_dtype(path: Path) -> None:
 
 
 _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "foreign": (lambda path: path.write_bytes(b"GGUF\x03\0\0\0"), "is a GGUF file (llama.cpp), mostly quantised"),
     "missing": (lambda path: None, "no such file or directory"),
     "empty": (lambda path: path.touch(), "is empty"),
     "text": (lambda path: path.write_text("epoch 1: loss 0.3\n"), "is a text file, not a checkpoint"),

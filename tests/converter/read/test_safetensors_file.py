@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from bf16kit.messages.errors import SourceError
-from converter.read.safetensors_file import read_file, read_sharded
+from converter.read.safetensors_file import read_file, read_sharded, shards
 
 
 def _write(path: Path, header: object, data: bytes = b"", size: int | None = None) -> Path:
@@ -67,10 +67,8 @@ def test_an_unknown_dtype_is_named_with_its_tensor_and_the_known_ones(tmp_path: 
         ({"w": _entry("F32", [-2], 0, 8)}, bytes(8), None),
         ({"w": {"dtype": "F32"}}, b"", None),
         ({"w": {"dtype": ["F32"], "shape": [], "data_offsets": [0, 4]}}, bytes(4), None),
-        ({"w": 7}, b"", None),
         ([], b"", None),
         (b"{nonsense", b"", None),
-        (b'{"w": \xff\xff}', b"", None),
         (b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"", None),
         *[({}, b"", claimed) for claimed in (5000, 2**31, 2**40, 2**63, 2**64 - 1)],
         ({}, bytes(100_000_001), 100_000_001),  # the format's limit is 100,000,000 bytes
@@ -79,13 +77,6 @@ def test_an_unknown_dtype_is_named_with_its_tensor_and_the_known_ones(tmp_path: 
 def test_headers_that_break_a_rule_are_rejected(tmp_path: Path, header: object, data: bytes, size: int | None) -> None:
     with pytest.raises(SourceError, match=r"m: truncated or damaged: \w"):
         read_file(_write(tmp_path / "m", header, data, size))
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    path.symlink_to("/proc/self/mem")  # a regular file that is unreadable at its beginning
-    with pytest.raises(SourceError, match=r"m: (cannot be read|truncated)"):
-        read_file(path)
 
 
 @pytest.mark.parametrize("kept", [1, 7, 8, 9, 40, 100])
@@ -112,6 +103,7 @@ def test_shards_are_read_as_one_checkpoint(tmp_path: Path) -> None:
         "b": [[0, 0], [0, 0]],
         "c": [0, 1, 2, 3],
     }
+    assert shards(index) == (("a", "b"), ("c",))
     assert [file.name for file in files] == [index.name, "1.safetensors", "2.safetensors"]
 
 

@@ -22,7 +22,7 @@ from savedmodels import TRANSLATES, stand_in
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from converter.read.tensorflow import process
+from converter.read.tensorflow import reader
 
 Model = Callable[..., Path]
 Programs = Callable[[str], None]
@@ -45,7 +45,7 @@ def _variables() -> dict[str, Any]:
 @pytest.fixture
 def replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     """Return a function that replaces the Python with TensorFlow by a program with this code."""
-    return lambda code: monkeypatch.setenv(process.VARIABLE, str(stand_in(tmp_path / "python", code)))
+    return lambda code: monkeypatch.setenv(reader.VARIABLE, str(stand_in(tmp_path / "python", code)))
 
 
 @pytest.fixture
@@ -121,7 +121,6 @@ def test_options_of_other_sources_are_rejected(cli: Cli, model: Model, target: P
     [
         ("os.abort()", 3, "TensorFlow's process was killed by SIGABRT (out of memory?)"),
         ("print('no libcuda', file=sys.stderr); sys.exit(1)", 3, "ended with exit code 1; its last output: no libcuda"),
-        ("time.sleep(600)", 3, "did not answer within 2 s; set the environment variable BF16KIT_TENSORFLOW_SECONDS"),
         ("reply(error=('usage', 'has no signature'))", 2, "saved: has no signature"),
         ("reply(error=('source', 'truncated or damaged: TensorFlow says'))", 2, "saved: truncated or damaged"),
         ("reply(error=('conversion', 'tf2onnx cannot translate it'))", 3, "saved: tf2onnx cannot translate it"),
@@ -138,8 +137,7 @@ def test_a_failure_of_the_tensorflow_process_is_reported_in_one_message(
     said: str,
 ) -> None:
     replies(code)
-    monkeypatch.setenv(process.SECONDS, "2" if "sleep" in code else "60")
-    monkeypatch.setattr(process, "on_disk", lambda: tmp_path)
+    monkeypatch.setattr(reader, "on_disk", lambda: tmp_path)
     cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target).refused(exit_code, said)
     assert not list(tmp_path.glob("bf16kit-tensorflow-*"))
 
@@ -155,22 +153,13 @@ def test_a_failure_on_a_random_sample_is_recorded(cli: Cli, model: Model, target
     )
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
-def test_an_invalid_time_limit_is_rejected(
-    cli: Cli, model: Model, target: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.setenv(process.SECONDS, text)
-    refused = cli("checkpoint", model(), "--trust-code", "--out", target)
-    refused.refused(2, f"{process.SECONDS}={text}: expected a number of seconds above 0")
-
-
 def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
     cli: Cli, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(process.VARIABLE, str(stand_in(tmp_path / "bare", "", {"tf-nightly": "2.22"})))
+    monkeypatch.setenv(reader.VARIABLE, str(stand_in(tmp_path / "bare", "", {"tf-nightly": "2.22"})))
     refused = cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target)
-    refused.refused(2, "bare lacks tf2onnx;", *process.PREPARE)
-    monkeypatch.delenv(process.VARIABLE)
+    refused.refused(2, "bare lacks tf2onnx;", *reader.PREPARE)
+    monkeypatch.delenv(reader.VARIABLE)
     refused = cli("checkpoint", tmp_path / "saved", "--trust-code", "--out", target)
     refused.refused(2, f"{sys.executable} lacks tensorflow and tf2onnx")
     assert not target.parent.exists() or not tree(target.parent)
@@ -178,10 +167,10 @@ def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
 
 def test_the_commands_install_the_versions_that_are_tested() -> None:
     tested = set((_ROOT / "tests" / "sources" / "tensorflow.txt").read_text().split())
-    said = re.findall(r"\S+==\S+", process.PREPARE[1])
+    said = re.findall(r"\S+==\S+", reader.PREPARE[1])
     assert [pin.partition("==")[0] for pin in said] == ["tensorflow-cpu", "tf2onnx"]
     assert tested.issuperset(said)
-    assert all(command in (_ROOT / "docs" / "converting.md").read_text() for command in process.PREPARE)
+    assert all(command in (_ROOT / "docs" / "converting.md").read_text() for command in reader.PREPARE)
 
 
 @pytest.mark.parametrize(
@@ -200,12 +189,12 @@ def test_a_python_that_is_missing_or_does_not_run_is_rejected(
     if text is not None:
         program.write_text(text)
         program.chmod(0o644 if text == "no program" else 0o755)
-    monkeypatch.setenv(process.VARIABLE, str(program))
+    monkeypatch.setenv(reader.VARIABLE, str(program))
     cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target).refused(2, str(program), said)
 
 
 def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("import pathlib; pathlib.Path('run').touch()")
     monkeypatch.chdir(tmp_path)
-    assert process.find().python == Path(sys.executable)
+    assert reader.find().python == Path(sys.executable)
     assert not (tmp_path / "run").exists()
