@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,8 @@ def main() -> None:
     except Refused as refused:
         reply({"error": refused.args})
         return
-    reply(message)
+    with suppress(BrokenPipeError):  # the converter was killed meanwhile
+        reply(message)
     for line in sys.stdin:
         try:
             with numpy.load("feeds.npz") as feeds:
