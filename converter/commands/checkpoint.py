@@ -68,9 +68,9 @@ _VERSION = re.compile("[1-9][0-9]*")
 )
 @click.option(
     "--weights",
-    metavar="ema|model|PREFIX",
-    help="Weights to take from a Lightning checkpoint: averaged (ema), last trained (model), or those whose names"
-    " start with PREFIX.  [default: what Lightning would load]",
+    metavar="PREFIX|KEY",
+    help="Weights to take from a checkpoint: those whose names start with PREFIX, or those under KEY of a Lightning"
+    " checkpoint.  [default: what Lightning would load, behind the prefix that fits the model]",
 )
 @click.option(
     "--input",

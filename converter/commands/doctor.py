@@ -141,14 +141,14 @@ def _compiler(name: str) -> Part:
 
 
 def _tensorflow(name: str) -> Part:
-    from converter.read.tensorflow import process
+    from converter.read.tensorflow import reader
 
     try:
-        found = process.find()
+        found = reader.find()
     except errors.UsageError as error:
         return Part(name, "", str(error))
     if found.missing:
-        return Part(name, "", "\n".join(process.PREPARE))
+        return Part(name, "", "\n".join(reader.PREPARE))
     versions = ", ".join(f"{package} {found.versions[package]}" for package in ("tensorflow", "tf2onnx"))
     return Part(name, f"{versions} in {found.python}")
 

@@ -31,6 +31,7 @@ READERS: Mapping[Kind, str] = {
     Kind.KERAS: "tensorflow.reader",
     Kind.TORCHSCRIPT: "scripted",
 }
+_BY_NAME = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.LIGHTNING)
 _MAPPED = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.ORBAX, Kind.FLAX)
 
 # The weight files of a source that is a directory.
@@ -60,7 +61,7 @@ def _check_options(options: Options, kind: Kind) -> None:
     for flag, given, kinds, purpose in (
         ("--with-past", options.with_past, [Kind.HUGGING_FACE], "Hugging Face directories"),
         ("--signature", options.signature is not None, of_tensorflow, "TensorFlow models"),
-        ("--weights", options.weights is not None, [Kind.LIGHTNING], "Lightning checkpoints"),
+        ("--weights", options.weights is not None, _BY_NAME, "checkpoints that fill a model by its names"),
         (step, options.step is not None or options.item is not None, [Kind.ORBAX], "Orbax checkpoints"),
         ("--map", options.map is not None, _MAPPED, "weights without a graph"),
     ):

@@ -6,6 +6,7 @@ That is a torch module, filled by name, or with ``--map`` a module or an ONNX gr
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from bf16kit.messages.errors import SourceError, UsageError
 from converter.graph.equality import OTHER_FLOATS
+from converter.graph.initializers import dims
 from converter.options import Options
 from converter.process.imports import is_import_spec
 from converter.read.detect import Kind, recognise
-from converter.read.mapping import ModelTensors, fill
+from converter.read.mapping import fill
 from converter.read.sources import Advance, exported_source, inputs_of, precision_notes
 from converter.source import Array, Checkpoint, Feeds, Oracle, Source, digest_files, given_entry
 
@@ -40,37 +42,33 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     if not tensors:
         raise SourceError(f"{options.source}: holds no tensors")
     notes = precision_notes(options, tensors)
-    fitted = module is None and options.map is None and not _names_graph(options)
-    if fitted:
+    mapped = module is None and (options.map is not None or _names_graph(options))
+    if module is not None and options.map is not None:
+        raise UsageError(f"--map: {options.source} brings its own module; leave it out")
+    if options.weights is not None and (mapped or module is not None):
+        raise UsageError("--weights: chooses weights by the names of a module that --model builds; leave it out")
+    if module is None and not mapped:
         module = statedict.build(options)
-        try:
-            statedict.fit(module, tensors)
-        except SourceError as error:
-            index = safetensors_file.index_of(options.source) if kind is Kind.SAFETENSORS else None
-            if index is None:
-                raise
-            raise SourceError(f"{error}\n  it is one of the shards of {index}; convert that file") from None
+        notes = [*statedict.fit(module, tensors, options.weights), *notes]
     shards = safetensors_file.shards(files[0]) if kind is Kind.SHARDED else ()
     checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors, shards)
     if module is None:
         return into_model(options, checkpoint, notes)
-    if not fitted and options.map is not None:
-        raise UsageError(f"--map: {options.source} brings its own module; leave it out")
     return in_module(options, checkpoint, module, notes)
 
 
 def _tensors(options: Options, kind: Kind) -> tuple[Mapping[str, Array], list[Path], torch.nn.Module | None]:
+    """Return the tensors, the files that hold them, and the module that was saved with them."""
     from converter.read import safetensors_file, torch_file
 
+    path = options.source
     if kind is Kind.SAFETENSORS:
-        return safetensors_file.read_file(options.source), [options.source], None
+        return safetensors_file.read_file(path), [path], None
     if kind is Kind.SHARDED:
-        index = options.source
-        if index.is_dir():
-            index = next(index.glob("*.safetensors.index.json"))
+        index = next(path.glob("*.safetensors.index.json")) if path.is_dir() else path
         return *safetensors_file.read_sharded(index), None
-    tensors, module = torch_file.read_file(options.source, kind, trust_code=options.trust_code)
-    return tensors, [options.source], module
+    tensors, module = torch_file.read_file(path, kind, trust_code=options.trust_code)
+    return tensors, [path], module
 
 
 def in_module(
@@ -106,16 +104,12 @@ def _into_module(options: Options, checkpoint: Checkpoint, notes: Sequence[str])
 
     module = statedict.build(options)
     state = module.state_dict()
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
-    tied = {}
-    for name, tensor in state.items():
-        place = (tensor.data_ptr(), tuple(tensor.shape))
-        if tensor.numel() and first.setdefault(place, name) != name:
-            tied[name] = first[place]
-    integers = frozenset(name for name, tensor in state.items() if not tensor.dtype.is_floating_point)
-    own = ModelTensors({name: tuple(tensor.shape) for name, tensor in state.items()}, tied, integers)
-    filled = fill(options.source, options.map, checkpoint.tensors, own)
-    statedict.fit(module, filled.tensors, kept=filled.kept)
+    places = Counter(map(statedict.place, state.values()))
+    tied = {name for name, tensor in state.items() if places[statedict.place(tensor)] > 1}
+    counters = {name for name, tensor in state.items() if not tensor.dtype.is_floating_point}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    filled = fill(options.source, options.map, checkpoint.tensors, shapes, tied | counters)
+    statedict.fill(module, filled.tensors, kept=filled.kept | counters)
     return in_module(options, replace(checkpoint, orders=filled.orders), module, notes, filled.tensors)
 
 
@@ -130,12 +124,12 @@ def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) 
     graph, files = onnx_file.read_graph(path)
     inputs, outputs = onnx_file.resolve_edges(graph, options.inputs)
     tensors = ((name, value.const_value) for name, value in graph.graph.initializers.items())
-    own = {
-        name: tuple(int(size) for size in tensor.shape.numpy())
+    shapes = {
+        name: dims(tensor)
         for name, tensor in tensors
         if tensor is not None and tensor.dtype.is_floating_point() and len(tensor.shape)
     }
-    filled = fill(options.source, options.map, checkpoint.tensors, ModelTensors(own))
+    filled = fill(options.source, options.map, checkpoint.tensors, shapes)
     for name, array in filled.tensors.items():
         _fill(graph.graph.initializers[name], array)
     return Source(

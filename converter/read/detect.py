@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import zipfile
 from enum import Enum
+from fnmatch import fnmatch
 from pathlib import Path
 
 from bf16kit.messages.errors import NoCheckpoint, SourceError
-from converter.read import foreign, orbax
-from converter.read.safetensors_file import HEADER_LIMIT
+from converter.read import foreign, jax
 
 
 class Kind(Enum):
@@ -30,7 +30,10 @@ class Kind(Enum):
     KERAS = "a Keras model"
 
 
-_LIGHTNING_KEY = b"pytorch-lightning_version"
+# zipfile's errors: RuntimeError for an encrypted record and, as NotImplementedError, for an unknown compression
+NO_ARCHIVE = (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError)
+_SAFETENSORS_HEADER = 100_000_000  # bytes: the safetensors library's own limit
+_LIGHTNING_KEY = b"pytorch-lightning_version"  # in the pickle; the reader checks where
 
 
 def recognise(path: Path) -> Kind:
@@ -40,7 +43,8 @@ def recognise(path: Path) -> Kind:
     format is known but not converted.
     """
     if not path.exists():
-        foreign.refuse_missing(path)
+        if path.with_name(f"{path.name}.index").is_file():  # TensorFlow 1 names a checkpoint by a prefix
+            return recognise(path.with_name(f"{path.name}.index"))
         raise SourceError(f"{path}: no such file or directory")
     if not path.is_dir() and not path.is_file():  # reading a pipe may block forever
         raise SourceError(f"{path}: neither a file nor a directory")
@@ -54,7 +58,7 @@ def _directory_kind(path: Path) -> Kind:
     foreign.refuse_directory(path)
     if (path / "saved_model.pb").is_file():
         return Kind.SAVED_MODEL
-    if orbax.is_checkpoint(path):
+    if jax.is_orbax(path):
         return Kind.ORBAX
     if (path / "manifest.json").is_file() and any(
         (path / name).is_file() for name in ("weights.bf16", "measurements.json")
@@ -64,7 +68,7 @@ def _directory_kind(path: Path) -> Kind:
         return Kind.HUGGING_FACE
     if len(list(path.glob("*.safetensors.index.json"))) == 1:
         return Kind.SHARDED
-    orbax.refuse_several(path)
+    jax.refuse_several(path)
     raise NoCheckpoint(
         f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model; to"
         " convert all checkpoints in it, pass --out REPOSITORY"
@@ -96,7 +100,7 @@ def _file_kind(path: Path) -> Kind:
 
 
 def _opens_safetensors(head: bytes) -> bool:
-    return len(head) > 8 and int.from_bytes(head[:8], "little") <= HEADER_LIMIT and head[8:9] == b"{"
+    return len(head) > 8 and int.from_bytes(head[:8], "little") <= _SAFETENSORS_HEADER and head[8:9] == b"{"
 
 
 def _may_be_flax(head: bytes) -> bool:
@@ -108,33 +112,28 @@ def _may_be_flax(head: bytes) -> bool:
 def _zip_kind(path: Path) -> Kind:
     try:
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):  # also versions and names unknown to zip
+            records = archive.infolist()
+            pickles = [
+                archive.read(info)
+                for info in records
+                if info.filename.endswith("/data.pkl") and info.compress_type == zipfile.ZIP_STORED
+            ]
+    except NO_ARCHIVE:
         raise SourceError(f"{path}: is a truncated or damaged zip archive (of torch or Keras?)") from None
-    inner = {name.partition("/")[2] for name in names} | set(names)
-    foreign.refuse_zip(path, inner)
-    if "constants.pkl" in inner:
+    names = {info.filename for info in records} | {info.filename.partition("/")[2] for info in records}
+    foreign.refuse_inside(path, lambda pattern: any(fnmatch(name, pattern) for name in names))
+    if "constants.pkl" in names:
         return Kind.TORCHSCRIPT
-    if "archive_format" in inner or "serialized_exported_program.json" in inner:
+    if "archive_format" in names or "serialized_exported_program.json" in names:
         return Kind.EXPORTED
-    if "data.pkl" in inner:
-        return Kind.LIGHTNING if _mentions_lightning(path) else Kind.TORCH_ZIP
-    if "model.weights.h5" in inner:
+    if "data.pkl" in names:
+        for info in records:
+            if info.compress_type != zipfile.ZIP_STORED:  # torch would map it as it is
+                raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
+        return Kind.LIGHTNING if any(_LIGHTNING_KEY in content for content in pickles) else Kind.TORCH_ZIP
+    if "model.weights.h5" in names:
         return Kind.KERAS
     raise NoCheckpoint(f"{path}: is a zip archive, but not one that torch wrote")
-
-
-def _mentions_lightning(path: Path) -> bool:
-    """Return whether the pickle contains the key of Lightning checkpoints; the reader checks where it is."""
-    with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
-            if info.filename.endswith("data.pkl") and stored and info.file_size <= path.stat().st_size:
-                try:
-                    return _LIGHTNING_KEY in archive.read(info)
-                except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError):
-                    return False  # damaged: torch's reader explains it
-    return False
 
 
 def _json_kind(path: Path) -> Kind:
@@ -144,7 +143,8 @@ def _json_kind(path: Path) -> Kind:
         raise NoCheckpoint(f"{path}: is a text file, not a checkpoint") from None
     if isinstance(fields, dict) and isinstance(fields.get("weight_map"), dict):
         return Kind.SHARDED
-    foreign.refuse_json(path, fields)
+    if isinstance(fields, dict):
+        foreign.refuse_inside(path, fields.__contains__)
     raise NoCheckpoint(f"{path}: is JSON, but not the index of a sharded checkpoint (it has no weight_map)")
 
 

@@ -17,7 +17,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -30,6 +29,7 @@ from converter.read.statedict import mismatch_message
 from converter.source import Array
 
 _MOST = 4 << 20  # bytes of a rules file
+Shapes = Mapping[str, tuple[int, ...]]  # of a model's tensors, by name
 Step = Annotated[dict[Literal["reshape", "transpose"], list[StrictInt]], Field(min_length=1, max_length=1)]
 
 
@@ -65,52 +65,40 @@ class MapNeeded(UsageError):
         self.template = template
 
 
-@dataclass(frozen=True, slots=True)
-class ModelTensors:
-    """The shapes of a model's tensors by name.
-
-    ``tied`` maps a further name of a tensor to its first one; ``counters`` are integers that no checkpoint of another
-    framework has.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    counters: frozenset[str] = frozenset()
-
-
 class MappedTensors(NamedTuple):
-    """The model's tensors as views of the leaves, the axis orders of transposed leaves, and the kept tensors' names."""
+    """The model's tensors as views of the leaves, the axis orders of transposed leaves, and the names in ``keep``."""
 
     tensors: Mapping[str, Array]
     orders: Mapping[str, tuple[int, ...]]
-    kept: frozenset[str]
+    kept: Set[str]
 
 
-def fill(source: Path, path: Path | None, leaves: Mapping[str, Array], model: ModelTensors) -> MappedTensors:
-    """Make the tensors of ``model`` from ``leaves`` by the rules in ``path``, or by equal names if it is None.
+def fill(
+    source: Path, path: Path | None, leaves: Mapping[str, Array], shapes: Shapes, optional: Set[str] = frozenset()
+) -> MappedTensors:
+    """Make tensors of these ``shapes`` from ``leaves`` by the rules in ``path``, or by equal names if it is None.
 
-    Raises :class:`SourceError` naming the first five problems if the rules do not fit, :class:`UsageError` if they are
-    not valid, and :class:`MapNeeded` if there are none and names or shapes differ.
+    Those whose names are ``optional`` may be left unfilled. Raises :class:`SourceError` naming the first five problems
+    if the rules do not fit, :class:`UsageError` if they are not valid, and :class:`MapNeeded` if there are none and
+    names or shapes differ.
     """
     if path is not None:
-        return _apply(_read(path), leaves, model)
-    rest = {name: array for name, array in leaves.items() if model.shapes.get(name) != array.shape}
-    missing = _missing(model, (leaves.keys() - rest.keys()) | model.counters)
+        return _apply(_read(path), leaves, shapes, optional)
+    rest = {name: array for name, array in leaves.items() if shapes.get(name) != array.shape}
+    missing = [name for name in shapes if name not in optional and (name not in leaves or name in rest)]
     if not rest and not missing:
-        return MappedTensors(dict(leaves), {}, model.counters - leaves.keys())
+        return MappedTensors(leaves, {}, frozenset())
     raise MapNeeded(
         f"{source}: {len(rest)} of its {len(leaves)} leaves match no tensor of the model by name and shape; complete"
         " the rules on standard output, write them to a file and pass it as --map",
-        "\n".join(_template(source, leaves, rest, missing, model)),
+        "\n".join(_template(source, leaves, rest, {name: shapes[name] for name in missing})),
     )
 
 
-def _template(
-    source: Path, leaves: Mapping[str, Array], rest: Mapping[str, Array], missing: list[str], model: ModelTensors
-) -> Iterator[str]:
+def _template(source: Path, leaves: Mapping[str, Array], rest: Mapping[str, Array], missing: Shapes) -> Iterator[str]:
     """Yield the lines of a rules file: what is open on both sides as comments, and a rule to complete for each leaf."""
     left = [f"{printable(name, keep='')} {list(array.shape)}" for name, array in rest.items()]
-    right = [f"{printable(name, keep='')} {list(model.shapes[name])}" for name in missing]
+    right = [f"{printable(name, keep='')} {list(shape)}" for name, shape in missing.items()]
     width = max(map(len, left), default=0) + 4
     yield f"# For --map: write the model's name as `to` of each rule, or replace it by `drop: true`. {source.name} has:"
     yield f"# {'checkpoint'.ljust(width)}model (each side in its own order)"
@@ -122,9 +110,6 @@ def _template(
     for name in leaves:
         to = "" if name in rest else name.replace("\\", "\\\\")
         yield f"- {{match: {_scalar(re.escape(name))}, to: {_scalar(to)}, steps: []}}"
-    if model.counters:
-        yield "keep:  # tensors of the model that no leaf fills"
-        yield from (f"- {_scalar(re.escape(name))}" for name in sorted(model.counters))
 
 
 def _scalar(text: str) -> str:
@@ -148,7 +133,7 @@ def _read(path: Path) -> Rules:
         raise UsageError(f"--map {path}: is not YAML: {' '.join(str(error).split())[:200]}") from None
 
 
-def _apply(rules: Rules, leaves: Mapping[str, Array], model: ModelTensors) -> MappedTensors:
+def _apply(rules: Rules, leaves: Mapping[str, Array], shapes: Shapes, optional: Set[str]) -> MappedTensors:
     tensors: dict[str, Array] = {}
     orders: dict[str, tuple[int, ...]] = {}
     problems = []
@@ -160,24 +145,19 @@ def _apply(rules: Rules, leaves: Mapping[str, Array], model: ModelTensors) -> Ma
             to = _expanded(match, rule.to)
             try:
                 filled, order = _reordered(array, rule.steps)
-                _check(to, filled, tensors, model)
+                _check(to, filled, tensors, shapes)
             except ValueError as error:
                 problems.append(f"{name} {list(array.shape)}: {error}")
                 continue
             tensors[to] = filled
             if order is not None and order != tuple(range(array.ndim)):
                 orders[name] = order
-    kept = frozenset(n for n in model.shapes if n not in tensors and any(p.fullmatch(n) for p in rules.keep))
-    problems += [f"missing: {name} {list(model.shapes[name])}" for name in _missing(model, kept | tensors.keys())]
+    kept = {name for name in shapes.keys() - tensors.keys() if any(p.fullmatch(name) for p in rules.keep)}
+    done = tensors.keys() | kept | optional
+    problems += [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in done]
     if problems:
         raise SourceError(mismatch_message("the rules do not make the checkpoint fit the model", problems))
     return MappedTensors(tensors, orders, kept)
-
-
-def _missing(model: ModelTensors, filled: Set[str]) -> list[str]:
-    """Return the names of ``model`` that are not in ``filled`` and tied to none in it."""
-    done = filled | {model.tied.get(name, name) for name in filled}
-    return [name for name in model.shapes if name not in done and model.tied.get(name, name) not in done]
 
 
 def _expanded(match: re.Match[str], to: str) -> str:
@@ -187,13 +167,13 @@ def _expanded(match: re.Match[str], to: str) -> str:
         raise UsageError(f"--map: to {quoted(to)} does not fit match {quoted(match.re.pattern)}: {error}") from None
 
 
-def _check(to: str, filled: Array, tensors: Mapping[str, Array], model: ModelTensors) -> None:
-    if to not in model.shapes:
+def _check(to: str, filled: Array, tensors: Mapping[str, Array], shapes: Shapes) -> None:
+    if to not in shapes:
         raise ValueError(f"is sent to {to}, which the model lacks")
     if to in tensors:
         raise ValueError(f"is sent to {to}, which another leaf fills")
-    if filled.shape != model.shapes[to]:
-        raise ValueError(f"becomes {list(filled.shape)}, and {to} is {list(model.shapes[to])} in the model")
+    if filled.shape != shapes[to]:
+        raise ValueError(f"becomes {list(filled.shape)}, and {to} is {list(shapes[to])} in the model")
 
 
 def _reordered(array: Array, steps: list[Step]) -> tuple[Array, tuple[int, ...] | None]:

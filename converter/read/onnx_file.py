@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import Bf16kitError, ConversionError, SourceError, UsageError
-from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
 from bf16kit.runtime.ort.externaldata import all_tensors
 from converter.graph.dimensions import is_named, mark_guessed, rename
 from converter.graph.initializers import dims
@@ -22,7 +23,7 @@ from converter.source import Checkpoint, Source, digest_files
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    from onnx import GraphProto, ModelProto
+    from onnx import ModelProto
 
 _UNREAD = ("doc_string", "metadata_props")  # fields that are dropped, in any encoding
 _SHOWN = 40  # bytes of a damaged name
@@ -54,7 +55,7 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     """
     try:
         with quiet():
-            model = _load(path)
+            model, files = _load(path)
             model.graph.sort()
     except Bf16kitError:
         raise
@@ -67,37 +68,65 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
         model.graph.inputs.remove(value)
     _correct_initializer_types(model)
     _keep_names_of_inputs(model)
-    files = [path, *_external_files(path, model)]
     input_specs(model), output_specs(model)  # raises a better error than ONNX's checker for a missing type or shape
     onnx_trial.check(path)
     return model, files
 
 
-def _load(path: Path) -> ir.Model:
-    """Return the model as onnx_ir reads it, its external data beside it."""
+def _load(path: Path) -> tuple[ir.Model, list[Path]]:
+    """Return the model as onnx_ir reads it, and its files."""
     import onnx
     import onnx_ir as ir
 
     proto = onnx.load(path, load_external_data=False)
     for text in _undecodable(proto):  # neither onnx_ir nor ONNX's checker reports it
         raise SourceError(f"{path}: damaged: the name {text[:_SHOWN]!r} is not UTF-8")
-    _check_supported(path, proto.graph)
-    _check_places(path, proto)
-    model = ir.from_proto(proto)
-    for tensor in _tensors(model):
-        if isinstance(tensor, ir.ExternalTensor):
-            tensor.base_dir = path.parent
-    return model
+    for edge in (*proto.graph.input, *proto.graph.output):
+        kind = edge.type.WhichOneof("value")
+        if kind not in ("tensor_type", None):  # every scikit-learn classifier ends with a map by default
+            raise ConversionError(
+                f"{path}: {edge.name!r} is of type {kind.removesuffix('_type')}, and bf16kit serves tensors only; a"
+                " classifier of scikit-learn is exported without ZipMap (skl2onnx: options={'zipmap': False})"
+            )
+    files = _external_files(path, proto)
+    return ir.from_proto(proto), [path, *files]
 
 
-def _check_places(path: Path, proto: ModelProto) -> None:
-    """Raise :class:`SourceError` for external data at a place that is no number of bytes: onnx_ir fails on it."""
+def _external_files(path: Path, proto: ModelProto) -> list[Path]:
+    """Return the files that hold the data of tensors, at any depth, and state them in ``proto`` by their whole paths.
+
+    Otherwise onnx_ir would look for the data of a function's tensors in the working directory.
+    """
+    from onnx.external_data_helper import ExternalDataInfo
+
+    files: dict[Path, None] = {}
     for tensor in all_tensors(proto):
+        if tensor.data_location != tensor.EXTERNAL:
+            continue
+        try:
+            info: Any = ExternalDataInfo(tensor)
+            location = path.parent.absolute() / info.location
+            inside = location.resolve().is_relative_to(path.parent.resolve())
+            present = location.stat().st_size if location.is_file() else -1
+            location.stat()  # raises for names that are too long, files used as directories, and cyclic links
+        except FileNotFoundError:
+            present = -1
+        except (OSError, RuntimeError, ValueError, TypeError) as error:
+            raise SourceError(f"{path}: the data of {tensor.name!r} cannot be read: {first_line(error)}") from None
+        if not inside:
+            raise SourceError(f"{path}: {tensor.name!r} is in {info.location!r}, outside the model's directory")
+        if present < 0:
+            raise SourceError(f"{path}: its external data {location.name} is missing")
+        known = BY_ONNX.get(tensor.data_type)
+        nbytes = 0 if known is None else known.numpy.itemsize * math.prod(tensor.dims)
+        needed = (info.offset or 0) + max(info.length or 0, nbytes)
+        if present < needed:
+            raise SourceError(f"{location}: truncated: {present} bytes, {path.name} needs {needed}")
         for entry in tensor.external_data:
-            if entry.key in ("offset", "length") and not (entry.value.isascii() and entry.value.isdecimal()):
-                raise SourceError(
-                    f"{path}: damaged: tensor {tensor.name!r} has the {entry.key} {entry.value[:_SHOWN]!r}"
-                )
+            if entry.key == "location":
+                entry.value = str(location)
+        files[location] = None
+    return list(files)
 
 
 def _undecodable(message: Any) -> Iterator[bytes]:
@@ -116,24 +145,6 @@ def _undecodable(message: Any) -> Iterator[bytes]:
                 yield each
 
 
-def _check_supported(path: Path, graph: GraphProto) -> None:
-    """Raise :class:`ConversionError` for what a sound file may have and onnx_ir does not read: maps, sparse tensors."""
-    producers = {name: node.op_type for node in graph.node for name in node.output}
-    for edge in (*graph.input, *graph.output):
-        kind = edge.type.WhichOneof("value")
-        if kind == "map_type" or (kind == "sequence_type" and edge.type.sequence_type.elem_type.HasField("map_type")):
-            what = "a map" if kind == "map_type" else "a sequence of maps"
-            # every scikit-learn classifier ends with one by default
-            remedy = "; export it without ZipMap (skl2onnx: options={'zipmap': False})"
-            raise ConversionError(
-                f"{path}: {edge.name!r} is {what}, and bf16kit serves tensors only"
-                f"{remedy if producers.get(edge.name) == 'ZipMap' else ''}"
-            )
-    constants = [node.output[0] for node in graph.node for a in node.attribute if a.HasField("sparse_tensor")]
-    for name in (*constants, *(tensor.values.name for tensor in graph.sparse_initializer)):
-        raise ConversionError(f"{path}: constant {name!r} is sparse; make it dense")
-
-
 def _correct_initializer_types(model: ir.Model) -> None:
     """Set each initializer's type and shape to those of its tensor, because a separate declaration may differ.
 
@@ -142,7 +153,8 @@ def _correct_initializer_types(model: ir.Model) -> None:
     """
     import onnx_ir as ir
 
-    for value in (value for graph in _graphs(model) for value in graph.initializers.values()):
+    graphs = (*model.graphs(), *(graph for function in model.functions.values() for graph in function.subgraphs()))
+    for value in (value for graph in graphs for value in graph.initializers.values()):
         if value.const_value is not None:
             value.type = ir.TensorType(value.const_value.dtype)
             value.shape = ir.Shape(dims(value.const_value))
@@ -172,54 +184,6 @@ def _is_size(dim: int | ir.SymbolicDim) -> bool:
 
 def _is_meaningful(dim: int | ir.SymbolicDim) -> bool:
     return not isinstance(dim, int) and is_named(dim.value)
-
-
-def _external_files(path: Path, model: ir.Model) -> list[Path]:
-    import onnx_ir as ir
-
-    files: dict[Path, int] = {}
-    for tensor in _tensors(model):
-        if not isinstance(tensor, ir.ExternalTensor):
-            continue
-        location = path.parent / tensor.location
-        try:
-            inside = location.resolve().is_relative_to(path.parent.resolve())
-            location.stat()  # raises for names that are too long, files used as directories, and cyclic links
-        except FileNotFoundError:
-            pass
-        except (OSError, RuntimeError, ValueError) as error:
-            raise SourceError(f"{path}: the data of {tensor.name!r} cannot be read: {first_line(error)}") from None
-        if not inside:
-            raise SourceError(f"{path}: {tensor.name!r} is in {tensor.location!r}, outside the model's directory")
-        end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
-        files[location] = max(end, files.get(location, 0))
-    for location, end in files.items():
-        if not location.is_file():
-            raise SourceError(f"{path}: its external data {location.name} is missing")
-        if location.stat().st_size < end:
-            raise SourceError(f"{location}: truncated: {location.stat().st_size} bytes, {path.name} needs {end}")
-    return list(files)
-
-
-def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol | None]:
-    """Yield every tensor of the file: initializers and attributes of the graph, its subgraphs and its functions."""
-    import onnx_ir as ir
-
-    for graph in _graphs(model):
-        yield from (value.const_value for value in graph.initializers.values())
-    nodes = [*model.graph.all_nodes(), *(node for f in model.functions.values() for node in f.all_nodes())]
-    for attribute in (attribute for node in nodes for attribute in node.attributes.values()):
-        if attribute.type == ir.AttributeType.TENSOR:
-            yield attribute.as_tensor()
-        elif attribute.type == ir.AttributeType.TENSORS:
-            yield from attribute.as_tensors()
-
-
-def _graphs(model: ir.Model) -> Iterator[ir.Graph]:
-    """Yield the main graph and every subgraph, including those of functions."""
-    yield from model.graphs()
-    for function in model.functions.values():
-        yield from function.subgraphs()
 
 
 def resolve_edges(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import mmap
@@ -16,7 +15,6 @@ from bf16kit.numerics.tensors import BY_NAME
 from converter.source import Array
 from converter.write.export import DTYPES
 
-HEADER_LIMIT = 100_000_000  # bytes: the safetensors library's own limit
 _LONGEST_NAME = 200  # characters of a shard's file name
 _DTYPES = {theirs: BY_NAME[ours].numpy for ours, theirs in DTYPES.items()}
 
@@ -24,62 +22,50 @@ _DTYPES = {theirs: BY_NAME[ours].numpy for ours, theirs in DTYPES.items()}
 def read_file(path: Path) -> dict[str, Array]:
     """Return every tensor of one file by name, in the file's order; nothing is read until it is used.
 
-    The safetensors library checks the format's rules. The header and its dtypes are checked here first, because the
-    library's messages name neither a size nor the tensor.
+    The safetensors library checks the format's rules. Its own arrays would be copies, so the views are made here.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
-        header = _header(path)
         with safe_open(path, framework="numpy"), path.open("rb") as file:
             # Copy-on-write: torch warns about read-only arrays, and the file must never change.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except SafetensorError as error:
-        hint = "truncated or damaged" if "overflow" not in str(error) else "damaged"
-        raise SourceError(f"{path}: {hint}: {error}") from None
+        raise SourceError(f"{path}: truncated or damaged: {error}") from None
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
     start = 8 + int.from_bytes(mapped[:8], "little")
-    return {name: _view(mapped, start, entry) for name, entry in header.items() if name != "__metadata__"}
+    header = json.loads(mapped[8:start])
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {entry['dtype']!r}; known: {known}")
+    return {name: _view(mapped, start, entry) for name, entry in header.items()}
 
 
 def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
     """Return every tensor of the shards that ``index`` names, and the files read: the index first, then the shards."""
     assigned = _weight_map(index)
-    shards: dict[str, dict[str, Array]] = {}
-    for shard in sorted(set(assigned.values())):
-        shards[shard] = read_file(_shard_path(index, shard))
+    found = {shard: read_file(_shard_path(index, shard)) for shard in sorted(set(assigned.values()))}
     for name, shard in assigned.items():
-        if name not in shards[shard]:
+        if name not in found[shard]:
             raise SourceError(f"{index}: says that {name!r} is in {shard}, where it is not")
-    tensors = {name: shards[shard][name] for name, shard in assigned.items()}
-    return tensors, [index, *(index.parent / shard for shard in shards)]
+    tensors = {name: found[shard][name] for name, shard in assigned.items()}
+    return tensors, [index, *(index.parent / shard for shard in found)]
 
 
 def shards(index: Path) -> tuple[tuple[str, ...], ...]:
     """Return the names of the tensors in each shard of an ``index`` that :func:`read_sharded` has read."""
-    weight_map = _weight_map(index)
-    names: dict[str, list[str]] = {shard: [] for shard in sorted(set(weight_map.values()))}
-    for name, shard in weight_map.items():
-        names[shard].append(name)
-    return tuple(map(tuple, names.values()))
-
-
-def index_of(path: Path) -> Path | None:
-    """Return the index beside ``path`` that names it as one of several shards, or None."""
-    for index in sorted(path.parent.glob("*.safetensors.index.json")):
-        with contextlib.suppress(SourceError):
-            named = set(_weight_map(index).values())
-            if path.name in named and len(named) > 1:
-                return index
-    return None
+    assigned = _weight_map(index)
+    files = sorted(set(assigned.values()))
+    return tuple(tuple(name for name, shard in assigned.items() if shard == file) for file in files)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the shard of each tensor."""
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return {str(name): str(shard) for name, shard in weight_map.items()}
+        return {str(name): str(shard) for name, shard in json.loads(index.read_bytes())["weight_map"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise SourceError(f"{index}: is not the index of a sharded checkpoint") from None
 
@@ -91,31 +77,6 @@ def _shard_path(index: Path, shard: str) -> Path:
     if not path.is_file():
         raise SourceError(f"{index}: shard {shard} is missing")
     return path
-
-
-def _header(path: Path) -> dict[str, Any]:
-    following = path.stat().st_size - 8
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > max(following, 0):  # a false length must be rejected even if only little would be read
-            raise SourceError(
-                f"{path}: truncated: its header claims {size} bytes, but only {max(following, 0)} follow its length"
-            )
-        if size > HEADER_LIMIT:
-            raise SourceError(f"{path}: damaged: its header claims {size} bytes; safetensors allows {HEADER_LIMIT}")
-        text = file.read(size)
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON, or nested too deeply
-        raise SourceError(f"{path}: damaged: its safetensors header is not JSON") from None
-    if not isinstance(header, dict):
-        raise SourceError(f"{path}: damaged: its safetensors header is not an object")
-    for name, entry in header.items():
-        dtype = entry.get("dtype") if isinstance(entry, dict) and name != "__metadata__" else "F32"
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            known = ", ".join(_DTYPES)
-            raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; known: {known}")
-    return header
 
 
 def _view(mapped: mmap.mmap, start: int, entry: dict[str, Any]) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from bf16kit.messages.errors import ConversionError
+from bf16kit.messages.errors import ConversionError, SourceError
 from bf16kit.messages.wording import quoted
 from bf16kit.numerics.tensors import BY_ONNX, Kind, TensorSpec, describe
 from converter.graph.dimensions import UNKNOWN, name_dimensions
@@ -43,12 +43,9 @@ def kind_of(name: str) -> Kind:
 
 
 def _spec(value: ir.Value, kind: Kind) -> TensorSpec:
-    import onnx_ir as ir
-
     name = value.name or ""
-    if value.type is not None and not isinstance(value.type, ir.TensorType):
-        kind_of_type = type(value.type).__name__.removesuffix("Type").lower()
-        raise ConversionError(f"{quoted(name)} is of type {kind_of_type}, and bf16kit serves tensors only")
+    if value.type is None:
+        raise SourceError(f"truncated or damaged: {quoted(name)} has no type")
     if value.dtype is None or int(value.dtype) not in BY_ONNX:
         raise ConversionError(f"{quoted(name)} is {value.type}, and bf16kit serves tensors of plain dtypes only")
     if value.shape is None:

@@ -1,13 +1,12 @@
 """Reads the tensors of torch's own files, state dicts and training checkpoints, without running their pickles.
 
-torch maps a zip file and takes as many bytes from each record as the pickle asks for. It checks neither the record's
-size nor whether it is compressed, so a false claim reads other records' bytes without an error. Here both are checked.
+torch maps a zip file and takes as many bytes from each record as the pickle asks for. It does not check the record's
+size, so a false claim would read other records' bytes without an error. Here it is checked.
 """
 
 from __future__ import annotations
 
 import pickle
-import re
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -17,22 +16,19 @@ from typing import TYPE_CHECKING, Any
 from bf16kit.messages.errors import SourceError
 from bf16kit.messages.wording import first_few
 from converter.process.quiet import first_line, quiet
-from converter.read.detect import Kind
-from converter.read.sources import untrusted
+from converter.read.detect import NO_ARCHIVE, Kind
+from converter.read.sources import check_claim, untrusted
 from converter.source import Array
 
 if TYPE_CHECKING:
     import torch
 
-_FORBIDDEN = re.compile(r"GLOBAL (\S+)")
 _ZIPS = (Kind.TORCH_ZIP, Kind.LIGHTNING)
 _LIGHTNING_REMEDY = (
     "the cause is usually a hyper-parameter: train with save_hyperparameters(ignore=[...]) for values that are not"
     " numbers or text"
 )
 _NESTED = ("state_dict", "model_state_dict", "model")  # keys that training scripts use
-# zipfile's errors: RuntimeError for an encrypted record and, as NotImplementedError, for an unknown compression
-_NO_ARCHIVE = (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError)
 
 
 def read_file(path: Path, kind: Kind, *, trust_code: bool) -> tuple[dict[str, Array], torch.nn.Module | None]:
@@ -53,19 +49,14 @@ def load(path: Path, kind: Kind, *, trust_code: bool) -> Any:
     """Return the contents of ``path``, tensors mapped; :class:`SourceError` for what :func:`read_file` rejects."""
     if kind is Kind.PICKLE and not trust_code:
         raise untrusted(path, "is a bare pickle (torch before 1.6, or not torch at all)", "save it as safetensors")
-    if kind in _ZIPS and not trust_code:
-        _check_stored(path)
     import torch
 
     try:
         with quiet():
             return torch.load(path, map_location="cpu", weights_only=not trust_code, mmap=kind in _ZIPS)
     except pickle.UnpicklingError as error:
-        found = _FORBIDDEN.search(str(error))
-        what, remedy = f" ({found[1]})" if found else "", "save its state_dict() instead"
-        if kind is Kind.LIGHTNING:
-            what, remedy = _unsafe_globals(path) or what, _LIGHTNING_REMEDY
-        raise untrusted(path, f"holds more than tensors{what}", remedy) from error
+        remedy = _LIGHTNING_REMEDY if kind is Kind.LIGHTNING else "save its state_dict() instead"
+        raise untrusted(path, f"holds more than tensors{_unsafe_globals(path)}", remedy) from error
     except Exception as error:  # a trusted pickle runs code that may raise anything
         raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
 
@@ -84,19 +75,15 @@ def _unsafe_globals(path: Path) -> str:
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Any]:
     if not isinstance(loaded, Mapping):
         raise SourceError(f"{path}: holds a {type(loaded).__name__}, expected a state dict")
-    if _has_tensors(loaded):
+    import torch
+
+    if any(isinstance(value, torch.Tensor) for value in loaded.values()):
         return loaded
     nested: list[Mapping[str, Any]] = [loaded[key] for key in _NESTED if isinstance(loaded.get(key), Mapping)]
     if nested:
         return nested[0]
     keys = ", ".join(sorted(map(str, loaded))[:5]) or "nothing"
     raise SourceError(f"{path}: holds no tensors at its top level, nor under 'state_dict'; it has {keys}")
-
-
-def _has_tensors(loaded: Mapping[Any, Any]) -> bool:
-    import torch
-
-    return any(isinstance(value, torch.Tensor) for value in loaded.values())
 
 
 def arrays(path: Path, kind: Kind, state: Mapping[Any, Any], *, trust_code: bool) -> dict[str, Array]:
@@ -107,10 +94,16 @@ def arrays(path: Path, kind: Kind, state: Mapping[Any, Any], *, trust_code: bool
 
 
 def to_numpy(path: Path, state: Mapping[Any, Any]) -> dict[str, Array]:
-    """Return the tensors of ``state`` as numpy views; :class:`SourceError` for a dtype that numpy does not have."""
+    """Return the tensors of ``state`` as numpy views; those that are not contiguous are copied.
+
+    Raises :class:`SourceError` for a dtype that numpy does not have, and for copies much larger than the file.
+    """
     import torch
 
-    return {str(name): _array(path, name, t) for name, t in state.items() if isinstance(t, torch.Tensor)}
+    tensors = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    dense = [tensor for tensor in tensors.values() if tensor.layout is torch.strided]
+    check_claim(path, sum(tensor.nbytes for tensor in dense if not tensor.is_contiguous()), [path])
+    return {name: _array(path, name, tensor) for name, tensor in tensors.items()}
 
 
 def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
@@ -135,27 +128,12 @@ def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
     )
 
 
-def _check_stored(path: Path) -> None:
-    """Raise :class:`SourceError` for a compressed record, as another zip program writes: torch maps it as it is.
-
-    An archive that cannot be read is left to torch to report.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-    except _NO_ARCHIVE:
-        return
-    for info in records:
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
-
-
 def check_bytes(path: Path) -> None:
     """Raise :class:`SourceError` if the archive is truncated, or a record's bytes are not those that were written."""
     try:
         with zipfile.ZipFile(path) as archive:
             changed = archive.testzip()
-    except _NO_ARCHIVE as error:
+    except (*NO_ARCHIVE, zlib.error) as error:
         raise SourceError(f"{path}: is a truncated or damaged zip archive ({error})") from None
     if changed is not None:
         raise SourceError(f"{path}: damaged: its record {changed!r} has other bytes than were written")

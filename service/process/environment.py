@@ -16,7 +16,6 @@ _OTHERS = (
     "HEALTH_KEY",
     "KERNEL_PATH",
     "TENSORFLOW_PYTHON",
-    "TENSORFLOW_SECONDS",
     "TOKEN",
 )
 # Variables that Kubernetes sets in every pod for a Service whose name begins with bf16kit: no typos.

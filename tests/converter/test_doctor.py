@@ -12,7 +12,7 @@ from savedmodels import stand_in
 
 from bf16kit.runtime.ort import kernel
 from converter.commands.doctor import CHECKS, FORMATS, OTHERS, SOURCES, parts
-from converter.read.tensorflow import process as tensorflow
+from converter.read.tensorflow import reader as tensorflow
 
 
 def test_a_missing_part_is_shown_with_the_command_that_installs_it(
@@ -50,7 +50,7 @@ def test_doctor_succeeds_on_a_misconfigured_machine(cli: Cli, monkeypatch: pytes
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv(kernel.VARIABLE, "abacus")
     out = cli("doctor").published().out
-    assert "BF16KIT_TENSORFLOW_PYTHON=/nowhere/python: no such file" in out
+    assert "/nowhere/python: cannot be run as a Python" in out
     assert "apt-get install g++" in out
     assert f"{kernel.VARIABLE} is 'abacus'" in out
 

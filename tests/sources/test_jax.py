@@ -16,8 +16,7 @@ from servedanswers import served_answers
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
 from converter.cli import run
-from converter.read.jax import read_flax
-from converter.read.orbax import locate, read_item
+from converter.read.jax import locate, read_flax, read_item
 
 pytestmark = pytest.mark.sources
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from architectures import Mlp, seeded
 
-SCALER = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}
 _PROGRESS = {"total": {"ready": 3, "completed": 3}, "current": {"ready": 1, "completed": 1}, "is_last_batch": True}
 
 

@@ -83,11 +83,6 @@ def _zarr3(array: NDArray[Any], chunk: list[int]) -> dict[str, Any]:
     }
 
 
-def files_of(item: Path) -> dict[str, bytes]:
-    """Return the content of every file below ``item``, by its relative path."""
-    return {str(path.relative_to(item)): path.read_bytes() for path in sorted(item.rglob("*")) if path.is_file()}
-
-
 def values(count: int = 12) -> NDArray[np.float32]:
     """Return random values, which compress badly."""
     return np.random.default_rng(count).standard_normal(count).astype(np.float32)

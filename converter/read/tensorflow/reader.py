@@ -1,34 +1,60 @@
 """Reads a TensorFlow SavedModel or a Keras model as a source.
 
-TensorFlow opens, translates and runs it in a separate process; tf2onnx makes the graph.
+TensorFlow opens, translates and runs it in a process of its own (:mod:`.worker`); tf2onnx makes the graph.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import json
+import os
 import re
-import zipfile
-import zlib
-from collections.abc import Mapping
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bf16kit.messages.errors import ConversionError, SourceError, UsageError
-from bf16kit.messages.wording import quoted
+import numpy as np
+
+from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
+from bf16kit.messages.wording import brief, quoted
+from bf16kit.numerics.tensors import BY_NAME
+from bf16kit.runtime.memory.scratch import on_disk
 from converter.options import Options
 from converter.read.detect import Kind
-from converter.read.sources import Advance, check_trusted, precision_notes
-from converter.source import Checkpoint, Oracle, Source, digest_files
+from converter.read.sources import Advance, check_trusted, precision_notes, untrusted
+from converter.source import Array, Checkpoint, Feeds, Oracle, Source, digest_files
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from converter.source import Array
-
 _OPSET = 18  # the newest that tf2onnx writes
-_MOST_CONFIG = 64 << 20  # bytes
-_CODE = re.compile(rb'"(Lambda|__lambda__|TFSMLayer|TorchModuleWrapper)"')  # what Keras' safe mode refuses
 _CALLS = re.compile(r"^((Stateful)?PartitionedCall(_\d+)?/)+")  # prefixes of functions that were inlined
+VARIABLE = "BF16KIT_TENSORFLOW_PYTHON"
+PREPARE = (
+    "python3 -m venv tensorflow-env",
+    "tensorflow-env/bin/pip install tensorflow-cpu==2.21.0 tf2onnx==1.17.0",
+    f"export {VARIABLE}=$PWD/tensorflow-env/bin/python",
+)
+_ERRORS = {"usage": UsageError, "source": SourceError, "conversion": ConversionError}
+_FIXED = {
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",  # tf2onnx's names depend on the order of sets
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "CUDA_VISIBLE_DEVICES": "-1",  # the reference outputs are those of a CPU
+    "KERAS_BACKEND": "tensorflow",
+}
+_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-aarch64", "tf-nightly")
+_VERSIONS_SCRIPT = """
+import importlib.metadata, json
+print(json.dumps({str(found.metadata["Name"]).lower(): found.version for found in importlib.metadata.distributions()}))
+"""
 
 
 def read(options: Options, kind: Kind, advance: Advance) -> Source:
@@ -39,15 +65,12 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     """
     from converter.read import oracles
     from converter.read.onnx_file import read_graph, resolve_edges
-    from converter.read.tensorflow import process
 
     if options.model is not None:
         raise UsageError(f"--model: {kind.value} brings its own architecture")
     if kind is Kind.SAVED_MODEL:
         check_trusted(options, kind.value)
-    elif code := _code(options.source):
-        check_trusted(options, f"{kind.value} with a layer that is code ({code})")
-    python = process.require()
+    python = require()
     sha256 = digest_files(_files(options.source, kind), advance)
     request = {
         "keras": kind is Kind.KERAS,
@@ -55,9 +78,8 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         "signature": options.signature,
         "opset": _OPSET,
     }
-    child = process.TensorFlowProcess(python, options.source, request)
+    child = TensorFlowProcess(python, options.source, request)
     graph, _ = read_graph(child.directory / "model.onnx")
-    restore_batchnorms(graph)
     for node in graph.graph.all_nodes():
         node.name = _CALLS.sub("", node.name or "")  # the converter makes names unique, and names values by their nodes
         for value in node.outputs:
@@ -85,19 +107,6 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     )
 
 
-def _code(path: Path) -> str:
-    """Return the first class that the config of a ``.keras`` file names and that is code, "" if there is none."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            size = archive.getinfo("config.json").file_size
-            if size > _MOST_CONFIG:
-                raise SourceError(f"{path}: its config.json has {size} bytes, the limit is {_MOST_CONFIG}")
-            found = _CODE.search(archive.read("config.json"))
-    except (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
-        raise SourceError(f"{path}: truncated or damaged: not a Keras model") from None
-    return found[1].decode() if found else ""
-
-
 def _files(source: Path, kind: Kind) -> list[Path]:
     variables = source / "variables"
     index, data = variables.glob("variables.index"), variables.glob("variables.data-*")
@@ -121,42 +130,128 @@ def _any_fp32(tensors: Mapping[str, Array]) -> bool:
     return any(tensor.dtype.name == "float32" for tensor in tensors.values())
 
 
-def restore_batchnorms(model: ir.Model) -> None:
-    """Turn a product and a sum per channel after a Conv, as Keras 3 writes BatchNorm, back into one operator.
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A Python, the versions of TensorFlow and tf2onnx in it, and what of these it lacks."""
 
-    The converter folds that operator into the convolution, and can undo this when weights are restored. With a mean of
-    0, a variance of 1 and no epsilon it computes exactly what the two operators did.
+    python: Path
+    versions: Mapping[str, str]
+    missing: Sequence[str]
+
+
+def find() -> Environment:
+    """Return the Python to use. Does not import TensorFlow.
+
+    Raises :class:`UsageError` when the one that :data:`VARIABLE` names does not exist or does not run.
     """
-    import numpy as np
-    import onnx_ir
-    from onnxscript import rewriter
+    python = Path(os.environ.get(VARIABLE) or sys.executable)
+    # before Python 3.11, only -I keeps the working directory off the path
+    command = [str(python), "-I", "-c", _VERSIONS_SCRIPT]
+    said = ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        said = done.stderr.strip() or done.stdout.strip()
+        installed = dict(json.loads(done.stdout))
+    except (OSError, ValueError, TypeError, subprocess.TimeoutExpired) as error:
+        raise UsageError(
+            f"{python}: cannot be run as a Python: {brief(said or error)}; {VARIABLE} names the python of an"
+            " environment with TensorFlow"
+        ) from None
+    tensorflow = next(filter(None, map(installed.get, _TENSORFLOWS)), None)
+    found = {"tensorflow": tensorflow, "tf2onnx": installed.get("tf2onnx")}
+    versions = {name: version for name, version in found.items() if version}
+    return Environment(python, versions, [name for name in found if name not in versions])
 
-    from converter.graph.initializers import const, const_dims, dims, initializer
-    from converter.graph.names import FreshNames, all_value_names
 
-    fresh = FreshNames(all_value_names(model))
+def require() -> Path:
+    """Return the Python to use; :class:`UsageError` with the commands that prepare one if something is missing."""
+    found = find()
+    if found.missing:
+        raise UsageError(
+            f"a TensorFlow model is translated by TensorFlow and tf2onnx, and {found.python} lacks"
+            f" {' and '.join(found.missing)}; prepare an environment of its own:\n  " + "\n  ".join(PREPARE)
+        )
+    return found.python
 
-    @functools.cache  # zeros and ones are shared by the BatchNorms of one size
-    def constant(name: str, array: bytes) -> ir.Value:
-        name = fresh.make(name)
-        return initializer(model.graph, name, onnx_ir.tensor(np.frombuffer(array, np.float32), name=name))
 
-    def pattern(op: Any, convolved: ir.Value, scale: ir.Value, shift: ir.Value) -> Any:
-        return op.Add(op.Mul(convolved, scale), shift)
+class TensorFlowProcess:
+    """The process in which TensorFlow has opened and translated ``source``, and a directory for exchanging files.
 
-    def applies(_: object, convolved: ir.Value, scale: ir.Value, shift: ir.Value) -> bool:
-        producer = convolved.producer()
-        kernel = const(producer.inputs[1]) if producer is not None and producer.op_type == "Conv" else None
-        if kernel is None or kernel.dtype.name != "FLOAT":
-            return False
-        return const_dims(scale) == const_dims(shift) == (1, dims(kernel)[0], 1, 1)
+    Both end with this object. ``request`` is what :func:`.worker.opened` takes, and ``reply`` what it returns. Raises
+    the error that the process reports, or :class:`ConversionError` if it dies.
+    """
 
-    def restored(op: Any, convolved: ir.Value, **affine: ir.Value) -> Any:
-        arrays = {name: tensor.numpy() for name, value in affine.items() if (tensor := const(value))}
-        arrays |= {"mean": np.zeros_like(arrays["scale"]), "variance": np.ones_like(arrays["scale"])}
-        values = [
-            constant(f"batchnorm_{name}", arrays[name].tobytes()) for name in ("scale", "shift", "mean", "variance")
-        ]
-        return op.BatchNormalization(convolved, *values, epsilon=0.0)
+    def __init__(self, python: Path, source: Path, request: Mapping[str, Any]) -> None:
+        self._source = source
+        temporary = tempfile.TemporaryDirectory(prefix="bf16kit-tensorflow-", dir=on_disk(), ignore_cleanup_errors=True)
+        self.directory = Path(temporary.name)
+        worker = str(Path(__file__).with_name("worker.py"))
+        # it imports only its own packages: not from this program's path or the user's site
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        with (self.directory / "output").open("wb") as output:
+            self._process: Any = subprocess.Popen(
+                [str(python), worker, json.dumps({**request, "source": str(source.resolve())})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                cwd=self.directory,
+                bufsize=0,
+                env={**own, **_FIXED, "KERAS_HOME": temporary.name, "TMPDIR": temporary.name},
+            )
+        self._end = weakref.finalize(self, _end, self._process, temporary)
+        self.reply = self._next_reply()
 
-    rewriter.rewrite(model, rewriter.RewriteRuleSet([rewriter.RewriteRule(pattern, restored, applies)], commute=True))
+    def variables(self) -> dict[str, Array]:
+        """Return the variables by name, mapped from the files that the process wrote."""
+        found = {}
+        for index, (name, dtype) in enumerate(self.reply["variables"]):
+            if dtype not in BY_NAME:
+                raise SourceError(
+                    f"{self._source}: variable {quoted(name)} is of TensorFlow's dtype {dtype}, which artifacts cannot"
+                    " hold"
+                )
+            # copy-on-write: torch and ONNX Runtime take writable arrays, and the file must not change
+            mapped = np.load(self.directory / f"{index}.npy", mmap_mode="c", allow_pickle=False)
+            found[name] = mapped.view(np.ndarray).view(BY_NAME[dtype].numpy)  # numpy stores bfloat16 as bytes
+        return found
+
+    def outputs(self, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        """Yield the signature's outputs for each of ``feeds``. Raises :class:`RuntimeFailure`."""
+        for feed in feeds:
+            np.savez(self.directory / "feeds.npz", *feed.values())
+            try:
+                with contextlib.suppress(BrokenPipeError):  # it has died, which the missing reply tells
+                    self._process.stdin.write(json.dumps(list(feed)).encode() + b"\n")
+                self._next_reply()
+            except ConversionError as error:
+                reason = str(error).removeprefix(f"{self._source}: ")  # which artifacts do not name
+                raise RuntimeFailure(f"TensorFlow failed on it: {reason}") from None
+            with np.load(self.directory / "answers.npz", allow_pickle=False) as answers:
+                found = {name: answers[f"arr_{index}"] for index, name in enumerate(self.reply["outputs"])}
+            yield found
+
+    def _next_reply(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise ConversionError(f"{self._source}: TensorFlow's process {self._how_it_ended()}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            kind, text = reply["error"]
+            if kind == "code":
+                raise untrusted(self._source, f"is a Keras model with code in it ({text})")
+            raise _ERRORS[kind](f"{self._source}: {text}")
+        return reply
+
+    def _how_it_ended(self) -> str:
+        code = self._process.wait()
+        ended = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        memory = " (out of memory?)" if -code in (signal.SIGKILL, signal.SIGABRT) else ""
+        output = (self.directory / "output").read_text(errors="replace").split("\n")
+        said = [line.strip() for line in output if line.strip()]
+        return f"{ended}{memory}" + (f"; its last output: {brief(said[-1])}" if said else "")
+
+
+def _end(process: Any, temporary: tempfile.TemporaryDirectory[str]) -> None:
+    process.kill()
+    process.communicate()
+    temporary.cleanup()

@@ -1,4 +1,4 @@
-"""The program that runs in the Python with TensorFlow, separate from the converter (:mod:`.process` starts it).
+"""The program that runs in the Python with TensorFlow, separate from the converter (:mod:`.reader` starts it).
 
 It imports nothing of bf16kit: it needs only Python 3.9, numpy, TensorFlow and tf2onnx. Its argument is a request in
 JSON. It writes ``model.onnx`` and a ``.npy`` file for each variable to its working directory, and replies with one line
@@ -12,12 +12,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import queue
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ _OWN = "__saved_model_"  # prefix of signatures that TensorFlow adds for its own
 _OBJECTS, _SUFFIX = "_CHECKPOINTABLE_OBJECT_GRAPH", "/.ATTRIBUTES/VARIABLE_VALUE"
 _OLDEST_KERAS = (3, 13, 2)  # older `safe_mode`s let code through in several ways (docs/converting.md)
 _DAMAGED = ("DataLossError", "NotFoundError", "OutOfRangeError", "BadZipFile")  # exceptions for damaged files
+_NO_MEMBER = ("KeyError", "JSONDecodeError", "error")  # for damaged members of a zip archive, or missing ones
 _LONGEST = 2000  # characters of an error
 _KERAS_FAILED = (
     "Keras cannot load and export it; load it with the code that made it, and convert the directory that"
@@ -34,7 +33,7 @@ _KERAS_FAILED = (
 
 
 class Refused(Exception):
-    """The model cannot be converted: the kind of error (``usage``, ``source`` or ``conversion``), and why."""
+    """The model cannot be converted: the kind of error (``usage``, ``source``, ``code``, ``conversion``), and why."""
 
 
 def opened(request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -46,16 +45,12 @@ def opened(request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     versions = {"tensorflow": tf.__version__, "tf2onnx": tf2onnx.__version__}
     directory = request["source"]
     if request["keras"]:
-        with _failing(_KERAS_FAILED):
+        with _failing(_KERAS_FAILED, *_NO_MEMBER):
             directory = _exported(directory, trusted=request["trusted"])
     graph = _graph(directory)
     name, signature = _signature(graph.signature_def, request["signature"])
-    inputs, outputs = _tensors(name, "input", signature.inputs), _tensors(name, "output", signature.outputs)
-    renamed = {}
-    for old in outputs.keys() & inputs.keys():  # which TensorFlow allows, but ONNX does not
-        renamed[old] = f"{old}_output"
-        while renamed[old] in (*inputs, *outputs):
-            renamed[old] += "_"
+    inputs, outputs = _tensors(signature.inputs), _tensors(signature.outputs)
+    renamed = {old: f"{old}_output" for old in outputs.keys() & inputs.keys()}  # TensorFlow allows it, ONNX does not
     outputs = {renamed.get(old, old): tensor for old, tensor in outputs.items()}
     session = tf.compat.v1.Session(graph=tf.Graph())
     with _failing("TensorFlow cannot open it"), session.graph.as_default():
@@ -85,8 +80,8 @@ def opened(request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 @contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """Report any error as :class:`Refused`: as damage of the source if it is, otherwise after ``what``."""
+def _failing(what: str, *damage: str) -> Iterator[None]:
+    """Report any error as :class:`Refused`: as damage if it is one of the source's, otherwise after ``what``."""
     try:
         yield
     except Refused:
@@ -94,8 +89,10 @@ def _failing(what: str) -> Iterator[None]:
     except Exception as error:
         kind = type(error).__name__
         text = f"{kind}: {' '.join(str(error).split())}"[:_LONGEST]
-        if kind in _DAMAGED or "hecksum" in text:
+        if kind in (*_DAMAGED, *damage) or "hecksum" in text:
             raise Refused("source", f"truncated or damaged: TensorFlow says {text}") from error
+        if "safe_mode" in text:  # Keras names it wherever it refuses code
+            raise Refused("code", text.partition(". ")[0]) from error
         raise Refused("conversion", f"{what}: {text}") from error
 
 
@@ -121,23 +118,17 @@ def _graph(directory: str) -> Any:
     """Return the graph for serving, or the only one."""
     from tensorflow.python.saved_model import loader_impl
 
-    try:
-        graphs = list(loader_impl.parse_saved_model(directory).meta_graphs)
-    except OSError:
-        graphs = []
-    graphs = [graph for graph in graphs if list(graph.meta_info_def.tags) == ["serve"]] or graphs
-    if not graphs:
-        raise Refused("source", "truncated or damaged: not a TensorFlow SavedModel")
-    if len(graphs) > 1:
-        tags = "; ".join(", ".join(graph.meta_info_def.tags) or "no tag" for graph in graphs)
-        expected = f"holds {len(graphs)} graphs, expected exactly one with the single tag 'serve' ({tags})"
+    with _failing("TensorFlow cannot open it", "OSError"):
+        found = list(loader_impl.parse_saved_model(directory).meta_graphs)
+    graphs = [graph for graph in found if list(graph.meta_info_def.tags) == ["serve"]] or found
+    if len(graphs) != 1:
+        expected = f"holds {len(graphs)} graphs, expected exactly one with the single tag 'serve'"
         raise Refused("conversion", f"{expected}; save only the graph to convert")
     return graphs[0]
 
 
 def _signature(signatures: Any, requested: str | None) -> tuple[str, Any]:
     names = sorted(name for name in signatures if not name.startswith(_OWN))
-    listed = ", ".join(names)
     if not names:
         raise Refused(
             "conversion",
@@ -145,30 +136,24 @@ def _signature(signatures: Any, requested: str | None) -> tuple[str, Any]:
             " directory, signatures=module.FUNCTION.get_concrete_function(…)), or, from Keras, with"
             " model.export(directory)",
         )
-    if requested is None and DEFAULT not in names and len(names) > 1:
-        raise Refused("usage", f"has no signature {DEFAULT!r}; choose one with --signature: {listed}")
-    name = requested or (DEFAULT if DEFAULT in names else names[0])
+    name = requested or (names[0] if len(names) == 1 else DEFAULT)
     if name not in names:
-        raise Refused("usage", f"has no signature {name!r}, but {listed}; choose one with --signature")
-    if not signatures[name].outputs:
-        raise Refused("conversion", f"signature {name!r} has no outputs")
+        raise Refused("usage", f"has no signature {name!r}; choose one with --signature: {', '.join(names)}")
     return name, signatures[name]
 
 
-def _tensors(signature: str, what: str, entries: Any) -> dict[str, str]:
-    """Return the inputs or outputs of ``signature`` by name; :class:`Refused` for those that no artifact can have."""
+def _tensors(entries: Any) -> dict[str, str]:
+    """Return the inputs or outputs of a signature by name; :class:`Refused` for those that no artifact can have."""
     from tensorflow.core.framework import types_pb2
 
     for name, info in sorted(entries.items()):
-        refused = ""
-        if info.WhichOneof("encoding") != "name":
-            refused = "is sparse or ragged, and bf16kit serves tensors only"
-        elif info.dtype == types_pb2.DT_STRING:
-            refused = "holds strings, which are not supported here; export a model that takes and gives numbers"
-        elif info.tensor_shape.unknown_rank:
-            refused = "has no known rank; save the model with tf.TensorSpec(shape, dtype) for every input"
-        if refused:
-            raise Refused("conversion", f"{what} {name!r} of signature {signature!r} {refused}")
+        dense = info.WhichOneof("encoding") == "name" and not info.tensor_shape.unknown_rank
+        if not dense or info.dtype == types_pb2.DT_STRING:
+            raise Refused(
+                "conversion",
+                f"{name!r} is sparse or ragged, holds strings, or has no known rank; export a model that takes and"
+                " gives dense tensors of numbers (tf.TensorSpec(shape, dtype) for every input)",
+            )
     return {name: info.name for name, info in sorted(entries.items())}
 
 
@@ -214,13 +199,11 @@ def _stored_variables(prefix: str, *, keras: bool) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Open the model that the argument describes; serve requests until the input ends."""
+    """Open the model that the argument describes; serve requests until the input ends, also if its writer is killed."""
     import numpy
 
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    requests: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_receive, args=(requests, Path.cwd()), daemon=True).start()
 
     def reply(message: Mapping[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
@@ -230,25 +213,18 @@ def main() -> None:
         message, run = opened(json.loads(sys.argv[1]))
     except Refused as refused:
         reply({"error": refused.args})
-        os._exit(1)  # without waiting for the thread that reads
-    reply(message)
-    while True:
-        names = json.loads(requests.get())
+        return
+    with suppress(BrokenPipeError):  # the converter was killed meanwhile
+        reply(message)
+    for line in sys.stdin:
         try:
             with numpy.load("feeds.npz") as feeds:
-                found = run({name: feeds[f"arr_{index}"] for index, name in enumerate(names)})
+                found = run({name: feeds[f"arr_{index}"] for index, name in enumerate(json.loads(line))})
             numpy.savez("answers.npz", *found)
             reply({})
         except Exception as error:  # noqa: BLE001 - the converter reports every error
             reply({"error": ("conversion", f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST])})
-
-
-def _receive(requests: queue.Queue[str], directory: Path) -> None:
-    """Pass on each line; at the end of the input, which is also that of a converter that was killed, end at once."""
-    for line in sys.stdin:
-        requests.put(line)
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)
+    shutil.rmtree(Path.cwd(), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from safetensors.numpy import save_file
 
@@ -30,28 +29,18 @@ def test_safetensors_are_recognised_by_their_header_not_their_name(tmp_path: Pat
     assert recognise(tmp_path / "model.onnx") is Kind.SAFETENSORS
 
 
-@pytest.mark.parametrize("version", range(3, 14))
-def test_onnx_of_every_ir_version_is_recognised(tmp_path: Path, version: int) -> None:
+def test_onnx_of_every_ir_version_is_recognised(tmp_path: Path) -> None:
     """The second byte is the version: 10 is a newline, 9 a tab, and the text that follows may be empty."""
     model = graphs.mlp()
-    model.ir_version = version
-    path = tmp_path / "model.pt"
-    path.write_bytes(model.SerializeToString())
-    assert recognise(path) is Kind.ONNX
+    for model.ir_version in range(3, 14):
+        (tmp_path / "model.pt").write_bytes(model.SerializeToString())
+        assert recognise(tmp_path / "model.pt") is Kind.ONNX
 
 
-def test_onnx_with_the_name_of_its_producer_is_recognised(tmp_path: Path) -> None:
-    model = graphs.mlp()
-    model.producer_name = "pytorch"
-    model.producer_version = "2.13"
-    onnx.save(model, tmp_path / "m")
-    assert recognise(tmp_path / "m") is Kind.ONNX
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_bare_pickles_of_every_binary_protocol_are_recognised(tmp_path: Path, protocol: int) -> None:
-    (tmp_path / "w.bin").write_bytes(pickle.dumps({"a": 1}, protocol=protocol))
-    assert recognise(tmp_path / "w.bin") is Kind.PICKLE
+def test_bare_pickles_of_every_binary_protocol_are_recognised(tmp_path: Path) -> None:
+    for protocol in range(2, 6):
+        (tmp_path / "w.bin").write_bytes(pickle.dumps({"a": 1}, protocol=protocol))
+        assert recognise(tmp_path / "w.bin") is Kind.PICKLE
 
 
 def test_torch_archives_are_recognised_by_their_records(tmp_path: Path) -> None:
@@ -80,8 +69,6 @@ def test_tensorflows_directories_and_keras_archives_are_recognised(tmp_path: Pat
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is empty"),
-        (b"just some words\n", "is a text file, not a checkpoint"),
         ("ein paar Wörter\n".encode(), "is a text file, not a checkpoint"),
         (b"<!doctype html><title>404</title>", "is a text file, not a checkpoint"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
@@ -110,11 +97,6 @@ def test_directories_that_are_not_models_are_rejected(tmp_path: Path) -> None:
         recognise(tmp_path)
     (tmp_path / "modules.json").write_text("[]")
     assert recognise(tmp_path) is Kind.HUGGING_FACE  # sentence-transformers; its reader reports what is wrong with it
-
-
-def test_a_path_that_does_not_exist_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="no such file or directory"):
-        recognise(tmp_path / "absent.pt")
 
 
 def test_a_pipe_is_rejected_and_not_waited_for(tmp_path: Path) -> None:

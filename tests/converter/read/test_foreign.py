@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from converting import Cli
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -21,7 +20,7 @@ from safetensors.numpy import save_file
 import graphs
 from bf16kit.messages.errors import SourceError
 from converter.read.detect import Kind, recognise
-from converter.read.foreign import DIRECTORIES, FILES, TRAINERS_DIRECTORIES
+from converter.read.foreign import FORMATS
 
 Make = Callable[[Path], object]
 
@@ -133,20 +132,14 @@ def test_a_foreign_format_is_rejected_by_name_with_the_remedy(tmp_path: Path, na
 
 
 def test_every_format_of_the_tables_has_a_test_case() -> None:
-    known = [what for what, *_ in FILES] + [what for _, what, _ in (*DIRECTORIES, *TRAINERS_DIRECTORIES)]
+    known = [one.what for one in FORMATS]
     assert [what for what in known if not any(what.startswith(case) for _, case, _ in _FOREIGN.values())] == []
 
 
 def test_the_prefix_of_a_tensorflow_checkpoint_is_recognised(tmp_path: Path) -> None:
-    (tmp_path / "model.ckpt.index").touch()
+    (tmp_path / "model.ckpt.index").write_bytes(bytes(48))
     with pytest.raises(SourceError, match="TensorFlow checkpoint"):
         recognise(tmp_path / "model.ckpt")
-
-
-def test_the_command_exits_with_2_and_leaves_nothing(cli: Cli, tmp_path: Path, target: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    cli("checkpoint", tmp_path / "m.gguf", "--out", target).refused(2, "m.gguf: is a GGUF file", "not converted")
-    assert not target.parent.exists()
 
 
 def test_onnx_is_recognised_whatever_its_name(tmp_path: Path) -> None:
@@ -177,7 +170,7 @@ def test_a_config_without_quantisation_is_left_to_its_reader(tmp_path: Path, con
 
 
 @given(
-    beginning=st.sampled_from([*(magic for _, _, magics, *_ in FILES for magic in magics), b"\x08\x04", b"\x20\0\0\0"]),
+    beginning=st.sampled_from([*(magic for one in FORMATS for magic in one.magics), b"\x08\x04", b"\x20\0\0\0"]),
     rest=st.binary(max_size=600),
 )
 def test_any_file_content_gives_a_kind_or_a_source_error(

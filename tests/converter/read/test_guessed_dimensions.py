@@ -9,19 +9,19 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
-import pytest
 from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
 import graphs
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load
-from converter.convert import convert
+from converter.convert import Result, convert
 from converter.options import Options, parse_target
 from converter.read import onnx_file
 from converter.write.graphs import serialize
 
 WIDTH, HEADS, DEPTH = 32, 2, 16
+_GRAPHS = ("cpu", "cuda", "reference")
 
 
 def _bert(batch: str = "batch", seq: str = "seq") -> ModelProto:
@@ -90,42 +90,28 @@ def _bert(batch: str = "batch", seq: str = "seq") -> ModelProto:
     return proto
 
 
+def _converted(tmp_path: Path, proto: ModelProto) -> Result:
+    onnx.save(proto, tmp_path / "bert.onnx")
+    target = parse_target(tmp_path / "r" / "m" / "1")
+    return convert(Options(source=tmp_path / "bert.onnx", target=target, formats=("onnx",), report=False))
+
+
 def test_an_onnx_file_gets_the_fusions_of_the_same_model_from_torch(tmp_path: Path) -> None:
-    onnx.save(_bert(), tmp_path / "bert.onnx")
-    options = Options(
-        source=tmp_path / "bert.onnx", target=parse_target(tmp_path / "r" / "m" / "1"), formats=("onnx",), report=False
-    )
-    made = convert(options)
-    graph = onnx.load(made.artifact.file("cpu.onnx"), load_external_data=False).graph
-    kernel = [node.op_type for node in graph.node if node.domain == "bf16kit"]
-    assert [op for op in kernel if not op.startswith("MatMul")] == ["Attention_rrr", "AddLayerNorm_bias"]
+    """The names that show them are then withheld from ONNX Runtime."""
+    made = _converted(tmp_path, _bert())
     assert not [note for note in made.notes if "CPU kernel does not compute" in note]
-
-
-@pytest.mark.parametrize("name", ["cpu", "cuda", "reference"])
-def test_onnx_runtime_is_shown_no_guessed_name(name: str, tmp_path: Path) -> None:
-    onnx.save(_bert(), tmp_path / "bert.onnx")
-    options = Options(
-        source=tmp_path / "bert.onnx", target=parse_target(tmp_path / "r" / "m" / "1"), formats=("onnx",), report=False
-    )
-    proto = onnx.load(convert(options).artifact.file(f"{name}.onnx"), load_external_data=False)
-    inner = [dim.dim_param for value in proto.graph.value_info for dim in value.type.tensor_type.shape.dim]
-    assert inner
-    assert set(inner) == {""}
-    assert not proto.metadata_props
+    files = {name: onnx.load(made.artifact.file(f"{name}.onnx"), load_external_data=False) for name in _GRAPHS}
+    kernel = [node.op_type for node in files["cpu"].graph.node if node.domain == "bf16kit"]
+    assert [op for op in kernel if not op.startswith("MatMul")] == ["Attention_rrr", "AddLayerNorm_bias"]
+    for proto in files.values():
+        inner = [dim.dim_param for value in proto.graph.value_info for dim in value.type.tensor_type.shape.dim]
+        assert set(inner) == {""}
+        assert not proto.metadata_props
 
 
 def test_wrong_guesses_cost_fusions_and_change_no_result(tmp_path: Path) -> None:
     """Both free dimensions are called ``seq`` inside."""
-    onnx.save(_bert(batch="seq"), tmp_path / "bert.onnx")
-    options = Options(
-        source=tmp_path / "bert.onnx",
-        target=parse_target(tmp_path / "r" / "m" / "1"),
-        formats=("onnx",),
-        profiles=("cpu",),
-        report=False,
-    )
-    artifact = convert(options).artifact
+    artifact = _converted(tmp_path, _bert(batch="seq")).artifact
     feeds = {"x": graphs.values(3, 5, WIDTH, seed=3)}
     session = onnxruntime.InferenceSession(tmp_path / "bert.onnx", providers=["CPUExecutionProvider"])
     expected = session.run(None, feeds)[0]

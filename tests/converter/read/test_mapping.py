@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from bf16kit.messages.errors import SourceError, UsageError
-from converter.read.mapping import MapNeeded, MappedTensors, ModelTensors, fill
+from converter.read.mapping import MapNeeded, MappedTensors, Shapes, fill
 
 W = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-MODEL = ModelTensors({"w": (8, 3), "b": (4,)})
+MODEL = {"w": (8, 3), "b": (4,)}
 LEAVES = {"p.w": W, "p.b": W[0, 0], "step": np.array(3)}
 GOOD = [
     {"match": r"p\.w", "to": "w", "steps": [{"transpose": [0, 2, 1]}, {"reshape": [8, -1]}]},
@@ -22,12 +22,10 @@ GOOD = [
 ]
 
 
-def _fill(
-    tmp_path: Path, given: Any, leaves: dict[str, np.ndarray] = LEAVES, model: ModelTensors = MODEL
-) -> MappedTensors:
+def _fill(tmp_path: Path, given: Any, leaves: dict[str, np.ndarray] = LEAVES, model: Shapes = MODEL) -> MappedTensors:
     path = tmp_path / "rules.yaml"
     path.write_text(given if isinstance(given, str) else yaml.safe_dump(given))
-    return fill(tmp_path / "m.msgpack", path, leaves, model)
+    return fill(tmp_path / "m.msgpack", path, leaves, model, {"n"})
 
 
 def test_leaves_are_transformed_step_by_step(tmp_path: Path) -> None:
@@ -39,14 +37,14 @@ def test_leaves_are_transformed_step_by_step(tmp_path: Path) -> None:
 
 def test_the_order_of_axes_is_known_only_for_transposed_leaves(tmp_path: Path) -> None:
     rules = {"rules": [{"match": "w", "to": "w", "steps": [{"transpose": [1, 2, 0]}, {"transpose": [1, 2, 0]}]}]}
-    found = _fill(tmp_path, rules, {"w": W}, ModelTensors({"w": (4, 2, 3)}))
+    found = _fill(tmp_path, rules, {"w": W}, {"w": (4, 2, 3)})
     assert found.orders == {"w": (2, 0, 1)}
     np.testing.assert_array_equal(found.tensors["w"], W.transpose(2, 0, 1))
 
 
-def test_a_tensor_may_keep_its_initial_value_or_be_filled_through_a_tied_one(tmp_path: Path) -> None:
-    model = ModelTensors({**MODEL.shapes, "t": (8, 3), "n": ()}, {"t": "w"})
-    assert _fill(tmp_path, {"rules": GOOD, "keep": ["n"]}, model=model).kept == {"n"}
+def test_a_tensor_may_keep_its_initial_value(tmp_path: Path) -> None:
+    """One that the rules name, and one that is optional."""
+    assert _fill(tmp_path, {"rules": GOOD, "keep": ["t"]}, model={**MODEL, "t": (8, 3), "n": ()}).kept == {"t"}
 
 
 @pytest.mark.parametrize(
@@ -54,10 +52,7 @@ def test_a_tensor_may_keep_its_initial_value_or_be_filled_through_a_tied_one(tmp
     [
         ({0: {"match": r"p\.w", "to": "w"}}, "p.w [2, 3, 4]: becomes [2, 3, 4], and w is [8, 3] in the model"),
         ({0: {"match": r"p\.w", "to": "w", "steps": [{"reshape": [5, -1]}]}}, "p.w [2, 3, 4]: cannot reshape array"),
-        ({0: {"match": r"p\.w", "to": "w", "steps": [{"reshape": [-1, -1]}]}}, "can only specify one unknown"),
-        ({0: {"match": r"p\.w", "to": "w", "steps": [{"transpose": [0, 0, 1]}]}}, "repeated axis in transpose"),
         ({0: {"match": r"p\.w", "to": "w", "steps": [{"transpose": [0, 1]}]}}, "axes don't match array"),
-        ({0: {"match": r"p\.w", "to": "w", "steps": [{"transpose": [0, 1, 7]}]}}, "axis 7 is out of bounds"),
         ({0: {"match": r"p\.w", "to": "x"}}, "p.w [2, 3, 4]: is sent to x, which the model lacks"),
         ({1: {"match": r"p\.b", "to": "w", "steps": []}}, "p.b [4]: is sent to w, which another leaf fills"),
         ({2: {"match": "steps?x", "drop": True}}, "no rule: step []"),
@@ -74,22 +69,16 @@ def test_leaves_and_tensors_that_do_not_fit_are_named(tmp_path: Path, changed: d
     ("given", "said"),
     [
         ("[1, 2", "is not YAML"),
-        ("[1, 2]", "the file: Input should be a valid dictionary"),
         ("rules: 3", "rules: Input should be a valid list, and is 3"),
         ({"rules": [], "rule": 1}, "rule: Extra inputs are not permitted"),
-        ({"rules": [3]}, "rules.1: Input should be a valid dictionary"),
         (
             {"rules": [{"match": "(", "to": "w"}]},
             "rules.1.match: Input should be a valid regular expression, and is '('",
         ),
-        ({"rules": [{"match": 3, "to": "w"}]}, "rules.1.match: Input should be a valid pattern, and is 3"),
         ({"rules": [GOOD[0], {"match": "w"}]}, "rules.2: expected either to: NAME or drop: true"),
         ({"rules": [{"match": "w", "to": "w", "drop": True}]}, "expected either to: NAME or drop: true"),
         ({"rules": [{"match": "w", "to": ""}]}, "rules.1.to: String should have at least 1 character"),
-        ({"rules": [{"match": "w", "to": "w", "turn": []}]}, "rules.1.turn: Extra inputs are not permitted"),
         ({"rules": [{"match": "w", "to": "w", "steps": [{"flip": [1]}]}]}, "should be 'reshape' or 'transpose'"),
-        ({"rules": [{"match": "w", "to": "w", "steps": [{"transpose": [True]}]}]}, "should be a valid integer"),
-        ({"rules": [], "keep": "w"}, "keep: Input should be a valid list, and is 'w'"),
     ],
 )
 def test_an_invalid_file_of_rules_is_rejected(tmp_path: Path, given: Any, said: str) -> None:
@@ -105,24 +94,20 @@ def test_a_group_that_the_pattern_lacks_is_rejected(tmp_path: Path) -> None:
 
 
 def test_equal_names_and_shapes_need_no_rules(tmp_path: Path) -> None:
-    model = ModelTensors({**MODEL.shapes, "t": (8, 3), "n": ()}, {"t": "w"}, frozenset({"n"}))
-    for name in ("w", "t"):
-        found = fill(tmp_path, None, {name: np.zeros((8, 3)), "b": np.zeros(4)}, model)
-        assert sorted(found.tensors) == ["b", name]
-        assert found.kept == {"n"}
+    leaves = {"w": np.zeros((8, 3)), "b": np.zeros(4)}
+    assert fill(tmp_path, None, leaves, {**MODEL, "n": ()}, {"n"}) == (leaves, {}, frozenset())
 
 
 @pytest.mark.parametrize("name", ["a'b", "a\nb", "a: {b}", "ünï", "*a", "a\\1", "# a", "\x1b[31m", "a\nrules: []"])
 def test_the_template_lists_both_sides_and_is_a_file_of_rules_once_completed(tmp_path: Path, name: str) -> None:
     """Names that match already are filled in; whatever a name is, it can be written and read again."""
-    model = ModelTensors({name: (4,), "w": (24,), "n": ()}, counters=frozenset({"n"}))
+    model = {name: (4,), "w": (24,), "n": ()}
     leaves = {name: W[0, 0], "p.w": W}
     with pytest.raises(MapNeeded, match="1 of its 2 leaves match no tensor of the model by name and shape") as needed:
-        fill(tmp_path / "m.msgpack", None, leaves, model)
+        fill(tmp_path / "m.msgpack", None, leaves, model, {"n"})
     text = needed.value.template
     assert "# p.w [2, 3, 4]    w [24]" in text.splitlines()
     assert text.count("to: ''") == 1
     completed = text.replace("to: '', steps: []", "to: w, steps: [{reshape: [-1]}]")
     found = _fill(tmp_path, completed, leaves, model)
     assert set(found.tensors) == {name, "w"}
-    assert found.kept == {"n"}

@@ -14,7 +14,7 @@ from orbaxfiles import Driver, values
 
 from bf16kit.messages.errors import NoCheckpoint, SourceError, UsageError
 from converter.read.detect import Kind, recognise
-from converter.read.orbax import locate, read_item
+from converter.read.jax import locate, read_item
 
 LEAVES = {
     "params.up.kernel": values(48).reshape(6, 8),
@@ -43,52 +43,32 @@ def _steps(root: Path, *names: str) -> Path:
 # --- which directory --------------------------------------------------------------------------------------------------
 
 
-def test_an_item_by_itself_is_recognised(tmp_path: Path) -> None:
-    (tmp_path / "folders" / "w.kernel").mkdir(parents=True)
-    (tmp_path / "folders" / "w.kernel" / ".zarray").write_text("{}")
-    for item in (_item(tmp_path / "params"), tmp_path / "folders"):
-        assert locate(item, None, None) == item
-        assert recognise(item) is Kind.ORBAX
-
-
 @pytest.mark.parametrize(
-    ("names", "newest"),
+    ("items", "more", "found"),
     [
-        (("3", "20", "100"), "100"),
-        (("step_0005", "step_0010"), "step_0010"),
-        (("3", "9.orbax-checkpoint-tmp-1700000000"), "3"),
+        (["."], [], "."),
+        ([], ["w.kernel/.zarray"], "."),  # arrays in folders, without a list
+        (["3/default", "20/default", "100/default"], [], "100/default"),
+        (["step_0005/default", "step_0010/default"], ["step_0010/_CHECKPOINT_METADATA"], "step_0010/default"),
+        (["3/default", "9.orbax-checkpoint-tmp-1700000000/default"], [], "3/default"),
+        (["3/default", "9/default"], ["3/commit_success.txt"], "3/default"),  # where commits are marked
+        (["state"], ["_CHECKPOINT_METADATA"], "state"),  # the v1 API
     ],
 )
-def test_the_newest_finished_step_is_taken(tmp_path: Path, names: tuple[str, ...], newest: str) -> None:
-    root = _steps(tmp_path, *names)
-    assert locate(root, None, None) == root / newest / "default"
-    assert recognise(root) is Kind.ORBAX
-
-
-def test_if_commits_are_marked_only_marked_steps_count(tmp_path: Path) -> None:
-    root = _steps(tmp_path, "3", "9")
-    (root / "3" / "commit_success.txt").touch()
-    assert locate(root, None, None) == root / "3" / "default"
-
-
-def test_steps_of_an_older_orbax_without_metadata_are_recognised(tmp_path: Path) -> None:
-    _item(tmp_path / "run" / "7" / "default")
-    for path in (tmp_path / "run", tmp_path / "run" / "7"):
+def test_the_newest_finished_step_is_taken(tmp_path: Path, items: list[str], more: list[str], found: str) -> None:
+    root = tmp_path / "run"
+    for name in [f"{item}/_METADATA" for item in items] + more:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("{}")
+    for path in (root, (root / found).parent if found.partition("/")[0].isdecimal() else root):
         assert recognise(path) is Kind.ORBAX
-        assert locate(path, None, None) == tmp_path / "run" / "7" / "default"
-
-
-def test_the_v1_api_stores_its_state_in_a_subdirectory(tmp_path: Path) -> None:
-    _item(tmp_path / "state")
-    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
-    assert locate(tmp_path, None, None) == tmp_path / "state"
-    assert recognise(tmp_path) is Kind.ORBAX
+        assert locate(path, None, None) == root / found
 
 
 @pytest.mark.parametrize("step", [None, 10])
 def test_no_step_is_chosen_among_several_models(tmp_path: Path, step: int | None) -> None:
     root = _steps(tmp_path, "ema_10", "model_10", "old_200", "x-1", "y-1", "z-1", "z-2")
-    said = r"'ema_10', 'model_10', 'old_200', 'x-1', 'y-1' and 1 others are checkpoints with different names"
+    said = r"'ema_10', 'model_10', 'old_200', 'x-1', 'y-1' and 1 more are checkpoints with different names"
     with pytest.raises(NoCheckpoint, match=said):
         recognise(root)
     with pytest.raises(NoCheckpoint, match=said):
@@ -96,7 +76,7 @@ def test_no_step_is_chosen_among_several_models(tmp_path: Path, step: int | None
     assert locate(root / "ema_10", None, None) == root / "ema_10" / "default"
 
 
-def test_a_step_and_an_item_that_do_not_exist_are_rejected_with_those_that_do(tmp_path: Path) -> None:
+def test_a_step_or_an_item_that_does_not_exist_is_rejected_with_those_that_do(tmp_path: Path) -> None:
     root = _steps(tmp_path, "3", "20")
     _item(root / "3" / "ema")
     assert locate(root, 20, None) == root / "20" / "default"
@@ -108,14 +88,9 @@ def test_a_step_and_an_item_that_do_not_exist_are_rejected_with_those_that_do(tm
     ):
         with pytest.raises(UsageError, match=said):
             locate(root, step, item)
-
-
-@pytest.mark.parametrize(("step", "item", "said"), [(3, None, "--step 3"), (None, "params", "--item params")])
-def test_a_single_item_rejects_the_options_step_and_item(
-    tmp_path: Path, step: int | None, item: str | None, said: str
-) -> None:
-    with pytest.raises(UsageError, match=f"{said}: .* is a single item"):
-        locate(_item(tmp_path / "x"), step, item)
+    for options in ((3, None), (None, "params")):
+        with pytest.raises(UsageError, match="is a single item"):
+            locate(root / "3" / "ema", *options)
 
 
 def test_a_step_without_arrays_is_rejected(tmp_path: Path) -> None:
@@ -177,11 +152,11 @@ _ZARRAY = "w/.zarray"
     ("name", "old", "new", "said"),
     [
         (_ZARRAY, b'"shape":[4,3]', b'"shape":[4,4]', 'w/0.1" is missing'),
-        (_ZARRAY, b'"shape":[4,3]', b'"shape":[1099511627776,1099511627776]', "its arrays claim 4835703278458.5 TB"),
+        (_ZARRAY, b'"shape":[4,3]', b'"shape":[1099511627776,1099511627776]', "its tensors claim 4835703278458.5 TB"),
         (_ZARRAY, b'"shape":[4,3]', b'"shape":[-4,3]', "but received: -4"),
         (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[4,3,1]', "Array has length 3 but should have length 2"),
-        (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[35184372088832,1]', "its arrays claim 140.7 TB, but its files have"),
-        (_ZARRAY, b'"<f4"', b'"<c8"', "array 'w' has the unknown dtype complex64; known: bool, int8"),
+        (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[35184372088832,1]', "its tensors claim 140.7 TB, but its files have"),
+        (_ZARRAY, b'"<f4"', b'"<c8"', "array 'w' has the unknown dtype 'complex64'; known: bool, int8"),
         (_ZARRAY, b'"<f4"', b'"<f8"', "Not enough data"),
         (_ZARRAY, b'"zstd"', b'"lzma"', '"lzma" is not registered'),
         (_ZARRAY, b"{", b"[", "Invalid JSON"),

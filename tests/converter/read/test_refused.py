@@ -34,13 +34,14 @@ def _unknown_dtype(path: Path) -> None:
 
 
 _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "foreign": (lambda path: path.write_bytes(b"GGUF\x03\0\0\0"), "is a GGUF file (llama.cpp), mostly quantised"),
     "missing": (lambda path: None, "no such file or directory"),
     "empty": (lambda path: path.touch(), "is empty"),
     "text": (lambda path: path.write_text("epoch 1: loss 0.3\n"), "is a text file, not a checkpoint"),
     "directory": (lambda path: path.mkdir(), "is not a model"),
     "pickle": (lambda path: path.write_bytes(pickle.dumps(Payload())), "is a bare pickle"),
     "pickle in a zip": (lambda path: torch.save({"w": Payload()}, path), "holds more than tensors"),
-    "whole module": (lambda path: torch.save(Mlp(), path), "holds more than tensors (architectures.Mlp)"),
+    "whole module": (lambda path: torch.save(Mlp(), path), "holds more than tensors (architectures.Mlp, "),
     "truncated safetensors": (_truncated, "truncated or damaged"),
     "unknown dtype": (_unknown_dtype, "tensor 'w' has the unknown dtype 'F4'"),
     "other shapes": (lambda path: torch.save(Mlp(hidden=8).state_dict(), path), "shape: up.weight is [8, 16]"),

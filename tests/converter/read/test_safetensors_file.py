@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from bf16kit.messages.errors import SourceError
-from converter.read.safetensors_file import read_file, read_sharded
+from converter.read.safetensors_file import read_file, read_sharded, shards
 
 
 def _write(path: Path, header: object, data: bytes = b"", size: int | None = None) -> Path:
@@ -58,57 +58,25 @@ def test_an_unknown_dtype_is_named_with_its_tensor_and_the_known_ones(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("header", "data", "said"),
+    ("header", "data", "size"),
     [
-        ({"w": _entry("F32", [4], 0, 16)}, bytes(15), "truncated or damaged"),
-        ({"w": _entry("F32", [4], 0, 8)}, bytes(8), "damaged"),
-        ({"w": _entry("F32", [2], 0, 8), "v": _entry("F32", [2], 4, 12)}, bytes(12), "damaged"),
-        ({"w": _entry("F32", [2**40, 2**40], 0, 8)}, bytes(8), "damaged"),
-        ({"w": _entry("F32", [-2], 0, 8)}, bytes(8), "damaged"),
-        ({"w": {"dtype": "F32"}}, b"", "damaged"),
-        ({"w": {"dtype": ["F32"], "shape": [], "data_offsets": [0, 4]}}, bytes(4), "unknown dtype"),
-        ({"w": 7}, b"", "damaged"),
-        ([], b"", "damaged: its safetensors header is not an object"),
-        (b"{nonsense", b"", "damaged: its safetensors header is not JSON"),
-        (b'{"w": \xff\xff}', b"", "damaged: its safetensors header is not JSON"),
+        ({"w": _entry("F32", [4], 0, 16)}, bytes(15), None),
+        ({"w": _entry("F32", [4], 0, 8)}, bytes(8), None),
+        ({"w": _entry("F32", [2], 0, 8), "v": _entry("F32", [2], 4, 12)}, bytes(12), None),
+        ({"w": _entry("F32", [2**40, 2**40], 0, 8)}, bytes(8), None),
+        ({"w": _entry("F32", [-2], 0, 8)}, bytes(8), None),
+        ({"w": {"dtype": "F32"}}, b"", None),
+        ({"w": {"dtype": ["F32"], "shape": [], "data_offsets": [0, 4]}}, bytes(4), None),
+        ([], b"", None),
+        (b"{nonsense", b"", None),
+        (b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"", None),
+        *[({}, b"", claimed) for claimed in (5000, 2**31, 2**40, 2**63, 2**64 - 1)],
+        ({}, bytes(100_000_001), 100_000_001),  # the format's limit is 100,000,000 bytes
     ],
 )
-def test_headers_that_break_a_rule_are_rejected(tmp_path: Path, header: object, data: bytes, said: str) -> None:
-    with pytest.raises(SourceError, match=said):
-        read_file(_write(tmp_path / "m", header, data))
-
-
-def test_a_file_truncated_within_its_header_is_rejected_with_the_sizes(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="truncated: its header claims 5000 bytes, but only 2 follow its length"):
-        read_file(_write(tmp_path / "m", {}, size=5000))
-
-
-@pytest.mark.parametrize("size", [2**31, 2**40, 2**63, 2**64 - 1])
-def test_a_header_that_claims_a_huge_size_is_rejected(tmp_path: Path, size: int) -> None:
-    with pytest.raises(
-        SourceError, match=rf"m: truncated: its header claims {size} bytes, but only 2 follow its length"
-    ):
-        read_file(_write(tmp_path / "m", {}, size=size))
-
-
-def test_a_header_of_more_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
-    path = _write(tmp_path / "m", {}, size=100_000_001)
-    with path.open("r+b") as file:
-        file.truncate(200_000_000)
-    with pytest.raises(SourceError, match="its header claims 100000001 bytes; safetensors allows 100000000"):
-        read_file(path)
-
-
-def test_a_header_of_deeply_nested_lists_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="its safetensors header is not JSON"):
-        read_file(_write(tmp_path / "m", b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}"))
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    path.symlink_to("/proc/self/mem")  # a regular file that is unreadable at its beginning
-    with pytest.raises(SourceError, match=r"m: (cannot be read|truncated)"):
-        read_file(path)
+def test_headers_that_break_a_rule_are_rejected(tmp_path: Path, header: object, data: bytes, size: int | None) -> None:
+    with pytest.raises(SourceError, match=r"m: truncated or damaged: \w"):
+        read_file(_write(tmp_path / "m", header, data, size))
 
 
 @pytest.mark.parametrize("kept", [1, 7, 8, 9, 40, 100])
@@ -135,6 +103,7 @@ def test_shards_are_read_as_one_checkpoint(tmp_path: Path) -> None:
         "b": [[0, 0], [0, 0]],
         "c": [0, 1, 2, 3],
     }
+    assert shards(index) == (("a", "b"), ("c",))
     assert [file.name for file in files] == [index.name, "1.safetensors", "2.safetensors"]
 
 

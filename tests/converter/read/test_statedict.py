@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.messages.errors import SourceError
+from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.runtime.loading import load, load_reference
 from converter.read.statedict import fit
 
@@ -79,10 +79,6 @@ def test_a_sharded_checkpoint_is_fitted_into_a_factory_with_arguments(cli: Cli, 
     names = ", ".join(f'"{k}": "{"a" if k.startswith("up") else "b"}.safetensors"' for k in state)
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{names}}}}}')
     arguments = (*MLP, "--model-args", '{"hidden": 32}', "--format", "onnx")
-    alone = cli("checkpoint", tmp_path / "a.safetensors", *arguments, "--out", target)
-    alone.refused(
-        2, "missing: down.weight", "  it is one of the shards of", "model.safetensors.index.json; convert that"
-    )
     cli("checkpoint", tmp_path, *arguments, "--out", target).published()
     assert Artifact.open(target).manifest.source.format == "safetensors-sharded"
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
@@ -99,12 +95,43 @@ def test_several_inputs_and_outputs_keep_their_names_and_kinds(cli: Cli, tmp_pat
     assert manifest.batch_axis == 0
 
 
-@pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.", "module._orig_mod."])
+def _named(prefix: str = "", seed: int = 0) -> dict[str, np.ndarray]:
+    return {f"{prefix}{name}": tensor.numpy() for name, tensor in seeded(Mlp(), seed).state_dict().items()}
+
+
+def _holds(module: Mlp, seed: int = 0) -> bool:
+    return torch.equal(module.up.weight, seeded(Mlp(), seed).get_parameter("up.weight"))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod.", "module._orig_mod.", "module.model.net."])
 def test_the_prefixes_of_wrappers_are_ignored(prefix: str) -> None:
-    state = {f"{prefix}{name}": array for name, array in _arrays(Mlp()).items()}
-    module = Mlp()
-    fit(module, state)
-    assert torch.equal(module.up.weight, seeded(Mlp()).get_parameter("up.weight"))
+    fit(module := Mlp(), _named(prefix))
+    assert _holds(module)
+
+
+def test_the_prefix_of_a_compiled_submodule_is_ignored() -> None:
+    fit(nn.ModuleDict({"net": (inner := Mlp())}), _named("net._orig_mod."))
+    assert _holds(inner)
+
+
+def test_between_modules_that_all_fit_the_user_must_choose() -> None:
+    tensors = _named("model.", seed=1) | _named("ema_model.", seed=2) | {"loss.weight": np.ones(3, np.float32)}
+    with pytest.raises(UsageError, match=r"under several prefixes, 'model.', 'ema_model.'; choose .* --weights model"):
+        fit(Mlp(), tensors)
+    for wanted, seed, other in (("model.", 1, "ema_model."), ("ema_model", 2, "model.")):
+        notes = fit(module := Mlp(), tensors, wanted)
+        assert _holds(module, seed)
+        assert f"the checkpoint also has weights of this model under {other!r}; --weights PREFIX takes those" in notes
+        assert "tensors that the model does not use, stored only for restore: loss.weight" in notes
+    with pytest.raises(UsageError, match=r"--weights net: no tensor of the model has the prefix 'net.'; found: 'mo"):
+        fit(Mlp(), tensors, "net")
+
+
+def test_an_error_describes_the_prefix_that_fits_best() -> None:
+    tensors = _named("model.") | {"loss.weight": np.ones(3, np.float32), "model.up.bias": np.ones(3, np.float32)}
+    with pytest.raises(SourceError) as refused:
+        fit(Mlp(), tensors)
+    assert str(refused.value).splitlines()[1:] == ["  shape: up.bias is [3] in the checkpoint, [64] in the model"]
 
 
 def test_weights_are_fitted_in_the_models_own_dtypes() -> None:
@@ -158,27 +185,20 @@ def test_an_architecture_that_is_missing_or_wrong_is_rejected(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("model", "given", "said"),
     [
-        ("x:float32:batch,17", "the model failed on an example input (x[2, 17]): RuntimeError: mat1 and mat2"),
-        ("x:float32:99999999999999,16", "an example input cannot be made (x[99999999999999,16])"),
-        ("x:int64:batch,16", "the model failed on an example input"),
-        ("x:float32:batch,16 y:float32:batch", "the model failed on an example input"),
+        ("Mlp", "x:float32:batch,17", "the model failed on an example input (x[2, 17]): RuntimeError: mat1 and mat2"),
+        ("Mlp", "x:float32:99999999999999,16", "an example input cannot be made (x[99999999999999,16])"),
+        ("Mlp", "x:int64:batch,16", "the model failed on an example input"),
+        ("Mlp", "x:float32:batch,16 --input y:float32:batch", "the model failed on an example input"),
+        ("Untraceable", "x:float32:batch,16", "torch.onnx.export cannot translate the model"),
     ],
 )
-def test_inputs_that_the_model_does_not_take_are_rejected(
-    cli: Cli, tmp_path: Path, target: Path, mlp_file: Path, given: str, said: str
+def test_a_model_that_cannot_be_run_or_exported_is_rejected(
+    cli: Cli, tmp_path: Path, target: Path, mlp_file: Path, model: str, given: str, said: str
 ) -> None:
-    inputs = [argument for one in given.split() for argument in ("--input", one)]
-    cli("checkpoint", mlp_file, "--model", "architectures:Mlp", *inputs, "--out", target).refused(3, said)
-    assert tree(tmp_path) == []
-
-
-def test_a_model_that_branches_on_its_data_cannot_be_exported(
-    cli: Cli, tmp_path: Path, target: Path, mlp_file: Path
-) -> None:
-    arguments = ("--model", "architectures:Untraceable", *MLP[2:])
-    cli("checkpoint", mlp_file, *arguments, "--out", target).refused(3, "torch.onnx.export cannot translate the model")
+    inputs = ("--input", *given.split())
+    cli("checkpoint", mlp_file, "--model", f"architectures:{model}", *inputs, "--out", target).refused(3, said)
     assert tree(tmp_path) == []
 
 

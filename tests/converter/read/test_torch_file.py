@@ -61,12 +61,9 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model"])
 def test_checkpoints_of_training_loops_hold_the_state_dict_under_a_key(tmp_path: Path, key: str) -> None:
-    read = _read(_saved(tmp_path / "m.ckpt", {"epoch": 3, key: {"w": torch.ones(2)}, "optimizer": {"lr": 0.1}}))
-    assert list(read) == ["w"]
-
-
-def test_metadata_and_numbers_are_ignored(tmp_path: Path) -> None:
-    assert list(_read(_saved(tmp_path / "m.pt", {"w": torch.ones(2), "epoch": 3, "name": "x"}))) == ["w"]
+    """Numbers and text beside the tensors are ignored."""
+    saved = {"epoch": 3, key: {"w": torch.ones(2), "name": "x", "rate": 0.1}, "optimizer": {"lr": 0.1}}
+    assert list(_read(_saved(tmp_path / "m.ckpt", saved))) == ["w"]
 
 
 def test_a_pickle_that_would_run_code_is_rejected_and_not_run(tmp_path: Path) -> None:
@@ -76,17 +73,11 @@ def test_a_pickle_that_would_run_code_is_rejected_and_not_run(tmp_path: Path) ->
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_bare_pickle_is_not_loaded_at_all(tmp_path: Path) -> None:
-    (tmp_path / "m.pt").write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
-    with pytest.raises(SourceError, match=r"bare pickle.*--trust-code"):
-        _read(tmp_path / "m.pt")
-    assert not (tmp_path / "executed").exists()
-
-
-def test_a_text_pickle_is_not_loaded_at_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("protocol", "said"), [(5, r"bare pickle.*--trust-code"), (0, "text file")])
+def test_a_bare_pickle_is_not_loaded_at_all(tmp_path: Path, protocol: int, said: str) -> None:
     """Protocol 0 is text, and nothing marks it as a pickle."""
-    (tmp_path / "m.pt").write_bytes(pickle.dumps(Payload(tmp_path / "executed"), protocol=0))
-    with pytest.raises(SourceError, match="text file"):
+    (tmp_path / "m.pt").write_bytes(pickle.dumps(Payload(tmp_path / "executed"), protocol=protocol))
+    with pytest.raises(SourceError, match=said):
         _read(tmp_path / "m.pt")
     assert not (tmp_path / "executed").exists()
 
@@ -100,7 +91,7 @@ def test_torchs_legacy_format_is_read_if_it_is_trusted(tmp_path: Path) -> None:
 
 def test_a_whole_module_is_rejected_unless_it_is_trusted(tmp_path: Path) -> None:
     path = _saved(tmp_path / "m.pt", seeded(Mlp()))
-    with pytest.raises(SourceError, match=r"holds more than tensors \(architectures.Mlp\).*save its state_dict"):
+    with pytest.raises(SourceError, match=r"holds more than tensors \(architectures.Mlp, .*save its state_dict"):
         _read(path)
     tensors, module = read_file(path, Kind.TORCH_ZIP, trust_code=True)
     assert isinstance(module, Mlp)
@@ -147,11 +138,6 @@ def test_the_file_is_mapped_and_never_written(tmp_path: Path) -> None:
 Change = Callable[[str, bytes], bytes]
 
 
-def _stored(path: Path, state: dict[str, torch.Tensor]) -> Path:
-    torch.save(state, path)
-    return path
-
-
 def _rewritten(path: Path, change: Change, method: int = zipfile.ZIP_STORED) -> Path:
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
@@ -170,14 +156,14 @@ STATE = {"a": torch.arange(4.0), "b": torch.arange(100.0), "none": torch.zeros(0
 
 
 def test_an_uncompressed_archive_of_another_zip_writer_is_read(tmp_path: Path) -> None:
-    path = _rewritten(_stored(tmp_path / "m.pt", STATE), lambda name, content: content)
+    path = _rewritten(_saved(tmp_path / "m.pt", STATE), lambda name, content: content)
     assert _values(path) == {name: tensor.tolist() for name, tensor in STATE.items()}
 
 
 @pytest.mark.parametrize("record", ["/data.pkl", "/data/0"])
 def test_a_record_that_extends_beyond_the_end_of_the_file_is_rejected(tmp_path: Path, record: str) -> None:
     """zipfile raises EOFError for it, which click would treat as an interruption."""
-    path = _stored(tmp_path / "m.pt", STATE)
+    path = _saved(tmp_path / "m.pt", STATE)
     data = bytearray(path.read_bytes())
     at = data.rindex(record.encode())  # its name in the directory, behind 46 bytes of fields
     start = data.rindex(b"PK\x01\x02", 0, at)
@@ -189,7 +175,7 @@ def test_a_record_that_extends_beyond_the_end_of_the_file_is_rejected(tmp_path: 
 
 def test_views_of_one_storage_are_read(tmp_path: Path) -> None:
     whole = torch.arange(20.0)
-    read = _values(_stored(tmp_path / "m.pt", {"a": whole[3:7], "b": whole.view(4, 5).T}))
+    read = _values(_saved(tmp_path / "m.pt", {"a": whole[3:7], "b": whole.view(4, 5).T}))
     assert read == {"a": [3.0, 4.0, 5.0, 6.0], "b": whole.view(4, 5).T.tolist()}
 
 
@@ -198,16 +184,24 @@ def test_views_of_one_storage_are_read(tmp_path: Path) -> None:
 def test_a_record_of_another_length_than_its_tensor_is_rejected(
     tmp_path: Path, record: str, change: Callable[[bytes], bytes]
 ) -> None:
-    path = _stored(tmp_path / "m.pt", STATE)
+    path = _saved(tmp_path / "m.pt", STATE)
     changed = _rewritten(path, lambda name, content: change(content) if name.endswith(record) else content)
     with pytest.raises(SourceError, match=r"changed\.pt: "):
         _values(changed)
 
 
+def test_an_expanded_tensor_gets_no_more_memory_than_weights_can_need(tmp_path: Path) -> None:
+    """It is one number in the file, and claims a terabyte."""
+    small, huge = torch.ones(1, 1).expand(64, 3), torch.ones(1, 1).expand(1 << 38, 1)
+    assert _read(_saved(tmp_path / "a.pt", {"w": small}))["w"].shape == (64, 3)
+    with pytest.raises(SourceError, match=r"damaged: its tensors claim 1\.1 TB, but its files have 1"):
+        _read(_saved(tmp_path / "b.pt", {"w": huge}))
+
+
 def test_a_compressed_record_is_rejected_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be a zip bomb: torch would search the gigabytes that it unpacks to for names."""
-    saved = _stored(tmp_path / "a.pt", STATE)
+    saved = _saved(tmp_path / "a.pt", STATE)
     bomb = _rewritten(saved, lambda _, content: content, zipfile.ZIP_DEFLATED)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch was asked to load it"))
     with pytest.raises(SourceError, match="is compressed, which torch never does"):
-        _values(bomb)
+        _read(bomb)

@@ -147,16 +147,15 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """Return the weights as the converter's own readers read them."""
-    from converter.read import orbax, safetensors_file, torch_file
+    from converter.read import jax, safetensors_file, torch_file
     from converter.read.detect import Kind, recognise
-    from converter.read.jax import read_flax
     from converter.read.lightning import is_lightning
 
     kind = recognise(path)
     if kind is Kind.FLAX:
-        return {name: array for name, array in read_flax(path).items() if _kept(name)}
+        return {name: array for name, array in jax.read_flax(path).items() if _kept(name)}
     if kind is Kind.ORBAX:
-        return orbax.read_item(orbax.locate(path, None, None), _kept, path.parent.parent / "out")[0]
+        return jax.read_item(jax.locate(path, None, None), _kept, path.parent.parent / "out")[0]
     if kind is Kind.SAFETENSORS:
         return safetensors_file.read_file(path)
     if kind is Kind.SHARDED:

@@ -15,15 +15,16 @@ import onnx
 import orbaxfiles
 import pytest
 import torch
-from architectures import Cnn, Mlp, seeded
+from architectures import Mlp, seeded
 from converting import ONNX_ONLY, Cli, tree
-from flaxfiles import array, chunked, extension, packed
+from flaxfiles import chunked, extension, packed
 from restored import assert_restored
 from safetensors import safe_open
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import SourceError, UsageError
+from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime.loading import load_reference
 from converter.read.detect import Kind, recognise
 from converter.read.jax import read_flax
@@ -127,76 +128,33 @@ def test_samples_with_other_outputs_reject_a_map(
     assert tree(target.parent.parent) == []
 
 
-@pytest.mark.long
-def test_a_convolutional_model_with_batch_statistics_is_converted_and_restored(
+def test_a_kernel_of_a_convolution_is_stored_once_and_exported_in_jaxs_layout(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
-    """HWIO kernels are stored once, as OIHW, and restored as HWIO. torch's counters of batches are the model's own."""
-    state = {name: tensor.numpy() for name, tensor in seeded(Cnn()).state_dict().items()}
-    convs = {f"Conv_{i}": state[f"features.{3 * i}.weight"].transpose(2, 3, 1, 0) for i in range(2)}
-    params: dict[str, Any] = {name: {"kernel": np.ascontiguousarray(kernel)} for name, kernel in convs.items()}
-    params["Conv_1"] = {"kernel": np.ascontiguousarray(convs["Conv_1"]), "bias": state["features.3.bias"]}
-    params["Dense_0"] = {"kernel": np.ascontiguousarray(state["head.weight"].T), "bias": state["head.bias"]}
-    stats: dict[str, Any] = {}
-    for i in range(2):
-        norm = f"features.{3 * i + 1}"
-        params[f"BatchNorm_{i}"] = {"scale": state[f"{norm}.weight"], "bias": state[f"{norm}.bias"]}
-        stats[f"BatchNorm_{i}"] = {"mean": state[f"{norm}.running_mean"], "var": state[f"{norm}.running_var"]}
-    given: dict[str, Any] = {"params": params, "batch_stats": stats, "opt_state": {"mu": np.zeros(7, np.float32)}}
-    source = _write(tmp_path / "cnn.msgpack", given)
-    x = np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)
-    expected = seeded(Cnn())(torch.from_numpy(x)).detach().numpy()
-    np.savez(tmp_path / "s.npz", x=x, output=expected)
+    """HWIO kernels are stored as OIHW, and restored as HWIO."""
+    conv = seeded(torch.nn.Conv2d(3, 64, 3)).state_dict()
+    params = {"kernel": conv["weight"].permute(2, 3, 1, 0).contiguous().numpy(), "bias": conv["bias"].numpy()}
+    source = _write(tmp_path / "conv.msgpack", {"params": params, "opt_state": {"mu": np.zeros(7, np.float32)}})
     (tmp_path / "rules.yaml").write_text(
-        r"""rules:
-- {match: 'params\.Conv_0\.kernel', to: features.0.weight, steps: [{transpose: [3, 2, 0, 1]}]}
-- {match: 'params\.Conv_1\.kernel', to: features.3.weight, steps: [{transpose: [3, 2, 0, 1]}]}
-- {match: 'params\.Conv_1\.bias', to: features.3.bias}
-- {match: 'params\.Dense_0\.kernel', to: head.weight, steps: [{transpose: [1, 0]}]}
-- {match: 'params\.Dense_0\.bias', to: head.bias}
-- {match: 'params\.BatchNorm_0\.scale', to: features.1.weight}
-- {match: 'params\.BatchNorm_1\.scale', to: features.4.weight}
-- {match: 'params\.BatchNorm_0\.bias', to: features.1.bias}
-- {match: 'params\.BatchNorm_1\.bias', to: features.4.bias}
-- {match: 'batch_stats\.BatchNorm_0\.(.*)', to: 'features.1.running_\1'}
-- {match: 'batch_stats\.BatchNorm_1\.(.*)', to: 'features.4.running_\1'}
-keep: ['.*num_batches_tracked']
-"""
+        "rules:\n- {match: 'params\\.kernel', to: weight, steps: [{transpose: [3, 2, 0, 1]}]}\n"
+        "- {match: 'params\\.bias', to: bias}\n"
     )
-    inputs = ("--input", "x:float32:batch,3,16,16", "--samples", tmp_path / "s.npz")
-    arguments = ("--model", "architectures:Cnn", *inputs, "--map", tmp_path / "rules.yaml")
-    done = cli("checkpoint", source, *arguments, *ONNX_ONLY, "--out", target).published()
-    assert "left out: 1 array of the training state under opt_state" in " ".join(done.out.split())
+    built = '{"in_channels": 3, "out_channels": 64, "kernel_size": 3}'
+    model = ("--model", "torch.nn:Conv2d", "--model-args", built, "--input", "x:float32:batch,3,16,16")
+    arguments = (*model, "--map", tmp_path / "rules.yaml", "--no-report")
+    done = cli("checkpoint", source, *arguments, "--format", "onnx", "--out", target).published()
+    assert "the training state under opt_state was left out (1)" in " ".join(done.out.split())
     entries = {entry.name: entry for entry in Artifact.open(target).manifest.checkpoint}
-    assert entries["params.Conv_0.kernel"].permutation == [2, 3, 1, 0]
-    assert Artifact.open(target).manifest.files["residual.bin"].bytes < sum(a.nbytes for a in _flat(params).values())
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    del given["opt_state"]
-    assert_restored(tmp_path / "fp32.safetensors", _flat(given))
-    exported = target.with_name("2")  # an export has the leaves under JAX's names, in JAX's layout
-    cli("checkpoint", source, *arguments, "--format", "safetensors", "--no-report", "--out", exported).published()
+    assert entries["params.kernel"].permutation == [2, 3, 1, 0]
+    assert Artifact.open(target).manifest.files["residual.bin"].bytes < params["kernel"].nbytes
+    exported = target.with_name("2")
+    cli("checkpoint", source, *arguments, "--format", "safetensors", "--out", exported).published()
     with safe_open(exported / "model.safetensors", framework="pt") as file:
-        kernel = file.get_tensor("params.Conv_1.kernel")
-    assert torch.equal(kernel, torch.from_numpy(params["Conv_1"]["kernel"]).bfloat16())
-    cli("restore", exported, "--out", tmp_path / "again.safetensors").published()
-    assert_restored(tmp_path / "again.safetensors", _flat(given))
-
-
-def test_bf16_leaves_pass_through_exactly(cli: Cli, tmp_path: Path, target: Path, rules: Path) -> None:
-    given = mlp_params()
-    half = {
-        "params": {
-            name: {k: v.astype(ml_dtypes.bfloat16) for k, v in layer.items()} for name, layer in given["params"].items()
-        }
-    }
-    source = _write(tmp_path / "half.msgpack", half)
-    cli("checkpoint", source, *MLP, "--map", rules, "--out", target).published()
-    stored = Artifact.open(target)
-    own = half["params"]["up"]["kernel"]
-    name = next(e.tensor for e in stored.manifest.checkpoint if e.name == "params.up.kernel")
-    assert sorted(stored.tensor(name).view(np.uint16).reshape(-1)) == sorted(own.view(np.uint16).reshape(-1))
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", _flat(half))
+        kernel = file.get_tensor("params.kernel")
+    assert torch.equal(kernel, torch.from_numpy(params["kernel"]).bfloat16())
+    for artifact in (target, exported):
+        cli("restore", artifact, "--out", tmp_path / "fp32.safetensors", "--force").published()
+        assert_restored(tmp_path / "fp32.safetensors", _flat({"params": params}))
 
 
 def _given(target: Path) -> list[tuple[str, str, str]]:
@@ -252,29 +210,24 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     assert_restored(tmp_path / "fp32.safetensors", wanted)
 
 
-@pytest.mark.long  # two conversions
 def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, target: Path, rules: Path) -> None:
-    """The newest step is taken, or the one that --step names, and the item of --item; the optimizer is left out."""
+    """The step of --step and the item of --item are taken; the optimizer is left out."""
     pytest.importorskip("tensorstore", reason="the extra `jax` is not installed")
     root = tmp_path / "run"
     leaves = _flat(mlp_params())
-    for step, scale in ((3, 2.0), (20, 1.0)):
+    for step, scale in ((3, 1.0), (20, 2.0)):
         for item in ("weights", "ema"):
             own = {name: array * np.float32(scale if item == "weights" else 5) for name, array in leaves.items()}
             own["opt_state.mu"] = np.zeros(3, np.float32)
             orbaxfiles.write(root / str(step) / item, own, ocdbt=item == "weights")
     cli("checkpoint", root, *MLP, "--map", rules, "--out", target).refused(2, "several items, ema, weights")
-    taken = ("--item", "weights", "--map", rules)
+    taken = ("--item", "weights", "--step", "3", "--map", rules)
     done = cli("checkpoint", root, *MLP, *taken, "--out", target).published()
     said = " ".join(done.out.split())
-    assert "left out: 1 array of the training state under opt_state" in said
-    assert "the weights are those of '20/weights' in run; --step and --item choose others" in said
+    assert "the training state under opt_state was left out (1)" in said
+    assert "the weights are those of '3/weights' in run; --step and --item choose others" in said
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     assert_restored(tmp_path / "fp32.safetensors", leaves)
-    older = target.with_name("2")
-    cli("checkpoint", root, *MLP, *taken, "--step", "3", "--out", older).published()
-    cli("restore", older, "--out", tmp_path / "older.safetensors").published()
-    assert_restored(tmp_path / "older.safetensors", {name: array * np.float32(2) for name, array in leaves.items()})
 
 
 @pytest.mark.parametrize(
@@ -318,15 +271,11 @@ def test_flax_leaves_are_named_by_their_keys_in_the_files_order(tmp_path: Path) 
     assert found["step"].tolist() == 7
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"],
-)
-def test_every_dtype_that_bf16kit_supports_is_read(tmp_path: Path, dtype: str) -> None:
-    for own in (np.arange(6).astype(dtype).reshape(2, 3), np.zeros((0, 4), dtype)):
-        found = read_flax(_write(tmp_path / "m.msgpack", {"pad": "x" * 3, "w": own}))["w"]
-        assert (found.dtype, found.shape, found.tobytes()) == (own.dtype, own.shape, own.tobytes())
-        assert found.flags.aligned
+def test_every_dtype_that_bf16kit_supports_is_read(tmp_path: Path) -> None:
+    for dtype in (name for name in BY_NAME if name != "string"):
+        for own in (np.arange(6).astype(BY_NAME[dtype].numpy).reshape(2, 3), np.zeros((0, 4), BY_NAME[dtype].numpy)):
+            found = read_flax(_write(tmp_path / "m.msgpack", {"pad": "x" * 3, "w": own}))["w"]
+            assert (found.dtype, found.shape, found.tobytes()) == (own.dtype, own.shape, own.tobytes())
 
 
 def test_a_flax_file_is_recognised_by_its_bytes(tmp_path: Path) -> None:
@@ -341,24 +290,16 @@ def _array(shape: Any, dtype: Any, data: Any) -> bytes:
 _PARTS = {"__msgpack_chunked_array__": True, "shape": {"0": 12}, "chunks": {"0": W.reshape(-1)}}
 _WRONG: dict[str, tuple[bytes, str]] = {
     "cut": (packed({"w": W})[:-5], "incomplete input"),
-    "more behind": (packed({"w": W}) + b"\0", "extra data"),
     "too many keys": (b"\xdf\xff\xff\xff\xff\xa1w", "4294967295 exceeds max_map_len"),
-    "an extension of 4 GB": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "exceeds max_ext_len"),
     "a shape that lies": (_array([3, 5], "float32", W.tobytes()), "cannot reshape array of size 12"),
     "a shape beyond memory": (_array([2**40, 2**40], "float32", b""), "cannot reshape"),
-    "a shape of texts": (_array(["3"], "float32", b""), "truncated or damaged"),
     "bytes of half a number": (_array([1], "float32", bytes(7)), "buffer size must be a multiple"),
     "objects": (_array([1], "object", bytes(8)), "unknown dtype 'object'; known: bool, int8"),
-    "complex numbers": (_array([1], "complex64", bytes(8)), "unknown dtype 'complex64'"),
-    "no dtype": (_array([1], 7, bytes(8)), "truncated or damaged"),
     "no array inside": (b"\x81\xa1w" + extension(1, b"\x07"), "truncated or damaged"),
-    "rest inside": (b"\x81\xa1w" + extension(1, array(W) + b"\0"), "extra data"),
-    "a number as key": (b"\x82\xa1w\x01\x07\x07", "int is not allowed for map key"),
     "two of one name": (packed({"a.b": W, "a": {"b": W}}), "two arrays are called 'a.b'"),
     "no UTF-8": (b"\x81\xa2\xff\xfe\x01", "can't decode byte"),
     "deep": (b"\x81\xa1w" * 5000 + b"\x01", "truncated or damaged"),
     "parts without a shape": (packed({"w": {k: v for k, v in _PARTS.items() if k != "shape"}}), "'shape'"),
-    "parts that lack one": (packed({"w": _PARTS | {"chunks": {"1": W}}}), "'0'"),
     "parts too short": (packed({"w": _PARTS | {"shape": {"0": 13}}}), "cannot reshape array of size 12"),
 }
 
