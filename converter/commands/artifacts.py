@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from bf16kit.messages import errors
-from converter.commands.common import PATH, debug_option, echo, json_option, samples_option
+from converter.commands import PATH, debug_option, echo, json_option, samples_option
 
 
 @click.command()

@@ -44,7 +44,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     directory = Directory.open(options.source)
     tensors, files = directory.tensors()
     precisions = precision_notes(options, tensors)
-    export_files, export_notes = companions(options.source) if options.export == "hf" else ({}, [])
+    export_files, export_notes = companions(directory.path) if options.export == "hf" else ({}, [])
     indices = [file for file in files if file.name == INDEX]
     shards = safetensors_file.shards(indices[0]) if indices else ()
     checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors, shards)

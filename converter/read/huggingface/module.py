@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,11 +16,7 @@ from converter.read.huggingface.model_directory import Directory, SentenceModule
 from converter.read.statedict import mismatch_message, to_torch
 from converter.source import Array
 
-if TYPE_CHECKING:
-    import torch
-
 _EXTRAS = ("use_cache", "output_hidden_states", "output_attentions")
-NAME = "bf16kit"
 _KNOWN = ("Pooling", "Dense", "Normalize", "Dropout")
 
 
@@ -33,10 +29,11 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
         import transformers
     except ImportError:
         raise UsageError("a Hugging Face directory needs transformers: pip install 'bf16kit[hf]'") from None
-    import torch
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    ALL_EXPERTS_FUNCTIONS.register("bf16kit", _experts)
     path, prefixes = directory.path, tuple(part.prefix for part in directory.parts or ())
-    own = {name: tensor for name, tensor in tensors.items() if not (prefixes and name.startswith(prefixes))}
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
     try:
         with quiet():
             parsed = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -46,7 +43,7 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
                 state_dict=_in_fp32(own, scratch),
                 dtype=torch.float32,
                 attn_implementation="eager",
-                experts_implementation=register(),
+                experts_implementation="bf16kit",
                 ignore_mismatched_sizes=True,  # reported below
                 output_loading_info=True,
             )
@@ -75,10 +72,10 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
 
 def leave_out_extras(module: Any) -> None:
     """Make ``module`` return neither a cache nor a list of every layer's states, whatever its configs say."""
-    for part in module.modules():
+    for config in (part.config for part in module.modules() if hasattr(part, "config")):
         for name in _EXTRAS:
-            if getattr(getattr(part, "config", None), name, False):
-                setattr(part.config, name, False)
+            if getattr(config, name, False):
+                setattr(config, name, False)
 
 
 def _in_fp32(tensors: Mapping[str, Array], scratch: Path) -> dict[str, Any]:
@@ -113,22 +110,12 @@ def _class(directory: Directory, parsed: Any) -> Any:
     return found
 
 
-def register() -> str:
-    """Make the function known to transformers; return the name of its ``experts_implementation``."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
-    return NAME
-
-
 def _experts(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Return [tokens, width] of ``hidden`` [tokens, width]; ``chosen`` and ``shares`` are [tokens, chosen experts].
 
     Only an export or a trace gets the products. Otherwise the class's own loop runs, so that the source's answers, with
     which the export is compared, are those of transformers.
     """
-    import torch
-
     if not (torch.compiler.is_exporting() or torch._C._is_tracing()):
         own: torch.Tensor = type(experts).forward.__wrapped__(experts, hidden, chosen, shares)
         return own
@@ -186,13 +173,10 @@ def sentence(directory: Directory, transformer: torch.nn.Module) -> Sentence | N
 
 def _load(modules: Any, part: SentenceModule) -> torch.nn.Module:
     if part.kind == "Dense":
-        activation = str(
-            json.loads((part.path / "config.json").read_bytes()).get("activation_function", "torch.nn.Tanh")
-        )
-        if not activation.startswith("torch.nn."):  # the library would take another one in its place
-            raise SourceError(
-                f"{part.path / 'config.json'}: activation_function {activation!r} is not one of torch.nn's"
-            )
+        config = part.path / "config.json"
+        activation = str(json.loads(config.read_bytes()).get("activation_function", "torch.nn.Tanh"))
+        if not activation.startswith("torch.nn."):  # the library would take Tanh in its place
+            raise SourceError(f"{config}: activation_function {activation!r} is not one of torch.nn's")
     try:
         with quiet():
             kind = getattr(modules, part.kind)

@@ -76,9 +76,8 @@ class Cache:
             extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         # Without the config, a layer with a sliding window is only masked, and still keeps the whole past.
         cache = DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))
-        output = module(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **extra
-        )
+        given = {"input_ids": ids, "attention_mask": mask, CACHE: cache, **extra}
+        output = module(**given, use_cache=True, return_dict=True)
         outputs = dict(named_tensors(output))
         for index, layer in enumerate(output.past_key_values.layers):
             outputs |= {f"present.{index}.{n}": t for n, t in zip(_PARTS, _keys_and_values(layer), strict=True)}
