@@ -1,4 +1,4 @@
-"""The outputs of a source itself, and which kinds of source can be read."""
+"""The outputs of a source itself."""
 
 from __future__ import annotations
 
@@ -15,19 +15,12 @@ from onnx import TensorProto, helper
 import graphs
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from converter import read as sources
 from converter.read import oracles
-from converter.read.detect import Kind
 from converter.read.torch.onnx_export import adapt
 from converter.source import FP32_ROUNDOFF
 
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 SPEC = (TensorSpec("x", "float32", ("batch", 16)),)
-
-
-def test_each_kind_has_a_reader() -> None:
-    assert set(sources.READERS) == set(Kind)
-    assert all(callable(sources.reader(kind)) for kind in sources.READERS)
 
 
 def test_running_a_module_changes_neither_its_feed_nor_torchs_settings() -> None:
@@ -45,14 +38,13 @@ def test_running_a_module_changes_neither_its_feed_nor_torchs_settings() -> None
         np.testing.assert_array_equal(answer["output"], module(torch.from_numpy(X)).numpy())
 
 
-class Picky(Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) == 3:
-            raise ValueError("three rows are too many")
-        return super().forward(x)
-
-
 def test_a_module_that_fails_is_reported_in_one_line() -> None:
+    class Picky(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) == 3:
+                raise ValueError("three rows are too many")
+            return super().forward(x)
+
     oracle = oracles.of_module(adapt(seeded(Picky()), SPEC))
     with pytest.raises(RuntimeFailure, match="the torch module failed on it: ValueError: three rows are too many"):
         oracle([{"x": X}])
