@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,24 +102,15 @@ def tensors(module: Any) -> dict[str, torch.Tensor]:
     tensor with two names occurs twice, as in a ``state_dict``.
     """
     found = dict(module.state_dict())
-    places = {place(tensor) for tensor in found.values()}
-    named = len(found)
+    named, places = len(found), {place(tensor) for tensor in found.values()}
     for node in scriptgraph.nodes(module.graph):
-        for name, tensor in _of_node(module, node):
-            if isinstance(tensor, torch.Tensor) and tensor.ndim and place(tensor) not in places:
+        for tensor in scriptgraph.tensors_of(module, node):
+            if tensor.ndim and place(tensor) not in places:
                 places.add(place(tensor))
-                found[name or f"constants.{len(found) - named}"] = tensor
+                is_constant = node.kind() == "prim::Constant"
+                name = f"constants.{len(found) - named}" if is_constant else ".".join(scriptgraph.path_of(node))
+                found[name] = tensor
     return found
-
-
-def _of_node(module: Any, node: Any) -> Iterator[tuple[str, Any]]:
-    if node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t":
-        yield "", node.t("value")
-    elif node.kind() == "prim::GetAttr" and node.output().type().kind() in ("TensorType", "ListType"):
-        path = scriptgraph.path_of(node)
-        value = scriptgraph.owner_of(module, node).getattr(path[-1])
-        for index, one in enumerate(value if isinstance(value, list) else [value]):
-            yield ".".join(path) + (f".{index}" if isinstance(value, list) else ""), one
 
 
 def decides_by_numbers(module: Any) -> bool:

@@ -84,17 +84,16 @@ def _in_one_pass(options: Options, directory: Directory, module: Any, whole: Any
     else:
         inputs, notes = edges.declared(module, directory)
         candidates = edges.batches(inputs)
-    for candidate in candidates:
+    call = None if whole is None else lambda whole, feeds: whole(feeds)
+    while True:
+        candidate = candidates.pop(0)
         sample = sampler(directory, candidate)
         example = None if sample is None else next(iter(sample(0, 1)))
         try:
-            if whole is None:
-                return _adapted(module, candidate, None, example), sample, notes
-            return _adapted(whole, candidate, lambda module, feeds: module(feeds), example), sample, notes
+            return _adapted(module if whole is None else whole, candidate, call, example), sample, notes
         except ConversionError:
-            if candidate is inputs:
+            if not candidates:
                 raise
-    raise AssertionError("the inputs as declared are the last candidate")
 
 
 def _adapted(module: Any, inputs: tuple[TensorSpec, ...], call: Call | None, example: Feeds | None) -> TorchModel:
@@ -120,7 +119,7 @@ def _with_past(options: Options, directory: Directory, module: Any, _whole: Any)
         raise UsageError("--with-past: the model's own cache says what its inputs are; leave --input out")
     if directory.parts is not None:
         raise UsageError("--with-past: a sentence-transformers directory has no cache; leave the option out")
-    cache = Cache.of(module)
+    cache = Cache(module)
     leave_out_extras(module)
     sample = partial(cache.samples, directory)
     model = adapt(module, cache.inputs, call=cache.call, example=next(iter(sample(0, 1))))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,42 +21,33 @@ from converter.read.torch.onnx_export import left_out, named_tensors
 from converter.source import Array, Feeds
 
 CACHE, _PAST, _TOTAL = "past_key_values", "past", "total"
-_PARTS = ("key", "value")
 _ROWS, _SEQ_RANGE, _PAST_RANGE = 2, (1, 17), (4, 33)  # the upper ends are excluded
 
 
-@dataclass(frozen=True, slots=True)
 class Cache:
-    """The cache of a model: each tensor's spec and the standard deviation of its values, by layer and part.
+    """The cache of ``module``, found by running it on three tokens.
 
-    ``left_out`` names what else the model computes and does not serve.
+    ``specs`` are its tensors, ``spreads`` the standard deviations of their values, by layer and part. ``left_out``
+    names what else the model computes and does not serve. Raises :class:`UsageError` for a model that is not a causal
+    language model, or whose cache is not just keys and values.
     """
 
-    specs: tuple[TensorSpec, ...]
-    spreads: tuple[float, ...]
-    left_out: tuple[str, ...]
-
-    @classmethod
-    def of(cls, module: Any) -> Cache:
-        """Return the cache of ``module``, found by running it on three tokens.
-
-        Raises :class:`UsageError` for a model that is not a causal language model, or whose cache is not just keys and
-        values.
-        """
+    def __init__(self, module: Any) -> None:
         name = type(module).__name__
         if not is_causal(module):
             raise UsageError(f"--with-past: {name} is not a causal language model; leave the option out")
         with quiet(), torch.no_grad():
             output = module(input_ids=torch.ones((1, 3), dtype=torch.int64), use_cache=True, return_dict=True)
         layers = getattr(output.get(CACHE), "layers", ())
-        tensors = [tensor for layer in layers for tensor in _keys_and_values(layer)]
-        if not tensors or not all(isinstance(t, torch.Tensor) and t.ndim == 4 and t.shape[2] == 3 for t in tensors):
+        tensors = {f"{CACHE}.{n}.{part}": t for n, layer in enumerate(layers) for part, t in _keys_and_values(layer)}
+        if not tensors or not all(isinstance(t, torch.Tensor) and t.shape[2:3] == (3,) for t in tensors.values()):
             raise UsageError(f"--with-past: {name} keeps more than keys and values; leave the option out")
-        names = [f"{CACHE}.{layer}.{part}" for layer in range(len(layers)) for part in _PARTS]
-        shapes = [(BATCH, tensor.shape[1], _PAST, tensor.shape[3]) for tensor in tensors]
-        specs = tuple(TensorSpec(name, "float32", shape) for name, shape in zip(names, shapes, strict=True))
-        others = tuple(name for name in left_out(output) if name != CACHE)
-        return cls(specs, tuple(float(tensor.std()) for tensor in tensors), others)
+        self.specs = tuple(
+            TensorSpec(name, "float32", (BATCH, tensor.shape[1], _PAST, tensor.shape[3]))
+            for name, tensor in tensors.items()
+        )
+        self.spreads = [float(tensor.std()) for tensor in tensors.values()]
+        self.left_out = tuple(name for name in left_out(output) if name != CACHE)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -80,7 +70,7 @@ class Cache:
         output = module(**given, use_cache=True, return_dict=True)
         outputs = dict(named_tensors(output))
         for index, layer in enumerate(output.past_key_values.layers):
-            outputs |= {f"present.{index}.{n}": t for n, t in zip(_PARTS, _keys_and_values(layer), strict=True)}
+            outputs |= {f"present.{index}.{part}": tensor for part, tensor in _keys_and_values(layer)}
         return outputs
 
     def samples(self, directory: Directory, seed: int, count: int) -> Iterator[Feeds]:
@@ -105,5 +95,5 @@ def is_causal(module: Any) -> bool:
     return takes and not getattr(module.config, "is_encoder_decoder", False)
 
 
-def _keys_and_values(layer: Any) -> tuple[Any, Any]:
-    return getattr(layer, "keys", None), getattr(layer, "values", None)
+def _keys_and_values(layer: Any) -> list[tuple[str, Any]]:
+    return [("key", getattr(layer, "keys", None)), ("value", getattr(layer, "values", None))]

@@ -100,4 +100,4 @@ def test_with_past_is_rejected_for_a_model_with_recurrent_states() -> None:
         config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
         module = transformers.MambaForCausalLM(config)
     with pytest.raises(Exception, match="--with-past: MambaForCausalLM"):
-        Cache.of(module)
+        Cache(module)

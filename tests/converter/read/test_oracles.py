@@ -68,10 +68,8 @@ def test_a_file_that_onnx_runtime_does_not_load_is_reported(tmp_path: Path) -> N
 
 
 def test_a_file_with_fp16_inputs_gets_feeds_in_fp16(tmp_path: Path) -> None:
-    half = TensorProto.FLOAT16
-    nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
-    model = graphs.model(nodes, [graphs.edge("x", ["n", 16], half)], [graphs.edge("y", ["n", 16], half)])
-    onnx.save(model, tmp_path / "m.onnx")
+    x, y = (graphs.edge(name, ["n", 16], TensorProto.FLOAT16) for name in "xy")
+    onnx.save(graphs.model([helper.make_node("Add", ["x", "x"], ["y"])], [x], [y]), tmp_path / "m.onnx")
     oracle = oracles.of_onnx(tmp_path / "m.onnx", ir.load(tmp_path / "m.onnx"))
     (answer,) = oracle([{"x": X}])
     np.testing.assert_array_equal(answer["y"], X.astype(np.float16) * np.float16(2))
