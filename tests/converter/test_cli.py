@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
-from converting import MLP, ONNX_ONLY, SUPPORT, Cli, process, tree
+from converting import ONNX_ONLY, Cli, process, tree
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages import errors
@@ -118,14 +117,6 @@ def build():
     assert done.code == 130
     assert done.err.endswith("interrupted; nothing was published\n")
     assert "repository" not in tree(tmp_path)
-
-
-@pytest.mark.long
-def test_modules_in_the_working_directory_are_found(tmp_path: Path, mlp_file: Path) -> None:
-    shutil.copy(SUPPORT / "architectures.py", tmp_path / "mine.py")
-    arguments = ("--model", "mine:Mlp", *MLP[2:], "--format", "onnx", "--profile", "cpu")
-    process("checkpoint", mlp_file, *arguments, "--out", "repository/m/1", cwd=tmp_path).published()
-    assert (tmp_path / "repository" / "m" / "1" / "cpu.onnx").is_file()
 
 
 def test_a_pipe_that_closes_early_is_not_reported_as_a_bug(small: Artifact) -> None:

@@ -32,7 +32,6 @@ _CASES: dict[str, tuple[type[nn.Module], How, str, torch.Tensor]] = {
     "frozen convolutions": (Cnn, "frozen", "x:float32:batch,3,16,16", IMAGES),
     "a scripted transformer": (Encoder, "scripted", "ids:int64:batch,seq", IDS),
     "a scripted loop": (Looping, "scripted", "x:float32:batch,16", X),
-    "a traced perceptron": (Mlp, "traced", "x:float32:batch,16", X),
 }
 
 
