@@ -60,8 +60,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
 
 def load(options: Options, directory: Directory, tensors: Mapping[str, Array]) -> Loaded:
     """Build the directory's model over the memory of ``tensors``."""
-    from converter.read.huggingface.module import load_module, sentence
-    from converter.read.huggingface.past import CACHE, is_causal
+    from converter.read.huggingface.module import CACHE, is_causal, load_module, sentence
     from converter.read.torch.onnx_export import not_served
 
     module, notes = load_module(directory, tensors, options.target.path.parent)
@@ -111,8 +110,7 @@ def _adapted(module: Any, inputs: tuple[TensorSpec, ...], call: Call | None, exa
 
 
 def _with_past(options: Options, directory: Directory, module: Any, _whole: Any) -> Loaded:
-    from converter.read.huggingface.module import leave_out_extras
-    from converter.read.huggingface.past import Cache
+    from converter.read.huggingface.module import Cache, leave_out_extras
     from converter.read.torch.onnx_export import adapt
 
     if options.inputs:

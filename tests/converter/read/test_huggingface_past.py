@@ -13,7 +13,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime import Array, Runtime
 from bf16kit.runtime.loading import load, load_reference
 from converter.process.quiet import quiet
-from converter.read.huggingface.past import Cache
+from converter.read.huggingface.module import Cache
 
 CPU = ("--format", "onnx", "--profile", "cpu", "--no-report")
 
