@@ -19,6 +19,10 @@ Profile = Literal["cpu", "cpu-bf16", "cuda"]
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _MODEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _EXAMPLE = "for example input_ids:int64:batch,seq"
+_RECORDED = (
+    *("profiles", "formats", "keep_fp32", "bf16", "subnormals", "saturate", "residual"),
+    *("allow_over_budget", "drop_failing_profiles", "search", "with_past"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +107,10 @@ class Options:
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that shaped the artifact's bytes, for the manifest; without paths."""
-        return {
-            "profiles": list(self.profiles),
-            "optional_profiles": list(self.optional),
-            "formats": list(self.formats),
-            "keep_fp32": list(self.keep_fp32),
-            "bf16": list(self.bf16),
-            "subnormals": self.subnormals,
-            "saturate": self.saturate,
-            "residual": self.residual,
-            "allow_over_budget": self.allow_over_budget,
-            "drop_failing_profiles": self.drop_failing_profiles,
-            "search": self.search,
-            "with_past": self.with_past,
-            **({} if self.weights is None else {"weights": self.weights}),
-            **({} if self.signature is None else {"signature": self.signature}),
-            **self.recorded_extra,
-        }
+        always = {name: getattr(self, name) for name in _RECORDED}
+        given = {name: value for name in ("weights", "signature") if (value := getattr(self, name)) is not None}
+        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in always.items()}
+        return {**lists, "optional_profiles": list(self.optional), **given, **self.recorded_extra}
 
 
 def parse_target(path: Path) -> Target:

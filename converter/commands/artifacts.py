@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from bf16kit.messages import errors
-from converter.commands.common import PATH, debug_option, echo, json_option, samples_option
+from converter.commands import PATH, debug_option, echo, json_option, samples_option
 
 
 @click.command()
@@ -77,20 +77,18 @@ def explain(
     from converter.process import progress
 
     kernel.configured_kernel()
-    if of is None:
-        if artifact.is_file():
-            raise errors.UsageError(
-                f"{artifact}: is a file, expected an artifact's directory; if it is an evidence file, pass"
-                " --artifact DIRECTORY as well"
-            )
-        with progress.for_stream(sys.stderr) as bar:
-            said = explain_artifact(artifact, samples, profiles, bar, as_json=as_json)
-        echo(said)
-        return
-    if samples is not None or profiles:
+    if of is None and artifact.is_file():
+        raise errors.UsageError(
+            f"{artifact}: is a file, expected an artifact's directory; if it is an evidence file, pass --artifact"
+            " DIRECTORY as well"
+        )
+    if of is not None and (samples is not None or profiles):
         raise errors.UsageError("an evidence file holds its own sample and profile; leave out --samples and --profile")
     with progress.for_stream(sys.stderr) as bar:
-        said = explain_evidence(artifact, of, bar, as_json=as_json)
+        if of is None:
+            said = explain_artifact(artifact, samples, profiles, bar, as_json=as_json)
+        else:
+            said = explain_evidence(artifact, of, bar, as_json=as_json)
     echo(said)
 
 

@@ -6,11 +6,11 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from converter.commands.common import PATH, debug_option, echo
+from converter.commands import PATH, debug_option, echo
 
 if TYPE_CHECKING:
     from converter.options import Options
@@ -21,11 +21,7 @@ _VERSION = re.compile("[1-9][0-9]*")
 @click.command()
 @click.argument("source", type=PATH)
 @click.option(
-    "--out",
-    required=True,
-    type=PATH,
-    metavar="REPOSITORY/MODEL/VERSION",
-    help="Directory of the new artifact.",
+    "--out", required=True, type=PATH, metavar="REPOSITORY/MODEL/VERSION", help="Directory of the new artifact."
 )
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
 @click.option(
@@ -171,20 +167,18 @@ _VERSION = re.compile("[1-9][0-9]*")
 @debug_option
 @click.pass_context
 def checkpoint(
-    context: click.Context, /, debug: bool, per_model: Path | None, jobs: int | None, ray: str | None, **given: object
+    context: click.Context, /, debug: bool, per_model: Path | None, jobs: int | None, ray: str | None, **given: Any
 ) -> None:
     """Convert SOURCE: a Hugging Face directory, safetensors, torch, Lightning, JAX, TensorFlow, Keras or ONNX.
 
     If SOURCE is a directory of checkpoints and --out only a REPOSITORY, convert those that are not converted yet. The
     exit code is then the largest of all conversions.
     """
-    source, out = given["source"], given["out"]
-    assert isinstance(source, Path)  # noqa: S101 - click's `type=PATH`
-    assert isinstance(out, Path)  # noqa: S101
-    if _is_collection(source, out):
+    source: Path = given["source"]
+    if _is_collection(source, given["out"]):
         from converter.commands.collection import convert_collection
 
-        context.exit(convert_collection(context, source, out, _check))
+        context.exit(convert_collection(context, source, given["out"], _check))
     if (per_model, jobs, ray) != (None, None, None):
         raise click.UsageError(
             f"--per-model, --jobs and --ray are only for a directory of checkpoints, and {source} is not one;"
@@ -235,41 +229,30 @@ def _is_collection(source: Path, out: Path) -> bool:
 
 def _check(arguments: Sequence[str]) -> None:
     """Check the command line of one of many checkpoints; raises as the command itself would."""
-    parsed = dict(checkpoint.make_context("checkpoint", list(arguments)).params)
-    for name in ("debug", "per_model", "jobs", "ray"):
-        parsed.pop(name)
-    options_of(**parsed)
+    given = checkpoint.make_context("checkpoint", list(arguments)).params
+    options_of(**{name: value for name, value in given.items() if name not in ("debug", "per_model", "jobs", "ray")})
 
 
-def options_of(**given: object) -> Options:
+def options_of(**given: Any) -> Options:
     """Return the parsed options; a mistake in any of them is reported before long work begins."""
-    from converter import options as parse
-
-    def many(name: str) -> tuple[str, ...]:
-        values = given.pop(name)
-        assert isinstance(values, tuple)  # noqa: S101 - click's `multiple=True`
-        return values
-
     from bf16kit.drift.metrics import Budget
     from bf16kit.messages.errors import UsageError
+    from converter import options as parse
 
-    out, model_args, profiles = given.pop("out"), given.pop("model_args"), many("profiles")
-    formats = many("formats")
+    formats, profiles = given["formats"], given["profiles"]
     if profiles and formats and set(formats) <= {"safetensors", "hf"}:
         raise UsageError(
             f"--profile {profiles[0]}: profiles are only for ONNX; pass --format onnx as well, or leave out --profile"
         )
-    assert isinstance(out, Path)  # noqa: S101 - click's `type=PATH`
-    return parse.Options(
-        target=parse.parse_target(out),
-        model_args=parse.parse_model_args(str(model_args) if model_args is not None else None),
-        inputs=parse.parse_inputs(many("inputs")),
-        outputs=parse.parse_outputs(many("outputs")),
-        formats=formats,  # type: ignore[arg-type]  # click.Choice checked them
-        profiles=profiles or ("cpu", "cuda"),  # type: ignore[arg-type]
-        optional=() if profiles else ("cpu-bf16",),
-        keep_fp32=parse.parse_patterns("--keep-fp32", many("keep_fp32")),
-        bf16=parse.parse_patterns("--bf16", many("bf16")),
-        budget=Budget.parse(many("budget")),
-        **given,  # type: ignore[arg-type]
-    )
+    parsed = {
+        "target": parse.parse_target(given.pop("out")),
+        "model_args": parse.parse_model_args(given["model_args"]),
+        "inputs": parse.parse_inputs(given["inputs"]),
+        "outputs": parse.parse_outputs(given["outputs"]),
+        "profiles": profiles or ("cpu", "cuda"),
+        "optional": () if profiles else ("cpu-bf16",),
+        "keep_fp32": parse.parse_patterns("--keep-fp32", given["keep_fp32"]),
+        "bf16": parse.parse_patterns("--bf16", given["bf16"]),
+        "budget": Budget.parse(given["budget"]),
+    }
+    return parse.Options(**given | parsed)

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from bf16kit.messages.errors import UsageError
-from converter.commands.common import echo
+from converter.commands import echo
 
 if TYPE_CHECKING:
     from converter.bulk.worklist import Item

@@ -5,28 +5,59 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bf16kit.messages import errors
-from converter.commands.common import debug_option, echo, json_option
+from converter.commands import debug_option, echo, json_option
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # as /proc/cpuinfo spells them
 _FLAGS = ("flags", "Features")
 _BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Something that a conversion may need: ``found`` describes it ("" if missing), ``remedy`` says how to get it."""
-
-    name: str
-    found: str
-    remedy: str = ""
+# The packages that a conversion may need, each with the extra of bf16kit that installs it.
+_EXTRAS = {
+    "onnxruntime": "cpu",
+    **dict.fromkeys(("onnxscript", "jinja2", "matplotlib", "torch"), "convert"),
+    "transformers": "hf",
+    "lightning": "lightning",
+    **dict.fromkeys(("tensorstore", "msgpack"), "jax"),
+}
+_ONNX = ("onnxruntime", "onnxscript")
+_TORCH = (*_ONNX, "torch")
+# What can be done with the parts: each source, written format and other ability with those that it needs.
+_NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "sources": {
+        "ONNX": _ONNX,
+        "Hugging Face directory": (*_TORCH, "transformers"),
+        **dict.fromkeys(("safetensors", "torch state dict", "TorchScript"), _TORCH),
+        **dict.fromkeys(("torch.export program (.pt2)", "Lightning checkpoint"), _TORCH),
+        "Orbax (JAX) checkpoint": (*_TORCH, "tensorstore"),
+        "Flax msgpack": (*_TORCH, "msgpack"),
+        **dict.fromkeys(("TensorFlow SavedModel", "Keras model (.keras)"), (*_ONNX, "TensorFlow")),
+    },
+    "formats": {
+        "onnx": _ONNX,
+        "torchscript": _TORCH,
+        "pt2": _TORCH,
+        "safetensors": _ONNX,
+        "hf": (*_TORCH, "transformers"),
+    },
+    "others": {
+        "the report (all but --no-report)": ("jinja2", "matplotlib"),
+        "bf16-convert recover": _TORCH,
+        "a LightningModule as --model": (*_TORCH, "lightning"),
+    },
+}
+_TITLES = {
+    "sources": ("Sources that can be converted now", "source"),
+    "formats": ("Formats that can be written now", "format"),
+    "others": ("Other things that can be done now", "what"),
+}
+Part = tuple[str, str]  # a description of what was found, "" if it is missing; and how to get it
 
 
 @click.command()
@@ -36,82 +67,58 @@ def doctor(as_json: bool, debug: bool) -> None:
     """Show what is installed, what can be converted now, and the commands that install what is missing."""
     from bf16kit.messages import document
 
-    found = parts()
-    echo(document.dumps(record(found)) if as_json else describe(found))
+    found = record()
+    echo(document.dumps(found) if as_json else _describe(found))
 
 
-def parts() -> dict[str, Part]:
-    """Return every part of :data:`CHECKS`, by name. Nothing large is imported; a check that fails counts as missing."""
-    return {name: check(name) for name, check in CHECKS.items()}
+def record() -> dict[str, Any]:
+    """Return everything as docs/json.md describes it. Nothing large is imported."""
+    from bf16kit import __version__
 
-
-def record(found: Mapping[str, Part]) -> dict[str, Any]:
-    """Return everything as docs/json.md describes it."""
-    return {
-        "version": 1,
-        "installed": [{"name": part.name, "found": part.found, "remedy": part.remedy} for part in found.values()],
-        **{
-            key: _abilities(needs, found)
-            for key, needs in (("sources", SOURCES), ("formats", FORMATS), ("others", OTHERS))
-        },
+    parts: dict[str, Part] = {
+        "python": (f"{platform.python_version()}, bf16kit {__version__}", ""),
+        "processor": (_processor(), ""),
+        "CPU kernel": _kernel(),
+        "C++ compiler": _compiler(),
+        **{name: _package(name, extra) for name, extra in _EXTRAS.items()},
+        "TensorFlow": _tensorflow(),
     }
+    installed = [{"name": name, "found": found, "remedy": remedy} for name, (found, remedy) in parts.items()]
+    abilities = {}
+    for kind, needs in _NEEDS.items():
+        missing = {name: [part for part in needed if not parts[part][0]] for name, needed in needs.items()}
+        abilities[kind] = [{"name": name, "possible": not some, "missing": some} for name, some in missing.items()]
+    return {"version": 1, "installed": installed, **abilities}
 
 
-def describe(found: Mapping[str, Part]) -> str:
+def _describe(found: Mapping[str, Any]) -> str:
     """Return tables of what is installed, read and written, and the commands that install what is missing."""
     from bf16kit.messages.wording import table
 
-    tables = (
-        ("Sources that can be converted now", "source", SOURCES),
-        ("Formats that can be written now", "format", FORMATS),
-        ("Other things that can be done now", "what", OTHERS),
-    )
-    sections = [
-        table("Installed", ("part", "found"), [(part.name, part.found or "missing") for part in found.values()])
-    ]
-    for title, column, needs in tables:
+    rows = [(part["name"], part["found"] or "missing") for part in found["installed"]]
+    sections = [table("Installed", ("part", "found"), rows)]
+    for kind, (title, column) in _TITLES.items():
         rows = [
-            (ability["name"], "yes" if ability["possible"] else f"no: needs {', '.join(ability['missing'])}")
-            for ability in _abilities(needs, found)
+            (each["name"], "yes" if each["possible"] else f"no: needs {', '.join(each['missing'])}")
+            for each in found[kind]
         ]
         sections.append(table(title, (column, "now"), rows))
-    return "\n\n".join((*sections, *_remedies([part for part in found.values() if not part.found])))
+    lines = []
+    for part in found["installed"]:
+        if not part["found"]:
+            lines += [f"  {part['name']}:", *(f"    {line}" for line in part["remedy"].splitlines())]
+    last = "\n".join(["To install the missing parts", *lines]) if lines else "Nothing is missing."
+    return "\n\n".join([*sections, last])
 
 
-def _abilities(needs: Mapping[str, Sequence[str]], found: Mapping[str, Part]) -> list[dict[str, Any]]:
-    missing = {name: [part for part in needed if not found[part].found] for name, needed in needs.items()}
-    return [{"name": name, "possible": not parts, "missing": parts} for name, parts in missing.items()]
+def _package(name: str, extra: str) -> Part:
+    from converter.process import versions
+
+    found = versions.version_of(name) or (versions.onnxruntime() if name == "onnxruntime" else None)
+    return (found, "") if found else ("", f"pip install 'bf16kit[{extra}]'")
 
 
-def _remedies(missing: Sequence[Part]) -> Iterator[str]:
-    if not missing:
-        yield "Nothing is missing."
-        return
-    lines = ["To install the missing parts"]
-    for part in missing:
-        lines += [f"  {part.name}:", *(f"    {line}" for line in part.remedy.splitlines())]
-    yield "\n".join(lines)
-
-
-def _package(*names: str, extra: str) -> Callable[[str], Part]:
-    """Return a check for one of the packages ``names`` in this Python; bf16kit's ``extra`` installs it."""
-
-    def check(name: str) -> Part:
-        from converter.process import versions
-
-        found = next((v for v in map(versions.version_of, names) if v is not None), "")
-        return Part(name, found, "" if found else f"pip install 'bf16kit[{extra}]'")
-
-    return check
-
-
-def _python(name: str) -> Part:
-    from bf16kit import __version__
-
-    return Part(name, f"{platform.python_version()}, bf16kit {__version__}")
-
-
-def _processor(name: str) -> Part:
+def _processor() -> str:
     """Return the instruction sets of this CPU that matter for speed."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -121,80 +128,33 @@ def _processor(name: str) -> Part:
     found = set(flags.split())
     own = ", ".join(flag for flag in _INSTRUCTIONS if flag in found) or "none of " + ", ".join(_INSTRUCTIONS)
     emulated = "" if found.intersection(_BF16) else "; bf16 products are emulated in fp32"
-    return Part(name, f"{platform.machine()} with {own}{emulated}")
+    return f"{platform.machine()} with {own}{emulated}"
 
 
-def _kernel(name: str) -> Part:
+def _kernel() -> Part:
     from bf16kit.runtime.ort import kernel
 
     try:
         found = kernel.configured_kernel()
     except errors.ConfigError as error:
-        return Part(name, "", str(error))
-    return Part(name, found.path, "" if found.path else f"{found.note}: {found.advice}")
+        return "", str(error)
+    return found.path, "" if found.path else f"{found.note}: {found.advice}"
 
 
-def _compiler(name: str) -> Part:
+def _compiler() -> Part:
     command = os.environ.get("CXX", "") or "g++"
     found = next((path for path in map(shutil.which, (command, "c++", "clang++")) if path), "")
-    return Part(name, found, "" if found else "apt-get install g++ (on Debian), then install bf16kit again")
+    return found, "" if found else "apt-get install g++ (on Debian), then install bf16kit again"
 
 
-def _tensorflow(name: str) -> Part:
+def _tensorflow() -> Part:
     from converter.read.tensorflow import reader
 
     try:
         found = reader.find()
     except errors.UsageError as error:
-        return Part(name, "", str(error))
+        return "", str(error)
     if found.missing:
-        return Part(name, "", "\n".join(reader.PREPARE))
+        return "", "\n".join(reader.PREPARE)
     versions = ", ".join(f"{package} {found.versions[package]}" for package in ("tensorflow", "tf2onnx"))
-    return Part(name, f"{versions} in {found.python}")
-
-
-# One line each, in the order of the report. A part that a new source or format needs gets its line here.
-CHECKS: Mapping[str, Callable[[str], Part]] = {
-    "python": _python,
-    "processor": _processor,
-    "CPU kernel": _kernel,
-    "C++ compiler": _compiler,
-    "onnxruntime": _package("onnxruntime", "onnxruntime-gpu", extra="cpu"),
-    "onnxscript": _package("onnxscript", extra="convert"),
-    "jinja2": _package("jinja2", extra="convert"),
-    "matplotlib": _package("matplotlib", extra="convert"),
-    "torch": _package("torch", extra="convert"),
-    "transformers": _package("transformers", extra="hf"),
-    "lightning": _package("lightning", extra="lightning"),
-    "tensorstore": _package("tensorstore", extra="jax"),
-    "msgpack": _package("msgpack", extra="jax"),
-    "TensorFlow": _tensorflow,
-}
-_ONNX = ("onnxruntime", "onnxscript")
-_TORCH = (*_ONNX, "torch")
-# The parts that each source, written format and other ability needs, one line each.
-SOURCES: Mapping[str, Sequence[str]] = {
-    "ONNX": _ONNX,
-    "Hugging Face directory": (*_TORCH, "transformers"),
-    "safetensors": _TORCH,
-    "torch state dict": _TORCH,
-    "TorchScript": _TORCH,
-    "torch.export program (.pt2)": _TORCH,
-    "Lightning checkpoint": _TORCH,
-    "Orbax (JAX) checkpoint": (*_TORCH, "tensorstore"),
-    "Flax msgpack": (*_TORCH, "msgpack"),
-    "TensorFlow SavedModel": (*_ONNX, "TensorFlow"),
-    "Keras model (.keras)": (*_ONNX, "TensorFlow"),
-}
-FORMATS: Mapping[str, Sequence[str]] = {
-    "onnx": _ONNX,
-    "torchscript": _TORCH,
-    "pt2": _TORCH,
-    "safetensors": _ONNX,
-    "hf": (*_TORCH, "transformers"),
-}
-OTHERS: Mapping[str, Sequence[str]] = {
-    "the report (all but --no-report)": ("jinja2", "matplotlib"),
-    "bf16-convert recover": _TORCH,
-    "a LightningModule as --model": (*_TORCH, "lightning"),
-}
+    return f"{versions} in {found.python}", ""

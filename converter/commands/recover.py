@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from converter.commands import echo
 from converter.commands.checkpoint import checkpoint, options_of
-from converter.commands.common import echo
 from converter.recovery.settings import PRECISIONS, Settings, parse_scaling
 
 # A search for islands is the alternative to a recovery, and a recovery converts one model only.

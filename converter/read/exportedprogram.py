@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from converter.read.torch.onnx_export import adapt
 from converter.source import Checkpoint, Source, digest_files
 
 _BATCH = "batch"
-_UNBOUNDED = 2**31  # an upper bound from here on means that none was set
 _HOW = "the program as torch.export.load gives it, fp32, on the CPU"
 
 # On some devices these kernels need input and parameters of one dtype, and on all devices they lose precision in bf16.
@@ -54,11 +53,10 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     inputs = onnx_file.resolve_inputs(_inputs(options.source, program, others), options.inputs)
     checkpoint = Checkpoint("torch-export", digest_files([options.source], advance), tensors)
     module = statedict.in_fp32(ProgramModule(program, others)).eval()
-    unchanged = oracles.UnchangedTensors(module)  # its tensors share the checkpoint's memory
-    model = adapt(module, inputs)
-    unchanged.check("running the program")
+    with oracles.unchanged(module, "running the program"):  # its tensors share the checkpoint's memory
+        model = adapt(module, inputs)
     oracle = replace(oracles.of_module(model), how=_HOW)
-    return replace(exported_source(checkpoint, model, None), notes=(*_notes(program), *notes), oracle=oracle)
+    return replace(exported_source(checkpoint, model, None), notes=tuple(notes), oracle=oracle)
 
 
 def _load(path: Path) -> ExportedProgram:
@@ -79,12 +77,9 @@ def _load(path: Path) -> ExportedProgram:
         return move_to_device_pass(program, "cpu") if elsewhere else program
 
 
-def _given(program: ExportedProgram) -> Iterator[tuple[TensorArgument | ConstantArgument | Any, Any]]:
-    """Yield the program's own inputs in order: each with the tensor that it was exported with, None for a constant."""
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is InputKind.USER_INPUT:
-            yield spec.arg, values[spec.arg.name] if isinstance(spec.arg, TensorArgument) else None
+def _arguments(program: ExportedProgram) -> list[TensorArgument | ConstantArgument | Any]:
+    """Return the program's own inputs in order."""
+    return [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
 
 
 def _inputs(path: Path, program: ExportedProgram, others: Collection[str]) -> tuple[TensorSpec, ...]:
@@ -93,13 +88,15 @@ def _inputs(path: Path, program: ExportedProgram, others: Collection[str]) -> tu
     A free dimension is named after the input and axis where it occurs first, but ``batch`` if that is axis 0 of the
     first input with a free dimension.
     """
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     names: dict[str, str] = {}
     specs = []
-    for argument, value in _given(program):
+    for argument in _arguments(program):
         if isinstance(argument, ConstantArgument):
             continue
         if not isinstance(argument, TensorArgument):
             raise SourceError(f"{path}: its input {argument.name!r} is a {type(argument).__name__}, expected a tensor")
+        value: Any = values[argument.name]  # the tensor that the program was exported with
         dims: list[int | str] = []
         for axis, dim in enumerate(value.shape):
             if isinstance(dim, int):
@@ -112,15 +109,6 @@ def _inputs(path: Path, program: ExportedProgram, others: Collection[str]) -> tu
         dtype = str(value.dtype).removeprefix("torch.")
         specs.append(TensorSpec(argument.name, "float32" if dtype in others else dtype, tuple(dims)))
     return name_dimensions(specs)
-
-
-def _notes(program: ExportedProgram) -> Iterator[str]:
-    """Yield a sentence for each free dimension that was exported with an upper bound."""
-    for argument, value in _given(program):
-        for axis, dim in enumerate(() if value is None else value.shape):
-            bounds = None if isinstance(dim, int) else program.range_constraints.get(dim.node.expr)
-            if bounds is not None and bounds.upper < _UNBOUNDED:
-                yield f"the program was exported for sizes up to {bounds.upper} in dimension {axis} of {argument.name}"
 
 
 class ProgramModule(torch.nn.Module):
@@ -136,7 +124,7 @@ class ProgramModule(torch.nn.Module):
                 if isinstance(node.target, torch._ops.OpOverload):
                     node.target = _careful(node.target)
             part.recompile()
-        self._arguments = [argument for argument, _ in _given(program)]
+        self._arguments = _arguments(program)
         self._structure = program.call_spec.in_spec
 
     def forward(self, *inputs: torch.Tensor) -> Any:
@@ -159,11 +147,8 @@ def _careful(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     name = operator.overloadpacket.__name__
 
     def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
-        if not torch.is_autocast_enabled("cpu"):
-            return operator(*args, **kwargs)
-        with torch.autocast("cpu", enabled=False):
-            return operator(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+            return operator(*map(_wide, args), **{key: _wide(value) for key, value in kwargs.items()})
 
     def table(*args: Any, **kwargs: Any) -> Any:
         return _wide(operator(*args, **kwargs))

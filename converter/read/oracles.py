@@ -6,6 +6,7 @@ They involve no step of the conversion, so they show what reading, exporting and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ _ROUNDOFF = {"FLOAT16": 2.0**-11, "BFLOAT16": 2.0**-8}
 def of_module(model: TorchModel) -> Oracle:
     """Return the oracle of ``model``'s module, on the CPU, without gradients, with matrix products in full fp32.
 
-    Raises nothing here. The module must be unchanged since loading when the oracle runs: see :class:`UnchangedTensors`.
+    The module must not have changed since it was loaded: see :func:`unchanged`.
     """
 
     def outputs(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
@@ -60,25 +61,21 @@ def _run(model: TorchModel, feed: Feeds) -> Feeds:
     return dict(zip(model.outputs, plain, strict=True))
 
 
-class UnchangedTensors:
-    """Checks that a module's parameters and buffers do not change between its loading and the oracle's run.
+@contextmanager
+def unchanged(module: torch.nn.Module, what: str) -> Iterator[None]:
+    """Raise :class:`ConversionError` naming the first tensor of ``module`` that ``what``, the block, changes.
 
     torch counts the changes of each tensor, and a replaced tensor has another address, so nothing is copied or hashed.
     """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._before = _tensor_versions(module)
-
-    def check(self, what: str) -> None:
-        """Raise :class:`ConversionError` naming the first tensor that ``what`` changed, added or removed."""
-        after = _tensor_versions(self._module)
-        for name in sorted(self._before.keys() | after.keys()):
-            if self._before.get(name) != after.get(name):
-                raise ConversionError(
-                    f"{what} changed the model's own tensor {name!r}, so its outputs are no longer those of the"
-                    " checkpoint; make the model's forward leave its parameters and buffers unchanged"
-                )
+    before = _tensor_versions(module)
+    yield
+    after = _tensor_versions(module)
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            raise ConversionError(
+                f"{what} changed the model's own tensor {name!r}, so its outputs are no longer those of the"
+                " checkpoint; make the model's forward leave its parameters and buffers unchanged"
+            )
 
 
 def _tensor_versions(module: torch.nn.Module) -> dict[str, tuple[int, int, bool]]:
@@ -122,25 +119,19 @@ def _dtype(text: str) -> np.dtype[Any]:
 
 def roundoff(model: ir.Model) -> float:
     """Return the unit roundoff of the least precise type among the inputs of operators that compute."""
-    found = {FP32_ROUNDOFF}
-    for node in model.graph.all_nodes():
-        if node.op_type not in _EXACT:
-            found.update(_ROUNDOFF.get(_declared_type(value), FP32_ROUNDOFF) for value in node.inputs)
-    return max(found)
+    nodes = [node for node in model.graph.all_nodes() if node.op_type not in _EXACT]
+    types = {_declared_type(value) for node in nodes for value in node.inputs if value is not None}
+    return max(_ROUNDOFF.get(name, FP32_ROUNDOFF) for name in types | {""})
 
 
-def _declared_type(value: ir.Value | None) -> str:
+def _declared_type(value: ir.Value) -> str:
     """Return the type of an operator's input if the file states it: of a weight, an input, or a Cast's result."""
-    if value is None:
-        return ""
-    if value.dtype is not None:
-        return value.dtype.name
-    producer = value.producer()
-    if value.const_value is not None:
-        return value.const_value.dtype.name
-    if producer is not None and producer.op_type == "Cast" and producer.domain == "" and "to" in producer.attributes:
-        import onnx_ir as ir
+    import onnx_ir as ir
 
-        dtypes = {int(dtype): dtype.name for dtype in ir.DataType}
-        return dtypes.get(producer.attributes["to"].as_int(), "")
-    return ""
+    known, producer = value.dtype, value.producer()
+    if known is None and value.const_value is not None:
+        known = value.const_value.dtype
+    if known is None and producer is not None and (producer.op_type, producer.domain) == ("Cast", ""):
+        to = producer.attributes.get("to")
+        known = None if to is None else {int(dtype): dtype for dtype in ir.DataType}.get(to.as_int())
+    return "" if known is None else known.name

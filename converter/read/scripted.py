@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,43 +15,38 @@ from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchscript import load_module
 from converter.options import Options
 from converter.process.quiet import quiet
-from converter.read import oracles, torch_file
+from converter.read import oracles, sources, torch_file
 from converter.read.detect import Kind
-from converter.read.sources import (
-    Advance,
-    check_trusted,
-    exported_source,
-    inputs_of,
-    precision_notes,
-    source_without_graph,
-)
-from converter.read.torch.interpreted import Interpreted, input_names, place
+from converter.read.torch.interpreted import Interpreted, place
 from converter.read.torch.onnx_export import adapt
 from converter.source import Checkpoint, Source, TorchModel, digest_files
 
-CONSTANT = "constants."  # prefix of the names of tensors that are constants of the code
+# Operators that read a tensor's values, and those that may branch on them.
+_ASKING = (
+    *("aten::Bool", "aten::Float", "aten::FloatImplicit", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit"),
+    *("aten::equal", "aten::is_nonzero", "aten::item", "prim::tolist"),
+)
+_DECIDING = ("prim::If", "prim::Loop", *_ASKING)
 
-# Operators that read a tensor's values and branch on them.
-_DECIDING = ("prim::If", "prim::Loop", "aten::Bool", "aten::Float", "aten::Int", "aten::item", "prim::tolist")
 
-
-def read(options: Options, kind: Kind, advance: Advance) -> Source:
+def read(options: Options, kind: Kind, advance: sources.Advance) -> Source:
     """Return the file as a source, without a graph if that cannot be followed.
 
     Raises :class:`ConversionError` if it holds no fp32 weights, or does not run.
     """
     if options.model is not None:
         raise UsageError("--model: a TorchScript file brings its own architecture")
-    check_trusted(options, kind.value)
+    sources.check_trusted(options, kind.value)
     script = load(options.source)
     found = tensors(script)
     arrays = torch_file.to_numpy(options.source, found)
     if not any(array.dtype.name == "float32" for array in arrays.values()):
         raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
-    notes = precision_notes(options, arrays)
+    notes = sources.precision_notes(options, arrays)
     checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), arrays)
-    inputs = _in_order(inputs_of(options), list(input_names(script)))
-    itself = replace(adapt(script, inputs, call=_positional), script=script)
+    inputs = _in_order(sources.inputs_of(options), [argument.name for argument in script.forward.schema.arguments[1:]])
+    itself = adapt(script, inputs, call=lambda module, feeds: module(*feeds.values()))
+    itself = replace(itself, script=script)
     source = _translated(itself, found, checkpoint)
     oracle = replace(oracles.of_module(itself), how="the TorchScript file itself, on the CPU")
     rowwise = source.graph is not None or not decides_by_numbers(script)
@@ -60,33 +55,23 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
 
 def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Source:
     """Return ``original`` as a source, with a graph if its operators can be followed into one."""
-    script = original.script
-    translated = Interpreted(script, found)
+    translated = Interpreted(original.script, found)
+
+    def failed(reason: str) -> str:
+        """Return the reason why ONNX failed, with the name of the file's operator if that is known."""
+        operator = translated.failure.operator
+        if operator in _DECIDING:
+            reason = "depends on values in a tensor (a branch, a loop, a size), which cannot be translated to ONNX"
+            return f"{operator} {reason}"
+        return f"{operator}: {reason}" if operator and operator not in reason else reason
+
     try:
-        model = adapt(translated, original.inputs, call=_positional)
+        model = adapt(translated, original.inputs)
     except ConversionError as error:
-        return source_without_graph(checkpoint, original, None, reason=_failure_reason(translated.stopped, str(error)))
-    if model.outputs != original.outputs:
-        given, computed = ", ".join(original.outputs), ", ".join(model.outputs)
-        reason = f"the file gives {given}, but its translated operators give {computed}"
-        return source_without_graph(checkpoint, original, None, reason=reason)
-    source = exported_source(checkpoint, replace(model, script=script), None)
-    if not source.no_graph_reason:
-        return source
-    return replace(source, no_graph_reason=_failure_reason(translated.stopped, source.no_graph_reason))
-
-
-def _failure_reason(operator: str, reason: str) -> str:
-    """Return the reason why ONNX failed, with the name of the file's operator if that is known."""
-    if operator in _DECIDING:
-        return (
-            f"{operator} depends on values in a tensor (a branch, a loop, a size), which cannot be translated to ONNX"
-        )
-    return f"{operator}: {reason}" if operator and operator not in reason else reason
-
-
-def _positional(module: torch.nn.Module, feeds: Mapping[str, torch.Tensor]) -> Any:
-    return module(*feeds.values())
+        return sources.source_without_graph(checkpoint, original, None, reason=failed(str(error)))
+    model = replace(model, outputs=original.outputs, script=original.script)  # a named tuple is followed as a tuple
+    source = sources.exported_source(checkpoint, model, None)
+    return replace(source, no_graph_reason=failed(source.no_graph_reason)) if source.no_graph_reason else source
 
 
 def _in_order(inputs: tuple[TensorSpec, ...], names: list[str]) -> tuple[TensorSpec, ...]:
@@ -117,32 +102,15 @@ def tensors(module: Any) -> dict[str, torch.Tensor]:
     tensor with two names occurs twice, as in a ``state_dict``.
     """
     found = dict(module.state_dict())
-    places = {place(tensor) for tensor in found.values()}
-    number = 0
+    named, places = len(found), {place(tensor) for tensor in found.values()}
     for node in scriptgraph.nodes(module.graph):
-        for name, tensor in _of_node(module, node):
-            if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or place(tensor) in places:
-                continue
-            places.add(place(tensor))
-            number += 1
-            found[name or f"{CONSTANT}{number - 1}"] = tensor
+        for tensor in scriptgraph.tensors_of(module, node):
+            if tensor.ndim and place(tensor) not in places:
+                places.add(place(tensor))
+                is_constant = node.kind() == "prim::Constant"
+                name = f"constants.{len(found) - named}" if is_constant else ".".join(scriptgraph.path_of(node))
+                found[name] = tensor
     return found
-
-
-def _of_node(module: Any, node: Any) -> Iterator[tuple[str, Any]]:
-    if node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t":
-        yield "", node.t("value")
-    elif node.kind() == "prim::GetAttr" and node.output().type().kind() in ("TensorType", "ListType"):
-        path = scriptgraph.path_of(node)
-        value = scriptgraph.owner_of(module, node).getattr(path[-1])
-        for index, one in enumerate(value if isinstance(value, list) else [value]):
-            yield ".".join(path) + (f".{index}" if isinstance(value, list) else ""), one
-
-
-_ASKING = (
-    *("aten::Bool", "aten::Float", "aten::FloatImplicit", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit"),
-    *("aten::equal", "aten::is_nonzero", "aten::item", "prim::tolist"),
-)
 
 
 def decides_by_numbers(module: Any) -> bool:

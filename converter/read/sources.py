@@ -116,13 +116,12 @@ def exported_source(
     from converter.read.signature import output_specs
     from converter.read.torch.onnx_export import Untranslatable, to_onnx
 
-    unchanged = oracles.UnchangedTensors(model.module)
     failure = None
-    try:
-        graph = to_onnx(model, checkpoint.tensors if bound is None else bound)
-    except Untranslatable as error:
-        failure = str(error)
-    unchanged.check("torch.onnx.export")
+    with oracles.unchanged(model.module, "torch.onnx.export"):
+        try:
+            graph = to_onnx(model, checkpoint.tensors if bound is None else bound)
+        except Untranslatable as error:
+            failure = str(error)
     if failure is not None:
         return source_without_graph(checkpoint, model, sampler, tools, reason=failure)
     tools, oracle = ("torch", "onnxscript", *tools), oracles.of_module(model)

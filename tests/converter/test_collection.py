@@ -96,14 +96,8 @@ def test_ctrl_c_keeps_finished_conversions_and_the_next_run_continues(models: Pa
     for name in names[2:]:
         onnx.save(graphs.mlp((8, 40, 8)), models / f"{name}.onnx")
     out = tmp_path / "repo"
-    command = [
-        str(Path(sys.executable).with_name("bf16-convert")),
-        "checkpoint",
-        str(models),
-        "--out",
-        str(out),
-        *QUICK,
-    ]
+    program = str(Path(sys.executable).with_name("bf16-convert"))
+    command = [program, "checkpoint", str(models), "--out", str(out), *QUICK]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SUPPORT)])}
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert running.stderr is not None
@@ -133,94 +127,78 @@ def test_changed_samples_make_a_new_version(models: Path, tmp_path: Path) -> Non
         assert f"a {status}" in found.err
 
 
-class TestErrorsBeforeWorkBegins:
-    def test_an_invalid_model_name(self, cli: Cli, models: Path, tmp_path: Path) -> None:
-        (models / "a.onnx").rename(models / "my model.onnx")
-        cli("checkpoint", models, "--out", tmp_path / "repo").refused(2, "'my model' is not a model name")
-        assert not (tmp_path / "repo").exists()
-
-    def test_an_invalid_option(self, cli: Cli, models: Path, tmp_path: Path) -> None:
-        cli("checkpoint", models, "--out", tmp_path / "repo", "--input", "x").refused(2, "a.onnx: --input 'x'")
-        assert not (tmp_path / "repo").exists()
-
-    def test_an_option_for_directories_given_with_a_file(self, cli: Cli, models: Path, tmp_path: Path) -> None:
-        cli("checkpoint", models / "a.onnx", "--out", tmp_path / "m" / "1", "--jobs", "2").refused(
-            2, "are only for a directory of checkpoints"
-        )
-
-    def test_a_directory_of_checkpoints_with_a_version_as_output(self, cli: Cli, models: Path, tmp_path: Path) -> None:
-        cli("checkpoint", models, "--out", tmp_path / "m" / "1").refused(
-            2, "is not a model", "to convert all checkpoints in it, pass --out REPOSITORY"
-        )
-
-    def test_a_stray_file_that_makes_the_directory_one_source(self, cli: Cli, models: Path, tmp_path: Path) -> None:
-        (models / "other.pdparams").write_text("")
-        cli("checkpoint", models, "--out", tmp_path / "repo").refused(
-            2, "must end in MODEL/VERSION", "is a PaddlePaddle model"
-        )
-
-    def test_one_file_with_a_repository_as_output(self, cli: Cli, models: Path, tmp_path: Path) -> None:
-        cli("checkpoint", models / "a.onnx", "--out", tmp_path / "repo").refused(2, "must end in MODEL/VERSION")
+@pytest.mark.parametrize(
+    ("source", "out", "arguments", "said"),
+    [
+        ("", "repo", ["--input", "x"], ["a.onnx: --input 'x'"]),
+        ("a.onnx", "m/1", ["--jobs", "2"], ["are only for a directory of checkpoints"]),
+        ("a.onnx", "m/1", ["--ray", "auto"], ["--ray are only for a directory of checkpoints"]),
+        ("", "m/1", [], ["is not a model", "to convert all checkpoints in it, pass --out REPOSITORY"]),
+        ("a.onnx", "repo", [], ["must end in MODEL/VERSION"]),
+    ],
+)
+def test_a_wrong_option_is_reported_before_work_begins(
+    cli: Cli, models: Path, tmp_path: Path, source: str, out: str, arguments: list[str], said: list[str]
+) -> None:
+    cli("checkpoint", models / source, "--out", tmp_path / out, *arguments).refused(2, *said)
+    assert not (tmp_path / out).exists()
 
 
-class TestPerModel:
-    def _asked(self, cli: Cli, models: Path, tmp_path: Path, file: str, content: str, *said: str) -> None:
-        (tmp_path / "own").mkdir()
-        (tmp_path / "own" / file).write_text(content)
-        cli("checkpoint", models, "--out", tmp_path / "repo", "--per-model", tmp_path / "own").refused(2, *said)
-        assert not (tmp_path / "repo").exists()
+def test_a_stray_file_that_makes_the_directory_one_source_is_named(cli: Cli, models: Path, tmp_path: Path) -> None:
+    (models / "other.pdparams").write_text("")
+    said = ("must end in MODEL/VERSION", "is a PaddlePaddle model")
+    cli("checkpoint", models, "--out", tmp_path / "repo").refused(2, *said)
 
-    @pytest.mark.parametrize(
-        ("content", "said"),
-        [
-            ("sed: 1", "unknown option 'sed'; known: "),
-            ("out: elsewhere", "unknown option 'out'"),
-            ("saturate: 1", "saturate is 1, expected true or false"),
-            ("seed: [1, 2]", "a.onnx: '[1, 2]' is not a valid integer"),
-            ("seed: minus one", "a.onnx: 'minus one' is not a valid integer"),
-            ("input: x", "a.onnx: --input 'x': expected NAME:DTYPE:DIMS"),
-            ("- seed", "expected one option per line, such as `model: pkg.mod:factory`"),
-            ("{seed: 1", "not YAML"),
-            ("name: [a]", "a.yaml: \"['a']\" is not a model name"),
-            ("name: ../outside", "a.yaml: '../outside' is not a model name"),
-            ("name: b/c", "a.yaml: 'b/c' is not a model name"),
-            ("name: ''", "a.yaml: '' is not a model name"),
-            ("name: b", "b.onnx would both become model 'b'"),
-        ],
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("aa", "seed: 1", "there is no checkpoint of that name"),
+        ("a", "sed: 1", "unknown option 'sed'; known: "),
+        ("a", "out: elsewhere", "unknown option 'out'"),
+        ("a", "saturate: 1", "saturate is 1, expected true or false"),
+        ("a", "seed: [1, 2]", "a.onnx: '[1, 2]' is not a valid integer"),
+        ("a", "seed: minus one", "a.onnx: 'minus one' is not a valid integer"),
+        ("a", "input: x", "a.onnx: --input 'x': expected NAME:DTYPE:DIMS"),
+        ("a", "- seed", "expected one option per line, such as `model: pkg.mod:factory`"),
+        ("a", "{seed: 1", "not YAML"),
+        ("a", "name: [a]", "a.yaml: \"['a']\" is not a model name"),
+        ("a", "name: ../outside", "a.yaml: '../outside' is not a model name"),
+        ("a", "name: b/c", "a.yaml: 'b/c' is not a model name"),
+        ("a", "name: ''", "a.yaml: '' is not a model name"),
+        ("a", "name: b", "b.onnx would both become model 'b'"),
+    ],
+)
+def test_a_mistake_in_the_options_of_one_model_is_reported_with_its_file(
+    cli: Cli, models: Path, tmp_path: Path, file: str, content: str, said: str
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / f"{file}.yaml").write_text(content)
+    done = cli("checkpoint", models, "--out", tmp_path / "repo", "--per-model", tmp_path / "own").refused(2, said)
+    assert f"{file}." in done.err
+    assert not (tmp_path / "repo").exists()
+
+
+def test_an_options_file_beside_a_checkpoint_is_ignored_without_per_model(
+    cli: Cli, models: Path, tmp_path: Path
+) -> None:
+    """Otherwise the author of a checkpoint could choose which code the converter imports."""
+    (models / "a.yaml").write_text("sed: 1")
+    (models / "my model.onnx").write_bytes((models / "a.onnx").read_bytes())
+    cli("checkpoint", models, "--out", tmp_path / "repo").refused(2, "'my model' is not a model name")
+
+
+@pytest.mark.long
+def test_options_of_one_model_override_the_command_s(models: Path, tmp_path: Path) -> None:
+    (models / "b.onnx").unlink()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.onnx.yaml").write_text(
+        "name: renamed\nseed: 7\nresidual: false\nbudget: {relative_l2: 0.02}\n"
     )
-    def test_a_mistake_is_reported_with_the_name_of_the_file(
-        self, cli: Cli, models: Path, tmp_path: Path, content: str, said: str
-    ) -> None:
-        self._asked(cli, models, tmp_path, "a.yaml", content, said)
-
-    def test_a_file_without_a_checkpoint_of_that_name_is_rejected(self, cli: Cli, models: Path, tmp_path: Path) -> None:
-        self._asked(cli, models, tmp_path, "aa.yaml", "seed: 1", "aa.yaml", "there is no checkpoint of that name")
-
-    def test_an_options_file_beside_a_checkpoint_is_ignored_without_per_model(
-        self, cli: Cli, models: Path, tmp_path: Path
-    ) -> None:
-        """Otherwise the author of a checkpoint could choose which code the converter imports."""
-        (models / "a.yaml").write_text("sed: 1")
-        (models / "my model.onnx").write_bytes((models / "a.onnx").read_bytes())
-        cli("checkpoint", models, "--out", tmp_path / "repo").refused(2, "'my model' is not a model name")
-
-    @pytest.mark.long
-    def test_options_of_one_model_override_the_command_s(self, models: Path, tmp_path: Path) -> None:
-        (models / "b.onnx").unlink()
-        (tmp_path / "own").mkdir()
-        (tmp_path / "own" / "a.onnx.yaml").write_text(
-            "name: renamed\nseed: 7\nresidual: false\nbudget: {relative_l2: 0.02}\n"
-        )
-        out = tmp_path / "repo"
-        process("checkpoint", models, "--out", out, *QUICK, "--seed", "1", "--per-model", tmp_path / "own").published()
-        manifest = Artifact.open(out / "renamed" / "1").manifest
-        assert (manifest.seed, manifest.options["residual"], manifest.budget["relative_l2"]) == (7, False, 0.02)
-
-
-def test_ray_is_only_for_directories(cli: Cli, models: Path, tmp_path: Path) -> None:
-    cli("checkpoint", models / "a.onnx", "--out", tmp_path / "m" / "1", "--ray", "auto").refused(
-        2, "--ray are only for a directory of checkpoints"
-    )
+    out = tmp_path / "repo"
+    process("checkpoint", models, "--out", out, *QUICK, "--seed", "1", "--per-model", tmp_path / "own").published()
+    manifest = Artifact.open(out / "renamed" / "1").manifest
+    assert (manifest.seed, manifest.options["residual"], manifest.budget["relative_l2"]) == (7, False, 0.02)
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here: tests/ray has the rest")

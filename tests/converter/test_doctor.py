@@ -11,7 +11,7 @@ from converting import Cli, process
 from savedmodels import stand_in
 
 from bf16kit.runtime.ort import kernel
-from converter.commands.doctor import CHECKS, FORMATS, OTHERS, SOURCES, parts
+from converter.commands.doctor import record
 from converter.read.tensorflow import reader as tensorflow
 
 
@@ -55,15 +55,11 @@ def test_doctor_succeeds_on_a_misconfigured_machine(cli: Cli, monkeypatch: pytes
     assert f"{kernel.VARIABLE} is 'abacus'" in out
 
 
-def test_every_part_that_a_line_needs_is_looked_for() -> None:
-    assert {part for needs in (*SOURCES.values(), *FORMATS.values(), *OTHERS.values()) for part in needs} <= set(CHECKS)
-
-
 def test_every_missing_part_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("converter.process.versions.version_of", lambda name: None)
-    missing = [part for part in parts().values() if not part.found]
-    assert {"torch", "transformers", "onnxruntime"} <= {part.name for part in missing}
-    assert all(part.remedy for part in missing)
+    missing = [part for part in record()["installed"] if not part["found"]]
+    assert {"torch", "transformers", "onnxruntime"} <= {part["name"] for part in missing}
+    assert all(part["remedy"] for part in missing)
 
 
 def test_doctor_takes_less_than_two_seconds() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,18 +20,6 @@ def test_the_last_two_parts_of_out_are_model_and_version() -> None:
     assert target.path.is_absolute()
 
 
-@pytest.mark.parametrize("text", ["repository/m/0", "repository/m/01", "repository/m/one", "repository/m", "r/m/-1"])
-def test_a_version_is_an_integer_of_one_or_more(text: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"--out {text}: must end in MODEL/VERSION")):
-        parse_target(Path(text))
-
-
-@pytest.mark.parametrize("name", [".hidden", "two words", "ü"])
-def test_a_model_name_must_fit_into_a_url_and_a_label(name: str) -> None:
-    with pytest.raises(UsageError, match="is not a model name"):
-        parse_target(Path("repository") / name / "1")
-
-
 def test_dimensions_are_sizes_or_names() -> None:
     assert parse_inputs(["ids:int64:batch, seq", "image:float32:n,3,8,8", "steps:int64:"]) == (
         TensorSpec("ids", "int64", ("batch", "seq")),
@@ -38,61 +28,49 @@ def test_dimensions_are_sizes_or_names() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("x", "expected NAME:DTYPE:DIMS"),
-        (":float32:2", "expected NAME:DTYPE:DIMS"),
-        ("x:float31:2", "unknown dtype 'float31'"),
-        ("x:string:2", "unknown dtype 'string'"),
-        ("x:float32:0", "'0' is neither a size of 1 or more nor a name"),
-        ("x:float32:-1", "'-1' is neither"),
-        ("x:float32:2,,3", "'' is neither"),
-        ("x:float32:batch size", "'batch size' is neither"),
-    ],
-)
-def test_a_malformed_input_is_named_with_the_form_expected(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"--input {text!r}: ") + ".*" + re.escape(said)):
-        parse_inputs([text])
-
-
-def test_an_input_given_twice_is_rejected() -> None:
-    with pytest.raises(UsageError, match="--input x: given twice"):
-        parse_inputs(["x:float32:2", "x:int64:2"])
-
-
-def test_a_bad_pattern_is_named_with_its_flag() -> None:
-    assert parse_patterns("--bf16", ["a.*", "b"]) == ("a.*", "b")
-    with pytest.raises(UsageError, match=re.escape("--keep-fp32 '(': not a regular expression")):
-        parse_patterns("--keep-fp32", ["("])
-
-
-def test_model_args_are_a_json_object() -> None:
-    assert parse_model_args(None) == {}
-    assert parse_model_args('{"hidden": 8}') == {"hidden": 8}
-    for text in ("{", "[1]", "8"):
-        with pytest.raises(UsageError, match="--model-args"):
-            parse_model_args(text)
-
-
 def test_recorded_options_contain_no_path() -> None:
     options = Options(source=Path("/secret/place"), target=parse_target(Path("/r/m/1")), samples="/secret/samples")
     assert "secret" not in str(options.recorded())
 
 
-def test_outputs_get_their_kinds_by_name() -> None:
+def test_outputs_patterns_and_arguments_are_parsed() -> None:
     assert parse_outputs(["scores:0:logits", "y:regression"]) == {"scores:0": "logits", "y": "regression"}
+    assert parse_patterns("--bf16", ["a.*", "b"]) == ("a.*", "b")
+    assert parse_model_args(None) == {}
+    assert parse_model_args('{"hidden": 8}') == {"hidden": 8}
+
+
+def _keep_fp32(texts: list[str]) -> object:
+    return parse_patterns("--keep-fp32", texts)
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"),
+    ("parse", "given", "said"),
     [
-        (["y"], "expected NAME:KIND, the kind one of logits, embedding, regression, other"),
-        (["y:classes"], "expected NAME:KIND"),
-        ([":logits"], "expected NAME:KIND"),
-        (["y:logits", "y:other"], "--output y: given twice"),
+        *(
+            (parse_target, Path(f"r/m/{v}"), f"--out r/m/{v}: must end in MODEL/VERSION")
+            for v in ("0", "01", "one", "-1")
+        ),
+        *((parse_target, Path(f"r/{name}/1"), "is not a model name") for name in (".hidden", "two words", "ü")),
+        (parse_inputs, ["x"], "--input 'x': expected NAME:DTYPE:DIMS"),
+        (parse_inputs, [":float32:2"], "expected NAME:DTYPE:DIMS"),
+        (parse_inputs, ["x:float31:2"], "unknown dtype 'float31'"),
+        (parse_inputs, ["x:string:2"], "unknown dtype 'string'"),
+        (parse_inputs, ["x:float32:0"], "'0' is neither a size of 1 or more nor a name"),
+        (parse_inputs, ["x:float32:-1"], "'-1' is neither"),
+        (parse_inputs, ["x:float32:2,,3"], "'' is neither"),
+        (parse_inputs, ["x:float32:batch size"], "--input 'x:float32:batch size': 'batch size' is neither"),
+        (parse_inputs, ["x:float32:2", "x:int64:2"], "--input x: given twice"),
+        (parse_outputs, ["y"], "expected NAME:KIND, the kind one of logits, embedding, regression, other"),
+        (parse_outputs, ["y:classes"], "expected NAME:KIND"),
+        (parse_outputs, [":logits"], "expected NAME:KIND"),
+        (parse_outputs, ["y:logits", "y:other"], "--output y: given twice"),
+        (_keep_fp32, ["("], "--keep-fp32 '(': not a regular expression"),
+        *((parse_model_args, text, "--model-args") for text in ("{", "[1]", "8")),
     ],
 )
-def test_a_wrong_output_is_named(texts: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        parse_outputs(texts)
+def test_a_malformed_option_is_named_with_the_form_expected(
+    parse: Callable[[Any], object], given: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        parse(given)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
 from converter.options import Options
+from converter.read import safetensors_file
 from converter.read.detect import Kind
+from converter.read.huggingface.inputs import batches, check_given, declared, sampler
+from converter.read.huggingface.model_directory import INDEX, Directory, companions
+from converter.read.huggingface.module import CACHE, Cache, is_causal, leave_out_extras, load_module, sentence
 from converter.read.sources import Advance, exported_source, precision_notes
+from converter.read.torch.onnx_export import Call, adapt, not_served
 from converter.source import Array, Checkpoint, Feeds, Sampler, Source, TorchModel, digest_files
-
-if TYPE_CHECKING:
-    from converter.read.huggingface.model_directory import Directory
-    from converter.read.torch.onnx_export import Call
 
 _LOADED = (
     "the drift of the export was measured in fp32 arithmetic; transformers computes in bf16 unless"
@@ -36,15 +37,12 @@ Loaded = tuple[TorchModel, Sampler | None, list[str]]  # the module with positio
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return the directory as a source; :class:`UsageError` for a ``--model``, which it does not need."""
-    from converter.read import safetensors_file
-    from converter.read.huggingface.model_directory import INDEX, Directory, companions
-
     if options.model is not None:
         raise UsageError("--model: a Hugging Face directory brings its own architecture")
     directory = Directory.open(options.source)
     tensors, files = directory.tensors()
     precisions = precision_notes(options, tensors)
-    export_files, export_notes = companions(options.source) if options.export == "hf" else ({}, [])
+    export_files, export_notes = companions(directory.path) if options.export == "hf" else ({}, [])
     indices = [file for file in files if file.name == INDEX]
     shards = safetensors_file.shards(indices[0]) if indices else ()
     checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors, shards)
@@ -60,10 +58,6 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
 
 def load(options: Options, directory: Directory, tensors: Mapping[str, Array]) -> Loaded:
     """Build the directory's model over the memory of ``tensors``."""
-    from converter.read.huggingface.module import load_module, sentence
-    from converter.read.huggingface.past import CACHE, is_causal
-    from converter.read.torch.onnx_export import not_served
-
     module, notes = load_module(directory, tensors, options.target.path.parent)
     whole = None if directory.parts is None else sentence(directory, module)
     if directory.parts is not None and whole is None:
@@ -75,33 +69,26 @@ def load(options: Options, directory: Directory, tensors: Mapping[str, Array]) -
 
 def _in_one_pass(options: Options, directory: Directory, module: Any, whole: Any) -> Loaded:
     """Load the model for one forward pass, with every input that it declares or those of ``--input``."""
-    from converter.read.huggingface import inputs as edges
-    from converter.read.huggingface.inputs import sampler
-
     if options.inputs:
-        edges.check_given(module, options.inputs)
-        inputs, notes, candidates = options.inputs, list[str](), [options.inputs]
+        check_given(module, options.inputs)
+        candidates, notes = [options.inputs], list[str]()
     else:
-        inputs, notes = edges.declared(module, directory)
-        candidates = edges.batches(inputs)
-    for candidate in candidates:
+        inputs, notes = declared(module, directory)
+        candidates = batches(inputs)
+    call = None if whole is None else lambda whole, feeds: whole(feeds)
+    while True:
+        candidate = candidates.pop(0)
         sample = sampler(directory, candidate)
         example = None if sample is None else next(iter(sample(0, 1)))
         try:
-            if whole is None:
-                return _adapted(module, candidate, None, example), sample, notes
-            return _adapted(whole, candidate, lambda module, feeds: module(feeds), example), sample, notes
+            return _adapted(module if whole is None else whole, candidate, call, example), sample, notes
         except ConversionError:
-            if candidate is inputs:
+            if not candidates:
                 raise
-    raise AssertionError("the inputs as declared are the last candidate")
 
 
 def _adapted(module: Any, inputs: tuple[TensorSpec, ...], call: Call | None, example: Feeds | None) -> TorchModel:
     """Return ``module`` with positional inputs, and without the outputs that its config adds; they are only named."""
-    from converter.read.huggingface.module import leave_out_extras
-    from converter.read.torch.onnx_export import adapt
-
     try:
         left_out = adapt(module, inputs, call=call, example=example).left_out
     except ConversionError:  # without them it may work
@@ -112,15 +99,11 @@ def _adapted(module: Any, inputs: tuple[TensorSpec, ...], call: Call | None, exa
 
 
 def _with_past(options: Options, directory: Directory, module: Any, _whole: Any) -> Loaded:
-    from converter.read.huggingface.module import leave_out_extras
-    from converter.read.huggingface.past import Cache
-    from converter.read.torch.onnx_export import adapt
-
     if options.inputs:
         raise UsageError("--with-past: the model's own cache says what its inputs are; leave --input out")
     if directory.parts is not None:
         raise UsageError("--with-past: a sentence-transformers directory has no cache; leave the option out")
-    cache = Cache.of(module)
+    cache = Cache(module)
     leave_out_extras(module)
     sample = partial(cache.samples, directory)
     model = adapt(module, cache.inputs, call=cache.call, example=next(iter(sample(0, 1))))

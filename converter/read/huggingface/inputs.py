@@ -28,7 +28,9 @@ _ROWS = 2
 _SEQ_RANGE = (4, 64)  # tokens per sample
 _FRAMES_RANGE = (32, 128)
 _WINDOWS = (12, 48)  # a waveform's length, in steps of the model's convolutions
-_KNOWN = ("input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_values", "input_features")
+_FLOATS = ("pixel_values", "input_values", "input_features")
+_KNOWN = ("input_ids", "attention_mask", "token_type_ids", *_FLOATS)
+_Dims = tuple[int | str, ...]
 
 
 def check_given(module: Any, given: tuple[TensorSpec, ...]) -> None:
@@ -50,8 +52,7 @@ def declared(module: Any, directory: Directory) -> tuple[tuple[TensorSpec, ...],
     modalities = getattr(module, "input_modalities", None) or ()
     modalities = (modalities,) if isinstance(modalities, str) else modalities
     others = [name for modality in modalities for name in _MODALITIES.get(modality, ()) if name in parameters]
-    names = dict.fromkeys((module.main_input_name, *others))  # the main input first
-    shapes = {name: _shape(name, directory, notes) for name in names}
+    shapes = {name: _shape(name, directory, notes) for name in dict.fromkeys((module.main_input_name, *others))}
     shapes |= {name: shape for name, shape in _companions(module, directory, shapes).items() if name in parameters}
     for name, parameter in parameters.items():
         required = parameter.default is inspect.Parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
@@ -60,8 +61,7 @@ def declared(module: Any, directory: Directory) -> tuple[tuple[TensorSpec, ...],
                 f"the shape of {name}, which {type(module).__name__} needs, is not in the files of {directory.path};"
                 f" pass --input {name}:DTYPE:DIMS, and one --input for each other input"
             )
-    floats = ("pixel_values", "input_features", "input_values")
-    dtypes = {name: "float32" if name in floats else "int64" for name in shapes}
+    dtypes = {name: "float32" if name in _FLOATS else "int64" for name in shapes}
     return tuple(TensorSpec(name, dtypes[name], (BATCH, *shape)) for name, shape in shapes.items()), notes
 
 
@@ -76,7 +76,7 @@ def batches(inputs: tuple[TensorSpec, ...]) -> list[tuple[TensorSpec, ...]]:
     return [tuple(replace(s, shape=(IMAGES, *s.shape[1:])) if s.name == "pixel_values" else s for s in inputs), inputs]
 
 
-def _shape(name: str, directory: Directory, notes: list[str]) -> tuple[int | str, ...]:
+def _shape(name: str, directory: Directory, notes: list[str]) -> _Dims:
     """Return the dimensions of the input ``name`` after the batch; () if the directory does not describe it."""
     if name == "input_ids":
         return (SEQ,)
@@ -92,11 +92,9 @@ def _shape(name: str, directory: Directory, notes: list[str]) -> tuple[int | str
     return (FRAMES, features) if name == "input_features" and features else ()
 
 
-def _companions(
-    module: Any, directory: Directory, main: Mapping[str, tuple[int | str, ...]]
-) -> dict[str, tuple[int | str, ...]]:
+def _companions(module: Any, directory: Directory, main: Mapping[str, _Dims]) -> dict[str, _Dims]:
     """Return masks, segments and the decoder's inputs, if the model uses them, each with the shape of what it masks."""
-    found: dict[str, tuple[int | str, ...]] = {}
+    found: dict[str, _Dims] = {}
     audio = next((main[name] for name in ("input_values", "input_features") if main.get(name)), None)
     if "input_ids" in main:
         found["attention_mask"] = (SEQ,)
@@ -143,9 +141,7 @@ def sampler(directory: Directory, inputs: Sequence[TensorSpec]) -> Sampler | Non
         random = np.random.default_rng(seed)
         for _ in range(count):
             feed = _Feed(directory, inputs, random)
-            yield {
-                spec.name: np.ascontiguousarray(feed.values(spec).astype(BY_NAME[spec.dtype].numpy)) for spec in inputs
-            }
+            yield {spec.name: np.ascontiguousarray(feed.values(spec), BY_NAME[spec.dtype].numpy) for spec in inputs}
 
     return sample
 
@@ -162,17 +158,16 @@ class _Feed:
     def values(self, spec: TensorSpec) -> Array:
         shape = tuple(self._size(dim, axis) for axis, dim in enumerate(spec.shape))
         kind = spec.name.removeprefix("decoder_")
-        if kind == "token_type_ids":
-            return np.zeros(shape)
         if kind == "attention_mask":
             return self._valid(spec, shape)
         if kind == "input_ids":
             return self._tokens(spec, shape)
-        if kind == "input_values":
+        if kind == "input_values" and len(shape) == 2:
             return self._wave(spec, shape)
         if kind == "pixel_values":
             return self._image(shape)
-        return np.clip(self.random.standard_normal(shape) * 0.5, -1.0, 1.5)  # a spectrogram
+        spectrogram = np.clip(self.random.standard_normal(shape) * 0.5, -1.0, 1.5)
+        return np.zeros(shape) if kind == "token_type_ids" else spectrogram
 
     def _size(self, dim: int | str, axis: int) -> int:
         if isinstance(dim, int):
@@ -212,8 +207,6 @@ class _Feed:
 
     def _wave(self, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
         """Return a few tones with noise, variance one as from a feature extractor, silent where a row is padding."""
-        if len(shape) > 2:
-            return self.random.standard_normal(shape)
         pitch = self.random.uniform(0.01, 0.5, (shape[0], 3, 1))
         wave = np.sin(pitch * np.arange(shape[1])).sum(axis=1) + 0.3 * self.random.standard_normal(shape)
         wave = (wave - wave.mean(axis=1, keepdims=True)) / (wave.std(axis=1, keepdims=True) + 1e-7)

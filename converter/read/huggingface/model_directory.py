@@ -68,11 +68,11 @@ class Directory:
             (_, path), *others = _modules(listing)
             parts = tuple(others)
             files = [listing, *(part.path / "config.json" for part in parts if (part.path / "config.json").is_file())]
-        config = _mapping(path / "config.json")
+        config = _load(path / "config.json")
         if "model_type" not in config:
             raise SourceError(f"{path / 'config.json'}: has no model_type, so this is not a transformers model")
         further = (path / f"{name}_config.json" for name in ("preprocessor", "tokenizer"))
-        preprocessor, tokenizer = (_mapping(file) if file.is_file() else {} for file in further)
+        preprocessor, tokenizer = (_load(file) if file.is_file() else {} for file in further)
         return cls(path, config, preprocessor, tokenizer, parts, (path / "config.json", *files))
 
     def setting(self, name: str) -> Any:
@@ -117,7 +117,10 @@ def _weights(path: Path) -> tuple[dict[str, Array], list[Path]]:
 def _modules(listing: Path) -> list[SentenceModule]:
     """Return the modules that a ``modules.json`` lists, the transformer first."""
     try:
-        found = [SentenceModule(each["type"].rpartition(".")[2], Path(each["path"])) for each in _load(listing)]
+        found = [
+            SentenceModule(each["type"].rpartition(".")[2], Path(each["path"]))
+            for each in _load(listing, mapping=False)
+        ]
     except (TypeError, KeyError, AttributeError):
         raise SourceError(f"{listing}: is not a list of modules, each with a type and a path") from None
     if not found or found[0].kind != "Transformer":
@@ -128,32 +131,27 @@ def _modules(listing: Path) -> list[SentenceModule]:
     return [SentenceModule(kind, listing.parent / path) for kind, path in found]
 
 
-def _mapping(path: Path) -> Mapping[str, Any]:
-    found = _load(path)
-    if not isinstance(found, dict):
-        raise SourceError(f"{path}: not a JSON object")
-    return found
-
-
-def _load(path: Path) -> Any:
+def _load(path: Path, *, mapping: bool = True) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not JSON: {error}") from None
+    if mapping and not isinstance(found, dict):
+        raise SourceError(f"{path}: not a JSON object")
+    return found
 
 
-def companions(path: Path) -> tuple[dict[str, bytes], list[str]]:
-    """Return the files to put beside exported weights of the directory at ``path``, and a note on others.
+def companions(root: Path) -> tuple[dict[str, bytes], list[str]]:
+    """Return the files to put beside exported weights of the model in ``root``, and a note on others.
 
     Its config.json says bfloat16. Raises :class:`SourceError` for a file larger than :data:`LARGEST`, and for a link
     out of the directory.
     """
-    root = Directory.open(path).path
     names = sorted(entry.name for entry in root.iterdir() if entry.is_file())
     copied = [name for name in names if _COPIED.fullmatch(name)]
-    config = _with_bf16_dtypes(json.loads(_content(root, "config.json"))) | dict.fromkeys(_DTYPES, "bfloat16")
+    config = json.loads(_content(root, "config.json"), object_hook=_in_bf16) | dict.fromkeys(_DTYPES, "bfloat16")
     found = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
     left = [quoted(name) for name in names if name not in copied and not _NOT_NEEDED.fullmatch(name)]
     note = (
@@ -162,10 +160,9 @@ def companions(path: Path) -> tuple[dict[str, bytes], list[str]]:
     return found | {name: _content(root, name) for name in copied}, [note] if left else []
 
 
-def _with_bf16_dtypes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with bfloat16 wherever it, or a part of it, states a dtype."""
-    changed = {key: _with_bf16_dtypes(value) if isinstance(value, dict) else value for key, value in config.items()}
-    return changed | {key: "bfloat16" for key in _DTYPES if isinstance(config.get(key), str)}
+def _in_bf16(config: dict[str, Any]) -> dict[str, Any]:
+    """Return ``config``, or a part of it, with bfloat16 if it states a dtype."""
+    return config | {key: "bfloat16" for key in _DTYPES if isinstance(config.get(key), str)}
 
 
 def _content(root: Path, name: str) -> bytes:

@@ -1,26 +1,32 @@
-"""The torch module of a directory: the class that its config.json names, over the memory of its checkpoint."""
+"""The torch module of a directory: the class that its config.json names, over the memory of its checkpoint.
+
+With it, the modules of sentence-transformers, and a causal language model's cache as inputs and outputs.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import first_few
+from bf16kit.numerics.tensors import TensorSpec
 from converter.process.quiet import first_line, quiet
+from converter.read.huggingface.inputs import BATCH, SEQ
 from converter.read.huggingface.model_directory import Directory, SentenceModule
 from converter.read.statedict import mismatch_message, to_torch
-from converter.source import Array
-
-if TYPE_CHECKING:
-    import torch
+from converter.read.torch.onnx_export import left_out, named_tensors
+from converter.source import Array, Feeds
 
 _EXTRAS = ("use_cache", "output_hidden_states", "output_attentions")
-NAME = "bf16kit"
+CACHE, _PAST, _TOTAL = "past_key_values", "past", "total"
+_ROWS, _SEQ_RANGE, _PAST_RANGE = 2, (1, 17), (4, 33)  # the upper ends are excluded
 _KNOWN = ("Pooling", "Dense", "Normalize", "Dropout")
 
 
@@ -33,10 +39,11 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
         import transformers
     except ImportError:
         raise UsageError("a Hugging Face directory needs transformers: pip install 'bf16kit[hf]'") from None
-    import torch
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    ALL_EXPERTS_FUNCTIONS.register("bf16kit", _experts)
     path, prefixes = directory.path, tuple(part.prefix for part in directory.parts or ())
-    own = {name: tensor for name, tensor in tensors.items() if not (prefixes and name.startswith(prefixes))}
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
     try:
         with quiet():
             parsed = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -46,7 +53,7 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
                 state_dict=_in_fp32(own, scratch),
                 dtype=torch.float32,
                 attn_implementation="eager",
-                experts_implementation=register(),
+                experts_implementation="bf16kit",
                 ignore_mismatched_sizes=True,  # reported below
                 output_loading_info=True,
             )
@@ -75,10 +82,10 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
 
 def leave_out_extras(module: Any) -> None:
     """Make ``module`` return neither a cache nor a list of every layer's states, whatever its configs say."""
-    for part in module.modules():
+    for config in (part.config for part in module.modules() if hasattr(part, "config")):
         for name in _EXTRAS:
-            if getattr(getattr(part, "config", None), name, False):
-                setattr(part.config, name, False)
+            if getattr(config, name, False):
+                setattr(config, name, False)
 
 
 def _in_fp32(tensors: Mapping[str, Array], scratch: Path) -> dict[str, Any]:
@@ -113,22 +120,12 @@ def _class(directory: Directory, parsed: Any) -> Any:
     return found
 
 
-def register() -> str:
-    """Make the function known to transformers; return the name of its ``experts_implementation``."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
-    return NAME
-
-
 def _experts(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Return [tokens, width] of ``hidden`` [tokens, width]; ``chosen`` and ``shares`` are [tokens, chosen experts].
 
     Only an export or a trace gets the products. Otherwise the class's own loop runs, so that the source's answers, with
     which the export is compared, are those of transformers.
     """
-    import torch
-
     if not (torch.compiler.is_exporting() or torch._C._is_tracing()):
         own: torch.Tensor = type(experts).forward.__wrapped__(experts, hidden, chosen, shares)
         return own
@@ -186,13 +183,10 @@ def sentence(directory: Directory, transformer: torch.nn.Module) -> Sentence | N
 
 def _load(modules: Any, part: SentenceModule) -> torch.nn.Module:
     if part.kind == "Dense":
-        activation = str(
-            json.loads((part.path / "config.json").read_bytes()).get("activation_function", "torch.nn.Tanh")
-        )
-        if not activation.startswith("torch.nn."):  # the library would take another one in its place
-            raise SourceError(
-                f"{part.path / 'config.json'}: activation_function {activation!r} is not one of torch.nn's"
-            )
+        config = part.path / "config.json"
+        activation = str(json.loads(config.read_bytes()).get("activation_function", "torch.nn.Tanh"))
+        if not activation.startswith("torch.nn."):  # the library would take Tanh in its place
+            raise SourceError(f"{config}: activation_function {activation!r} is not one of torch.nn's")
     try:
         with quiet():
             kind = getattr(modules, part.kind)
@@ -201,3 +195,80 @@ def _load(modules: Any, part: SentenceModule) -> torch.nn.Module:
         raise SourceError(f"{part.path}: sentence-transformers cannot load it: {first_line(error)}") from error
     module: torch.nn.Module = found.float().eval()
     return module
+
+
+class Cache:
+    """The cache of ``module`` as tensors, keys and values by layer, found by running it on three tokens.
+
+    Names are those of the Optimum exporter: ``past_key_values.0.key`` in, ``present.0.key`` out.
+
+    ``specs`` are its tensors, ``spreads`` the standard deviations of their values, by layer and part. ``left_out``
+    names what else the model computes and does not serve. Raises :class:`UsageError` for a model that is not a causal
+    language model, or whose cache is not just keys and values.
+    """
+
+    def __init__(self, module: Any) -> None:
+        name = type(module).__name__
+        if not is_causal(module):
+            raise UsageError(f"--with-past: {name} is not a causal language model; leave the option out")
+        with quiet(), torch.no_grad():
+            output = module(input_ids=torch.ones((1, 3), dtype=torch.int64), use_cache=True, return_dict=True)
+        layers = getattr(output.get(CACHE), "layers", ())
+        tensors = {f"{CACHE}.{n}.{part}": t for n, layer in enumerate(layers) for part, t in _keys_and_values(layer)}
+        if not tensors or not all(isinstance(t, torch.Tensor) and t.shape[2:3] == (3,) for t in tensors.values()):
+            raise UsageError(f"--with-past: {name} keeps more than keys and values; leave the option out")
+        self.specs = tuple(
+            TensorSpec(name, "float32", (BATCH, tensor.shape[1], _PAST, tensor.shape[3]))
+            for name, tensor in tensors.items()
+        )
+        self.spreads = [float(tensor.std()) for tensor in tensors.values()]
+        self.left_out = tuple(name for name in left_out(output) if name != CACHE)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """All inputs of the model: new tokens, the mask over past and new tokens, the cache."""
+        tokens = TensorSpec("input_ids", "int64", (BATCH, SEQ)), TensorSpec("attention_mask", "int64", (BATCH, _TOTAL))
+        return (*tokens, *self.specs)
+
+    def call(self, module: Any, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run ``module`` on the new tokens; a token's position is the number of unmasked tokens before it."""
+        from transformers import DynamicCache
+
+        ids, mask = feeds["input_ids"], feeds["attention_mask"]
+        tensors = [feeds[spec.name] for spec in self.specs]
+        extra = {}
+        if "position_ids" in inspect.signature(module.forward).parameters:
+            extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        # Without the config, a layer with a sliding window is only masked, and still keeps the whole past.
+        cache = DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))
+        given = {"input_ids": ids, "attention_mask": mask, CACHE: cache, **extra}
+        output = module(**given, use_cache=True, return_dict=True)
+        outputs = dict(named_tensors(output))
+        for index, layer in enumerate(output.past_key_values.layers):
+            outputs |= {f"present.{index}.{part}": tensor for part, tensor in _keys_and_values(layer)}
+        return outputs
+
+    def samples(self, directory: Directory, seed: int, count: int) -> Iterator[Feeds]:
+        """Yield feeds in the middle of a text; the second row starts later and is padded at the left."""
+        random = np.random.default_rng(seed)
+        for _ in range(count):
+            new, past = int(random.integers(*_SEQ_RANGE)), int(random.integers(*_PAST_RANGE))
+            mask = np.ones((_ROWS, past + new), np.int64)
+            mask[1:, : random.integers(0, past)] = 0
+            ids = random.integers(0, directory.number("vocab_size", 2), (_ROWS, new))
+            feed: Feeds = {"input_ids": ids, "attention_mask": mask}
+            for spec, spread in zip(self.specs, self.spreads, strict=True):
+                sizes = (_ROWS, spec.shape[1], past, spec.shape[3])
+                values: Array = random.standard_normal(tuple(map(int, sizes))) * spread
+                feed[spec.name] = values.astype(np.float32)
+            yield feed
+
+
+def is_causal(module: Any) -> bool:
+    """Return whether ``module`` takes a cache and has no encoder."""
+    takes = CACHE in inspect.signature(module.forward).parameters
+    return takes and not getattr(module.config, "is_encoder_decoder", False)
+
+
+def _keys_and_values(layer: Any) -> list[tuple[str, Any]]:
+    return [("key", getattr(layer, "keys", None)), ("value", getattr(layer, "values", None))]

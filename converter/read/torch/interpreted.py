@@ -6,9 +6,11 @@ Branches on the values of a tensor cannot be traced.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ import torch
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime import scriptgraph
 
-_LONGEST_LOOP = 100_000
 _OF_LISTS = ("aten::append", "aten::extend", "aten::_set_item")
 
 # TorchScript's numbers for dtypes, layouts and memory formats.
@@ -25,16 +26,15 @@ _DTYPES: Mapping[int, torch.dtype] = {
     7: torch.float64, 8: torch.complex32, 9: torch.complex64, 10: torch.complex128, 11: torch.bool, 15: torch.bfloat16,
 }  # fmt: skip
 _NUMBERS: Mapping[torch.dtype, int] = {dtype: number for number, dtype in _DTYPES.items()}
-_LAYOUTS = {0: torch.strided}
-_FORMATS = {0: torch.contiguous_format, 1: torch.preserve_format, 2: torch.channels_last, 3: torch.channels_last_3d}
+_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+_ENUMS: Mapping[str, Mapping[int, Any]] = {"layout": {0: torch.strided}, "memory_format": dict(enumerate(_FORMATS))}
 
 
 def _argument(name: str, value: Any) -> Any:
     """Convert ``value`` for torch's Python functions, as an argument called ``name``; every device becomes the CPU."""
     if name == "device" and value is not None:
         return torch.device("cpu")
-    named: Mapping[str, Mapping[int, Any]] = {"layout": _LAYOUTS, "memory_format": _FORMATS}
-    table = _DTYPES if name.endswith("dtype") else named.get(name, {})
+    table = _DTYPES if name.endswith("dtype") else _ENUMS.get(name, {})
     return table.get(value, value) if type(value) is int else value
 
 
@@ -73,9 +73,8 @@ def _divided(left: Any, right: Any, rounding: str | None = None) -> Any:
     return left / right if rounding is None else math.trunc(left / right)
 
 
-def _size(tensor: torch.Tensor, *axis: int) -> Any:
-    """Return sizes by Python's method; torch.ops' ``size`` would turn a symbol into a plain number."""
-    return tensor.size(*axis) if axis else list(tensor.size())
+def _raise(said: str, *_: Any) -> None:
+    raise ConversionError(f"the TorchScript module raises an error of its own: {said}"[:300])
 
 
 # Operators on numbers, strings and lists; those named as in Python's `operator`, `math` and built-ins come first.
@@ -107,7 +106,7 @@ _PLAIN: Mapping[str, Callable[..., Any]] = {
     "aten::values": lambda values: list(values.values()),
 }
 
-# Operators on tensors, with results that make a module take the branch that every exporter can trace.
+# Operators on tensors, with results that make a module take the branch that every exporter can trace; and containers.
 _ALWAYS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("aten::Float", "aten::FloatImplicit"), _as_float),
     **dict.fromkeys(("aten::Int", "aten::IntImplicit"), _as_integer),
@@ -130,8 +129,14 @@ _ALWAYS: Mapping[str, Callable[..., Any]] = {
     "aten::is_grad_enabled": lambda: True,  # otherwise transformers use a fused operator that ONNX does not have
     "aten::is_scripting": lambda: True,
     "aten::numel": lambda tensor: tensor.numel(),
-    "aten::size": _size,
+    # Python's method: torch.ops' ``size`` would turn a symbol into a plain number.
+    "aten::size": lambda tensor, *axis: tensor.size(*axis) if axis else list(tensor.size()),
     "aten::stride": lambda tensor, *axis: tensor.stride(*axis) if axis else list(tensor.stride()),
+    "prim::DictConstruct": lambda *given: dict(zip(given[::2], given[1::2], strict=True)),
+    "prim::ListConstruct": lambda *given: list(given),
+    "prim::RaiseException": _raise,
+    "prim::TupleConstruct": lambda *given: given,
+    "prim::TupleIndex": operator.getitem,
     "prim::device": lambda tensor: tensor.device,
     "prim::dtype": lambda tensor: _NUMBERS[tensor.dtype],
     "prim::is_cpu": lambda _: True,
@@ -149,21 +154,19 @@ class _Ref:
         self.name = name
 
 
-class _Place:
-    """Where a run failed; a separate object, because exporters restore a module's attributes."""
-
-    stopped = ""
-
-
 class Interpreted(torch.nn.Module):
-    """Computes what the graph of ``script`` computes; its ``tensors``, by name, are the parameters and buffers."""
+    """Computes what the graph of ``script`` computes; its ``tensors``, by name, are the parameters and buffers.
+
+    ``failure.operator`` is the innermost operator that could not be traced: exporters bury the reason in pages of
+    context.
+    """
 
     def __init__(self, script: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._graph = script.graph
         self._defaults = [argument.default_value for argument in script.forward.schema.arguments[1:]]
         self._attributes: dict[str, Any] = {}
-        self._place = _Place()
+        self.failure = SimpleNamespace(operator="")  # not an attribute: exporters restore a module's attributes
         self.own = torch.nn.Module()
         known: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():
@@ -177,11 +180,6 @@ class Interpreted(torch.nn.Module):
             elif node.kind() == "prim::Constant":
                 self._attributes[output] = _referred(node.output().toIValue(), known)
 
-    @property
-    def stopped(self) -> str:
-        """The innermost operator that could not be traced; exporters bury the reason in pages of context."""
-        return self._place.stopped
-
     def forward(self, *inputs: torch.Tensor) -> Any:
         given = [*inputs, *self._defaults[len(inputs) :]]
         values = dict(zip([value.debugName() for value in self._graph.inputs()], [None, *given], strict=True))
@@ -192,7 +190,7 @@ class Interpreted(torch.nn.Module):
             try:
                 results = self._results(node, values)
             except Exception:
-                self._place.stopped = self._place.stopped or node.kind()
+                self.failure.operator = self.failure.operator or node.kind()
                 raise
             values.update(zip([value.debugName() for value in node.outputs()], results, strict=True))
         return [values[value.debugName()] for value in block.outputs()]
@@ -207,16 +205,8 @@ class Interpreted(torch.nn.Module):
             return self._run(chosen, values)
         if kind == "prim::Loop":
             return self._loop(node, given, values)
-        if kind in ("prim::ListConstruct", "prim::TupleConstruct"):
-            return [given if kind == "prim::ListConstruct" else tuple(given)]
         if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
             return list(given[0])
-        if kind == "prim::TupleIndex":
-            return [given[0][given[1]]]
-        if kind == "prim::DictConstruct":
-            return [dict(zip(given[::2], given[1::2], strict=True))]
-        if kind == "prim::RaiseException":
-            raise ConversionError(f"the TorchScript module raises an error of its own: {given[0]}"[:300])
         result, count = _call(node, kind, given), node.outputsSize()
         return [result] if count == 1 else list(result) if count else []
 
@@ -227,8 +217,6 @@ class Interpreted(torch.nn.Module):
         names = [value.debugName() for value in body.inputs()]
         turn = 0
         while turn < most and bool(goes_on):
-            if turn == _LONGEST_LOOP:
-                raise ConversionError(f"a loop of the TorchScript module runs more than {_LONGEST_LOOP} times")
             values.update(zip(names, [turn, *carried], strict=True))
             goes_on, *carried = self._run(body, values)
             turn += 1
@@ -236,13 +224,8 @@ class Interpreted(torch.nn.Module):
 
     def _resolved(self, value: Any) -> Any:
         if isinstance(value, _Ref):
-            found: Any = self.own
-            for part in value.name.split("."):
-                found = getattr(found, part)
-            return found
-        if isinstance(value, list | tuple):
-            return type(value)(self._resolved(one) for one in value)
-        return {key: self._resolved(one) for key, one in value.items()} if isinstance(value, dict) else value
+            return functools.reduce(getattr, value.name.split("."), self.own)
+        return _mapped(self._resolved, value)
 
 
 def _call(node: Any, kind: str, given: list[Any]) -> Any:
@@ -254,30 +237,32 @@ def _call(node: Any, kind: str, given: list[Any]) -> Any:
         if kind not in _OF_LISTS:  # a trace holds numbers as tensors without dimensions
             given = [one.item() if isinstance(one, torch.Tensor) and one.ndim == 0 else one for one in given]
         return plain(*given)
-    schema = node.schema()
-    namespace, _, name = schema.partition("(")[0].partition("::")
+    namespace, _, name = node.schema().partition("(")[0].partition("::")
     operator, _, overload = name.partition(".")
     try:
         call = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
     except (AttributeError, RuntimeError):
         raise ConversionError(f"the TorchScript operator {kind} is not supported") from None
-    positional, named = [], {}
-    for value, argument in zip(given, call._schema.arguments, strict=True):
-        made = _argument(argument.name, value)
-        if argument.kwarg_only:
-            named[argument.name] = made
-        else:
-            positional.append(made)
-    return call(*positional, **named)
+    arguments = [
+        (argument, _argument(argument.name, value))
+        for value, argument in zip(given, call._schema.arguments, strict=True)
+    ]
+    positional = (value for argument, value in arguments if not argument.kwarg_only)
+    return call(*positional, **{argument.name: value for argument, value in arguments if argument.kwarg_only})
 
 
 def _referred(value: Any, known: Mapping[tuple[Any, ...], str]) -> Any:
     if isinstance(value, torch.Tensor):
         name = known.get(place(value))
         return value if name is None else _Ref(name)
+    return _mapped(lambda one: _referred(one, known), value)
+
+
+def _mapped(call: Callable[[Any], Any], value: Any) -> Any:
+    """Return ``value`` with ``call`` applied to what it contains, if it is a container."""
     if isinstance(value, list | tuple):
-        return type(value)([_referred(one, known) for one in value])
-    return {key: _referred(one, known) for key, one in value.items()} if isinstance(value, dict) else value
+        return type(value)(map(call, value))
+    return {key: call(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def place(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -294,9 +279,3 @@ def _register(holder: torch.nn.Module, path: list[str], tensor: torch.Tensor) ->
         holder.register_parameter(path[-1], torch.nn.Parameter(tensor.detach(), requires_grad=False))
     else:
         holder.register_buffer(path[-1], tensor)
-
-
-def input_names(script: Any) -> Iterator[str]:
-    """Yield the names of the parameters of ``forward``, in order."""
-    for argument in script.forward.schema.arguments[1:]:
-        yield argument.name

@@ -34,8 +34,8 @@ def adapt(
     ``call`` says how to call it if not with the inputs alone. ``example`` holds the inputs of that run; the default is
     ones and zeros of small sizes. ConversionError if the run fails.
     """
-    given = [torch.from_numpy(example[spec.name]) for spec in inputs] if example is not None else None
-    tensors = _examples(inputs) if given is None else tuple(given)
+    given = None if example is None else tuple(torch.from_numpy(example[spec.name]) for spec in inputs)
+    tensors = _examples(inputs) if given is None else given
     wrapped = Positional(module.eval(), [spec.name for spec in inputs], call).eval()
     try:
         with quiet(), torch.no_grad():
@@ -164,23 +164,17 @@ def left_out(result: Any) -> tuple[str, ...]:
 
 def named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor in ``result`` with its name."""
-    if isinstance(result, torch.Tensor):
-        yield "output", result
-        return
     if _is_model_output(result):
         yield from _model_output(result)[0]
         return
-    named = _parts(result)
-    if named is None:
+    parts = {"output": result} if isinstance(result, torch.Tensor) else _parts(result)
+    if parts is None:
         raise ConversionError(f"the model returned {type(result).__name__} without a tensor in it")
-    if isinstance(named, Mapping):
-        for key, value in named.items():
-            yield from _leaves(str(key), value)
-    elif len(named) == 1 and isinstance(named[0], torch.Tensor):
-        yield "output", named[0]
-    else:
-        for index, value in enumerate(named):
-            yield from _leaves(f"output_{index}", value)
+    if isinstance(result, list | tuple) and not hasattr(result, "_asdict"):
+        single = len(parts) == 1 and all(isinstance(part, torch.Tensor) for part in parts.values())
+        parts = {"output" if single else f"output_{index}": part for index, part in parts.items()}
+    for name, part in parts.items():
+        yield from _leaves(str(name), part)
 
 
 def _model_output(result: Any) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
@@ -219,22 +213,19 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             f"the model's output {name!r} is a {type(value).__name__}, which a graph cannot return; let forward"
             " return tensors, or mappings and sequences of them"
         )
-    pairs = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
-    for key, part in pairs:
+    for key, part in parts.items():
         yield from _leaves(f"{name}.{key}", part)
 
 
-def _parts(value: Any) -> Mapping[Any, Any] | list[Any] | None:
-    """Return the parts of ``value``, without those that are None; None if it is no container."""
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of ``value`` by key, field or number, without those that are None; None for no container."""
     if hasattr(value, "_asdict"):  # a named tuple
         value = value._asdict()
     elif dataclasses.is_dataclass(value) and not isinstance(value, Mapping | type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: part for key, part in value.items() if part is not None}
-    if isinstance(value, tuple | list):
-        return [part for part in value if part is not None]
-    return None
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(part for part in value if part is not None))
+    return {key: part for key, part in value.items() if part is not None} if isinstance(value, Mapping) else None
 
 
 def _is_model_output(result: Any) -> bool:

@@ -18,7 +18,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.torchexport import load_program
-from converter.read.exportedprogram import ProgramModule, _inputs, _notes
+from converter.read.exportedprogram import ProgramModule, _inputs
 
 TRUSTED = "--trust-code"
 
@@ -63,7 +63,7 @@ def test_names_and_free_dimensions_are_the_programs_own(tmp_path: Path) -> None:
 
     path = tmp_path / "m.pt2"
     example = (torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64), torch.ones(1))
-    free = {0: torch.export.Dim("rows", max=64), 1: torch.export.Dim("tokens")}
+    free = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens")}
     torch.export.save(torch.export.export(Both(), example, dynamic_shapes=(free, free, None)), path)
     program = load_program(path)
     assert _inputs(path, program, ()) == (
@@ -71,7 +71,6 @@ def test_names_and_free_dimensions_are_the_programs_own(tmp_path: Path) -> None:
         TensorSpec("mask", "int64", ("batch", "ids_1")),
         TensorSpec("scale", "float32", (1,)),
     )
-    assert "exported for sizes up to 64 in dimension 0 of ids" in next(_notes(program))
 
 
 def test_dimensions_may_be_named_and_fixed_with_input(cli: Cli, tmp_path: Path, target: Path) -> None:
@@ -83,26 +82,23 @@ def test_dimensions_may_be_named_and_fixed_with_input(cli: Cli, tmp_path: Path, 
         cli("checkpoint", source, "--out", other, TRUSTED, "--input", wrong, *ONNX_ONLY).refused(2, "--input ")
 
 
-def test_tied_weights_keep_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
-    source = written(tmp_path, seeded(Tied()), torch.zeros(2, 3, dtype=torch.int64))
-    cli("checkpoint", source, "--out", target, TRUSTED, *ONNX_ONLY).published()
-    names = [entry.name for entry in Artifact.open(target).manifest.checkpoint]
-    assert {"table.weight", "out.weight"} <= set(names)
-
-
-def test_a_bf16_program_is_converted_with_its_weights_in_bf16(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_a_bf16_program_is_converted_with_its_weights_in_bf16_and_tied_ones_under_both_names(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
     class Half(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.core = seeded(Mlp()).to(torch.bfloat16)
+            self.core = seeded(Tied()).to(torch.bfloat16)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.core(x.to(torch.bfloat16)).float()
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.core(ids).float()
             return found
 
-    source = written(tmp_path, Half(), torch.ones(2, 16))
+    source = written(tmp_path, Half(), torch.zeros(2, 3, dtype=torch.int64))
     cli("checkpoint", source, "--out", target, TRUSTED, *ONNX_ONLY).published()
-    assert {entry.dtype for entry in Artifact.open(target).manifest.checkpoint} == {"bfloat16"}
+    found = Artifact.open(target).manifest.checkpoint
+    assert {entry.dtype for entry in found} == {"bfloat16"}
+    assert {"core.table.weight", "core.out.weight"} <= {entry.name for entry in found}
 
 
 def test_a_program_is_not_loaded_unless_its_author_is_trusted(cli: Cli, tmp_path: Path, target: Path) -> None:
@@ -111,18 +107,16 @@ def test_a_program_is_not_loaded_unless_its_author_is_trusted(cli: Cli, tmp_path
     cli("checkpoint", source, "--out", target, *ONNX_ONLY).refused(2, *said)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7, 0.999])
-def test_a_truncated_file_is_rejected(cli: Cli, tmp_path: Path, target: Path, share: float) -> None:
-    whole = files.exported(seeded(Mlp()), torch.ones(2, 16))
-    (tmp_path / "m.pt2").write_bytes(whole[: int(len(whole) * share)])
-    cli("checkpoint", tmp_path / "m.pt2", "--out", target, TRUSTED).refused(2, "m.pt2: ")
-
-
-def test_a_changed_byte_of_a_weight_is_noticed(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_damage_is_noticed(cli: Cli, tmp_path: Path, target: Path) -> None:
     whole = files.exported(seeded(Mlp()), torch.ones(2, 16))
     weight = files.records(whole)["data/weights/weight_0"]
-    (tmp_path / "m.pt2").write_bytes(whole.replace(weight, b"\x01" + weight[1:]))
-    cli("checkpoint", tmp_path / "m.pt2", "--out", target, TRUSTED).refused(2, "m.pt2: damaged: its record ")
+    damaged = (
+        (whole[: int(len(whole) * 0.7)], ""),
+        (whole.replace(weight, b"\x01" + weight[1:]), "damaged: its record "),
+    )
+    for data, said in damaged:
+        (tmp_path / "m.pt2").write_bytes(data)
+        cli("checkpoint", tmp_path / "m.pt2", "--out", target, TRUSTED).refused(2, f"m.pt2: {said}")
 
 
 def test_a_program_of_another_torch_is_rejected_with_the_reason(cli: Cli, tmp_path: Path, target: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import hfzoo
 import numpy as np
 import pytest
 import torch
@@ -17,49 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
-from converter.cli import run
 from converter.process.quiet import quiet
 from converter.read.safetensors_file import read_file
-
-_BERT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32,
-}
-
-
-def _save(directory: Path, architecture: str, **config: Any) -> Path:
-    """Save a BERT with random weights as transformers does; return its directory."""
-    import transformers
-
-    with quiet():
-        torch.manual_seed(0)
-        module = getattr(transformers, architecture)(transformers.BertConfig(**_BERT | config))
-        if config.get("num_labels") == 3:  # one class far ahead: random weights alone would leave ties to rounding
-            module.classifier.bias.data.copy_(torch.tensor([2.0, 0.0, -2.0]))
-        module.save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _save(tmp_path_factory.mktemp("hf") / "bert", "BertModel")
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory, bert: Path) -> Artifact:
-    """Return ``bert``, converted with all defaults."""
-    path = tmp_path_factory.mktemp("repository") / "bert" / "1"
-    assert run(["checkpoint", str(bert), "--out", str(path)]) == 0
-    return Artifact.open(path)
-
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _save(tmp_path_factory.mktemp("hf") / "classifier", "BertForSequenceClassification", num_labels=3)
+    with quiet():
+        return hfzoo.save("bert", tmp_path_factory.mktemp("hf") / "bert")
 
 
 @pytest.fixture
@@ -70,53 +36,47 @@ def copied(bert: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.long
 def test_a_bare_model_serves_its_hidden_states_and_every_tensor_is_restored(
-    cli: Cli, tmp_path: Path, artifact: Artifact, bert: Path
+    cli: Cli, tmp_path: Path, target: Path, bert: Path
 ) -> None:
+    cli("checkpoint", bert, "--out", target).published()
+    artifact = Artifact.open(target)
     manifest = artifact.manifest
     assert manifest.source.format == "huggingface"
-    assert [entry.name for entry in manifest.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
-    assert [(entry.name, entry.kind) for entry in manifest.outputs] == [
-        ("last_hidden_state", "embedding"),
-        ("pooler_output", "embedding"),
-    ]
-    assert [entry.shape for entry in manifest.inputs] == [["batch", "seq"]] * 3
+    assert [entry.kind for entry in manifest.outputs] == ["embedding", "embedding"]
     assert manifest.outputs[0].shape == ["batch", "seq", 32]
     assert manifest.batch_axis == 0
     assert "random token sequences" in manifest.drift["cpu"].source
     assert set(manifest.profiles) == {"cpu", "cpu-bf16", "cuda"}
-    cli("restore", artifact.path, "--out", tmp_path / "fp32.safetensors").published()
-    original = read_file(bert / "model.safetensors")
-    assert any("pooler" in name for name in original)
-    assert_restored(tmp_path / "fp32.safetensors", original)
-
-
-def test_masked_tokens_do_not_change_the_outputs_of_the_others(artifact: Artifact) -> None:
-    ids = np.array([[5, 6, 7, 0, 0]])
-    mask = np.array([[1, 1, 1, 0, 0]])
+    ids, mask = np.array([[5, 6, 7, 0, 0]]), np.array([[1, 1, 1, 0, 0]])
     padded = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
     alone = {name: array[:, :3] for name, array in padded.items()}
-    for runtime in (load_reference(artifact), load(artifact, "cpu")):
+    for runtime in (load_reference(artifact), load(artifact, "cpu")):  # masked tokens do not change the others
         together = runtime.run(padded)["last_hidden_state"][:, :3]
         np.testing.assert_allclose(together, runtime.run(alone)["last_hidden_state"], atol=1e-5)
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", read_file(bert / "model.safetensors"))
 
 
 @pytest.mark.long
-def test_a_classification_head_gives_logits_whose_top1_is_judged(cli: Cli, target: Path, classifier: Path) -> None:
-    cli("checkpoint", classifier, "--out", target, *ONNX_ONLY).published()
+@pytest.mark.parametrize(("labels", "kind"), [(3, "logits"), (1, "regression")])
+def test_a_head_gives_logits_whose_top1_is_judged_unless_it_regresses(
+    cli: Cli, tmp_path: Path, target: Path, labels: int, kind: str
+) -> None:
+    with quiet():
+        weights = hfzoo.save("roberta", tmp_path / "head", num_labels=labels) / "model.safetensors"
+    tensors = load_file(weights)
+    ahead = 2.0 * torch.eye(labels)[0]  # one class far ahead: random weights alone would leave ties to rounding
+    save_file(tensors | {"classifier.out_proj.bias": ahead}, weights, {"format": "pt"})
+    cli("checkpoint", tmp_path / "head", "--out", target, *ONNX_ONLY).published()
     manifest = Artifact.open(target).manifest
-    assert [(entry.name, entry.kind, entry.shape) for entry in manifest.outputs] == [("logits", "logits", ["batch", 3])]
+    assert [(entry.name, entry.kind, entry.shape) for entry in manifest.outputs] == [
+        ("logits", kind, ["batch", labels])
+    ]
     for profile in ("cpu", "cuda"):
-        assert manifest.drift[profile].outputs["logits"]["top1_agreement"]["mean"] >= 0.99
+        found = manifest.drift[profile].outputs["logits"].get("top1_agreement")
+        assert (found is None) == (kind == "regression")
+        assert found is None or found["mean"] >= 0.99
         assert manifest.drift[profile].emulated == (profile == "cuda")
-
-
-@pytest.mark.long
-def test_a_regression_head_has_no_top1_agreement(cli: Cli, tmp_path: Path, target: Path) -> None:
-    _save(tmp_path / "r", "BertForSequenceClassification", num_labels=1)
-    cli("checkpoint", tmp_path / "r", "--out", target, *ONNX_ONLY, "--profile", "cpu").published()
-    manifest = Artifact.open(target).manifest
-    assert manifest.outputs[0].kind == "regression"
-    assert "top1_agreement" not in manifest.drift["cpu"].outputs["logits"]
 
 
 @pytest.mark.long
@@ -128,9 +88,8 @@ def test_shards_and_named_dimensions_are_supported(cli: Cli, tmp_path: Path, tar
     for shard in set(weight_map.values()):
         save_file({n: whole[n] for n in names if weight_map[n] == shard}, copied / shard, {"format": "pt"})
     (copied / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    inputs = [f"{name}:int64:n,8" for name in ("input_ids", "attention_mask")]
-    arguments = [argument for one in inputs for argument in ("--input", one)]
-    cli("checkpoint", copied, "--out", target, *arguments, *ONNX_ONLY, "--profile", "cpu").published()
+    inputs = ("--input", "input_ids:int64:n,8", "--input", "attention_mask:int64:n,8")
+    cli("checkpoint", copied, "--out", target, *inputs, *ONNX_ONLY, "--profile", "cpu").published()
     assert [entry.shape for entry in Artifact.open(target).manifest.inputs] == [["n", 8]] * 2
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     assert_restored(tmp_path / "fp32.safetensors", {name: tensor.numpy() for name, tensor in whole.items()})

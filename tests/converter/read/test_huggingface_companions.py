@@ -23,34 +23,22 @@ def _directory(path: Path, **config: Any) -> Path:
     return path
 
 
-def test_only_known_files_are_copied(tmp_path: Path) -> None:
+def test_only_known_files_are_copied_and_the_others_that_may_be_needed_are_named(tmp_path: Path) -> None:
     _directory(tmp_path)
     rarer = ["target_vocab.json", "vocab-src.json", "spm_char.model", "source.spm", "bpe.codes", "chat_template.jinja"]
     known = [*rarer, "LICENSE", "processor_config.json", "tokenizer.json", "vocab.txt"]
-    for name in (*known, "modeling_custom.py", "README.md", "optimizer.pt", "data_config.json"):
+    weights = ("model.safetensors", "pytorch_model.bin.index.json", "flax_model.msgpack")
+    for name in (*known, *weights, "README.md", "optimizer.pt", "training_args.bin", ".gitattributes"):
         (tmp_path / name).write_text(name)
-    found, _ = companions(tmp_path)
+    (tmp_path / "onnx").mkdir()
+    found, notes = companions(tmp_path)
     assert sorted(found) == sorted([*known, "config.json"])
     assert found["vocab.txt"] == b"vocab.txt"
-
-
-def test_files_that_are_not_copied_are_named(tmp_path: Path) -> None:
-    _directory(tmp_path)
-    known = (
-        "tokenizer.json",
-        "LICENSE",
-        "README.md",
-        "model.safetensors",
-        "pytorch_model.bin.index.json",
-        ".gitattributes",
-    )
-    for name in (*known, "training_args.bin", "flax_model.msgpack"):
-        (tmp_path / name).write_text("")
-    (tmp_path / "onnx").mkdir()
-    assert companions(tmp_path)[1] == []
+    assert notes == []
     for name in ("modeling_custom.py", "words.dict"):
         (tmp_path / name).write_text("")
-    (note,) = companions(tmp_path)[1]
+    found, [note] = companions(tmp_path)
+    assert sorted(found) == sorted([*known, "config.json"])
     assert note.startswith("not copied beside the exported weights: 'modeling_custom.py', 'words.dict'; copy those")
 
 

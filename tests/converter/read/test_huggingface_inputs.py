@@ -12,6 +12,7 @@ import torch
 from converting import Cli
 from safetensors.torch import load_file, save_file
 
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import UsageError
 from bf16kit.numerics.tensors import TensorSpec
 from converter.options import Options, parse_target
@@ -57,12 +58,9 @@ def test_the_size_of_images_is_read_from_the_preprocessor_or_the_config(
     assert notes == []
 
 
-def test_frames_of_a_video_are_an_axis() -> None:
+def test_frames_of_a_video_are_an_axis_and_an_image_size_that_no_file_states_is_assumed_with_a_note() -> None:
     [spec], _ = declared(module("resnet"), directory({"num_frames": 4, "num_channels": 1}, {"size": 32}))
     assert spec.shape == ("batch", 4, 1, 32, 32)
-
-
-def test_an_image_size_that_no_file_states_is_assumed_with_a_note() -> None:
     [spec], [note] = declared(module("resnet"), directory({}))
     assert spec.shape == ("batch", 3, 224, 224)
     assert "the directory does not name its image size" in note
@@ -82,17 +80,24 @@ def test_audio_has_a_mask_if_the_preprocessor_returns_one() -> None:
     assert [spec.name for spec in declared(wave, directory(config))[0]] == ["input_values"]
 
 
-def test_a_decoder_of_queries_gets_no_mask_of_tokens() -> None:
-    """Its mask would be one of objects, and objects have no padding."""
-    specs, _ = declared(module("detr"), directory({}, {"size": 32}))
-    assert [spec.name for spec in specs] == ["pixel_values"]
-
-
-def test_token_types_are_left_out_if_the_tokenizer_leaves_them_out() -> None:
-    stated = {"model_input_names": ["input_ids", "attention_mask"]}
-    for tokenizer, expected in ((stated, 2), ({}, 3)):
-        specs, _ = declared(module("bert"), directory({"type_vocab_size": 2}, tokenizer=tokenizer))
-        assert len(specs) == expected
+@pytest.mark.parametrize(
+    ("name", "config", "files", "expected"),
+    [  # a decoder of queries gets no mask: it would be one of objects, and objects have no padding
+        ("detr", {}, {"preprocessor": {"size": 32}}, ["pixel_values"]),
+        ("bert", {"type_vocab_size": 2}, {}, ["input_ids", "attention_mask", "token_type_ids"]),
+        (
+            "bert",
+            {"type_vocab_size": 2},
+            {"tokenizer": {"model_input_names": ["input_ids", "attention_mask"]}},
+            ["input_ids", "attention_mask"],
+        ),
+    ],
+)
+def test_masks_and_segments_are_inputs_if_the_model_uses_them(
+    name: str, config: dict[str, Any], files: dict[str, Any], expected: list[str]
+) -> None:
+    specs, _ = declared(module(name), directory(config, **files))
+    assert [spec.name for spec in specs] == expected
 
 
 def test_an_input_without_a_description_is_rejected_with_the_remedy() -> None:
@@ -166,8 +171,6 @@ def test_tensors_that_only_the_checkpoint_has_are_named_and_restored(cli: Cli, t
     said = " ".join(said.split())
     assert "BertModel does not use 1 of the checkpoint's tensors (head.weight)" in said
     assert "the checkpoint has no pooler, so BertModel gives no pooler_output" in said
-    from bf16kit.artifact.artifact import Artifact
-
     artifact = Artifact.open(target)
     assert [entry.name for entry in artifact.manifest.outputs] == ["last_hidden_state"]
     assert "head.weight" in dict(artifact.checkpoint_tensors())

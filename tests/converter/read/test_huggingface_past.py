@@ -7,13 +7,13 @@ from pathlib import Path
 import hfzoo
 import numpy as np
 import pytest
-from converting import ONNX_ONLY, Cli
+from converting import Cli
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime import Array, Runtime
 from bf16kit.runtime.loading import load, load_reference
 from converter.process.quiet import quiet
-from converter.read.huggingface.past import Cache
+from converter.read.huggingface.module import Cache
 
 CPU = ("--format", "onnx", "--profile", "cpu", "--no-report")
 
@@ -74,18 +74,19 @@ def whole(name: str, directory: Path, ids: Array, mask: Array) -> Array:
     return np.asarray(found.logits.numpy())
 
 
-def test_with_past_is_rejected_for_an_encoder(cli: Cli, tmp_path: Path, target: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("distilbert", (), "--with-past: DistilBertForQuestionAnswering is not a causal language model"),
+        ("gpt2", ("--input", "input_ids:int64:batch,seq"), "leave --input out"),
+    ],
+)
+def test_with_past_is_only_for_causal_language_models_with_their_own_inputs(
+    cli: Cli, tmp_path: Path, target: Path, name: str, arguments: tuple[str, ...], said: str
+) -> None:
     with quiet():
-        directory = hfzoo.save("distilbert", tmp_path / "model")
-    said = "--with-past: DistilBertForQuestionAnswering is not a causal language model"
-    cli("checkpoint", directory, "--out", target, "--with-past").refused(2, said)
-
-
-def test_with_past_and_input_exclude_each_other(cli: Cli, tmp_path: Path, target: Path) -> None:
-    with quiet():
-        directory = hfzoo.save("gpt2", tmp_path / "model")
-    arguments = ("--with-past", "--input", "input_ids:int64:batch,seq", *ONNX_ONLY)
-    cli("checkpoint", directory, "--out", target, *arguments).refused(2, "leave --input out")
+        directory = hfzoo.save(name, tmp_path / "model")
+    cli("checkpoint", directory, "--out", target, "--with-past", *arguments).refused(2, said)
 
 
 def test_with_past_is_rejected_for_other_sources(cli: Cli, target: Path, onnx_file: Path) -> None:
@@ -99,4 +100,4 @@ def test_with_past_is_rejected_for_a_model_with_recurrent_states() -> None:
         config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
         module = transformers.MambaForCausalLM(config)
     with pytest.raises(Exception, match="--with-past: MambaForCausalLM"):
-        Cache.of(module)
+        Cache(module)

@@ -40,17 +40,14 @@ def directory(root: Path, transformer: str = "", **pooling: Any) -> Path:
     """Write a tiny BERT with pooling, a projection and normalisation; return its directory."""
     with quiet():
         hfzoo.save("bert", root / transformer)
-    dense = root / "2_Dense"
-    dense.mkdir()
+    projection = root / "2_Dense"
+    projection.mkdir()
     (root / "1_Pooling").mkdir()
     (root / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32} | pooling))
-    activation = "torch.nn.modules.activation.Tanh"
-    (dense / "config.json").write_text(
-        json.dumps({"in_features": 32, "out_features": 48, "activation_function": activation})
-    )
+    (projection / "config.json").write_text(dense(activation_function="torch.nn.modules.activation.Tanh"))
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn((48, 32), generator=generator) / 6
-    save_file({"linear.weight": weight, "linear.bias": torch.zeros(48)}, dense / "model.safetensors")
+    save_file({"linear.weight": weight, "linear.bias": torch.zeros(48)}, projection / "model.safetensors")
     kinds = [("Transformer", transformer), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Normalize", "3_Normalize")]
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -72,18 +69,19 @@ def test_a_directory_serves_embeddings_of_tokens_and_of_the_sentence(cli: Cli, t
         ("last_hidden_state", "embedding", ["batch", "seq", 32]),
         ("sentence_embedding", "embedding", ["batch", 48]),
     ]
-    dense = load_file(root / "2_Dense" / "model.safetensors")
+    projection = load_file(root / "2_Dense" / "model.safetensors")
     for runtime in (load_reference(artifact), load_profile(artifact, "cpu")):
         found = runtime.run(FEEDS)
         mask = FEEDS["attention_mask"][..., None]
         pooled = (found["last_hidden_state"] * mask).sum(axis=1) / mask.sum(axis=1)
-        projected = np.tanh(pooled @ dense["linear.weight"].numpy().T)
+        projected = np.tanh(pooled @ projection["linear.weight"].numpy().T)
         expected = projected / np.linalg.norm(projected, axis=1, keepdims=True)
         tolerance = 1e-5 if runtime.info.profile == "reference" else 1e-2
         np.testing.assert_allclose(found["sentence_embedding"], expected, atol=tolerance)
         runtime.close()
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    whole = load_file(root / "0_Transformer" / "model.safetensors") | {f"2_Dense.{n}": t for n, t in dense.items()}
+    whole = load_file(root / "0_Transformer" / "model.safetensors")
+    whole |= {f"2_Dense.{name}": tensor for name, tensor in projection.items()}
     assert_restored(tmp_path / "fp32.safetensors", {name: tensor.numpy() for name, tensor in whole.items()})
 
 
@@ -123,38 +121,26 @@ def modules(*entries: object) -> str:
     return json.dumps([{"path": "", "type": "sentence_transformers.models.Transformer"}, *entries])
 
 
-@pytest.mark.parametrize(
-    ("listing", "said"),
-    [
-        ("{", "modules.json: not JSON"),
-        ('{"a": 1}', "modules.json: is not a list of modules"),
-        (
-            '[{"path": "", "type": "sentence_transformers.models.WordEmbeddings"}]',
-            "its first module is not a Transformer",
-        ),
-        (modules({"path": "../../evil", "type": "x.Pooling"}), "the module path '../../evil' is not a plain name"),
-        (modules({"path": "1_CNN", "type": "sentence_transformers.models.CNN"}), "a CNN module is not supported"),
-        (modules({"path": "2_Dense", "type": "sentence_transformers.models.Dense"}), "neither model.safetensors"),
-    ],
-)
-def test_invalid_modules_are_rejected_by_name(cli: Cli, tmp_path: Path, target: Path, listing: str, said: str) -> None:
-    with quiet():
-        root = hfzoo.save("bert", tmp_path / "model")
-    (root / "modules.json").write_text(listing)
-    cli("checkpoint", root, "--out", target).refused(2, said)
+def dense(**changed: Any) -> str:
+    return json.dumps({"in_features": 32, "out_features": 48, "activation_function": "torch.nn.Tanh"} | changed)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("file", "content", "said"),
     [
-        ({"activation_function": "os.system"}, "activation_function 'os.system' is not one of torch.nn's"),
-        ({"in_features": "many"}, "2_Dense: sentence-transformers cannot load it"),
+        ("modules.json", "{", "modules.json: not JSON"),
+        ("modules.json", '{"a": 1}', "modules.json: is not a list of modules"),
+        ("modules.json", '[{"path": "", "type": "x.WordEmbeddings"}]', "its first module is not a Transformer"),
+        ("modules.json", modules({"path": "../evil", "type": "x.Pooling"}), "path '../evil' is not a plain name"),
+        ("modules.json", modules({"path": "1_CNN", "type": "x.CNN"}), "a CNN module is not supported"),
+        ("modules.json", modules({"path": "absent", "type": "x.Dense"}), "neither model.safetensors"),
+        ("2_Dense/config.json", dense(activation_function="os.system"), "'os.system' is not one of torch.nn's"),
+        ("2_Dense/config.json", dense(in_features="many"), "2_Dense: sentence-transformers cannot load it"),
     ],
 )
-def test_an_unsupported_projection_is_rejected(
-    cli: Cli, tmp_path: Path, target: Path, config: dict[str, Any], said: str
+def test_a_module_that_is_not_supported_is_rejected_by_name(
+    cli: Cli, tmp_path: Path, target: Path, file: str, content: str, said: str
 ) -> None:
     root = directory(tmp_path / "model")
-    path = root / "2_Dense" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | config))
+    (root / file).write_text(content)
     cli("checkpoint", root, "--out", target).refused(2, said)

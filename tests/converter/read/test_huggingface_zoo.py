@@ -69,12 +69,8 @@ _PARTS = ("text_model_output", "vision_model_output")
 
 
 # One of each kind; `make test-models` runs the others, to save time here.
-ALWAYS = ("bert", "deberta-v2", "gpt2", "llama", "t5", "clip", "resnet", "wav2vec2")
+ALWAYS = ("bert", "deberta-v2", "gpt2", "mixtral", "t5", "clip", "resnet", "wav2vec2")
 ALL = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.models) for name in EXPECTED]
-
-
-def test_each_kind_has_an_expected_result() -> None:
-    assert EXPECTED.keys() == hfzoo.MODELS.keys()
 
 
 @pytest.mark.slow

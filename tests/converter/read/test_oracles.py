@@ -1,4 +1,4 @@
-"""The outputs of a source itself, and which kinds of source can be read."""
+"""The outputs of a source itself."""
 
 from __future__ import annotations
 
@@ -15,19 +15,12 @@ from onnx import TensorProto, helper
 import graphs
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from converter import read as sources
 from converter.read import oracles
-from converter.read.detect import Kind
 from converter.read.torch.onnx_export import adapt
 from converter.source import FP32_ROUNDOFF
 
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 SPEC = (TensorSpec("x", "float32", ("batch", 16)),)
-
-
-def test_each_kind_has_a_reader() -> None:
-    assert set(sources.READERS) == set(Kind)
-    assert all(callable(sources.reader(kind)) for kind in sources.READERS)
 
 
 def test_running_a_module_changes_neither_its_feed_nor_torchs_settings() -> None:
@@ -45,14 +38,13 @@ def test_running_a_module_changes_neither_its_feed_nor_torchs_settings() -> None
         np.testing.assert_array_equal(answer["output"], module(torch.from_numpy(X)).numpy())
 
 
-class Picky(Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) == 3:
-            raise ValueError("three rows are too many")
-        return super().forward(x)
-
-
 def test_a_module_that_fails_is_reported_in_one_line() -> None:
+    class Picky(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) == 3:
+                raise ValueError("three rows are too many")
+            return super().forward(x)
+
     oracle = oracles.of_module(adapt(seeded(Picky()), SPEC))
     with pytest.raises(RuntimeFailure, match="the torch module failed on it: ValueError: three rows are too many"):
         oracle([{"x": X}])
@@ -76,10 +68,8 @@ def test_a_file_that_onnx_runtime_does_not_load_is_reported(tmp_path: Path) -> N
 
 
 def test_a_file_with_fp16_inputs_gets_feeds_in_fp16(tmp_path: Path) -> None:
-    half = TensorProto.FLOAT16
-    nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
-    model = graphs.model(nodes, [graphs.edge("x", ["n", 16], half)], [graphs.edge("y", ["n", 16], half)])
-    onnx.save(model, tmp_path / "m.onnx")
+    x, y = (graphs.edge(name, ["n", 16], TensorProto.FLOAT16) for name in "xy")
+    onnx.save(graphs.model([helper.make_node("Add", ["x", "x"], ["y"])], [x], [y]), tmp_path / "m.onnx")
     oracle = oracles.of_onnx(tmp_path / "m.onnx", ir.load(tmp_path / "m.onnx"))
     (answer,) = oracle([{"x": X}])
     np.testing.assert_array_equal(answer["y"], X.astype(np.float16) * np.float16(2))
