@@ -104,12 +104,12 @@ def tensors(module: Any) -> dict[str, torch.Tensor]:
     found = dict(module.state_dict())
     named, places = len(found), {place(tensor) for tensor in found.values()}
     for node in scriptgraph.nodes(module.graph):
-        for tensor in scriptgraph.tensors_of(module, node):
-            if tensor.ndim and place(tensor) not in places:
-                places.add(place(tensor))
-                is_constant = node.kind() == "prim::Constant"
-                name = f"constants.{len(found) - named}" if is_constant else ".".join(scriptgraph.path_of(node))
-                found[name] = tensor
+        tensor = scriptgraph.tensor_of(module, node)
+        if tensor is not None and tensor.ndim and place(tensor) not in places:
+            places.add(place(tensor))
+            is_constant = node.kind() == "prim::Constant"
+            name = f"constants.{len(found) - named}" if is_constant else ".".join(scriptgraph.path_of(node))
+            found[name] = tensor
     return found
 
 
