@@ -45,7 +45,7 @@ _DAMAGE: dict[str, tuple[Callable[[ModelProto], object], int, str]] = {
     "unknown dtype": (lambda m: setattr(_weight(m), "data_type", 99), 2, "not an ONNX model"),
     "raw and typed data": (lambda m: _weight(m).float_data.append(1.0), 2, "w0) should contain one and only one value"),
     "external data nowhere": (lambda m: _external(m, location=""), 2, "m.onnx"),
-    "external offset": (lambda m: _external(m, offset="-4"), 2, "tensor 'w0' has the offset '-4'"),
+    "external offset": (lambda m: _external(m, offset="-4"), 2, "the data of 'w0' cannot be read"),
     "external length": (lambda m: _external(m, length="2044"), 3, "w0 external data size mismatch"),
     "two of a name": (lambda m: m.graph.initializer.append(_weight(m)), 2, "w0"),
     "an output that nothing gives": (lambda m: setattr(m.graph.output[0], "name", "z"), 2, "'z'"),
