@@ -144,6 +144,8 @@ class Reports:
         with self._changed:
             known = self._latest.pop(replica, None)
             last = last or (known and known.report)
+            # A replica that fails soon tells the reason in its last report only.
+            self._failed |= {slot.key: slot for slot in (last.slots if last else ()) if slot.state == "unavailable"}
             self._replied.pop(replica, None)
             self._end_wait(replica)
             for key, statistics in ({} if last is None else last.statistics).items():

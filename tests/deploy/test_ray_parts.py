@@ -148,12 +148,14 @@ class TestReports:
         reports.maintain()
         assert not FrontRegistry(reports).ready
 
-    def test_the_reason_for_a_failed_start_is_kept_after_the_replica_is_gone(self) -> None:
+    @pytest.mark.parametrize("only_at_the_end", [False, True])
+    def test_the_reason_for_a_failed_start_is_kept_after_the_replica_is_gone(self, only_at_the_end: bool) -> None:
         """Ray starts the replica three times and then reports nothing; clients get the message of a plain server."""
         reports = Reports()
         reports.set_models({"m": [1]})
-        reports.store(report("a", SlotState("m", 1, "unavailable", "a digest is wrong")))
-        reports.forget("a")
+        failed = report("a", SlotState("m", 1, "unavailable", "a digest is wrong"))
+        reports.store(report("a", SlotState("m", 1, "loading")) if only_at_the_end else failed)
+        reports.forget("a", failed if only_at_the_end else None)
         assert FrontRegistry(reports).find("m", "").reason == "a digest is wrong"
         for ask in (FrontRegistry(reports).acquire, FrontRegistry(reports).get):
             with pytest.raises(NotFound, match="no version of model 'm' is ready; its replicas' log says why"):
