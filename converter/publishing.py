@@ -9,6 +9,7 @@ from bf16kit.artifact.manifest import MEASUREMENTS, Manifest
 from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.artifact.recoveryentries import RecoveryEntry
 from bf16kit.drift.measurements import (
+    MAX_BYTES,
     MOST_SLICES,
     Layers,
     Measurements,
@@ -19,6 +20,7 @@ from bf16kit.drift.measurements import (
     sample_columns,
 )
 from bf16kit.drift.metrics import worst_of
+from bf16kit.messages.errors import ConversionError
 from converter.candidate import Verified
 from converter.options import Options
 from converter.process.progress import Progress
@@ -70,7 +72,13 @@ def publish(
 ) -> Artifact:
     """Write measurements and report into ``stage``, and rename it into place."""
     with progress.step("publishing"):
-        (stage.path / MEASUREMENTS).write_bytes(measurements.dumps())
+        measured = measurements.dumps()
+        if len(measured) > MAX_BYTES:
+            raise ConversionError(
+                f"{MEASUREMENTS} would have {len(measured)} bytes, and readers take {MAX_BYTES}; shorten the names of"
+                " the model's nodes"
+            )
+        (stage.path / MEASUREMENTS).write_bytes(measured)
         manifest = manifest.amended(measurements=MEASUREMENTS)
         if options.report:
             files = stage.draft(manifest).manifest.files

@@ -127,7 +127,9 @@ class TensorEntry(Entry):
         wrong = ""
         if self.dtype == "string" or self.bytes != BY_NAME[self.dtype].numpy.itemsize * math.prod(self.shape):
             wrong = f"{self.bytes} bytes do not hold"
-        elif (self.scale is None) != (self.scale_axis not in range(len(self.shape))):
+        elif (self.scale is None) != (self.scale_axis is None) or (
+            self.scale_axis is not None and self.scale_axis >= len(self.shape)
+        ):
             wrong = f"scale {quoted(self.scale)} on axis {self.scale_axis} does not fit"
         elif self.panels is not None and (
             self.dtype != "bfloat16" or len(self.shape) != 2 or self.panels not in (0, 1)

@@ -179,14 +179,18 @@ def explaining_disk_errors(target: Path) -> Iterator[None]:
     except Exception as error:
         free = shutil.disk_usage(target.parent).free
         code, path = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
-        if code in _FULL or free < _NEARLY_FULL:
+        if code in _FULL or (code is None and free < _NEARLY_FULL):
             raise UsageError(
                 f"{target}: disk full ({free >> 20} MiB free), nothing was published; free some space, or choose a"
                 " directory on another disk"
             ) from error
-        if isinstance(error, OSError) and code in _DENIED and path and Path(path).is_relative_to(target.parent):
+        if isinstance(error, OSError) and code in _DENIED and _is_below(path, target.parent):
             raise UsageError(f"{target}: cannot be written ({os_error_text(error)})") from error
         raise
+
+
+def _is_below(path: object, directory: Path) -> bool:
+    return isinstance(path, str | os.PathLike) and Path(path).is_relative_to(directory)
 
 
 @contextlib.contextmanager

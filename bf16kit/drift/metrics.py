@@ -210,12 +210,16 @@ def _sample_drifts(
     r, error = r.reshape(len(r), -1), error.reshape(len(error), -1)
     if np.isnan(np.einsum("ne->", r)) or np.isnan(np.einsum("ne->", error)):
         r, error = np.nan_to_num(r), np.nan_to_num(error)
+    peak = max(float(np.abs(r).max(initial=0.0)), float(np.abs(error).max(initial=0.0)))
+    peak = 1.0 if not peak or 1e-140 < peak < 1e140 else peak  # of float64, whose squares would leave the range
+    if peak != 1.0:
+        r, error = r / peak, error / peak
     largest = np.maximum(error.max(axis=1, initial=0.0), 0.0 - error.min(axis=1, initial=0.0))
     rr, dd, rd = (np.einsum("ne,ne->n", a, b) for a, b in ((r, r), (error, error), (r, error)))
     for i in range(len(r)):
         relative, cosine, worst = math.inf, 1.0, math.inf
         if not nonfinite[i]:
-            relative, cosine, worst = *_norms(float(rr[i]), float(dd[i]), float(rd[i])), float(largest[i])
+            relative, cosine, worst = *_norms(float(rr[i]), float(dd[i]), float(rd[i])), float(largest[i]) * peak
         yield SampleDrift(relative, cosine, worst, _decibels(relative), int(matches[i]), top1_rows, int(nonfinite[i]))
 
 

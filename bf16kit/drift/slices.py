@@ -207,7 +207,8 @@ def worst_slices(noise: SliceSums, scales: Scales, most: int = 1) -> list[SliceE
         judged, slices = judged + int(here.sum()), slices + len(mean)
         if here.any():
             ratio = np.where(here, mean / scale, -1.0)
-            worst = np.argsort(-ratio, kind="stable")[:most]
+            # argmax for live drift, which asks for one of up to 50,000 slices at each request
+            worst = np.argsort(-ratio, kind="stable")[:most] if most > 1 else [ratio.argmax()]
             found += [(float(ratio[i]), noise.axes[axis], int(i) * noise.widths[axis]) for i in worst if here[i]]
     found.sort(key=lambda each: -each[0])
     return [SliceError(math.sqrt(ratio), axis, index, judged, slices) for ratio, axis, index in found[:most]]

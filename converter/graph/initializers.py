@@ -109,12 +109,6 @@ def constant_number(value: ir.Value | None, *, rank: int) -> float | None:
     return float(tensor.numpy().reshape(()))
 
 
-def constant_integer(value: ir.Value | None) -> int | None:
-    """Return the integer that ``value`` is, a constant of one element; else None."""
-    tensor = const(value)
-    return None if tensor is None or tensor.size != 1 or not tensor.dtype.is_integer() else int(tensor.numpy().item())
-
-
 def known_shape(value: ir.Value | None) -> Sequence[Dim] | None:
     """Return the dimensions of ``value``, if their number is known."""
     return None if value is None or value.shape is None else value.shape.dims

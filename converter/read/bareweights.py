@@ -49,7 +49,13 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         raise UsageError("--weights: chooses weights by the names of a module that --model builds; leave it out")
     if module is None and not mapped:
         module = statedict.build(options)
-        notes = [*statedict.fit(module, tensors, options.weights), *notes]
+        try:
+            notes = [*statedict.fit(module, tensors, options.weights), *notes]
+        except SourceError as error:
+            index = next(options.source.parent.glob("*.safetensors.index.json"), None)
+            if kind is not Kind.SAFETENSORS or index is None:
+                raise
+            raise SourceError(f"{error}\n  if it is one of the shards of {index}, convert that file") from None
     shards = safetensors_file.shards(files[0]) if kind is Kind.SHARDED else ()
     checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors, shards)
     if module is None:

@@ -121,7 +121,8 @@ def _zip_kind(path: Path) -> Kind:
     except NO_ARCHIVE:
         raise SourceError(f"{path}: is a truncated or damaged zip archive (of torch or Keras?)") from None
     names = {info.filename for info in records} | {info.filename.partition("/")[2] for info in records}
-    foreign.refuse_inside(path, lambda pattern: any(fnmatch(name, pattern) for name in names))
+    own = [name for name in names if "/extra/" not in f"/{name}"]  # TorchScript may hold files of its author there
+    foreign.refuse_inside(path, lambda pattern: any(fnmatch(name, pattern) for name in own))
     if "constants.pkl" in names:
         return Kind.TORCHSCRIPT
     if "archive_format" in names or "serialized_exported_program.json" in names:

@@ -50,7 +50,8 @@ def choose(loaded: Contents, wanted: str | None) -> tuple[Contents, str | None, 
     weights, such as the averaged ones of a callback. Those are completed with tensors that are not averaged.
     """
     state = loaded[_WEIGHTS]
-    others = [key for key, value in loaded.items() if key != _WEIGHTS and _holds_weights(value)]
+    named = [key for key in loaded if isinstance(key, str) and key != _WEIGHTS]
+    others = [key for key in named if _holds_weights(loaded[key])]
     progress = [f"{key.replace('_', ' ')} {loaded[key]}" for key in ("epoch", "global_step") if key in loaded]
     notes = [", ".join([f"Lightning {brief(loaded[_VERSION])}", *map(brief, progress)])]
     if wanted in others:

@@ -88,6 +88,9 @@ def _load(path: Path) -> tuple[ir.Model, list[Path]]:
                 f"{path}: {edge.name!r} is of type {kind.removesuffix('_type')}, and bf16kit serves tensors only; a"
                 " classifier of scikit-learn is exported without ZipMap (skl2onnx: options={'zipmap': False})"
             )
+    constants = [node.output[0] for node in proto.graph.node for a in node.attribute if a.HasField("sparse_tensor")]
+    for name in (*constants, *(tensor.values.name for tensor in proto.graph.sparse_initializer)):
+        raise ConversionError(f"{path}: constant {name!r} is sparse; make it dense")
     files = _external_files(path, proto)
     return ir.from_proto(proto), [path, *files]
 

@@ -88,6 +88,9 @@ def certify(
             graph = draft.file(str(manifest.reference))
             weights = files.enter_context(rebuilt_weights(draft, graph, stage.path))
             reference = load_reference(draft, rebuilt=weights)
+            if weights.files:  # they are in memory, for lack of a disk, and the session has a copy
+                files.close()
+                weights = None
         try:
             answers = measure.spool(reference, samples, stage.path)
         except RuntimeFailure as error:
@@ -106,8 +109,6 @@ def certify(
     scales = resolved(oracle_run, answers, outputs, axis, measure.slice_scales(answers, outputs, axis))
     expected = Expected(samples.feeds, answers, scales, len(samples.given))
     certified = Certified(manifest, expected, weights, files=files)
-    if weights is not None and weights.files:  # they are in memory, for lack of a disk
-        certified.release()
     certified.notes += [*oracle.remarks(checked), *notes]
     if axis is None:
         why = "it was not confirmed that two samples run together give the same outputs as run apart"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 
@@ -33,15 +34,16 @@ _ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf
 _ALIGNMENT = 64  # bytes, of each array in a file of outputs
 
 
-class Spool(list[Feeds]):
+class Spool(Sequence[Feeds]):
     """Outputs kept on disk: 200 samples of 128 tokens over 50,000 words take 5 GB, too much for memory.
 
-    They are mapped from a temporary file in ``directory``, or where :func:`~scratch.on_disk` says. It has no name, so
-    nothing is left of it, however the process ends. Arrays are read-only. Strings cannot be mapped and stay in memory.
+    They are mapped, while they are read, from a temporary file in ``directory``, or where :func:`~scratch.on_disk`
+    says. It has no name, so nothing is left of it, however the process ends. Arrays are read-only. Strings cannot be
+    mapped and stay in memory.
     """
 
     def __init__(self, directory: Path | None = None, outputs: Iterable[Feeds] = ()) -> None:
-        super().__init__()
+        self._kept: list[tuple[int, dict[str, int], Feeds]] = []  # start, places of arrays, and what they are like
         self._file = tempfile.TemporaryFile(dir=on_disk(directory))  # noqa: SIM115 - open as long as this object
         weakref.finalize(self, self._file.close)
         for each in outputs:
@@ -57,11 +59,33 @@ class Spool(list[Feeds]):
                 self._file.write(bytes(-array.nbytes % _ALIGNMENT))
         self._file.write(bytes(_ALIGNMENT))  # so that there is something to map
         self._file.flush()
-        # One mapping for all arrays: a process may have 65,530.
+        like = {name: np.broadcast_to(np.zeros((), outputs[name].dtype), outputs[name].shape) for name in places}
+        self._kept.append((start, places, {**outputs, **like}))
+
+    def pop(self) -> Feeds:
+        """Return the last outputs, and forget them."""
+        found = self[-1]
+        del self._kept[-1]
+        return found
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> Feeds: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Feeds]: ...
+    def __getitem__(self, index: int | slice) -> Feeds | Sequence[Feeds]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start, places, found = self._kept[index]
+        # Mapped anew each time: a mapping holds a descriptor of the file, and a process may have 1,024.
         raw = np.memmap(self._file, np.uint8, "r", start).view(np.ndarray)
-        mapped = {name: raw[place:][: outputs[name].nbytes] for name, place in places.items()}
-        stored = {name: data.view(outputs[name].dtype).reshape(outputs[name].shape) for name, data in mapped.items()}
-        super().append(dict(outputs) | stored)
+        stored = {}
+        for name, place in places.items():
+            like = found[name]
+            stored[name] = raw[place:][: like.nbytes].view(like.dtype).reshape(like.shape)
+        return {**found, **stored}
 
 
 def run_all(runtime: Runtime, feeds: Sequence[Feeds]) -> Iterator[Feeds]:

@@ -149,6 +149,9 @@ def _as_written(entry: PlanEntry, narrow: frozenset[str]) -> PlanEntry:
     return entry.model_copy(update={"precision": "fp32", "code": "reference_only", "reason": _REARRANGED})
 
 
+_SHOWN = 5  # complaints named in an error
+
+
 def write_without_graph(
     checkpoint: Mapping[str, Array],
     written: Path,
@@ -167,6 +170,7 @@ def write_without_graph(
 
     tensors: dict[str, TensorEntry] = {}
     counted: dict[str, Census] = {}
+    complaints: list[str] = []
     shared = shared_names(checkpoint, FreshNames())
     for name, array in checkpoint.items():
         progress(array.nbytes)
@@ -185,8 +189,10 @@ def write_without_graph(
         if array.dtype == np.float32:
             counts = census(np.ascontiguousarray(array))
             rounded = name in tensors and tensors[name].dtype == "bfloat16"
-            _check_range(name, counts, rounded=rounded)
+            complaints += [f"tensor {name!r}: {problem}" for problem in _complaints(counts, rounded=rounded)]
             counted |= {name: counts} if rounded else {}
+    if complaints:
+        raise RangeError("\n".join(complaints[:_SHOWN]))
     entries = [checkpoint_entry(name, array, shared[name]) for name, array in checkpoint.items()]
     return StoredWeights(tensors, () if residual is None else tuple(entries), {}, counted)
 
@@ -208,13 +214,12 @@ def _records(path: Path) -> dict[bytes, Segment]:
     return found
 
 
-def _check_range(name: str, counts: Census, *, rounded: bool) -> None:
-    """Raise RangeError for a tensor that, unlike a graph's, cannot be clamped or left in fp32."""
+def _complaints(counts: Census, *, rounded: bool) -> list[str]:
+    """Return what is wrong with a tensor, which, unlike a graph's, cannot be clamped or left in fp32."""
     problem = complaint(counts, finite=rounded, in_range=False)
     if problem is None and rounded and counts.overflow:
         problem = (
             f"{counts.overflow} of {counts.count} values overflow bfloat16 (largest magnitude {counts.max_abs:.6g}),"
             " and --saturate and --keep-fp32 are for ONNX; clamp them in the module"
         )
-    if problem is not None:
-        raise RangeError(f"tensor {name!r}: {problem}")
+    return [] if problem is None else [problem]

@@ -152,8 +152,8 @@ class TestEdges:
         drifts = measure(np.ones((2, 3)), np.ones((2, 4)), LOGITS, 0)
         assert [(d.relative_l2, d.max_abs) for d in drifts] == [(INF, INF)] * 2
 
-    @pytest.mark.parametrize("size", [1e-45, 3e38])
-    def test_extreme_values_of_fp32_neither_overflow_nor_vanish(self, size: float) -> None:
+    @pytest.mark.parametrize("size", [1e-300, 1e-45, 3e38, 1e300])
+    def test_extreme_values_neither_overflow_nor_vanish(self, size: float) -> None:
         (drift,) = measure(np.array([3.0, 4.0]) * size, np.array([3.0, 4.5]) * size, EMBEDDING, None)
         assert drift.relative_l2 == pytest.approx(0.1)
         assert drift.cosine_distance == pytest.approx(1 - (9 + 18) / (5 * math.hypot(3, 4.5)))

@@ -236,6 +236,13 @@ class TestConsistency:
             manifest(checkpoint=[CheckpointEntry(**fields)])
 
 
+def test_a_right_digest_in_another_place_is_rejected() -> None:
+    data = b'{"schema_version": 1, "x": {\n "digest": "' + b"0" * 64 + b'"\n}}'
+    data = data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode())
+    with pytest.raises(ArtifactError, match="Field required"):
+        Manifest.loads(data, "manifest.json")
+
+
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
@@ -260,6 +267,7 @@ def test_a_manifest_made_to_take_memory_or_time_is_rejected_in_a_line(place: str
     ("changes", "message"),
     [
         ({"bytes": 13}, "13 bytes do not hold bfloat16"),
+        ({"scale_axis": 9}, "scale None on axis 9 does not fit"),
         ({"dtype": "bf16"}, "unknown dtype 'bf16'"),
         ({"dtype": "string", "bytes": 48}, "do not hold string"),
         ({"shape": [2, -3]}, "greater than or equal to 0"),

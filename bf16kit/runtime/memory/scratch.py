@@ -66,7 +66,12 @@ def on_disk(directory: Path | None = None) -> Path:
     """
     if directory is not None and not _in_memory(directory):
         return directory
-    system = Path(tempfile.gettempdir())
+    try:
+        system = Path(tempfile.gettempdir())
+    except FileNotFoundError:  # no directory for temporary files can be written
+        if directory is None:
+            raise
+        return directory
     return directory if directory is not None and _in_memory(system) else system
 
 

@@ -32,6 +32,7 @@ Fill = Callable[[NDArray[np.uint8]], None]
 LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of arm64
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
+_NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL, which Python has no name for
 _NAME = "bf16kit-weights"  # in /proc/PID/maps
 # With these seals neither size nor content can change; the last one forbids further seals, which are not needed. The
 # kernel refuses F_SEAL_WRITE while the memory is mapped for writing.
@@ -117,7 +118,7 @@ def create(size: int) -> int:
     with _explaining_no_room(size):
         # Refuses a size that plainly exceeds the machine's memory; later the kernel would try, and kill processes.
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = _memfd(os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, size)
         except BaseException:
@@ -210,6 +211,12 @@ def check_room(size: int) -> None:
     memory = controlgroup.memory()
     if memory is not None and not memory.has_room(size):
         raise MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {memory}")
+
+
+def _memfd(flags: int) -> int:
+    with contextlib.suppress(OSError):  # older kernels do not know the flag; hardened ones insist (vm.memfd_noexec)
+        return os.memfd_create(_NAME, flags | _NOEXEC_SEAL)
+    return os.memfd_create(_NAME, flags)
 
 
 @contextlib.contextmanager

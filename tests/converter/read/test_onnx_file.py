@@ -39,6 +39,19 @@ _FEEDS: dict[str, dict[str, Array]] = {
 }
 
 
+@pytest.mark.parametrize("as_node", [True, False])
+def test_a_sparse_constant_is_rejected_with_the_remedy(cli: Cli, tmp_path: Path, target: Path, as_node: bool) -> None:
+    proto = graphs.mlp()
+    values, indices = (graphs.initializer(name, np.arange(3)) for name in ("sparse", "indices"))
+    sparse = helper.make_sparse_tensor(values, indices, [9])
+    if as_node:
+        proto.graph.node.append(helper.make_node("Constant", [], ["sparse"], sparse_value=sparse))
+    else:
+        proto.graph.sparse_initializer.append(sparse)
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, "constant 'sparse' is sparse; make it dense")
+
+
 @pytest.mark.parametrize("build", [graphs.mlp, graphs.constant_nodes, graphs.if_branches, graphs.loop])
 def test_weights_are_found_wherever_they_are_stored(
     cli: Cli, tmp_path: Path, target: Path, build: Callable[[], ModelProto]

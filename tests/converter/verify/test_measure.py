@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import ml_dtypes
@@ -60,6 +61,16 @@ def test_outputs_on_disk_come_back_bit_for_bit(tmp_path: Path) -> None:
     np.testing.assert_array_equal(kept[1]["floats"], [7])
     with pytest.raises(ValueError, match="read-only"):
         kept[1]["floats"][0] = 1
+
+
+def test_more_outputs_are_kept_than_files_may_be_open(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        kept = Spool(tmp_path, ({"y": np.array([number])} for number in range(1000)))
+        assert [int(one["y"][0]) for one in kept] == list(range(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:
