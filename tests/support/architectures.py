@@ -139,3 +139,17 @@ def save(path: Path, module: nn.Module, **changed: torch.Tensor) -> Path:
     state |= {name.replace("__", "."): tensor for name, tensor in changed.items()}
     torch.save(state, path)
     return path
+
+
+class Counting(nn.Module):
+    """A module that changes its own buffer."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return x + self.count

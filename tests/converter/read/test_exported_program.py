@@ -9,7 +9,7 @@ import exportedfiles as files
 import numpy as np
 import pytest
 import torch
-from architectures import Cnn, Mlp, Tied, seeded
+from architectures import Cnn, Counting, Mlp, Tied, seeded
 from converting import ONNX_ONLY, Cli, process
 from safetensors.numpy import load_file
 from torch import nn
@@ -186,17 +186,6 @@ def test_norms_and_tables_are_fp32_under_autocast(tmp_path: Path) -> None:
 
 
 def test_a_program_that_changes_its_state_is_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
-    class Counting(torch.nn.Module):
-        count: torch.Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count.add_(1)
-            return x + self.count
-
     source = written(tmp_path, Counting(), torch.ones(2, 16))
     cli("checkpoint", source, "--out", target, TRUSTED).refused(
         3, "m.pt2: running the program changed the model's own tensor"

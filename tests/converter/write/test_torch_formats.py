@@ -13,7 +13,7 @@ import exportedfiles as files
 import numpy as np
 import pytest
 import torch
-from architectures import Cnn, Mlp, seeded
+from architectures import Cnn, Counting, Mlp, seeded
 from scriptedmodels import Deciding, Encoder, How, save
 from torch import nn
 
@@ -121,20 +121,6 @@ class Branching(Mlp):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.sum() > 0 else super().forward(-x)
-
-
-class Counting(nn.Module):
-    """A module that changes its own buffer."""
-
-    count: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count.add_(1)
-        return x + self.count
 
 
 @pytest.mark.parametrize(
