@@ -14,8 +14,9 @@ import graphs
 from bf16kit.messages.errors import ConfigError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.ort import kernel, session
-from bf16kit.runtime.ort.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, kernel_for, usable_kernel
+from bf16kit.runtime.ort.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, usable_kernel
 from bf16kit.runtime.ort.onnx import OnnxRuntime
+from bf16kit.runtime.ort.onnxgraph import kernel_for
 
 built = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 MODEL = products.product(graphs.values(64, 40))

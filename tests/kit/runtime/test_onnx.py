@@ -176,24 +176,6 @@ def test_a_lack_of_memory_is_not_reported_as_bad_input() -> None:
     assert not isinstance(failed.value, InputRefused)
 
 
-@pytest.mark.parametrize(
-    ("declared", "said"),
-    [
-        ((("z", "float32"), ("y", "float32")), r"inputs are x tensor\(float\), but z tensor\(float\) are declared"),
-        ((("x", "float64"), ("y", "float32")), r"inputs are x tensor\(float\), but x tensor\(double\) are declared"),
-        (
-            (("x", "float32"), ("y", "bfloat16")),
-            r"outputs are y tensor\(float\), but y tensor\(bfloat16\)",
-        ),
-    ],
-    ids=["name", "input's dtype", "output's dtype"],
-)
-def test_specs_that_do_not_match_the_graph_are_rejected(declared: tuple[tuple[str, str], ...], said: str) -> None:
-    input_, output = (TensorSpec(name, dtype, ("n", 16)) for name, dtype in declared)
-    with pytest.raises(RuntimeFailure, match=rf"the graph's {said}"):
-        OnnxRuntime(graphs.mlp().SerializeToString(), [input_], [output])
-
-
 _LARGE_RUN = """
 import graphs
 import numpy as np

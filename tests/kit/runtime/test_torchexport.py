@@ -16,7 +16,7 @@ from torch.export.passes import move_to_device_pass
 
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.torchexport import TorchExportRuntime, load_program
+from bf16kit.runtime.torchruntimes import TorchExportRuntime, load_program
 
 X = TensorSpec("x", "float32", ("batch", 16))
 Y = TensorSpec("y", "float32", ("batch", 16))

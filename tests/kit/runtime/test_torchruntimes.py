@@ -17,8 +17,7 @@ import torch
 import graphs
 from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.torchexport import TorchExportRuntime
-from bf16kit.runtime.torchscript import TorchRuntime, TorchScriptRuntime
+from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchRuntime, TorchScriptRuntime
 
 X = TensorSpec("x", "float32", ("batch", 16))
 Y = TensorSpec("y", "float32", ("batch", 16))

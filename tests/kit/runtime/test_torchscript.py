@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import graphs
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import scriptgraph
-from bf16kit.runtime.torchscript import TorchScriptRuntime
+from bf16kit.runtime.torchruntimes import TorchScriptRuntime
 
 X = TensorSpec("x", "float32", ("batch", 16))
 Y = TensorSpec("y", "float32", ("batch", 16))
@@ -114,7 +114,7 @@ def test_a_comparison_of_dtypes_follows_the_widening() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(Asks())
-    scriptgraph.replace_dtypes(scripted.graph, scriptgraph.BFLOAT16, scriptgraph.FLOAT32)
+    scriptgraph.widen(scripted)
     found = scripted(torch.full((1,), 1 + 2**-10))
     assert found.item() == 2 + 2**-10  # the branch for "the narrow dtype", in fp32
 
