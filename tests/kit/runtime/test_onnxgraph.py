@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import artifacts
 import ml_dtypes
 import numpy as np
 import onnx
@@ -100,7 +99,7 @@ def test_a_second_location_is_checked_too(tmp_path: Path) -> None:
 )
 def test_a_tensor_that_is_not_within_its_file_is_refused(wrong: dict[str, str], tmp_path: Path) -> None:
     """ONNX Runtime refuses what it maps, and bf16kit what it copies: no crash, and no other bytes."""
-    path = artifacts.write_product(tmp_path / "product" / "1", width=32).path
+    path = write_product(tmp_path / "product" / "1", width=32).path
     model = onnx.load(path / "cpu.onnx", load_external_data=False)
     places = {entry.key: entry.value for entry in model.graph.initializer[0].external_data} | wrong
     del model.graph.initializer[0].external_data[:]
@@ -117,7 +116,7 @@ def test_a_tensor_that_is_not_within_its_file_is_refused(wrong: dict[str, str], 
 
 @pytest.mark.parametrize("side", [1 << 20, 1 << 40])
 def test_a_shape_larger_than_its_file_is_refused_before_memory_is_taken(side: int, tmp_path: Path) -> None:
-    path = artifacts.write_product(tmp_path / "product" / "1", width=32).path
+    path = write_product(tmp_path / "product" / "1", width=32).path
     model = onnx.load(path / "cpu.onnx", load_external_data=False)
     model.graph.initializer[0].dims[:] = [side, side]
     (path / "cpu.onnx").write_bytes(model.SerializeToString())
@@ -166,29 +165,19 @@ def test_the_kernel_reads_bf16_weights_in_place_and_a_lookup_always_does() -> No
     assert not in_place(OURS, kernel=True)  # a bias
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        [helper.make_node("MatMul", ["w", "x"], ["y"])],
-        [helper.make_node("Gather", ["x", "w"], ["y"])],
-        [helper.make_node("Add", ["x", "w"], ["y"])],
-        [helper.make_node("Conv", ["x", "w"], ["y"])],
-        [MATMUL, helper.make_node("Transpose", ["w"], ["z"])],
-        [LOOKUP, helper.make_node("Cast", ["w"], ["z"], to=TensorProto.FLOAT)],
-        [helper.make_node("MatMul", ["x", "w"], ["y"], domain="another")],
-        [helper.make_node("Identity", ["x"], ["y"])],
-    ],
-    ids=[
-        "from the left",
-        "as indices",
-        "added",
-        "convolved",
-        "also turned",
-        "also cast",
-        "of another domain",
-        "unread",
-    ],
-)
+OTHERS = {
+    "from the left": [helper.make_node("MatMul", ["w", "x"], ["y"])],
+    "as indices": [helper.make_node("Gather", ["x", "w"], ["y"])],
+    "added": [helper.make_node("Add", ["x", "w"], ["y"])],
+    "convolved": [helper.make_node("Conv", ["x", "w"], ["y"])],
+    "also turned": [MATMUL, helper.make_node("Transpose", ["w"], ["z"])],
+    "also cast": [LOOKUP, helper.make_node("Cast", ["w"], ["z"], to=TensorProto.FLOAT)],
+    "of another domain": [helper.make_node("MatMul", ["x", "w"], ["y"], domain="another")],
+    "unread": [helper.make_node("Identity", ["x"], ["y"])],
+}
+
+
+@pytest.mark.parametrize("nodes", OTHERS.values(), ids=OTHERS)
 def test_weights_that_any_other_node_reads_are_not_read_in_place(nodes: list[NodeProto]) -> None:
     for w in (FP32, BF16):
         assert not in_place(*nodes, w=w, products=True, kernel=True)
