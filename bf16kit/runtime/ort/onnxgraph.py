@@ -172,7 +172,7 @@ def _messages(message: Message, kind: str) -> Iterator[Any]:
     name = message.DESCRIPTOR.name
     if name == kind:
         yield message
-    if name == "TensorProto":  # its fields would be copied, perhaps gigabytes
+    if name in ("TensorProto", "ValueInfoProto"):  # of a tensor, gigabytes might be copied
         return
     for descriptor, value in message.ListFields():
         if descriptor.message_type is not None:

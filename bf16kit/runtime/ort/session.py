@@ -143,16 +143,15 @@ def has_cuda() -> bool:
 
 @contextlib.contextmanager
 def run_options_with_timeout(seconds: float) -> Iterator[Any]:
-    """Yield run options that make ONNX Runtime abort the run, between two nodes, after ``seconds``.
-
-    Their ``terminate`` is then true. A thread waits for that: only runs before a model is ready, and references, have a
-    time limit.
-    """
+    """Yield options that make ONNX Runtime abort a run, between two nodes, after ``seconds``, and set ``terminate``."""
     options = ort.RunOptions()
     options.log_severity_level = _FATAL
     timer = threading.Timer(seconds, setattr, (options, "terminate", True))
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except RuntimeError as error:  # there is no room for its stack
+        raise MemoryError(f"ONNX Runtime cannot be given a time limit: {error}") from error
     try:
         yield options
     finally:
