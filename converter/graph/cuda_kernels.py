@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 from onnx import defs
 
-from bf16kit.system.versions import is_older, version_key
+from bf16kit.system import is_older, version_key
 from converter.process import versions
 
 _FILE = "cuda_kernels.json"

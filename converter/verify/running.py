@@ -17,11 +17,10 @@ from bf16kit.artifact.weightfile import WeightWriter
 from bf16kit.messages.errors import DeviceUnavailable
 from bf16kit.numerics.rounding import BF16, to_bf16
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Runtime
-from bf16kit.runtime.device import CPU
+from bf16kit.runtime import CPU, Runtime
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.memory.scratch import on_disk
-from bf16kit.runtime.ort.externaldata import REBUILT
+from bf16kit.runtime.ort.onnxgraph import REBUILT
 from converter.graph.equality import in_fp32
 from converter.graph.initializers import dims, stays_inline
 from converter.plan import is_matrix
@@ -72,8 +71,7 @@ def open_profile(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
 
 def open_traced(artifact: Artifact, profile: str, *, native_bf16: bool) -> Runtime:
     """Open a profile that torch runs, on the CPU: in bf16 or, as on CPUs without bf16 instructions, in fp32."""
-    from bf16kit.runtime.torchexport import TorchExportRuntime
-    from bf16kit.runtime.torchscript import TorchScriptRuntime
+    from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime
 
     entry = artifact.manifest.profiles[profile]
     runtime = TorchExportRuntime if entry.format == "pt2" else TorchScriptRuntime

@@ -14,8 +14,8 @@ from bf16kit.artifact.manifest import RESIDUAL, PlanEntry
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import BY_NAME
-from bf16kit.runtime.ort.externaldata import REBUILT
 from bf16kit.runtime.ort.kernel import DOMAIN as KERNEL
+from bf16kit.runtime.ort.onnxgraph import REBUILT
 from converter.fuse.functions import rounds_activations
 from converter.fuse.fuse import fuse
 from converter.fuse.unpanel import Unpanel

@@ -15,7 +15,7 @@ from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort import session
 from bf16kit.runtime.ort.session import ort
-from bf16kit.system.versions import is_older
+from bf16kit.system import is_older
 from converter.graph.cuda_kernels import KernelTable, missing_kernels, releases, required
 from converter.process import versions
 

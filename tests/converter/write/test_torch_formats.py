@@ -20,8 +20,7 @@ from torch import nn
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import Array, TensorSpec
 from bf16kit.runtime import scriptgraph
-from bf16kit.runtime.torchexport import TorchExportRuntime
-from bf16kit.runtime.torchscript import TorchScriptRuntime
+from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime
 from converter.read import scripted
 from converter.read.torch.onnx_export import adapt
 from converter.write.script import narrow_script
