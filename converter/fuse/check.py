@@ -121,10 +121,8 @@ def excess_of(reference: Array, candidate: Array, typical: float = 5e-6) -> floa
     if reference.size != candidate.size:
         return math.inf
     wide, other = reference.astype(np.float64), candidate.astype(np.float64).reshape(reference.shape)
-    known = ~np.isnan(wide)
-    wide, other = np.where(known, wide, 0.0), np.where(known, other, 0.0)
-    finite = np.isfinite(wide)
-    if not np.array_equal(wide[~finite], other[~finite]) or not np.isfinite(other[finite]).all():
+    finite, infinite = np.isfinite(wide), np.isinf(wide)  # NaN is neither
+    if not np.array_equal(wide[infinite], other[infinite]) or not np.isfinite(other[finite]).all():
         return math.inf
     wide, other = np.where(finite, wide, 0.0), np.where(finite, other, 0.0)
     squares, errors, axes = wide**2, (other - wide) ** 2, range(wide.ndim)

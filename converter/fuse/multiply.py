@@ -172,10 +172,10 @@ def epilogue(product: Product) -> Epilogue:
     """Return the longest epilogue of ``product``: the nodes up to the first value that others read too."""
     result, bias = product.node.outputs[0], product.bias
     nodes: list[ir.Node] = []
-    add = None if bias is not None or product.node.op_type == "Conv" else _add(product.node, product.n)
-    if add is not None:
-        bias = add.inputs[1] if add.inputs[0] is result else add.inputs[0]
-        result = add.outputs[0]
+    add = None if bias is not None or product.node.op_type == "Conv" else only_reader(result)
+    added = next((v for v in add.inputs if takes_bias(v, product.n)), None) if add and add.op_type == "Add" else None
+    if add is not None and added is not None:
+        bias, result = added, add.outputs[0]
         nodes.append(add)
     reshape = None
     function, activated = activation(result)
@@ -186,13 +186,6 @@ def epilogue(product: Product) -> Epilogue:
     if activated:
         result = activated[-1].outputs[0]
     return Epilogue(bias, function, (*nodes, *activated), result, reshape)
-
-
-def _add(product: ir.Node, columns: int) -> ir.Node | None:
-    """Return the Add of a bias, if it alone reads the output of ``product``."""
-    node = only_reader(product.outputs[0])
-    fits = node is not None and node.op_type == "Add" and any(takes_bias(value, columns) for value in node.inputs)
-    return node if fits else None
 
 
 # --- products of the same activations ---------------------------------------------------------------------------------

@@ -197,16 +197,18 @@ def _assert_same(made: Lowered, feeds: dict[str, Array], tolerance: float = 3e-2
 
 def test_an_activation_is_not_fused_if_a_body_also_reads_the_product(tmp_path: Path) -> None:
     """Both branches of an If capture the product, which a fused node would not return."""
-    proto = graphs.if_branches(32)
-    head = [helper.make_node("MatMul", ["x0", "w"], ["x"], name="product"), helper.make_node("Relu", ["x"], ["r"])]
-    nodes = [*head, *proto.graph.node]
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
-    proto.graph.input[0].CopyFrom(graphs.edge("x0", ["batch", 16]))
-    proto.graph.output.append(graphs.edge("r", ["batch", 32]))
-    proto.graph.initializer.append(graphs.initializer("w", graphs.values(16, 32, seed=4)))
+    proto = graphs.parsed(
+        """(float[batch, 16] x, bool flag) => (float[batch, 32] y, float[batch, 32] r) {
+            [product] m = MatMul (x, w) r = Relu (m)
+            y = If (flag) <
+                then_branch = then_graph () => (float[batch, 32] t) { t = Neg (m) },
+                else_branch = other_graph () => (float[batch, 32] o) { o = Identity (m) }
+            >
+        }""",
+        w=graphs.values(16, 32, seed=4),
+    )
     made = lower(tmp_path / "m" / "1", proto)
-    assert [node.output[0] for node in ours(made)] == ["x"]
+    assert [node.output[0] for node in ours(made)] == ["m"]
     assert "Relu" in made.ops("cpu")
 
 
