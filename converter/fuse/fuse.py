@@ -145,13 +145,15 @@ class Unpanel(Step):
         self.declared.clear()
         found = [(value, self._panelled.get(name)) for name, value in model.graph.initializers.items()]
         matrices = [(v, e) for v, e in found if e and v.shape is not None and len(v.shape) == 2 and v.uses()]
+        if not matrices:  # the graph may have no nodes
+            return False
         graph, first = Fusing(model), model.graph[0]
         for value, entry in matrices:
             readers = tuple(value.uses())
             matrix = self._matrix(value, entry, graph, first)
             for use in readers:
                 use.node.replace_input_with(use.idx, matrix)
-        return bool(matrices)
+        return True
 
     def _matrix(self, value: ir.Value, entry: TensorEntry, graph: Fusing, first: ir.Node) -> ir.Value:
         """Return the matrix of ``entry``, computed from ``value``, which becomes the panels as the file holds them."""
