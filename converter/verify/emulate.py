@@ -12,7 +12,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from converter.fuse.unpanel import PUT_TOGETHER
+from converter.fuse.fuse import PUT_TOGETHER
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.operators import EXACT
 from converter.graph.step import Step, run
@@ -61,7 +61,7 @@ class Emulate(Step):
 
 def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:
     """Return the leading nodes of ``graph`` that put its bf16 initializers together
-    (:mod:`converter.fuse.unpanel`)."""
+    (:mod:`converter.fuse.fuse`)."""
     moves, known = dict[ir.Node, None](), set[ir.Value | None](graph.initializers.values())
     for node in graph:
         if node.op_type not in PUT_TOGETHER or node.outputs[0].dtype != BFLOAT16 or not known.issuperset(node.inputs):

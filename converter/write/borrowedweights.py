@@ -26,9 +26,8 @@ from bf16kit.numerics.rounding import BF16, Census, census, to_bf16
 from bf16kit.numerics.tensors import Array
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
-from converter.plan import narrowed
+from converter.plan import complaint, narrowed
 from converter.plan.decisions import Overrides
-from converter.plan.ranges import complaint
 from converter.rewrite import Match, Prepared
 from converter.write.export import Exported, fp32_tensor, select, write_export
 from converter.write.weights import (

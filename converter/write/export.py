@@ -25,9 +25,8 @@ from bf16kit.numerics.rounding import Census
 from bf16kit.numerics.tensors import BY_NAME, Array
 from converter.graph.equality import OTHER_FLOATS, in_fp32
 from converter.graph.initializers import ComputedTensor, blocks, rows_of
-from converter.plan import is_matrix
+from converter.plan import complaint, is_matrix
 from converter.plan.decisions import Overrides
-from converter.plan.ranges import complaint
 from converter.rewrite import Prepared
 from converter.rewrite.clampmasks import is_weight
 from converter.write.weights import Rounding, round_weight, tensor_entry

@@ -17,8 +17,7 @@ from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime.ort.kernel import DOMAIN as KERNEL
 from bf16kit.runtime.ort.onnxgraph import REBUILT
 from converter.fuse.functions import rounds_activations
-from converter.fuse.fuse import fuse
-from converter.fuse.unpanel import Unpanel
+from converter.fuse.fuse import Unpanel, fuse
 from converter.graph.dimensions import drop_guesses
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import SHAPE_ONLY, bf16_form, label

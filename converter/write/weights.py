@@ -23,8 +23,7 @@ from bf16kit.numerics.tensors import BY_NAME, BY_ONNX, Array
 from converter.graph.equality import Fingerprint, fingerprint, same_bits
 from converter.graph.initializers import blocks, dims, reader, rows_of, stays_inline
 from converter.graph.names import FreshNames
-from converter.plan import narrowed
-from converter.plan.ranges import check_ranges, take_census
+from converter.plan import check_ranges, narrowed, take_census
 from converter.rewrite import Prepared
 
 BF16_FILE, FP32_FILE = "weights.bf16", "weights.fp32"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
-from converter.fuse.unpanel import PUT_TOGETHER
+from converter.fuse.fuse import PUT_TOGETHER
 from converter.rewrite import prepare
 from converter.rewrite.explicit import floating_tensors
 
