@@ -13,7 +13,7 @@ from bf16kit.artifact.manifest import TensorEntry
 from bf16kit.numerics.panels import WIDTH
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
-from converter.graph.step import Step
+from converter.graph.types import Step
 
 BFLOAT16 = ir.DataType.BFLOAT16
 PUT_TOGETHER = frozenset({"Concat", "Reshape", "Transpose"})  # the operators that put panels together

@@ -22,8 +22,7 @@ from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort.kernel import VARIABLE
 from bf16kit.runtime.ort.session import ort
 from converter.fuse.products import panelled_weights, product
-from converter.graph.step import run
-from converter.graph.types import InferTypes
+from converter.graph.types import InferTypes, run
 
 ROUNDING = "cpu-bf16"
 FORMS = {("panels", 64): "panels", ("panels", 50): "panels_tail", ("panels", 20): "panels_narrow"}
