@@ -26,7 +26,7 @@ from converter.fuse.multiply import groups, join, look_up, multiply
 from converter.fuse.norms import normalise
 from converter.fuse.products import panelled_weights
 from converter.graph.initializers import const_dims, initializer
-from converter.graph.step import Step
+from converter.graph.types import Step
 
 BFLOAT16 = ir.DataType.BFLOAT16
 PUT_TOGETHER = frozenset({"Concat", "Reshape", "Transpose"})  # the operators that put panels together

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from converter.fuse.fuse import PUT_TOGETHER
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.operators import EXACT
-from converter.graph.step import Step, run
+from converter.graph.types import Step, run
 from converter.write.graphs import serialize
 
 FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16

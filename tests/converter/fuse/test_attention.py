@@ -89,7 +89,7 @@ def test_a_selection_that_two_layers_share_becomes_one_mask(tmp_path: Path) -> N
 
 def _found(proto: ModelProto) -> int:
     model = ir.from_proto(proto)
-    InferTypes()(model)
+    InferTypes().apply(model)
     return sum(attention(node) is not None for node in model.graph)
 
 

@@ -17,7 +17,7 @@ from bf16kit.numerics.panels import pack
 from bf16kit.numerics.rounding import to_bf16
 from bf16kit.runtime.ort.session import ort
 from converter.fuse.fuse import PUT_TOGETHER, Unpanel
-from converter.graph.step import run
+from converter.graph.types import run
 from converter.verify.emulate import emulation
 from converter.write.graphs import serialize
 
