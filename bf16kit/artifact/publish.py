@@ -83,10 +83,7 @@ class StagingArtifact:
         (self.path / name).unlink(missing_ok=True)
 
     def draft(self, manifest: Manifest) -> Artifact:
-        """Return the artifact as written so far, to be loaded and run before it is published.
-
-        Raises :class:`ConversionError` if a file has changed since an earlier draft.
-        """
+        """Return the artifact as written so far, to be run; ConversionError if a file changed since the last draft."""
         written = (path for path in sorted(self.path.iterdir()) if not path.name.startswith(_SCRATCH))
         files = {path.name: self._entry(path) for path in written if path.name != MANIFEST}
         sealed = manifest.model_copy(update={"files": files})
@@ -97,7 +94,7 @@ class StagingArtifact:
         """Fill in the digest of every file, write the manifest, sync to disk, and rename onto the target.
 
         Every file is read once more before that, and must have the digest that it had when it was first drafted.
-        Returns the artifact at its target. ``manifest.files`` is ignored; sub-directories raise ValueError.
+        Returns the artifact at its target.
         """
         self.draft(manifest)
         for path in self.path.iterdir():
@@ -108,8 +105,7 @@ class StagingArtifact:
         except ArtifactDamaged as error:
             raise ConversionError(f"{_CHANGED}: {error}") from error
         self._rename()
-        # A directory's name is stored in its parent: without this sync a crash may lose the artifact and its new
-        # parents.
+        # A directory's name is stored in its parent: without this a crash may lose the artifact and its new parents.
         _sync(self.target.parent)
         for directory in self._created_parents:
             with contextlib.suppress(PermissionError):  # may be unreadable; the artifact is published anyway
@@ -152,10 +148,7 @@ def check_target(target: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def created_parents(target: Path) -> Iterator[tuple[Path, ...]]:
-    """Create the directories above the target, and remove them if nothing was published in them.
-
-    Yields the created ones, innermost first.
-    """
+    """Yield the directories created above the target, innermost first; remove them if nothing was published there."""
     created = tuple(parent for parent in target.parents if not parent.exists())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -184,13 +177,10 @@ def explaining_disk_errors(target: Path) -> Iterator[None]:
                 f"{target}: disk full ({free >> 20} MiB free), nothing was published; free some space, or choose a"
                 " directory on another disk"
             ) from error
-        if isinstance(error, OSError) and code in _DENIED and _is_below(path, target.parent):
+        below = isinstance(path, str | os.PathLike) and Path(path).is_relative_to(target.parent)
+        if isinstance(error, OSError) and code in _DENIED and below:
             raise UsageError(f"{target}: cannot be written ({os_error_text(error)})") from error
         raise
-
-
-def _is_below(path: object, directory: Path) -> bool:
-    return isinstance(path, str | os.PathLike) and Path(path).is_relative_to(directory)
 
 
 @contextlib.contextmanager
