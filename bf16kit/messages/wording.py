@@ -68,10 +68,7 @@ def _without_addresses(text: str) -> str:
 
 
 def os_error_text(error: OSError) -> str:
-    """Return the system's message for ``error``.
-
-    A PermissionError's includes the user id, because a container's user seldom owns the files.
-    """
+    """Return the system's message for ``error``; a PermissionError's names the user, who may own none of the files."""
     message = error.strerror or str(error)
     return f"{message} to user {os.geteuid()}" if isinstance(error, PermissionError) else message
 

@@ -27,8 +27,7 @@ FILES = 3  # named in a sentence or a cell, at most
 
 
 def describe(path: Path) -> str:
-    """Describe the artifact in ``path``, after checking its files: verdict, profiles, inputs, outputs, sizes, plan,
-    drift and digests.
+    """Describe the artifact in ``path``, after checking its files: verdict, profiles, sizes, plan, drift and digests.
 
     Raises :class:`ArtifactError` or a subclass if it is damaged or no artifact.
     """

@@ -35,6 +35,12 @@ Array = NDArray[Any]
 FILES = ["cpu.onnx", "golden.safetensors", MANIFEST, "residual.bin", "weights.bf16", "weights.fp32"]
 
 
+@pytest.fixture
+def small_artifact(tmp_path: Path) -> Artifact:
+    """Return the small artifact, published at ``tmp_path/small/1``."""
+    return publish_small(tmp_path / "small" / "1")
+
+
 def rewrite(artifact: Artifact, change: Callable[[Manifest], Manifest]) -> None:
     """Replace the manifest by a sealed one that is wrong on purpose, but not damaged."""
     (artifact.path / MANIFEST).write_bytes(change(artifact.manifest).dumps())
