@@ -96,10 +96,10 @@ class Segment(Entry):
 class TensorEntry(Entry):
     """One stored tensor of the logical ``shape``: little-endian, C order, at ``offset`` of ``file``.
 
-    A bfloat16 tensor has a ``residual`` segment in residual.bin unless the residual was left out. ``scale`` names the
-    1-D float32 tensor (one value per index of ``scale_axis``) that was folded into this one before rounding. A bfloat16
-    matrix may be stored as ``panels`` instead (:mod:`bf16kit.numerics.panels`): the value is the axis, 0 or 1, that
-    holds the columns of its matrix product. Its residual and its scale still refer to the matrix in C order.
+    A bfloat16 tensor may have a ``residual`` segment in residual.bin. ``scale`` names the 1-D float32 tensor (one value
+    per index of ``scale_axis``) that was folded into this one before rounding. A bfloat16 matrix may be stored as
+    ``panels`` instead (:mod:`bf16kit.numerics.panels`): the value is the axis, 0 or 1, that holds the columns of its
+    matrix product. Its residual and its scale still refer to the matrix in C order.
     """
 
     omitted = ("panels",)
@@ -159,10 +159,7 @@ class CheckpointEntry(Entry):
 
 
 class GivenEntry(Entry):
-    """A file besides the checkpoint that shaped the model.
-
-    ``name`` has no directories; ``option`` is the option that named the file.
-    """
+    """A file besides the checkpoint that shaped the model, without its directories; ``option`` named it."""
 
     option: Literal["--map", "--model"]
     name: FileName

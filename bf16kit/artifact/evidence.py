@@ -36,11 +36,10 @@ class TensorMetadata(Entry):
 
 
 class Header(Entry):
-    """The context of the tensors.
+    """The context of the tensors; ``profile`` and ``precision`` are those of the served response, ``at`` is in UTC.
 
     ``drift`` is this sample's own, by output and metric. ``verdict`` is the one over all recent samples
-    (:class:`service.drift.verdict.DriftVerdict`). ``files`` are the artifact's, with their sha256. ``profile`` and
-    ``precision`` are those of the served response. ``at`` is the time in UTC.
+    (:class:`service.drift.verdict.DriftVerdict`). ``files`` are the artifact's, with their sha256.
     """
 
     format: Literal[1] = 1

@@ -52,8 +52,7 @@ _ZEROS = b"0" * 64
 class ExportEntry(Entry):
     """The same weights as plain ``files`` for other programs; this project does not serve them.
 
-    Drift is measured by running the widened tensors in the fp32 reference. ``verified`` is ``host`` after that run and
-    ``no`` before.
+    Drift is measured by running the widened tensors in the fp32 reference: ``verified`` is then ``host``.
     """
 
     files: Annotated[list[FileName], Field(min_length=1)]

@@ -1,11 +1,8 @@
 """Publishing an artifact: written beside its target, synced to disk, and renamed into place as a whole or not at all.
 
 A file's digest is taken when it is first part of a draft, before the draft is run. From then on the file must not
-change: what is renamed is what was run.
-
-The staging directory ``.VERSION.tmp-PID-XXXX`` is beside the target, on the same file system, and is locked while its
-process lives. The kernel releases the lock when the process dies, in whatever way and container. The next conversion to
-the same target then removes the directory.
+change: what is renamed is what was run. The staging directory ``.VERSION.tmp-PID-XXXX`` is on the target's file system,
+and locked while its process lives, in whatever container. The next conversion to the target removes one without a lock.
 """
 
 from __future__ import annotations
@@ -46,9 +43,8 @@ _EXCHANGE = 2
 def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtifact]:
     """Create a directory to write an artifact into; it is removed at the end unless the body calls ``publish``.
 
-    ``force`` replaces an artifact (or an empty directory) at ``target``, nothing else. Raises :class:`ArtifactExists`
-    when the target is in the way, and :class:`UsageError` when it cannot be written or the disk is full, whatever the
-    body was doing then.
+    ``force`` replaces an artifact (or an empty directory) at ``target``, nothing else; otherwise ArtifactExists is
+    raised. UsageError when the target cannot be written or the disk is full, whatever the body was doing then.
     """
     target = Path(target).absolute()
     check_target(target, force)
@@ -140,10 +136,9 @@ def check_target(target: Path, force: bool) -> None:
         return
     if not force:
         raise ArtifactExists(f"{target}: already exists; choose another version, or replace it with --force")
-    if target.is_symlink() or not target.is_dir():
-        raise ArtifactExists(f"{target}: not a directory; --force replaces only artifacts")
-    if any(target.iterdir()) and not (target / MANIFEST).is_file():
-        raise ArtifactExists(f"{target}: a directory without {MANIFEST}; --force replaces only artifacts")
+    directory = target.is_dir() and not target.is_symlink()
+    if not directory or (any(target.iterdir()) and not (target / MANIFEST).is_file()):
+        raise ArtifactExists(f"{target}: not a directory with {MANIFEST}; --force replaces only artifacts")
 
 
 @contextlib.contextmanager

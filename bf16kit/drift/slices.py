@@ -45,10 +45,9 @@ class SliceError:
 
 
 class SliceSums:
-    """Sums of squares per slice, along every axis but the batch's, and the number of elements in each sum.
+    """Sums of squares per slice, along every axis of ``spec`` but the batch's, and the number of elements in each sum.
 
-    ``spec`` gives the axes. An axis of unknown length has a slice per index; indices beyond :data:`GROUPS` share the
-    last one.
+    An axis of unknown length has a slice per index; indices beyond :data:`GROUPS` share the last one.
     """
 
     def __init__(self, spec: TensorSpec, batch_axis: int | None) -> None:
@@ -123,9 +122,9 @@ def limits_of(known: Scales | None, most: float) -> Scales | None:
 class Variation:
     """The variation of a reference's output over its samples, per slice.
 
-    ``known`` is the variation in other samples, as :meth:`scales` returned it, or 0 for a slice of which none is known.
-    The variation is then never less, and one call to :meth:`add` counts as :data:`MOST` times as much at most. A sample
-    of more than ``largest`` elements is not kept to be compared with the first of the next call.
+    ``known`` is that in other samples, as :meth:`scales` returned it, or 0 for a slice of which none is known: it is
+    then never less, and one call to :meth:`add` counts as :data:`MOST` times as much at most. A sample of more than
+    ``largest`` elements is not kept to be compared with the first of the next call.
     """
 
     def __init__(
