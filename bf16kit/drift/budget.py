@@ -57,14 +57,15 @@ class Budget:
 
     A name is a metric, or a metric and one of :data:`QUANTILES`: ``relative_l2.p99``. A bound applies to the number
     that :meth:`bf16kit.drift.metrics.DriftSummary.judged` returns for each output: an upper bound, but for
-    ``top1_agreement`` and ``sqnr_db`` a lower one.
+    ``top1_agreement`` and ``sqnr_db`` a lower one. ``stated`` names those that an owner set, rather than the project.
     """
 
     bounds: Mapping[str, float] = field(default_factory=lambda: _DEFAULT)
+    stated: frozenset[str] = field(default=frozenset(), compare=False)
 
     @classmethod
     def parse(cls, texts: Iterable[str], base: Budget | None = None) -> Budget:
-        """Return ``base`` (or the default budget) changed by texts like ``relative_l2=1e-2`` or ``max_abs=none``."""
+        """Return ``base`` (or the default budget) changed by texts like ``relative_l2=1e-2``; UsageError for others."""
         changes: dict[str, float | None] = {}
         for text in texts:
             name, equals, value = (part.strip() for part in text.partition("="))
@@ -98,7 +99,8 @@ class Budget:
                 changed.pop(name, None)
             else:
                 changed[name] = bound
-        return Budget(MappingProxyType(changed))
+        stated = self.stated | {name for name, bound in bounds.items() if bound is not None}
+        return Budget(MappingProxyType(changed), stated)
 
     def rows_to_judge(self) -> int:
         """Return how many rows it takes to judge top1_agreement: with fewer, a single one that differs breaks it."""

@@ -29,6 +29,7 @@ class TestReading:
         budget = Budget.parse(["relative_l2=1e-2", " max_abs = 3 ", "nonfinite=none"])
         bounds = [budget.bound(name) for name in ("relative_l2", "max_abs", "nonfinite", "top1_agreement")]
         assert bounds == [1e-2, 3, None, 0.99]
+        assert budget.stated == {"relative_l2", "max_abs"}
         assert Budget.parse(["relative_l2=1", "relative_l2=2"]).bound("relative_l2") == 2
 
     @pytest.mark.parametrize(
