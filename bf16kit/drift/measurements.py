@@ -61,7 +61,7 @@ class InputRange(Entry):
         return cls(low=float(finite.min()), high=float(finite.max()), nonfinite=finite.size < array.size)
 
     def outside(self, array: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return a mask of the elements that are outside the range from 0 on with its :data:`SLACK` on either side."""
+        """Return a mask of the elements that lie more than :data:`SLACK` of the range, with 0, beyond its ends."""
         low, high = min(self.low, 0.0), max(self.high, 0.0)
         slack = SLACK * (high - low)
         out = (array < low - slack) | (array > high + slack)
