@@ -195,6 +195,20 @@ class TestCensus:
             assert (found.max_abs, found.min_abs_nonzero) == (0.0, 0.0)
 
 
+@pytest.mark.long  # compiles the kernel's own tests; `make test-kernel` runs ten thousand cases under sanitizers
+def test_the_kernel_agrees_with_float64_and_with_itself() -> None:
+    """Run 500 random cases. A failure names the seed and the case; ``run.sh --seed S --only N`` repeats it."""
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        pytest.skip(f"no C++ compiler: {compiler} is not on PATH (Debian: apt-get install g++)")
+    command = ["kernels/tests/run.sh", "--cases", "500"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env={**os.environ, "CXX": compiler}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("ok: 500 cases"), done.stdout
+
+
 @given(st.lists(st.floats(width=32), max_size=20), st.lists(st.floats(width=32), max_size=20))
 def test_the_census_of_two_tensors_is_the_sum_of_theirs(a: list[float], b: list[float]) -> None:
     first, second = np.array(a, np.float32), np.array(b, np.float32)
@@ -231,17 +245,3 @@ def test_a_missing_damaged_or_foreign_library_is_not_used(
     (tmp_path / "damaged.so").write_bytes(b"not a library")
     monkeypatch.setattr(native, "LIBRARY", Path(name) if name == "libc.so.6" else tmp_path / name)
     assert native.loops.__wrapped__() is None
-
-
-@pytest.mark.long  # compiles the kernel's own tests; `make test-kernel` runs ten thousand cases under sanitizers
-def test_the_kernel_agrees_with_float64_and_with_itself() -> None:
-    """Run 500 random cases. A failure names the seed and the case; ``run.sh --seed S --only N`` repeats it."""
-    compiler = os.environ.get("CXX") or "g++"
-    if shutil.which(shlex.split(compiler)[0]) is None:
-        pytest.skip(f"no C++ compiler: {compiler} is not on PATH (Debian: apt-get install g++)")
-    command = ["kernels/tests/run.sh", "--cases", "500"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env={**os.environ, "CXX": compiler}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("ok: 500 cases"), done.stdout
