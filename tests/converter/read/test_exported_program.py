@@ -190,9 +190,3 @@ def test_a_program_that_changes_its_state_is_rejected(cli: Cli, tmp_path: Path, 
     cli("checkpoint", source, "--out", target, TRUSTED).refused(
         3, "m.pt2: running the program changed the model's own tensor"
     )
-
-
-def test_the_option_model_is_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
-    source = written(tmp_path, seeded(Mlp()), torch.ones(2, 16))
-    said = "--model: a torch.export program brings its own architecture"
-    cli("checkpoint", source, "--out", target, "--model", "architectures:Mlp").refused(2, said)

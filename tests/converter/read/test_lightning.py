@@ -18,8 +18,8 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import SourceError
 from bf16kit.runtime.loading import load, load_reference
 from converter.read import torch_file
+from converter.read.bareweights import choose, factory_arguments, is_lightning
 from converter.read.detect import Kind, recognise
-from converter.read.lightning import choose, factory_arguments, is_lightning
 
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 
@@ -120,10 +120,6 @@ def test_a_module_that_needs_lightning_is_rejected_with_the_install_command(
     cli("checkpoint", path, "--model", "needing_lightning:Lit", "--out", target).refused(
         2, "cannot import needing_lightning: ModuleNotFoundError", "pip install 'bf16kit[lightning]'"
     )
-
-
-def test_the_option_weights_is_rejected_for_other_sources(cli: Cli, onnx_file: Path, target: Path) -> None:
-    cli("checkpoint", onnx_file, "--weights", "ema", "--out", target).refused(2, "--weights: is for checkpoints that")
 
 
 # --- recognition ------------------------------------------------------------------------------------------------------

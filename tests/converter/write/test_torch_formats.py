@@ -23,7 +23,7 @@ from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchexport import TorchExportRuntime
 from bf16kit.runtime.torchscript import TorchScriptRuntime
 from converter.read import scripted
-from converter.read.torch.onnx_export import adapt
+from converter.read.onnx_export import adapt
 from converter.write.script import narrow_script
 from converter.write.traced import TRACED
 
@@ -234,7 +234,7 @@ import torch
 from architectures import Cnn, Mlp, seeded
 from bf16kit.numerics.tensors import TensorSpec
 from converter.write.traced import TRACED
-from converter.read.torch.onnx_export import adapt
+from converter.read.onnx_export import adapt
 warnings.simplefilter("ignore")
 made = [torch.jit.script(seeded(Cnn())), torch.jit.script(seeded(Mlp()))]
 for name in ("a.pt", "b.pt"):
