@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
 
 from bf16kit.messages.errors import SourceError, UsageError
 from converter.options import Options
@@ -41,7 +40,7 @@ def read(options: Options, advance: Advance) -> Source:
     """
     kind = recognise(options.source)
     _check_options(options, kind)
-    reader = cast("Reader", importlib.import_module(f"converter.read.{READERS[kind]}").read)
+    reader: Reader = importlib.import_module(f"converter.read.{READERS[kind]}").read
     source = reader(options, kind, advance)
     if "__metadata__" in source.checkpoint.tensors:
         raise SourceError(

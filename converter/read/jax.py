@@ -220,13 +220,12 @@ def read_item(
     except ImportError:
         raise UsageError(f"{item}: Orbax checkpoints are read with tensorstore: pip install 'bf16kit[jax]'") from None
     files = sorted((path for path in item.rglob("*") if path.is_file()), key=str)
-    where = f"{item}: "
+    where, claimed, chunk = f"{item}: ", 0, 0
     try:
         names, complete = _listed_arrays(item / _METADATA)
         base = {"driver": "file", "path": f"{item.resolve()}/"}
-        store = tensorstore.KvStore.open(
-            {"driver": "ocdbt", "base": base} if (item / _MANIFEST).is_file() else base
-        ).result()
+        tree = {"driver": "ocdbt", "base": base} if (item / _MANIFEST).is_file() else base
+        store = tensorstore.KvStore.open(tree).result()
         keys = (key.decode().rpartition("/") for key in store.list().result())
         drivers = {owner: _DRIVERS[last] for owner, _, last in keys if owner and last in _DRIVERS}
         opened: dict[str, Any] = {}
@@ -236,13 +235,12 @@ def read_item(
                 raise SourceError(f"{where}is in the checkpoint's list, but not in its files; the copy is incomplete")
             if is_wanted(name):
                 spec = {"driver": drivers[name], "fill_missing_data_reads": not complete}
-                opened[name] = tensorstore.open(spec, kvstore=store / f"{name}/", open=True, read=True).result()
-        where, claimed, chunk = f"{item}: ", 0, 0
-        for name, array in opened.items():  # before memory is allocated
-            itemsize = _dtype(f"{item}: array {quoted(name)}", array.dtype.name).itemsize
-            claimed += math.prod(array.shape) * itemsize
-            chunk = max(chunk, math.prod(array.chunk_layout.write_chunk.shape or ()) * itemsize)
-        check_claim(item, claimed + chunk, files)
+                array: Any = tensorstore.open(spec, kvstore=store / f"{name}/", open=True, read=True).result()
+                itemsize = _dtype(f"{item}: array {quoted(name)}", array.dtype.name).itemsize
+                claimed += math.prod(array.shape) * itemsize
+                chunk = max(chunk, math.prod(array.chunk_layout.write_chunk.shape or ()) * itemsize)
+                opened[name] = array
+        check_claim(item, claimed + chunk, files)  # before memory is allocated
         arrays: dict[str, Array] = {}
         for name, array in opened.items():
             where = f"{item}: array {quoted(name)} "

@@ -152,7 +152,8 @@ def measured_outputs(model: TorchModel) -> tuple[TensorSpec, ...]:
 
     run = oracles.of_module(model)
     small = {spec.name: tensor.numpy() for spec, tensor in zip(model.inputs, model.example, strict=True)}
-    large = {spec.name: _larger(spec, small[spec.name]) for spec in model.inputs}
+    more = {spec.name: [(0, _MORE * isinstance(dim, str)) for dim in spec.shape] for spec in model.inputs}
+    large = {name: np.pad(array, more[name], mode="edge") if more[name] else array for name, array in small.items()}
     (first,) = run([small])
     try:
         (second,) = run([large])
@@ -178,12 +179,6 @@ def measured_outputs(model: TorchModel) -> tuple[TensorSpec, ...]:
             )
         found.append(TensorSpec(name, one.dtype.name, dims, kind_of(name)))
     return name_dimensions(found, model.inputs)
-
-
-def _larger(spec: TensorSpec, array: Array) -> Array:
-    """Return ``array`` with longer free dimensions."""
-    more = [(0, _MORE * isinstance(dim, str)) for dim in spec.shape]
-    return np.pad(array, more, mode="edge") if more else array
 
 
 def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:

@@ -99,13 +99,15 @@ def _class(directory: Directory, parsed: Any) -> Any:
     import transformers
 
     architecture = str(next(iter(directory.config.get("architectures") or []), ""))
-    found: Any = transformers.MODEL_MAPPING.get(type(parsed), None)
-    found = found[0] if isinstance(found, tuple | list) else found
+    found: Any
     if architecture and directory.parts is None:
         found = getattr(transformers, architecture, None)
-    elif getattr(parsed, "is_encoder_decoder", False) and directory.parts is not None:  # only its encoder embeds
-        name = getattr(found, "__name__", "").removesuffix("Model")
-        found = getattr(transformers, f"{name}EncoderModel", found)
+    else:
+        found = transformers.MODEL_MAPPING.get(type(parsed), None)
+        found = found[0] if isinstance(found, tuple | list) else found
+        if getattr(parsed, "is_encoder_decoder", False) and directory.parts is not None:  # only its encoder embeds
+            name = getattr(found, "__name__", "").removesuffix("Model")
+            found = getattr(transformers, f"{name}EncoderModel", found)
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         what = architecture or parsed.model_type
         raise SourceError(f"{directory.path}: its architecture {what} is not known to the installed transformers")

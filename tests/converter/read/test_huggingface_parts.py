@@ -214,7 +214,7 @@ def dense(**changed: Any) -> str:
     ("file", "content", "said"),
     [
         ("modules.json", "{", "modules.json: not JSON"),
-        ("modules.json", '{"a": 1}', "modules.json: is not a list of modules"),
+        ("modules.json", '{"a": 1}', "modules.json: not a JSON array"),
         ("modules.json", '[{"path": "", "type": "x.WordEmbeddings"}]', "its first module is not a Transformer"),
         ("modules.json", modules({"path": "../evil", "type": "x.Pooling"}), "path '../evil' is not a plain name"),
         ("modules.json", modules({"path": "1_CNN", "type": "x.CNN"}), "a CNN module is not supported"),

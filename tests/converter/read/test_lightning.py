@@ -85,16 +85,7 @@ def test_other_weights_in_the_file_are_reported_and_can_be_chosen(cli: Cli, tmp_
     assert Artifact.open(target).manifest.options["weights"] == "current_model_state"
 
 
-class Opaque:
-    """A class that a hyper-parameter may have, and that a checkpoint's reader must not construct."""
-
-
 _REFUSED: tuple[tuple[dict[str, Any], list[str], str], ...] = (
-    (
-        {"hyper_parameters": {"x": Opaque()}},
-        [],
-        "decides what runs, as with Triton and TorchServe; the cause is usually a hyper-parameter",
-    ),
     ({"state_dict": {}}, [], "is a Lightning checkpoint whose state_dict holds no tensors"),
     ({"hyper_parameters": {"hidden": "many"}}, [], "--model architectures:Mlp: the factory failed: TypeError"),
     ({}, ["--weights", "teacher"], "no tensor of the model has the prefix 'teacher.'; found: ''"),

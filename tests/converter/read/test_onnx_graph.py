@@ -25,9 +25,8 @@ from converter.convert import Result, convert
 from converter.options import Options, parse_target
 from converter.read import onnx_file, oracles
 from converter.read.onnx_export import adapt
-from converter.read.sources import input_specs, kind_of, output_specs
+from converter.read.sources import input_specs, output_specs
 from converter.source import FP32_ROUNDOFF
-from converter.write.graphs import serialize
 
 
 def _model(shape: Sequence[int | str | None] | None, dtype: int = TensorProto.FLOAT) -> ir.Model:
@@ -69,14 +68,6 @@ def test_free_dimensions_keep_their_names_or_get_generated_ones(
 def test_edges_that_cannot_be_served_are_rejected(shape: list[int | str | None] | None, dtype: int, said: str) -> None:
     with pytest.raises(ConversionError, match=said):
         input_specs(_model(shape, dtype))
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("logits", "logits"), ("start_Logits", "logits"), ("last_hidden_state", "embedding"), ("y", "other")],
-)
-def test_the_name_of_an_output_suggests_its_kind(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
 
 
 WIDTH, HEADS, DEPTH = 32, 2, 16
@@ -189,15 +180,6 @@ def test_inner_names_follow_the_inputs_and_others_are_dropped(tmp_path: Path) ->
     assert [getattr(dim, "value", dim) for dim in shapes["embedded"] or ()] == ["b", None, WIDTH]
 
 
-def test_only_guesses_are_removed_from_what_is_written() -> None:
-    model = ir.from_proto(_bert())
-    model.metadata_props["own"] = "kept"
-    proto = onnx.ModelProto.FromString(serialize(model))
-    assert [entry.key for entry in proto.metadata_props] == ["own"]
-    named = {dim.dim_param for value in proto.graph.value_info for dim in value.type.tensor_type.shape.dim}
-    assert named == {"batch", "seq", ""}
-
-
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 SPEC = (TensorSpec("x", "float32", ("batch", 16)),)
 
@@ -227,16 +209,6 @@ def test_a_module_that_fails_is_reported_in_one_line() -> None:
     oracle = oracles.of_module(adapt(seeded(Picky()), SPEC))
     with pytest.raises(RuntimeFailure, match="the torch module failed on it: ValueError: three rows are too many"):
         oracle([{"x": X}])
-
-
-def test_an_onnx_file_runs_with_its_own_weights(tmp_path: Path) -> None:
-    onnx.save(graphs.mlp(), tmp_path / "m.onnx")
-    oracle = oracles.of_onnx(tmp_path / "m.onnx", ir.load(tmp_path / "m.onnx"))
-    weights = graphs.weights_of(graphs.mlp())
-    (answer,) = oracle([{"x": X}])
-    expected = np.maximum(X @ weights["w0"] + weights["b0"], 0) @ weights["w1"] + weights["b1"]
-    np.testing.assert_allclose(answer["y"], expected, rtol=1e-5, atol=1e-6)
-    assert oracle.roundoff == FP32_ROUNDOFF
 
 
 def test_a_file_with_fp16_inputs_gets_feeds_in_fp16(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import Cnn, Mlp, Tied, save, seeded
-from converting import MLP, Cli, tree
+from converting import Cli, tree
 from peaks import measured_alone
 from restored import assert_restored
 from safetensors.torch import save_file
@@ -61,19 +61,6 @@ def test_a_tied_weight_saved_once_fills_both_names(cli: Cli, tmp_path: Path, tar
     save_file(state, tmp_path / "tied.safetensors")
     arguments = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq", "--format", "onnx")
     cli("checkpoint", tmp_path / "tied.safetensors", *arguments, "--out", target).published()
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", {k: v.numpy() for k, v in state.items()})
-
-
-def test_a_sharded_checkpoint_is_fitted_into_a_factory_with_arguments(cli: Cli, tmp_path: Path, target: Path) -> None:
-    state = {k: v.clone() for k, v in seeded(Mlp(hidden=32)).state_dict().items()}
-    save_file({k: v for k, v in state.items() if k.startswith("up")}, tmp_path / "a.safetensors")
-    save_file({k: v for k, v in state.items() if k.startswith("down")}, tmp_path / "b.safetensors")
-    names = ", ".join(f'"{k}": "{"a" if k.startswith("up") else "b"}.safetensors"' for k in state)
-    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{names}}}}}')
-    arguments = (*MLP, "--model-args", '{"hidden": 32}', "--format", "onnx")
-    cli("checkpoint", tmp_path, *arguments, "--out", target).published()
-    assert Artifact.open(target).manifest.source.format == "safetensors-sharded"
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     assert_restored(tmp_path / "fp32.safetensors", {k: v.numpy() for k, v in state.items()})
 

@@ -169,18 +169,6 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
         scripted.load(mlp)
 
 
-def test_a_module_without_forward_is_rejected(tmp_path: Path) -> None:
-    class Empty(torch.nn.Module):
-        @torch.jit.export
-        def backward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    module: Any = torch.jit.script(Empty())
-    torch.jit.save(module, tmp_path / "m.pt")
-    with pytest.raises(SourceError, match=r"m\.pt: TorchScript cannot load m\.pt: .*forward"):
-        scripted.load(tmp_path / "m.pt")
-
-
 def _of_its_sum(x: torch.Tensor) -> torch.Tensor:
     return -x if bool(x.sum() > 0) else x
 
