@@ -148,13 +148,13 @@ def _compiler() -> Part:
 
 
 def _tensorflow() -> Part:
-    from converter.read.tensorflow import reader
+    from converter.read import tensorflow
 
     try:
-        found = reader.find()
+        found = tensorflow.find()
     except errors.UsageError as error:
         return "", str(error)
     if found.missing:
-        return "", "\n".join(reader.PREPARE)
+        return "", "\n".join(tensorflow.PREPARE)
     versions = ", ".join(f"{package} {found.versions[package]}" for package in ("tensorflow", "tf2onnx"))
     return f"{versions} in {found.python}", ""
