@@ -17,7 +17,7 @@ import onnx
 from onnx import defs
 
 from bf16kit.system.versions import is_older, version_key
-from converter.process import versions
+from converter.process import program
 
 _FILE = "cuda_kernels.json"
 BF16 = "bfloat16"
@@ -69,7 +69,7 @@ class KernelTable:
         """
         known = releases()
         if version is None:
-            installed = versions.onnxruntime()
+            installed = program.onnxruntime()
             within = [each for each in known if installed is None or not is_older(installed, each)]
             version = within[-1] if within else known[0]
         return _table(version)
@@ -168,7 +168,7 @@ def required(profile: str, graphs: Sequence[Path], *, on_device: bool = False) -
     models = [onnx.load(path, load_external_data=False) for path in graphs]
     opset = max((o.version for m in models for o in m.opset_import if o.domain in ("", "ai.onnx")), default=0)
     ir_version = max((model.ir_version for model in models), default=0)
-    installed = versions.onnxruntime()
+    installed = program.onnxruntime()
     oldest_loading = next(
         (release for release, *most in _LOADS if opset <= most[0] and ir_version <= most[1]), installed
     )

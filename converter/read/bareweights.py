@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from bf16kit.messages.errors import SourceError, UsageError
 from converter.graph.equality import OTHER_FLOATS
 from converter.graph.initializers import dims
-from converter.options import Options
-from converter.process.imports import is_import_spec
+from converter.options import Options, is_import_spec
 from converter.read.detect import Kind, recognise
 from converter.read.mapping import fill
 from converter.read.sources import Advance, exported_source, inputs_of, precision_notes

@@ -14,7 +14,7 @@ from bf16kit.drift.verdicts import format_budget_ratio
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import listed, printable, size
 from bf16kit.numerics.tensors import describe as describe_shape
-from converter.process.versions import version_of
+from converter.process.program import version_of
 from converter.report import charts
 from converter.report.figures import SEARCHED, Figures
 from converter.report.inspect import RECOVERED, abbreviated, drift, needs, recovered_cells, training
