@@ -31,11 +31,12 @@ def convert_collection(context: click.Context, source: Path, repository: Path, c
     Before the first conversion ``check`` is called with each command line, and raises :class:`UsageError` if one is
     wrong; so do names that no model can have, and a Ray cluster that does not answer.
     """
-    from converter.bulk.conversions import checkpoints, convert_all, run_here, summary
+    from converter.bulk.conversions import Run, checkpoints, convert_all, run_here, summary
 
     found, skipped = checkpoints(source, repository)
     items = _items(context, found, repository, check)
-    run, jobs, address = run_here, context.params["jobs"], context.params["ray"]
+    run: Run = run_here
+    jobs, address = context.params["jobs"], context.params["ray"]
     if address is not None:
         if find_spec("ray") is None:
             raise UsageError("--ray needs Ray: pip install 'bf16kit[ray]'")
