@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.manifest import RESIDUAL, ExportEntry, Plan, PlanEntry, ProfileEntry
+from bf16kit.artifact.manifest import RESIDUAL, ExportEntry, Plan, ProfileEntry
 from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.rounding import Census
 from converter.fuse.check import faults
@@ -20,20 +20,15 @@ from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
 from converter.read_and_trace import Job
 from converter.rewrite import Prepared
-from converter.verify.certify import GOLDEN, Certified, certify, golden_file
+from converter.verify.certify import Certified, certify
 from converter.verify.oracle import OracleReference, check_prepared
 from converter.verify.running import GraphReference
 from converter.write import readback
 from converter.write.borrowedweights import write_as_export, write_without_graph
-from converter.write.export import INDEX, Exported, select, write_export
-from converter.write.graphs import REFERENCE, graph_file, write_graphs, write_unfused_and_fused
+from converter.write.export import Exported, select, write_export
+from converter.write.graphs import write_graphs, write_unfused_and_fused
 from converter.write.readback import check_without_graph
-from converter.write.weights import BF16_FILE, FP32_FILE, Rounding, StoredWeights, write_total, write_weights
-
-_GRAPHS = map(graph_file, (*PROFILES, REFERENCE))
-_GOLDEN = (GOLDEN, *map(golden_file, PROFILES))
-_FILES = (BF16_FILE, FP32_FILE, RESIDUAL, INDEX, *_GRAPHS, *_GOLDEN)
-_EXPORTED = "model*.safetensors"
+from converter.write.weights import Rounding, StoredWeights, write_total, write_weights
 
 
 @dataclass(slots=True)
@@ -79,8 +74,9 @@ class Candidate:
         """Write weights and graphs with these ``islands``, read them back, and run them."""
         job, stage, prepared = self.job, self.job.stage, self.prepared
         planned = self._plan(islands)
-        for name in (*_FILES, *(path.name for path in stage.path.glob(_EXPORTED))):  # of an earlier candidate
-            stage.remove(name)
+        for path in list(stage.path.glob("[!.]*")):  # of an earlier candidate; scratch files are hidden
+            if path.name not in [profile.graph for profile in job.traced.values()]:
+                stage.remove(path.name)
         stored, exported, planned = self._write_weights(planned)
         with job.progress.step("checking the fusions"):
             planned = self._without_faults(planned, stored, islands)
@@ -95,7 +91,11 @@ class Candidate:
         release_memory()
         reference = None if job.options.residual else GraphReference(prepared.reference, prepared.matches)
         certified = certify(stage, manifest, job.samples, job.options, job.progress, job.source_run, reference)
-        certified.notes[:0] = _undone_notes(planned)
+        certified.notes[:0] = [
+            f"the CPU kernel does not compute what is fused at node {name!r}: {reason}; ONNX Runtime computes these"
+            " nodes one by one, which is slower"
+            for name, reason in planned.fusions.refused.items()
+        ]
         return Verified(certified, census)
 
     def _plan(self, islands: Islands, fusions: Fusions | None = None) -> Planned:
@@ -117,14 +117,14 @@ class Candidate:
         idle = [
             name
             for name, nodes in planned.plan.nodes.items()
-            if PROFILES[name].rounds_products and not _has_rounding(nodes)
+            if PROFILES[name].rounds_products and not any(entry.code == "rounds" for entry in nodes)
         ]
-        for name in idle:
-            if name in options.onnx_profiles:
-                raise UsageError(
-                    f"--profile {name}: no matrix product or convolution of this model has a bf16 weight; leave out"
-                    f" --profile {name}"
-                )
+        asked = [name for name in idle if name in options.onnx_profiles]
+        if asked:
+            raise UsageError(
+                f"--profile {asked[0]}: no matrix product or convolution of this model has a bf16 weight; leave out"
+                f" --profile {asked[0]}"
+            )
         nodes = {name: entries for name, entries in planned.plan.nodes.items() if name not in idle}
         return replace(planned, plan=planned.plan.model_copy(update={"nodes": nodes}))
 
@@ -207,16 +207,10 @@ class Candidate:
         return {str(self.job.options.export): ExportEntry(files=files, precision="bf16-weights", verified="no")}
 
     def _write_graphs(self, planned: Planned, stored: StoredWeights) -> dict[str, ProfileEntry]:
-        directory, profiles = self.job.stage.path, tuple(planned.plan.nodes)
-        files = write_graphs(
-            self.prepared, planned, stored, directory, profiles=profiles, reference=self.job.options.residual
-        )
-        return {
-            profile: ProfileEntry(
-                format="onnx", graph=files[profile], precision=PROFILES[profile].precision, verified="no"
-            )
-            for profile in profiles
-        }
+        directory, names, reference = self.job.stage.path, tuple(planned.plan.nodes), self.job.options.residual
+        files = write_graphs(self.prepared, planned, stored, directory, profiles=names, reference=reference)
+        precisions = {name: PROFILES[name].precision for name in names}
+        return {n: ProfileEntry(format="onnx", graph=files[n], precision=precisions[n], verified="no") for n in names}
 
     def _read_back(self, stored: StoredWeights, draft: Artifact, exported: Exported | None) -> None:
         """Read the files of weights back and compare them with the source, bit by bit."""
@@ -226,19 +220,6 @@ class Candidate:
             readback.check(draft, self.prepared, stored, tensors, rounding, advance)
             if exported is not None:
                 readback.check_export(draft.path, exported, tensors, rounding)
-
-
-def _undone_notes(planned: Planned) -> list[str]:
-    """Return a note on each fusion that was undone."""
-    return [
-        f"the CPU kernel does not compute what is fused at node {name!r}: {reason}; ONNX Runtime computes these nodes"
-        " one by one, which is slower"
-        for name, reason in planned.fusions.refused.items()
-    ]
-
-
-def _has_rounding(nodes: Sequence[PlanEntry]) -> bool:
-    return any(entry.code == "rounds" for entry in nodes)
 
 
 def write_and_verify_torch(job: Job) -> Verified:

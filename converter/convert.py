@@ -2,51 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import RecoveryEntry
-from bf16kit.artifact.manifest import Manifest
+from bf16kit.artifact.manifest import MEASUREMENTS, Manifest
 from bf16kit.artifact.publish import StagingArtifact, staging
+from bf16kit.drift.measurements import (
+    MAX_BYTES,
+    MOST_SLICES,
+    Layers,
+    Measurements,
+    ProfileMeasurements,
+    SliceEntry,
+    input_ranges,
+    ranges,
+    sample_columns,
+)
+from bf16kit.drift.metrics import worst_of
+from bf16kit.messages.errors import ConversionError
 from converter.candidate import Candidate, Verified, write_and_verify_torch
 from converter.islands.explanation import measure_layers
 from converter.islands.search import IslandSearches
 from converter.options import Options
 from converter.plan.decisions import Islands
 from converter.process.memory import frozen_heap
-from converter.process.progress import Progress, SilentProgress
+from converter.process.progress import Progress
 from converter.process.quiet import prefix_errors
-from converter.publishing import build_measurements, publish
 from converter.read_and_trace import Job, read, run_source_model, write_traced_formats
-from converter.report.page import check_installed
+from converter.report import page
 from converter.rewrite import prepare
-from converter.source import Source
+from converter.source import Feeds, Source
 from converter.verify.judging import check_stated_bounds, judge
 from converter.verify.samples import Samples
 from converter.write.borrowedweights import unfolded
 
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """The caller's judgement of an artifact before it is published, and its manifest, which may have fewer profiles."""
-
-    manifest: Manifest
-    recovery: RecoveryEntry
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProvidedInputs:
-    """Inputs that a calling program provides, in place of those the conversion would find itself.
-
-    ``read`` returns the source. ``samples`` are the samples to measure on (None: as the options say). ``judge``
-    examines the written artifact once it is within the budget, and may reject it with the errors of :func:`convert`.
-    """
-
-    read: Callable[[Callable[[int], None]], Source] | None = None
-    samples: Samples | None = None
-    judge: Callable[[StagingArtifact, Manifest, Progress], Judgement] | None = None
+# Judges a written artifact that is within the budget before it is published. Returns its manifest, which may have fewer
+# profiles, the record of a recovery, and notes; may reject the artifact with the errors of :func:`convert`.
+Judge = Callable[[StagingArtifact, Manifest, Progress], tuple[Manifest, RecoveryEntry, Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +51,41 @@ class Result:
     notes: tuple[str, ...]
 
 
-def convert(options: Options, progress: Progress | None = None, provided: ProvidedInputs | None = None) -> Result:
+def convert(
+    options: Options,
+    progress: Progress | None = None,
+    *,
+    reader: Callable[[Callable[[int], None]], Source] | None = None,
+    samples: Samples | None = None,
+    judged_by: Judge | None = None,
+) -> Result:
     """Convert ``options.source`` into an artifact at ``options.target``; nothing is published unless all succeeds.
+
+    A ``reader`` returns the source, and ``samples`` are measured on, in place of those that the options name.
+    ``judged_by`` examines the written artifact last.
 
     Raises :class:`UsageError` for bad options or unreadable input, :class:`ConversionError` for a model that cannot be
     converted, :class:`RuntimeFailure` if a written file does not run, and :class:`BudgetExceeded` if drift is over
     budget and the options do not allow that.
     """
     if options.report:
-        check_installed()
-    progress, provided = progress or SilentProgress(), provided or ProvidedInputs()
+        page.check_installed()
+    progress = progress or Progress()
     with (
         frozen_heap() as set_aside,
         prefix_errors(options.source),
         staging(options.target.path, force=options.force) as stage,
     ):
-        source = read(options, progress, provided.read)
+        source = read(options, progress, reader)
         set_aside(False)
-        job = run_source_model(options, source, provided.samples, stage, progress)
+        job = run_source_model(options, source, samples, stage, progress)
         write_traced_formats(job)
         set_aside(True)
         verified = write_and_verify_torch(job) if source.graph is None else _within_budget(job)
         del source
         job.release_source()
         set_aside(True)
-        return _publish(job, verified, provided)
+        return _publish(job, verified, judged_by)
 
 
 def _within_budget(job: Job) -> Verified:
@@ -103,7 +107,7 @@ def _within_budget(job: Job) -> Verified:
     return verified
 
 
-def _publish(job: Job, verified: Verified, provided: ProvidedInputs) -> Result:
+def _publish(job: Job, verified: Verified, judged_by: Judge | None) -> Result:
     """Judge what was measured, locate drift by layer, write the report, and rename the artifact into place."""
     options, stage, certified = job.options, job.stage, verified.certified
     job.notes += [*certified.notes, *_artifact_notes(options, certified.manifest)]
@@ -111,10 +115,9 @@ def _publish(job: Job, verified: Verified, provided: ProvidedInputs) -> Result:
     manifest, left_out = judge(certified.breaches, certified.manifest, options, stage)
     job.notes += left_out
     recovery = None
-    if provided.judge is not None:
-        judged = provided.judge(stage, manifest, job.progress)
-        manifest, recovery = judged.manifest, judged.recovery
-        job.notes += judged.notes
+    if judged_by is not None:
+        manifest, recovery, remarks = judged_by(stage, manifest, job.progress)
+        job.notes += remarks
     layers = measure_layers(
         stage.draft(manifest),
         job.samples.feeds,
@@ -139,3 +142,56 @@ def _artifact_notes(options: Options, manifest: Manifest) -> Iterator[str]:
         yield "no weight became bf16, so no memory is saved: all are small, one-dimensional or kept in fp32"
     if not options.residual:
         yield "--no-residual: the rounded weights were checked, but the checkpoint cannot be restored"
+
+
+def build_measurements(
+    manifest: Manifest,
+    verified: Verified,
+    layers: Mapping[str, Layers],
+    feeds: Sequence[Feeds],
+    recovery: RecoveryEntry | None = None,
+) -> Measurements:
+    """Return the content of ``measurements.json`` for the published profiles."""
+    runs = verified.certified.runs
+    columns = sample_columns({name: run.rows() for name, run in runs.items()})
+    profiles = {}
+    for profile in manifest.drift:
+        drifts, search = runs[profile].drifts, verified.searches.get(profile)
+        worst = {output: worst_of([one[output] for one in drifts], MOST_SLICES) for output in drifts[0]}
+        profiles[profile] = ProfileMeasurements(
+            outputs=columns[profile],
+            slices={
+                output: [SliceEntry(error=each.error, axis=each.axis, index=each.index) for each in found]
+                for output, found in worst.items()
+                if found
+            },
+            layers=layers.get(profile),
+            search=None if search is None else search.entry,
+        )
+    ranged = ranges(verified.census)
+    return Measurements(profiles=profiles, ranges=ranged, inputs=input_ranges(feeds), recovery=recovery)
+
+
+def publish(
+    options: Options,
+    stage: StagingArtifact,
+    manifest: Manifest,
+    measurements: Measurements,
+    notes: Sequence[str],
+    progress: Progress,
+) -> Artifact:
+    """Write measurements and report into ``stage``, and rename it into place."""
+    with progress.step("publishing"):
+        measured = measurements.dumps()
+        if len(measured) > MAX_BYTES:
+            raise ConversionError(
+                f"{MEASUREMENTS} would have {len(measured)} bytes, and readers take {MAX_BYTES}; shorten the names of"
+                " the model's nodes"
+            )
+        (stage.path / MEASUREMENTS).write_bytes(measured)
+        manifest = manifest.amended(measurements=MEASUREMENTS)
+        if options.report:
+            files = stage.draft(manifest).manifest.files
+            drawn = page.render(manifest, files, notes, measurements)
+            (stage.path / page.NAME).write_text(drawn, encoding="utf-8")
+        return stage.publish(manifest)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -11,13 +13,18 @@ from typing import Any, Literal, cast, get_args
 from bf16kit.drift.metrics import Budget
 from bf16kit.messages.errors import UsageError
 from bf16kit.numerics.tensors import BY_NAME, Kind, TensorSpec
+from converter.process.quiet import user_frame
 
 Format = Literal["onnx", "torchscript", "pt2", "safetensors", "hf"]
 Export = Literal["safetensors", "hf"]
 Profile = Literal["cpu", "cpu-bf16", "cuda"]
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_DIM = re.compile(r"0*[1-9][0-9]*|[A-Za-z_]\w*")
 _MODEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_NEEDS_LIGHTNING = (
+    "; a LightningModule needs Lightning: pip install 'bf16kit[lightning]', or name a factory of the plain torch module"
+)
 _EXAMPLE = "for example input_ids:int64:batch,seq"
 _RECORDED = (
     *("profiles", "formats", "keep_fp32", "bf16", "subnormals", "saturate", "residual"),
@@ -133,32 +140,22 @@ def parse_model_name(where: str, name: str) -> str:
 
 def parse_inputs(texts: Iterable[str]) -> tuple[TensorSpec, ...]:
     """Parse each ``NAME:DTYPE:DIMS`` into a spec. Dimensions are sizes or names; a scalar has none."""
-    specs = tuple(_parse_input(text) for text in texts)
-    names = [spec.name for spec in specs]
-    for name in names:
-        if names.count(name) > 1:
+    specs: dict[str, TensorSpec] = {}
+    for text in texts:
+        name, dtype, dims = (["", "", *text.rsplit(":", 2)])[-3:]
+        if not name:
+            raise UsageError(f"--input {text!r}: expected NAME:DTYPE:DIMS, {_EXAMPLE}")
+        if dtype not in BY_NAME or dtype == "string":
+            known = ", ".join(d for d in BY_NAME if d != "string")
+            raise UsageError(f"--input {text!r}: unknown dtype {dtype!r}; known: {known}")
+        if name in specs:
             raise UsageError(f"--input {name}: given twice")
-    return specs
-
-
-def _parse_input(text: str) -> TensorSpec:
-    parts = text.rsplit(":", 2)
-    if len(parts) != 3 or not parts[0]:
-        raise UsageError(f"--input {text!r}: expected NAME:DTYPE:DIMS, {_EXAMPLE}")
-    name, dtype, dims = parts
-    if dtype not in BY_NAME or dtype == "string":
-        known = ", ".join(d for d in BY_NAME if d != "string")
-        raise UsageError(f"--input {text!r}: unknown dtype {dtype!r}; known: {known}")
-    shape = tuple(_parse_dim(dim.strip(), text) for dim in dims.split(",")) if dims.strip() else ()
-    return TensorSpec(name, dtype, shape)
-
-
-def _parse_dim(dim: str, text: str) -> int | str:
-    if dim.isascii() and dim.isdecimal() and int(dim) > 0:
-        return int(dim)
-    if _NAME.fullmatch(dim):
-        return dim
-    raise UsageError(f"--input {text!r}: {dim!r} is neither a size of 1 or more nor a name, {_EXAMPLE}")
+        shape = [dim.strip() for dim in dims.split(",")] if dims.strip() else []
+        for dim in shape:
+            if not _DIM.fullmatch(dim):
+                raise UsageError(f"--input {text!r}: {dim!r} is neither a size of 1 or more nor a name, {_EXAMPLE}")
+        specs[name] = TensorSpec(name, dtype, tuple(int(dim) if dim.isdecimal() else dim for dim in shape))
+    return tuple(specs.values())
 
 
 def parse_outputs(texts: Iterable[str]) -> dict[str, Kind]:
@@ -198,3 +195,38 @@ def parse_model_args(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f'--model-args: expected a JSON object such as {{"hidden": 64}}, got {text!r}')
     return value
+
+
+def is_import_spec(text: str) -> bool:
+    """Whether ``text`` has the form ``pkg.mod:attribute``."""
+    return _SPEC.fullmatch(text) is not None
+
+
+def import_callable(flag: str, text: str) -> Callable[..., Any]:
+    """Return the callable that ``flag`` names; modules in the user's working directory are found too.
+
+    Raises :class:`UsageError` if the module or its attribute does not exist or cannot be called.
+    """
+    if not is_import_spec(text):
+        missing = "no such file; " if text.endswith(".onnx") else ""
+        raise UsageError(f"{flag} {text!r}: {missing}expected pkg.mod:name, for example mypackage.models:build")
+    module_name, _, attribute = text.partition(":")
+    here = str(Path.cwd())  # a console script lacks it on its path, but users expect the behaviour of `python -m`
+    sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # the user's module runs at import and may raise anything
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        remedy = _NEEDS_LIGHTNING if missing in ("lightning", "pytorch_lightning") else ""
+        raise UsageError(
+            f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{user_frame(error)}{remedy}"
+        ) from error
+    finally:
+        sys.path.remove(here)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{flag} {text}: module {module_name} has no {attribute}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"{flag} {text}: is {type(found).__name__}, expected a function or class")
+    return found  # type: ignore[no-any-return]

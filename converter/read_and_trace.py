@@ -12,7 +12,7 @@ from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.messages.errors import ConversionError, UsageError
 from converter import read as sources
 from converter.options import Options
-from converter.process import versions
+from converter.process import program
 from converter.process.progress import Progress
 from converter.read.onnx_file import name_inputs
 from converter.source import Feeds, Source
@@ -72,7 +72,7 @@ class Job:
                 tensors=len(checkpoint.tensors),
             ),
             given=list(source.given),
-            tools={**versions.versions([*source.tools, *drawn_by]), **source.foreign_versions},
+            tools={**program.versions([*source.tools, *drawn_by]), **source.foreign_versions},
             seed=options.seed,
             options=options.recorded(),
         )

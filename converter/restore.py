@@ -25,7 +25,12 @@ def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> st
     The file is written beside ``out`` and renamed, so that a reader never sees half a file. Raises
     :class:`ArtifactExists` if ``out`` exists and ``force`` is false, and what opening the artifact raises.
     """
-    _check_target(out, force)
+    if out.is_dir():
+        raise ArtifactExists(f"{out}: is a directory; --out must be the file to write, such as fp32.safetensors")
+    if os.path.lexists(out) and not force:
+        raise ArtifactExists(f"{out}: already exists; choose another name, or pass --force to replace it")
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent}: no such directory")
     with progress.step("checking digests"):
         opened = Artifact.open(artifact)
     if not opened.manifest.checkpoint and opened.manifest.source.tensors:
@@ -39,15 +44,6 @@ def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> st
             _write(directory / out.name, opened, entries, advance)
         (directory / out.name).replace(out)
     return f"restored {len(entries)} tensors, {size(total)}, to {out}"
-
-
-def _check_target(out: Path, force: bool) -> None:
-    if out.is_dir():
-        raise ArtifactExists(f"{out}: is a directory; --out must be the file to write, such as fp32.safetensors")
-    if os.path.lexists(out) and not force:
-        raise ArtifactExists(f"{out}: already exists; choose another name, or pass --force to replace it")
-    if not out.parent.is_dir():
-        raise UsageError(f"{out.parent}: no such directory")
 
 
 def _write(path: Path, opened: Artifact, entries: list[CheckpointEntry], advance: Callable[[int], None]) -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from bf16kit.messages import errors
 from converter.commands import PATH, debug_option, echo, json_option, samples_option
+
+
+def _profile_option(*names: str, text: str) -> Callable[[Any], Any]:
+    text += "; may be given more than once.  [default: all in the artifact]"
+    return click.option("--profile", "profiles", multiple=True, type=click.Choice(names), help=text)
 
 
 @click.command()
@@ -26,12 +33,8 @@ def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
 @click.command()
 @click.argument("artifact", type=PATH)
 @samples_option
-@click.option(
-    "--profile",
-    "profiles",
-    multiple=True,
-    type=click.Choice(["cpu", "cpu-bf16", "cuda", "torchscript", "pt2", "safetensors", "hf"]),
-    help="A profile or export to run; may be given more than once.  [default: all in the artifact]",
+@_profile_option(
+    "cpu", "cpu-bf16", "cuda", "torchscript", "pt2", "safetensors", "hf", text="A profile or export to run"
 )
 @json_option
 @debug_option
@@ -50,17 +53,11 @@ def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_js
 @click.command()
 @click.argument("artifact", type=PATH)
 @samples_option
-@click.option(
-    "--profile",
-    "profiles",
-    multiple=True,
-    type=click.Choice(["cpu", "cpu-bf16", "cuda"]),
-    help="A profile to explain; may be given more than once.  [default: all in the artifact]",
-)
+@_profile_option("cpu", "cpu-bf16", "cuda", text="A profile to explain")
 @click.option(
     "--artifact", "of", type=PATH, metavar="ARTIFACT", help="The served artifact, if the argument is an evidence file."
 )
-@click.option("--json", "as_json", is_flag=True, help="Write JSON for programs, with every layer.")
+@json_option
 @debug_option
 def explain(
     artifact: Path, samples: str | None, profiles: tuple[str, ...], of: Path | None, as_json: bool, debug: bool

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from converter.options import Options
 
 _VERSION = re.compile("[1-9][0-9]*")
+_OF_COLLECTION = ("per_model", "jobs", "ray")
 
 
 @click.command()
@@ -26,7 +27,7 @@ _VERSION = re.compile("[1-9][0-9]*")
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
 @click.option(
     "--per-model",
-    type=PATH,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
     metavar="DIRECTORY",
     help="Options for single checkpoints of a directory: NAME.yaml each; keys are option names without dashes.",
 )
@@ -166,9 +167,7 @@ _VERSION = re.compile("[1-9][0-9]*")
 )
 @debug_option
 @click.pass_context
-def checkpoint(
-    context: click.Context, /, debug: bool, per_model: Path | None, jobs: int | None, ray: str | None, **given: Any
-) -> None:
+def checkpoint(context: click.Context, /, **given: Any) -> None:
     """Convert SOURCE: a Hugging Face directory, safetensors, torch, Lightning, JAX, TensorFlow, Keras or ONNX.
 
     If SOURCE is a directory of checkpoints and --out only a REPOSITORY, convert those that are not converted yet. The
@@ -178,8 +177,11 @@ def checkpoint(
     if _is_collection(source, given["out"]):
         from converter.commands.collection import convert_collection
 
-        context.exit(convert_collection(context, source, given["out"], _check))
-    if (per_model, jobs, ray) != (None, None, None):
+        def check(arguments: Sequence[str]) -> None:
+            options_of(**checkpoint.make_context("checkpoint", list(arguments)).params)
+
+        context.exit(convert_collection(context, source, given["out"], check))
+    if any(given[name] is not None for name in _OF_COLLECTION):
         raise click.UsageError(
             f"--per-model, --jobs and --ray are only for a directory of checkpoints, and {source} is not one;"
             " leave them out"
@@ -227,12 +229,6 @@ def _is_collection(source: Path, out: Path) -> bool:
     )
 
 
-def _check(arguments: Sequence[str]) -> None:
-    """Check the command line of one of many checkpoints; raises as the command itself would."""
-    given = checkpoint.make_context("checkpoint", list(arguments)).params
-    options_of(**{name: value for name, value in given.items() if name not in ("debug", "per_model", "jobs", "ray")})
-
-
 def options_of(**given: Any) -> Options:
     """Return the parsed options; a mistake in any of them is reported before long work begins."""
     from bf16kit.drift.metrics import Budget
@@ -255,4 +251,5 @@ def options_of(**given: Any) -> Options:
         "bf16": parse.parse_patterns("--bf16", given["bf16"]),
         "budget": Budget.parse(given["budget"]),
     }
-    return parse.Options(**given | parsed)
+    of_models = {name: value for name, value in given.items() if name not in ("debug", *_OF_COLLECTION)}
+    return parse.Options(**of_models | parsed)

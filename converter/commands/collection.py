@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from bf16kit.messages.errors import UsageError
 from converter.commands import echo
 
 if TYPE_CHECKING:
-    from converter.bulk.worklist import Item
+    from converter.bulk.conversions import Conversion
 
 _OWN = frozenset(("out", "force", "jobs", "per_model", "ray"))  # options of the collection, not of a model
 _NAMING = ("map", "model", "samples")  # options whose value may name a file
@@ -32,8 +31,7 @@ def convert_collection(context: click.Context, source: Path, repository: Path, c
     Before the first conversion ``check`` is called with each command line, and raises :class:`UsageError` if one is
     wrong; so do names that no model can have, and a Ray cluster that does not answer.
     """
-    from converter.bulk.conversions import Run, convert_all, run_here, summary
-    from converter.bulk.worklist import checkpoints
+    from converter.bulk.conversions import Run, checkpoints, convert_all, run_here, summary
 
     found, skipped = checkpoints(source, repository)
     items = _items(context, found, repository, check)
@@ -46,10 +44,9 @@ def convert_collection(context: click.Context, source: Path, repository: Path, c
 
         run, jobs = on_cluster(address, jobs, _notify)
     _notify(f"{len(items)} checkpoint{'' if len(items) == 1 else 's'} in {source}")
-    force = context.params["force"]
-    outcomes = convert_all(items, repository, run, jobs=jobs or 1, force=force, notify=_notify)
-    echo("\n".join([summary(outcomes), *(f"skipped: {reason}" for reason in skipped)]))
-    return max(outcome.code for outcome in outcomes)
+    convert_all(items, repository, run, jobs=jobs or 1, force=context.params["force"], notify=_notify)
+    echo("\n".join([summary(items), *(f"skipped: {reason}" for reason in skipped)]))
+    return max(item.code for item in items)
 
 
 def _notify(text: str) -> None:
@@ -57,21 +54,18 @@ def _notify(text: str) -> None:
 
 
 def _items(
-    context: click.Context, found: Mapping[Path, list[Path] | str], repository: Path, check: Check
-) -> list[Item]:
+    context: click.Context, found: Mapping[Path, list[Path]], repository: Path, check: Check
+) -> list[Conversion]:
     """Return what is to be converted: each checkpoint that was ``found``, with its model's name and its options."""
-    from converter.bulk.worklist import Item, files_of
+    from converter.bulk.conversions import Conversion, files_of
     from converter.options import parse_model_name
 
-    given, own = context.params, _read_all(context.params["per_model"])
+    own = _read_all(context.params["per_model"])
     known = [o for o in context.command.params if isinstance(o, click.Option) and o.name not in _OWN]
     options = {flag.removeprefix("--"): option for option in known for flag in option.opts}
-    common = {
-        option.opts[0].removeprefix("--"): _arguments(option, given[str(option.name)])
-        for option in known
-        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
-    }
-    items: dict[str, Item] = {}
+    for_all = [o for o in known if context.get_parameter_source(str(o.name)) is ParameterSource.COMMANDLINE]
+    given = {option: context.params[str(option.name)] for option in for_all}
+    items: dict[str, Conversion] = {}
     for path, files in found.items():
         stem = _ENDING.sub("", path.name) if path.is_file() else path.name
         settings, fields = own.pop(path.name, None) or own.pop(stem, None) or (path.name, {})
@@ -82,16 +76,13 @@ def _items(
                 f"{items[name].source} and {path} would both become model {name!r}; rename one, or pass --per-model"
                 " DIRECTORY with a FILE.yaml for it that sets `name: …`"
             )
-        unknown = next((key for key in fields if key not in options), None)
-        if unknown is not None:
-            raise UsageError(f"{settings}: unknown option {unknown!r}; known: {', '.join(sorted([*options, 'name']))}")
-        set_here = common | {key: _arguments(options[key], value, f"{settings}: ") for key, value in fields.items()}
-        # Path.exists would raise for the name of a function that no file can have.
-        values = [set_here[key][-1] for key in _NAMING if set_here.get(key) and os.path.exists(set_here[key][-1])]  # noqa: PTH110
-        named = [file for value in values for file in files_of(Path(value))]
-        arguments = [text for texts in set_here.values() for text in texts]
-        problem = files if isinstance(files, str) else ""
-        items[name] = Item(name, path, arguments, [] if isinstance(files, str) else files + named, problem)
+        for key in fields.keys() - options.keys():
+            raise UsageError(f"{settings}: unknown option {key!r}; known: {', '.join(sorted([*options, 'name']))}")
+        chosen = given | {options[key]: value for key, value in fields.items()}
+        arguments = [text for option, value in chosen.items() for text in _arguments(option, value, settings)]
+        named = [Path(str(value)) for option, value in chosen.items() if option.name in _NAMING and value]
+        files = [*files, *(file for one in named if one.exists() for file in files_of(one))]
+        items[name] = Conversion(name, path, arguments, files)
         try:
             check([str(path), "--out", str(repository / name / "1"), *arguments])
         except (UsageError, click.UsageError) as error:
@@ -105,8 +96,6 @@ def _read_all(directory: Path | None) -> dict[str, tuple[Path, dict[Any, Any]]]:
     """Return the options in each ``NAME.yaml`` of ``directory``, by NAME."""
     import yaml
 
-    if directory is not None and not directory.is_dir():
-        raise UsageError(f"--per-model {directory}: no such directory")
     found = {}
     for path in sorted(directory.glob("*.yaml")) if directory is not None else ():
         try:
@@ -119,14 +108,14 @@ def _read_all(directory: Path | None) -> dict[str, tuple[Path, dict[Any, Any]]]:
     return found
 
 
-def _arguments(option: click.Option, value: Any, where: str = "") -> list[str]:
-    """Return the part of a command line that sets ``option`` to the ``value`` of click or of a YAML file."""
+def _arguments(option: click.Option, value: Any, where: object) -> list[str]:
+    """Return the part of a command line that sets ``option`` to the ``value`` of click or of the file ``where``."""
     flag = option.opts[0]
     if value is None:  # removes what was set for all models
         return []
     if option.is_flag:
         if not isinstance(value, bool):
-            raise UsageError(f"{where}{flag.removeprefix('--')} is {value!r}, expected true or false")
+            raise UsageError(f"{where}: {flag.removeprefix('--')} is {value!r}, expected true or false")
         return [flag] if value else option.secondary_opts[:1]
     if isinstance(value, dict):  # a budget, or model-args
         value = [f"{name}={bound}" for name, bound in value.items()] if option.multiple else json.dumps(value)

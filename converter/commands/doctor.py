@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import click
@@ -15,7 +17,6 @@ from bf16kit.messages import errors
 from converter.commands import debug_option, echo, json_option
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # as /proc/cpuinfo spells them
-_FLAGS = ("flags", "Features")
 _BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 # The packages that a conversion may need, each with the extra of bf16kit that installs it.
@@ -28,24 +29,19 @@ _EXTRAS = {
 }
 _ONNX = ("onnxruntime", "onnxscript")
 _TORCH = (*_ONNX, "torch")
+_HF = (*_TORCH, "transformers")
 # What can be done with the parts: each source, written format and other ability with those that it needs.
 _NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "sources": {
         "ONNX": _ONNX,
-        "Hugging Face directory": (*_TORCH, "transformers"),
+        "Hugging Face directory": _HF,
         **dict.fromkeys(("safetensors", "torch state dict", "TorchScript"), _TORCH),
         **dict.fromkeys(("torch.export program (.pt2)", "Lightning checkpoint"), _TORCH),
         "Orbax (JAX) checkpoint": (*_TORCH, "tensorstore"),
         "Flax msgpack": (*_TORCH, "msgpack"),
         **dict.fromkeys(("TensorFlow SavedModel", "Keras model (.keras)"), (*_ONNX, "TensorFlow")),
     },
-    "formats": {
-        "onnx": _ONNX,
-        "torchscript": _TORCH,
-        "pt2": _TORCH,
-        "safetensors": _ONNX,
-        "hf": (*_TORCH, "transformers"),
-    },
+    "formats": {"onnx": _ONNX, "torchscript": _TORCH, "pt2": _TORCH, "safetensors": _ONNX, "hf": _HF},
     "others": {
         "the report (all but --no-report)": ("jinja2", "matplotlib"),
         "bf16-convert recover": _TORCH,
@@ -98,34 +94,29 @@ def _describe(found: Mapping[str, Any]) -> str:
     rows = [(part["name"], part["found"] or "missing") for part in found["installed"]]
     sections = [table("Installed", ("part", "found"), rows)]
     for kind, (title, column) in _TITLES.items():
-        rows = [
-            (each["name"], "yes" if each["possible"] else f"no: needs {', '.join(each['missing'])}")
-            for each in found[kind]
-        ]
+        rows = [(e["name"], "yes" if e["possible"] else f"no: needs {', '.join(e['missing'])}") for e in found[kind]]
         sections.append(table(title, (column, "now"), rows))
-    lines = []
-    for part in found["installed"]:
-        if not part["found"]:
-            lines += [f"  {part['name']}:", *(f"    {line}" for line in part["remedy"].splitlines())]
-    last = "\n".join(["To install the missing parts", *lines]) if lines else "Nothing is missing."
-    return "\n\n".join([*sections, last])
+    missing = [part for part in found["installed"] if not part["found"]]
+    remedies = [f"  {part['name']}:\n{indent(part['remedy'], '    ')}" for part in missing]
+    sections.append("\n".join(["To install the missing parts", *remedies]) if missing else "Nothing is missing.")
+    return "\n\n".join(sections)
 
 
 def _package(name: str, extra: str) -> Part:
-    from converter.process import versions
+    from converter.process import program
 
-    found = versions.version_of(name) or (versions.onnxruntime() if name == "onnxruntime" else None)
+    found = program.version_of(name) or (program.onnxruntime() if name == "onnxruntime" else None)
     return (found, "") if found else ("", f"pip install 'bf16kit[{extra}]'")
 
 
 def _processor() -> str:
     """Return the instruction sets of this CPU that matter for speed."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        known = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        lines = []
-    flags = next((text for line in lines for key, _, text in [line.partition(":")] if key.strip() in _FLAGS), "")
-    found = set(flags.split())
+        known = ""
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)", known, re.MULTILINE)
+    found = set(flags[1].split()) if flags else set()
     own = ", ".join(flag for flag in _INSTRUCTIONS if flag in found) or "none of " + ", ".join(_INSTRUCTIONS)
     emulated = "" if found.intersection(_BF16) else "; bf16 products are emulated in fp32"
     return f"{platform.machine()} with {own}{emulated}"

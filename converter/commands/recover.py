@@ -10,7 +10,7 @@ import click
 
 from converter.commands import echo
 from converter.commands.checkpoint import checkpoint, options_of
-from converter.recovery.settings import PRECISIONS, Settings, parse_scaling
+from converter.recovery import PRECISIONS, Settings, parse_scaling
 
 # A search for islands is the alternative to a recovery, and a recovery converts one model only.
 _LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray")
@@ -59,7 +59,7 @@ _LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray")
     help="Steps from one checkpoint to the next.  [default: a tenth of --steps]",
 )
 @click.option("--resume", is_flag=True, help="Continue an interrupted recovery from its last checkpoint.")
-def recover(debug: bool, **given: Any) -> None:
+def recover(**given: Any) -> None:
     """Train the weights of SOURCE briefly so that bf16 is within budget, and convert them.
 
     Training rounds the weights as the artifact does. It needs no labels: its target is the outputs of the fp32 model.

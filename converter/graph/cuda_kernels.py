@@ -19,7 +19,7 @@ from onnx import defs
 
 from bf16kit.system import is_older, version_key
 from converter.graph.operators import label
-from converter.process import versions
+from converter.process import program
 
 _FILE = "cuda_kernels.json"
 # The operators with kernels that a plan may narrow: they pass on the dtype of their data. Others take a dtype from an
@@ -69,7 +69,7 @@ class KernelTable:
         """
         known = releases()
         if version is None:
-            installed = versions.onnxruntime()
+            installed = program.onnxruntime()
             within = [each for each in known if installed is None or not is_older(installed, each)]
             version = within[-1] if within else known[0]
         return _table(version)
@@ -158,7 +158,7 @@ def required(profile: str, graphs: Sequence[Path], *, on_device: bool = False) -
     models = [ir.load(path) for path in graphs]
     opset = max((model.opset_imports.get("", 0) for model in models), default=0)
     ir_version = max((model.ir_version for model in models), default=0)
-    installed = versions.onnxruntime()
+    installed = program.onnxruntime()
     oldest_loading = next(
         (release for release, *most in _LOADS if opset <= most[0] and ir_version <= most[1]), installed
     )

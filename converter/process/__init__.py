@@ -1,1 +1,1 @@
-"""The converter as a process: progress, memory, versions, imports of user code, and output of libraries."""
+"""The converter as a process: progress, memory, children, and the output and errors of libraries."""

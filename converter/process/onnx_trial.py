@@ -19,7 +19,7 @@ from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError
 from bf16kit.messages.wording import brief
 from bf16kit.system import controlgroup
 from bf16kit.system.exit_with_parent import exit_with_parent
-from converter.process import children
+from converter.process import program
 
 SECONDS = 600  # of processor time, which a busy machine or a slow disk does not change; large models take a minute
 _SIZES = (1, 2, 32, 64, 224)  # of the free dimensions behind the first, until the graph runs
@@ -37,8 +37,8 @@ def check(path: Path) -> None:
     if that or a run crashes, needs more memory than there is, or does not end. A run may fail otherwise: the small
     inputs may not fit.
     """
-    command = children.command(__name__, str(path), str(SECONDS), str(os.getpid()))
-    done = subprocess.run(command, env=children.environment(), capture_output=True, check=False)
+    command = program.command(__name__, str(path), str(SECONDS), str(os.getpid()))
+    done = subprocess.run(command, env=program.environment(), capture_output=True, check=False)
     if done.returncode == 0:
         return
     reason = done.stdout.decode(errors="replace").strip()
@@ -139,21 +139,17 @@ def _feeds(session: Any) -> Iterator[dict[str, Any]]:
     """Yield ones for every input, of several sizes; nothing for inputs that numpy cannot make."""
     import numpy as np
 
+    def ones(edge: Any, size: int) -> Any:
+        known = [dim if isinstance(dim, int) and dim > 0 else 0 for dim in edge.shape]
+        shape = [dim or (size if axis else 1) for axis, dim in enumerate(known)]
+        name = edge.type.removeprefix("tensor(").removesuffix(")")
+        return np.ones(shape, {"float": "float32", "double": "float64"}.get(name, name))
+
     for size in _SIZES:
         try:
-            yield {edge.name: np.ones(_shape(edge.shape, size), _dtype(edge.type)) for edge in session.get_inputs()}
+            yield {edge.name: ones(edge, size) for edge in session.get_inputs()}
         except (TypeError, ValueError, MemoryError):
             return
-
-
-def _shape(declared: list[Any], size: int) -> list[int]:
-    return [dim if isinstance(dim, int) and dim > 0 else size if axis else 1 for axis, dim in enumerate(declared)]
-
-
-def _dtype(text: str) -> str:
-    """Return numpy's name for ONNX Runtime's ``tensor(float)``."""
-    name = text.removeprefix("tensor(").removesuffix(")")
-    return {"float": "float32", "double": "float64"}.get(name, name)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import IO, Any, Protocol
+from contextlib import contextmanager
+from typing import IO, Any
 
 from bf16kit.messages.wording import size
 
@@ -14,23 +14,16 @@ _INTERVAL = 5.0  # seconds between plain lines
 Advance = Callable[[int], None]
 
 
-class Progress(Protocol):
-    """Receives each step of a conversion and, within it, the bytes done."""
-
-    def step(self, name: str, total: int | None = None) -> AbstractContextManager[Advance]:
-        """Open a step named ``name`` of ``total`` bytes (None: unknown); yield the function to call with bytes done."""
-        ...
-
-
-class SilentProgress:
-    """Shows nothing: for tests and for programs that call the converter."""
+class Progress:
+    """Receives each step of a conversion and, within it, the bytes done; shows nothing, for programs that call it."""
 
     @contextmanager
     def step(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        """Open a step named ``name`` of ``total`` bytes (None: unknown); yield the function to call with bytes done."""
         yield lambda _: None
 
 
-class LineProgress:
+class LineProgress(Progress):
     """Writes a line when a step begins, then one every few seconds with bytes and time left."""
 
     def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +41,10 @@ class LineProgress:
             now = self._clock()
             if now - last_written >= _INTERVAL:
                 last_written = now
-                self._write(f"{name}: {_amount(done, total)}{_time_left(done, total, now - start)}")
+                whole = total if total is not None and done <= total else None
+                amount = size(done) if whole is None else f"{size(done)} of {size(whole)}"
+                left = f", {(now - start) * (whole - done) / done:.0f} s left" if whole and 0 < done < whole else ""
+                self._write(f"{name}: {amount}{left}")
 
         self._write(name)
         yield advance
@@ -58,7 +54,7 @@ class LineProgress:
         self._stream.flush()
 
 
-class BarProgress:
+class BarProgress(Progress):
     """Shows the progress bar ``bar``, of rich, with bytes and time left."""
 
     def __init__(self, bar: Any) -> None:
@@ -82,9 +78,10 @@ def for_stream(stream: IO[str]) -> Iterator[Progress]:
     from rich import progress
     from rich.console import Console
 
-    described = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn())
     with progress.Progress(
-        *described,
+        progress.SpinnerColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TimeRemainingColumn(),
         console=Console(file=stream),
@@ -93,13 +90,3 @@ def for_stream(stream: IO[str]) -> Iterator[Progress]:
         transient=True,
     ) as bar:
         yield BarProgress(bar)
-
-
-def _amount(done: int, total: int | None) -> str:
-    return size(done) if total is None or done > total else f"{size(done)} of {size(total)}"
-
-
-def _time_left(done: int, total: int | None, elapsed: float) -> str:
-    if total is None or not 0 < done < total:
-        return ""
-    return f", {elapsed * (total - done) / done:.0f} s left"

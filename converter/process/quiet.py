@@ -1,9 +1,12 @@
-"""Hides what torch, transformers and their exporters print, warn and log, and says in a line what went wrong."""
+"""Hides what torch, transformers and their exporters print, warn and log, and says in a line what went wrong where."""
 
 from __future__ import annotations
 
 import io
 import logging
+import re
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -14,6 +17,10 @@ from bf16kit.messages.wording import brief
 
 # The start of TorchScript's message that an operator of its program failed.
 _INTERPRETER = "The following operation failed in the TorchScript interpreter"
+_CARRIED = "Original Traceback"  # torch's DataLoader writes this for an error in one of its workers
+_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
+_OURS = Path(__file__).parents[1]
+_INSTALLED = tuple(map(Path, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))))
 
 
 @contextmanager
@@ -51,6 +58,34 @@ def first_line(error: BaseException) -> str:
     if lines and lines[0].startswith(_INTERPRETER):  # the error follows after the lines of code that led to it
         lines[0] = lines[-1].removeprefix(f"{type(error).__name__}: ")
     return f"{type(error).__name__}: {brief(lines[0])}" if lines else type(error).__name__
+
+
+def describe_user_error(error: BaseException) -> str:
+    """Return ``ValueError: message (file.py, line 3)``: the innermost frame outside bf16kit and installed packages.
+
+    If all frames are in packages, return the innermost of those.
+    """
+    text = str(error)
+    if _CARRIED in text:
+        frames = [(found["file"], int(found["line"])) for found in _FRAME.finditer(text)]
+        last = [line.strip() for line in text.splitlines() if line.strip()][-1]
+        return brief(last) + _place(frames)
+    message = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else first_line(error)
+    return message + user_frame(error)
+
+
+def user_frame(error: BaseException) -> str:
+    """Return the `` (file.py, line 3)`` of :func:`describe_user_error`; empty if all frames are bf16kit's own."""
+    return _place([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
+
+
+def _place(frames: list[tuple[str, int]]) -> str:
+    outside = [(file, line) for file, line in frames if not (file.startswith("<") or Path(file).is_relative_to(_OURS))]
+    own = [(file, line) for file, line in outside if not any(map(Path(file).is_relative_to, _INSTALLED))]
+    if not outside:
+        return ""
+    file, line = (own or outside)[-1]
+    return f" ({file}, line {line})"
 
 
 @contextmanager

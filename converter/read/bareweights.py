@@ -21,8 +21,7 @@ from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import brief, first_few
 from converter.graph.equality import OTHER_FLOATS
 from converter.graph.initializers import dims
-from converter.options import Options
-from converter.process.imports import is_import_spec
+from converter.options import Options, is_import_spec
 from converter.read import onnx_file, oracles, safetensors_file, statedict, torch_file
 from converter.read.detect import Kind, recognise
 from converter.read.mapping import fill

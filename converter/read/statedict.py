@@ -10,8 +10,7 @@ import torch
 
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import first_few
-from converter.options import Options
-from converter.process.imports import import_callable
+from converter.options import Options, import_callable
 from converter.process.quiet import first_line, quiet
 from converter.read.sources import mismatch_message, no_architecture
 from converter.source import Array

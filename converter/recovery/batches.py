@@ -17,8 +17,8 @@ import torch
 
 from bf16kit.messages.errors import InvalidRequest, UsageError
 from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe
-from converter.process.imports import describe_user_error, import_callable
-from converter.process.quiet import first_line
+from converter.options import import_callable
+from converter.process.quiet import describe_user_error, first_line
 from converter.source import Feeds
 
 _END = object()
@@ -36,19 +36,12 @@ class Loader:
         self._inputs, self._seed = tuple(inputs), seed % 2**64
         self._expected = ", ".join(f"{spec.name} {spec.dtype}{describe(spec.shape)}" for spec in inputs)
 
-    def endless(self, skip: int) -> Iterator[Feeds]:
-        """Yield batches without end, pass after pass, after skipping the first ``skip``.
+    def batches(self, number: int) -> Iterator[Feeds]:
+        """Yield the batches of pass ``number``.
 
         Raises :class:`UsageError` for a pass without a batch, for a batch that does not match the model, and for any
         error in the user's code.
         """
-        return itertools.islice(itertools.chain.from_iterable(map(self._pass, itertools.count())), skip, None)
-
-    def first(self, count: int) -> list[Feeds]:
-        """Return the first batches of the first pass, at most ``count``; raises as :meth:`endless` does."""
-        return list(itertools.islice(self._pass(0), count))
-
-    def _pass(self, number: int) -> Iterator[Feeds]:
         with self._seeded(number, 0, "when called"):
             batches = iter(self._function())
         for index in itertools.count():
@@ -79,17 +72,15 @@ class Loader:
 
     def _feeds(self, item: Any, where: str) -> Feeds:
         names = [spec.name for spec in self._inputs]
-        if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], Mapping):
-            item = item[0]
-        if isinstance(item, Mapping):
-            fields = {str(name): value for name, value in item.items() if name in names or name != "labels"}
-        elif isinstance(item, tuple | list) and len(item) in (len(names), len(names) + 1):
-            fields = dict(zip(names, item, strict=False))
-        elif len(names) == 1 and not isinstance(item, tuple | list):
-            fields = {names[0]: item}
+        parts = item if isinstance(item, tuple | list) else [item]
+        if len(parts) in (1, 2) and isinstance(parts[0], Mapping):
+            fields = {str(name): value for name, value in parts[0].items() if name in names or name != "labels"}
+        elif len(parts) in (len(names), len(names) + 1):
+            fields = dict(zip(names, parts, strict=False))
         else:
-            parts = f"has {len(item)} parts" if isinstance(item, tuple | list) else f"is {type(item).__name__}"
-            raise UsageError(f"{where}: {parts}; the model takes {self._expected}, and labels may follow")
+            raise UsageError(
+                f"{where}: has {len(parts)} parts; the model takes {self._expected}, and labels may follow"
+            )
         try:
             feeds = {n: np.asarray(v.detach().cpu() if hasattr(v, "detach") else v) for n, v in fields.items()}
             check_feeds(self._inputs, feeds)

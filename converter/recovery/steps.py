@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -17,22 +18,20 @@ from bf16kit.drift.metrics import DriftSummary
 from bf16kit.messages.errors import BudgetExceeded, ConversionError, UsageError
 from bf16kit.runtime.loading import load_reference
 from converter import read_and_trace
-from converter.convert import Judgement, ProvidedInputs, Result, convert
+from converter.convert import Result, convert
 from converter.options import Options, Target
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
 from converter.process.quiet import prefix_errors
 from converter.read.sources import exported_source
+from converter.recovery import Settings
 from converter.recovery.batches import Loader
-from converter.recovery.checkpoints import open_checkpoints
-from converter.recovery.settings import Settings
-from converter.recovery.trainable import State, digest, find_trainable, in_numpy, recovered_tensors
-from converter.recovery.training import Student, train
+from converter.recovery.trainable import State, Student, digest, find_trainable, in_numpy, recovered_tensors
+from converter.recovery.training import open_checkpoints, train
 from converter.report.page import check_installed
-from converter.source import Checkpoint, Source
+from converter.source import Checkpoint, Source, TorchModel
 from converter.verify import measure
 from converter.verify.judging import describe_breaches, without_profiles
-from converter.verify.running import open_profile
 from converter.verify.samples import Samples, load
 
 _MOST_BATCHES = 1000  # that a recovery is judged on: as many as --samples takes
@@ -51,20 +50,13 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
         check_installed()
     with prefix_errors(options.source), open_checkpoints(options.target.path, resume=settings.resume) as checkpoints:
         source = read_and_trace.read(options, progress)
-        model, checkpoint = source.module, source.checkpoint
-        if model is None:
-            raise UsageError(
-                f"{options.source}: is {checkpoint.format}, which torch cannot train; give the torch checkpoint that it"
-                " was exported from, with --model pkg.mod:factory"
-            )
-        if source.graph is None:
-            raise ConversionError(f"cannot be recovered, because it has no ONNX graph: {source.no_graph_reason}")
+        model, checkpoint = _trainable_model(options, source), source.checkpoint
         checkpoints.check(_fixed(options, settings, model.module))
         loader = Loader("--data", settings.data, model.inputs, options.seed)
         judges, origin = loader, f"{settings.data}, the training data"
         if settings.evaluation is not None:
             judges, origin = Loader("--eval", settings.evaluation, model.inputs, options.seed), settings.evaluation
-        samples = batches = Samples(tuple(judges.first(_MOST_BATCHES)), origin)
+        samples = batches = Samples(tuple(islice(judges.batches(0), _MOST_BATCHES)), origin)
         if options.samples is not None:
             samples = load(options.samples, source.inputs, outputs=[spec.name for spec in source.outputs])
             samples = replace(samples, expected=())  # the outputs that came with them are the original's
@@ -80,13 +72,6 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
         state, training = train(student, loader, settings, checkpoints, progress)
         model.module.cpu()
         release_memory()
-        entry = RecoveryEntry(
-            recovered_from=checkpoint.sha256,
-            judged_on=batches.origin,
-            samples=len(batches.feeds),
-            held_out=settings.evaluation is not None,
-            training=training,
-        )
         recorded = {name: getattr(settings, name) for name in ("steps", "precision", "loss_scaling", "learning_rate")}
         recorded |= {"recovered_from": checkpoint.sha256, "loss": training.loss}
         shaped = replace(options, search=False, recorded_extra={"recovery": recorded})
@@ -94,19 +79,35 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
         def write(state: State, judge: Judge) -> Result:
             tensors = recovered_tensors(model.module, checkpoint.tensors, trained, state)
             recovered = Checkpoint(f"{checkpoint.format}, recovered", digest(tensors), tensors)
-            rewritten = replace(source, checkpoint=recovered, module=model)
-            return convert(
-                shaped, progress, ProvidedInputs(read=lambda _: _exported(rewritten), samples=samples, judge=judge)
-            )
+            changed = replace(source, checkpoint=recovered, module=model)
+            return convert(shaped, progress, reader=lambda _: _exported(changed), samples=samples, judged_by=judge)
 
+        entry = RecoveryEntry(
+            recovered_from=checkpoint.sha256,
+            judged_on=batches.origin,
+            samples=len(batches.feeds),
+            held_out=settings.evaluation is not None,
+            training=training,
+        )
         judge = Judge(options, before, batches, entry)
         try:
             result = write(state, judge)
         except MadeWorse as worse:
             result = write(start, replace(judge, worse=str(worse)))
-        checkpoints.finished = True
     begun = [f"--resume: {checkpoints.path} held no checkpoint, so this recovery began at step 1"]
     return Result(result.artifact, (*begun[: settings.resume and checkpoints.saved is None], *result.notes))
+
+
+def _trainable_model(options: Options, source: Source) -> TorchModel:
+    """Return the module of ``source``; raise an error if there is none, or no ONNX graph of it."""
+    if source.module is None:
+        raise UsageError(
+            f"{options.source}: is {source.checkpoint.format}, which torch cannot train; give the torch checkpoint that"
+            " it was exported from, with --model pkg.mod:factory"
+        )
+    if source.graph is None:
+        raise ConversionError(f"cannot be recovered, because it has no ONNX graph: {source.no_graph_reason}")
+    return source.module
 
 
 def _fixed(options: Options, settings: Settings, module: torch.nn.Module) -> dict[str, str]:
@@ -123,9 +124,9 @@ def _convert_original(options: Options, source: Source, path: Path, samples: Sam
     shutil.rmtree(path, ignore_errors=True)  # of an interrupted run
     target = Target(path, options.target.model, options.target.version)
     options = replace(options, target=target, allow_over_budget=True, drop_failing_profiles=False, residual=True)
+    options = replace(options, search=False, report=False)
     # A copy of the source, because converting drops the module and the oracle, and changes the graph.
-    provided = ProvidedInputs(read=lambda _: replace(source), samples=samples)
-    return convert(replace(options, search=False, report=False), progress, provided).artifact
+    return convert(options, progress, reader=lambda _: replace(source), samples=samples).artifact
 
 
 def _exported(source: Source) -> Source:
@@ -158,10 +159,13 @@ class Judge:
     entry: RecoveryEntry
     worse: str | None = None
 
-    def __call__(self, stage: StagingArtifact, manifest: Manifest, progress: Progress) -> Judgement:
+    def __call__(
+        self, stage: StagingArtifact, manifest: Manifest, progress: Progress
+    ) -> tuple[Manifest, RecoveryEntry, list[str]]:
         """Raise :class:`MadeWorse` if the original weights did better in bf16, or :class:`BudgetExceeded`."""
         with progress.step("comparing with the original's fp32 answers"):
-            rows, breaches = self._compare(stage.draft(manifest))
+            # Whether a batch's rows depend on each other is the model's property, whatever its weights.
+            rows, breaches = self._compare(stage.draft(manifest.amended(batch_axis=self.before.manifest.batch_axis)))
         judged = [row for row in rows if row.metric == "relative_l2" and row.before is not None]
         now, was = max(row.after for row in judged), max(row.before or 0.0 for row in judged)
         if now > was and self.worse is None and (self.entry.training.kept or self.entry.training.biases_corrected):
@@ -180,7 +184,7 @@ class Judge:
         manifest = without_profiles(stage, manifest, optional) if optional else manifest
         entry = self.entry.model_copy(update={"drift": [row for row in rows if row.profile not in optional]})
         bound = self.options.budget.bound("relative_l2")
-        return Judgement(manifest, entry, (*notes, *self._remarks(within=bound is not None and was <= bound)))
+        return manifest, entry, [*notes, *self._remarks(within=bound is not None and was <= bound)]
 
     def _remarks(self, *, within: bool) -> Iterator[str]:
         if not self.entry.held_out:
@@ -195,17 +199,14 @@ class Judge:
 
     def _compare(self, after: Artifact) -> tuple[list[RecoveredDrift], dict[str, list[str]]]:
         """Return the drift of both artifacts, and by profile where ``after`` is over the budget, one sentence each."""
-        outputs, axis = [entry.spec() for entry in after.manifest.outputs], self.before.manifest.batch_axis
-        reference = measure.spool(load_reference(self.before), self.batches, after.path)
-        scales = measure.slice_scales(reference, outputs, axis)
+        outputs, axis = [entry.spec() for entry in after.manifest.outputs], after.manifest.batch_axis
+        feeds, reference = self.batches.feeds, measure.spool(load_reference(self.before), self.batches, after.path)
+        expected = measure.Expected(feeds, reference, measure.slice_scales(reference, outputs, axis), len(feeds))
 
         def drift(artifact: Artifact, profile: str) -> dict[str, DriftSummary]:
             if profile not in artifact.manifest.profiles:
                 return {}
-            runtime, _ = open_profile(artifact, profile)
-            answers = measure.run_all(runtime, self.batches.feeds)
-            found = measure.summarise(measure.drifts(reference, answers, outputs, axis, scales))
-            runtime.close()
+            found = measure.summarise(measure.run_profile(artifact, profile, expected).drifts)
             release_memory()
             return found
 

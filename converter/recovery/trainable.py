@@ -1,9 +1,8 @@
-"""Finds which weights are trained and how the artifact rounds them, and turns them into a checkpoint again."""
+"""What is trained: the weights that the artifact holds, how it rounds them, and the model that computes with them."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,18 @@ import torch
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import RESIDUAL
+from bf16kit.messages.errors import UsageError
+from converter.process.quiet import first_line
 from converter.read.statedict import to_torch
-from converter.source import Array
+from converter.recovery import Settings
+from converter.source import Array, Feeds, TorchModel
+
+_SMALLEST_NORM = 1e-12  # squared: an output of zeros has no relative distance
+_NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)  # these are folded into no weight
 
 State = dict[str, torch.Tensor]  # values of what is trained, by each parameter's first name
-_NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)  # these are folded into no weight
+Outputs = Mapping[str, torch.Tensor]
+Lesson = tuple[Sequence[torch.Tensor], Outputs]  # inputs, and the fp32 outputs for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +44,12 @@ class TrainedParameter:
         bf16(weight · scale) ÷ scale is the weight of a model whose BatchNorm is folded. The product is rounded from
         fp64 to fp32 to bf16, as in a conversion. Converting the result gives the same bf16 values.
         """
-        value = held = weight.detach()
-        if self.rounds and self.scale is None:
+        if not self.rounds:
+            return weight
+        value = weight.detach()
+        if self.scale is None:
             held = value.bfloat16().float()
-        elif self.rounds and self.scale is not None:
+        else:
             scale = self.scale.to(value.device)
             held = ((value.double() * scale).float().bfloat16().double() / scale).float()
         return held + (weight - value)  # + 0, with the gradient of `weight` (Y. Bengio et al. 2013: straight-through)
@@ -85,19 +93,79 @@ def find_trainable(
 
 
 def _most_similar(name: str, candidates: Sequence[str]) -> list[str]:
-    """Return the one of ``candidates`` whose name ends most like ``name``, part by part; none if several do.
+    """Return the one of ``candidates`` with the most of ``name``'s last parts; none if several have as many.
 
     It tells apart tensors of equal values, such as two biases of zeros.
     """
-    parts = name.split(".")[::-1]
-
-    def common_end(other: str) -> int:
-        pairs = zip(parts, other.split(".")[::-1], strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    most = max(map(common_end, candidates), default=0)
-    found = [other for other in candidates if common_end(other) == most]
+    found, parts = list(candidates), name.split(".")
+    for count in range(1, len(parts) + 1):
+        end = ".".join(["", *parts[-count:]])
+        found = [other for other in found if f".{other}".endswith(end)] or found
     return found if len(found) == 1 else []
+
+
+class Student:
+    """The module of ``model`` with weights for ``trained`` in place of its own; the teacher is the same, with its own.
+
+    Dropout is off and the statistics of BatchNorm are fixed, because the model is trained as it is served.
+    """
+
+    def __init__(self, model: TorchModel, trained: Sequence[TrainedParameter], settings: Settings) -> None:
+        try:
+            self.device = torch.device(settings.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
+            self._module = model.module.requires_grad_(requires_grad=False).to(self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise UsageError(f"--device {settings.device}: {first_line(error)}; pass auto, cpu or cuda:N") from None
+        self._model, self.trained = model, tuple(trained)
+        self.dtype = {"16-mixed": torch.float16, "32-true": torch.float32}.get(settings.precision, torch.bfloat16)
+
+    def own_weights(self) -> State:
+        """Return copies of the module's own values of what is trained."""
+        names = [entry.names[0] for entry in self.trained]
+        return {name: self._module.get_parameter(name).float().clone() for name in names}
+
+    def lesson(self, feeds: Feeds, number: int) -> Lesson:
+        """Return the inputs of batch ``number`` and its fp32 outputs, from which something can be learned."""
+        inputs = [to_torch(feeds[spec.name].copy()).to(self.device) for spec in self._model.inputs]
+        with torch.no_grad():
+            outputs = self._run({}, inputs)
+        for name, output in outputs.items():  # some may be infinite: masked logits
+            if output.isnan().any() or not output.isfinite().any():
+                wrong = "NaN" if output.isnan().any() else "no finite value"
+                raise UsageError(
+                    f"--data: batch {number}: the fp32 model gives {wrong} in output {name!r}, so there is nothing to"
+                    " learn; leave out the batch, or check its values"
+                )
+        return inputs, outputs
+
+    def loss(self, weights: State, lesson: Lesson) -> torch.Tensor:
+        """Return the mean over outputs and samples of ‖c − r‖² ÷ ‖r‖²; c by ``weights`` as the artifact holds them.
+
+        A sample is a row of the first axis if every output has as many as the first input, else a whole output.
+        Elements that are infinite in r, such as masked logits, and integer outputs are left out; UsageError if no
+        output holds floats.
+        """
+        inputs, reference = lesson
+        held: dict[str, torch.Tensor] = {}
+        for entry in self.trained:
+            held |= dict.fromkeys(entry.names, entry.rounded(weights[entry.names[0]].float()))
+        batched = all(r.ndim and r.shape[:1] == inputs[0].shape[:1] for r in reference.values())
+        rows, distances = len(inputs[0]) if batched else 1, []
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            outputs = self._run(held, inputs)
+            for name, r in reference.items():
+                if r.is_floating_point():
+                    r, c = (tensor.float().reshape(rows, -1) for tensor in (r, outputs[name]))
+                    r, c = torch.where(r.isfinite(), r, 0.0), torch.where(r.isfinite(), c, 0.0)
+                    distances.append(((c - r).square().sum(1) / r.square().sum(1).clamp_min(_SMALLEST_NORM)).mean())
+        if not distances:
+            names = ", ".join(reference)
+            raise UsageError(f"no output of the model holds floats, from which a recovery learns: {names}")
+        return torch.stack(distances).mean()
+
+    def _run(self, weights: State, inputs: Sequence[torch.Tensor]) -> Outputs:
+        found = torch.func.functional_call(self._module, weights, tuple(tensor.clone() for tensor in inputs))
+        return dict(zip(self._model.outputs, found, strict=True))
 
 
 def recovered_tensors(

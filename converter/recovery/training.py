@@ -1,100 +1,93 @@
-"""The training of a recovery. Teacher and student are the same module: with its own weights in fp32, and with trained
-weights that are rounded as the artifact rounds them."""
+"""The training of a recovery, and the checkpoints from which an interrupted one continues."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from bf16kit.artifact.entries import LookEntry, TrainingEntry
+from bf16kit.artifact.entries import TrainingEntry
+from bf16kit.artifact.publish import created_parents
 from bf16kit.messages.errors import ConversionError, UsageError
 from converter.process.progress import Progress
 from converter.process.quiet import first_line
-from converter.read.statedict import to_torch
+from converter.recovery import Settings
 from converter.recovery.batches import Loader
-from converter.recovery.checkpoints import Checkpoints
-from converter.recovery.settings import Settings
-from converter.recovery.trainable import State, TrainedParameter
-from converter.source import Feeds, TorchModel
+from converter.recovery.trainable import Lesson, State, Student
 
 _VALIDATION_BATCHES = 8
 _FITTING = 100  # iterations of L-BFGS, at most, and at most half as many as steps of training
-_SMALLEST_NORM = 1e-12  # squared: an output of zeros has no relative distance
 _SMALLEST_SIZE = 1e-3  # the least size of a tensor that scales its steps, so that a tensor of zeros can move
 
-Outputs = Mapping[str, torch.Tensor]
-_Lesson = tuple[Sequence[torch.Tensor], Outputs]  # inputs, and the fp32 outputs for them
 
+class Checkpoints:
+    """What a recovery ``saved`` last (None: nothing), in the directory ``path`` beside the target."""
 
-class Student:
-    """The module of ``model`` with weights for ``trained`` in place of its own.
+    def __init__(self, path: Path) -> None:
+        self.path, self.last = path, path / "last.ckpt"
+        self.saved: dict[str, Any] | None = None
+        self._fixed: dict[str, str] = {}
 
-    Dropout is off and the statistics of BatchNorm are fixed, because the model is trained as it is served.
-    """
-
-    def __init__(self, model: TorchModel, trained: Sequence[TrainedParameter], settings: Settings) -> None:
+    def check(self, fixed: dict[str, str]) -> None:
+        """Read what was saved last; UsageError if that fails, or if the options ``fixed`` have changed since."""
+        self._fixed = fixed
+        if not self.last.exists():
+            return
         try:
-            self.device = torch.device(settings.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
-            self._module = model.module.requires_grad_(requires_grad=False).to(self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise UsageError(f"--device {settings.device}: {first_line(error)}; pass auto, cpu or cuda:N") from None
-        self._model, self.trained = model, tuple(trained)
-        self.dtype = {"16-mixed": torch.float16, "32-true": torch.float32}.get(settings.precision, torch.bfloat16)
-
-    def own_weights(self) -> State:
-        """Return copies of the module's own values of what is trained."""
-        own = dict(self._module.named_parameters(remove_duplicate=False))
-        return {entry.names[0]: own[entry.names[0]].float().clone() for entry in self.trained}
-
-    def lesson(self, feeds: Feeds, number: int) -> _Lesson:
-        """Return the inputs of batch ``number`` and its fp32 outputs, from which something can be learned."""
-        inputs = [to_torch(feeds[spec.name].copy()).to(self.device) for spec in self._model.inputs]
-        with torch.no_grad():
-            outputs = self._run({}, inputs)
-        for name, output in outputs.items():  # some may be infinite: masked logits
-            if output.isnan().any() or not output.isfinite().any():
-                wrong = "NaN" if output.isnan().any() else "no finite value"
+            self.saved = torch.load(self.last, weights_only=True, map_location="cpu")
+            before, _ = self.saved["fixed"], self.saved["done"]
+        except Exception as error:  # it is damaged, or of another version
+            problem = f"cannot be read: {first_line(error)}"
+            raise UsageError(f"{self.last}: {problem}; remove {self.path} to start again") from error
+        for name, value in fixed.items():
+            if before.get(name) != value:
                 raise UsageError(
-                    f"--data: batch {number}: the fp32 model gives {wrong} in output {name!r}, so there is nothing to"
-                    " learn; leave out the batch, or check its values"
+                    f"--resume: {name} is {value} now, and was {before.get(name)} when this recovery began; pass the"
+                    f" same options, or remove {self.path} to start again"
                 )
-        return inputs, outputs
 
-    def loss(self, weights: State, lesson: _Lesson) -> torch.Tensor:
-        """Return the loss with ``weights`` as the artifact would hold them."""
-        inputs, reference = lesson
-        held: dict[str, torch.Tensor] = {}
-        for entry in self.trained:
-            held |= dict.fromkeys(entry.names, entry.rounded(weights[entry.names[0]].float()))
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return distillation(self._run(held, inputs), reference, len(inputs[0]))
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint at once: a run that is killed meanwhile leaves the one before it.
 
-    def _run(self, weights: State, inputs: Sequence[torch.Tensor]) -> Outputs:
-        found = torch.func.functional_call(self._module, weights, tuple(tensor.clone() for tensor in inputs))
-        return dict(zip(self._model.outputs, found, strict=True))
+        Raises :class:`UsageError` if it cannot be written, for example because the disk is full.
+        """
+        partial = self.last.with_suffix(".tmp")
+        try:
+            with partial.open("wb") as file:
+                torch.save({"fixed": self._fixed, **state}, file)
+            partial.replace(self.last)
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's, if the disk is full
+            partial.unlink(missing_ok=True)
+            raise UsageError(
+                f"{self.last}: cannot be written ({shutil.disk_usage(self.path).free >> 20} MiB free):"
+                f" {first_line(error)}; free some space and pass --resume, or choose an --out on another disk"
+            ) from error
 
 
-def distillation(outputs: Outputs, reference: Outputs, rows: int) -> torch.Tensor:
-    """Return the mean over outputs and samples of ‖c − r‖² ÷ ‖r‖², the square of the budget's ``relative_l2``.
+@contextlib.contextmanager
+def open_checkpoints(target: Path, *, resume: bool) -> Iterator[Checkpoints]:
+    """Yield the checkpoints of a recovery to ``target``; remove their directory if all succeeds, or if it is empty.
 
-    A sample is a row of the first axis if every output has ``rows`` of them, else a whole output. Elements that are
-    infinite in r, such as masked logits, and integer outputs are left out; UsageError if no output holds floats.
+    Raises :class:`UsageError` if there is one and ``resume`` is false.
     """
-    batched = all(tensor.ndim > 0 and tensor.shape[0] == rows for tensor in reference.values())
-    distances = []
-    for name, r in reference.items():
-        if r.is_floating_point():
-            r, c = (tensor.float().reshape(rows if batched else 1, -1) for tensor in (r, outputs[name]))
-            r, c = torch.where(r.isfinite(), r, 0.0), torch.where(r.isfinite(), c, 0.0)
-            distances.append(((c - r).square().sum(1) / r.square().sum(1).clamp_min(_SMALLEST_NORM)).mean())
-    if not distances:
-        raise UsageError(f"no output of the model holds floats, from which a recovery learns: {', '.join(reference)}")
-    return torch.stack(distances).mean()
+    found = Checkpoints(target.with_name(f".{target.name}.recovery"))
+    if found.last.exists() and not resume:
+        raise UsageError(f"{found.path}: holds an unfinished recovery; pass --resume, or remove it to start again")
+    with created_parents(found.path):
+        found.path.mkdir(exist_ok=True)
+        finished = False
+        try:
+            yield found
+            finished = True
+        finally:
+            if finished or not found.last.exists():
+                shutil.rmtree(found.path, ignore_errors=True)
 
 
 def train(
@@ -109,32 +102,34 @@ def train(
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         torch.use_deterministic_algorithms(True, warn_only=True)
         stack.enter_context(torch.backends.cudnn.flags(deterministic=True, allow_tf32=False))
-        validation = map(student.lesson, loader.first(_VALIDATION_BATCHES), itertools.count())
+        validation = map(student.lesson, itertools.islice(loader.batches(0), _VALIDATION_BATCHES), itertools.count())
         training = _Training(student, list(validation), settings)
         if checkpoints.saved is not None:
             training.load(checkpoints.saved)
         else:
             with progress.step("fitting biases"):
                 training.fit_biases()
-        lessons = map(student.lesson, loader.endless(training.step), itertools.count(training.step))
+        endless = itertools.chain.from_iterable(map(loader.batches, itertools.count()))
+        lessons = map(student.lesson, itertools.islice(endless, training.step, None), itertools.count(training.step))
         while (done := training.step) < settings.steps:
             end = min(settings.steps, (done // settings.every + 1) * settings.every)
             with progress.step(f"training, steps {done + 1} to {end} of {settings.steps}"):
                 while training.step < end:
                     training.train(next(lessons))
             checkpoints.save(training.saved())
-    if training.entry.skipped >= settings.steps:
+    entry = training.entry()
+    if entry.skipped >= settings.steps:
         raise ConversionError(
             f"recovery: all {settings.steps} steps were skipped, because their gradients were not finite in fp16 with"
             f" --loss-scaling {settings.loss_scaling}; use a smaller static=K, dynamic, or --precision bf16-mixed"
         )
-    return training.best, training.entry
+    return training.best, entry
 
 
 class _Training:
-    """The weights in training, the best so far, and how they came about."""
+    """The weights in training, the best so far, and in ``done`` how they came about: fields of a TrainingEntry."""
 
-    def __init__(self, student: Student, validation: Sequence[_Lesson], settings: Settings) -> None:
+    def __init__(self, student: Student, validation: Sequence[Lesson], settings: Settings) -> None:
         self._student, self._validation, self._settings = student, validation, settings
         self.step, self.best = 0, student.own_weights()
         dtype = torch.bfloat16 if settings.precision == "bf16-true" else torch.float32
@@ -145,17 +140,21 @@ class _Training:
         groups = [{"params": [master], "size": sizes[name]} for name, master in self._masters.items()]
         self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
         self._scaler = _scaler(settings.loss_scaling, student.device.type)
-        self.entry = TrainingEntry(
-            steps=settings.steps,
-            precision=settings.precision,
-            computed=str(student.dtype).removeprefix("torch."),
-            device=student.device.type,
-            learning_rate=settings.learning_rate,
-            scaling=settings.loss_scaling,
-            scale_first=self._scaler.get_scale(),
+        scale = self._scaler.get_scale()
+        self.done: dict[str, Any] = {"skipped": 0, "kept": 0, "rate_share": 1.0, "looks": [], "scale_first": scale}
+
+    def entry(self) -> TrainingEntry:
+        return TrainingEntry(
+            steps=self._settings.steps,
+            precision=self._settings.precision,
+            computed=str(self._student.dtype).removeprefix("torch."),
+            device=self._student.device.type,
+            learning_rate=self._settings.learning_rate,
+            scaling=self._settings.loss_scaling,
+            scale_last=self._scaler.get_scale(),
             weights=sum(own.numel() for own in self.best.values()),
-            yardstick=len(validation),
-            kept=0,
+            yardstick=len(self._validation),
+            **self.done,
         )
 
     def fit_biases(self) -> None:
@@ -182,34 +181,33 @@ class _Training:
 
             solver.step(relative_loss)
         loss = self._validation_loss(found)
-        self._record(loss_before=before, looks=[LookEntry(step=0, loss=min(loss, before))])
+        self.done |= {"loss_before": before, "looks": [{"step": 0, "loss": min(loss, before)}]}
         if loss < before:
             self.best = {name: value.detach() for name, value in found.items()}
-            self._record(biases_corrected=len(fitted))
-            self._return_to_best()
+            self.done["biases_corrected"] = len(fitted)
+            self._set_masters(self.best)
 
-    def train(self, lesson: _Lesson) -> None:
+    def train(self, lesson: Lesson) -> None:
         """Train one step; after each tenth of all steps, check whether they helped."""
         steps = self._settings.steps
         warm = max(1, steps // 10)  # the rate rises over the first tenth, then falls linearly to 0
-        share = min((self.step + 1) / warm, (steps - self.step) / max(1, steps - warm)) * self.entry.rate_share
+        share = min((self.step + 1) / warm, (steps - self.step) / max(1, steps - warm)) * self.done["rate_share"]
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.learning_rate * share * group["size"]
         loss = self._student.loss(self._masters, lesson)
         self._check_finite("loss", loss)
-        value = float(loss.detach())
-        self._record(loss_last=value, **({} if self.step else {"loss_first": value}))
+        self.done["loss_last"] = float(loss.detach())
+        self.done.setdefault("loss_first", self.done["loss_last"])
         torch.autograd.backward(self._scaler.scale(loss))
         self._scaler.unscale_(self._optimizer)
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         if not self._scaler.is_enabled():
             self._check_finite("gradient", *gradients)
         elif not all(gradient.isfinite().all() for gradient in gradients):
-            self._record(skipped=self.entry.skipped + 1)
+            self.done["skipped"] += 1
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
-        self._record(scale_last=self._scaler.get_scale())
         self.step += 1
         if self.step == steps or self.step % warm == 0:
             self._validate()
@@ -218,14 +216,13 @@ class _Training:
         """Keep the weights if they are the best so far; else return to the best ones and halve the learning rate."""
         state = {name: master.detach().float().clone() for name, master in self._masters.items()}
         loss = self._validation_loss(state)
-        if loss < min(look.loss for look in self.entry.looks):
-            self.best = state
-            self._record(kept=self.step)
+        if loss < min(look["loss"] for look in self.done["looks"]):
+            self.best, self.done["kept"] = state, self.step
         else:
-            self._return_to_best()
+            self._set_masters(self.best)
             self._optimizer.state.clear()  # its momentum belongs to the abandoned weights
-            self._record(rate_share=self.entry.rate_share / 2)
-        self._record(looks=[*self.entry.looks, LookEntry(step=self.step, loss=loss)])
+            self.done["rate_share"] /= 2
+        self.done["looks"].append({"step": self.step, "loss": loss})
 
     def _validation_loss(self, weights: State) -> float:
         """Return the mean loss of ``weights``, as they would be published, on the same batches; infinite, never NaN."""
@@ -233,13 +230,10 @@ class _Training:
             losses = torch.stack([self._student.loss(weights, lesson) for lesson in self._validation])
         return float(losses.mean().nan_to_num(math.inf))
 
-    def _return_to_best(self) -> None:
+    def _set_masters(self, values: State) -> None:
         with torch.no_grad():
             for name, master in self._masters.items():
-                master.copy_(self.best[name])
-
-    def _record(self, **changes: Any) -> None:
-        self.entry = self.entry.model_copy(update=changes)
+                master.copy_(values[name])
 
     def _check_finite(self, what: str, *values: torch.Tensor) -> None:
         if not all(tensor.isfinite().all() for tensor in values):
@@ -257,13 +251,13 @@ class _Training:
             "best": self.best,
             "optimizer": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
-            "entry": self.entry.model_dump(),
+            "done": self.done,
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from what :meth:`saved` returned."""
-        self.step, self.best, self.entry = saved["step"], saved["masters"], TrainingEntry(**saved["entry"])
-        self._return_to_best()
+        self.step, self.done = saved["step"], saved["done"]
+        self._set_masters(saved["masters"])
         self.best = {name: value.to(self._student.device) for name, value in saved["best"].items()}
         self._optimizer.load_state_dict(saved["optimizer"])
         self._scaler.load_state_dict(saved["scaler"])

@@ -12,7 +12,7 @@ from bf16kit.drift.measurements import Measurements
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import first_few, listed, printable, size
 from bf16kit.numerics.tensors import describe as describe_shape
-from converter.process.versions import version_of
+from converter.process.program import version_of
 from converter.report import charts
 from converter.report.figures import SEARCHED, Figures, layer_name, plan_parts
 from converter.report.inspect import FILES, RECOVERED, drift, needs, recovered_cells, share, training

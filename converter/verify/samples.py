@@ -16,7 +16,7 @@ from bf16kit.artifact.manifest import Manifest
 from bf16kit.messages.errors import InvalidRequest, RuntimeFailure, SamplesError
 from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe
 from converter.graph.dimensions import reconciled, with_distinct_dimensions
-from converter.process.imports import import_callable, is_import_spec
+from converter.options import import_callable, is_import_spec
 from converter.process.quiet import first_line
 from converter.source import Feeds
 

@@ -13,17 +13,15 @@ from converting import MLP, ONNX_ONLY, Cli, process, tree
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.numerics.tensors import TensorSpec
+from converter.options import parse_inputs
 
 ARGUMENTS = (*MLP, *ONNX_ONLY)
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [
-        (float("nan"), "1024 of 1024 values are NaN"),
-        (float("inf"), "infinite"),
-        (3.4e38, "overflow bfloat16"),
-    ],
+    [(float("nan"), "1024 of 1024 values are NaN"), (float("inf"), "infinite"), (3.4e38, "overflow bfloat16")],
 )
 def test_weights_that_bf16_cannot_hold_are_named_and_counted(
     cli: Cli, tmp_path: Path, target: Path, values: float, said: str
@@ -89,23 +87,48 @@ def test_a_full_disk_publishes_nothing(tmp_path: Path, target: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--out", "repository/m"], "must end in MODEL/VERSION"),
+        *(
+            (["--out", f"repository/m/{version}"], f"--out repository/m/{version}: must end in MODEL/VERSION")
+            for version in ("m", "0", "01", "one", "-1")
+        ),
+        *((["--out", f"repository/{name}/1"], "is not a model name") for name in (".hidden", "two words", "ü")),
         (["--input", "y:float32:batch,16"], "the model's inputs are x"),
         (["--input", "x:float16:batch,16"], "the model's own input is float32"),
-        (["--input", "x"], "expected NAME:DTYPE:DIMS"),
+        (["--input", "x"], "--input 'x': expected NAME:DTYPE:DIMS"),
+        (["--input", ":float32:2"], "expected NAME:DTYPE:DIMS"),
+        (["--input", "x:float31:2"], "unknown dtype 'float31'"),
+        (["--input", "x:string:2"], "unknown dtype 'string'"),
+        (["--input", "x:float32:0"], "'0' is neither a size of 1 or more nor a name"),
+        (["--input", "x:float32:2,,3"], "'' is neither"),
+        (["--input", "x:float32:batch size"], "--input 'x:float32:batch size': 'batch size' is neither"),
+        (["--input", "x:float32:2", "--input", "x:int64:2"], "--input x: given twice"),
+        (["--output", "y"], "expected NAME:KIND, the kind one of logits, embedding, regression, other"),
+        (["--output", "y:classes"], "expected NAME:KIND"),
+        (["--output", ":logits"], "expected NAME:KIND"),
+        (["--output", "y:logits", "--output", "y:other"], "--output y: given twice"),
+        (["--output", "scores:0:logits"], "--output scores:0: the model's outputs are y"),
         (["--budget", "accuracy=1"], "unknown metric 'accuracy'"),
         (["--budget", "relative_l2=small"], "'small' is not a number"),
-        (["--keep-fp32", "("], "not a regular expression"),
+        (["--keep-fp32", "("], "--keep-fp32 '(': not a regular expression"),
         (["--bf16", "no_such_tensor"], "matches no node or tensor"),
         (["--samples", "absent.npz"], "no such file or directory"),
         (["--model", "architectures:Mlp"], "an ONNX file brings its own architecture"),
-        (["--model-args", "{"], "not JSON"),
+        (["--model-args", "{"], "--model-args: not JSON"),
+        (["--model-args", "[1]"], "--model-args: expected a JSON object"),
     ],
 )
 def test_a_bad_option_is_named(cli: Cli, onnx_file: Path, target: Path, flags: list[str], said: str) -> None:
     out = [] if "--out" in flags else ["--out", str(target)]
     cli("checkpoint", onnx_file, *out, *flags).refused(2, said)
     assert not target.parent.exists()
+
+
+def test_dimensions_are_sizes_or_names_and_a_scalar_has_none() -> None:
+    assert parse_inputs(["ids:int64:batch, seq", "image:float32:n,3,8,8", "steps:int64:"]) == (
+        TensorSpec("ids", "int64", ("batch", "seq")),
+        TensorSpec("image", "float32", ("n", 3, 8, 8)),
+        TensorSpec("steps", "int64", ()),
+    )
 
 
 def test_samples_that_do_not_fit_are_rejected_with_what_was_expected(

@@ -56,7 +56,7 @@ def test_doctor_succeeds_on_a_misconfigured_machine(cli: Cli, monkeypatch: pytes
 
 
 def test_every_missing_part_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("converter.process.versions.version_of", lambda name: None)
+    monkeypatch.setattr("converter.process.program.version_of", lambda name: None)
     missing = [part for part in record()["installed"] if not part["found"]]
     assert {"torch", "transformers", "onnxruntime"} <= {part["name"] for part in missing}
     assert all(part["remedy"] for part in missing)

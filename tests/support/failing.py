@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, helper
+from onnx import ModelProto, NodeProto, helper
 
 import graphs
 
@@ -30,92 +32,81 @@ def noise(*shape: int, seed: int) -> Array:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def square(seed: int) -> Array:
+    return graphs.values(WIDTH, WIDTH, seed=seed)
+
+
+def node(op: str, inputs: str, output: str, name: str, **attributes: Any) -> NodeProto:
+    return helper.make_node(op, inputs.split(), [output], name=name, **attributes)
+
+
+def whole(nodes: Sequence[NodeProto], *rest: int | str, **weights: graphs.Array) -> ModelProto:
+    """Return the model of ``nodes``, whose input x and output y are [batch, ``rest``, WIDTH]."""
+    shape = ["batch", *rest, WIDTH]
+    held = [graphs.initializer(name, array) for name, array in weights.items()]
+    return graphs.model(nodes, [graphs.edge("x", shape)], [graphs.edge("y", shape)], held)
+
+
+def _failing(proto: ModelProto, nodes: Collection[str], weights: Collection[str] = ()) -> Failing:
+    feeds = [{"x": noise(4, WIDTH, seed=10 + seed)} for seed in range(4)]
+    return Failing(proto, feeds, frozenset(nodes), frozenset(weights))
+
+
 def cancellation() -> Failing:
     """h·w1 − h·w2, where w2 differs from w1 by about one part in 2^12, between two layers that bf16 does not harm."""
-    w1 = graphs.values(WIDTH, WIDTH, seed=1)
+    w1 = square(1)
+    nodes = [
+        node("MatMul", "x w0", "m", "first"),
+        node("Relu", "m", "h", "relu"),
+        node("MatMul", "h w1", "a", "left"),
+        node("MatMul", "h w2", "b", "right"),
+        node("Sub", "a b", "d", "difference"),
+        node("MatMul", "d w3", "y", "last"),
+    ]
     w2 = (w1 * (1 + 2.0**-12 * noise(WIDTH, WIDTH, seed=2))).astype(np.float32)
-    proto = graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w0"], ["m"], name="first"),
-            helper.make_node("Relu", ["m"], ["h"], name="relu"),
-            helper.make_node("MatMul", ["h", "w1"], ["a"], name="left"),
-            helper.make_node("MatMul", ["h", "w2"], ["b"], name="right"),
-            helper.make_node("Sub", ["a", "b"], ["d"], name="difference"),
-            helper.make_node("MatMul", ["d", "w3"], ["y"], name="last"),
-        ],
-        [graphs.edge("x", ["batch", WIDTH])],
-        [graphs.edge("y", ["batch", WIDTH])],
-        [
-            graphs.initializer("w0", graphs.values(WIDTH, WIDTH)),
-            graphs.initializer("w1", w1),
-            graphs.initializer("w2", w2),
-            graphs.initializer("w3", graphs.values(WIDTH, WIDTH, seed=3)),
-        ],
+    return _failing(
+        whole(nodes, w0=square(0), w1=w1, w2=w2, w3=square(3)), ("left", "right", "difference"), ("w1", "w2")
     )
-    return Failing(proto, _rows(), frozenset({"left", "right", "difference"}), frozenset({"w1", "w2"}))
 
 
 def overflow() -> Failing:
     """Inputs near 3.4e38, the largest fp32 number, which bf16 rounds to infinity; the first node scales them down."""
-    proto = graphs.model(
-        [
-            helper.make_node("Mul", ["x", "tiny"], ["s"], name="scale"),
-            helper.make_node("MatMul", ["s", "w0"], ["m"], name="first"),
-            helper.make_node("Relu", ["m"], ["h"], name="relu"),
-            helper.make_node("MatMul", ["h", "w1"], ["y"], name="last"),
-        ],
-        [graphs.edge("x", ["batch", WIDTH])],
-        [graphs.edge("y", ["batch", WIDTH])],
-        [
-            graphs.initializer("tiny", np.array(1e-38, np.float32)),
-            graphs.initializer("w0", graphs.values(WIDTH, WIDTH)),
-            graphs.initializer("w1", graphs.values(WIDTH, WIDTH, seed=1)),
-        ],
-    )
-    feeds = [{"x": np.clip(1e38 * feed["x"], -3.4e38, 3.4e38)} for feed in _rows()]
-    feeds[1]["x"][0, 0] = 3.4e38
-    return Failing(proto, feeds, frozenset({"scale"}), frozenset())
+    nodes = [
+        node("Mul", "x tiny", "s", "scale"),
+        node("MatMul", "s w0", "m", "first"),
+        node("Relu", "m", "h", "relu"),
+        node("MatMul", "h w1", "y", "last"),
+    ]
+    found = _failing(whole(nodes, tiny=np.array(1e-38, np.float32), w0=square(0), w1=square(1)), ("scale",))
+    for feed in found.feeds:
+        feed["x"] = np.clip(1e38 * feed["x"], -3.4e38, 3.4e38)
+    found.feeds[1]["x"][0, 0] = 3.4e38
+    return found
 
 
 def softmax() -> Failing:
     """Logits of some hundreds that differ by one or two, which is the resolution of bf16 for such numbers."""
-    common = 300 * graphs.values(WIDTH, 1)
-    proto = graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w0"], ["logits"], name="logits"),
-            helper.make_node("Softmax", ["logits"], ["p"], name="softmax"),
-            helper.make_node("MatMul", ["p", "w1"], ["m"], name="mix"),
-            helper.make_node("MatMul", ["m", "w2"], ["y"], name="last"),
-        ],
-        [graphs.edge("x", ["batch", WIDTH])],
-        [graphs.edge("y", ["batch", WIDTH])],
-        [
-            graphs.initializer("w0", common + graphs.values(WIDTH, WIDTH, seed=3)),
-            graphs.initializer("w1", graphs.values(WIDTH, WIDTH, seed=1)),
-            graphs.initializer("w2", graphs.values(WIDTH, WIDTH, seed=2)),
-        ],
-    )
-    return Failing(proto, _rows(), frozenset({"logits", "softmax"}), frozenset({"w0"}))
+    nodes = [
+        node("MatMul", "x w0", "logits", "logits"),
+        node("Softmax", "logits", "p", "softmax"),
+        node("MatMul", "p w1", "m", "mix"),
+        node("MatMul", "m w2", "y", "last"),
+    ]
+    w0 = 300 * graphs.values(WIDTH, 1) + square(3)
+    return _failing(whole(nodes, w0=w0, w1=square(1), w2=square(2)), ("logits", "softmax"), ("w0",))
 
 
 def offset() -> Failing:
     """Logits of one or two to which 4096 is added, as some masks do: an Add and a Softmax, with little arithmetic."""
-    proto = graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w0"], ["m"], name="logits"),
-            helper.make_node("Add", ["m", "offset"], ["a"], name="sum"),
-            helper.make_node("Softmax", ["a"], ["p"], name="softmax"),
-            helper.make_node("MatMul", ["p", "w1"], ["y"], name="last"),
-        ],
-        [graphs.edge("x", ["batch", WIDTH])],
-        [graphs.edge("y", ["batch", WIDTH])],
-        [
-            graphs.initializer("offset", np.full(WIDTH, 4096, np.float32)),
-            graphs.initializer("w0", graphs.values(WIDTH, WIDTH)),
-            graphs.initializer("w1", graphs.values(WIDTH, WIDTH, seed=1)),
-        ],
+    nodes = [
+        node("MatMul", "x w0", "m", "logits"),
+        node("Add", "m offset", "a", "sum"),
+        node("Softmax", "a", "p", "softmax"),
+        node("MatMul", "p w1", "y", "last"),
+    ]
+    return _failing(
+        whole(nodes, offset=np.full(WIDTH, 4096, np.float32), w0=square(0), w1=square(1)), ("sum", "softmax")
     )
-    return Failing(proto, _rows(), frozenset({"sum", "softmax"}), frozenset())
 
 
 def lstm(steps: int = STEPS) -> Failing:
@@ -146,7 +137,3 @@ def lstm(steps: int = STEPS) -> Failing:
         x[:, :, :2] = 1
         feeds.append({"x": x})
     return Failing(proto, feeds, frozenset(), frozenset({"w"}))
-
-
-def _rows() -> list[dict[str, Array]]:
-    return [{"x": noise(4, WIDTH, seed=10 + seed)} for seed in range(4)]

@@ -23,7 +23,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
-from converter import publishing
+from converter.convert import build_measurements, publish
 from converter.verify.running import open_profile
 
 Array = NDArray[Any]
@@ -222,10 +222,10 @@ def judging_conversions() -> Iterator[None]:
 
     def building(*given: Any) -> Any:
         feeds[:] = given[3][:FEEDS]
-        return publishing.build_measurements(*given)
+        return build_measurements(*given)
 
     def publishing_and_judging(*given: Any) -> Artifact:
-        artifact = publishing.publish(*given)
+        artifact = publish(*given)
         try:
             judge(artifact.path, feeds)
         except AssertionError as error:

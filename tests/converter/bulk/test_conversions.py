@@ -1,29 +1,82 @@
-"""One checkpoint of many is converted in its own process. However that ends, the next run knows what is done."""
+"""Which entries of a directory are checkpoints; each is converted in its own process, and the next run knows that."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
+from safetensors.numpy import save_file
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import MANIFEST
-from converter.bulk.conversions import RECORDS, Outcome, Run, convert, run_here
-from converter.bulk.worklist import Item
+from bf16kit.messages.errors import UsageError
+from converter.bulk.conversions import RECORDS, Conversion, Run, checkpoints, convert, files_of, run_here
 
-Convert = Callable[..., Outcome]
+Convert = Callable[..., Conversion]
+
+
+def _weights(path: Path) -> Path:
+    save_file({"w": np.ones(3, np.float32)}, path)
+    return path
+
+
+def _found(directory: Path) -> dict[str, list[str]]:
+    found, _ = checkpoints(directory, directory / "repository")
+    return {path.name: [file.name for file in files] for path, files in found.items()}
+
+
+def test_checkpoints_are_found_by_content_and_the_rest_is_passed_over(tmp_path: Path) -> None:
+    _weights(tmp_path / "b.weights")
+    onnx.save(graphs.mlp(), tmp_path / "a.onnx")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "c.gguf").write_bytes(b"GGUF\x03\0\0\0")  # its conversion fails, with the reason
+    (tmp_path / "notes.txt").write_text("read me")
+    (tmp_path / "samples.npz").write_bytes(b"PK\x05\x06" + bytes(18))
+    for name in ("empty", ".cache", "repository"):
+        (tmp_path / name).mkdir()
+    assert _found(tmp_path) == {"a.onnx": ["a.onnx"], "b.weights": ["b.weights"], "c.gguf": [], "hf": ["config.json"]}
+    skipped = checkpoints(tmp_path, tmp_path / "repository")[1]
+    assert [each.partition(":")[0] for each in skipped] == ["empty", "notes.txt", "samples.npz"]
+
+
+def test_shards_belong_to_their_index_and_external_data_to_its_graph(tmp_path: Path) -> None:
+    for name in ("1.safetensors", "2.safetensors", "other.safetensors"):
+        _weights(tmp_path / name)
+    for name in ("a", "z"):
+        save_file({name: np.ones(3, np.float32)}, tmp_path / f"{name}-2.safetensors")
+        index = {"weight_map": {"w": "1.safetensors", name: f"{name}-2.safetensors"}}
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "2.safetensors").unlink()
+    onnx.save(graphs.mlp(), tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    (tmp_path / "another.data").write_bytes(bytes(100))
+    assert _found(tmp_path) == {
+        "a.safetensors.index.json": ["a.safetensors.index.json", "1.safetensors", "a-2.safetensors"],
+        "m.onnx": ["m.onnx", "m.data"],
+        "other.safetensors": ["other.safetensors"],
+        "z.safetensors.index.json": ["z.safetensors.index.json", "1.safetensors", "z-2.safetensors"],
+    }
+
+
+def test_a_directory_without_a_checkpoint_is_rejected_and_one_of_samples_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    with pytest.raises(UsageError, match=r"holds no checkpoint\n  a.txt: is a text file"):
+        _found(tmp_path)
+    assert files_of(tmp_path) == [tmp_path / "a.txt"]
 
 
 @pytest.fixture
-def item(tmp_path: Path) -> Item:
+def item(tmp_path: Path) -> Conversion:
     onnx.save(graphs.mlp(), tmp_path / "m.onnx")
-    return Item("m", tmp_path / "m.onnx", [], [tmp_path / "m.onnx"])
+    return Conversion("m", tmp_path / "m.onnx", [], [tmp_path / "m.onnx"])
 
 
 def ending(code: str) -> Run:
@@ -32,7 +85,7 @@ def ending(code: str) -> Run:
 
 
 @pytest.fixture
-def converted(item: Item, tmp_path: Path, small: Artifact) -> Convert:
+def converted(item: Conversion, tmp_path: Path, small: Artifact) -> Convert:
     """Return what converts ``item``, or another; the "conversion" publishes ``small``."""
     (tmp_path / "r" / RECORDS).mkdir(parents=True)
 
@@ -40,8 +93,9 @@ def converted(item: Item, tmp_path: Path, small: Artifact) -> Convert:
         shutil.copytree(small.path, command[command.index("--out") + 1], dirs_exist_ok="--force" in command)
         return 0
 
-    def run(other: Item = item, how: Run = publish, *, force: bool = False) -> Outcome:
-        return convert(other, tmp_path / "r", how, threading.Event(), force=force)
+    def run(how: Run = publish, *, arguments: tuple[str, ...] = (), force: bool = False) -> Conversion:
+        again = Conversion(item.model, item.source, [*arguments], item.files)
+        return convert(again, tmp_path / "r", how, threading.Event(), force=force)
 
     return run
 
@@ -60,37 +114,31 @@ def converted(item: Item, tmp_path: Path, small: Artifact) -> Convert:
 def test_the_outcome_states_how_the_process_ended(
     converted: Convert, code: str, status: str, exits: int, said: str
 ) -> None:
-    found = converted(how=ending(code))
+    found = converted(ending(code))
     assert (found.status, found.code, found.version) == (status, exits, None)
     assert found.detail.startswith(said)
     assert converted().version == 1
 
 
-def test_a_source_that_is_unusable_or_gone_starts_no_process(converted: Convert, item: Item) -> None:
-    refused = converted(Item("g", item.source, [], [], "is a GGUF file"), ending("1/0"))
-    assert (refused.code, refused.detail) == (2, "is a GGUF file")
-    item.source.unlink()
-    gone = converted(how=ending("1/0"))
-    assert (gone.code, gone.detail) == (2, "cannot be read: No such file or directory")
-
-
 def test_the_same_is_not_converted_again_and_other_bytes_or_options_make_the_next_version(
-    converted: Convert, item: Item
+    converted: Convert, item: Conversion
 ) -> None:
     assert converted().status == "converted"
-    again = converted(how=ending("1/0"))
+    again = converted(ending("1/0"))
     assert (again.status, again.code, again.version) == ("done before", 0, 1)
     assert "cpu" in again.detail
-    assert converted(Item("m", item.source, ["--seed", "1"], item.files)).version == 2
+    assert converted(arguments=("--seed", "1")).version == 2
     onnx.save(graphs.mlp((8, 8, 8)), item.source)
     assert converted().version == 3
+    item.source.unlink()
+    assert converted(ending("1/0")).status == "failed"
 
 
-def test_force_replaces_the_newest_version_and_a_failure_keeps_it(converted: Convert, tmp_path: Path) -> None:
+def test_force_replaces_the_newest_version_and_a_failure_keeps_it(converted: Convert) -> None:
     converted()
-    assert converted(how=ending("1/0"), force=True).status == "failed"
-    assert converted(how=ending("1/0")).status == "done before"
-    assert (converted(force=True).version, converted(how=ending("1/0")).status) == (1, "done before")
+    assert converted(ending("1/0"), force=True).status == "failed"
+    assert converted(ending("1/0")).status == "done before"
+    assert (converted(force=True).version, converted(ending("1/0")).status) == (1, "done before")
 
 
 def test_a_version_from_elsewhere_is_neither_replaced_nor_taken_for_done(

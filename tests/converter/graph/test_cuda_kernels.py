@@ -18,13 +18,13 @@ from bf16kit.runtime.ort import session
 from bf16kit.runtime.ort.session import ort
 from bf16kit.system import is_older
 from converter.graph.cuda_kernels import KernelTable, missing_kernels, releases, required
-from converter.process import versions
+from converter.process import program
 
 NEWEST = "1.31.1"
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    monkeypatch.setattr(versions, "onnxruntime", lambda: version)
+    monkeypatch.setattr(program, "onnxruntime", lambda: version)
 
 
 @pytest.mark.parametrize(

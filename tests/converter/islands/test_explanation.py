@@ -21,7 +21,7 @@ from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import DiagnosisEntry, Layers
 from converter.islands.explanation import search_artifact
 from converter.islands.layertrace import open_reference
-from converter.process.progress import SilentProgress
+from converter.process.progress import Progress
 
 PUBLISHED_ANYHOW = (*ONNX_ONLY, "--allow-over-budget", "--no-search")
 
@@ -111,7 +111,7 @@ def test_a_search_folds_batchnorm_where_the_conversion_did(cli: Cli, tmp_path: P
     cli("checkpoint", source, "--out", target, *model, *ONNX_ONLY).published()
     artifact = Artifact.open(target)
     with open_reference(artifact) as graph:
-        result = search_artifact(graph, artifact, "cpu", [artifact.golden().inputs], Budget(), SilentProgress())
+        result = search_artifact(graph, artifact, "cpu", [artifact.golden().inputs], Budget(), Progress())
     assert result.entry is not None
     assert result.entry.after < 1e-3
 

@@ -23,7 +23,7 @@ from converter.islands.search import search
 from converter.islands.switches import flop_shares
 from converter.islands.trials import Deadline, Task, breaches_of, reference_outputs
 from converter.plan.profiles import PROFILES
-from converter.process.progress import SilentProgress
+from converter.process.progress import Progress
 from converter.rewrite import prepare
 from converter.verify.measure import Drifts, Expected, slice_scales
 
@@ -49,7 +49,7 @@ def _search(
         budget=budget or Budget(),
         deadline=deadline or Deadline(),
     )
-    return search(task, SilentProgress())
+    return search(task, Progress())
 
 
 def _found(result: SearchResult) -> tuple[frozenset[str], frozenset[str]]:

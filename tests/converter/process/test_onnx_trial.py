@@ -11,7 +11,7 @@ from converting import Cli, tree
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
-from converter.process import children, onnx_trial
+from converter.process import onnx_trial, program
 
 
 def _weight(model: ModelProto) -> TensorProto:
@@ -154,6 +154,6 @@ def test_a_graph_that_crashes_the_library_is_reported(
 ) -> None:
     """No file is known that crashes the installed versions, so the child dies by itself."""
     died = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
-    monkeypatch.setattr(children, "command", lambda *_: died)
+    monkeypatch.setattr(program, "command", lambda *_: died)
     said = f"{onnx_file}: crashes ONNX Runtime: its process ended with SIGSEGV"
     cli("checkpoint", onnx_file, "--out", target).refused(3, said)

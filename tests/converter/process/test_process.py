@@ -1,13 +1,13 @@
-"""The converter as a process: what libraries print is hidden, errors name their source, garbage waits, children are
-this program."""
+"""The converter as a process: what libraries print is hidden, errors name their source, garbage waits, and progress is
+a few lines in pipes and logs, a bar on a terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import logging
 import os
-import subprocess
 import sys
 import warnings
 import weakref
@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from bf16kit.messages.errors import Bf16kitError, ConversionError, RuntimeFailure, UsageError
-from converter.process import children
 from converter.process.memory import frozen_heap, keep_few_primitives, release_memory
+from converter.process.progress import LineProgress, for_stream
 from converter.process.quiet import first_line, prefix_errors, quiet
 
 
@@ -129,17 +129,47 @@ def test_onednn_keeps_few_kernels_unless_the_environment_sets_a_number(monkeypat
     assert os.environ[name] == "16"
 
 
-def test_a_child_runs_this_program_s_code_and_nothing_from_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Imports do not find it, nor does the program itself. The user's PYTHONPATH stays, after the program's."""
-    (tmp_path / "click.py").write_text("raise SystemExit('run from the working directory')")
-    (tmp_path / "converter").mkdir()
-    (tmp_path / "converter" / "__init__.py").write_text("raise SystemExit('run from the working directory')")
-    (tmp_path / "mine").mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
-    done = subprocess.run(
-        children.command("converter.cli", "--version"), cwd=tmp_path, env=children.environment(), capture_output=True
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert children.environment()["PYTHONPATH"].split(os.pathsep)[1:] == [str(tmp_path / "mine")]
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_step_prints_a_line_at_its_start_and_then_every_five_seconds() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with LineProgress(stream, clock).step("writing weights", 100_000_000) as advance:
+        for _ in range(10):
+            clock.now += 1.0
+            advance(5_000_000)
+    assert stream.getvalue().splitlines() == [
+        "bf16-convert: writing weights",
+        "bf16-convert: writing weights: 25.0 MB of 100.0 MB, 15 s left",
+        "bf16-convert: writing weights: 50.0 MB of 100.0 MB, 10 s left",
+    ]
+
+
+@pytest.mark.parametrize("total", [None, 1000])
+def test_a_step_of_unknown_or_larger_length_shows_only_what_is_done(total: int | None) -> None:
+    """An ONNX file of a few kB may have gigabytes of external data."""
+    stream, clock = io.StringIO(), Clock()
+    with LineProgress(stream, clock).step("reading", total) as advance:
+        clock.now = 6.0
+        advance(1500)
+    assert stream.getvalue().splitlines()[-1] == "bf16-convert: reading: 1.5 kB"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "said"), [(io.StringIO(), "bf16-convert: writing"), (Terminal(), "/2.0 MB")])
+def test_a_terminal_gets_a_bar_with_bytes_and_another_stream_lines(stream: io.StringIO, said: str) -> None:
+    with for_stream(stream) as progress, progress.step("writing weights", 2_000_000) as advance:
+        advance(1_000_000)
+    assert "writing weights" in stream.getvalue()
+    assert said in stream.getvalue()

@@ -162,16 +162,12 @@ def test_a_static_scale_stays_and_fp16_computes_on_a_cpu(source: Path, cli: Cli,
     cli("recover", source, *flags, *_flags(steps=12), *scale, "--out", target).published()
     training = _entry(target).training
     assert (training.computed, training.skipped, training.scale_last) == ("float16", 0, 1024.0)
-    large = (*flags, *_flags("large", 5), "--loss-scaling", "none", "--out", tmp_path / "n" / "1")
-    cli("recover", source, *large).refused(
-        3, "recovery stopped at step 1 of 5: ", "bf16-mixed", "--learning-rate (0.001)"
-    )
+    other = ("--out", tmp_path / "n" / "1")
+    large = cli("recover", source, *flags, *_flags("large", 5), "--loss-scaling", "none", *other)
+    large.refused(3, "recovery stopped at step 1 of 5: ", "bf16-mixed", "--learning-rate (0.001)")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_a_scale_that_always_overflows_is_an_error(source: Path, cli: Cli, tmp_path: Path) -> None:
-    flags = (*SHIFTED, *_flags(steps=3), "--precision", "16-mixed", "--loss-scaling", f"static={10**37}")
-    cli("recover", source, *flags, "--out", tmp_path / "m" / "1").refused(3, "all 3 steps were skipped")
+    huge = cli("recover", source, *flags, *_flags(steps=3), "--loss-scaling", f"static={10**37}", *other)
+    huge.refused(3, "all 3 steps were skipped")
 
 
 def test_a_dynamic_scale_backs_off_and_grows(source: Path, cli: Cli, tmp_path: Path) -> None:
@@ -221,17 +217,9 @@ def test_folded_batchnorm_and_tied_weights_are_trained_as_the_artifact_rounds_th
         ("Cnn", Cnn(), "image:float32:batch,3,16,16", "images"),
         ("Tied", Tied(), "ids:int64:batch,seq", "ids"),
     ):
-        target = tmp_path / name / "1"
-        flags = (
-            "--model",
-            f"architectures:{name}",
-            "--input",
-            given,
-            *_flags(loader, 20, None),
-            "--precision",
-            "32-true",
-        )
-        done = cli("recover", save(tmp_path / f"{name}.pt", module), *flags, "--out", target).published()
+        source, target = save(tmp_path / f"{name}.pt", module), tmp_path / name / "1"
+        flags = ("--model", f"architectures:{name}", "--input", given, "--precision", "32-true")
+        done = cli("recover", source, *flags, *_flags(loader, 20, None), "--out", target).published()
         row = _drift(target)
         assert row.before is not None
         assert row.own < 1e-6 < row.after < row.before
@@ -286,10 +274,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(source: Path, cli: Cli, tmp_p
         (("--eval", "recovering:nothing"), "--eval recovering:nothing: yielded nothing"),
         (("--eval", "recovering:no_numbers"), "--eval recovering:no_numbers: batch 1: input 'x' holds NaN"),
         (("--eval", "recovering:exits"), "failed, batch 1: it called sys.exit('no more data')"),
-        (
-            ("--eval", "recovering:failing"),
-            f"failed, batch 1: RuntimeError: the disk went away ({recovering.__file__}, line",
-        ),
+        (("--eval", "recovering:failing"), f"batch 1: RuntimeError: the disk went away ({recovering.__file__}, line"),
         (("--eval", "recovering:failing_worker"), "failed, batch 0: RuntimeError: the disk went away"),
     ],
 )
@@ -326,7 +311,7 @@ _A, _B = np.ones((3, 2), np.float32), np.arange(3)
 def test_a_batch_may_have_any_usual_form(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
     monkeypatch.setattr(recovering, "three", lambda: [given])
     inputs = (TensorSpec("a", "float32", ("batch", 2)), TensorSpec("b", "int64", ("batch",)))
-    (batch,) = Loader("--data", "recovering:three", inputs, 0).first(5)
+    (batch,) = Loader("--data", "recovering:three", inputs, 0).batches(0)
     assert np.array_equal(batch["a"], _A)
     assert np.array_equal(batch["b"], _B)
 
@@ -341,15 +326,12 @@ def test_an_artifact_of_an_earlier_version_is_still_read() -> None:
     }  # fmt: skip
     gradient = {"step": 0, "of": "weights", "format": "fp16", "scale": 1.0, "values": 9, "vanished": 1, "subnormal": 0}
     drift = {"profile": "cpu", "output": "y", "metric": "relative_l2", "before": 0.5, "after": 0.01, "own": 0.0}
-    recovery = {"recovered_from": "0" * 64, "judged_on": "x", "samples": 1, "held_out": True, "training": training}
+    recovery = {"recovered_from": "0" * 64, "judged_on": "x", "samples": 1, "held_out": True}
     recovery |= {"gradients": [gradient | {"overflowed": 0}], "drift": [drift | {"bound": 0.015}]}
     recovery |= {"accuracy": [{"model": "fp32", "correct": 9, "rows": 10}]}
-    content = json.loads(Measurements().dumps()) | {"recovery": recovery}
-    found = Measurements.loads(json.dumps(content).encode(), "measurements.json").recovery
-    assert found is not None
-    assert "0.3 after step 2, whose weights were kept" in recovery_text(found)
     oldest = {name: value for name, value in training.items() if name not in ("kept", "looks", "loss_before")}
-    content["recovery"]["training"] = oldest
-    found = Measurements.loads(json.dumps(content).encode(), "measurements.json").recovery
-    assert found is not None
-    assert "20 steps on the cpu" in recovery_text(found)
+    for each, said in ((training, "0.3 after step 2, whose weights were kept"), (oldest, "20 steps on the cpu")):
+        content = json.loads(Measurements().dumps()) | {"recovery": recovery | {"training": each}}
+        found = Measurements.loads(json.dumps(content).encode(), "measurements.json").recovery
+        assert found is not None
+        assert said in recovery_text(found)
