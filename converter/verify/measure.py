@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import numpy as np
 
@@ -62,20 +62,10 @@ class Spool(Sequence[Feeds]):
         like = {name: np.broadcast_to(np.zeros((), outputs[name].dtype), outputs[name].shape) for name in places}
         self._kept.append((start, places, {**outputs, **like}))
 
-    def pop(self) -> Feeds:
-        """Return the last outputs, and forget them."""
-        found = self[-1]
-        del self._kept[-1]
-        return found
-
     def __len__(self) -> int:
         return len(self._kept)
 
-    @overload
-    def __getitem__(self, index: int) -> Feeds: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Feeds]: ...
-    def __getitem__(self, index: int | slice) -> Feeds | Sequence[Feeds]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         start, places, found = self._kept[index]
