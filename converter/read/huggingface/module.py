@@ -39,24 +39,21 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
         import transformers
     except ImportError:
         raise UsageError("a Hugging Face directory needs transformers: pip install 'bf16kit[hf]'") from None
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("bf16kit", _experts)
     path, prefixes = directory.path, tuple(part.prefix for part in directory.parts or ())
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
     try:
         with quiet():
             parsed = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            experts = {}
-            if "expert" in str(parsed.to_dict()):  # importing this for any other model takes 0.3 s
-                from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-                ALL_EXPERTS_FUNCTIONS.register("bf16kit", _experts)
-                experts = {"experts_implementation": "bf16kit"}
             module, info = _class(directory, parsed).from_pretrained(
                 None,  # not the path: transformers would map the file a second time
                 config=parsed,
                 state_dict=_in_fp32(own, scratch),
                 dtype=torch.float32,
                 attn_implementation="eager",
-                **experts,
+                experts_implementation="bf16kit",
                 ignore_mismatched_sizes=True,  # reported below
                 output_loading_info=True,
             )
