@@ -67,6 +67,12 @@ class Spool(Sequence[Feeds]):
         like = {name: np.broadcast_to(np.zeros((), outputs[name].dtype), outputs[name].shape) for name in places}
         self._kept.append((start, places, {**outputs, **like}))
 
+    def pop(self) -> Feeds:
+        """Return the last outputs, and forget them."""
+        found: Feeds = self[-1]
+        del self._kept[-1]
+        return found
+
     def __len__(self) -> int:
         return len(self._kept)
 
@@ -99,7 +105,7 @@ def run_all(runtime: Runtime, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
     with ThreadPoolExecutor(2) as pool:
         for feed in feeds[1:]:
             running.append(pool.submit(runtime.run, feed))
-            if len(running) > 2:
+            if len(running) == 2:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()

@@ -77,9 +77,10 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
         return OracleRun((), source.no_oracle_reason)
     chosen = feeds[:FEEDS]
     try:
-        *outputs, again = Spool(scratch, oracle.outputs([*chosen, chosen[0]]))
+        outputs = Spool(scratch, oracle.outputs([*chosen, chosen[0]]))
     except RuntimeFailure as error:
         return OracleRun((), f"{oracle.how}: {error}")
+    again = outputs.pop()
     unstable = [n for n, array in outputs[0].items() if measure_distance(array, again[n]).relative_l2 > FLOOR]
     if unstable:
         return OracleRun((), f"{oracle.how} gives different outputs for the same input (output {unstable[0]!r})")
