@@ -13,7 +13,7 @@ from bf16kit.numerics.rounding import Census
 from converter.fuse.check import faults
 from converter.fuse.fuse import Fusions
 from converter.graph.types import untyped
-from converter.islands.result import SearchResult
+from converter.islands.candidates import SearchResult
 from converter.plan import Planned, make_plan, narrowed
 from converter.plan.decisions import Islands, Overrides
 from converter.plan.profiles import PROFILES

@@ -21,7 +21,7 @@ from converter.verify.judging import check_budget, with_output_kinds
 from converter.verify.oracle import OracleRun, check_expected_outputs, run_oracle
 from converter.verify.random_samples import generate, with_enough
 from converter.verify.samples import Samples
-from converter.write.traced import TRACED
+from converter.write import TRACED
 from converter.write.weights import StoredWeights
 
 _NO_MODULE = "this format is made from a torch module, and the source is read as an ONNX graph"

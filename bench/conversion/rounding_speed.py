@@ -15,10 +15,10 @@ import numpy as np
 
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
-from bf16kit.numerics import native, residual
+from bf16kit.numerics import residual
 from bf16kit.numerics import rounding as numerics
 from bf16kit.numerics.rounding import BF16
-from bf16kit.runtime.device import available_cpus
+from bf16kit.runtime import available_cpus
 
 _AT_LEAST = 0.8
 _ELEMENTS, _QUICK = 1 << 26, 1 << 22
@@ -27,7 +27,7 @@ _ROUNDS = 15
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
     """The median over rounds in which all are measured one after the other, by one thread and by all."""
-    if native.loops() is None:
+    if numerics.loops() is None:
         return Result("rounding_speed", skipped="the kernel was not built: no C++17 compiler")
     count = _QUICK if quick else _ELEMENTS
     x = np.random.default_rng(0).standard_normal(count, np.float32)

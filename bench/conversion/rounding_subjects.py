@@ -16,8 +16,8 @@ from bench.core import models
 from bench.core.workspace import Workspace
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.ort.externaldata import REBUILT
 from bf16kit.runtime.ort.onnx import OnnxRuntime
+from bf16kit.runtime.ort.onnxgraph import REBUILT
 from converter.graph.initializers import stays_inline
 from converter.islands.layertrace import open_reference
 from converter.plan import narrowed

@@ -22,7 +22,7 @@ from bench.core.workspace import Workspace
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.ort.externaldata import REBUILT, locations
+from bf16kit.runtime.ort.onnxgraph import REBUILT, locations
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def _torchscript(subject: Subject, precision: str) -> Iterator[Run]:
     """The artifact's module, or the fp32 module traced as it is, both through the server's runtime."""
     import torch
 
-    from bf16kit.runtime.torchscript import TorchScriptRuntime
+    from bf16kit.runtime.torchruntimes import TorchScriptRuntime
 
     if precision == "bf16":
         runtime = load(subject.artifact, "torchscript", device=_DEVICE)

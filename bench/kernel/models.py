@@ -16,7 +16,7 @@ from onnx.external_data_helper import set_external_data
 from bench.core.workspace import Workspace
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import PROFILES
-from bf16kit.runtime.ort.externaldata import REBUILT, locations
+from bf16kit.runtime.ort.onnxgraph import REBUILT, locations
 
 WIDTH = 4096
 COLUMNS = 96 + 4  # of the numerics models: three panels and a narrower one

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bf16kit.runtime.device import available_cpus
+from bf16kit.runtime import available_cpus
 
 Arithmetic = Literal["fp32", "bf16"]
 THREADS = available_cpus()

@@ -18,7 +18,7 @@ import numpy as np
 from bench.serving import wire
 from bf16kit.numerics.tensors import BY_OIP
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.runtime.ort.kernel import kernel_for
+from bf16kit.runtime.ort.onnxgraph import kernel_for
 from bf16kit.runtime.ort.session import Session, open_session
 
 _THREADS = 8

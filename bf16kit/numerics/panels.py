@@ -1,8 +1,7 @@
 """Panels: a weight matrix stored 32 columns at a time, so that each panel is read from its first byte to its last.
 
 For one row of ``x``, a product ``x·M`` with ``M`` of ``[K, N]`` reads every column of a panel in one pass down ``K``.
-In C order each step of that pass jumps ``2·N`` bytes; in panels none does. Measured for one row, bf16 weights: 41 GB/s
-of the 42 that the machine can read, against 27 in C order.
+In C order each step of that pass jumps ``2·N`` bytes; in panels none does (docs/decisions/0010-weights-in-panels.md).
 
 ``ceil(N / 32)`` panels lie one after the other, each ``[K, 32]`` in C order, the last ``[K, N mod 32]`` when 32 does
 not divide ``N``. So nothing is padded, and ``M[k, n]`` is element ``32·K·p + k·w + n − 32·p`` with ``p = n div 32`` and
@@ -25,20 +24,14 @@ _STRIP = 4 << 20  # bytes of panels that are packed at a time
 
 
 def pack(matrix: Array, axis: int) -> Array:
-    """Pack the elements of the 2-D ``matrix``, any dtype, as panels along ``axis``: a new 1-D array of the same size.
-
-    ValueError when it is not 2-D or has no such axis.
-    """
+    """Pack the 2-D ``matrix`` as panels along ``axis``: a new 1-D array. ValueError when it has no such axis."""
     columns = _columns(matrix, axis)
     panels = (columns[:, first : first + WIDTH].reshape(-1) for first in range(0, columns.shape[1], WIDTH))
     return np.concatenate([np.empty(0, matrix.dtype), *panels])
 
 
 def strips(array: Array, axis: int | None) -> Iterator[memoryview]:
-    """Yield the bytes of the C-contiguous ``array``, packed as by :func:`pack`, a few panels at a time.
-
-    For ``None`` yield its bytes as they are. ValueError as :func:`pack`.
-    """
+    """Yield the bytes of the C-contiguous ``array``, packed by :func:`pack`, a few panels at a time; for None as is."""
     if axis is None:
         yield array.reshape(-1).view(np.uint8).data
         return
@@ -49,10 +42,7 @@ def strips(array: Array, axis: int | None) -> Iterator[memoryview]:
 
 
 def unpack(flat: Array, shape: Sequence[int], axis: int) -> Array:
-    """Return the matrix of ``shape`` from ``flat``, which :func:`pack` made: a new C-contiguous array.
-
-    ValueError when ``shape`` is not 2-D, has no such axis, or does not have as many elements as ``flat``.
-    """
+    """Return the matrix of ``shape`` that was packed as ``flat``: a new array. ValueError if they do not fit."""
     _columns(np.empty(tuple(shape), np.uint8), axis)
     if flat.shape != (math.prod(shape),):
         raise ValueError(f"panels of {list(shape)} are {math.prod(shape)} elements in a row, got {list(flat.shape)}")

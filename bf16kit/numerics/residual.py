@@ -10,12 +10,10 @@ scale in float64 and rounded to fp32 once. ``signed(low)`` is right unless W was
 stretched the distance to 17 bits. Those elements are *crossed*: 65536 is added or subtracted, whichever gives the other
 side of P. Elements farther away still (flushed subnormals, some NaNs) are kept *verbatim*, as index and bits.
 
-A segment, little-endian, has these parts: the low halves; the crossed elements, as indices or as a compressed bitmap,
-whichever is smaller; the verbatim indices, then their bits; a footer. The low halves of a tensor that was widened from
-fp16 or bf16 are packed, because most of their bits are zero: fp16 has 10 bits of significand, so the last 13 of fp32's
-23 are zero and 3 bits of the low half remain; of bf16 none. Eight elements are packed together, into one byte per bit,
-from the lowest kept bit up; the first element is the byte's lowest bit, and a last group of fewer than eight elements
-is filled with zeros. Encoding and decoding stream, and need little memory beyond their result.
+A segment has these parts: the low halves; the crossed elements, as indices or as a compressed bitmap, whichever is
+smaller; the verbatim indices, then their bits; a footer. The low halves of a tensor that was widened from fp16 or bf16
+are packed, because most of their bits are zero. docs/artifact-format.md says where each bit is. Encoding and decoding
+stream, and need little memory beyond their result.
 """
 
 from __future__ import annotations
@@ -31,15 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.messages.errors import ArtifactDamaged
-from bf16kit.numerics.native import loops
-from bf16kit.numerics.rounding import BF16, Bf16Array
+from bf16kit.numerics.rounding import BF16, Bf16Array, loops
 
 # elements, bytes of the crossed part, verbatim elements, form of crossed, bits kept of each low half, magic
 _FOOTER = struct.Struct("<QQQBB2x4s")
 ALL_BITS, _MAGIC, _MAGIC_PACKED = 16, b"RES1", b"RES2"  # RES1 has whole low halves, and 0 for their number of bits
 _INDICES, _BITMAP = 0, 1
 _CHUNK = 1 << 18  # elements: few enough that temporaries stay in the cache
-_GROUP = 8  # elements that are packed together
 _NAN = 0x7FC00000
 
 Piece = bytes | memoryview
@@ -73,14 +69,9 @@ class Scale:
 
 
 def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> Iterator[Piece]:
-    """Yield the pieces of the segment that, with ``bf16`` and ``scale``, restores ``fp32`` bit for bit.
-
-    Raises ValueError when shapes or dtypes do not fit.
-    """
-    if fp32.shape != bf16.shape or fp32.dtype != np.float32 or bf16.dtype != BF16:
-        raise ValueError(f"cannot encode {fp32.dtype.name}{fp32.shape} against {bf16.dtype.name}{bf16.shape}")
+    """Yield the pieces of the segment that, with ``bf16`` and ``scale``, restores ``fp32`` bit for bit."""
     encoder = Encoder(fp32.shape, scale)
-    yield from encoder.rows(np.require(fp32, requirements=["C", "A"]), np.require(bf16, requirements=["C", "A"]))
+    yield from encoder.rows(fp32, bf16)
     yield from encoder.finish()
 
 
@@ -88,23 +79,22 @@ class Encoder:
     """Encodes a tensor of ``shape`` as its rows arrive: all pieces of :meth:`rows`, then those of :meth:`finish`.
 
     ``low_bits`` is how many upper bits of a low half may be nonzero; fewer than 16 only without a scale. ValueError
-    when ``scale`` does not fit ``shape``, and from :meth:`rows` when more bits than that are set.
+    when more bits than that are set.
     """
 
     def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = ALL_BITS) -> None:
-        _check_scale(scale, shape)
         self._shape, self._scale = shape, scale
         self._low_bits = low_bits
         self._rest = np.empty(0, np.uint16)  # low halves that do not fill a group yet
         self._count = 0
-        self._crossed: list[tuple[int, NDArray[np.uint32]]] = []  # start of a block, and indices within it
+        self._crossed: list[NDArray[np.int64]] = []
         self._verbatim: list[NDArray[np.int64]] = []
         self._bits: list[NDArray[np.uint32]] = []
 
     def rows(self, fp32: NDArray[np.float32], bf16: Bf16Array) -> Iterator[Piece]:
-        """Yield the low halves of the next rows, C-contiguous."""
+        """Yield the low halves of the next rows."""
         words = np.require(fp32, requirements=["C", "A"]).reshape(-1).view(np.uint32)
-        stored = bf16.reshape(-1).view(np.uint16)
+        stored = np.require(bf16, requirements=["C", "A"]).reshape(-1).view(np.uint16)
         for start in range(0, words.size, _CHUNK):
             yield self._block(words[start : start + _CHUNK], stored[start : start + _CHUNK])
 
@@ -112,21 +102,18 @@ class Encoder:
         compiled = loops()
         if self._scale is None and compiled is not None:
             low, odd = compiled.part(words, stored)
-            near = _near(_widened(stored[odd]), low[odd])
+            near = _near(_predicted(stored[odd]), low[odd])
         else:
-            predicted = self._predicted(stored)
+            predicted = _predicted(stored, self._scale, self._count, self._shape)
             low = (words - predicted).astype(np.uint16)
             near = _near(predicted, low)
             odd = np.flatnonzero(near != words)
             near = near[odd]
         cross = _crossed(near, low[odd]) == words[odd]
-        self._crossed.append((self._count, odd[cross].astype(np.uint32)))
+        self._crossed.append(odd[cross] + self._count)
         self._verbatim.append(odd[~cross] + self._count)
         self._bits.append(words[odd[~cross]])
         self._count += words.size
-        return self._packed(low)
-
-    def _packed(self, low: NDArray[np.uint16]) -> Piece:
         if self._low_bits == ALL_BITS:
             return low.astype("<u2", copy=False).view(np.uint8).data
         low = np.concatenate([self._rest, low])
@@ -134,17 +121,12 @@ class Encoder:
         self._rest = low[full_groups:]
         return _pack_bits(low[:full_groups], self._low_bits)
 
-    def _predicted(self, stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
-        if self._scale is None:
-            return _widened(stored)
-        return _unscaled(stored.view(BF16), self._scale, self._count, self._shape)
-
     def finish(self) -> Iterator[bytes]:
         """Yield the rest of the segment."""
         yield _pack_bits(self._rest, self._low_bits)
-        form, crossing = _smaller(self._crossed, self._count)
+        crossed, verbatim = (np.concatenate([np.empty(0, np.int64), *each]) for each in (self._crossed, self._verbatim))
+        form, crossing = _smaller(crossed, self._count)
         yield crossing
-        verbatim = np.concatenate([np.empty(0, np.int64), *self._verbatim])
         yield verbatim.astype("<u8").tobytes()
         yield np.concatenate([np.empty(0, np.uint32), *self._bits]).astype("<u4").tobytes()
         bits, magic = (0, _MAGIC) if self._low_bits == ALL_BITS else (self._low_bits, _MAGIC_PACKED)
@@ -154,12 +136,10 @@ class Encoder:
 class Decoder:
     """Restores a tensor of ``shape`` from ``segment``, a block of rows at a time, in order.
 
-    Raises :class:`ArtifactDamaged` when the segment is malformed or does not fit ``shape``, ValueError when ``scale``
-    does not.
+    Raises :class:`ArtifactDamaged` when the segment is malformed or does not fit ``shape``.
     """
 
     def __init__(self, segment: bytes | memoryview, shape: tuple[int, ...], scale: Scale | None = None) -> None:
-        _check_scale(scale, shape)
         self._shape, self._scale = shape, scale
         self._count, elements = 0, math.prod(shape)
         segment = memoryview(segment).cast("B")
@@ -171,7 +151,7 @@ class Decoder:
             raise ArtifactDamaged("residual: a segment does not end in a residual footer")
         if count != elements:
             raise ArtifactDamaged(f"residual: a segment holds {count} elements, its tensor has {elements}")
-        size = -(-count // _GROUP) * bits if packed else 2 * count
+        size = -(-count // 8) * bits if packed else 2 * count
         ends = np.cumsum([size, crossing, 8 * verbatim, 4 * verbatim], dtype=object)
         if ends[-1] != len(segment) - _FOOTER.size:
             raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes does not hold what its footer says")
@@ -183,19 +163,17 @@ class Decoder:
 
     def rows(self, bf16: Bf16Array, out: NDArray[np.float32]) -> None:
         """Restore the next rows, stored as ``bf16``, into ``out`` of the same shape; both C-contiguous."""
-        stored, words = bf16.reshape(-1), out.reshape(-1).view(np.uint32)
+        stored, words = bf16.reshape(-1).view(np.uint16), out.reshape(-1).view(np.uint32)
         for start in range(0, stored.size, _CHUNK):
             self._block(stored[start : start + _CHUNK], words[start : start + _CHUNK])
 
-    def _block(self, stored: Bf16Array, words: NDArray[np.uint32]) -> None:
+    def _block(self, stored: NDArray[np.uint16], words: NDArray[np.uint32]) -> None:
         start, stop = self._count, self._count + stored.size
         low, compiled = self._low[start:stop], loops()
-        if self._scale is not None:
-            words[...] = _near(_unscaled(stored, self._scale, start, self._shape), low)
-        elif compiled is not None and low.flags.aligned:
-            compiled.join(stored.view(np.uint16), low, words)
+        if self._scale is None and compiled is not None and low.flags.aligned:
+            compiled.join(stored, low, words)
         else:
-            words[...] = _near(_widened(stored.view(np.uint16)), low)
+            words[...] = _near(_predicted(stored, self._scale, start, self._shape), low)
         here = self._crossed[slice(*np.searchsorted(self._crossed, (start, stop)))] - start
         words[here] = _crossed(words[here], low[here])
         given = slice(*np.searchsorted(self._verbatim, (start, stop)))
@@ -203,20 +181,15 @@ class Decoder:
         self._count = stop
 
 
-def _check_scale(scale: Scale | None, shape: tuple[int, ...]) -> None:
-    if scale is not None and (scale.axis >= len(shape) or shape[scale.axis] != scale.values.size):
-        raise ValueError(f"a scale of {scale.values.size} values on axis {scale.axis} does not fit {shape}")
-
-
-def _widened(stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
-    return stored.astype(np.uint32) << np.uint32(16)
-
-
-def _unscaled(chunk: Bf16Array, scale: Scale, start: int, shape: tuple[int, ...]) -> NDArray[np.uint32]:
-    inner = int(np.prod(shape[scale.axis + 1 :], dtype=np.int64))
-    channel = (np.arange(start, start + chunk.size) // inner) % scale.values.size
+def _predicted(
+    stored: NDArray[np.uint16], scale: Scale | None = None, start: int = 0, shape: tuple[int, ...] = ()
+) -> NDArray[np.uint32]:
+    """Return ``P`` for the elements of a tensor of ``shape`` from ``start`` on."""
+    if scale is None:
+        return stored.astype(np.uint32) << np.uint32(16)
+    channel = (np.arange(start, start + stored.size) // math.prod(shape[scale.axis + 1 :])) % scale.values.size
     with np.errstate(all="ignore"):  # overflow and NaN are valid predictions
-        quotient = (chunk.astype(np.float64) / scale.values.astype(np.float64)[channel]).astype(np.float32)
+        quotient = (stored.view(BF16).astype(np.float64) / scale.values.astype(np.float64)[channel]).astype(np.float32)
     bits = quotient.view(np.uint32)
     bits[np.isnan(quotient)] = _NAN  # the NaN that a division gives depends on the machine
     return bits
@@ -235,18 +208,16 @@ def _crossed(near: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.ui
     return near + np.where(low > 0x8000, np.uint32(0x10000), np.uint32(0xFFFF0000))
 
 
-def _smaller(crossed: list[tuple[int, NDArray[np.uint32]]], count: int) -> tuple[int, bytes]:
-    """Return form and bytes of the crossed elements, listed per block, in the form that takes fewer bytes."""
-    width = _index_dtype(count)
-    listed = sum(indices.size for _, indices in crossed) * width.itemsize
-    if listed > count // 64:  # a bitmap with fewer ones does not compress below the size of their indices
+def _smaller(crossed: NDArray[np.int64], count: int) -> tuple[int, bytes]:
+    """Return form and bytes of the crossed elements, in the form that takes fewer bytes."""
+    listed = crossed.astype(_index_dtype(count)).tobytes()
+    if len(listed) > count // 64:  # a bitmap with fewer ones does not compress below the size of their indices
         flags = np.zeros(count, np.bool_)
-        for start, indices in crossed:
-            flags[start + indices.astype(np.int64)] = True
+        flags[crossed] = True
         bitmap = zlib.compress(np.packbits(flags, bitorder="little").tobytes(), 6)
-        if len(bitmap) < listed:
+        if len(bitmap) < len(listed):
             return _BITMAP, bitmap
-    return _INDICES, b"".join((start + indices.astype(np.int64)).astype(width).tobytes() for start, indices in crossed)
+    return _INDICES, listed
 
 
 def _crossed_indices(crossing: memoryview, form: int, count: int) -> NDArray[np.int64]:
@@ -280,9 +251,8 @@ def _pack_bits(low: NDArray[np.uint16], count: int) -> bytes:
     """Pack the upper ``count`` bits of each low half; ValueError if another bit is set, because it would be lost."""
     if low.size and int(np.bitwise_or.reduce(low)) & ((1 << (16 - count)) - 1):
         raise ValueError(f"low halves that need more than {count} bits")
-    planes = [
-        np.packbits((low >> np.uint16(bit)).astype(np.uint8) & 1, bitorder="little") for bit in range(16 - count, 16)
-    ]
+    kept = range(16 - count, 16)
+    planes = [np.packbits((low >> np.uint16(bit)).astype(np.uint8) & 1, bitorder="little") for bit in kept]
     return np.stack(planes, axis=1).tobytes() if planes else b""
 
 

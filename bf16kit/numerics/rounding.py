@@ -2,24 +2,27 @@
 
 bfloat16 is fp32 cut after 16 bits: 1 sign bit, 8 exponent bits, 7 stored fraction bits. Rounding is to nearest, ties to
 even; a magnitude of at least fp32 ``0x7F7F8000`` (3.396e38) becomes infinite; NaN stays NaN and keeps its sign. The
-rounding itself is compiled with the CPU kernel (:mod:`bf16kit.numerics.native`), or else that of ml_dtypes. Both agree
-with ONNX Runtime's Cast bit for bit.
+rounding is compiled with the CPU kernel, or that of ml_dtypes. Both agree with ONNX Runtime's Cast bit for bit.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.numerics.native import loops
-
 Bf16Array = NDArray[Any]  # numpy's typing has no name for ml_dtypes.bfloat16
+Words = NDArray[np.uint32]
+Halves = NDArray[np.uint16]
 Subnormals = Literal["keep", "flush"]
 
 BF16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -29,7 +32,10 @@ SMALLEST_NORMAL = 2.0**-126
 UNIT_ROUNDOFF = 2.0**-8
 OVERFLOW = 3.39617752923046e38  # fp32 0x7F7F8000: from here on, rounding gives infinity
 
+LIBRARY = Path(__file__).parents[1] / "runtime" / "_bf16kernel.so"
 _CHUNK = 1 << 18  # elements: temporaries fit the cache and are small beside any checkpoint
+# ``Census`` of ``rounding.cpp``. The magnitudes are written as bit patterns, and ``smallest`` starts at that of a NaN.
+_CENSUS = np.dtype([*((name, "i8") for name in ("nan", "inf", "overflow", "subnormal", "flushed")), ("ends", "f4", 2)])
 
 
 def to_bf16(
@@ -100,17 +106,15 @@ class Census:
         return replace(added, max_abs=max(self.max_abs, other.max_abs), min_abs_nonzero=smallest)
 
     @property
-    def headroom(self) -> float:
-        """Binades between the tensor's values and the nearer end of bf16's normal range; negative beyond an end."""
+    def severity(self) -> tuple[float, ...]:
+        """Sort key from worst to best: shares that become non-finite, zero and subnormal, then the room.
+
+        That is in binades, to the nearer end of bf16's normal range; negative beyond an end.
+        """
+        lost = (self.nan + self.inf + self.overflow, self.flushed_to_zero, self.subnormal)
         above = math.log2(OVERFLOW / self.max_abs) if self.max_abs else math.inf
         below = math.log2(self.min_abs_nonzero / SMALLEST_NORMAL) if self.min_abs_nonzero else math.inf
-        return min(above, below)
-
-    @property
-    def severity(self) -> tuple[float, ...]:
-        """Sort key from worst to best: shares that become non-finite, zero and subnormal, then the room."""
-        lost = (self.nan + self.inf + self.overflow, self.flushed_to_zero, self.subnormal)
-        return (*(-elements / max(1, self.count) for elements in lost), self.headroom)
+        return (*(-elements / max(1, self.count) for elements in lost), min(above, below))
 
 
 def census(x: NDArray[np.float32]) -> Census:
@@ -142,3 +146,51 @@ def _census(magnitude: NDArray[Any]) -> Census:
 def _chunks(flat: NDArray[Any]) -> Iterator[NDArray[Any]]:
     for start in range(0, flat.size, _CHUNK):
         yield flat[start : start + _CHUNK]
+
+
+class Loops:
+    """Loops over every weight, compiled with the CPU kernel (``kernels/rounding/``) to run at memory bandwidth.
+
+    They compute bit for bit what numpy computes here and in :mod:`bf16kit.numerics.residual`, which is used when the
+    library was not built. Arrays are C-contiguous, native-endian, and of the same length. The GIL is released.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        prototype, pointer, count = ctypes.CFUNCTYPE, ctypes.c_void_p, ctypes.c_int64
+        self._round = prototype(None, pointer, pointer, count)(("bf16kit_round", library))
+        self._part = prototype(count, pointer, pointer, pointer, pointer, count)(("bf16kit_part", library))
+        self._join = prototype(None, pointer, pointer, pointer, count)(("bf16kit_join", library))
+        self._census = prototype(None, pointer, count, pointer)(("bf16kit_census", library))
+
+    def round(self, words: Words, out: Halves) -> None:
+        """Round fp32 bit patterns to bf16: to nearest, ties to even, NaN made quiet."""
+        self._round(words.ctypes.data, out.ctypes.data, words.size)
+
+    def part(self, words: Words, stored: Halves) -> tuple[Halves, NDArray[np.int64]]:
+        """Return the residual's low halves, and the ascending indices of the elements that they do not restore."""
+        low, odd = np.empty(words.size, np.uint16), np.empty(words.size, np.int64)
+        found = self._part(words.ctypes.data, stored.ctypes.data, low.ctypes.data, odd.ctypes.data, words.size)
+        return low, odd[:found].copy()
+
+    def join(self, stored: Halves, low: Halves, out: Words) -> None:
+        """Write the fp32 bit patterns to ``out``; they are right for all elements but the odd ones."""
+        self._join(stored.ctypes.data, low.ctypes.data, out.ctypes.data, out.size)
+
+    def census(self, words: Words) -> tuple[Any, ...]:
+        """Return the fields of :class:`Census` after ``count``."""
+        found = np.zeros(1, _CENSUS)
+        found["ends"][0, 1] = np.nan
+        self._census(words.ctypes.data, words.size, found.ctypes.data)
+        *counts, (largest, smallest) = found[0].item()
+        return *counts, float(largest), 0.0 if np.isnan(smallest) else float(smallest)
+
+
+@cache
+def loops() -> Loops | None:
+    """Return the compiled loops; None if the library is missing or outdated, or the machine is big-endian."""
+    if sys.byteorder != "little":
+        return None
+    try:
+        return Loops(ctypes.CDLL(str(LIBRARY)))
+    except (OSError, AttributeError):
+        return None

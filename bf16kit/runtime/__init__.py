@@ -1,19 +1,45 @@
-"""The contract between a loaded model and its callers: the smallest file, importing neither onnxruntime nor torch.
+"""The contract between a loaded model and its callers, and devices by the names that users give them.
 
 A :class:`Runtime` is one loaded graph on one device. The server runs requests through it and the converter verifies
-through it, so the code that was verified is the code that serves.
+through it, so the code that was verified is the code that serves. This file imports neither onnxruntime nor torch.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from bf16kit.messages.errors import ConfigError
 from bf16kit.numerics.tensors import Array as Array
 from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.system import controlgroup
+
+CPU = "cpu"
+_CUDA = re.compile(r"cuda(?::(\d{1,3}))?")
 
 Accumulation = Literal["fp32", "bf16", "unknown"]
+
+
+def canonical(device: str) -> str:
+    """``cpu`` or ``cuda:N``; plain ``cuda`` is ``cuda:0``. Raises :class:`ConfigError` for any other text."""
+    if device == CPU:
+        return device
+    found = _CUDA.fullmatch(device)
+    if found is None:
+        raise ConfigError(f"unknown device {device!r}; devices are cpu and cuda:N, as in cuda:0")
+    return f"cuda:{int(found[1] or 0)}"
+
+
+def available_cpus() -> int:
+    """Return how many CPUs this process may use: its affinity, or the control group's quota if that is smaller.
+
+    A container limited to two CPUs on a machine of 64 sees 64. Threads beyond two would only wait for each other.
+    """
+    cpus, quota = len(os.sched_getaffinity(0)), controlgroup.cpus()
+    return cpus if quota is None else max(1, min(cpus, round(quota)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ Heavy packages are imported only when needed: a server of ONNX artifacts never i
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Collection
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import ProfileEntry
 from bf16kit.messages.errors import ArtifactError, ConfigError, DeviceUnavailable, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Runtime
-from bf16kit.runtime.device import CPU, canonical
+from bf16kit.runtime import CPU, Runtime, canonical
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def load(
 
     ``threads`` is how many threads work on one run on the CPU; None is one per available CPU. A session maps its
     weights from the artifact's files. If the artifact was opened with ``copies``, they are in ``weights`` and in a
-    temporary file in ``scratch`` (None: the system's directory) instead, so that later changes to the artifact do not
-    affect the session.
+    temporary file in ``scratch`` (None: the system's directory), out of reach of later changes to the artifact.
 
     Raises :class:`ArtifactError` when the artifact has no such profile, :class:`ConfigError` for a device that the
     profile does not support, :class:`DeviceUnavailable` or :class:`RuntimeFailure` when it cannot be loaded there, for
@@ -52,18 +51,15 @@ def load(
     if profile in CPU_PROFILES and device != CPU:
         raise ConfigError(f"profile {profile} runs on the CPU, not on {device}; use profile cuda, torchscript or pt2")
     path, signature = artifact.file(entry.graph), _signature(artifact)
-    if entry.format == "torchscript":
-        from bf16kit.runtime.torchscript import TorchScriptRuntime
+    if entry.format != "onnx":
+        from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime
 
-        return TorchScriptRuntime(path, *signature, device=device, threads=threads)
-    if entry.format == "pt2":
-        from bf16kit.runtime.torchexport import TorchExportRuntime
-
-        return TorchExportRuntime(path, *signature, device=device, threads=threads)
+        kind = TorchScriptRuntime if entry.format == "torchscript" else TorchExportRuntime
+        return kind(path, *signature, device=device, threads=threads)
     from bf16kit.runtime.memory.weights import Weights, gathered_weights
-    from bf16kit.runtime.ort.externaldata import check_locations
-    from bf16kit.runtime.ort.kernel import NOT_NEEDED, kernel_for, read_in_place
+    from bf16kit.runtime.ort.kernel import NOT_NEEDED
     from bf16kit.runtime.ort.onnx import OnnxRuntime
+    from bf16kit.runtime.ort.onnxgraph import check_locations, kernel_for, read_in_place
     from bf16kit.runtime.ort.session import check_version
 
     check_version(profile, entry.requires)
@@ -117,8 +113,8 @@ def load_reference(
         reason = "no ONNX graph could be made of its source" if artifact.manifest.checkpoint else ""
         remedy = reason or "convert the checkpoint again with the residual"
         raise ArtifactError(f"{artifact.path} has no fp32 reference; {remedy}")
-    rebuilding = rebuilt_weights(artifact, artifact.file(name), scratch, weights)
-    with rebuilding if rebuilt is None else nullcontext(rebuilt) as found:
+    given = None if rebuilt is None else nullcontext(rebuilt)
+    with given or rebuilt_weights(artifact, artifact.file(name), scratch, weights) as found:
         if artifact.copies:
             artifact.verify()  # checks that the files did not change while they were read
         return OnnxRuntime(
@@ -145,11 +141,7 @@ def choose_profiles(artifact: Artifact, profile: str, device: str) -> tuple[tupl
     """
     profiles = {profile: _profile(artifact, profile)} if profile != AUTO else artifact.manifest.profiles
     if device == AUTO:
-        if "cuda" in profiles:
-            on_cuda = profile == "cuda" or _onnx_cuda_works()
-        else:
-            on_cuda = bool(profiles) and profiles.keys() <= set(TORCH_PROFILES) and _torch_cuda_works()
-        device = "cuda:0" if on_cuda else CPU
+        device = "cuda:0" if profile == "cuda" or _cuda_works(profiles) else CPU
     device = canonical(device)
     if profile != AUTO:
         return (profile,), device
@@ -186,20 +178,16 @@ def _signature(artifact: Artifact) -> tuple[tuple[TensorSpec, ...], tuple[Tensor
     return tuple(entry.spec() for entry in manifest.inputs), tuple(entry.spec() for entry in manifest.outputs)
 
 
-def _onnx_cuda_works() -> bool:
-    from bf16kit.runtime.ort.session import has_cuda
-    from bf16kit.runtime.probe import probe_onnx
+def _cuda_works(profiles: Collection[str]) -> bool:
+    """Return whether a device works for the first of ``profiles`` that runs on CUDA."""
+    if "cuda" in profiles:
+        from bf16kit.runtime.probe import probe_onnx
 
-    if not has_cuda():
-        return False
-    try:
-        probe_onnx("cuda:0", "bf16")
-    except RuntimeFailure:
-        return False
-    return True
+        with suppress(RuntimeFailure):
+            probe_onnx("cuda:0", "bf16")
+            return True
+    elif profiles and set(profiles) <= set(TORCH_PROFILES):
+        from bf16kit.runtime.torchruntimes import cuda_works
 
-
-def _torch_cuda_works() -> bool:
-    from bf16kit.runtime.torchscript import cuda_works
-
-    return cuda_works()
+        return cuda_works()
+    return False

@@ -5,8 +5,8 @@ are needed. 4,096 ones sum to 4096 in fp32, but to 256 in one bf16 accumulator (
 lanes, or slices of K, of ones each stay small enough to be exact in bf16. So the second vector starts with large terms
 and subtracts them at the end: every lane loses its ones in between, and every partial sum is off.
 
-If the CPU kernel is to round its activations, the probe repeats this with activations that bf16 cannot represent. The
-sums must be exactly those of the activations rounded to nearest, ties to even.
+If the kernel is to round its activations, the probe repeats this with activations that bf16 cannot represent. The sums
+must be those of the activations rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.numerics.panels import pack
-from bf16kit.runtime import Accumulation
-from bf16kit.runtime.device import CPU
+from bf16kit.runtime import CPU, Accumulation
 from bf16kit.runtime.ort.kernel import DOMAIN
 
 TERMS = 4096
@@ -64,10 +63,7 @@ def classify(product: Product) -> Accumulation:
 
 
 def classify_rounding(product: Product) -> Accumulation:
-    """Classify a product that rounds x to bf16, as :func:`classify` does.
-
-    The result is ``unknown``, too, if it rounds differently or not at all.
-    """
+    """Classify a product that rounds x to bf16; ``unknown``, too, if it rounds differently or not at all."""
     found = classify(product)
     for given, rounded_value in _ROUNDED if found == "fp32" else ():
         for rows in ROWS:
@@ -98,31 +94,26 @@ def probe_onnx(device: str, precision: str, library: Path | None = None) -> Accu
 
 def _graph(precision: str, rounds: bool, kernel: bool) -> bytes:
     import ml_dtypes
-    from onnx import TensorProto, helper
+    from onnx import TensorProto, helper, parser
 
     stored = weights().astype(ml_dtypes.bfloat16)
     if kernel and precision != "fp32":
         stored = pack(stored, 1)
         operator = "MatMulBf16_panels_tail" if rounds else "MatMul"
-        attributes: dict[str, Any] = {"k": TERMS, "n": _COLUMNS, "layout": "panels", "activation": "none"}
-        nodes = [helper.make_node(operator, ["x", "w"], ["y"], domain=DOMAIN, **attributes)]
+        nodes = f'y = {DOMAIN}.{operator}<k={TERMS}, n={_COLUMNS}, layout="panels", activation="none">(x, w)'
     else:
         given = TensorProto.BFLOAT16 if precision == "bf16" else TensorProto.FLOAT
         multiplied = TensorProto.FLOAT if rounds else given
-        nodes = [
-            helper.make_node("Cast", ["x"], ["given"], to=given),
-            helper.make_node("Cast", ["given"], ["left"], to=multiplied),
-            helper.make_node("Cast", ["w"], ["right"], to=multiplied),
-            helper.make_node("MatMul", ["left", "right"], ["sums"]),
-            helper.make_node("Cast", ["sums"], ["y"], to=TensorProto.FLOAT),
-        ]
-    graph = helper.make_graph(
-        nodes,
-        "accumulation_probe",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", TERMS])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", _COLUMNS])],
-        [helper.make_tensor("w", TensorProto.BFLOAT16, stored.shape, stored.tobytes(), raw=True)],
-    )
+        nodes = f"""given = Cast<to={given}>(x)
+            left = Cast<to={multiplied}>(given)
+            right = Cast<to={multiplied}>(w)
+            sums = MatMul(left, right)
+            y = Cast<to={TensorProto.FLOAT}>(sums)"""
     # Opset and IR are pinned: the onnx package's newest may be too new for ONNX Runtime.
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
-    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+    model = parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 21, "{DOMAIN}": 1]>
+        accumulation_probe (float[rows, {TERMS}] x) => (float[rows, {_COLUMNS}] y) {{{nodes}}}"""
+    )
+    weight = helper.make_tensor("w", TensorProto.BFLOAT16, stored.shape, stored.tobytes(), raw=True)
+    model.graph.initializer.append(weight)
+    return bytes(model.SerializeToString())

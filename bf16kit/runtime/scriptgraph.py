@@ -41,7 +41,11 @@ def tensor_of(module: Module, node: Node) -> Tensor | None:
 def widen(module: Module) -> None:
     """Widen ``module`` from bf16 to fp32: exactly the same weights, a tensor that several names share once, in fp32."""
     wide: dict[tuple[Any, ...], Tensor] = {}
-    replace_dtypes(module.graph, BFLOAT16, FLOAT32)
+    for node in list(nodes(module.graph)):
+        for index in _dtype_arguments(node):
+            if _integer(node.inputsAt(index)) == BFLOAT16:
+                module.graph.setInsertPoint(node)
+                node.replaceInput(index, module.graph.insertConstant(FLOAT32))
     for node in nodes(module.graph):
         tensor = tensor_of(module, node)
         if tensor is None or tensor.dtype != torch.bfloat16:
@@ -53,15 +57,6 @@ def widen(module: Module) -> None:
             node.t_("value", wide[key])
         else:
             owner_of(module, node).setattr(node.s("name"), wide[key])
-
-
-def replace_dtypes(graph: Graph, old: int, new: int) -> None:
-    """Replace dtype ``old`` by ``new`` (c10::ScalarType numbers) wherever an operator takes or compares a dtype."""
-    for node in list(nodes(graph)):
-        for index in _dtype_arguments(node):
-            if _integer(node.inputsAt(index)) == old:
-                graph.setInsertPoint(node)
-                node.replaceInput(index, graph.insertConstant(new))
 
 
 def replace_devices(graph: Graph, device: str) -> None:

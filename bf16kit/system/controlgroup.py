@@ -14,24 +14,20 @@ from pathlib import Path, PurePosixPath
 
 _ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60  # version 1 writes a number beyond any memory when there is no limit
-# Page cache that the kernel reclaims before it refuses memory. Files in shared memory do not count: they cannot be
-# reclaimed.
+# Page cache that the kernel reclaims before it refuses memory. Files in shared memory do not count.
 _FILE_CACHE = ("active_file", "inactive_file")
-# Bytes that are never filled with weights. They are left for runs, for what a library needs while it loads weights, and
-# for the processes that measure drift and check health. A server of MiniLM with less was killed: docs/decisions/0078.
+# Bytes that are never filled with weights, but left for runs, for loading, and for the processes that measure drift and
+# check health. A server of MiniLM with less was killed: docs/decisions/0078.
 RESERVE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of a control group, in bytes: the limit for all its processes together, and what is left of it.
-
-    ``oom_kills`` is how many of its processes the kernel has killed so far for lack of memory.
-    """
+    """The memory of a control group, in bytes: the limit for all its processes together, and what is left of it."""
 
     limit: int
     left: int
-    oom_kills: int = 0
+    oom_kills: int = 0  # how many of its processes the kernel has killed so far for lack of memory
 
     def has_room(self, size: int) -> bool:
         """Return whether ``size`` bytes of weights fit and leave :data:`RESERVE` bytes to run them with."""
@@ -56,10 +52,7 @@ def cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
 
 
 def maximize_oom_score(process: int | str = "self") -> None:
-    """Have the kernel kill this process before others when memory runs out, in the container or on the machine.
-
-    Does nothing on systems other than Linux, or when the process has ended.
-    """
+    """Have the kernel kill this process before others when memory runs out, in the container or on the machine."""
     with contextlib.suppress(OSError):  # not Linux, or the process has ended
         Path(f"/proc/{process}/oom_score_adj").write_text("1000")
 
@@ -141,10 +134,6 @@ def find_malloc_trim() -> Callable[[], object] | None:
 
 
 def release_free_memory() -> None:
-    """Return the free pages now, which takes a millisecond or two.
-
-    Later allocations must get pages from the system again.
-    """
-    trim = find_malloc_trim()
-    if trim is not None:
+    """Return the free pages to the system now, which takes a millisecond or two."""
+    if (trim := find_malloc_trim()) is not None:
         trim()

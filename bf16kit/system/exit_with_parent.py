@@ -19,9 +19,7 @@ def exit_with_parent(parent: int) -> None:
     Only Linux can do this. Elsewhere a process that reads from its parent notices the end of the channel.
     """
     if sys.platform == "linux":
-        prctl = getattr(ctypes.CDLL(None), "prctl", None)
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

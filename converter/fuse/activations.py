@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from converter.fuse.functions import FunctionBody
 from converter.graph.initializers import constant_number
 
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
@@ -25,7 +24,6 @@ _LONGEST = 12  # nodes of an activation, at most; Gelu's tanh form has eight or 
 _MOST_TERMS = 16
 _DIGITS = 5  # of a coefficient: constants are fp32, and exporters write √(2/π) with as few as seven digits
 _X: Factor = ("x", ())
-_GELU_SINCE = 20  # the opset of ONNX's Gelu
 
 
 def activation(x: ir.Value) -> tuple[Activation, tuple[ir.Node, ...]]:
@@ -33,7 +31,8 @@ def activation(x: ir.Value) -> tuple[Activation, tuple[ir.Node, ...]]:
     known: dict[ir.Value | None, Sum] = {x: {(_X,): 1.0}}
     nodes: list[ir.Node] = []
     while len(nodes) < _LONGEST:
-        found = next(((n, s) for n in _readers(known) if n not in nodes and (s := _evaluate(n, known, x))), None)
+        readers = [use.node for value in known if value is not None for use in value.uses()]
+        found = next(((n, s) for n in readers if n not in nodes and (s := _evaluate(n, known, x))), None)
         if found is None:
             break
         node, result = found
@@ -45,10 +44,6 @@ def activation(x: ir.Value) -> tuple[Activation, tuple[ir.Node, ...]]:
             if name is not None:
                 return name, tuple(nodes)
     return "none", ()
-
-
-def _readers(values: Mapping[ir.Value | None, Sum]) -> list[ir.Node]:
-    return [use.node for value in values if value is not None for use in value.uses()]
 
 
 def _evaluate(node: ir.Node, known: Mapping[ir.Value | None, Sum], x: ir.Value) -> Sum | None:
@@ -81,10 +76,6 @@ def _multiply(a: Sum, b: Sum) -> Sum:
     return total
 
 
-def _scale(a: Sum, factor: float) -> Sum:
-    return {term: number * factor for term, number in a.items()}
-
-
 def _power(a: Sum, b: Sum) -> Sum | None:
     exponent = b.get((), 0.0)
     if set(b) != {()} or exponent not in (1, 2, 3):
@@ -97,7 +88,7 @@ def _power(a: Sum, b: Sum) -> Sum | None:
 
 def _divide(a: Sum, b: Sum) -> Sum | None:
     divisor = b.get((), 0.0)
-    return _scale(a, 1 / divisor) if set(b) == {()} and divisor else None
+    return _multiply(a, {(): 1 / divisor}) if set(b) == {()} and divisor else None
 
 
 def _key(a: Sum) -> tuple[Any, ...]:
@@ -112,18 +103,18 @@ def _apply(name: str, a: Sum) -> Sum:
 
 
 def _gelu(x: Sum) -> Sum:
-    return _multiply(_scale(x, 0.5), _add({(): 1.0}, _apply("erf", _scale(x, 1 / math.sqrt(2)))))
+    return _multiply(_multiply(x, {(): 0.5}), _add({(): 1.0}, _apply("erf", _multiply(x, {(): 1 / math.sqrt(2)}))))
 
 
 def _gelu_tanh(x: Sum) -> Sum:
-    cubed = _scale(_multiply(x, _multiply(x, x)), 0.044715)
-    inner = _scale(_add(x, cubed), math.sqrt(2 / math.pi))
-    return _multiply(_scale(x, 0.5), _add({(): 1.0}, _apply("tanh", inner)))
+    cubed = _multiply(_multiply(x, _multiply(x, x)), {(): 0.044715})
+    inner = _multiply(_add(x, cubed), {(): math.sqrt(2 / math.pi)})
+    return _multiply(_multiply(x, {(): 0.5}), _add({(): 1.0}, _apply("tanh", inner)))
 
 
 _OPERATORS: Mapping[str, Callable[..., Sum | None]] = {
     "Add": lambda _, a, b: _add(a, b),
-    "Sub": lambda _, a, b: _add(a, _scale(b, -1)),
+    "Sub": lambda _, a, b: _add(a, _multiply(b, {(): -1.0})),
     "Mul": lambda _, a, b: _multiply(a, b),
     "Div": lambda _, a, b: _divide(a, b),
     "Pow": lambda _, a, b: _power(a, b),
@@ -142,25 +133,21 @@ _ACTIVATIONS: Mapping[tuple[Any, ...], Activation] = {
     _key(_multiply(_IDENTITY, _apply("sigmoid", _IDENTITY))): "silu",
 }
 
-
 # --- in functions -----------------------------------------------------------------------------------------------------
 
-
-def apply(body: FunctionBody, activation: Activation, x: ir.Value) -> ir.Value:
-    """Return ``activation`` of ``x`` in ONNX's operators; before ONNX has Gelu, in the form that ONNX Runtime fuses."""
-    if activation == "relu":
-        return body.add("Relu", x)
-    if activation == "silu":
-        return body.add("Mul", x, body.add("Sigmoid", x))
-    if activation == "none":
-        return x
-    if body.opset >= _GELU_SINCE:
-        return body.add("Gelu", x) if activation == "gelu" else body.add("Gelu", x, approximate="tanh")
-    if activation == "gelu":  # x·½·(1 + erf(x/√2))
-        bent = body.add("Erf", body.add("Div", x, body.number(math.sqrt(2))))
-    else:  # x·½·(1 + tanh(√(2/π)·(x + 0.044715·x³)))
-        cubed = body.add("Mul", body.add("Pow", x, body.number(3)), body.number(0.044715))
-        bent = body.add("Mul", body.add("Add", x, cubed), body.number(math.sqrt(2 / math.pi)))
-        bent = body.add("Tanh", bent)
-    doubled = body.add("Add", bent, body.number(1))
-    return body.add("Mul", body.add("Mul", x, doubled), body.number(0.5))
+_HALVED = (
+    "one = Constant <value_float = 1.0> () half = Constant <value_float = 0.5> ()"
+    " grown = Add (bent, one) twice = Mul (Z, grown) Y = Mul (twice, half)"
+)
+# Y, the activation of Z, in ONNX's text form. Gelu is in the forms that ONNX Runtime fuses: ONNX has it since opset 20.
+FUNCTIONS: Mapping[Activation, str] = {
+    "none": "",
+    "relu": "Y = Relu (Z)",
+    "silu": "gate = Sigmoid (Z) Y = Mul (Z, gate)",
+    "gelu": f"root = Constant <value_float = {math.sqrt(2)}> () over = Div (Z, root) bent = Erf (over) {_HALVED}",
+    "gelu_tanh": (
+        "three = Constant <value_float = 3.0> () share = Constant <value_float = 0.044715> ()"
+        f" scale = Constant <value_float = {math.sqrt(2 / math.pi)}> () cubed = Pow (Z, three)"
+        f" part = Mul (cubed, share) sum = Add (Z, part) scaled = Mul (sum, scale) bent = Tanh (scaled) {_HALVED}"
+    ),
+}

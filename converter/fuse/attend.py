@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from converter.fuse.attention import Attention, Mask, SelectionMask, attention
-from converter.fuse.functions import FunctionBody, Fusing, Fusion
+from converter.fuse.functions import ROUNDED, Fusing, Fusion, chain, define, over_rows
 from converter.graph.initializers import initializer
 
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)
@@ -89,39 +89,27 @@ def _function(found: Attention, rounds: bool, opset: int, attributes: Mapping[st
     letter each for q, k and v: r for rows, h for heads; kernels/ort/attention_op.cpp registers them all.
     """
     grouped, masked = "groups" in attributes, bool(found.masks)
-    layouts = "".join("r" if each.in_rows else "h" for each in (found.q, found.k, found.v))
+    operands = dict(zip("QKV", (found.q, found.k, found.v), strict=True))
+    layouts = "".join("r" if each.in_rows else "h" for each in operands.values())
     parts = ["AttentionBf16" if rounds else "Attention", layouts, *["grouped"][:grouped], *["mask"][:masked]]
-    inputs = [ir.Value(name=name) for name in ("Q", "K", "V", *"M"[:masked])]
-    body = FunctionBody(opset)
-    q, k, v = (
-        _in_heads(body, f"heads_of_{name}" if f"heads_of_{name}" in attributes else None, value, name == "k")
-        for name, value in zip("qkv", map(body.rounded, inputs[:3]) if rounds else inputs[:3], strict=True)
-    )
-    if grouped:
-        groups = body.integers_attribute("groups")
-        k, v = body.add("Gather", k, groups, axis=1), body.add("Gather", v, groups, axis=1)
-    scores = body.add("Mul", body.add("MatMul", q, k), body.number_attribute("scale"))
-    if masked:
-        scores = body.add("Add", scores, inputs[3])
-    result = (_rounded_weights if rounds else _weights)(body, scores, v)
-    rows = body.add("Reshape", body.add("Transpose", result, perm=_HEADS_FIRST), body.integers_attribute("merged"))
-    return body.function("_".join(parts), inputs, {"Y": rows}, attributes)
-
-
-def _weights(body: FunctionBody, scores: ir.Value, v: ir.Value) -> ir.Value:
-    return body.add("MatMul", body.add("Softmax", scores, axis=-1), v)
-
-
-def _rounded_weights(body: FunctionBody, scores: ir.Value, v: ir.Value) -> ir.Value:
-    """Return softmax(scores)·V, with the exponentials rounded before they are multiplied and summed."""
-    exponentials = body.rounded(body.add("Exp", body.add("Sub", scores, body.over_rows("ReduceMax", scores))))
-    last = body.add("Constant", value_ints=[-1])
-    return body.add("Div", body.add("MatMul", exponentials, v), body.add("ReduceSum", exponentials, last))
-
-
-def _in_heads(body: FunctionBody, rows: str | None, value: ir.Value, columns_first: bool) -> ir.Value:
-    """Return an operand as [batch, heads, …]; ``rows`` names the attribute with its shape in heads if it is in rows."""
-    if rows is not None:
-        value = body.add("Reshape", value, body.integers_attribute(rows))
-        return body.add("Transpose", value, perm=_COLUMNS_FIRST if columns_first else _HEADS_FIRST)
-    return body.add("Transpose", value, perm=[0, 1, 3, 2]) if columns_first else value
+    body = ""
+    for name, operand in operands.items():
+        steps = [*ROUNDED] if rounds else []
+        if operand.in_rows:
+            order = _COLUMNS_FIRST if name == "K" else _HEADS_FIRST
+            steps += [f"Reshape (#, heads_of_{name.lower()})", f"Transpose <perm = {order}> (#)"]
+        elif name == "K":
+            steps.append("Transpose <perm = [0, 1, 3, 2]> (#)")
+        steps += ["Gather <axis = 1> (#, groups)"][: grouped and name != "Q"]
+        body += chain(name, f"{name}_heads", *steps)
+    body += chain("Q_heads", "scores", "MatMul (#, K_heads)", "Mul (#, scale)", *["Add (#, M)"][:masked])
+    if rounds:  # the exponentials, before they are multiplied and summed
+        body += chain("scores", "most", over_rows("ReduceMax", opset))
+        body += chain("scores", "powers", "Sub (#, most)", "Exp (#)", *ROUNDED)
+        body += "sum = ReduceSum (powers, last) "
+        weighted = ("MatMul (#, V_heads)", "Div (#, sum)")
+    else:
+        weighted = ("Softmax <axis = -1> (#)", "MatMul (#, V_heads)")
+    merge = (f"Transpose <perm = {_HEADS_FIRST}> (#)", "Reshape (#, merged)")
+    body += chain("powers" if rounds else "scores", "Y", *weighted, *merge)
+    return define("_".join(parts), [*"QKV", *"M"[:masked]], ["Y"], attributes, opset, body)

@@ -32,8 +32,7 @@ _LONGEST = 8  # nodes between a product and its Softmax, at most
 
 @dataclass(frozen=True, slots=True)
 class SelectionMask:
-    """A mask that selects: where ``condition`` equals ``hides``, ``number`` replaces a score, which then has no
-    weight."""
+    """A mask that selects: ``number`` replaces a score, which then has no weight, where ``condition`` is ``hides``."""
 
     condition: ir.Value
     hides: bool
@@ -76,7 +75,8 @@ def attention(softmax: ir.Node) -> Attention | None:
     if traced is None or merged is None:
         return None
     product, values = traced.product, merged[0]
-    q, k, v = Operand.of(product.inputs[0]), _columns_first(product.inputs[1]), Operand.of(values.inputs[1])
+    q, v = Operand.of(product.inputs[0]), Operand.of(values.inputs[1])
+    k = Operand.of(product.inputs[1], columns_first=True)
     if q is None or k is None or v is None:
         return None
     k, v = k.ungrouped(), v.ungrouped()
@@ -210,26 +210,29 @@ class Operand:
     shared: int = 1
 
     @classmethod
-    def of(cls, value: ir.Value | None) -> Operand | None:
-        """Trace ``value`` [batch, heads, rows, columns] back through moves and factors; or return None."""
-        value, scale = _unscaled(value)
-        found = None if value is None else cls._split(value, known_shape(value), (0, 1, 2, 3), scale)
-        view = _before_transpose(value, [0, 2, 1, 3])
-        return found if found is None or view is None else found._in_rows_of(view) or found
+    def of(cls, value: ir.Value | None, *, columns_first: bool = False) -> Operand | None:
+        """Trace ``value`` [batch, heads, rows, columns] back through moves and factors; or return None.
 
-    @classmethod
-    def _split(cls, value: ir.Value, shape: Sequence[Dim] | None, axes: Sequence[int], scale: float) -> Operand | None:
-        """Return the operand ``value``, the axes of whose ``shape`` are batch, heads, rows and columns; or None."""
-        if shape is None or len(shape) != len(axes):
+        With ``columns_first``, ``value`` is the operand's transpose [batch, heads, columns, rows].
+        """
+        value, scale = _unscaled(value)
+        if columns_first and (transposed := _before_transpose(value, [0, 1, 3, 2])) is not None:
+            found = cls.of(transposed)
+            return None if found is None else replace(found, scale=scale * found.scale)
+        shape = known_shape(value)
+        if value is None or shape is None or len(shape) != _RANK:
             return None
-        batch, heads, rows, columns = (shape[axis] for axis in axes)
+        batch, heads, *last = shape
+        rows, columns = reversed(last) if columns_first else last
         if not isinstance(heads, int) or not isinstance(columns, int) or 0 in (heads, columns):
             return None
-        return cls(value, False, batch, heads, rows, columns, scale)
+        found = cls(value, False, batch, heads, rows, columns, scale)
+        view = _before_transpose(value, [0, 2, 3, 1] if columns_first else [0, 2, 1, 3])
+        in_rows = None if view is None else found._in_rows_of(view)
+        return in_rows if columns_first else in_rows or found
 
     def _in_rows_of(self, view: ir.Value) -> Operand | None:
-        """Return this operand, read from the rows that ``view`` [batch, rows, heads, columns] splits into heads;
-        or None."""
+        """Return this operand read from the rows that ``view`` [batch, rows, heads, columns] splits; or None."""
         producer = _producer(view, "Reshape")
         if producer is None:
             return None
@@ -242,8 +245,7 @@ class Operand:
         return replace(self, value=rows, in_rows=True, scale=self.scale * scale)
 
     def ungrouped(self) -> Operand:
-        """Return this operand without the Unsqueeze or Reshape, Expand and Reshape that repeat each head for a
-        group."""
+        """Return this operand without the Unsqueeze or Reshape, Expand and Reshape that repeat heads for groups."""
         merged = _producer(self.value, "Reshape")
         repeated = None if merged is None else _producer(merged.inputs[0], "Expand")
         single = None if repeated is None else repeated.inputs[0]
@@ -261,17 +263,6 @@ class Operand:
             return self
         found = Operand.of(source) if same_dim(wide[0], shape[0]) and same_dim(wide[3], shape[2]) else None
         return self if found is None else replace(found, scale=self.scale * found.scale, shared=shared)
-
-
-def _columns_first(value: ir.Value | None) -> Operand | None:
-    """Return the operand whose transpose [batch, heads, columns, rows] is ``value``."""
-    value, scale = _unscaled(value)
-    transposed, view = _before_transpose(value, [0, 1, 3, 2]), _before_transpose(value, [0, 2, 3, 1])
-    if transposed is not None:
-        found = Operand.of(transposed)
-        return None if found is None else replace(found, scale=scale * found.scale)
-    split = None if view is None else Operand._split(view, known_shape(value), (0, 1, 3, 2), scale)
-    return None if split is None or view is None else split._in_rows_of(view)
 
 
 def _producer(value: ir.Value | None, op: str) -> ir.Node | None:

@@ -102,9 +102,8 @@ def beside(unfused: onnx.ModelProto, fused: onnx.ModelProto) -> tuple[onnx.Model
     both.ir_version = max(unfused.ir_version, fused.ir_version)
     own = {opset.domain for opset in unfused.opset_import}
     both.opset_import.extend(opset for opset in fused.opset_import if opset.domain not in own)
-    types = {
-        value.name: value.type.tensor_type.elem_type for value in (*unfused.graph.value_info, *unfused.graph.output)
-    }
+    typed = (*unfused.graph.value_info, *unfused.graph.output)
+    types = {value.name: value.type.tensor_type.elem_type for value in typed}
     del both.graph.output[:]
     for name in compared:
         for each in (name, _PREFIX + name):
@@ -122,10 +121,8 @@ def excess_of(reference: Array, candidate: Array, typical: float = 5e-6) -> floa
     if reference.size != candidate.size:
         return math.inf
     wide, other = reference.astype(np.float64), candidate.astype(np.float64).reshape(reference.shape)
-    known = ~np.isnan(wide)
-    wide, other = np.where(known, wide, 0.0), np.where(known, other, 0.0)
-    finite = np.isfinite(wide)
-    if not np.array_equal(wide[~finite], other[~finite]) or not np.isfinite(other[finite]).all():
+    finite, infinite = np.isfinite(wide), np.isinf(wide)  # NaN is neither
+    if not np.array_equal(wide[infinite], other[infinite]) or not np.isfinite(other[finite]).all():
         return math.inf
     wide, other = np.where(finite, wide, 0.0), np.where(finite, other, 0.0)
     squares, errors, axes = wide**2, (other - wide) ** 2, range(wide.ndim)
@@ -163,8 +160,7 @@ def _blamed(fusions: Sequence[Fusion], error: RuntimeFailure) -> dict[str, str]:
 
 
 def variants(inputs: Sequence[TensorSpec], feeds: Sequence[Feeds]) -> Iterator[Feeds]:
-    """Yield some of ``feeds`` as they are, then the largest with other masks, then it with dimensions cut to odd sizes
-    and to 1.
+    """Yield some of ``feeds``, then the largest with other masks, then it with dimensions cut to odd sizes and to 1.
 
     An input of integers or booleans whose values are 0 and 1 only is taken for a mask. Masks are drawn at random, then
     hide what is on the left, on the right, and all. Sizes are cut by the names of ``inputs``. The model may refuse a
@@ -192,10 +188,9 @@ def _is_mask(array: Array) -> bool:
 
 
 def _cuts(inputs: Sequence[TensorSpec], feed: Feeds) -> Iterator[dict[str, int]]:
-    """Yield odd sizes of all free dimensions on which ``feed`` agrees, then 1 for each of them."""
-    pairs = {(dim, size) for spec in inputs for dim, size in zip(spec.shape, feed[spec.name].shape, strict=True)}
-    free = sorted((dim, size) for dim, size in pairs if isinstance(dim, str))
-    sizes = {dim: size for dim, size in free if [name for name, _ in free].count(dim) == 1}
+    """Yield odd sizes of all free dimensions of ``feed``, then 1 for each of them."""
+    pairs = [(dim, size) for spec in inputs for dim, size in zip(spec.shape, feed[spec.name].shape, strict=True)]
+    sizes = {dim: size for dim, size in pairs if isinstance(dim, str)}
     odd = {dim: size - 1 - size % 2 for dim, size in sizes.items() if size > 2}
     yield from [odd] if odd else []
     yield from ({dim: 1} for dim, size in sizes.items() if size > 1)

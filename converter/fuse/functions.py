@@ -1,6 +1,7 @@
 """What all fusions share: the graph while they are carried out, and the functions that define the kernel's operators.
 
-Each variant of an operator that a graph uses has its own name and a model-local function in ONNX's operators.
+Each variant of an operator that a graph uses has its own name and a model-local function in ONNX's operators, written
+in ONNX's text form.
 (Overloads of one function work in ONNX Runtime, but not everywhere: onnx 1.23's evaluator silently takes the last one
 for all.) If the kernel's library is not registered, ONNX Runtime inlines the function and folds the weight to fp32 at
 load. The results are the same within fp32 rounding, with the memory that fp32 takes.
@@ -12,14 +13,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import onnx.parser
 import onnx_ir as ir
 
 from bf16kit.numerics.panels import WIDTH
 from bf16kit.runtime.ort.kernel import DOMAIN
 from converter.graph.names import FreshNames, all_value_names
 
+ROUNDED = ("Cast <to = 16> (#)", "Cast <to = 1> (#)")  # ONNX Runtime keeps both casts (held by a test)
 _REDUCTION_AXES_SINCE = 18  # from this opset on, the axes are an input of ReduceMax and ReduceMean
-_FLOAT, _BFLOAT16 = int(ir.DataType.FLOAT), int(ir.DataType.BFLOAT16)
 
 Kind = Literal["attention", "normalisation", "lookup", "product"]
 Dims = ir.Shape | Sequence[int | ir.SymbolicDim | str | None] | None
@@ -51,10 +53,10 @@ class Fusing:
     """
 
     model: ir.Model
-    narrow: Collection[str]
-    panels: Mapping[str, int]
-    rounding: Collection[str]
-    refused: Collection[str]
+    narrow: Collection[str] = ()
+    panels: Mapping[str, int] = field(default_factory=dict)
+    rounding: Collection[str] = ()
+    refused: Collection[str] = ()
     anchor: str = ""
     functions: dict[str, ir.Function] = field(default_factory=dict)
     made: dict[object, ir.Value] = field(default_factory=dict)
@@ -67,11 +69,9 @@ class Fusing:
         return self._fresh.make(name)
 
     def insert(self, node: ir.Node, before: ir.Node, name: str, kind: ir.TypeProtocol | None, shape: Dims) -> ir.Value:
-        """Insert ``node`` before another and return its output; both get fresh names made from ``name``."""
-        node.name = self.fresh(name)
-        output = node.outputs[0]
-        output.name, output.type = self.fresh(name), kind
-        output.shape = None if shape is None else ir.Shape(shape)
+        """Insert ``node`` before another and return its output; both get a fresh name made from ``name``."""
+        output, node.name = node.outputs[0], self.fresh(name)
+        output.name, output.type, output.shape = node.name, kind, None if shape is None else ir.Shape(shape)
         self.graph.insert_before(before, node)
         return output
 
@@ -140,7 +140,7 @@ def panel_form(n: int) -> str:
 
 
 def panel_shapes(k: int, n: int) -> dict[str, list[int]]:
-    """Return the int64 lists from which :meth:`FunctionBody.matrix` makes a matrix of [k, n], by name.
+    """Return the int64 lists with which a function makes a matrix of [k, n] from its panels, by name.
 
     They are attributes that only the function reads: functions cannot compute sizes.
     """
@@ -153,68 +153,32 @@ def panel_shapes(k: int, n: int) -> dict[str, list[int]]:
     return {"parts": [k * whole, k * rest], "panels": [panels, k, WIDTH], "whole": [k, whole], "tail": [k, rest]}
 
 
-class FunctionBody:
-    """The nodes of a function in the operators of ``opset``, 13 or newer, each output with a name."""
+def define(
+    op_type: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Mapping[str, Any], opset: int, body: str
+) -> ir.Function:
+    """Return the function of the kernel's operator ``op_type``, whose nodes have ``attributes`` such as these.
 
-    def __init__(self, opset: int) -> None:
-        self.opset = opset
-        self.nodes: list[ir.Node] = []
+    ``body`` is in ONNX's text form, in operators of ``opset``, 13 or newer. An attribute that a node reads as its last
+    operand is there by its name, and so is ``last``, the last dimension.
+    """
+    read = {name: value for name, value in attributes.items() if f", {name})" in body}
+    kinds = {name: "ints" if isinstance(value, list) else "float" for name, value in read.items()}
+    nodes = [f"{name} = Constant <value_{kind}: {kind} = @{name}> ()" for name, kind in kinds.items()]
+    nodes += ["last = Constant <value_ints = [-1]> ()"] if ", last)" in body else []
+    heads = f'<domain: "{DOMAIN}", opset_import: ["": {opset}]> {op_type} <{", ".join(attributes)}>'
+    text = f"{heads} ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(nodes)} {body} }}"
+    return ir.serde.deserialize_function(onnx.parser.parse_function(text))
 
-    def add(self, op: str, *inputs: ir.Value, outputs: int = 1, **attributes: Any) -> ir.Value:
-        """Add a node and return its first output."""
-        node = ir.node(op, list(inputs), attributes, num_outputs=outputs)
-        self.nodes.append(node)
-        for index, output in enumerate(node.outputs):
-            output.name = f"t{len(self.nodes)}_{index}"
-        return node.outputs[0]
 
-    def number(self, value: float) -> ir.Value:
-        return self.add("Constant", value_float=float(value))
+def chain(value: str, result: str, *steps: str) -> str:
+    """Return nodes that apply ``steps`` to ``value`` in turn; # in each is what it reads. The last gives ``result``."""
+    names = [value, *(f"{result}_{place}" for place in range(1, len(steps))), result]
+    taken = zip(steps or ("Identity (#)",), names, names[1:], strict=False)
+    return "".join(f"{after} = {step.replace('#', before)} " for step, before, after in taken)
 
-    def integers_attribute(self, attribute: str) -> ir.Value:
-        """Return the integer list that the caller passes as ``attribute``."""
-        return self.add("Constant", value_ints=ir.RefAttr("value_ints", attribute, ir.AttributeType.INTS))
 
-    def number_attribute(self, attribute: str) -> ir.Value:
-        """Return the number that the caller passes as ``attribute``."""
-        return self.add("Constant", value_float=ir.RefAttr("value_float", attribute, ir.AttributeType.FLOAT))
-
-    def rounded(self, x: ir.Value) -> ir.Value:
-        """Return ``x`` rounded to bf16 (to nearest, ties to even) and widened again.
-
-        ONNX Runtime keeps the two casts, because the second does not restore the first one's input (held by a test).
-        """
-        return self.add("Cast", self.add("Cast", x, to=_BFLOAT16), to=_FLOAT)
-
-    def over_rows(self, op: str, x: ir.Value) -> ir.Value:
-        """Apply ``op``, ReduceMax or ReduceMean, to ``x`` over its last dimension, which stays with size 1."""
-        if self.opset >= _REDUCTION_AXES_SINCE:
-            return self.add(op, x, self.add("Constant", value_ints=[-1]), keepdims=1)
-        return self.add(op, x, axes=[-1], keepdims=1)
-
-    def matrix(self, weight: ir.Value, attributes: Mapping[str, str]) -> ir.Value:
-        """Return the matrix [k, n] of ``weight``, k·n elements in panels; ``attributes`` names its panel shapes'."""
-        lists = {name: self.integers_attribute(attribute) for name, attribute in attributes.items()}
-        if "panels" not in lists:
-            return self.add("Reshape", weight, lists["matrix"])
-        if "parts" not in lists:
-            return self._whole(weight, lists["panels"], lists["matrix"])
-        panels = self.add("Split", weight, lists["parts"], outputs=2, axis=0)
-        last = self.nodes[-1].outputs[1]
-        whole = self._whole(panels, lists["panels"], lists["whole"])
-        return self.add("Concat", whole, self.add("Reshape", last, lists["tail"]), axis=1)
-
-    def _whole(self, weight: ir.Value, panels: ir.Value, matrix: ir.Value) -> ir.Value:
-        """Return [P, k, 32] → [k, P, 32] → [k, 32·P]."""
-        turned = self.add("Transpose", self.add("Reshape", weight, panels), perm=[1, 0, 2])
-        return self.add("Reshape", turned, matrix)
-
-    def function(
-        self, op_type: str, inputs: Sequence[ir.Value], outputs: Mapping[str, ir.Value], attributes: Iterable[str]
-    ) -> ir.Function:
-        """Return the nodes as the function of the kernel's operator ``op_type``, whose nodes have ``attributes``."""
-        for name, output in outputs.items():
-            output.name = name
-        graph = ir.Graph(inputs, list(outputs.values()), nodes=self.nodes, opset_imports={"": self.opset}, name=op_type)
-        declared = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in attributes]
-        return ir.Function(DOMAIN, op_type, graph=graph, attributes=declared)
+def over_rows(op_type: str, opset: int) -> str:
+    """Return the step of :func:`chain` that reduces the last dimension to size 1."""
+    if opset >= _REDUCTION_AXES_SINCE:
+        return f"{op_type} <keepdims = 1> (#, last)"
+    return f"{op_type} <axes = [-1], keepdims = 1> (#)"

@@ -2,26 +2,35 @@
 
 A fusion is found and rewritten at the same moment, on the same graph: the next one sees what is left. Attention comes
 first, because a normalisation may read its result, and products last, because their epilogues end where others begin.
+Graphs for other devices, which read matrices, put the weights in panels together again instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
+from bf16kit.artifact.manifest import TensorEntry
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
+from bf16kit.numerics.panels import WIDTH
 from bf16kit.runtime.ort.kernel import DOMAIN
 from converter.fuse.attend import attend
 from converter.fuse.functions import Fusing, Fusion
 from converter.fuse.multiply import groups, join, look_up, multiply
 from converter.fuse.norms import normalise
 from converter.fuse.products import panelled_weights
-from converter.graph.initializers import const_dims
+from converter.graph.initializers import const_dims, initializer
+from converter.graph.types import Step
 
+BFLOAT16 = ir.DataType.BFLOAT16
+PUT_TOGETHER = frozenset({"Concat", "Reshape", "Transpose"})  # the operators that put panels together
+_SIZE = 2  # bytes of a bfloat16
 _VERSION = 1  # of the kernel's domain
 _OLDEST_IR = 8  # the first IR version with functions in a model
 _FUSIONS: tuple[Callable[[Fusing, ir.Node], Fusion | None], ...] = (attend, normalise, look_up, multiply)
@@ -105,3 +114,79 @@ def _flatten(graph: ir.Graph, panels: Collection[str]) -> None:
         if len(domains) > 1:
             raise ConversionError(f"weight {name!r}, stored in panels, is read by the kernel and by another node")
         weight.shape = ir.Shape((math.prod(const_dims(weight)),))
+
+
+# --- panels put together again ----------------------------------------------------------------------------------------
+
+
+class Unpanel(Step):
+    """Make every reader of a matrix that is stored in panels read the matrix put together from them.
+
+    The initializer becomes the panels as the file holds them, ``[P, K, 32]``. A narrower last panel becomes an
+    initializer of its own, ``[K, N mod 32]``, of the bytes after them. A Transpose, a Reshape and, with a narrower
+    panel, a Concat compute the matrix. They only move constants, so ONNX Runtime runs them once, at load. The file's
+    bytes are declared in their own shape. A flat tensor would need a Split and a Reshape, which each copy every weight.
+
+    ``stored`` says how each tensor is stored. Afterwards ``declared`` holds the external tensors to write, by
+    initializer name. Initializers that are no matrices, because something reads the panels themselves, stay as they
+    are.
+
+    Requires: matrices stored in panels have their logical shape, and bf16.
+    """
+
+    name = "put panels together"
+
+    def __init__(self, stored: Mapping[str, TensorEntry]) -> None:
+        super().__init__()
+        self._panelled = {name: entry for name, entry in stored.items() if entry.panels is not None}
+        self.declared: dict[str, ir.ExternalTensor] = {}
+
+    def apply(self, model: ir.Model) -> bool:
+        self.declared.clear()
+        found = [(value, self._panelled.get(name)) for name, value in model.graph.initializers.items()]
+        matrices = [(v, e) for v, e in found if e and v.shape is not None and len(v.shape) == 2 and v.uses()]
+        if not matrices:  # the graph may have no nodes
+            return False
+        graph, first = Fusing(model), model.graph[0]
+        for value, entry in matrices:
+            readers = tuple(value.uses())
+            matrix = self._matrix(value, entry, graph, first)
+            for use in readers:
+                use.node.replace_input_with(use.idx, matrix)
+        return True
+
+    def _matrix(self, value: ir.Value, entry: TensorEntry, graph: Fusing, first: ir.Node) -> ir.Value:
+        """Return the matrix of ``entry``, computed from ``value``, which becomes the panels as the file holds them."""
+        columns_first = entry.panels == 0  # [N, K]: a panel holds [w, K] transposed
+        k, n = entry.shape[::-1] if columns_first else entry.shape
+        count, tail = divmod(n, WIDTH)
+
+        def add(op: str, inputs: Sequence[ir.Value], shape: Sequence[int], **attributes: Any) -> ir.Value:
+            node, name = ir.node(op, inputs, attributes), f"{inputs[0].name}/{op.lower()}"
+            return graph.insert(node, first, name, ir.TensorType(BFLOAT16), shape)
+
+        def turned(narrow: ir.Value, columns: int) -> ir.Value:
+            return add("Transpose", [narrow], (columns, k), perm=[1, 0]) if columns_first else narrow
+
+        own = (count, k, WIDTH) if count else (k, tail)
+        value.const_value, value.shape = self._part(value.name or "", entry, 0, own), ir.Shape(own)
+        if count == 0:
+            return turned(value, n)
+        perm, moved = ([0, 2, 1], (count, WIDTH, k)) if columns_first else ([1, 0, 2], (k, count, WIDTH))
+        shape = (count * WIDTH, k) if columns_first else (k, count * WIDTH)
+        if shape not in graph.made:  # equal shapes share one constant
+            name = graph.fresh(f"shape/{'x'.join(map(str, shape))}")
+            graph.made[shape] = initializer(graph.graph, name, ir.tensor(np.array(shape, np.int64), name=name))
+        whole = add("Reshape", [add("Transpose", [value], moved, perm=perm), graph.made[shape]], shape)
+        if tail == 0:
+            return whole
+        name = graph.fresh(f"{value.name}/last")
+        last = initializer(graph.graph, name, self._part(name, entry, count * k * WIDTH, (k, tail)))
+        return add("Concat", [whole, turned(last, tail)], entry.shape, axis=entry.panels)
+
+    def _part(self, name: str, entry: TensorEntry, first: int, shape: Sequence[int]) -> ir.ExternalTensor:
+        """Return the elements of ``entry`` from ``first`` on, as its file holds them, declared to have ``shape``."""
+        offset, length = entry.offset + _SIZE * first, _SIZE * math.prod(shape)
+        part = ir.ExternalTensor(entry.file, offset, length, BFLOAT16, shape=ir.Shape(shape), name=name)
+        self.declared[name] = part
+        return part

@@ -8,25 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
 from bf16kit.runtime.ort.kernel import DOMAIN
-from converter.fuse.activations import Activation, activation, apply
+from converter.fuse.activations import FUNCTIONS, Activation, activation
 from converter.fuse.functions import (
-    FunctionBody,
+    ROUNDED,
     Fusing,
     Fusion,
+    chain,
+    define,
     panel_form,
     panel_shapes,
     rounds_activations,
 )
 from converter.fuse.products import Layout, Product, gathers_rows, product, readers, takes_bias
-from converter.graph.initializers import const, const_dims, dims, initializer, only_reader
+from converter.graph.initializers import const_dims, initializer, only_reader
 
 _FLOAT, _INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 _MOST = 3  # products in one node
 _JOINABLE = frozenset({"MatMul_panels", "MatMul_panels_bias", "MatMulBf16_panels", "MatMulBf16_panels_bias"})
+# How a function makes M, the matrix [k, n], of W, by the form of the weight.
+_MATRICES = {
+    "panels": (
+        "A{s} = Reshape (W{s}, panels{s}) T{s} = Transpose <perm = [1, 0, 2]> (A{s}) M{s} = Reshape (T{s}, matrix{s}) "
+    ),
+    "panels_narrow": "M{s} = Reshape (W{s}, matrix{s}) ",
+    "panels_tail": (
+        "F{s}, L{s} = Split <axis = 0> (W{s}, parts{s}) A{s} = Reshape (F{s}, panels{s})"
+        " T{s} = Transpose <perm = [1, 0, 2]> (A{s}) H{s} = Reshape (T{s}, whole{s}) R{s} = Reshape (L{s}, tail{s})"
+        " M{s} = Concat <axis = 1> (H{s}, R{s}) "
+    ),
+    "transposed": "M{s} = Transpose <perm = [1, 0]> (W{s}) ",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +63,15 @@ class ProductVariant:
     def op_type(self) -> str:
         """The operator's name, as ``MatMul_panels_tail_bias_relu``; kernels/ort/operators.cpp registers them all."""
         count = str(len(self.columns)) if len(self.columns) > 1 else ""
-        form = panel_form(self.columns[0]) if self.layout == "panels" else self.layout
-        activation = [] if self.activation == "none" else [self.activation]
-        return "_".join([f"MatMul{count}{'Bf16' if self.rounds else ''}", form, *["bias"][: self.bias], *activation])
+        parts = [f"MatMul{count}{'Bf16' if self.rounds else ''}", self._form(self.columns[0]), *["bias"][: self.bias]]
+        return "_".join([*parts, *([] if self.activation == "none" else [self.activation])])
+
+    def _form(self, n: int) -> str:
+        return panel_form(n) if self.layout == "panels" else self.layout
 
     @property
     def _suffixes(self) -> list[str]:
         return [str(place) for place in range(1, len(self.columns) + 1)] if len(self.columns) > 1 else [""]
-
-    def _lists(self, n: int) -> dict[str, list[int]]:
-        return panel_shapes(self.k, n) if self.layout == "panels" else {}
 
     def attributes(self) -> dict[str, int | str | list[int]]:
         """Return a node's attributes: ``k``, ``n``, or ``n1`` and so on, and lists that only the function reads."""
@@ -65,25 +80,22 @@ class ProductVariant:
             found[f"n{suffix}"] = n
             if not suffix:
                 found |= {"layout": self.layout, "activation": self.activation}
-            found |= {f"{name}{suffix}": sizes for name, sizes in self._lists(n).items()}
+            lists = panel_shapes(self.k, n) if self.layout == "panels" else {}
+            found |= {f"{name}{suffix}": sizes for name, sizes in lists.items()}
         return found
 
     def function(self, opset: int) -> ir.Function:
         """Return the function: X [..., k], the weights W (k·n in panels, or [n, k]), the biases B [n] → Y [..., n]."""
-        x, suffixes = ir.Value(name="X"), self._suffixes
-        weights = [ir.Value(name=f"W{suffix}") for suffix in suffixes]
-        biases = [ir.Value(name=f"B{suffix}") for suffix in suffixes if self.bias]
-        body, outputs = FunctionBody(opset), {}
-        rows = body.rounded(x) if self.rounds else x
-        for place, (suffix, weight, n) in enumerate(zip(suffixes, weights, self.columns, strict=True)):
-            if self.layout == "transposed":
-                matrix = body.add("Transpose", weight, perm=[1, 0])
-            else:
-                matrix = body.matrix(weight, {name: f"{name}{suffix}" for name in self._lists(n)})
-            result = body.add("MatMul", rows, body.add("Cast", matrix, to=int(_FLOAT)))
-            result = body.add("Add", result, biases[place]) if self.bias else result
-            outputs[f"Y{suffix}"] = apply(body, self.activation, result)
-        return body.function(self.op_type, [x, *weights, *biases], outputs, self.attributes())
+        body, rows = (chain("X", "rows", *ROUNDED), "rows") if self.rounds else ("", "X")
+        activated = "Z" if FUNCTIONS[self.activation] else "Y"
+        for s, n in zip(self._suffixes, self.columns, strict=True):
+            body += _MATRICES[self._form(n)].format(s=s)
+            product = f"P{s}" if self.bias else f"{activated}{s}"
+            body += f"C{s} = Cast <to = 1> (M{s}) {product} = MatMul ({rows}, C{s}) "
+            body += f"{activated}{s} = Add (P{s}, B{s}) " if self.bias else ""
+        inputs = ["X", *(f"{name}{s}" for name in ("WB" if self.bias else "W") for s in self._suffixes)]
+        outputs, body = [f"Y{s}" for s in self._suffixes], body + FUNCTIONS[self.activation]
+        return define(self.op_type, inputs, outputs, self.attributes(), opset, body)
 
 
 def multiply(fusing: Fusing, node: ir.Node) -> Fusion | None:
@@ -97,25 +109,19 @@ def multiply(fusing: Fusing, node: ir.Node) -> Fusion | None:
     layout = None if found is None else found.layout(fusing.panels)
     if found is None or layout is None or _read_by_refused(fusing, found.weight):
         return None
-    after, n, pixel = epilogue(found), found.n, node.op_type == "Conv"
+    after, n, pixel, rounds = epilogue(found), found.n, node.op_type == "Conv", node.name in fusing.rounding
+    biases = [] if after.bias is None else [after.bias]
     variant = ProductVariant(
-        layout=layout,
-        k=found.k,
-        columns=(n,),
-        bias=after.bias is not None,
-        activation=after.activation,
-        rounds=node.name in fusing.rounding,
+        layout=layout, k=found.k, columns=(n,), bias=bool(biases), activation=after.activation, rounds=rounds
     )
     if layout == "transposed":  # the shape that the weight has in its file; a Conv's has more dimensions
         found.weight.shape = ir.Shape((n, found.k))
-    inputs = [_rows(fusing, found) if pixel else node.inputs[0], found.weight]
-    if after.bias is not None:
-        inputs.append(_bias(fusing, found, after.bias))
+    inputs = [_rows(fusing, found) if pixel else node.inputs[0], found.weight, *biases]
     made = fusing.operator(variant.function(fusing.opset), inputs, variant.attributes(), node, node.name)
     result = output = made.outputs[0]
     if pixel or after.reshape is not None:  # the output is a value that the graph did not have
         output.name, output.type = fusing.fresh(f"{node.name}/product"), node.outputs[0].type
-        output.shape = ir.Shape((*_batch(found), n)) if pixel else node.outputs[0].shape
+        output.shape = ir.Shape(((node.outputs[0].shape or [None])[0], n)) if pixel else node.outputs[0].shape
     if pixel:
         result = _image(fusing, found, output)
     if after.reshape is not None:  # it stays, and gives the activation's result
@@ -128,24 +134,10 @@ def _read_by_refused(fusing: Fusing, weight: ir.Value) -> bool:
     return any(reader.name in fusing.refused for reader in readers(weight))
 
 
-def _bias(fusing: Fusing, found: Product, bias: ir.Value) -> ir.Value:
-    if len(const_dims(bias)) <= 1:
-        return bias
-    columns = initializer(fusing.graph, fusing.fresh(f"{found.node.name}/columns"), ir.tensor([found.n]))
-    node = ir.node("Reshape", [bias, columns])
-    return fusing.insert(node, found.node, f"{found.node.name}/bias", bias.type, (found.n,))
-
-
-def _batch(found: Product) -> tuple[int | ir.SymbolicDim | None]:
-    """Return the first dimension of a Conv's output, as far as it is known."""
-    shape = found.node.outputs[0].shape
-    return (None if shape is None else shape[0],)
-
-
 def _rows(fusing: Fusing, found: Product) -> ir.Value:
     """Return the single pixels of a Conv, one row each."""
     flat = ir.node("Flatten", [found.node.inputs[0]], attributes={"axis": 1})
-    shape = (*_batch(found), found.k)
+    shape = (found.node.outputs[0].shape or [None])[0], found.k
     return fusing.insert(flat, found.node, f"{found.node.name}/flatten", found.node.outputs[0].type, shape)
 
 
@@ -180,10 +172,10 @@ def epilogue(product: Product) -> Epilogue:
     """Return the longest epilogue of ``product``: the nodes up to the first value that others read too."""
     result, bias = product.node.outputs[0], product.bias
     nodes: list[ir.Node] = []
-    add = None if bias is not None or product.node.op_type == "Conv" else _add(product.node, product.n)
-    if add is not None:
-        bias = add.inputs[1] if add.inputs[0] is result else add.inputs[0]
-        result = add.outputs[0]
+    add = None if bias is not None or product.node.op_type == "Conv" else only_reader(result)
+    added = next((v for v in add.inputs if takes_bias(v, product.n)), None) if add and add.op_type == "Add" else None
+    if add is not None and added is not None:
+        bias, result = added, add.outputs[0]
         nodes.append(add)
     reshape = None
     function, activated = activation(result)
@@ -196,30 +188,17 @@ def epilogue(product: Product) -> Epilogue:
     return Epilogue(bias, function, (*nodes, *activated), result, reshape)
 
 
-def _add(product: ir.Node, columns: int) -> ir.Node | None:
-    """Return the Add of a bias, if it alone reads the output of ``product`` and adds no dimension."""
-    given = product.outputs[0]
-    node = only_reader(given)
-    if node is None or node.op_type != "Add":
-        return None
-    bias = node.inputs[1] if node.inputs[0] is given else node.inputs[0]
-    tensor = const(bias)
-    rank = 1 if given.shape is None else len(given.shape)
-    return node if takes_bias(bias, columns) and tensor is not None and len(dims(tensor)) <= rank else None
-
-
 # --- products of the same activations ---------------------------------------------------------------------------------
 
 
 def groups(graph: ir.Graph) -> list[list[ir.Node]]:
     """Return the products that may be joined, two or three at a time, by what they read; in graph order.
 
-    Not joined: products with an activation, with a weight that is not in whole panels, or with a bias of several
-    dimensions, which a node reshapes.
+    Not joined: products with an activation, or with a weight that is not in whole panels.
     """
     alike: dict[tuple[ir.Value | None, str], list[ir.Node]] = {}
     for node in graph:
-        if node.domain == DOMAIN and node.op_type in _JOINABLE and all(map(const, node.inputs[1:])):
+        if node.domain == DOMAIN and node.op_type in _JOINABLE:
             alike.setdefault((node.inputs[0], node.op_type), []).append(node)
     found = [nodes[first : first + _MOST] for nodes in alike.values() for first in range(0, len(nodes), _MOST)]
     return [group for group in found if len(group) > 1]
@@ -260,19 +239,18 @@ def look_up(fusing: Fusing, node: ir.Node) -> Fusion | None:
     if indices is not None and indices.dtype != _INT64:
         cast = ir.node("Cast", [indices], {"to": int(_INT64)})
         indices = fusing.insert(cast, node, f"{node.name}/indices", ir.TensorType(_INT64), indices.shape)
-    function, sizes = _lookup_function(k, n, fusing.opset), {"k": k, "n": n, **panel_shapes(k, n)}
-    made = fusing.operator(function, [indices, table], sizes, node, node.name)
+    sizes = {"k": k, "n": n, **panel_shapes(k, n)}
+    made = fusing.operator(_lookup_function(n, sizes, fusing.opset), [indices, table], sizes, node, node.name)
     return fusing.replace("lookup", node, [node], made, {node.outputs[0]: made.outputs[0]})
 
 
-def _lookup_function(k: int, n: int, opset: int) -> ir.Function:
+def _lookup_function(n: int, sizes: dict[str, Any], opset: int) -> ir.Function:
     """Return the function I int64 [...], from -n to n - 1, W (k·n in panels) → Y [..., k].
 
     Rows are looked up before they are widened, so that the table which ONNX Runtime folds at load is bf16.
     kernels/ort/operators.cpp has an operator for each form of panels.
     """
-    indices, weight = ir.Value(name="I"), ir.Value(name="W")
-    body, lists = FunctionBody(opset), panel_shapes(k, n)
-    table = body.add("Transpose", body.matrix(weight, {name: name for name in lists}), perm=[1, 0])
-    rows = body.add("Cast", body.add("Gather", table, indices, axis=0), to=int(_FLOAT))
-    return body.function(f"Gather_{panel_form(n)}", [indices, weight], {"Y": rows}, ("k", "n", *lists))
+    form = panel_form(n)
+    body = _MATRICES[form].format(s="")
+    body += chain("M", "Y", "Transpose <perm = [1, 0]> (#)", "Gather <axis = 0> (#, I)", "Cast <to = 1> (#)")
+    return define(f"Gather_{form}", ["I", "W"], ["Y"], sizes, opset, body)

@@ -6,12 +6,11 @@ operator takes five times as long as the two apart.) RMS normalisation is an ope
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.fuse.functions import FunctionBody, Fusing, Fusion
+from converter.fuse.functions import Fusing, Fusion, chain, define, over_rows
 from converter.graph.initializers import (
     const,
     const_dims,
@@ -61,15 +60,9 @@ def normalise(fusing: Fusing, node: ir.Node) -> Fusion | None:
     last, gives_sum = found.nodes[-1], found.gives_sum
     nodes = found.nodes if found.add is None else (found.add, *found.nodes)
     operands = [found.x] if found.add is None else [*found.add.inputs]
-    weights = [found.scale, *([] if found.bias is None else [found.bias])]
-    made = fusing.operator(
-        _function(found, gives_sum, fusing.opset),
-        [*operands, *weights],
-        {"epsilon": found.epsilon},
-        nodes[0],
-        last.name,
-        outputs=2 if gives_sum else 1,
-    )
+    inputs = [*operands, found.scale, *([] if found.bias is None else [found.bias])]
+    defined, sizes = _function(found, gives_sum, fusing.opset), {"epsilon": found.epsilon}
+    made = fusing.operator(defined, inputs, sizes, nodes[0], last.name, outputs=2 if gives_sum else 1)
     replaced = dict(zip((last.outputs[0], found.x), made.outputs, strict=False))
     return fusing.replace("normalisation", node, nodes, made, replaced)
 
@@ -158,31 +151,26 @@ def _over_last_axis(mean: ir.Node, rank: int) -> bool:
     return axes in ([-1], [rank - 1]) and mean.attributes.get_int("keepdims", 1) == 1
 
 
-def _divided(x: ir.Value, shifted: ir.Value, rank: int) -> tuple[ir.Node, ...]:
-    """Return the nodes, in order, that divide ``x`` by the root of ``shifted`` or multiply it by the reciprocal."""
-    root = only_reader(shifted)
-    if root is None:
+def _divided(x: ir.Value, value: ir.Value, rank: int) -> tuple[ir.Node, ...]:
+    """Return the nodes, in order, that multiply ``x`` by the power -½ of ``value``, or divide it by the power ½."""
+    nodes: list[ir.Node] = []
+    exponent = 1.0
+    while (node := only_reader(value)) is not None and (power := _power(node, value, rank)) is not None:
+        nodes.append(node)
+        value, exponent = node.outputs[0], exponent * power
+    if node is None or exponent != {"Mul": -0.5, "Div": 0.5}.get(node.op_type):
         return ()
-    power = constant_number(root.inputs[1], rank=0) if root.op_type == "Pow" and root.inputs[0] is shifted else None
-    if root.op_type != "Sqrt" and power not in (0.5, -0.5):
-        return ()
-    nodes, inverse = [root], power == -0.5
-    last = only_reader(root.outputs[0])
-    if last is not None and not inverse and _reciprocal(last, root.outputs[0], rank):
-        nodes.append(last)
-        last, inverse = only_reader(last.outputs[0]), True
-    factor = nodes[-1].outputs[0]
-    if last is None or last.op_type != ("Mul" if inverse else "Div"):
-        return ()
-    operands = list(last.inputs)
-    return (*nodes, last) if operands == [x, factor] or (inverse and operands == [factor, x]) else ()
+    fits = [*node.inputs] == [x, value] or (node.op_type == "Mul" and [*node.inputs] == [value, x])
+    return (*nodes, node) if fits else ()
 
 
-def _reciprocal(node: ir.Node, value: ir.Value, rank: int) -> bool:
-    """Whether ``node`` computes 1 / ``value``."""
+def _power(node: ir.Node, value: ir.Value, rank: int) -> float | None:
+    """Return the exponent if ``node`` computes a power of ``value``."""
     if node.op_type == "Div":
-        return node.inputs[1] is value and constant_number(node.inputs[0], rank=rank) == 1
-    return node.op_type == "Reciprocal"
+        return -1.0 if node.inputs[1] is value and constant_number(node.inputs[0], rank=rank) == 1 else None
+    if node.op_type == "Pow":
+        return constant_number(node.inputs[1], rank=0) if node.inputs[0] is value else None
+    return {"Sqrt": 0.5, "Reciprocal": -1.0}.get(node.op_type)
 
 
 def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
@@ -201,17 +189,14 @@ def _function(found: Norm, gives_sum: bool, opset: int) -> ir.Function:
     """
     adds, biased = found.add is not None, found.bias is not None
     parts = [f"{'Add' if adds else ''}{'Rms' if found.rms else 'Layer'}Norm", *["bias"][:biased], *["sum"][:gives_sum]]
-    inputs = [ir.Value(name=name) for name in ("X", *"S"[:adds], "W", *"B"[:biased])]
-    body = FunctionBody(opset)
-    total = body.add("Add", *inputs[:2]) if adds else inputs[0]
-    outputs = {"Y": _normalised(body, found.rms, total, inputs[1 + adds :])}
-    return body.function("_".join(parts), inputs, outputs | ({"T": total} if gives_sum else {}), ("epsilon",))
-
-
-def _normalised(body: FunctionBody, rms: bool, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
-    if not rms:
-        epsilon = ir.RefAttr("epsilon", "epsilon", ir.AttributeType.FLOAT)
-        return body.add("LayerNormalization", x, *weights, axis=-1, epsilon=epsilon)
-    mean = body.over_rows("ReduceMean", body.add("Mul", x, x))
-    root = body.add("Sqrt", body.add("Add", mean, body.number_attribute("epsilon")))
-    return body.add("Mul", body.add("Div", x, root), *weights)
+    inputs = ["X", *"S"[:adds], "W", *"B"[:biased]]
+    total, weights = "T" if adds else "X", ", ".join(inputs[1 + adds :])
+    body = "T = Add (X, S) " if adds else ""
+    if found.rms:
+        mean = f"Mul (#, {total})", over_rows("ReduceMean", opset)
+        body += chain(total, "root", *mean, "Add (#, epsilon)", "Sqrt (#)")
+        body += chain(total, "Y", "Div (#, root)", "Mul (#, W)")
+    else:
+        body += f"Y = LayerNormalization <axis = -1, epsilon: float = @epsilon> ({total}, {weights})"
+    epsilon = {"epsilon": found.epsilon}
+    return define("_".join(parts), inputs, ["Y", *"T"[:gives_sum]], epsilon, opset, body)

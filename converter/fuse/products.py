@@ -82,11 +82,9 @@ def panelled_weights(graph: ir.Graph, narrow: Collection[str]) -> dict[str, int]
     axes: dict[ir.Value, set[int]] = {}
     for found in multiplied.values():
         axes.setdefault(found.weight, set()).add(found.axis)
-    agreed = [(weight, next(iter(along))) for weight, along in axes.items() if len(along) == 1]
+    matrices = {weight: axis for weight, (axis, *others) in axes.items() if not others and len(const_dims(weight)) == 2}
     return {
-        weight.name or "": axis
-        for weight, axis in agreed
-        if len(const_dims(weight)) == 2 and _only_kernel_reads(weight, axis, multiplied)
+        weight.name or "": axis for weight, axis in matrices.items() if _only_kernel_reads(weight, axis, multiplied)
     }
 
 
@@ -102,12 +100,9 @@ def gathers_rows(node: ir.Node) -> bool:
 
 
 def takes_bias(value: ir.Value | None, columns: int) -> bool:
-    """Whether ``value`` is a constant of one fp32 number per column: [N], or [1, 1, N] and the like."""
+    """Whether ``value`` is a constant row [N] of one fp32 number per column."""
     tensor = const(value)
-    if tensor is None or tensor.dtype != ir.DataType.FLOAT:
-        return False
-    shape = dims(tensor)
-    return bool(shape) and shape[-1] == columns == tensor.size
+    return tensor is not None and tensor.dtype == ir.DataType.FLOAT and dims(tensor) == (columns,)
 
 
 def is_transposition(node: ir.Node | None) -> bool:
@@ -129,12 +124,9 @@ def _matrix_product(node: ir.Node) -> Product | None:
     shape = const_dims(weight)
     if len(shape) != 2 or 0 in shape:
         return None
-    if node.op_type == "Gemm":
-        if node.attributes.get_int("transB", 0):
-            axis = 1 - axis
-        if not _plain(node, shape[axis]):
-            return None
-    return Product(node, weight, axis)
+    if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) != 0:
+        axis = 1 - axis
+    return Product(node, weight, axis) if node.op_type == "MatMul" or _plain(node, shape[axis]) else None
 
 
 def _convolution(node: ir.Node) -> Product | None:
@@ -161,17 +153,14 @@ def _plain(gemm: ir.Node, columns: int) -> bool:
 
 def _only_kernel_reads(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Product]) -> bool:
     """Whether only products, with their columns along ``axis``, and the kernel's look-ups read ``weight``."""
+    multiplied = {(node, 1) for node in readers}
     for node, position in weight.uses():
-        if _multiplies(node, position, readers):
+        if (node, position) in multiplied:
             continue
         if axis == 0 and position == 0 and node.graph is weight.graph and gathers_rows(node):
             continue
         if node.graph is None or not is_transposition(node) or node.outputs[0].is_graph_output():
             return False
-        if not all(_multiplies(user, index, readers) for user, index in node.outputs[0].uses()):
+        if not all((user, index) in multiplied for user, index in node.outputs[0].uses()):
             return False
     return not weight.is_graph_output()
-
-
-def _multiplies(node: ir.Node, position: int, readers: Mapping[ir.Node, Product]) -> bool:
-    return node in readers and position == 1

@@ -10,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import onnx
+import onnx_ir as ir
 from onnx import defs
 
-from bf16kit.system.versions import is_older, version_key
+from bf16kit.system import is_older, version_key
+from converter.graph.operators import label
 from converter.process import versions
 
 _FILE = "cuda_kernels.json"
-BF16 = "bfloat16"
 # The operators with kernels that a plan may narrow: they pass on the dtype of their data. Others take a dtype from an
 # attribute (ConstantOfShape), run a subgraph (If), or need another floating type by their purpose.
 _PLANNED: Mapping[str, frozenset[str]] = {
@@ -40,7 +41,6 @@ _PLANNED: Mapping[str, frozenset[str]] = {
 # The newest opset and IR version that each release loads, found by running the release; later releases load no newer
 # ones. bf16kit installs with 1.24 and later.
 _LOADS = (("1.24", 25, 13), ("1.25", 26, 13))
-_NAMES = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}  # as in the table: float, int64
 
 
 # The first and the last version of the operator that a kernel covers, and the dtypes of each type constraint. If the
@@ -94,7 +94,7 @@ def releases() -> tuple[str, ...]:
 
 @cache
 def _read() -> Any:
-    return json.loads(resources.files("converter.graph.data").joinpath(_FILE).read_text(encoding="utf-8"))
+    return json.loads(resources.files("converter.graph").joinpath("data", _FILE).read_text(encoding="utf-8"))
 
 
 @cache
@@ -114,47 +114,37 @@ def _table(version: str) -> KernelTable:
     return KernelTable(version, opset, ir_version, kernels)
 
 
-def missing_kernels(model: onnx.ModelProto, table: KernelTable) -> list[str]:
+def missing_kernels(model: ir.Model, table: KernelTable) -> list[str]:
     """Describe the bf16 nodes for whose dtypes ``table`` has no kernel; [] if all have one.
 
     Nodes without bf16 are left out: if CUDA has no kernel for them, they run on the CPU, which has all of those. Nodes
     in subgraphs are left out too, because they stay in fp32. The graph must list its values' dtypes, as the converter
     writes them.
     """
-    opsets = {entry.domain if entry.domain != "ai.onnx" else "": entry.version for entry in model.opset_import}
-    values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
-    dtypes = {tensor.name: _NAMES[tensor.data_type] for tensor in model.graph.initializer}
-    dtypes |= {value.name: _NAMES[value.type.tensor_type.elem_type] for value in values}
     wrong = []
-    for node in model.graph.node:
-        of_node = [dtypes.get(name, "") for name in (*node.input, *node.output)]
-        if BF16 not in of_node:
-            continue
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        since, constraints = _version_and_dtypes(node, domain, opsets.get(domain, 1), dtypes)
-        if not table.accepts_dtypes(domain, node.op_type, since, constraints):
-            label = f"{domain}.{node.op_type}" if domain else node.op_type
-            taken = ", ".join(f"{name} {dtype}" for name, dtype in sorted(constraints.items()))
-            wrong.append(f"{node.name}: {label}-{since} of {taken}")
+    for node in model.graph:
+        if any(value is not None and value.dtype == ir.DataType.BFLOAT16 for value in (*node.inputs, *node.outputs)):
+            since, constraints = _version_and_dtypes(node, model.opset_imports.get(node.domain, 1))
+            if not table.accepts_dtypes(node.domain, node.op_type, since, constraints):
+                taken = ", ".join(f"{name} {dtype}" for name, dtype in sorted(constraints.items()))
+                wrong.append(f"{node.name}: {label(node)}-{since} of {taken}")
     return wrong
 
 
-def _version_and_dtypes(
-    node: onnx.NodeProto, domain: str, opset: int, dtypes: Mapping[str, str]
-) -> tuple[int, dict[str, str]]:
+def _version_and_dtypes(node: ir.Node, opset: int) -> tuple[int, dict[str, str]]:
     """Return the version of the operator, and the dtype of each of its type constraints, by ONNX's schema.
 
     com.microsoft has no schemas here: the result is version 1 without constraints.
     """
     try:
-        schema = defs.get_schema(node.op_type, opset, domain)
+        schema = defs.get_schema(node.op_type, opset, node.domain)
     except defs.SchemaError:
         return 1, {}
     typed = {}
-    for formal, names in ((schema.inputs, node.input), (schema.outputs, node.output)):
-        for index, name in enumerate(names):
-            if name in dtypes and formal:  # the last formal one may stand for several
-                typed[formal[min(index, len(formal) - 1)].type_str] = dtypes[name]
+    for formal, values in ((schema.inputs, node.inputs), (schema.outputs, node.outputs)):
+        for index, value in enumerate(values):
+            if formal and value is not None and value.dtype is not None:  # the last formal one may stand for several
+                typed[formal[min(index, len(formal) - 1)].type_str] = value.dtype.name.lower()  # as in the table
     return schema.since_version, {name: dtype for name, dtype in typed.items() if "(" not in name}  # no tensor(int64)
 
 
@@ -165,8 +155,8 @@ def required(profile: str, graphs: Sequence[Path], *, on_device: bool = False) -
     installed one, which ran them. cuda also needs kernels: the first release from which on all known ones have a kernel
     for every bf16 node. If the installed release is older and ran the graph ``on_device``, it is that one.
     """
-    models = [onnx.load(path, load_external_data=False) for path in graphs]
-    opset = max((o.version for m in models for o in m.opset_import if o.domain in ("", "ai.onnx")), default=0)
+    models = [ir.load(path) for path in graphs]
+    opset = max((model.opset_imports.get("", 0) for model in models), default=0)
     ir_version = max((model.ir_version for model in models), default=0)
     installed = versions.onnxruntime()
     oldest_loading = next(
@@ -174,20 +164,9 @@ def required(profile: str, graphs: Sequence[Path], *, on_device: bool = False) -
     )
     needed = [oldest_loading] if oldest_loading else []
     if profile == "cuda":
-        least = _oldest_with_kernels(models)
+        tables = [KernelTable.load(release) for release in reversed(releases())]
+        having = takewhile(lambda table: not any(missing_kernels(model, table) for model in models), tables)
+        # If even the newest lacks one, it is the newest: running on a device will show whether it works.
+        least = [tables[0], *having][-1].onnxruntime
         needed.append(min(least, installed, key=version_key) if on_device and installed else least)
     return {"onnxruntime": max(needed, key=version_key)} if needed else {}
-
-
-def _oldest_with_kernels(models: Sequence[onnx.ModelProto]) -> str:
-    """Return the first release from which on all known ones have a CUDA kernel for every bf16 node of ``models``.
-
-    If even the newest lacks one, return the newest: running on a device will show whether it works.
-    """
-    known = releases()
-    least = known[-1]
-    for release in reversed(known):
-        if any(missing_kernels(model, KernelTable.load(release)) for model in models):
-            break
-        least = release
-    return least

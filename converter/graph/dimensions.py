@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import onnx
@@ -23,6 +23,13 @@ def is_named(dim: int | str | None) -> bool:
     return isinstance(dim, str) and dim.strip() not in _PLACEHOLDERS
 
 
+def _renamed(
+    specs: Iterable[TensorSpec], name: Callable[[TensorSpec, int, int | str], int | str]
+) -> tuple[TensorSpec, ...]:
+    """Return ``specs`` with the dimensions that ``name`` gives for a spec, an axis, and its dimension so far."""
+    return tuple(replace(s, shape=tuple(name(s, axis, dim) for axis, dim in enumerate(s.shape))) for s in specs)
+
+
 def name_dimensions(specs: Sequence[TensorSpec], known: Iterable[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
     """Return ``specs`` with a name of its own, from tensor and axis, for each dimension without a real name.
 
@@ -31,23 +38,15 @@ def name_dimensions(specs: Sequence[TensorSpec], known: Iterable[TensorSpec] = (
     own = {spec.name for spec in specs}  # a tensor that is both input and output keeps one name per dimension
     taken = (*specs, *(spec for spec in known if spec.name not in own))
     fresh = FreshNames(str(dim) for spec in taken for dim in spec.shape if is_named(dim))
-    return tuple(
-        replace(
-            spec,
-            shape=tuple(
-                dim if isinstance(dim, int) or is_named(dim) else fresh.make(f"{spec.name}_{axis}")
-                for axis, dim in enumerate(spec.shape)
-            ),
-        )
-        for spec in specs
+    return _renamed(
+        specs,
+        lambda spec, axis, dim: dim if isinstance(dim, int) or is_named(dim) else fresh.make(f"{spec.name}_{axis}"),
     )
 
 
 def with_distinct_dimensions(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Return ``specs`` with a different name for every free dimension, so that only the sizes are demanded."""
-    return name_dimensions(
-        [replace(s, shape=tuple(d if isinstance(d, int) else UNKNOWN for d in s.shape)) for s in specs]
-    )
+    return name_dimensions(_renamed(specs, lambda _spec, _axis, dim: dim if isinstance(dim, int) else UNKNOWN))
 
 
 def reconciled(specs: Sequence[TensorSpec], seen: Iterable[Mapping[str, Shape]]) -> tuple[TensorSpec, ...]:
@@ -60,22 +59,16 @@ def reconciled(specs: Sequence[TensorSpec], seen: Iterable[Mapping[str, Shape]])
     fresh = FreshNames(dim for spec in specs for dim in spec.shape if isinstance(dim, str))
     groups: dict[tuple[str, Shape], str] = {}
 
-    def name_of(spec: TensorSpec, axis: int, dim: str) -> str:
+    def name_of(spec: TensorSpec, axis: int, dim: int | str) -> int | str:
+        if isinstance(dim, int):
+            return dim
         key = dim, tuple(run[spec.name][axis] for run in runs if spec.name in run)
         if key not in groups:
             first = all(name != dim for name, _ in groups)
             groups[key] = dim if first else fresh.make(f"{spec.name}_{axis}")
         return groups[key]
 
-    return tuple(
-        replace(
-            spec,
-            shape=tuple(
-                name_of(spec, axis, dim) if isinstance(dim, str) else dim for axis, dim in enumerate(spec.shape)
-            ),
-        )
-        for spec in specs
-    )
+    return _renamed(specs, name_of)
 
 
 def corrected_by(spec: TensorSpec, shapes: Collection[Shape]) -> TensorSpec:
@@ -87,13 +80,10 @@ def corrected_by(spec: TensorSpec, shapes: Collection[Shape]) -> TensorSpec:
     if rank != len(spec.shape):
         return replace(spec, shape=(UNKNOWN,) * rank)
     seen = [{shape[axis] for shape in shapes} for axis in range(rank)]
-    return replace(
-        spec,
-        shape=tuple(
-            dim if isinstance(dim, str) or sizes == {dim} else UNKNOWN
-            for dim, sizes in zip(spec.shape, seen, strict=True)
-        ),
+    (corrected,) = _renamed(
+        [spec], lambda _, axis, dim: dim if isinstance(dim, str) or seen[axis] == {dim} else UNKNOWN
     )
+    return corrected
 
 
 GUESSED = "bf16kit.guessed"  # a model's metadata, in memory only

@@ -20,9 +20,8 @@ Fingerprint = tuple[str, tuple[int, ...], bytes]
 def fingerprint(array: Array, *, as_fp32: bool = False) -> Fingerprint:
     """Return dtype, shape and up to 64 elements spread over ``array``: equal for equal tensors, cheap for large ones.
 
-    With ``as_fp32``, return the fingerprint of ``array`` in fp32.
-
-    The strides of the elements avoid that all fall into one column; transposed views cost no copy.
+    With ``as_fp32``, return the fingerprint of ``array`` in fp32. The strides of the elements avoid that all fall into
+    one column; transposed views cost no copy.
     """
     count = min(_PROBES, array.size)
     flat = (np.arange(count, dtype=np.int64) * (array.size // max(count, 1)) + np.arange(count)) % max(array.size, 1)

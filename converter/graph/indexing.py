@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 # Operators that pass on the values of their first input.
 _TRANSPARENT = frozenset(
@@ -39,8 +41,8 @@ def compared_with(value: ir.Value) -> tuple[int, ...]:
     found = set()
     for node, position, offset in _readers(value):
         if node.op_type == "Equal":
-            number = _number(node.inputs[1 - position])
-            found |= set() if number is None else {number - offset}
+            numbers = _integers(node.inputs[1 - position])
+            found |= {int(numbers.item()) - offset} if numbers is not None and numbers.size == 1 else set()
     return tuple(sorted(found))
 
 
@@ -61,8 +63,9 @@ def _readers(value: ir.Value) -> Iterator[tuple[ir.Node, int, int]]:
             elif node.op_type == "Concat":
                 left.append((node.outputs[0], offset))
             elif node.op_type in ("Add", "Sub"):
-                added = _largest(node.inputs[1 - position])
-                if added is not None and (node.op_type == "Add" or position == 0):
+                numbers = _integers(node.inputs[1 - position])
+                if numbers is not None and (node.op_type == "Add" or position == 0):
+                    added = int(numbers.max())  # the offsets of several tables in one differ
                     left.append((node.outputs[0], offset + (added if node.op_type == "Add" else -added)))
 
 
@@ -83,15 +86,7 @@ def _tables(node: ir.Node) -> Iterator[Rows]:
                 yield rows
 
 
-def _largest(value: ir.Value | None) -> int | None:
-    """Return the largest of constant integers, such as the offsets of several tables in one; None if not constant."""
+def _integers(value: ir.Value | None) -> NDArray[Any] | None:
+    """Return the integers that an initializer or a Constant node holds, at least one; None for other values."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    if tensor is None or not tensor.dtype.is_integer() or tensor.size == 0:
-        return None
-    return int(tensor.numpy().max())
-
-
-def _number(value: ir.Value | None) -> int | None:
-    """Return ``value`` if it is one constant integer, in an initializer or a Constant node."""
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return int(tensor.numpy().item()) if tensor is not None and tensor.size == 1 and tensor.dtype.is_integer() else None
+    return tensor.numpy() if tensor is not None and tensor.size and tensor.dtype.is_integer() else None

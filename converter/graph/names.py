@@ -1,48 +1,10 @@
-"""Gives every node and value a name, the same on every run: the plan, the report and ``--keep-fp32`` use the names."""
+"""Names of a graph's values: unused ones, all that are taken, and a value that takes another's place and name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import onnx_ir as ir
-
-from bf16kit.messages.errors import ConversionError
-from converter.graph.step import Step
-
-
-class NameEverything(Step):
-    """Name unnamed nodes and values; make node names unique over the whole model, value names over each graph.
-
-    Names that are already unique do not change. Requires: every value that a node reads has a producer. Ensures: every
-    node and every used value has a name.
-    """
-
-    name = "name nodes and values"
-
-    def requires(self, model: ir.Model) -> None:
-        for node in model.graph.all_nodes():
-            for value in node.inputs:
-                if value is not None and not (value.producer() or value.is_graph_input() or value.is_initializer()):
-                    raise ConversionError(
-                        f"node {node.name or node.op_type!r} reads {value.name!r}, which no node, input or"
-                        " initializer gives; if it is a sparse initializer, make it dense"
-                    )
-
-    def apply(self, model: ir.Model) -> bool:
-        nodes = FreshNames(node.name for node in model.graph.all_nodes() if node.name)
-        values = FreshNames(all_value_names(model))
-        seen: set[str] = set()
-        modified = False
-        for position, node in enumerate(model.graph.all_nodes()):
-            if not node.name or node.name in seen:
-                node.name = nodes.make(node.name or f"{node.op_type}_{position}")
-                modified = True
-            seen.add(node.name)
-            for index, output in enumerate(node.outputs):
-                if output.name is None and output.uses():
-                    output.name = values.make(f"{node.name}:{index}")
-                    modified = True
-        return modified
 
 
 class FreshNames:

@@ -1,14 +1,45 @@
-"""Infers a dtype and, if possible, a shape for every value, because casts are placed by dtype."""
+"""The base of conversion steps, and the step that infers a dtype and, if possible, a shape for every value."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
+from bf16kit.messages.errors import ConversionError
+from bf16kit.messages.wording import brief
 from converter.graph.initializers import dims
 from converter.graph.names import values_of
-from converter.graph.step import Step
 from converter.process.quiet import quiet
+
+
+class Step(ABC):
+    """One in-place step over an ONNX graph: ``name`` says what it does in a few words; ``apply`` does it."""
+
+    name: str
+
+    @abstractmethod
+    def apply(self, model: ir.Model) -> object:
+        """Change ``model``; what this returns is ignored. Raise :class:`ConversionError` if the graph cannot be."""
+
+
+def run(steps: Sequence[Step], model: ir.Model) -> ir.Model:
+    """Run ``steps`` in order on ``model``, in place, and return it.
+
+    Raises :class:`ConversionError` that names the step that failed, the steps before it, and the cause, so that a bug
+    report tells where the graph became invalid.
+    """
+    for done, step in enumerate(steps):
+        try:
+            step.apply(model)
+        except Exception as error:
+            cause = brief(error if isinstance(error, ConversionError) else f"{type(error).__name__}: {error}")
+            after = f" (after {', '.join(before.name for before in steps[:done])})" if done else ""
+            raise ConversionError(f"step '{step.name}'{after}: {cause}") from error
+    return model
+
 
 # Operators whose result is no tensor.
 _SEQUENCES = frozenset(
@@ -18,18 +49,13 @@ _SEQUENCES = frozenset(
 
 # Operators that ONNX's inference does not know, whose first output has the floating type of all their data. For those
 # in _SAME_SHAPE, it also has the first input's shape.
-_SAME_SHAPE = {
-    "com.microsoft": frozenset(
-        {"BiasAdd", "BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "GroupNorm", "QuickGelu", "RotaryEmbedding"}
-    )
-    | {"SkipGroupNorm", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"},
-    "ai.onnx.ml": frozenset({"Normalizer", "Scaler"}),
-}
-_SAME_TYPE = {
-    "com.microsoft": frozenset(
-        {"Attention", "FusedConv", "FusedGemm", "FusedMatMul", "GroupQueryAttention", "MultiHeadAttention", "NhwcConv"}
-    ),
-    "ai.onnx.ml": frozenset[str](),
+_FOREIGN = ("com.microsoft", "ai.onnx.ml")
+_SAME_SHAPE = frozenset(
+    {"BiasAdd", "BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "GroupNorm", "Normalizer", "QuickGelu"}
+    | {"RotaryEmbedding", "Scaler", "SkipGroupNorm", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+)
+_SAME_TYPE = _SAME_SHAPE | {
+    *("Attention", "FusedConv", "FusedGemm", "FusedMatMul", "GroupQueryAttention", "MultiHeadAttention", "NhwcConv")
 }
 _ROUNDS = 4  # ONNX's types reach an operator of another domain, whose output's type lets ONNX infer the next nodes
 
@@ -43,7 +69,7 @@ class InferTypes(Step):
 
     name = "infer types"
 
-    def apply(self, model: ir.Model) -> bool:
+    def apply(self, model: ir.Model) -> None:
         for value in model.graph.initializers.values():
             if value.const_value is not None:
                 value.type = value.type or ir.TensorType(value.const_value.dtype)
@@ -51,28 +77,26 @@ class InferTypes(Step):
         untyped = [value for graph in model.graphs() for value in values_of(graph) if value.type is None]
         infer = ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)
         with quiet():  # where it cannot infer, it logs a traceback and leaves the model unchanged
-            modified = infer(model).modified
+            infer(model)
             for _ in range(_ROUNDS):
                 if not _infer_foreign(model):
                     break
-                modified = infer(model).modified or modified
+                infer(model)
         _forget_sequences(untyped)
-        return modified
 
 
 def _infer_foreign(model: ir.Model) -> bool:
     """Infer the output types of known operators of other domains; return whether anything was inferred."""
     inferred = False
     for node in model.graph.all_nodes():
-        same_shape = node.op_type in _SAME_SHAPE.get(node.domain, ())
-        if not same_shape and node.op_type not in _SAME_TYPE.get(node.domain, ()):
+        if node.domain not in _FOREIGN or node.op_type not in _SAME_TYPE:
             continue
         output, data = node.outputs[0], node.inputs[0]
         types = (value.dtype for value in node.inputs if value is not None and value.dtype is not None)
         dtype = next((dtype for dtype in types if dtype.is_floating_point()), None)
         if output.dtype is None and dtype is not None:
             output.type, inferred = ir.TensorType(dtype), True
-        if same_shape and output.shape is None and data is not None and data.shape is not None:
+        if node.op_type in _SAME_SHAPE and output.shape is None and data is not None and data.shape is not None:
             output.shape, inferred = data.shape, True
     return inferred
 
@@ -89,10 +113,8 @@ def untyped(model: ir.Model) -> list[ir.Node]:
 def _forget_sequences(untyped: list[ir.Value]) -> None:
     """Remove the inferred type of sequences: onnx_ir 1.1 gives each value without a type the type of a tensor."""
     found: set[ir.Value] = set()
-    before = -1
-    while before < len(found):  # a node that passes a sequence on, also out of a subgraph, returns one too
-        before = len(found)
-        found.update(value for value in untyped if value not in found and _is_sequence(value, found))
+    while more := {value for value in untyped if value not in found and _is_sequence(value, found)}:
+        found |= more  # a node that passes a sequence on, also out of a subgraph, returns one too
     for value in found:
         value.type, value.shape = None, None
 

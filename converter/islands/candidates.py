@@ -1,4 +1,4 @@
-"""The candidates for islands, what keeping each in fp32 would cost, and the choice of a set that spares none.
+"""The candidates for islands, the choice of a set that spares none, and that set as the result of a search.
 
 Ranking: the candidates, in the order of the graph, form a binary tree. One run measures the error that one half alone
 causes. The half with the largest error is split next, until the unsplit ones cause too little error to matter. With k
@@ -9,27 +9,27 @@ together that cause an eighth of the tolerated variance or less: their units are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import onnx_ir as ir
 
 from bf16kit.artifact.manifest import Plan, PlanEntry
-from converter.graph.initializers import const, dims
+from bf16kit.drift.budget import Breach
+from bf16kit.drift.measurements import IslandEntry, SearchEntry
 from converter.graph.operators import MERGING, MOVEMENT, bf16_form, label
-from converter.islands.switches import Bf16, moved_from
+from converter.islands.switches import Bf16, Shares, moved_from
 from converter.plan import narrowed
+from converter.plan.decisions import Islands
 from converter.plan.profiles import Profile
 
-Shape = tuple[int, ...]
-Shares = Mapping[str, float]  # by name; together 1
-
 _ISLAND = 1e-4  # the fixed price of an island, beside its bytes and arithmetic: casts, and a line in the report
-_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _SPLIT = 0.25  # share of the tolerated error; groups that together cause less than this are not split
 _FINE = 1 / 8  # share of the tolerated variance; a group that causes less than this is not split
 _TRIALS = 20  # removals that are tried of each size
+_MAX_ROWS = 12  # islands named on the terminal
+_REMEDIES = {"node": "computes in fp32", "weight": "stored in fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,72 +84,16 @@ def candidates(model: ir.Model, plan: Plan, profile: Profile, flops: Shares, sto
     free = bf16.nodes - _requested(plan.nodes.get(profile.name, ()))
     nodes = [n for n in model.graph if n.name in free and (n.op_type not in MOVEMENT or n.op_type in MERGING)]
     readers = _readers(nodes, bf16.weights, model.opset_imports[""])
-    rank = {node: index for index, node in enumerate(model.graph.all_nodes())}
-    placed: list[tuple[float, Unit]] = []
-    for node in nodes:
-        unit = Unit("node", node.name or "", label(node), _ISLAND + flops.get(node.name or "", 0.0))
-        placed.append((rank[node], unit))
+    rank = {node: float(index) for index, node in enumerate(model.graph.all_nodes())}
+    placed = [(rank[n], Unit("node", n.name or "", label(n), _ISLAND + flops.get(n.name or "", 0.0))) for n in nodes]
     for name in bf16.weights - _requested(plan.tensors):
         value, reading = model.graph.initializers.get(name), readers.get(name, [])
         uses = [] if value is None else [use.node for use in value.uses()]
-        first = min((rank[node] for node in (*reading, *uses)), default=0)
+        first = min((rank[node] for node in (*reading, *uses)), default=0.0)
         ops = ", ".join(sorted({label(node) for node in uses})) or "none"
         unit = Unit("weight", name, ops, _ISLAND + stored.get(name, 0.0), tuple(node.name or "" for node in reading))
         placed.append((first - 0.5, unit))
     return [unit for _, unit in sorted(placed, key=lambda entry: (entry[0], entry[1].name))]
-
-
-def flop_shares(model: ir.Model, shapes: Mapping[str, Shape]) -> Shares:
-    """Return the share of each node of the main graph in its arithmetic, in floating-point operations.
-
-    ``shapes`` are those of each node's first fp32 output when one sample was run. A product counts two per
-    multiply-add, and any other node that computes floats one per element.
-    """
-    nodes = {node.name or "": node for node in model.graph}
-    return _shares({name: math.prod(shape) * _per_element(nodes[name], shapes) for name, shape in shapes.items()})
-
-
-def byte_shares(model: ir.Model, weights: Collection[str]) -> Shares:
-    """Return the share of each of ``weights`` in the bytes of all."""
-    stored = {name: value.const_value for name, value in model.graph.initializers.items() if name in weights}
-    return _shares({name: tensor.nbytes for name, tensor in stored.items() if tensor is not None})
-
-
-def share(shares: Shares, names: Iterable[str]) -> float:
-    """Return the share of ``names`` together; fsum makes it independent of a set's order."""
-    return math.fsum(shares.get(name, 0.0) for name in names)
-
-
-def _per_element(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
-    op = node.op_type if node.domain in ("", "com.microsoft") else ""  # others may have the names, but other inputs
-    first, second, third = (_shape(value, shapes) for value in (*node.inputs, None, None, None)[:3])
-    if op in ("MatMul", "Gemm", "FusedMatMul"):
-        transposed = "transA" in node.attributes and node.attributes["transA"].as_int() == 1
-        return 2 * (first[0 if transposed else -1] if first else 1)
-    if op == "Conv":
-        return 2 * math.prod(second[1:])
-    if op == "ConvTranspose":
-        return 2 * math.prod(second[2:]) * second[0]
-    if op in _GATES:
-        return 2 * _GATES[op] * sum((*second[-1:], *third[-1:]))
-    return 1
-
-
-def _shape(value: ir.Value | None, shapes: Mapping[str, Shape]) -> Shape:
-    """Return the shape as far as it is known, with 1 for each unknown dimension."""
-    if value is None:
-        return ()
-    tensor, producer = const(value), value.producer()
-    if tensor is not None:
-        return dims(tensor)
-    if producer is not None and producer.outputs[0] is value and (producer.name or "") in shapes:
-        return shapes[producer.name or ""]
-    return () if value.shape is None else tuple(d if isinstance(d, int) else 1 for d in value.shape)
-
-
-def _shares(amounts: Mapping[str, int]) -> Shares:
-    total = sum(amounts.values())
-    return {name: amount / total if total else 0.0 for name, amount in amounts.items()}
 
 
 def _readers(nodes: Iterable[ir.Node], weights: frozenset[str], opset: int) -> Mapping[str, list[ir.Node]]:
@@ -254,3 +198,97 @@ def _steps(groups: Sequence[Group]) -> list[Units]:
         for place in together:
             del waiting[place]
     return steps
+
+
+# --- the result of a search -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """A node or weight that stays fp32.
+
+    ``breach`` is where the budget would be exceeded without it, ``ratio`` the drift ÷ budget then, and ``with_it`` the
+    judged figure with the island; None or NaN if the other islands were not tried without this one.
+    """
+
+    unit: Unit
+    breach: Breach | None = None
+    with_it: float = math.nan
+    ratio: float = math.nan
+
+    def worth(self) -> str:
+        """Return what the island is worth, as ``relative_l2 2.1e-02 → 1.2e-02``; "" if it was not measured."""
+        return f"{self.breach.metric} {self.breach.measured:.3g} → {self.with_it:.3g}" if self.breach else ""
+
+    def reason(self, profile: str) -> str:
+        """Return the reason it stays fp32, for the plan."""
+        if self.breach is None:
+            return f"kept in fp32: one of the islands with which {profile} is within budget; it was not tried alone"
+        return f"kept in fp32: {profile} is over budget without it ({self.worth()})"
+
+    def entry(self) -> IslandEntry:
+        """Return this as ``measurements.json`` stores it."""
+        return IslandEntry(name=self.unit.name, op=self.unit.op, remedy=_REMEDIES[self.unit.kind], worth=self.ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The islands found for ``profile``, and the ``entry`` for ``measurements.json``.
+
+    ``sqnr_*`` is the SQNR in dB by output. ``complete`` is false if time ran out before a small set was found.
+    ``error`` says why nothing was found, and there is no entry then; "" if something was.
+    """
+
+    profile: str
+    islands: tuple[Island, ...] = ()
+    entry: SearchEntry | None = None
+    sqnr_before: Mapping[str, float] = field(default_factory=dict)
+    sqnr_now: Mapping[str, float] = field(default_factory=dict)
+    complete: bool = True
+    error: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user that the measurements do not hold."""
+        return [] if self.complete else [_NOT_MINIMAL.format(self.profile)]
+
+    @property
+    def keep_fp32(self) -> list[str]:
+        """The names for ``--keep-fp32``; without weights that a named node reads, because it keeps these as well."""
+        units = [island.unit for island in self.islands]
+        nodes = {unit.name for unit in units if unit.kind == "node"}
+        return [unit.name for unit in units if not nodes & set(unit.readers)]
+
+    def sentences(self) -> list[str]:
+        """Return the sentences for the user: which islands, what they are worth, and how much is bf16 now."""
+        if self.entry is None:
+            return self.notes
+        shares = f"{self.entry.bf16_bytes:.1%} of the weights' bytes"
+        if self.entry.bf16_flops:
+            shares += f" and {self.entry.bf16_flops:.1%} of the arithmetic"
+        count = "1 island" if len(self.islands) == 1 else f"{len(self.islands)} islands"
+        rows = [
+            f"\n  {i.unit.kind} {i.unit.name} ({i.unit.op}){': ' if i.breach else ''}{i.worth()}"
+            for i in self.islands[:_MAX_ROWS]
+        ]
+        if len(self.islands) > _MAX_ROWS:
+            rows.append(f"\n  and {len(self.islands) - _MAX_ROWS} more, in the plan")
+        found = f"profile {self.profile} was over budget; {count} in fp32 brought it within budget: bf16 now holds"
+        return [f"{found} {shares}{''.join(rows)}", *self.notes]
+
+
+def merged(results: Iterable[SearchResult]) -> Islands:
+    """Return the islands of all profiles as the plan takes them; if several name one, the first gives the reason."""
+    nodes: dict[str, str] = {}
+    tensors: dict[str, str] = {}
+    for result in results:
+        for island in result.islands:
+            of_kind = nodes if island.unit.kind == "node" else tensors
+            of_kind.setdefault(island.unit.name, island.reason(result.profile))
+    return Islands(nodes, tensors)
+
+
+_NOT_MINIMAL = (
+    "profile {}: these islands bring it within budget, but some may be unnecessary, because the search ran out of"
+    " time. Another run may find other islands; allow more time with --search-minutes"
+)

@@ -28,8 +28,8 @@ from bf16kit.messages.wording import table
 from bf16kit.numerics.residual import is_half
 from bf16kit.runtime.memory.weights import Weights
 from converter.graph.operators import WEIGHTED
+from converter.islands.candidates import SearchResult
 from converter.islands.layertrace import open_reference, trace
-from converter.islands.result import SearchResult
 from converter.islands.search import search
 from converter.islands.trials import Deadline, Task, reference_outputs
 from converter.plan.decisions import Islands
@@ -62,11 +62,10 @@ class Explanation:
         layers = [row.model_dump(mode="json") for row in self.rows]
         return {"profile": self.profile, "layers": layers, **self.diagnosis.model_dump(mode="json")}
 
-    def text(self, origin: str, remarks: str = "") -> str:
+    def text(self, origin: str) -> str:
         """Return the explanation as text: a table of the layers that matter, and the diagnosis.
 
         These have weights, are products, or are below their prediction. ``origin`` says which samples were run.
-        ``remarks`` replace the explanation's own.
         """
         marked = [(e, "below prediction" if e.expected_db - e.sqnr_db > MARGIN_DB else "") for e in self.rows]
         rows = [
@@ -74,12 +73,10 @@ class Explanation:
             for e, mark in marked
             if e.weight or e.op in WEIGHTED or mark
         ]
-        title = (
-            f"Profile {self.profile}: SQNR of {len(rows)} of {len(self.rows)} layers on {origin}, and"
-            " the SQNR predicted for rounding alone"
-        )
+        counted = f"{len(rows)} of {len(self.rows)} layers on {origin}"
+        title = f"Profile {self.profile}: SQNR of {counted}, and the SQNR predicted for rounding alone"
         layers = Layers(measured=len(self.rows), rows=list(self.rows), diagnosis=self.diagnosis)
-        said = series(self.profile, layers, remarks=remarks or self.remarks)
+        said = series(self.profile, layers, remarks=self.remarks)
         columns = ("depth", "node", "op", "weight", "SQNR dB", "predicted", "")
         return "\n".join([table(title, columns, rows), said.summary, *([f"  {said.option}"] if said.option else [])])
 
@@ -94,7 +91,7 @@ def explain(
     reference, and :class:`SamplesError` for bad samples.
     """
     artifact = Artifact.open(path)
-    onnx = sorted(name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
+    onnx = _onnx_profiles(artifact)
     if not onnx and artifact.manifest.exports:
         raise UsageError(
             f"{path}: is an export without ONNX profiles, so it has no layers to explain; convert the checkpoint"
@@ -130,8 +127,7 @@ def measure_layers(
     processor time in all. No verdict needs these tables. So a graph that does not run becomes a note in ``notes``, and
     an artifact without a reference has no tables. ``rebuilt`` are the reference's weights, if they are there already.
     """
-    found_onnx = (name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
-    profiles = sorted(set(found_onnx) - set(without))
+    profiles = [name for name in _onnx_profiles(artifact) if name not in without]
     if artifact.manifest.reference is None or not profiles:
         return {}
     budget, deadline = Budget.from_dict(artifact.manifest.budget), Deadline.after(minutes)
@@ -207,6 +203,10 @@ def search_artifact(
         scratch=scratch,
     )
     return search(task, progress)
+
+
+def _onnx_profiles(artifact: Artifact) -> list[str]:
+    return sorted(name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
 
 
 def _remedy(result: SearchResult, output: str) -> RemedyEntry | None:

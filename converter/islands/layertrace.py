@@ -102,11 +102,10 @@ class Trace:
         waiting = [value]
         while waiting:
             node = waiting.pop().producer()
-            if node is None or node in nodes:
-                continue
-            nodes.append(node)
-            for operand in operands(node):
-                (sources if operand in self.sqnr else waiting).append(operand)
+            if node is not None and node not in nodes:
+                nodes.append(node)
+                for operand in operands(node):
+                    (sources if operand in self.sqnr else waiting).append(operand)
         return nodes, sources
 
 
@@ -151,8 +150,7 @@ def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile:
     """
     plan, entry = artifact.manifest.plan, artifact.manifest.profiles.get(profile)
     if entry is None or entry.format != "onnx":
-        found = artifact.manifest.profiles.items()
-        known = ", ".join(sorted(name for name, each in found if each.format == "onnx")) or "none"
+        known = ", ".join(sorted(n for n, e in artifact.manifest.profiles.items() if e.format == "onnx")) or "none"
         raise ArtifactError(f"{artifact.path}: has no ONNX profile {profile!r} to explain; it has {known}")
     path = artifact.file(entry.graph)
     # the CPU kernel runs here as it does when served

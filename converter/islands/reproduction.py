@@ -7,7 +7,8 @@ and no layer of the artifact is to blame. If it does, which layer falls below it
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -72,20 +73,16 @@ def explain_evidence(path: Path, artifact_path: Path, progress: Progress, *, as_
     if artifact.manifest.profiles[profile].format == "onnx":
         with open_reference(artifact) as graph:
             look = partial(search_artifact, graph, artifact, profile, feeds, budget, progress)
-            layers.append(explain_profile(graph, artifact, feeds, profile, budget, look if reproduced else None))
+            found = explain_profile(graph, artifact, feeds, profile, budget, look if reproduced else None)
+            layers.append(found if reproduced else replace(found, remarks=_NOT_REPRODUCED))
     if as_json:
         header = document.plain(evidence.header) | {"tensors": None}
         profiles = [each.as_dict() for each in layers]
         return document.dumps({"evidence": header, "again": reruns, "profiles": profiles})
-    bound = budget.bounds.get("relative_l2")
+    bound, title = budget.bounds.get("relative_l2"), "Distances on this input, relative to the reference's output"
     columns = ("output", "served – reference", "budget", "served – the artifact here", "reference here – there")
-    distances = table(
-        "Distances on this input, relative to the reference's output",
-        columns,
-        [(each.output, each.served, bound, each.left, each.reference) for each in reruns],
-    )
-    remarks = "" if reproduced else _NOT_REPRODUCED
-    explained = [each.text(str(path), remarks) for each in layers]
+    distances = table(title, columns, [(e.output, e.served, bound, e.left, e.reference) for e in reruns])
+    explained = [each.text(str(path)) for each in layers]
     explained = explained or ["The layers of a module that torch runs cannot be explained."]
     return "\n\n".join([_heading(evidence), distances, _conclusion(reruns), *explained])
 
@@ -116,9 +113,9 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> None:
 
 def _rerun(evidence: Evidence, artifact: Artifact) -> list[Rerun]:
     here: list[dict[str, Array]] = []
-    for runtime in (open_profile(artifact, evidence.header.profile)[0], load_reference(artifact)):
-        here.append(runtime.run(evidence.feeds, list(evidence.served)))
-        runtime.close()
+    for opened in (open_profile(artifact, evidence.header.profile)[0], load_reference(artifact)):
+        with closing(opened) as runtime:
+            here.append(runtime.run(evidence.feeds, list(evidence.served)))
     reruns = []
     for output, served in evidence.served.items():
         then = evidence.reference[output]

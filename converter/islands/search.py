@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 from bf16kit.drift.budget import Breach
@@ -15,18 +15,17 @@ from bf16kit.drift.measurements import SearchEntry
 from bf16kit.messages.wording import first_few
 from converter.islands.candidates import (
     Group,
+    Island,
+    SearchResult,
     Units,
     bf16_alone,
-    byte_shares,
     candidates,
-    flop_shares,
+    merged,
     rank,
-    share,
     smallest,
 )
 from converter.islands.layertrace import decibels
-from converter.islands.result import Island, SearchResult, merged
-from converter.islands.switches import Bf16
+from converter.islands.switches import Bf16, byte_shares, flop_shares, share
 from converter.islands.trials import (
     Deadline,
     Judge,
@@ -66,10 +65,8 @@ class IslandSearches:
     """
 
     def __init__(self, prepared: Prepared, options: Options, progress: Progress, scratch: Path) -> None:
-        self._prepared = prepared
-        self._options = options
-        self._progress = progress
-        self._scratch = scratch
+        self._prepared, self._options = prepared, options
+        self._progress, self._scratch = progress, scratch
         self._deadline: Deadline | None = None  # starts with the first search
         self._left = {name: list(_REPEATED) for name, profile in PROFILES.items() if profile.searched}
         self.results: dict[str, SearchResult] = {}
@@ -129,18 +126,15 @@ def search(task: Task, progress: Progress) -> SearchResult:
     A profile that is within budget needs none.
     """
     searching = _Search(task, progress)
-    try:
+    with closing(searching.trials.runtime):
         return searching.run()
-    finally:
-        searching.trials.close()
 
 
 class _Search:
     """One search in progress."""
 
     def __init__(self, task: Task, progress: Progress) -> None:
-        self._task = task
-        self._progress = progress
+        self._task, self._progress = task, progress
         plan, base = task.plan(), task.profile.base(task.prepared)
         with self._step("preparing"):
             self.trials = Trials(task)
@@ -231,14 +225,7 @@ class _Search:
             bf16_bytes=share(self._bytes, now.weights),
             bf16_flops=share(self._flops, now.nodes),
         )
-        return SearchResult(
-            self._task.profile.name,
-            islands,
-            entry,
-            sqnr_before=_sqnr(self._before),
-            sqnr_now=_sqnr(drifts),
-            complete=complete,
-        )
+        return SearchResult(self._task.profile.name, islands, entry, _sqnr(self._before), _sqnr(drifts), complete)
 
     def _no_solution(self, left: Breach) -> SearchResult:
         """Say why not even all candidates in fp32 suffice: fp32 noise alone is too much, or what is still bf16."""

@@ -4,24 +4,31 @@ One graph per plan would need a session per plan, with its own copy of the weigh
 that bf16 would round takes ``If(switch, rounded, x)``, where ``rounded`` is a Cast to bf16 and a Cast back. A rounding
 that is switched off costs a copy. (``ErrorScope(switch, rounded, x)`` always rounds, and took twice the time of all the
 rest.)
+
+The graph also returns the shapes of results, by which each node's share of the arithmetic is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from bf16kit.numerics.tensors import TensorSpec
-from converter.graph.initializers import initializer
+from converter.graph.initializers import const, dims, initializer
 from converter.graph.names import FreshNames, all_value_names, values_of
 from converter.graph.operators import EXACT, MERGING, MOVEMENT, SHAPE_ONLY, bf16_form
 from converter.graph.types import is_float_tensor
 from converter.source import Array
 
 FLOAT, BFLOAT16, BOOL, INT64 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.BOOL, ir.DataType.INT64
+
+Shape = tuple[int, ...]
+Shares = Mapping[str, float]  # by name; together 1
+_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +177,58 @@ def moved_from(value: ir.Value | None, narrow: Collection[str]) -> str | None:
 
 def _value(name: str, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=shape)
+
+
+# --- what nodes and weights cost --------------------------------------------------------------------------------------
+
+
+def flop_shares(model: ir.Model, shapes: Mapping[str, Shape]) -> Shares:
+    """Return the share of each node of the main graph in its arithmetic, in floating-point operations.
+
+    ``shapes`` are those of each node's first fp32 output when one sample was run. A product counts two per
+    multiply-add, and any other node that computes floats one per element.
+    """
+    nodes = {node.name or "": node for node in model.graph}
+    return _shares({name: math.prod(shape) * _per_element(nodes[name], shapes) for name, shape in shapes.items()})
+
+
+def byte_shares(model: ir.Model, weights: Collection[str]) -> Shares:
+    """Return the share of each of ``weights`` in the bytes of all."""
+    stored = {name: value.const_value for name, value in model.graph.initializers.items() if name in weights}
+    return _shares({name: tensor.nbytes for name, tensor in stored.items() if tensor is not None})
+
+
+def share(shares: Shares, names: Iterable[str]) -> float:
+    """Return the share of ``names`` together; fsum makes it independent of a set's order."""
+    return math.fsum(shares.get(name, 0.0) for name in names)
+
+
+def _per_element(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
+    op = node.op_type if node.domain in ("", "com.microsoft") else ""  # others may have the names, but other inputs
+    first, second, third = (_shape(value, shapes) for value in (*node.inputs, None, None, None)[:3])
+    if op in ("MatMul", "Gemm", "FusedMatMul"):
+        return 2 * (first[0 if node.attributes.get_int("transA", 0) else -1] if first else 1)
+    if op == "Conv":
+        return 2 * math.prod(second[1:])
+    if op == "ConvTranspose":
+        return 2 * math.prod(second[2:]) * second[0]
+    if op in _GATES:
+        return 2 * _GATES[op] * sum((*second[-1:], *third[-1:]))
+    return 1
+
+
+def _shape(value: ir.Value | None, shapes: Mapping[str, Shape]) -> Shape:
+    """Return the shape as far as it is known, with 1 for each unknown dimension."""
+    if value is None:
+        return ()
+    tensor, producer = const(value), value.producer()
+    if tensor is not None:
+        return dims(tensor)
+    if producer is not None and producer.outputs[0] is value and (producer.name or "") in shapes:
+        return shapes[producer.name or ""]
+    return () if value.shape is None else tuple(d if isinstance(d, int) else 1 for d in value.shape)
+
+
+def _shares(amounts: Mapping[str, int]) -> Shares:
+    total = sum(amounts.values())
+    return {name: amount / total if total else 0.0 for name, amount in amounts.items()}

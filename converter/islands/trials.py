@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx_ir as ir
@@ -15,8 +17,7 @@ from bf16kit.artifact.manifest import Manifest, Plan
 from bf16kit.drift.budget import Breach, Budget
 from bf16kit.drift.metrics import DriftSummary
 from bf16kit.numerics.tensors import TensorSpec
-from converter.islands.candidates import Unit, Units, bf16_alone, bf16_of
-from converter.islands.result import Island
+from converter.islands.candidates import Island, Unit, Units, bf16_alone, bf16_of
 from converter.islands.switches import Bf16, Switched
 from converter.plan import make_plan
 from converter.plan.decisions import Islands
@@ -87,17 +88,14 @@ class Task:
         alone = bf16_alone(units)
         nodes = {**self.islands.nodes, **dict.fromkeys(sorted(alone.nodes), "")}
         tensors = {**self.islands.tensors, **dict.fromkeys(sorted(alone.weights), "")}
+        options = cast("Mapping[str, list[str]]", self.manifest.options)
         return make_plan(
             self.prepared,
-            keep_fp32=self._patterns("keep_fp32"),
-            bf16=self._patterns("bf16"),
+            keep_fp32=options.get("keep_fp32", ()),
+            bf16=options.get("bf16", ()),
             islands=Islands(nodes, tensors),
             profiles=[self.profile.name] if self.profile.rounds else [],
         ).plan
-
-    def _patterns(self, option: str) -> list[str]:
-        given = self.manifest.options.get(option)
-        return [str(each) for each in given] if isinstance(given, list) else []
 
     def rounded(self, units: Units = frozenset()) -> Bf16:
         """Return what is bf16 with ``units`` as islands, by the plan, so that it equals what will be written."""
@@ -118,7 +116,7 @@ class Trials:
         self._switched = made = Switched(task.profile.base(task.prepared), task.rounded())
         inputs, self._outputs = signature(task.manifest)
         inputs, outputs = (*inputs, made.spec), (*self._outputs, *made.shape_specs)
-        self._runtime = open_fp32_graph(made.model, inputs, outputs, task.scratch, arena=True)
+        self.runtime = open_fp32_graph(made.model, inputs, outputs, task.scratch, arena=True)
         self._unrounded: dict[int, Feeds] = {}
 
     def drifts(self, bf16: Bf16, samples: Sequence[int] | None = None) -> list[Drifts]:
@@ -144,11 +142,8 @@ class Trials:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each node's result when the first sample is run, by node name."""
         feeds = {**self._expected.feeds[0], self._switched.spec.name: self._switched.positions(Bf16())}
-        found = self._runtime.run(feeds, list(self._switched.shapes.values()))
+        found = self.runtime.run(feeds, list(self._switched.shapes.values()))
         return {node: tuple(int(n) for n in found[name]) for node, name in self._switched.shapes.items()}
-
-    def close(self) -> None:
-        self._runtime.close()
 
     def _measure(self, index: int, expected: Feeds, actual: Feeds, outputs: Sequence[TensorSpec]) -> Drifts:
         given = 1 if index < self._expected.given else 0
@@ -158,7 +153,7 @@ class Trials:
         if self.deadline.expired():
             raise OutOfTime
         feeds = {**self._expected.feeds[index], self._switched.spec.name: switched}
-        return self._runtime.run(feeds, [spec.name for spec in self._outputs])
+        return self.runtime.run(feeds, [spec.name for spec in self._outputs])
 
 
 class Judge:
@@ -187,39 +182,34 @@ class Judge:
 
     def suffices(self, units: Units) -> bool:
         """Whether a profile with the islands ``units`` is within the budget; each set is tried once."""
-        if units not in self._breaches:
-            self._breaches[units] = self._try(units)
-        return not self._breaches[units]
+        if units in self._breaches:
+            return not self._breaches[units]
+        drifts = self._drifts(units, self._first)
+        on_first = ratio(self._budget, drifts)
+        if on_first <= self._veto:
+            drifts += self._drifts(units, self._rest)
+        breaches = self._breaches[units] = breaches_of(self._budget, drifts)
+        if not breaches:
+            self.found, self._now = units, measure.summarise(drifts)
+            if (on_all := ratio(self._budget, drifts)) > _NEAR:
+                self._veto = max(1.0, _CLEARLY * on_first / on_all)
+        return not breaches
 
     def worth(self) -> dict[Unit, Island]:
         """Return what each unit of the set found is worth, of those without which it was tried."""
-        worth = {}
-        for unit in self.found or ():
-            for breach in self._breaches.get((self.found or frozenset()) - {unit}, [])[:1]:
+        worth, found = {}, self.found or frozenset()
+        for unit in found:
+            for breach in self._breaches.get(found - {unit}, [])[:1]:
                 now = self._now[breach.output].judged(breach.metric)
                 over = self._stated.ratio(breach.metric, breach.measured)
                 worth[unit] = Island(unit, breach, math.nan if now is None else now, over)
         return worth
 
-    def _try(self, units: Units) -> list[Breach]:
-        drifts = self._drifts(units, self._first)
-        on_first = ratio(self._budget, drifts)
-        if on_first <= self._veto:
-            drifts += self._drifts(units, self._rest)
-        breaches = breaches_of(self._budget, drifts)
-        if not breaches:
-            self.found, self._now = units, measure.summarise(drifts)
-            if (on_all := ratio(self._budget, drifts)) > _NEAR:
-                self._veto = max(1.0, _CLEARLY * on_first / on_all)
-        return breaches
-
 
 def reference_outputs(model: ir.Model, manifest: Manifest, feeds: Sequence[Feeds], scratch: Path | None) -> Spool:
     """Return the outputs of the fp32 graph ``model`` for ``feeds``, kept in an unnamed file in ``scratch``."""
-    runtime = open_fp32_graph(model, *signature(manifest), scratch)
-    outputs = Spool(scratch, measure.run_all(runtime, feeds))
-    runtime.close()
-    return outputs
+    with closing(open_fp32_graph(model, *signature(manifest), scratch)) as runtime:
+        return Spool(scratch, measure.run_all(runtime, feeds))
 
 
 def breaches_of(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:

@@ -1,4 +1,7 @@
-"""The precision plan: which tensors are stored in bf16, which nodes compute in it, and the reason for each."""
+"""The precision plan: which tensors are stored in bf16, which nodes compute in it, and the reason for each.
+
+Weights that bf16 cannot hold are rejected: each is named with its count and a remedy, and nothing is published.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from bf16kit.artifact.manifest import Plan, PlanEntry
+from bf16kit.messages.errors import RangeError
+from bf16kit.numerics.rounding import Census, census
 from converter.fuse.fuse import Fusions, fuse
 from converter.graph.cuda_kernels import KernelTable
-from converter.graph.initializers import dims, stays_inline
+from converter.graph.initializers import blocks, dims, stays_inline
 from converter.graph.operators import label
 from converter.plan.decisions import Decision, Islands, Overrides, bf16, fp32
 from converter.plan.profiles import PROFILES
 from converter.rewrite import Prepared
+from converter.rewrite.clampmasks import is_weight
 
 SMALLEST = 256  # elements below which narrowing a matrix is not worth it
+_SHOWN = 5  # tensors in an error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,8 @@ def make_plan(
     """
     kernels = kernels or KernelTable.load()
     overrides = Overrides.parse(keep_fp32, bf16, islands)
-    overrides.check(_names(prepared))
+    names = {node.name or "" for model in (prepared.base, prepared.cuda) for node in model.graph.all_nodes()}
+    overrides.check(names | {value.name or "" for value in _stored(prepared)})
     read = prepared.base.graph.initializers
     tensors = [_tensor(v, overrides, only_reference=v.name not in read) for v in _stored(prepared)]
     narrow = narrowed(tensors)
@@ -61,7 +69,7 @@ def make_plan(
         base = profile.base(prepared)
         decided = profile.place(base, narrow, kernels, overrides, fusions.made)
         named = ((node.name or "", node) for node in base.graph.all_nodes())
-        nodes[profile.name] = [_entry(name, label(node), decided[name]) for name, node in named]
+        nodes[profile.name] = [decided[name].entry(name, label(node)) for name, node in named]
     return Planned(Plan(tensors=tensors, nodes=nodes), fusions)
 
 
@@ -94,22 +102,17 @@ def _tensor(value: ir.Value, overrides: Overrides, *, only_reference: bool) -> P
         decision = fp32("reference_only", "read only by the fp32 reference; folded into other weights")
     else:
         decision = _storage(value, [node.name or "" for node in readers], overrides)
-    return _entry(value.name or "", ops, decision)
-
-
-def _entry(name: str, op: str, decision: Decision) -> PlanEntry:
-    return PlanEntry(name=name, op=op, precision=decision.precision, reason=decision.reason, code=decision.code)
+    return decision.entry(value.name or "", ops)
 
 
 def _storage(value: ir.Value, readers: list[str], overrides: Overrides) -> Decision:
     """Decide how to store ``value``; ``readers`` are the names of the nodes that read it."""
     name = value.name or ""
-    kept, forced = overrides.tensor_override(name, readers), overrides.bf16_pattern(name)
-    if kept is not None:
-        return kept
-    if forced is not None:
-        return bf16("asked_for", f"requested by --bf16 {forced}")
     shape = () if value.const_value is None else dims(value.const_value)
+    if (kept := overrides.tensor_override(name, readers)) is not None:
+        return kept
+    if (forced := overrides.bf16_pattern(name)) is not None:
+        return bf16("asked_for", f"requested by --bf16 {forced}")
     if is_matrix(shape):
         return bf16("matrix", f"matrix of {math.prod(shape)} values")
     if sum(dim > 1 for dim in shape) < 2:
@@ -118,8 +121,48 @@ def _storage(value: ir.Value, readers: list[str], overrides: Overrides) -> Decis
     return fp32("small", f"small: {math.prod(shape)} values")
 
 
-def _names(prepared: Prepared) -> set[str]:
-    names = {value.name or "" for value in _stored(prepared)}
-    for model in (prepared.base, prepared.cuda):
-        names.update(node.name or "" for node in model.graph.all_nodes())
-    return names
+# --- weights that bf16 cannot hold ------------------------------------------------------------------------------------
+
+
+def take_census(tensor: ir.TensorProtocol) -> Census:
+    """Take the census of an fp32 tensor, a block of rows at a time."""
+    return sum((census(array) for _, array in blocks(tensor)), Census())
+
+
+def check_ranges(
+    prepared: Prepared, narrow: frozenset[str], found: Mapping[str, Census], *, saturate: bool = False
+) -> dict[str, Census]:
+    """Return the census of every tensor that is narrowed, as it is rounded: with BatchNorm folded in.
+
+    ``found`` holds the censuses of the tensors that were written; those inside the graph are taken here. Raises
+    :class:`RangeError` for NaN in any of them or in other fp32 weights, for infinities outside masks,
+    and for finite values that overflow unless ``saturate``.
+    """
+    complaints: list[str] = []
+    for name, value in sorted(prepared.base.graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or tensor.dtype != ir.DataType.FLOAT:
+            continue
+        counts = found[name] if name in found else take_census(tensor)
+        problem = complaint(counts, name in narrow and is_weight(value), name in narrow and not saturate)
+        if problem is not None:
+            folded = " (with BatchNorm folded in)" if name in prepared.folds else ""
+            complaints.append(f"tensor {name!r}{folded}: {problem}")
+    if complaints:
+        more = f"\nand {len(complaints) - _SHOWN} more tensors" if len(complaints) > _SHOWN else ""
+        raise RangeError("\n".join(complaints[:_SHOWN]) + more)
+    return {name: found[name] for name in sorted(narrow)}
+
+
+def complaint(counts: Census, finite: bool, in_range: bool) -> str | None:
+    """Return what is wrong with a tensor that must be ``finite`` and, if ``in_range``, must not overflow; else None."""
+    if counts.nan:
+        return f"{counts.nan} of {counts.count} values are NaN; the checkpoint is damaged or its training diverged"
+    if finite and counts.inf:
+        return f"{counts.inf} of {counts.count} values are infinite; the checkpoint is damaged or its training diverged"
+    if in_range and counts.overflow:
+        return (
+            f"{counts.overflow} of {counts.count} values overflow bfloat16 (largest magnitude {counts.max_abs:.6g});"
+            " clamp them with --saturate, or leave the tensor in fp32 with --keep-fp32"
+        )
+    return None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
+from bf16kit.artifact.manifest import PlanEntry
 from bf16kit.messages.errors import UsageError
 
 
@@ -18,15 +20,12 @@ class Decision:
     code: str
     reason: str
 
+    def entry(self, name: str, op: str) -> PlanEntry:
+        """Return this as the plan stores it."""
+        return PlanEntry(name=name, op=op, precision=self.precision, reason=self.reason, code=self.code)
 
-def bf16(code: str, reason: str) -> Decision:
-    """Return the decision for bf16."""
-    return Decision("bf16", code, reason)
 
-
-def fp32(code: str, reason: str) -> Decision:
-    """Return the decision for fp32."""
-    return Decision("fp32", code, reason)
+bf16, fp32 = partial(Decision, "bf16"), partial(Decision, "fp32")  # of a code and a reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +96,7 @@ class Overrides:
 
 
 def _compiled(flag: str, patterns: Iterable[str]) -> list[re.Pattern[str]]:
-    compiled = []
-    for pattern in patterns:
-        try:
-            compiled.append(re.compile(pattern))
-        except re.error as error:
-            raise UsageError(f"{flag} {pattern}: not a regular expression: {error}") from None
-    return compiled
+    try:
+        return [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise UsageError(f"{flag} {error.pattern!s}: not a regular expression: {error}") from None

@@ -15,7 +15,7 @@ from torch.export.passes import move_to_device_pass
 
 from bf16kit.messages.errors import RuntimeFailure, SourceError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.torchexport import graph_modules, load_program, tensors_of, widen
+from bf16kit.runtime.torchruntimes import graph_modules, load_program, tensors_of, widen
 from converter.graph.dimensions import UNKNOWN, name_dimensions
 from converter.graph.equality import OTHER_FLOATS
 from converter.options import Options

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
-from bf16kit.runtime.ort.externaldata import all_tensors
+from bf16kit.runtime.ort.onnxgraph import all_tensors
 from converter.graph.dimensions import is_named, mark_guessed, rename
 from converter.graph.initializers import dims
 from converter.graph.names import values_of

@@ -12,7 +12,7 @@ import torch
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import scriptgraph
-from bf16kit.runtime.torchscript import load_module
+from bf16kit.runtime.torchruntimes import load_module
 from converter.options import Options
 from converter.process.quiet import quiet
 from converter.read import oracles, sources, torch_file

@@ -17,9 +17,7 @@ import onnx_ir as ir
 
 from bf16kit.numerics.residual import Scale, is_half
 from bf16kit.numerics.tensors import Array
-from converter.graph.names import NameEverything
-from converter.graph.step import Step, run
-from converter.graph.types import InferTypes
+from converter.graph.types import InferTypes, run
 from converter.rewrite.batchnorm import FoldBatchNorm
 from converter.rewrite.clampmasks import ClampMasks
 from converter.rewrite.explicit import (
@@ -27,13 +25,14 @@ from converter.rewrite.explicit import (
     DropUnused,
     HoistInitializers,
     InlineFunctions,
+    NameEverything,
     RemoveIdentities,
+    ShareEqualWeights,
 )
 from converter.rewrite.lowering import LowerForCuda, RaiseOpset, SupportedOpset
 from converter.rewrite.matching import Match, match
-from converter.rewrite.sharing import ShareEqualWeights
 
-__all__ = ["Match", "Prepared", "Step", "prepare", "run"]
+__all__ = ["Match", "Prepared", "prepare", "run"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,8 @@ def prepare(
     folded into tensors that are bf16 or fp16 in the checkpoint or named in ``half_precision``. Raises
     :class:`ConversionError` that names the failed step.
     """
-    reference = run([SupportedOpset(), *_NORMALISE], model)
+    explicit = [SupportedOpset(), InlineFunctions(), NameEverything(), ConstantsToInitializers(), HoistInitializers()]
+    reference = run([*explicit, ShareEqualWeights(), InferTypes()], model)
     checkpoint = checkpoint or {}
     matches = match(reference.graph, checkpoint, orders)
     found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
@@ -78,13 +78,3 @@ def prepare(
     base = run(lowering, reference.clone())
     cuda = run([LowerForCuda(), InferTypes()], base.clone())
     return Prepared(reference, base, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)
-
-
-_NORMALISE: tuple[Step, ...] = (
-    InlineFunctions(),
-    NameEverything(),
-    ConstantsToInitializers(),
-    HoistInitializers(),
-    ShareEqualWeights(),
-    InferTypes(),
-)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bf16kit.numerics.residual import Scale
 from converter.graph.initializers import ComputedTensor, const, dims, initializer, reader
 from converter.graph.names import FreshNames, all_value_names, replace_output
-from converter.graph.step import Step
+from converter.graph.types import Step
 
 # A channel scaled by zero could not be restored from its weights. Scaled by this instead, it adds only 5e-20 of its
 # value to its shift, below fp32's precision. The product stays far from subnormals and is restored like any other.
@@ -24,7 +24,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class FoldBatchNorm(Step):
-    """Fold BatchNormalization into the Conv, ConvTranspose, Gemm or MatMul with Add before it.
+    """Fold BatchNormalization into the Conv, ConvTranspose or Gemm before it.
 
     A BatchNorm stays if the weight or the value before it has another reader, in training mode, or if its parameters
     are not constants. It also stays after another BatchNorm, after a ConvTranspose with groups, and if fp32 cannot hold
@@ -36,16 +36,14 @@ class FoldBatchNorm(Step):
     name = "fold BatchNorm"
 
     def __init__(self, half_precision: Collection[str] = ()) -> None:
-        super().__init__()
         self.folds: dict[str, Scale] = {}
         self._half_precision = half_precision
 
-    def apply(self, model: ir.Model) -> bool:
+    def apply(self, model: ir.Model) -> None:
         fresh = FreshNames(all_value_names(model))
         for node in tuple(model.graph):
             if node.op_type == "BatchNormalization" and node.domain == "":
                 self._fold(model.graph, node, fresh)
-        return bool(self.folds)
 
     def _fold(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
         affine, linear = _affine(node), _linear_before(node)
@@ -61,8 +59,11 @@ class FoldBatchNorm(Step):
         linear.weight.const_value = _scaled(linear, scale)
         bias = np.clip(linear.bias * scale + shift, -_LARGEST, _LARGEST).astype(np.float32)
         bias_name = fresh.make(f"{name}.folded_bias")
-        linear.replace_bias(initializer(graph, bias_name, ir.tensor(bias, name=bias_name)))
-        new, old = (linear.add or linear.node).outputs[0], node.outputs[0]
+        linear.node.resize_inputs(3)
+        linear.node.replace_input_with(2, initializer(graph, bias_name, ir.tensor(bias, name=bias_name)))
+        if linear.node.op_type == "Gemm":
+            linear.node.attributes["beta"] = ir.AttrFloat32("beta", 1.0)
+        new, old = linear.node.outputs[0], node.outputs[0]
         new.type, new.shape = old.type, old.shape
         replace_output(node, new)
 
@@ -105,10 +106,10 @@ def _scaled(linear: _Linear, scale: NDArray[np.float64]) -> ir.TensorProtocol:
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A Conv, ConvTranspose, Gemm or MatMul whose weight is a constant that nothing else reads.
+    """A Conv, ConvTranspose or Gemm whose weight is a constant that nothing else reads.
 
     ``axis`` is that of the weight's output channels. ``bias`` has one float64 per output channel, in the units of the
-    output (zeros if there is none). ``add`` is the Add that adds the bias of a MatMul, if any.
+    output (zeros if there is none).
     """
 
     node: ir.Node
@@ -116,80 +117,42 @@ class _Linear:
     tensor: ir.TensorProtocol
     axis: int
     bias: NDArray[np.float64]
-    add: ir.Node | None = None
-
-    def replace_bias(self, bias: ir.Value) -> None:
-        """Make the operator add ``bias``, one value per output channel, instead of its previous bias."""
-        if self.add is not None:
-            self.add.replace_input_with(0 if self.add.inputs[1] is self.node.outputs[0] else 1, bias)
-            return
-        self.node.resize_inputs(3)
-        self.node.replace_input_with(2, bias)
-        if self.node.op_type == "Gemm":
-            self.node.attributes["beta"] = ir.AttrFloat32("beta", 1.0)
 
 
 def _linear_before(batchnorm: ir.Node) -> _Linear | None:
     """Return the operator whose output only ``batchnorm`` reads, if BatchNorm can be folded into it."""
-    node = _only_read_producer(batchnorm.inputs[0])
-    if node is None:
-        return None
-    attributes, bias = node.attributes, node.inputs[2] if len(node.inputs) > 2 else None
-    if node.op_type == "Add":
-        return _matmul_add(node)
-    if node.op_type == "Conv":
-        return _linear(node, 0, bias)
-    # [in, out / groups, ...]: with groups, one index serves several channels
-    if node.op_type == "ConvTranspose" and attributes.get_int("group", 1) == 1:
-        return _linear(node, 1, bias)
-    if node.op_type == "Gemm":  # Y = alpha·A·B + beta·C: alpha commutes with the scale, beta goes into the bias
-        return _linear(node, 1 - attributes.get_int("transB", 0), bias, beta=attributes.get_float("beta", 1.0))
-    return None
-
-
-def _matmul_add(add: ir.Node) -> _Linear | None:
-    for product, bias in (add.inputs, reversed(add.inputs)):
-        node = _only_read_producer(product)
-        if product is None or node is None or node.op_type != "MatMul":
-            continue
-        # BatchNorm's channels are axis 1, a MatMul's are its last axis: the same only for matrices
-        if product.shape is None or len(product.shape) != 2:
-            return None
-        found = _linear(node, 1, bias, add=add)
-        return None if found is None or len(dims(found.tensor)) != 2 else found
-    return None
-
-
-def _linear(
-    node: ir.Node, axis: int, bias: ir.Value | None, *, beta: float = 1.0, add: ir.Node | None = None
-) -> _Linear | None:
-    weight = node.inputs[1]
+    product = batchnorm.inputs[0]
+    node = None if product is None or not _only_use(product) else product.producer()
+    axis = None if node is None or node.domain != "" else _channels_axis(node)
+    weight = None if node is None or axis is None else node.inputs[1]
     tensor = const(weight)
-    if weight is None or tensor is None or tensor.dtype != ir.DataType.FLOAT or not _only_use(weight):
+    if node is None or axis is None or weight is None or tensor is None or not _only_use(weight):
         return None
-    if len(dims(tensor)) <= axis:
+    if tensor.dtype != ir.DataType.FLOAT or len(dims(tensor)) <= axis:
         return None
-    channels = dims(tensor)[axis]
-    summand = np.zeros(channels) if bias is None else _float64(bias)
-    if summand is None:
-        return None
-    if summand.size == 1:
-        summand = np.full(channels, summand.reshape(()))
-    elif not summand.shape[-1] == channels == summand.size:  # it varies along another axis
-        return None
-    return _Linear(node, weight, tensor, axis, summand.reshape(-1) * beta, add)
+    channels, bias = dims(tensor)[axis], node.inputs[2] if len(node.inputs) > 2 else None
+    summand = np.zeros(1) if bias is None else _float64(bias)
+    if summand is None or not (summand.size == 1 or summand.shape[-1] == channels == summand.size):
+        return None  # it is computed, or varies along another axis
+    # Gemm computes alpha·A·B + beta·C: alpha commutes with the scale, and beta goes into the bias
+    beta = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
+    return _Linear(node, weight, tensor, axis, np.broadcast_to(summand.reshape(-1), channels) * beta)
+
+
+def _channels_axis(node: ir.Node) -> int | None:
+    """Return the axis of the weight of ``node`` that its output channels lie along; None for other operators."""
+    if node.op_type == "Conv":
+        return 0
+    # [in, out / groups, ...]: with groups, one index serves several channels
+    if node.op_type == "ConvTranspose" and node.attributes.get_int("group", 1) == 1:
+        return 1
+    return 1 - node.attributes.get_int("transB", 0) if node.op_type == "Gemm" else None
 
 
 def _float64(value: ir.Value | None) -> NDArray[np.float64] | None:
     """Return the values of an fp32 constant; None if it is computed or has another dtype."""
     tensor = const(value)
     return None if tensor is None or tensor.dtype != ir.DataType.FLOAT else tensor.numpy().astype(np.float64)
-
-
-def _only_read_producer(value: ir.Value | None) -> ir.Node | None:
-    """Return the ONNX operator that computes ``value``, if only one node reads it."""
-    node = None if value is None else value.producer()
-    return node if value is not None and node is not None and node.domain == "" and _only_use(value) else None
 
 
 def _only_use(value: ir.Value) -> bool:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bf16kit.numerics.rounding import LARGEST, OVERFLOW
 from converter.graph.initializers import ComputedTensor, reader
 from converter.graph.operators import MOVEMENT, WEIGHTED
-from converter.graph.step import Step
+from converter.graph.types import Step
 
 
 class ClampMasks(Step):
@@ -25,25 +25,18 @@ class ClampMasks(Step):
     name = "clamp masks"
 
     def __init__(self) -> None:
-        super().__init__()
         self.clamped: set[str] = set()
 
-    def apply(self, model: ir.Model) -> bool:
+    def apply(self, model: ir.Model) -> None:
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
             if tensor is not None and not is_weight(value) and _overflows(tensor):
                 value.const_value = _clamped(tensor)
                 self.clamped.add(name)
-        fills = [node for node in model.graph.all_nodes() if node.op_type == "ConstantOfShape" and _overflowing(node)]
-        for node in fills:
-            fill = _clamped(node.attributes["value"].as_tensor())
-            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(fill.numpy()))
-        return bool(self.clamped or fills)
-
-
-def _overflowing(node: ir.Node) -> bool:
-    fill = node.attributes.get("value")
-    return fill is not None and _overflows(fill.as_tensor())
+        for node in model.graph.all_nodes():
+            fill = node.attributes.get("value") if node.op_type == "ConstantOfShape" else None
+            if fill is not None and _overflows(fill.as_tensor()):
+                node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_clamped(fill.as_tensor()).numpy()))
 
 
 def _overflows(tensor: ir.TensorProtocol) -> bool:

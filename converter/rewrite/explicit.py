@@ -1,13 +1,12 @@
-"""Makes a source graph explicit: functions inlined, constants initializers of the main graph; drops what does nothing.
+"""Makes a source graph explicit: functions inlined, all named, constants in the main graph, equal weights stored once.
 
 onnx-ir has passes of these names, which lose an output's name or a weight: docs/decisions/0008.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     ClearMetadataAndDocStringPass,
@@ -16,11 +15,12 @@ from onnx_ir.passes.common import (
     RemoveUnusedNodesPass,
 )
 
-from bf16kit.numerics.tensors import Array
+from bf16kit.messages.errors import ConversionError
 from converter.graph.dimensions import GUESSED
+from converter.graph.equality import Array, Fingerprint, fingerprint, same_bits
 from converter.graph.initializers import const, initializer, stays_inline
-from converter.graph.names import FreshNames, replace_output, values_of
-from converter.graph.step import Step
+from converter.graph.names import FreshNames, all_value_names, replace_output, values_of
+from converter.graph.types import Step
 
 
 class InlineFunctions(Step):
@@ -31,7 +31,7 @@ class InlineFunctions(Step):
 
     name = "inline functions"
 
-    def apply(self, model: ir.Model) -> bool:
+    def apply(self, model: ir.Model) -> None:
         if model.functions:
             InlinePass()(model)
         ClearMetadataAndDocStringPass()(model)
@@ -41,7 +41,34 @@ class InlineFunctions(Step):
         for graph in model.graphs():
             for value in values_of(graph):
                 value.metadata_props.clear()
-        return True
+
+
+class NameEverything(Step):
+    """Name unnamed nodes and values; make node names unique over the whole model, value names over each graph.
+
+    Names that are already unique do not change; others are the same on every run, because the plan, the report and
+    ``--keep-fp32`` use them. Refuses a value that nothing gives: onnx_ir drops sparse initializers.
+    """
+
+    name = "name nodes and values"
+
+    def apply(self, model: ir.Model) -> None:
+        nodes = FreshNames(node.name for node in model.graph.all_nodes() if node.name)
+        values = FreshNames(all_value_names(model))
+        seen: set[str] = set()
+        for position, node in enumerate(model.graph.all_nodes()):
+            for value in node.inputs:
+                if value is not None and not (value.producer() or value.is_graph_input() or value.is_initializer()):
+                    raise ConversionError(
+                        f"node {node.name or node.op_type!r} reads {value.name!r}, which no node, input or"
+                        " initializer gives; if it is a sparse initializer, make it dense"
+                    )
+            if not node.name or node.name in seen:
+                node.name = nodes.make(node.name or f"{node.op_type}_{position}")
+            seen.add(node.name)
+            for index, output in enumerate(node.outputs):
+                if output.name is None and output.uses():
+                    output.name = values.make(f"{node.name}:{index}")
 
 
 class ConstantsToInitializers(Step):
@@ -53,19 +80,16 @@ class ConstantsToInitializers(Step):
 
     name = "constants to initializers"
 
-    def apply(self, model: ir.Model) -> bool:
-        modified = False
+    def apply(self, model: ir.Model) -> None:
         for node in tuple(model.graph.all_nodes()):
             graph, tensor = node.graph, _tensor(node)
             if isinstance(graph, ir.Graph) and tensor is not None and node.outputs[0].name is not None:
                 value = initializer(graph, node.outputs[0].name, tensor)
                 node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
                 graph.remove(node, safe=True)
-                modified = True
-        return modified
 
 
-_NUMBERS = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+_HELD = frozenset({"value", "value_float", "value_floats", "value_int", "value_ints"})
 
 
 def _tensor(node: ir.Node) -> ir.TensorProtocol | None:
@@ -73,16 +97,9 @@ def _tensor(node: ir.Node) -> ir.TensorProtocol | None:
 
     None for other nodes, strings, sparse tensors, attributes set by a function's caller, and nodes without an output.
     """
-    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or not node.outputs:
+    if node.op_type != "Constant" or len(node.outputs) != 1 or not _HELD & node.attributes.keys():
         return None
-    for name, attribute in node.attributes.items():
-        if attribute.is_ref():
-            return None
-        if name == "value":
-            return attribute.as_tensor()
-        if name in _NUMBERS:
-            return ir.tensor(np.asarray(attribute.value, dtype=_NUMBERS[name]), name=node.outputs[0].name)
-    return None
+    return ir.convenience.get_const_tensor(node.outputs[0])
 
 
 class HoistInitializers(Step):
@@ -95,10 +112,9 @@ class HoistInitializers(Step):
 
     name = "hoist initializers out of bodies"
 
-    def apply(self, model: ir.Model) -> bool:
+    def apply(self, model: ir.Model) -> None:
         uses = Counter(v.name for graph in model.graphs() for v in values_of(graph) if v.name)
         fresh = FreshNames(uses)
-        count = 0
         for graph in model.graphs():
             for name, value in tuple(graph.initializers.items()):
                 if value.is_graph_output():
@@ -108,8 +124,6 @@ class HoistInitializers(Step):
                     if value.name == name and uses[name] > 1:
                         value.name = fresh.make(name)
                     model.graph.register_initializer(value)
-                    count += 1
-        return bool(count)
 
 
 def _separate_from_output(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> None:
@@ -126,6 +140,68 @@ def _separate_from_output(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -
     output.name = name
 
 
+# By fingerprint. Tensors, not arrays: tensors computed on reading would otherwise all be in memory at once.
+_Kept = dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]
+_SMALLEST_BYTES = 1024  # sharing all-zero biases saves nothing, and they would lose their names
+
+
+class ShareEqualWeights(Step):
+    """Store equal weights once; replace one that is another's transpose by a Transpose of the other.
+
+    Exporters write tied embeddings twice, often one as the transpose of the other. Only fp32 and int64 initializers
+    (tables of indices) with two or more dimensions and at least 1 KiB are compared. Transposing is exact, and ONNX
+    Runtime does it once at load. Requires: initializers are in the main graph.
+    """
+
+    name = "share equal weights"
+
+    def apply(self, model: ir.Model) -> None:
+        graph, fresh = model.graph, FreshNames(all_value_names(model))
+        kept: _Kept = defaultdict(list)
+        transposed: dict[ir.Value, ir.Value] = {}
+        for value, tensor in _weights(graph):
+            array = tensor.numpy()
+            twin = _find(kept, array)
+            mirrored = _find(kept, array.T) if twin is None and array.ndim == 2 else None
+            if mirrored is not None:
+                if mirrored not in transposed:
+                    transposed[mirrored] = _transpose(graph, mirrored, fresh)
+                twin = transposed[mirrored]
+            if twin is None:
+                kept[fingerprint(array)].append((value, tensor))
+            else:
+                value.replace_all_uses_with(twin)
+                graph.initializers.pop(value.name or "")
+
+
+def _weights(graph: ir.Graph) -> list[tuple[ir.Value, ir.TensorProtocol]]:
+    """Return the weights, tables first: rows are looked up as stored, and a product is as fast by a Transpose."""
+    found = [
+        (value, tensor)
+        for value in graph.initializers.values()
+        if (tensor := value.const_value) is not None
+        and tensor.dtype in (ir.DataType.FLOAT, ir.DataType.INT64)
+        and len(tensor.shape) >= 2
+        and tensor.nbytes >= _SMALLEST_BYTES
+    ]
+    return sorted(found, key=lambda pair: all(use.node.op_type != "Gather" or use.idx for use in pair[0].uses()))
+
+
+def _find(kept: _Kept, array: Array) -> ir.Value | None:
+    found = (value for value, candidate in kept.get(fingerprint(array), ()) if same_bits(candidate.numpy(), array))
+    return next(found, None)
+
+
+def _transpose(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> ir.Value:
+    name = f"{value.name}/transposed"
+    node = ir.node("Transpose", [value], attributes={"perm": [1, 0]}, name=fresh.make(name))
+    output = node.outputs[0]
+    output.name, output.type = fresh.make(name), value.type
+    output.shape = ir.Shape(tuple(reversed(value.shape or ())))
+    graph.insert_before(graph[0], node)  # a node reads each of the two weights, so there is a first
+    return output
+
+
 class RemoveIdentities(Step):
     """Remove Identity, Dropout outside training, and Cast to the dtype a value already has, from the main graph.
 
@@ -135,8 +211,7 @@ class RemoveIdentities(Step):
 
     name = "remove identities"
 
-    def apply(self, model: ir.Model) -> bool:
-        modified = False
+    def apply(self, model: ir.Model) -> None:
         for node in tuple(model.graph):  # one at a time: removing one may leave the next between an input and an output
             source, output = node.inputs[0] if node.inputs else None, node.outputs[0] if node.outputs else None
             if source is None or output is None or not _changes_nothing(node, source):
@@ -149,19 +224,19 @@ class RemoveIdentities(Step):
             else:
                 source.shape = source.shape or output.shape  # inference may not see past other domains' operators
                 replace_output(node, source)
-            modified = True
-        return modified
 
 
 def _changes_nothing(node: ir.Node, source: ir.Value) -> bool:
-    if node.domain == "" and node.op_type == "Cast":
+    if node.domain != "":
+        return False
+    if node.op_type == "Cast":
         return source.dtype is not None and node.attributes["to"].as_int() == int(source.dtype)
-    if node.domain == "" and node.op_type == "Dropout":
+    if node.op_type == "Dropout":
         mode = node.inputs[2] if len(node.inputs) > 2 else None
         told = const(mode)
         trains = mode is not None and (told is None or bool(told.numpy().any()))
         return not trains and not any(mask.uses() or mask.is_graph_output() for mask in node.outputs[1:])
-    return node.domain == "" and node.op_type == "Identity"
+    return node.op_type == "Identity"
 
 
 class DropUnused(Step):
@@ -169,8 +244,8 @@ class DropUnused(Step):
 
     name = "drop what is unused"
 
-    def apply(self, model: ir.Model) -> bool:
-        return RemoveUnusedNodesPass()(model).modified
+    def apply(self, model: ir.Model) -> None:
+        RemoveUnusedNodesPass()(model)
 
 
 def floating_tensors(model: ir.Model) -> dict[str, Array]:

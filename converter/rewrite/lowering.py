@@ -10,12 +10,11 @@ import onnx_ir as ir
 from bf16kit.messages.errors import ConversionError
 from converter.graph.cuda_kernels import KernelTable
 from converter.graph.initializers import const, initializer
-from converter.graph.names import FreshNames, NameEverything, all_value_names, replace_output
+from converter.graph.names import FreshNames, all_value_names, replace_output
 from converter.graph.operators import bf16_form, label, since_version
-from converter.graph.step import Step, run
-from converter.graph.types import InferTypes
+from converter.graph.types import InferTypes, Step, run
 from converter.process.quiet import quiet
-from converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers
+from converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers, NameEverything
 
 TARGET = 22
 OLDEST_WITH_BF16 = 13  # Cast and Gather support bf16 from here on
@@ -38,7 +37,7 @@ class SupportedOpset(Step):
 
     name = "check the opset"
 
-    def requires(self, model: ir.Model) -> None:
+    def apply(self, model: ir.Model) -> None:
         if "ai.onnx" in model.opset_imports:
             model.opset_imports[""] = model.opset_imports.pop("ai.onnx")
         opset, kernels = model.opset_imports.get(""), _table()
@@ -51,27 +50,31 @@ class SupportedOpset(Step):
                 f"opset {opset} is newer than {kernels.accepted_opset}, the newest that ONNX Runtime"
                 f" {kernels.onnxruntime} loads; export the model with opset {TARGET}"
             )
-
-    def apply(self, model: ir.Model) -> bool:
-        newest = _NEWEST_IR if model.opset_imports[""] <= 23 else _table().accepted_ir
-        before = model.ir_version
-        model.ir_version = min(max(before, _OLDEST_IR), newest)
-        return model.ir_version != before
+        newest = _NEWEST_IR if opset <= 23 else kernels.accepted_ir
+        model.ir_version = min(max(model.ir_version, _OLDEST_IR), newest)
 
 
 class RaiseOpset(Step):
     """Convert the model to opset 22 if that gives it further bf16 kernels, or bf16 at all.
 
     Other models stay as their exporter wrote them. Requires: weights are initializers of the main graph. Ensures: the
-    opset supports bf16.
+    opset supports bf16 and has all operators.
     """
 
     name = "raise the opset"
 
-    def apply(self, model: ir.Model) -> bool:
+    def apply(self, model: ir.Model) -> None:
         opset = model.opset_imports[""]
-        if opset >= TARGET or not (opset < OLDEST_WITH_BF16 or any(_gained(node, opset) for node in model.graph)):
-            return False
+        if opset < OLDEST_WITH_BF16 or (opset < TARGET and any(_gained(node, opset) for node in model.graph)):
+            self._raise(model, opset)
+            opset = model.opset_imports[""]
+        if opset < OLDEST_WITH_BF16:
+            raise ConversionError(f"opset {opset} could not be raised; export the model with opset {OLDEST_WITH_BF16}+")
+        for node in model.graph.all_nodes():
+            if node.domain == "" and since_version(node, opset) is None:
+                raise ConversionError(f"node {node.name!r}: operator {label(node)} does not exist in opset {opset}")
+
+    def _raise(self, model: ir.Model, opset: int) -> None:
         from onnxscript import version_converter  # slow to import, and rarely needed
 
         with quiet():  # it warns if it falls back on onnx's converter, for opsets before 18
@@ -80,15 +83,6 @@ class RaiseOpset(Step):
             _state_coordinates(model)
         model.ir_version = max(model.ir_version, 10)
         run([NameEverything(), ConstantsToInitializers(), HoistInitializers(), InferTypes()], model)
-        return True
-
-    def ensures(self, model: ir.Model) -> None:
-        opset = model.opset_imports[""]
-        if opset < OLDEST_WITH_BF16:
-            raise ConversionError(f"opset {opset} could not be raised; export the model with opset {OLDEST_WITH_BF16}+")
-        for node in model.graph.all_nodes():
-            if node.domain == "" and since_version(node, opset) is None:
-                raise ConversionError(f"node {node.name!r}: operator {label(node)} does not exist in opset {opset}")
 
 
 def _gained(node: ir.Node, opset: int) -> bool:
@@ -130,9 +124,8 @@ class LowerForCuda(Step):
 
     name = "rewrite Clip and GlobalAveragePool"
 
-    def apply(self, model: ir.Model) -> bool:
+    def apply(self, model: ir.Model) -> None:
         opset, fresh = model.opset_imports[""], FreshNames(all_value_names(model))
-        modified = False
         for node in tuple(model.graph):
             lowered = None
             if node.domain != "" or _has_kernel(node, opset):
@@ -143,8 +136,6 @@ class LowerForCuda(Step):
                 lowered = _mean(model.graph, node, fresh)
             if lowered is not None:
                 replace_output(node, lowered)
-                modified = True
-        return modified
 
 
 def _clip(node: ir.Node, fresh: FreshNames) -> ir.Value | None:

@@ -24,8 +24,7 @@ _ORDERS: Mapping[int, tuple[tuple[int, ...], ...]] = {
 }
 
 _Order = tuple[int, ...] | None
-# Tensors, not arrays: tensors widened on reading would otherwise all be in memory at once.
-_Index = Mapping[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]
+_Index = dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +46,26 @@ def match(
 ) -> dict[str, Match]:
     """Match ``checkpoint`` tensors to initializers of ``graph``, and rename initializers to the checkpoint's names.
 
-    ``orders`` has the order of axes in the graph for tensors for which it is neither their own nor the reverse.
-
-    Several checkpoint tensors may match one initializer (tied weights). Tensors without a match are not in the result.
-    Initializers that stay inline in the graph are ignored: they could not be read back from a weights file.
+    ``orders`` has the order of axes in the graph for tensors for which it is neither their own nor the reverse. Several
+    checkpoint tensors may match one initializer (tied weights), which takes the first one's name unless it has one of
+    theirs. Tensors without a match are not in the result. Initializers that stay inline in the graph are ignored: they
+    could not be read back from a weights file.
     """
-    index: dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]] = defaultdict(list)
+    # Tensors, not arrays: tensors widened on reading would otherwise all be in memory at once.
+    index: _Index = defaultdict(list)
     for value in graph.initializers.values():
         tensor = value.const_value
         if tensor is not None and not stays_inline(tensor):
             index[fingerprint(tensor.numpy())].append((value, tensor))
     looked_up = ((name, _lookup(array, orders.get(name), index)) for name, array in checkpoint.items())
     found = {name: hit for name, hit in looked_up if hit is not None}
-    _rename(graph, {name: value for name, (value, _) in found.items()})
+    holds: dict[ir.Value, list[str]] = defaultdict(list)
+    for name, (value, _) in found.items():
+        holds[value].append(name)
+    fresh = FreshNames(v.name for g in (graph, *graph.subgraphs()) for v in values_of(g) if v.name)
+    for value, names in holds.items():
+        if value.name not in names:
+            value.name = fresh.make(names[0])
     return {name: Match(value.name or "", order) for name, (value, order) in found.items()}
 
 
@@ -79,14 +85,3 @@ def _views(array: Array, order: _Order) -> Iterator[tuple[Array, _Order]]:
     yield array, None
     for order in _ORDERS.get(array.ndim, ()):
         yield array.transpose(np.argsort(order)), order
-
-
-def _rename(graph: ir.Graph, found: Mapping[str, ir.Value]) -> None:
-    """Name each matched initializer after the first checkpoint tensor it holds, unless it has one of their names."""
-    names: dict[ir.Value, list[str]] = defaultdict(list)
-    for name, value in found.items():
-        names[value].append(name)
-    fresh = FreshNames(v.name for g in (graph, *graph.subgraphs()) for v in values_of(g) if v.name)
-    for value, candidates in names.items():
-        if value.name not in candidates:
-            value.name = fresh.make(candidates[0])

@@ -33,7 +33,7 @@ from converter.verify.observedshapes import batch_axis, with_observed_shapes
 from converter.verify.oracle import OracleReference, OracleRun, resolved
 from converter.verify.running import GraphReference, open_fp32_graph, signature
 from converter.verify.samples import Samples, samples_usage
-from converter.write.traced import TRACED
+from converter.write import TRACED
 
 GOLDEN = "golden.safetensors"
 _MAX_REASON = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again

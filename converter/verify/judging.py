@@ -16,7 +16,7 @@ from bf16kit.numerics.tensors import Kind, TensorSpec
 from converter.options import Options
 from converter.verify import measure
 from converter.verify.measure import Drifts
-from converter.write.traced import TRACED
+from converter.write import TRACED
 
 _LOGITS_ONLY = "top1_agreement"
 

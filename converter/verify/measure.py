@@ -22,13 +22,12 @@ from bf16kit.drift.metrics import DriftSummary, OutputDrift, SampleDrift
 from bf16kit.drift.slices import Scales, Values, Variation
 from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Runtime, RuntimeInfo
-from bf16kit.runtime.device import CPU
+from bf16kit.runtime import CPU, Runtime, RuntimeInfo
 from bf16kit.runtime.memory.scratch import on_disk
 from converter.source import Feeds
 from converter.verify.running import GraphReference, open_export, open_profile, open_traced, signature
 from converter.verify.samples import Samples
-from converter.write.traced import TRACED
+from converter.write import TRACED
 
 Drifts = dict[str, OutputDrift]  # of one feed, by output
 _SLICE = 0.03  # a slice error of 0.5 counts as much as a relative_l2 of 0.015: these are the default bounds

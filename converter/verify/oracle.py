@@ -26,9 +26,8 @@ from bf16kit.drift import metrics as drift
 from bf16kit.drift.slices import SliceSums, Values
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import RuntimeInfo
-from bf16kit.runtime.device import CPU
-from bf16kit.runtime.ort.externaldata import REBUILT
+from bf16kit.runtime import CPU, RuntimeInfo
+from bf16kit.runtime.ort.onnxgraph import REBUILT
 from converter.rewrite import Prepared
 from converter.source import FP32_ROUNDOFF, Array, Feeds, Oracle, Source
 from converter.verify.fp32noise import Distance, Noise, measure_distance

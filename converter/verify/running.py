@@ -23,17 +23,16 @@ from bf16kit.artifact.weightfile import WeightWriter
 from bf16kit.messages.errors import DeviceUnavailable
 from bf16kit.numerics.rounding import BF16, to_bf16
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Runtime
-from bf16kit.runtime.device import CPU
+from bf16kit.runtime import CPU, Runtime
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.memory.scratch import on_disk
-from bf16kit.runtime.ort.externaldata import REBUILT
-from converter.fuse.unpanel import PUT_TOGETHER
+from bf16kit.runtime.ort.onnxgraph import REBUILT
+from converter.fuse.fuse import PUT_TOGETHER
 from converter.graph.equality import in_fp32
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.operators import EXACT
-from converter.graph.step import Step, run
+from converter.graph.types import Step, run
 from converter.plan import is_matrix
 from converter.plan.profiles import PROFILES
 from converter.rewrite import Match
@@ -82,8 +81,7 @@ def open_profile(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
 
 def open_traced(artifact: Artifact, profile: str, *, native_bf16: bool) -> Runtime:
     """Open a profile that torch runs, on the CPU: in bf16 or, as on CPUs without bf16 instructions, in fp32."""
-    from bf16kit.runtime.torchexport import TorchExportRuntime
-    from bf16kit.runtime.torchscript import TorchScriptRuntime
+    from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime
 
     entry = artifact.manifest.profiles[profile]
     runtime = TorchExportRuntime if entry.format == "pt2" else TorchScriptRuntime
@@ -224,7 +222,7 @@ class Emulate(Step):
 
 def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:
     """Return the leading nodes of ``graph`` that put its bf16 initializers together
-    (:mod:`converter.fuse.unpanel`)."""
+    (:mod:`converter.fuse.fuse`)."""
     moves, known = dict[ir.Node, None](), set[ir.Value | None](graph.initializers.values())
     for node in graph:
         if node.op_type not in PUT_TOGETHER or node.outputs[0].dtype != BFLOAT16 or not known.issuperset(node.inputs):

@@ -7,8 +7,6 @@ in.
 from __future__ import annotations
 
 import hashlib
-import mmap
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Plan, PlanEntry, Segment, TensorEntry
+from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Plan, Segment, TensorEntry
 from bf16kit.artifact.weightfile import ALIGNMENT, WeightWriter, little_endian_bytes
 from bf16kit.messages.errors import RangeError
 from bf16kit.numerics.residual import encode_chunks
@@ -26,9 +24,8 @@ from bf16kit.numerics.rounding import BF16, Census, census, to_bf16
 from bf16kit.numerics.tensors import Array
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
-from converter.plan import narrowed
+from converter.plan import complaint, narrowed
 from converter.plan.decisions import Overrides
-from converter.plan.ranges import complaint
 from converter.rewrite import Match, Prepared
 from converter.write.export import Exported, fp32_tensor, select, write_export
 from converter.write.weights import (
@@ -113,7 +110,12 @@ def write_as_export(
                 array = tensor.numpy()
                 tensors[name] = tensor_entry(name, array.dtype, array.shape, FP32_FILE, fp32_file.append(array))
     stored = StoredWeights(tensors, tuple(entries) if residual else (), {}, counted)
-    return stored, exported, plan.model_copy(update={"tensors": [_as_written(entry, narrow) for entry in plan.tensors]})
+    kept = {"precision": "fp32", "code": "reference_only", "reason": _REARRANGED}
+    as_written = [
+        entry if entry.precision == "fp32" or entry.name in narrow else entry.model_copy(update=kept)
+        for entry in plan.tensors
+    ]
+    return stored, exported, plan.model_copy(update={"tensors": as_written})
 
 
 def _locate(
@@ -129,9 +131,9 @@ def _locate(
     names = FreshNames(prepared.reference.graph.initializers)  # inline ones too: their names are taken
     for name, array in checkpoint.items():
         match, rounded = prepared.matches.get(name), name in exported.selection
-        if match is None or not (rounded or array.dtype == np.float32):
-            match = None  # in no graph, or there in another precision
-        elif match.permutation is not None and match.initializer not in tensors:
+        if not (rounded or array.dtype == np.float32):
+            match = None  # it is in a graph in another precision, or in none
+        if match is not None and match.permutation is not None and match.initializer not in tensors:
             match = None  # for example a square matrix with a twin that is not transposed
         found = match or Match(names.make(name))
         stored = found.initializer
@@ -141,12 +143,6 @@ def _locate(
         as_fp32 = rounded and array.dtype == np.float64
         entries.append(checkpoint_entry(name, array, stored, found.permutation, rounded=as_fp32))
     return tensors, entries, counted
-
-
-def _as_written(entry: PlanEntry, narrow: frozenset[str]) -> PlanEntry:
-    if entry.precision == "fp32" or entry.name in narrow:
-        return entry
-    return entry.model_copy(update={"precision": "fp32", "code": "reference_only", "reason": _REARRANGED})
 
 
 _SHOWN = 5  # complaints named in an error
@@ -181,7 +177,7 @@ def write_without_graph(
         segment = None if bf16 is None else locate(bf16)
         if bf16 is not None and segment is not None:
             restoring = None if residual is None else residual.append_chunks(encode_chunks(array, bf16))
-            tensors[name] = tensor_entry(name, BF16, array.shape, written.name, segment, residual=restoring)
+            tensors[name] = tensor_entry(name, BF16, array.shape, written.name, segment, restoring)
         elif (segment := locate(array)) is not None:
             tensors[name] = tensor_entry(name, array.dtype, array.shape, written.name, segment)
         elif residual is not None:
@@ -189,8 +185,14 @@ def write_without_graph(
         if array.dtype == np.float32:
             counts = census(np.ascontiguousarray(array))
             rounded = name in tensors and tensors[name].dtype == "bfloat16"
-            complaints += [f"tensor {name!r}: {problem}" for problem in _complaints(counts, rounded=rounded)]
             counted |= {name: counts} if rounded else {}
+            problem = complaint(counts, finite=rounded, in_range=False)
+            if problem is None and rounded and counts.overflow:
+                problem = (
+                    f"{counts.overflow} of {counts.count} values overflow bfloat16 (largest magnitude"
+                    f" {counts.max_abs:.6g}), and --saturate and --keep-fp32 are for ONNX; clamp them in the module"
+                )
+            complaints += [] if problem is None else [f"tensor {name!r}: {problem}"]
     if complaints:
         raise RangeError("\n".join(complaints[:_SHOWN]))
     entries = [checkpoint_entry(name, array, shared[name]) for name, array in checkpoint.items()]
@@ -198,28 +200,13 @@ def write_without_graph(
 
 
 def _records(path: Path) -> dict[bytes, Segment]:
-    """Return the uncompressed, aligned records of the zip file at ``path``, which torch has just written, by sha256."""
+    """Return the aligned records of the archive at ``path``, which torch has just written, by sha256."""
     import torch
 
     found: dict[bytes, Segment] = {}
     reader: Any = torch._C.PyTorchFileReader(str(path))
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        for info in archive.infolist():
-            if info.compress_type == zipfile.ZIP_STORED and info.file_size:
-                offset = reader.get_record_offset(info.filename.partition("/")[2])
-                if offset % ALIGNMENT == 0:
-                    digest = hashlib.sha256(data[offset : offset + info.file_size]).digest()
-                    found.setdefault(digest, Segment(offset=offset, bytes=info.file_size))
+    for name in reader.get_all_records():
+        offset, record = reader.get_record_offset(name), reader.get_record(name)
+        if record and offset % ALIGNMENT == 0:
+            found.setdefault(hashlib.sha256(record).digest(), Segment(offset=offset, bytes=len(record)))
     return found
-
-
-def _complaints(counts: Census, *, rounded: bool) -> list[str]:
-    """Return what is wrong with a tensor, which, unlike a graph's, cannot be clamped or left in fp32."""
-    problem = complaint(counts, finite=rounded, in_range=False)
-    if problem is None and rounded and counts.overflow:
-        problem = (
-            f"{counts.overflow} of {counts.count} values overflow bfloat16 (largest magnitude {counts.max_abs:.6g}),"
-            " and --saturate and --keep-fp32 are for ONNX; clamp them in the module"
-        )
-    return [] if problem is None else [problem]

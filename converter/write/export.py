@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -25,9 +25,8 @@ from bf16kit.numerics.rounding import Census
 from bf16kit.numerics.tensors import BY_NAME, Array
 from converter.graph.equality import OTHER_FLOATS, in_fp32
 from converter.graph.initializers import ComputedTensor, blocks, rows_of
-from converter.plan import is_matrix
+from converter.plan import complaint, is_matrix
 from converter.plan.decisions import Overrides
-from converter.plan.ranges import complaint
 from converter.rewrite import Prepared
 from converter.rewrite.clampmasks import is_weight
 from converter.write.weights import Rounding, round_weight, tensor_entry
@@ -98,7 +97,8 @@ def write_export(
     for number, names in enumerate(groups, start=1):
         file_name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         dtypes = {name: "bfloat16" if name in selection else checkpoint[name].dtype.name for name in names}
-        places = _lay_out([Place(name, dtype, checkpoint[name].shape, 0) for name, dtype in dtypes.items()])
+        places = [Place(name, dtype, checkpoint[name].shape) for name, dtype in dtypes.items()]
+        _lay_out(places)
         head = header(places, metadata={"format": "pt"}, alignment=ALIGNMENT)
         with (directory / file_name).open("xb") as file:
             file.write(head)
@@ -106,15 +106,15 @@ def write_export(
                 name, segment = place.name, None
                 tensor = fp32_tensor(checkpoint[name], name)
                 if name in selection:
-                    may_saturate = Rounding(rounding.subnormals, rounding.saturate or selection[name] == "mask")
-                    bf16, exported.census[name], segment = round_weight(
-                        tensor,
-                        may_saturate,
-                        progress,
-                        residual,
-                        original=tensor,
-                        low_bits=bits_needed(checkpoint[name].dtype.name),
+                    allowed = Rounding(rounding.subnormals, rounding.saturate or selection[name] == "mask")
+                    low_bits = bits_needed(checkpoint[name].dtype.name)
+                    bf16, counts, segment = round_weight(
+                        tensor, allowed, progress, residual, original=tensor, low_bits=low_bits
                     )
+                    problem = complaint(counts, selection[name] == "weight", not allowed.saturate)
+                    if problem is not None:
+                        raise RangeError(f"tensor {name!r}: {problem}")
+                    exported.census[name] = counts
                     file.write(little_endian_bytes(bf16))
                 else:
                     for _, array in blocks(ir.Tensor(checkpoint[name])):
@@ -122,20 +122,14 @@ def write_export(
                         progress(array.nbytes)
                 at = Segment(offset=len(head) + place.start, bytes=place.nbytes)
                 dtype = BY_NAME[place.dtype].numpy
-                exported.tensors[name] = tensor_entry(name, dtype, place.shape, file_name, at, residual=segment)
+                exported.tensors[name] = tensor_entry(name, dtype, place.shape, file_name, at, segment)
         exported.files.append(file_name)
     if len(groups) > 1:
-        fields = {
-            "metadata": {"total_size": sum(entry.bytes for entry in exported.tensors.values())},
-            "weight_map": {name: entry.file for name, entry in exported.tensors.items()},
-        }
+        nbytes = sum(entry.bytes for entry in exported.tensors.values())
+        held_in = {name: entry.file for name, entry in exported.tensors.items()}
+        fields = {"metadata": {"total_size": nbytes}, "weight_map": held_in}
         (directory / INDEX).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
         exported.files.append(INDEX)
-    for name, counts in sorted(exported.census.items()):
-        saturates = rounding.saturate or selection[name] == "mask"
-        problem = complaint(counts, selection[name] == "weight", not saturates)
-        if problem is not None:
-            raise RangeError(f"tensor {name!r}: {problem}")
     return exported
 
 
@@ -147,33 +141,23 @@ def fp32_tensor(array: Array, name: str) -> ir.TensorProtocol:
     return ComputedTensor(lambda rows: in_fp32(rows_of(array, rows)), like)
 
 
-DTYPES: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
+DTYPES: Mapping[str, str] = {"bool": "BOOL", "bfloat16": "BF16"} | {
+    f"{kind}{bits}": f"{kind[0].upper()}{bits}"
+    for kind, widths in (("uint", (8, 16, 32, 64)), ("int", (8, 16, 32, 64)), ("float", (16, 32, 64)))
+    for bits in widths
 }
 _OWN_NAMES = {theirs: ours for ours, theirs in DTYPES.items()}
 _METADATA = "__metadata__"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
     """One tensor of a file: bf16kit's name of its dtype, its shape, and the offset ``start`` in the data."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
+    start: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -184,13 +168,12 @@ class Place:
         return BY_NAME[self.dtype].numpy.itemsize if self.dtype in BY_NAME else 0
 
 
-def _lay_out(places: Sequence[Place]) -> list[Place]:
-    """Return ``places`` with their offsets. The format allows no gaps; with wide dtypes first, all are aligned."""
-    start, starts = 0, {}
+def _lay_out(places: Sequence[Place]) -> None:
+    """Give ``places`` their offsets. The format allows no gaps; with wide dtypes first, all are aligned."""
+    start = 0
     for place in sorted(places, key=lambda place: -place.itemsize):  # stable: in the order given within a width
-        starts[place.name] = start
+        place.start = start
         start += place.nbytes
-    return [replace(place, start=starts[place.name]) for place in places]
 
 
 def header(places: Iterable[Place], *, metadata: Mapping[str, str] | None = None, alignment: int = 8) -> bytes:

@@ -1,4 +1,4 @@
-"""Builds the graphs of an artifact in memory and writes them without weights, which are external data."""
+"""Builds an artifact's graphs, with casts exactly where bf16 and fp32 meet, and writes them without their weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import CheckerPass
@@ -14,23 +15,24 @@ from bf16kit.artifact.manifest import RESIDUAL, PlanEntry
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import BY_NAME
-from bf16kit.runtime.ort.externaldata import REBUILT
 from bf16kit.runtime.ort.kernel import DOMAIN as KERNEL
+from bf16kit.runtime.ort.onnxgraph import REBUILT
 from converter.fuse.functions import rounds_activations
-from converter.fuse.fuse import fuse
-from converter.fuse.unpanel import Unpanel
+from converter.fuse.fuse import Unpanel, fuse
 from converter.graph.dimensions import drop_guesses
-from converter.graph.initializers import dims, stays_inline
-from converter.graph.operators import SHAPE_ONLY, bf16_form, label
-from converter.graph.types import InferTypes
+from converter.graph.initializers import const, dims, initializer, stays_inline
+from converter.graph.names import FreshNames, all_value_names
+from converter.graph.operators import SHAPE_ONLY, Bf16Form, bf16_form, label
+from converter.graph.types import InferTypes, Step
 from converter.plan import Planned, narrowed
 from converter.plan.profiles import PROFILES, Profile
 from converter.rewrite import Prepared, run
 from converter.rewrite.explicit import DropUnused
-from converter.write.insertcasts import BFLOAT16, FLOAT, Narrow
 from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights
 
 REFERENCE = "reference"
+NARROWED = "/bf16"  # ends the name of a value in bf16, such as a constant that was rounded within the graph
+FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 _ALIGNED = (BF16_FILE, FP32_FILE, RESIDUAL)  # files with aligned tensors, which a graph may read in place
 
 
@@ -48,18 +50,15 @@ def write_graphs(
     Returns the file names by profile; with ``reference``, also that of ``"reference"``. Raises
     :class:`ConversionError` if ONNX's checker rejects a graph, or if it does not follow the plan.
     """
-    files = {}
-    for profile in (PROFILES[name] for name in profiles):
-        files[profile.name] = graph_file(profile.name)
-        model = build(prepared, planned, profile)
-        _write_with_panels(model, stored, directory / files[profile.name])
-        _check(directory / files[profile.name], profile.base(prepared))
-        _check_plan(directory / files[profile.name], planned.plan.nodes[profile.name])
+    files = {name: graph_file(name) for name in (*profiles, *([REFERENCE] if reference else []))}
+    for profile in (PROFILES[name] for name in files if name != REFERENCE):
+        path = directory / files[profile.name]
+        _write_with_panels(build(prepared, planned, profile), stored, path)
+        _check(path, profile.base(prepared))
+        _check_plan(path, planned.plan.nodes[profile.name])
     if reference:
-        files[REFERENCE] = f"{REFERENCE}.onnx"
-        _write(
-            prepared.reference.clone(), directory / files[REFERENCE], lambda name, shape: _rebuilt(stored, name, shape)
-        )
+        path = directory / files[REFERENCE]
+        _write(prepared.reference.clone(), path, lambda name, shape: _stored(stored, name, shape, as_fp32=True))
     return files
 
 
@@ -100,6 +99,95 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     return run([Narrow(narrow, nodes), DropUnused(), InferTypes()], model)
 
 
+class Narrow(Step):
+    """Give the nodes of the main graph named in ``bf16_nodes`` bf16 inputs and outputs, and insert casts.
+
+    ``bf16_tensors`` names the initializers stored in bf16. Their type changes here; their data is attached when the
+    graph is written. A value is cast at most once in each direction, always from where it was computed, so casts never
+    follow each other. Constants inside the graph are rounded instead of cast. The graph's inputs and outputs keep their
+    types. The CPU kernel's nodes read their weights as stored, named or not. Requires: types are known, masks are
+    clamped, no graph output is an initializer.
+    """
+
+    name = "narrow"
+
+    def __init__(self, bf16_tensors: Collection[str], bf16_nodes: Collection[str]) -> None:
+        self._tensors = frozenset(bf16_tensors)
+        self._nodes = frozenset(bf16_nodes)
+
+    def apply(self, model: ir.Model) -> None:
+        graph, opset = model.graph, model.opset_imports[""]
+        forms: dict[ir.Node, Bf16Form] = {}
+        for node in graph:
+            if node.name in self._nodes or node.domain == KERNEL:
+                form = bf16_form(node, opset)
+                if form is None:
+                    raise ConversionError(f"node {node.name!r}: {node.op_type} has no bf16 form in opset {opset}")
+                forms[node] = form
+        narrow = [value for name, value in graph.initializers.items() if name in self._tensors]
+        narrow += [node.outputs[i] for node, form in forms.items() for i in form.outputs]
+        narrow = [value for value in narrow if value.dtype == FLOAT and value.name is not None]
+        for computed in narrow:
+            computed.type = ir.TensorType(BFLOAT16)
+        casts = _Casts(graph, FreshNames(all_value_names(model)))
+        for computed in narrow:
+            _widen_for_others(computed, forms, casts)
+        for node, form in forms.items():
+            for index in form.inputs:
+                value = node.inputs[index]
+                if value is not None and value.dtype == FLOAT:
+                    node.replace_input_with(index, casts.to(value, BFLOAT16))
+        casts.insert()
+
+
+def _widen_for_others(value: ir.Value, forms: Mapping[ir.Node, Bf16Form], casts: _Casts) -> None:
+    """Make every reader of the bf16 ``value`` that does not take bf16, also in subgraphs, read its cast to fp32."""
+    for use in tuple(value.uses()):
+        form = forms.get(use.node)
+        if use.node.op_type not in SHAPE_ONLY and (form is None or use.idx not in form.inputs):
+            use.node.replace_input_with(use.idx, casts.to(value, FLOAT))
+    if not value.is_graph_output() or value.graph is None:
+        return
+    name, wide = value.name, casts.to(value, FLOAT)
+    for index, output in enumerate(value.graph.outputs):
+        if output is value:
+            value.graph.outputs[index] = wide
+    value.name = casts.fresh.make(f"{name}{NARROWED}")
+    wide.name = name
+
+
+class _Casts:
+    """The casts of one graph: one per value and direction, inserted right after the value."""
+
+    def __init__(self, graph: ir.Graph, fresh: FreshNames) -> None:
+        self._graph = graph
+        self.fresh = fresh
+        self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+
+    def to(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        key = (value, dtype)
+        if key not in self._made:
+            name, tensor = self.fresh.make(f"{value.name}{NARROWED if dtype == BFLOAT16 else '/fp32'}"), const(value)
+            if tensor is not None and value.dtype == FLOAT and stays_inline(tensor):
+                rounded = ir.tensor(tensor.numpy().astype(ml_dtypes.bfloat16), name=name)
+                self._made[key] = initializer(self._graph, name, rounded)
+            else:
+                result = ir.node("Cast", [value], attributes={"to": int(dtype)}, name=name).outputs[0]
+                result.name, result.type, result.shape = name, ir.TensorType(dtype), value.shape
+                self._made[key] = result
+        return self._made[key]
+
+    def insert(self) -> None:
+        """Insert the new nodes into the graph: after the producer, or first for inputs and initializers."""
+        first = next(iter(self._graph), None)
+        for (value, _), result in self._made.items():
+            cast, producer = result.producer(), value.producer()
+            if cast is not None and producer is not None:
+                self._graph.insert_after(producer, cast)
+            elif cast is not None and first is not None:
+                self._graph.insert_before(first, cast)
+
+
 def _write_with_panels(model: ir.Model, stored: StoredWeights, path: Path) -> None:
     """Write the graph from :func:`build`, reading panels as stored."""
     unpanel = Unpanel(stored.tensors)
@@ -107,24 +195,18 @@ def _write_with_panels(model: ir.Model, stored: StoredWeights, path: Path) -> No
     _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared)
 
 
-def _stored(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
-    """Return a tensor as its file holds it, in the shape that its graph reads; panels are one row of elements."""
-    entry = stored.tensors[name]
-    return ir.ExternalTensor(
-        entry.file, entry.offset, entry.bytes, ir.DataType(BY_NAME[entry.dtype].onnx), shape=shape, name=name
-    )
+def _stored(stored: StoredWeights, name: str, shape: ir.Shape, *, as_fp32: bool = False) -> ir.ExternalTensor:
+    """Return a tensor as its file holds it, in the shape that its graph reads; panels are one row of elements.
 
-
-def _rebuilt(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
-    """Return the reference's tensor, read from its file if possible, else rebuilt at load.
-
-    A rounded tensor, or one in an export's file, which is not aligned, is rebuilt in a file outside the artifact.
+    With ``as_fp32``, a rounded tensor, or one in an export's file, which is not aligned, is rebuilt at load, in a file
+    outside the artifact.
     """
     entry = stored.tensors[name]
-    if entry.residual is None and entry.file in _ALIGNED:
-        return _stored(stored, name, shape)
-    nbytes = entry.bytes if entry.dtype == "float32" else 2 * entry.bytes
-    return ir.ExternalTensor(REBUILT, 0, nbytes, ir.DataType.FLOAT, shape=shape, name=name)
+    if as_fp32 and (entry.residual is not None or entry.file not in _ALIGNED):
+        nbytes = entry.bytes if entry.dtype == "float32" else 2 * entry.bytes
+        return ir.ExternalTensor(REBUILT, 0, nbytes, ir.DataType.FLOAT, shape=shape, name=name)
+    dtype = ir.DataType(BY_NAME[entry.dtype].onnx)
+    return ir.ExternalTensor(entry.file, entry.offset, entry.bytes, dtype, shape=shape, name=name)
 
 
 def _write(
@@ -180,13 +262,13 @@ def _check_plan(path: Path, planned: Sequence[PlanEntry]) -> None:
     """
     model = ir.load(path)
     precision = {entry.name: entry.precision for entry in planned}
-    found = (_fault(node, precision, model.opset_imports[""]) for node in model.graph)
-    fault = next((each for each in found if each is not None), None)
-    if fault is not None:
-        raise ConversionError(
-            f"{path.name}: {fault}; the graph does not follow the plan, and nothing was published. This is a bug in"
-            " bf16-convert; please report it"
-        )
+    for node in model.graph:
+        fault = _fault(node, precision, model.opset_imports[""])
+        if fault is not None:
+            raise ConversionError(
+                f"{path.name}: {fault}; the graph does not follow the plan, and nothing was published. This is a bug in"
+                " bf16-convert; please report it"
+            )
 
 
 def _fault(node: ir.Node, precision: Mapping[str, str], opset: int) -> str | None:

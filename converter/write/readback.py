@@ -27,7 +27,7 @@ from converter.graph.initializers import const, stays_inline
 from converter.plan.profiles import PROFILES
 from converter.rewrite import Prepared
 from converter.write.export import INDEX, Exported, read
-from converter.write.insertcasts import NARROWED
+from converter.write.graphs import NARROWED
 from converter.write.weights import Rounding, StoredWeights
 
 Advance = Callable[[int], None]
@@ -40,12 +40,21 @@ _SCALED_SLACK = np.uint32(4)  # fp32 ulps: the stored scale is fp32, but the wei
 _LARGEST, _SMALLEST_NORMAL = np.uint32(0x7F7F), np.uint32(0x0080)
 
 
+@contextmanager
+def _explaining_damage() -> Iterator[None]:
+    try:
+        yield
+    except ArtifactDamaged as error:
+        raise ConversionError(f"what was written cannot be read back: {error}; nothing was published") from error
+
+
 def total(artifact: Artifact, checkpoint: Mapping[str, Array]) -> int:
     """Return the bytes that ``advance`` will have been called with when :func:`check` returns."""
     restored = sum(checkpoint[entry.name].nbytes for entry in artifact.manifest.checkpoint if entry.name in checkpoint)
     return restored + sum(entry.bytes for entry in artifact.manifest.tensors)
 
 
+@_explaining_damage()
 def check(
     artifact: Artifact,
     prepared: Prepared,
@@ -63,45 +72,36 @@ def check(
     def allowed(name: str) -> Rounding:
         return replace(rounding, saturate=rounding.saturate or name in prepared.clamped)
 
-    with _explaining_damage():
-        _check_tensors(artifact, _origins(artifact, prepared, stored), checkpoint, allowed, advance)
-        _check_constants(artifact, prepared)
+    _check_tensors(artifact, _origins(artifact, prepared, stored), checkpoint, allowed, advance)
+    _check_constants(artifact, prepared)
 
 
+@_explaining_damage()
 def check_without_graph(artifact: Artifact, checkpoint: Mapping[str, Array], advance: Advance) -> None:
     """Do as :func:`check` for an artifact without a graph, whose tensors are the checkpoint's own."""
     origins = {entry.tensor: partial(checkpoint.__getitem__, entry.name) for entry in artifact.manifest.checkpoint}
-    with _explaining_damage():
-        _check_tensors(artifact, origins, checkpoint, lambda _: Rounding(), advance)
+    _check_tensors(artifact, origins, checkpoint, lambda _: Rounding(), advance)
 
 
+@_explaining_damage()
 def check_export(directory: Path, exported: Exported, checkpoint: Mapping[str, Array], rounding: Rounding) -> None:
     """Read the export's files in ``directory`` back, as another program would, and compare them with ``checkpoint``.
 
     Raises :class:`ConversionError` that names the first tensor that differs.
     """
     found: dict[str, Array] = {}
-    with _explaining_damage():
-        for name in exported.files:
-            found |= {} if name == INDEX else read(directory / name)
+    for file in exported.files:
+        found |= {} if file == INDEX else read(directory / file)
     if found.keys() != checkpoint.keys():
         raise _fault(min(found.keys() ^ checkpoint.keys()), "is missing from either the checkpoint or its export")
     for name, array in checkpoint.items():
         if name not in exported.selection:
             _check_same(name, array, found[name], "is not exported unchanged")
         elif found[name].dtype != BF16 or found[name].shape != array.shape:
-            raise _fault(name, f"is exported with another dtype or shape ({_difference(array, found[name])})")
+            raise _fault(name, f"is exported as {found[name].dtype.name}{list(found[name].shape)}")
         else:
             allowed = replace(rounding, saturate=rounding.saturate or exported.selection[name] == "mask")
             _check_rounded(name, "exported", array, found[name], allowed)
-
-
-@contextmanager
-def _explaining_damage() -> Iterator[None]:
-    try:
-        yield
-    except ArtifactDamaged as error:
-        raise ConversionError(f"what was written cannot be read back: {error}; nothing was published") from error
 
 
 def _check_tensors(
@@ -115,27 +115,25 @@ def _check_tensors(
 
     A tensor without an origin is read by no graph; it restores a tensor of the checkpoint, or is a scale.
     """
-    entries = {entry.name: entry for entry in artifact.manifest.checkpoint}
+    entries = artifact.manifest.checkpoint
     unseen = {entry.name: entry for entry in artifact.manifest.tensors}
-    for name in sorted(checkpoint.keys() - entries.keys()) if entries else ():
-        if checkpoint[name].dtype != np.float64:
-            raise _fault(name, "was not written, so it could not be restored")
-    restored = []
-    for name, array in artifact.checkpoint_tensors():
-        if name not in checkpoint:
-            raise _fault(name, "was written, but is not in the checkpoint")
+    different = checkpoint.keys() ^ {entry.name for entry in entries}
+    if entries and different:
+        raise _fault(min(different), "is missing from either the checkpoint or what was written")
+    restored = artifact.checkpoint_tensors()
+    for entry in entries:
+        name, array = next(restored, ("", np.empty(0)))
+        if name != entry.name:
+            raise _fault(entry.name, "is not restored exactly once")
         source = checkpoint[name]
         if source.dtype == np.float64 and array.dtype == np.float32:
             source = in_fp32(source)  # narrowed when it was read, with a note; fp32 is what is restored
         _check_same(name, source, array, "is not restored bit for bit")
-        restored.append(name)
         advance(checkpoint[name].nbytes)
-        stored = unseen.pop(entries[name].tensor, None)
+        stored = unseen.pop(entry.tensor, None)
         if stored is not None:
             _check_stored(artifact, stored, origins, allowed)
             advance(stored.bytes)
-    if restored != list(entries):
-        raise _fault(min({*entries} ^ {*restored}, default="any"), "is not restored exactly once")
     for stored in unseen.values():
         _check_stored(artifact, stored, origins, allowed)
         if stored.name in origins and stored.residual is not None:
@@ -163,19 +161,13 @@ def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> d
 
     Tensors that no graph reads are stored beside the residual, and are compared with the checkpoint alone.
     """
-    manifest = artifact.manifest
-    lowered = {alias: name for name, alias in stored.aliases.items()}
-    scales = {entry.scale for entry in manifest.tensors}
-    base = prepared.base.graph.initializers
-    first = base if manifest.reference is None else prepared.reference.graph.initializers
-    origins = {}
-    for entry in manifest.tensors:
-        if entry.file != RESIDUAL and entry.name not in scales:
-            name = lowered.get(entry.name, entry.name)
-            tensor = const((base if entry.name in lowered else first).get(name)) or const(base.get(name))
-            if tensor is not None:
-                origins[entry.name] = tensor.numpy
-    return origins
+    manifest, base = artifact.manifest, dict(prepared.base.graph.initializers)
+    held = base if manifest.reference is None else base | dict(prepared.reference.graph.initializers)
+    held |= {alias: base[name] for name, alias in stored.aliases.items()}
+    elsewhere = {entry.scale for entry in manifest.tensors}
+    elsewhere |= {entry.name for entry in manifest.tensors if entry.file == RESIDUAL}
+    tensors = {entry.name: const(held.get(entry.name)) for entry in manifest.tensors if entry.name not in elsewhere}
+    return {name: tensor.numpy for name, tensor in tensors.items() if tensor is not None}
 
 
 def _check_constants(artifact: Artifact, prepared: Prepared) -> None:
@@ -199,8 +191,16 @@ def _check_constants(artifact: Artifact, prepared: Prepared) -> None:
 
 
 def _check_same(name: str, source: Array, found: Array, what: str) -> None:
-    if not same_bits(source, found):
-        raise _fault(name, f"{what} ({_difference(source, found)})")
+    if same_bits(source, found):
+        return
+    a, b = (f"{array.dtype.name}{list(array.shape)}" for array in (source, found))
+    if a != b:
+        raise _fault(name, f"{what} ({a} became {b})")
+    left, right = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (source, found))
+    first = int(np.flatnonzero(left != right)[0]) // source.dtype.itemsize
+    place = tuple(int(index) for index in np.unravel_index(first, source.shape))
+    changed = f"{source[place]!s} became {found[place]!s}"
+    raise _fault(name, f"{what} (the first difference is at {list(place)}: {changed})")
 
 
 def _check_rounded(
@@ -246,15 +246,6 @@ def _rounded(magnitude: NDArray[np.uint32], rounding: Rounding) -> NDArray[np.ui
     if rounding.subnormals == "flush":
         result = np.where(result < _SMALLEST_NORMAL, np.uint32(0), result)
     return result
-
-
-def _difference(source: Array, found: Array) -> str:
-    if source.dtype != found.dtype or source.shape != found.shape:
-        return f"{source.dtype.name}{list(source.shape)} became {found.dtype.name}{list(found.shape)}"
-    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (source, found))
-    first = int(np.flatnonzero(a != b)[0]) // source.dtype.itemsize
-    place = tuple(int(index) for index in np.unravel_index(first, source.shape))
-    return f"the first difference is at {list(place)}: {source[place]!s} became {found[place]!s}"
 
 
 def _fault(name: str, what: str) -> ConversionError:

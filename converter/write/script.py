@@ -1,9 +1,8 @@
 """Writes the bf16 TorchScript module of a TorchScript source: its own graph, with weights of products in bf16.
 
 Nothing is traced again, so branches, loops and free sizes stay. A product reads and returns bf16, and its output is
-widened at once, so that all other dtypes in the graph stay right. Sums inside a product are in fp32. Operators that do
-more than a product may round values inside, so they compute in fp32 as before. Their matrices are stored in bf16 and
-widened at the start of the graph.
+widened at once, so that all other dtypes in the graph stay right. Operators that do more than a product may round
+values inside, so they compute in fp32 as before; their matrices are stored in bf16 and widened at the graph's start.
 """
 
 from __future__ import annotations
@@ -11,24 +10,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime import scriptgraph
 from converter.write.torchscript import raw_archive
 
 # Products: the position of the weight that must exist, and the positions of other inputs that need its dtype.
-_PRODUCTS = {
-    "aten::linear": (1, (0, 2)),
-    "aten::matmul": (1, (0,)),
-    "aten::mm": (1, (0,)),
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "_convolution", "convolution")
+_TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_PRODUCTS: dict[str, tuple[int, tuple[int, ...]]] = {
+    **dict.fromkeys((f"aten::{name}" for name in ("linear", *_CONVOLUTIONS, *_TRANSPOSED)), (1, (0, 2))),
+    **dict.fromkeys(("aten::matmul", "aten::mm"), (1, (0,))),
     "aten::addmm": (2, (0, 1)),
-    "aten::conv1d": (1, (0, 2)),
-    "aten::conv2d": (1, (0, 2)),
-    "aten::conv3d": (1, (0, 2)),
-    "aten::_convolution": (1, (0, 2)),
-    "aten::convolution": (1, (0, 2)),
-    "aten::conv_transpose1d": (1, (0, 2)),
-    "aten::conv_transpose2d": (1, (0, 2)),
-    "aten::conv_transpose3d": (1, (0, 2)),
     "aten::embedding": (0, ()),
 }
 # Operators that do more than a product with their weights.
@@ -47,8 +41,6 @@ def narrow_script(script: Any, path: Path) -> None:
     The module's own tensors do not change. Raises :class:`ConversionError` if torch cannot rewrite it, or if no product
     has an fp32 weight.
     """
-    import torch
-
     failed = "torch cannot convert the TorchScript module to bf16"
     with raw_archive(path, failed) as raw:
         frozen = torch.jit.freeze(script, optimize_numerics=False)
@@ -80,7 +72,7 @@ class _Narrowing:
     def _narrow(self, node: Any) -> bool:
         position, others = _PRODUCTS[node.kind()]
         weight = self._tensor(node.inputsAt(position))
-        if weight is None or not _is_matrix(weight):
+        if not _is_matrix(weight):
             return False
         node.replaceInput(position, self._rounded(weight))
         for other in (position for position in others if position < node.inputsSize()):
@@ -106,7 +98,7 @@ class _Narrowing:
                 stored = self._store_matrices(value.node()) or stored
                 continue
             weight = self._tensor(value)
-            if weight is not None and _is_matrix(weight):
+            if _is_matrix(weight):
                 node.replaceInput(position, self._widened(weight))
                 stored = True
         return stored
@@ -126,8 +118,6 @@ class _Narrowing:
 
     def _rounded(self, tensor: Any) -> Any:
         """Return ``tensor`` in bf16, a constant at the start of the graph."""
-        import torch
-
         key = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
         if key not in self._weights:
             self._graph.setInsertPoint(self._head)
@@ -142,6 +132,4 @@ class _Narrowing:
 
 
 def _is_matrix(tensor: Any) -> bool:
-    import torch
-
-    return tensor.dtype is torch.float32 and tensor.ndim > 1
+    return tensor is not None and tensor.dtype is torch.float32 and tensor.ndim > 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.jit._trace import TracerWarning
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
@@ -21,8 +22,6 @@ from converter.source import TorchModel
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
 # Records that the writer makes itself, or that hold only this machine's paths of the traced Python code.
 _WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version", ".storage_alignment")
-_VERSIONS = (".data/version", "version")  # the records that may hold it
-_DEBUG = ".debug_pkl"
 _MODEL = "models/model.json"
 _SAMPLES = "data/sample_inputs/model.pt"
 _MARK = "_jit_is_scripting"
@@ -37,10 +36,17 @@ def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -
     with (
         raw_archive(path, "torch cannot trace the model in bf16") as raw,
         narrowed(model.module, path.parent) as module,
-        _rejecting_trace_warnings(strictly),
+        warnings.catch_warnings(record=True) as found,
     ):
+        warnings.simplefilter("always", TracerWarning)
         _forget_classes()
         traced = torch.jit.trace(Autocast(module).eval(), model.example, check_trace=False)
+        warning = next((one.message for one in found if issubclass(one.category, TracerWarning)), None)
+        if strictly and warning is not None:
+            raise ConversionError(
+                "a trace would fix choices that depend on the example input (a branch, a size); script the module"
+                f" instead, with torch.jit.script(module).save('model.pt'), and convert that file: {brief(warning)}"
+            )
         torch.jit.save(traced, str(raw))
 
 
@@ -75,34 +81,17 @@ def _forget_classes() -> None:
     torch.jit._state._clear_class_state()
 
 
-@contextmanager
-def _rejecting_trace_warnings(strictly: bool) -> Iterator[None]:
-    """Raise ConversionError for torch's warnings while tracing, if ``strictly``."""
-    from torch.jit._trace import TracerWarning
-
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always", TracerWarning)
-        yield
-    warning = next((one.message for one in found if issubclass(one.category, TracerWarning)), None)
-    if strictly and warning is not None:
-        raise ConversionError(
-            "a trace would fix choices that depend on the example input (a branch, a size); script the module"
-            f" instead, with torch.jit.script(module).save('model.pt'), and convert that file: {brief(warning)}"
-        )
-
-
 def _copy_archive(raw: Path, path: Path) -> None:
     """Copy the archive ``raw`` to ``path`` without debug records and metadata, with its class names numbered from 0.
 
-    The copy has the version of ``raw``: in an older one, torch would read some operators as they were then.
-
     torch numbers the classes of a trace by a counter of the process. The numbers occur in record names, in the code,
     and in ``data.pkl`` as text without a length, so they can be replaced. A torch.export program also holds sample
-    inputs, guards, and metadata of its nodes.
+    inputs, guards, and metadata of its nodes. The copy has the version of ``raw``: in an older one, torch would read
+    some operators as they were then.
     """
     reader = torch._C.PyTorchFileReader(str(raw))
     records = reader.get_all_records()
-    names = [n for n in records if not n.startswith(_WRITERS_OWN) and not n.endswith(_DEBUG)]
+    names = [n for n in records if not n.startswith(_WRITERS_OWN) and not n.endswith(".debug_pkl")]
     mangled = {found for name in names for found in _MANGLED.findall(name.encode())}
     in_order = sorted(mangled, key=lambda found: int(found.rpartition(b"_")[2]))
     numbers = {found: b"___torch_mangle_%d" % index for index, found in enumerate(in_order)}
@@ -114,7 +103,8 @@ def _copy_archive(raw: Path, path: Path) -> None:
     with path.open("xb") as file:
         writer = torch._C.PyTorchFileWriter(file)
         if _MODEL not in records:
-            writer.set_min_version(int(reader.get_record(next(n for n in _VERSIONS if n in records))))
+            version = next(name for name in (".data/version", "version") if name in records)
+            writer.set_min_version(int(reader.get_record(version)))
         for name in sorted(names) if _MODEL in records else names:
             record = b"" if name == _SAMPLES else reader.get_record(name)
             if name == _MODEL:
@@ -149,11 +139,10 @@ class Autocast(torch.nn.Module):
 def narrowed(module: torch.nn.Module, scratch: Path) -> Iterator[torch.nn.Module]:
     """Round ``module``'s matrices and their biases to bf16 while the block runs; then restore them.
 
-    The rounded tensors are kept in temporary files in ``scratch``.
-
-    1-D parameters of norms stay fp32. Kernels that need input and parameters of one dtype (norms on CUDA) get fp32
-    inputs, and tables return fp32. Recurrent layers stay fp32 as a whole: torch has no bf16 kernel for them on many
-    CPUs. A state rounded at every step would also drift with the length.
+    The rounded tensors are kept in temporary files in ``scratch``. 1-D parameters of norms stay fp32. Kernels that need
+    input and parameters of one dtype (norms on CUDA) get fp32 inputs, and tables return fp32. Recurrent layers stay
+    fp32 as a whole: torch has no bf16 kernel for them on many CPUs. A state rounded at every step would also drift with
+    the length.
     """
     with ExitStack() as undo:
         with TensorFiles(scratch):
@@ -178,15 +167,15 @@ def _narrow(part: torch.nn.Module, undo: ExitStack) -> None:
             undo.callback(setattr, parameter, "data", parameter.data)
             parameter.data = _rounded(parameter.data)
     elif own:
-        undo.callback(part.register_forward_pre_hook(_widen_inputs).remove)
+        undo.callback(part.register_forward_pre_hook(lambda _, inputs: tuple(map(_widen, inputs))).remove)
     if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag):
-        undo.callback(part.register_forward_hook(_widen_output).remove)
+        undo.callback(part.register_forward_hook(lambda _part, _inputs, output: _widen(output)).remove)
 
 
 def _in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
     def widened(*inputs: Any, **named: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
-            return forward(*(_widen(value) for value in inputs), **{key: _widen(v) for key, v in named.items()})
+            return forward(*map(_widen, inputs), **{name: _widen(value) for name, value in named.items()})
 
     return widened
 
@@ -199,14 +188,6 @@ def _widen(value: Any) -> Any:
     if isinstance(value, tuple | list):  # an LSTM's state; a packed sequence is returned unchanged
         return type(value)(map(_widen, value)) if type(value) in (tuple, list) else value
     return value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value
-
-
-def _widen_inputs(_module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_widen(value) for value in inputs)
-
-
-def _widen_output(_module: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
-    return _widen(output)
 
 
 def narrow_and_export(model: TorchModel, path: Path) -> None:

@@ -23,8 +23,7 @@ from bf16kit.numerics.tensors import BY_NAME, BY_ONNX, Array
 from converter.graph.equality import Fingerprint, fingerprint, same_bits
 from converter.graph.initializers import blocks, dims, reader, rows_of, stays_inline
 from converter.graph.names import FreshNames
-from converter.plan import narrowed
-from converter.plan.ranges import check_ranges, take_census
+from converter.plan import check_ranges, narrowed, take_census
 from converter.rewrite import Prepared
 
 BF16_FILE, FP32_FILE = "weights.bf16", "weights.fp32"
@@ -79,9 +78,8 @@ def write_weights(
     ``checkpoint`` holds the source's tensors; those that no graph uses are stored in residual.bin unchanged. ``panels``
     names the bf16 matrices to store as panels, each with the axis they lie along (:mod:`bf16kit.numerics.panels`). A
     tensor is processed once, a block of rows at a time; only its bf16 values, half its size, are in memory as a whole.
-    ``progress`` is called with the fp32 bytes that were written.
-
-    Raises :class:`RangeError` if bf16 cannot hold the weights; the files are then useless.
+    ``progress`` is called with the fp32 bytes that were written. Raises :class:`RangeError` if bf16 cannot hold the
+    weights; the files are then useless.
     """
     narrow = narrowed(plan.tensors)
     base, reference = stored_tensors(prepared.base), stored_tensors(prepared.reference)
@@ -92,9 +90,20 @@ def write_weights(
     counted: dict[str, Census] = {}
     entries: tuple[CheckpointEntry, ...] = ()
     with ExitStack() as files:
-        bf16_file = files.enter_context(writer(BF16_FILE))
-        fp32_file = _Fp32File(files.enter_context(writer(FP32_FILE)))
+        bf16_file, fp32_file = (files.enter_context(writer(name)) for name in (BF16_FILE, FP32_FILE))
         residual_file = files.enter_context(writer(RESIDUAL)) if residual else None
+        small: dict[bytes, Segment] = {}
+
+        def write_fp32(name: str, tensor: ir.TensorProtocol) -> None:
+            """Write ``tensor`` as it is, equal small ones once: a BatchNorm's scale may be the folded scale."""
+            if tensor.nbytes > _SMALL:
+                written = fp32_file.append_chunks(little_endian_bytes(array) for _, array in blocks(tensor))
+            else:
+                data = little_endian_bytes(tensor.numpy())
+                digest = sha256(data).digest()
+                written = small[digest] = small.get(digest) or fp32_file.append_chunks([data])
+            tensors[name] = tensor_entry(name, tensor.dtype.numpy(), dims(tensor), FP32_FILE, written)
+
         for name, tensor in base.items():
             scale = prepared.folds.get(name) if residual else None
             if name in narrow:
@@ -109,23 +118,23 @@ def write_weights(
                 )
                 axis = panels.get(name)
                 written = bf16_file.append_chunks(strips(bf16, axis))
-                entry = tensor_entry(name, BF16, bf16.shape, BF16_FILE, written, panels=axis, residual=segment)
+                entry = tensor_entry(name, BF16, bf16.shape, BF16_FILE, written, segment)
+                more: dict[str, Any] = {"panels": axis}
                 if scale is not None:
-                    scale_name = names.make(f"{name}.scale")
-                    tensors[scale_name] = fp32_file.write(scale_name, ir.tensor(scale.values))
-                    entry = entry.model_copy(update={"scale": scale_name, "scale_axis": scale.axis})
-                tensors[name] = entry
+                    more |= {"scale": names.make(f"{name}.scale"), "scale_axis": scale.axis}
+                    write_fp32(more["scale"], ir.tensor(scale.values))
+                tensors[name] = entry.model_copy(update=more)
                 continue
             stored = name
             if residual and (name in prepared.folds or name in prepared.clamped):
                 # the reference keeps the name and the source's bytes
                 stored = aliases[name] = names.make(f"{name}.lowered")
-            tensors[stored] = fp32_file.write(stored, tensor)
+            write_fp32(stored, tensor)
             progress(tensor.nbytes)
         if residual_file is not None:
             for name, tensor in reference.items():
                 if name not in tensors:  # only the reference reads it: BatchNorm's parameters, replaced biases
-                    tensors[name] = fp32_file.write(name, tensor)
+                    write_fp32(name, tensor)
             entries = tuple(_write_checkpoint(prepared, checkpoint, tensors, residual_file, progress))
     return StoredWeights(tensors, entries, aliases, check_ranges(prepared, narrow, counted, saturate=rounding.saturate))
 
@@ -148,50 +157,29 @@ def round_weight(
     """
     bf16, counts = np.empty(dims(tensor), BF16), [Census()]
     saturate = rounding.saturate and take_census(tensor).overflow > 0
+    encoder = None
+    if residual is not None and original is not None:
+        encoder = Encoder(bf16.shape, scale, ALL_BITS if scale is not None else low_bits)
+    read = reader(tensor if original is None else original)
 
-    def rounded() -> Iterator[tuple[slice, Array]]:
+    def chunks() -> Iterator[bytes | memoryview]:
         for rows, array in blocks(tensor):
             counts.append(census(array))
-            to_bf16(array, subnormals=rounding.subnormals, saturate=saturate, out=rows_of(bf16, rows))
-            yield rows, array
+            part = rows_of(bf16, rows)
+            to_bf16(array, subnormals=rounding.subnormals, saturate=saturate, out=part)
+            if encoder is not None:
+                values = array if original is tensor else np.asarray(read(rows), order="C")
+                yield from encoder.rows(values, part)
             progress(array.nbytes)
-
-    def encoded(original: ir.TensorProtocol) -> Iterator[bytes | memoryview]:
-        encoder, read = Encoder(bf16.shape, scale, ALL_BITS if scale is not None else low_bits), reader(original)
-        for rows, array in rounded():
-            values = array if original is tensor else np.asarray(read(rows), order="C")
-            yield from encoder.rows(values, rows_of(bf16, rows))
-        yield from encoder.finish()
+        if encoder is not None:
+            yield from encoder.finish()
 
     segment = None
-    if residual is None or original is None:
-        deque(rounded(), maxlen=0)
+    if residual is None or encoder is None:
+        deque(chunks(), maxlen=0)
     else:
-        segment = residual.append_chunks(encoded(original))
+        segment = residual.append_chunks(chunks())
     return bf16, sum(counts, Census()), segment
-
-
-class _Fp32File:
-    """weights.fp32. Equal small tensors are written once.
-
-    A BatchNorm that is only a product and a sum has the bytes of the folded scale and of the bias.
-    """
-
-    def __init__(self, file: WeightWriter) -> None:
-        self._file = file
-        self._small: dict[bytes, Segment] = {}
-
-    def write(self, name: str, tensor: ir.TensorProtocol) -> TensorEntry:
-        """Write ``tensor`` as it is and return its entry."""
-        chunks = (little_endian_bytes(array) for _, array in blocks(tensor))
-        if tensor.nbytes > _SMALL:
-            segment = self._file.append_chunks(chunks)
-        else:
-            data = b"".join(chunks)
-            digest = sha256(data).digest()
-            segment = self._small.get(digest) or self._file.append_chunks([data])
-            self._small[digest] = segment
-        return tensor_entry(name, tensor.dtype.numpy(), dims(tensor), FP32_FILE, segment)
 
 
 def _write_checkpoint(
@@ -246,25 +234,12 @@ def stored_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
 
 
 def tensor_entry(
-    name: str,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    file: str,
-    segment: Segment,
-    *,
-    panels: int | None = None,
-    residual: Segment | None = None,
+    name: str, dtype: np.dtype[Any], shape: tuple[int, ...], file: str, at: Segment, residual: Segment | None = None
 ) -> TensorEntry:
-    """Return the manifest's entry for a tensor at ``segment`` of ``file``."""
+    """Return the manifest's entry for a tensor in ``file``, which ``residual`` restores."""
+    kept = _checked(name, dtype)
     return TensorEntry(
-        name=name,
-        dtype=_checked(name, dtype),
-        shape=list(shape),
-        file=file,
-        offset=segment.offset,
-        bytes=segment.bytes,
-        panels=panels,
-        residual=residual,
+        name=name, dtype=kept, shape=list(shape), file=file, offset=at.offset, bytes=at.bytes, residual=residual
     )
 
 
@@ -272,13 +247,9 @@ def checkpoint_entry(
     name: str, array: Array, tensor: str, permutation: tuple[int, ...] | None = None, *, rounded: bool = False
 ) -> CheckpointEntry:
     """Return the manifest's entry for the checkpoint's ``array``, restored from ``tensor``; as fp32 if ``rounded``."""
-    return CheckpointEntry(
-        name=name,
-        dtype="float32" if rounded else _checked(name, array.dtype),
-        shape=list(array.shape),
-        tensor=tensor,
-        permutation=None if permutation is None else list(permutation),
-    )
+    dtype = "float32" if rounded else _checked(name, array.dtype)
+    order = None if permutation is None else list(permutation)
+    return CheckpointEntry(name=name, dtype=dtype, shape=list(array.shape), tensor=tensor, permutation=order)
 
 
 def _checked(name: str, dtype: np.dtype[Any]) -> str:

@@ -1,4 +1,4 @@
-// Rounds weights, and computes what rounding removes. Python calls these functions (bf16kit/numerics/native.py), not ONNX Runtime. All
+// Rounds weights, and computes what rounding removes. Python calls these functions (bf16kit/numerics/rounding.py), not ONNX Runtime. All
 // paths give the same bits, so BF16KIT_KERNEL_PATH has no effect here.
 #include <cstdint>
 

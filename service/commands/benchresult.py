@@ -9,7 +9,7 @@ from typing import Any
 
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import quoted, table
-from bf16kit.runtime.device import available_cpus
+from bf16kit.runtime import available_cpus
 from service.commands.advice import Advice, Candidate, Measurement, advise
 from service.commands.inputs import Inputs
 from service.commands.interleaved import ROUNDS, Cell

@@ -13,9 +13,8 @@ import click
 
 from bf16kit.messages.errors import ConfigError, NotFound, UsageError
 from bf16kit.messages.wording import quoted
-from bf16kit.runtime import Runtime
+from bf16kit.runtime import Runtime, available_cpus
 from bf16kit.runtime import loading as runtimes
-from bf16kit.runtime.device import available_cpus
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore
 from bf16kit.runtime.ort import kernel
 from service.commands.benchresult import BenchResult, Options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bf16kit.runtime.device import available_cpus
+from bf16kit.runtime import available_cpus
 
 #: The least gain in rate for which a larger batch, or another layout, is worth its latency.
 WORTHWHILE_GAIN = 1.03

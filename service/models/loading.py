@@ -19,11 +19,10 @@ from bf16kit.messages.errors import (
     RuntimeFailure,
 )
 from bf16kit.messages.wording import brief
-from bf16kit.runtime import Runtime, RuntimeInfo
-from bf16kit.runtime.device import available_cpus
+from bf16kit.runtime import Runtime, RuntimeInfo, available_cpus
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore, WeightStore
 from bf16kit.runtime.ort import kernel
-from bf16kit.runtime.ort.runtimecost import depends_on_size_alone
+from bf16kit.runtime.ort.onnxgraph import depends_on_size_alone
 from service.models import profilechoice
 from service.models.firstruns import OnStep, check_golden, feeds_of, golden_of, ignore_step, warm_up
 from service.models.memorycheck import check_room

@@ -77,9 +77,10 @@ class Metrics:
     def _drop(self, model: str, version: int) -> None:
         series = self._models.pop((model, version), None)
         if series is not None:
-            series.exposed = False
-            for family in self._families.all():
-                family.remove_by_labels({"model": model, "version": str(version)})
+            with self._changes.lock:
+                series.exposed = False
+                for family in self._families.all():
+                    family.remove_by_labels({"model": model, "version": str(version)})
             self._changes.pending = True
 
     def traced(self, outcome: vocabulary.TraceOutcome, traces: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
@@ -15,18 +16,23 @@ from service.telemetry.outputseries import OutputSeries
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
 
-    from service.telemetry.families import Families
+    from service.telemetry.families import AnyFamily, Families
 
 _Child = TypeVar("_Child", "Counter", "Gauge", "Histogram")
 
 
 class Changes:
-    """Whether the series of models have changed. Collecting them takes a millisecond a model, so idle ones are not."""
+    """Whether the series of models have changed. Collecting them takes a millisecond a model, so idle ones are not.
 
-    __slots__ = ("pending",)
+    ``lock`` is held while series are removed, and while series are created after the load began: creating one looks at
+    :attr:`ModelMetrics.exposed` first.
+    """
+
+    __slots__ = ("lock", "pending")
 
     def __init__(self) -> None:
         self.pending = True
+        self.lock = threading.Lock()
 
     def take(self) -> bool:
         """Return whether there are changes; from now on only later ones count."""
@@ -46,7 +52,7 @@ class ModelMetrics:
         self.exposed = True  # False once others have replaced them, or the model is unloaded
         self._families = families
         self._labels = (model, str(version))
-        self._late_gauges: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}  # see _set_late_gauge
+        self._late: dict[tuple[AnyFamily, tuple[str, ...]], Any] = {}  # series by family and labels, see _late_child
         f = families
         self._requests = {code: self._child(f.requests, code) for code in vocabulary.CODES}
         self._rejected = {reason: self._child(f.rejected, reason) for reason in vocabulary.REJECTIONS}
@@ -71,24 +77,34 @@ class ModelMetrics:
     def _child(self, family: _Child, *labels: str) -> _Child:
         return family.labels(*self._labels, *labels)
 
-    def _set_late_gauge(self, family: Gauge, value: float, *labels: str) -> None:
-        """Set a gauge whose series appears with its first value.
+    def _late_child(self, family: _Child, *labels: str) -> _Child | None:
+        """Return a series that appears with its first value. None once the model's series are removed.
 
-        It is looked up by labels only while exposed: afterwards the labels may belong to another generation's series,
-        or bring removed ones back for good.
+        Only exposed series are looked up by labels: afterwards the labels may belong to another generation's series, or
+        bring removed ones back for good.
         """
-        if self.exposed:
-            key = family, labels
-            if (series := self._late_gauges.get(key)) is None:
-                series = self._late_gauges[key] = self._child(family, *labels)
+        key = family, labels
+        if (series := self._late.get(key)) is None:
+            with self._changes.lock:
+                if self.exposed:
+                    series = self._late[key] = self._child(family, *labels)
+        return series
+
+    def _set_late_gauge(self, family: Gauge, value: float, *labels: str) -> None:
+        if (series := self._late_child(family, *labels)) is not None:
             series.set(value)
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def opened(self, weight_bytes: int, outputs: Iterable[TensorSpec]) -> None:
-        """Create the series of the outputs, which are known once the artifact is open."""
+        """Create the series of the outputs, which are known once the artifact is open.
+
+        A model that is unloaded while it is opened gets none.
+        """
         self._weight_bytes.set(weight_bytes)
-        self._outputs = {spec.name: OutputSeries(self._families, self._labels, spec) for spec in outputs}
+        with self._changes.lock:
+            if self.exposed:
+                self._outputs = {spec.name: OutputSeries(self._families, self._labels, spec) for spec in outputs}
         self._changes.pending = True
 
     def loaded(
@@ -99,12 +115,12 @@ class ModelMetrics:
         ``baseline`` is the manifest's drift, by output and then metric. ``budget`` holds the bounds.
         """
         for metric, bound in budget.items():
-            self._child(self._families.budget, metric).set(bound)
+            self._set_late_gauge(self._families.budget, bound, metric)
         labels = (info.backend, info.device, info.profile, info.precision, info.accumulation)
-        self._child(self._families.info, *labels).set(1)
+        self._set_late_gauge(self._families.info, 1, *labels)
         for output, metrics in baseline.items():
             for metric, value in metrics.items():
-                self._child(self._families.baseline, output, metric).set(value)
+                self._set_late_gauge(self._families.baseline, value, output, metric)
         self._changes.pending = True
 
     def ready(self, is_ready: bool, load_seconds: float | None = None) -> None:
@@ -139,9 +155,7 @@ class ModelMetrics:
         The time in the queue counts for every request that was queued; otherwise waits would look shorter than they
         are.
         """
-        series = self._requests.get(observation.code)
-        if series is None and self.exposed:  # see _set_late_gauge
-            series = self._requests[observation.code] = self._child(self._families.requests, observation.code)
+        series = self._requests.get(observation.code) or self._late_child(self._families.requests, observation.code)
         if series is not None:
             series.inc()
         exemplar = {"trace_id": observation.trace} if observation.trace else None
@@ -208,8 +222,8 @@ class ModelMetrics:
 
     def changed(self, output: str) -> None:
         """Count an alarm of the change detector."""
-        if self.exposed:
-            self._child(self._families.changes, output).inc()
+        if (series := self._late_child(self._families.changes, output)) is not None:
+            series.inc()
         self._changes.pending = True
 
     def out_of_range(self, name: str, rows: int) -> None:
@@ -217,8 +231,8 @@ class ModelMetrics:
 
         A call with 0 creates the series of an input with a range.
         """
-        if self.exposed:
-            self._child(self._families.out_of_range, name).inc(rows)
+        if (series := self._late_child(self._families.out_of_range, name)) is not None:
+            series.inc(rows)
         self._changes.pending = True
 
     def reference_nonfinite(self, rows: int) -> None:

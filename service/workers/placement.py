@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from bf16kit.runtime.device import available_cpus
+from bf16kit.runtime import available_cpus
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE = re.compile(r"nvidia\d+")

@@ -32,7 +32,7 @@ from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.islands.explanation import measure_layers
 from converter.read.torch import onnx_export
-from converter.rewrite import batchnorm, clampmasks, lowering, matching, sharing
+from converter.rewrite import batchnorm, clampmasks, explicit, lowering, matching
 from converter.source import TorchModel
 from converter.verify import certify
 from converter.write import graphs as writing
@@ -236,20 +236,19 @@ def a_mask_clamped_too_far(patch: Patch) -> None:
 def a_rewrite_for_cuda_that_changes_the_model(patch: Patch) -> None:
     apply = lowering.LowerForCuda.apply
 
-    def swapped(step: lowering.LowerForCuda, model: ir.Model) -> bool:
-        changed = apply(step, model)
+    def swapped(step: lowering.LowerForCuda, model: ir.Model) -> None:
+        apply(step, model)
         for node in model.graph:
             if node.op_type == "Min":
                 node.op_type = "Max"
-        return changed
 
     patch.setattr(lowering.LowerForCuda, "apply", swapped)
 
 
 @gate(_equal, ORACLE)
 def unequal_weights_stored_as_one(patch: Patch) -> None:
-    patch.setattr(sharing, "fingerprint", lambda array: array.shape)
-    patch.setattr(sharing, "same_bits", lambda a, b: a.shape == b.shape)
+    patch.setattr(explicit, "fingerprint", lambda array: array.shape)
+    patch.setattr(explicit, "same_bits", lambda a, b: a.shape == b.shape)
 
 
 @gate(_equal, "tensor 'w0' is not restored bit for bit (the first difference is at [0, 0]")
@@ -313,7 +312,7 @@ def a_constant_in_a_graph_that_is_truncated(patch: Patch) -> None:
         bits = np.asarray(np.array(1.2334, np.float32)).view(np.uint32) >> np.uint32(16)
         return initializer(graph, name, ir.tensor(bits.astype(np.uint16).view(ml_dtypes.bfloat16), name=name))
 
-    patch.setattr("converter.write.insertcasts.initializer", truncated)
+    patch.setattr("converter.write.graphs.initializer", truncated)
 
 
 @gate(_wide, "tensor 'w0' is not restored exactly once")

@@ -206,7 +206,7 @@ def test_each_fault_of_the_service_fires_its_alerts_and_no_other(server: ServerP
     early = {("Bf16NothingScraped", ""), ("Bf16ServerDown", ""), ("Bf16ShadowFailing", "infinite")}
     early |= {
         (alert, fault.model)
-        for alert in ("Bf16ReferenceDown", "Bf16LatencyBudgetBurning")
+        for alert in ("Bf16ReferenceDown", "Bf16LatencyBudgetBurning", "Bf16ShadowStarved")
         for fault in (*FAULTS, SOUND)
     }
     early = set() if LONG else early

@@ -80,7 +80,7 @@ def test_a_missing_device_is_a_runtime_failure(onnx_device: str) -> None:
 def test_torch_accumulates_in_fp32_and_is_never_tf32(torch_device: str, tmp_path: Path, dtype: str) -> None:
     import torch
 
-    from bf16kit.runtime.torchscript import TorchScriptRuntime
+    from bf16kit.runtime.torchruntimes import TorchScriptRuntime
 
     core = torch.nn.Linear(1024, 1024).to(getattr(torch, dtype))
     path = trace(core, tmp_path / "linear.pt")
@@ -95,7 +95,7 @@ def test_torch_accumulates_in_fp32_and_is_never_tf32(torch_device: str, tmp_path
 def test_a_module_traced_on_the_cpu_makes_its_tensors_on_the_gpu(torch_device: str, tmp_path: Path) -> None:
     import torch
 
-    from bf16kit.runtime.torchscript import TorchScriptRuntime
+    from bf16kit.runtime.torchruntimes import TorchScriptRuntime
 
     class Makes(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def everything_answers(watched: Watched) -> None:
     for page in ("/livez", "/readyz", "/metrics", "/status.json", "/"):
         begun = time.monotonic()
         assert watched.server.get(page)[0] == 200
-        assert time.monotonic() - begun < 1, page
+        assert time.monotonic() - begun < 5, page
 
 
 def refusals(watched: Watched, reason: str) -> float:

@@ -108,8 +108,8 @@ def test_of_too_many_tensors_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch)
 
 def test_room_is_the_number_of_binades_to_the_nearer_end() -> None:
     found = ranges({"w": Census(count=2, max_abs=2.0**120, min_abs_nonzero=2.0**-120), "zeros": Census(count=2)})
-    assert found.tensors["w"].headroom == pytest.approx(6.0)
-    assert math.isinf(found.tensors["zeros"].headroom)
+    assert found.tensors["w"].severity[-1] == pytest.approx(6.0)
+    assert math.isinf(found.tensors["zeros"].severity[-1])
 
 
 def _edit(change: Callable[[dict[str, Any]], object]) -> bytes:

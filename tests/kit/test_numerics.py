@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from bf16kit.numerics import native
 from bf16kit.numerics import rounding as numerics
 from bf16kit.numerics.rounding import (
     BF16,
@@ -87,8 +86,8 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Use the compiled loops, then numpy. A library that is too old to have them fails the tests: build it again."""
     if request.param == "numpy":
         monkeypatch.setattr(numerics, "loops", lambda: None)
-    elif native.LIBRARY.exists():
-        assert native.loops() is not None
+    elif numerics.LIBRARY.exists():
+        assert numerics.loops() is not None
     else:
         pytest.skip("the kernel was not built: no C++17 compiler")
 
@@ -201,11 +200,11 @@ def test_the_census_of_two_tensors_is_the_sum_of_theirs(a: list[float], b: list[
     assert census(np.concatenate([first, second])) == census(first) + census(second)
 
 
-@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+@pytest.mark.skipif(not numerics.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 @given(arrays(np.uint32, st.integers(0, 300), elements=st.integers(0, 2**32 - 1)), st.integers(0, 9))
 def test_the_compiled_loop_writes_only_into_its_output(words: NDArray[np.uint32], shift: int) -> None:
     """For any length and any alignment within a vector, nothing before or after the output changes."""
-    found = native.loops()
+    found = numerics.loops()
     assert found is not None
     from_here = np.concatenate([np.zeros(shift, np.uint32), words])[shift:]
     room = np.full(words.size + shift + 20, 0xABCD, np.uint16)
@@ -229,5 +228,5 @@ def test_a_missing_damaged_or_foreign_library_is_not_used(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "damaged.so").write_bytes(b"not a library")
-    monkeypatch.setattr(native, "LIBRARY", Path(name) if name == "libc.so.6" else tmp_path / name)
-    assert native.loops.__wrapped__() is None
+    monkeypatch.setattr(numerics, "LIBRARY", Path(name) if name == "libc.so.6" else tmp_path / name)
+    assert numerics.loops.__wrapped__() is None

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
+from bf16kit.system import is_older
 from bf16kit.system.rayaddress import check_reachable
-from bf16kit.system.versions import is_older
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])

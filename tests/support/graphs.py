@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper, save
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper, parser, save
 
 Array = NDArray[Any]
 Shape = Sequence[int | str] | None
@@ -55,6 +55,12 @@ def model(
     """Return a model of one graph, with the pinned opset and IR version."""
     graph = helper.make_graph(nodes, "tiny", inputs, outputs, initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+
+
+def parsed(text: str, **weights: Array) -> ModelProto:
+    """Return a model of one graph in ONNX's text form: ``(inputs) => (outputs) { nodes }``, with these initializers."""
+    graph = parser.parse_graph(f"tiny {text}")
+    return model(graph.node, graph.input, graph.output, [initializer(*each) for each in weights.items()])
 
 
 def mlp(sizes: Sequence[int] = (16, 32, 16), seed: int = 0) -> ModelProto:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import onnx
+import pytest
 from lowered import Lowered
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx.reference import ReferenceEvaluator
 
 import graphs
+from bf16kit.runtime.loading import load
+from bf16kit.runtime.ort.kernel import VARIABLE
 
 Array = NDArray[Any]
 
@@ -66,3 +71,15 @@ def batch() -> dict[str, Array]:
 def ours(made: Lowered, profile: str = "cpu") -> list[NodeProto]:
     """Return the nodes of the kernel in the graph of ``profile``."""
     return [node for node in made.graph(profile).node if node.domain == "bf16kit"]
+
+
+def answers(
+    made: Lowered, fed: Mapping[str, Array], monkeypatch: pytest.MonkeyPatch, profile: str = "cpu"
+) -> list[dict[str, Array]]:
+    """Return the outputs of the kernel, of its definitions in ONNX Runtime, and of these in onnx's evaluator."""
+    found = [made.run_kernel(fed, profile)]
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, "off")
+        found.append(load(made.artifact, profile).run(fed))
+    evaluated = ReferenceEvaluator(onnx.load(made.artifact.file(f"{profile}.onnx"))).run(None, dict(fed))
+    return [*found, dict(zip(found[0], evaluated, strict=True))]

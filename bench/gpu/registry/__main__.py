@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.gpu.registry import standins
 from bench.gpu.registry.rows import Row, table
-from bf16kit.system.versions import version_key
+from bf16kit.system import version_key
 
 # The first of each minor release that bf16kit installs with, and those that are pinned or were.
 RELEASES = (

@@ -34,7 +34,12 @@ def scratch_file(
     Raises :class:`ScratchUnavailable` when the directory cannot be written, lacks the room, which is reserved at once,
     or is in memory and ``in_memory`` is false.
     """
-    directory = _scratch_directory(directory, in_memory)
+    try:
+        directory = (directory or Path(tempfile.gettempdir())).resolve()
+    except FileNotFoundError:  # tempfile found no directory that it can write
+        raise ScratchUnavailable("no directory for temporary files can be written") from None
+    if not in_memory and _in_memory(directory):
+        raise ScratchUnavailable(f"{directory} lies in memory")
     _remove_stale(directory)
     with contextlib.ExitStack() as stack:
         yield _mapped_file(stack, directory, size)  # not stored in a variable, so that the caller can drop the mapping
@@ -64,15 +69,13 @@ def on_disk(directory: Path | None = None) -> Path:
 
     Otherwise, and for None, the system's directory; but ``directory`` if the system's is in memory, too.
     """
-    if directory is not None and not _in_memory(directory):
-        return directory
-    try:
-        system = Path(tempfile.gettempdir())
-    except FileNotFoundError:  # no directory for temporary files can be written
-        if directory is None:
-            raise
-        return directory
-    return directory if directory is not None and _in_memory(system) else system
+    if directory is None:
+        return Path(tempfile.gettempdir())
+    if _in_memory(directory):
+        with contextlib.suppress(FileNotFoundError):  # no directory for temporary files can be written
+            system = Path(tempfile.gettempdir())
+            return directory if _in_memory(system) else system
+    return directory
 
 
 def _in_memory(directory: Path) -> bool:
@@ -80,16 +83,6 @@ def _in_memory(directory: Path) -> bool:
     found = (ctypes.c_long * 64)()  # a struct statfs, which begins with the type, and has room to spare
     ctypes.CDLL(None).statfs(os.fsencode(directory), found)
     return found[0] in _IN_MEMORY
-
-
-def _scratch_directory(directory: Path | None, in_memory: bool) -> Path:
-    try:
-        found = (directory or Path(tempfile.gettempdir())).resolve()
-    except FileNotFoundError:  # tempfile found no directory that it can write
-        raise ScratchUnavailable("no directory for temporary files can be written") from None
-    if not in_memory and _in_memory(found):
-        raise ScratchUnavailable(f"{found} lies in memory")
-    return found
 
 
 def _remove_stale(directory: Path) -> None:

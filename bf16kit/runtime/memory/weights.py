@@ -1,8 +1,7 @@
 """The weights of a session: copied from an artifact's files, or rebuilt in fp32 for the reference.
 
 A session maps its weights. If an artifact's file were truncated in place (``cp`` over it does that), SIGBUS would kill
-every process that maps it. If it were overwritten, outputs would change without another check. So a server copies the
-weights: those that serve are those that were verified.
+every process that maps it; if it were overwritten, outputs would change unchecked. So a server copies the weights.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,8 +27,7 @@ from bf16kit.numerics.tensors import BY_ONNX
 from bf16kit.runtime import Array
 from bf16kit.runtime.memory.scratch import ScratchUnavailable, scratch_file
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
-from bf16kit.runtime.ort.externaldata import REBUILT, all_tensors, check_locations, locations
-from bf16kit.runtime.ort.kernel import read_in_place
+from bf16kit.runtime.ort.onnxgraph import REBUILT, all_tensors, check_locations, locations, read_in_place
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
@@ -53,21 +51,17 @@ class Weights:
         return {"base_dir": self.base_dir, "files": self.files, "values": self.values}
 
 
-@contextmanager
 def rebuilt_weights(
     artifact: Artifact, graph: Path, scratch: Path | None = None, store: WeightStore | None = None
-) -> Iterator[Weights]:
+) -> AbstractContextManager[Weights]:
     """Yield the fp32 weights of ``graph``, the artifact's reference, for a session that is opened within the block.
 
-    They are mapped from a temporary file: unlike arrays in memory, the system can reclaim its pages. Where that is
-    impossible they are kept in memory (see :func:`gathered_weights`). With a ``store``, weights that products and
-    look-ups read in place are in its memory.
+    They are mapped from a temporary file, whose pages the system can reclaim, or else in memory: see
+    :func:`gathered_weights`. With a ``store``, weights that products and look-ups read in place are in its memory.
     """
     model = check_locations(graph, {*artifact.manifest.files, REBUILT})
     given = () if store is None else read_in_place(model, products=True)
-    own = store or PRIVATE_STORE
-    with gathered_weights(artifact, model, scratch, given, own, in_memory=store is not None) as found:
-        yield found
+    return gathered_weights(artifact, model, scratch, given, store or PRIVATE_STORE, in_memory=store is not None)
 
 
 class _Place(NamedTuple):
@@ -102,8 +96,8 @@ def gathered_weights(
         return
     # A subgraph or a function may reuse a name: then its tensor cannot be told from the main graph's.
     times = Counter(tensor.name for tensor, _ in places)
-    held = [(t, place) for t, place in places if t.name in given and times[t.name] == 1]
-    names = {tensor.name for tensor, _ in held}
+    names = {name for name in given if times[name] == 1}
+    held = [(tensor, place) for tensor, place in places if tensor.name in names]
     offsets, size = _laid_out(place for tensor, place in places if tensor.name not in names)
     try:
         with scratch_file(max(size, 1), scratch, in_memory=in_memory) as (path, mapped):
@@ -177,12 +171,8 @@ def _values(artifact: Artifact, held: Collection[tuple[TensorProto, _Place]], st
         artifact.verify()  # checks that the files did not change while they were read, before the copy is shared
 
     memory = store.get(key, size, fill)
-    found: dict[str, Array] = {}
-    for tensor, place in held:
-        start = offsets[place]
-        flat = memory[start : start + place.nbytes].view(BY_ONNX[tensor.data_type].numpy)
-        found[tensor.name] = flat.reshape(tuple(tensor.dims))
-    return found
+    flat = {p: memory[at : at + p.nbytes] for p, at in offsets.items()}
+    return {t.name: flat[p].view(BY_ONNX[t.data_type].numpy).reshape(tuple(t.dims)) for t, p in held}
 
 
 def _write(artifact: Artifact, offsets: Mapping[_Place, int], destination: Array) -> None:

@@ -1,14 +1,12 @@
 """Stores for copied weights: in memory of this process, or in memory that several processes share.
 
-Code that copies weights asks a :class:`WeightStore` for memory. The default is :data:`PRIVATE_STORE`; a program that
-starts several processes passes a store that shares: sealed memory (Linux: memfd) that none of them can change or
-truncate. Processes share it by passing its descriptor; the receiver calls :func:`check` before use.
+Code that copies weights asks a :class:`WeightStore` for memory. The default is :data:`PRIVATE_STORE`; a program of
+several processes passes a store of sealed memory (Linux: memfd) that none of them can change or truncate. They share it
+by passing its descriptor; the receiver calls :func:`check` before use.
 
-Either kind starts at a multiple of 2 MiB, in pages of that size if the system has them: a product of a few rows takes
-as long as reading its weights, and reading takes a fifth to a third longer from pages of 4 KiB
-(docs/decisions/0039-weights-in-large-pages.md). Most systems do not use large pages for shared memory
-(``shmem_enabled`` is ``never``), but provide them on an explicit request for memory that is already allocated
-(``MADV_COLLAPSE``, Linux 6.1).
+Either kind starts at a multiple of 2 MiB, in pages of that size if the system has them: they are read a quarter to a
+half faster (docs/decisions/0039-weights-in-large-pages.md). Most systems provide them for shared memory only on an
+explicit request, for memory that is already allocated (``MADV_COLLAPSE``, Linux 6.1).
 """
 
 from __future__ import annotations
@@ -46,9 +44,7 @@ class WeightStore(Protocol):
         """Return ``size`` bytes (at least one) as ``fill`` writes them: aligned to 2 MiB, read-only.
 
         ``key`` identifies the content: callers with the same key and size would fill the memory with the same bytes.
-        ``fill`` is not called if the bytes exist already.
-
-        Raises what ``fill`` raises, and :class:`MemoryError` when there is no room.
+        ``fill`` is not called if the bytes exist already. Raises what it raises; :class:`MemoryError` without room.
         """
         ...
 
@@ -58,7 +54,9 @@ class PrivateWeightStore:
 
     def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
         """See :class:`WeightStore`."""
-        memory = allocate_in_large_pages(size)
+        check_room(size)
+        _, memory = _map_private(size, mmap.PROT_READ | mmap.PROT_WRITE)
+        _system().madvise(memory.ctypes.data, size // LARGE_PAGE * LARGE_PAGE, mmap.MADV_HUGEPAGE)
         fill(memory)
         memory.flags.writeable = False
         return memory
@@ -91,13 +89,17 @@ class UnfitMemory(Exception):
 def create_filled(size: int, fill: Fill) -> int:
     """Return the descriptor of new sealed memory of ``size`` bytes that ``fill`` wrote.
 
-    No process can write to it or change its size. Raises the errors of :func:`create` and of ``fill``.
+    No process can write to it or change its size. Raises what ``fill`` raises, :class:`MemoryError` when there is no
+    room, and :class:`OSError` when the system has no such memory.
     """
-    descriptor = create(size)
+    check_room(size)
+    descriptor = _memfd(os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        mapping, memory = _map_shared(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
-        _collapse_into_large_pages(descriptor, memory)
         with _explaining_no_room(size):
+            os.ftruncate(descriptor, size)
+            # Refuses a size that plainly exceeds the machine's memory; later the kernel would try, and kill processes.
+            mapping, memory = _map_shared(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
+            _collapse_into_large_pages(descriptor, memory)
             os.posix_fallocate(descriptor, 0, size)  # all of it now, so that touching it cannot fail
         fill(memory)
         del memory
@@ -106,24 +108,6 @@ def create_filled(size: int, fill: Fill) -> int:
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
-
-
-def create(size: int) -> int:
-    """Return the descriptor of new memory of ``size`` bytes, of which none is allocated.
-
-    Raises :class:`MemoryError` when there is no room, :class:`OSError` when the system has no such memory.
-    """
-    check_room(size)
-    with _explaining_no_room(size):
-        # Refuses a size that plainly exceeds the machine's memory; later the kernel would try, and kill processes.
-        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-        descriptor = _memfd(os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, size)
-        except BaseException:
-            os.close(descriptor)
-            raise
     return descriptor
 
 
@@ -146,17 +130,6 @@ def map_read_only(descriptor: int, size: int) -> tuple[mmap.mmap, NDArray[np.uin
     A view keeps the mapping alive. Raises :class:`MemoryError` when there is no room in the address space.
     """
     return _map_shared(descriptor, size, mmap.PROT_READ)
-
-
-def allocate_in_large_pages(size: int) -> NDArray[np.uint8]:
-    """Allocate ``size`` zero bytes that start at a large page. The rest beyond whole large pages takes small pages.
-
-    Raises :class:`MemoryError` when there is no room in the address space, or in the container.
-    """
-    check_room(size)
-    _, memory = _map_private(size, mmap.PROT_READ | mmap.PROT_WRITE)
-    _system().madvise(memory.ctypes.data, size // LARGE_PAGE * LARGE_PAGE, mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _map_private(size: int, protection: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:

@@ -1,29 +1,21 @@
 """The CPU kernel as Python sees it: a library beside this file, the path that it runs, and why it may not be used.
 
-The library holds operators of the domain ``bf16kit``. There are products of fp32 activations and weights that stay bf16
-in memory, summed in fp32: ``MatMul_…``, ``MatMul2_…`` and ``MatMul3_…`` for several weights at once, and the generic
-``MatMul`` for graphs made by hand. ``MatMulBf16_…`` are the same products with activations rounded to bf16. Others are
-attention (``Attention_…``, and ``AttentionBf16_…``, which rounds its operands), normalisation (``AddLayerNorm…``,
-``…RmsNorm…``), and ``Gather_…``, which looks up rows in a bf16 weight. A graph with such nodes also defines them as
-functions of standard operators. ONNX Runtime falls back to those functions if the library is not registered: the same
-results within fp32 rounding, from weights widened at load.
+The library holds operators of the domain ``bf16kit``: products of fp32 activations and weights that stay bf16 in
+memory, summed in fp32 (``MatMul_…``; ``MatMul2_…`` and ``MatMul3_…`` for several weights; ``MatMul`` for graphs made by
+hand; ``MatMulBf16_…`` rounds the activations to bf16), attention (``Attention_…``, ``AttentionBf16_…``), normalisation
+(``AddLayerNorm…``, ``…RmsNorm…``), and ``Gather_…``, which looks up rows in a bf16 weight. A graph also defines them as
+functions of standard operators, which ONNX Runtime runs if the library is not registered: the same results within fp32
+rounding, from weights widened at load.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bf16kit.messages.errors import ConfigError
-from bf16kit.numerics.tensors import BY_NAME
-
-if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto
 
 DOMAIN = "bf16kit"
 LIBRARY = Path(__file__).parents[1] / "_bf16kernel.so"
@@ -56,60 +48,6 @@ class Kernel:
 
 
 NOT_NEEDED = Kernel()
-
-
-def kernel_for(model: Path | bytes | ModelProto) -> Kernel:
-    """Return the kernel for the ONNX graph ``model`` on the CPU: :data:`NOT_NEEDED` if it has no node of our domain.
-
-    Raises :class:`ConfigError` as :func:`usable_kernel` does.
-    """
-    parsed = parse_graph(model)
-    functions = (function.node for function in parsed.functions if function.domain != DOMAIN)
-    found = (node for nodes in (parsed.graph.node, *functions) for node in all_nodes(nodes))
-    operators = {node.op_type for node in found if node.domain == DOMAIN}
-    return usable_kernel(rounds=any(BF16 in name for name in operators)) if operators else NOT_NEEDED
-
-
-def read_in_place(model: ModelProto, *, kernel: bool = False, products: bool = False) -> set[str]:
-    """Return the initializers of the ONNX graph ``model`` that are only read in place: never folded, widened or packed.
-
-    These are tables of a ``Gather`` whose indices are not constant, in bfloat16 or float32; with ``kernel``, bfloat16
-    weights of the library's operators, if it runs them; with ``products``, float32 weights of ``MatMul`` and ``Gemm``
-    in a session that packs none. ``Conv`` is not among them: its weights are rearranged when a session is opened.
-    """
-    constant = constant_values(model.graph)
-    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    bf16, fp32 = BY_NAME["bfloat16"].onnx, BY_NAME["float32"].onnx
-    found, others = set[str](), {output.name for output in model.graph.output}
-    for node in model.graph.node:
-        for position, name in enumerate(node.input):
-            dtype, reader = types.get(name), (node.op_type, position)
-            if node.domain == DOMAIN:
-                in_place = kernel and dtype == bf16
-            elif reader == ("Gather", 0):
-                in_place = dtype in (bf16, fp32) and node.input[1] not in constant
-            else:
-                in_place = products and dtype == fp32 and reader in (("MatMul", 1), ("Gemm", 1))
-            (found if in_place and node.domain in ("", "ai.onnx", DOMAIN) else others).add(name)
-        others.update(_read_inside(node))
-    return found - others
-
-
-def _read_inside(node: NodeProto) -> Iterator[str]:
-    """Yield the names that the subgraphs of ``node`` read or give as outputs."""
-    for graph in _subgraphs(node):
-        yield from (output.name for output in graph.output)
-        for inner in graph.node:
-            yield from (*inner.input, *_read_inside(inner))
-
-
-def constant_values(graph: GraphProto) -> set[str]:
-    """Return the names of values that are constant: ONNX Runtime may compute them when it opens a session."""
-    found = {tensor.name for tensor in graph.initializer} - {edge.name for edge in graph.input}
-    for node in graph.node:
-        if found.issuperset(filter(None, node.input)):
-            found.update(node.output)
-    return found
 
 
 def usable_kernel(*, rounds: bool = False) -> Kernel:
@@ -173,31 +111,3 @@ def configured_kernel(*, rounds: bool = False) -> Kernel:
 
 def _no_kernel(reason: str, remedy: str) -> Kernel:
     return Kernel("", f"no CPU kernel, because {reason}", f"{_COST}; {remedy}")
-
-
-def parse_graph(model: Path | bytes | ModelProto) -> ModelProto:
-    """Parse the graph without its external data, unless the caller has.
-
-    If it cannot be parsed the result is an empty graph: ONNX Runtime reports the error better.
-    """
-    import onnx
-    from google.protobuf.message import DecodeError
-
-    if isinstance(model, onnx.ModelProto):
-        return model
-    with contextlib.suppress(OSError, DecodeError):
-        return onnx.load_model_from_string(model if isinstance(model, bytes) else model.read_bytes())
-    return onnx.ModelProto()
-
-
-def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Yield ``nodes`` and the nodes of their subgraphs."""
-    for node in nodes:
-        yield node
-        for graph in _subgraphs(node):
-            yield from all_nodes(graph.node)
-
-
-def _subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    for attribute in node.attribute:
-        yield from (attribute.g, *attribute.graphs)

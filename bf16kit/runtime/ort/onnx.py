@@ -10,9 +10,9 @@ from typing import Any
 from bf16kit.messages.errors import InputRefused, RuntimeFailure
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Array, RuntimeInfo
-from bf16kit.runtime.device import CPU, canonical
-from bf16kit.runtime.ort.kernel import NOT_NEEDED, Kernel, kernel_for
+from bf16kit.runtime import CPU, Array, RuntimeInfo, canonical
+from bf16kit.runtime.ort.kernel import NOT_NEEDED, Kernel
+from bf16kit.runtime.ort.onnxgraph import kernel_for
 from bf16kit.runtime.ort.session import Session, open_session, run_options_with_timeout, run_with_values
 from bf16kit.runtime.probe import probe_onnx
 
@@ -21,10 +21,10 @@ class OnnxRuntime:
     """One ONNX graph, loaded: a :class:`bf16kit.runtime.Runtime`.
 
     ``profile`` and ``precision`` are reported in :class:`RuntimeInfo`; the accumulation is probed on ``device``, with
-    the CPU kernel if the graph uses it; ``kernel`` says whether, for a graph that has been parsed already. ``name`` is
-    the name of a graph given as bytes in messages. For the other ``options`` and the errors see
-    :func:`bf16kit.runtime.ort.session.open_session`. Also raises :class:`ConfigError` when the environment asks for a
-    kernel path that cannot be used.
+    the CPU kernel if the graph uses it; ``kernel`` says whether, for a graph that has been parsed already. For the
+    other ``options`` and the errors see :func:`bf16kit.runtime.ort.session.open_session`. Also raises
+    :class:`ConfigError` when the environment asks for a kernel path that cannot be used. ``inputs`` and ``outputs``
+    are not compared with the graph's: a run does that.
     """
 
     def __init__(
@@ -37,18 +37,15 @@ class OnnxRuntime:
         profile: str = "cpu",
         precision: str = "bf16-weights",
         note: str = "",
-        name: str = "",
         kernel: Kernel | None = None,
         **options: Any,
     ) -> None:
         device = canonical(device)
-        name = name or (model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes")
         # Only if the graph has nodes of the kernel: the reference must run on ONNX Runtime alone.
         if kernel is None:
             kernel = kernel_for(model) if device == CPU else NOT_NEEDED
-        session = open_session(model, device=device, library=kernel.library, name=name, **options)
+        session = open_session(model, device=device, library=kernel.library, **options)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        _check_edges(name, session, self.inputs, self.outputs)
         self._output_names = [spec.name for spec in outputs]
         self._has_bf16_edges = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
         accumulation = probe_onnx(device, precision, kernel.library)
@@ -67,16 +64,13 @@ class OnnxRuntime:
             raise RuntimeFailure("the model is closed")
         names = self._output_names if outputs is None else list(outputs)
         if seconds is None:
-            return self._run(session, names, feeds, None)
+            return self._run(session, names, feeds)
         with run_options_with_timeout(seconds) as options:
-            try:
-                return self._run(session, names, feeds, options)
-            except RuntimeFailure as error:
-                if not options.terminate:
-                    raise
-                raise RuntimeFailure(f"ONNX Runtime was not done after {seconds:g} s, and was stopped") from error
+            return self._run(session, names, feeds, options, seconds)
 
-    def _run(self, session: Session, names: list[str], feeds: Mapping[str, Array], options: Any) -> dict[str, Array]:
+    def _run(
+        self, session: Session, names: list[str], feeds: Mapping[str, Array], options: Any = None, seconds: float = 0
+    ) -> dict[str, Array]:
         try:
             # run() costs 1 us more than the C++ object behind it; run_with_iobinding and OrtValues cost more than that.
             if self._has_bf16_edges:
@@ -84,6 +78,8 @@ class OnnxRuntime:
             else:
                 values = session.run(names, feeds, options)
         except Exception as error:  # ONNX Runtime's exceptions share no other base
+            if options is not None and options.terminate:
+                raise RuntimeFailure(f"ONNX Runtime was not done after {seconds:g} s, and was stopped") from error
             raise _failure(error) from error
         return dict(zip(names, values, strict=True))
 
@@ -96,7 +92,6 @@ class OnnxRuntime:
 # is not enough: sizes that cannot be broadcast together raise RuntimeException.
 _BLAMES_INPUT = re.compile(r"out of (data )?bounds|out of range|broadcast|reshape|dimension", re.IGNORECASE)
 _STATUS = "Status Message: "
-_ONNX_TYPES = {"float32": "float", "float64": "double"}  # ONNX Runtime's names that differ from ours
 
 
 def _failure(error: Exception) -> RuntimeFailure:
@@ -105,21 +100,3 @@ def _failure(error: Exception) -> RuntimeFailure:
     if type(error).__name__ == "InvalidArgument" or (found and _BLAMES_INPUT.search(message)):
         return InputRefused(text, brief(message))
     return RuntimeFailure(text)
-
-
-def _check_edges(graph: str, session: Session, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-    """Compare the declared names and dtypes with the graph's.
-
-    Shapes are not compared: every run checks them, the graph's own may be wrong, and not every caller declares them.
-    """
-    for what, specs, found in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
-        declared = {spec.name: f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)})" for spec in specs}
-        real = {edge.name: edge.type for edge in found}
-        if declared != real:
-            raise RuntimeFailure(
-                f"{graph}: the graph's {what}s are {_listed(real)}, but {_listed(declared)} are declared"
-            )
-
-
-def _listed(edges: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {kind}" for name, kind in sorted(edges.items())) or "none"

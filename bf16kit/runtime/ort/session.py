@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import math
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,9 +22,8 @@ from numpy.typing import NDArray
 from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import BY_NAME
-from bf16kit.runtime import Array
-from bf16kit.runtime.device import CPU, available_cpus
-from bf16kit.system.versions import is_older
+from bf16kit.runtime import CPU, Array, available_cpus
+from bf16kit.system import is_older
 
 # Builds from 1.31 on write a device id and a database of events under ~/.cache on import, unless the environment
 # forbids it. To allow it, set ORT_DISABLE_TELEMETRY=0. The whole project imports ONNX Runtime from here.
@@ -87,11 +84,25 @@ def open_session(
     * ``optimise``: if false, every operator runs as the graph says; none is fused, folded or dropped.
     * ``pack``: if false, products read their weights in place; else each is copied once, into the fastest layout.
     * ``arena``: keep a CPU run's memory for the next, for many runs of equal shapes by a session that is closed soon.
-    * ``name``: the graph's name in errors.
+    * ``name``: the name in errors of a model given as bytes.
 
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """
-    options = _options(threads, optimise, pack)
+    options = ort.SessionOptions()
+    options.log_severity_level = _FATAL
+    if not optimise:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_mem_reuse = False  # it trusts the file's names of dimensions, which may be wrong
+    if not pack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    options.intra_op_num_threads = available_cpus() if threads is None else threads
+    options.inter_op_num_threads = 1
+    # Busy-waiting is faster for a single client, but takes the CPU from all others: from a second session, and from the
+    # server's own threads. session.force_spinning_stop, which stops it at the end of a run, does not help with that
+    # (docs/decisions/0037-threads-sleep-between-operators.md).
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Arm: by default fp32 would be multiplied in bf16.
+    options.add_session_config_entry("mlas.enable_gemm_fastmath_arm64_bfloat16", "0")
     if device == CPU:
         # An arena never shrinks: one unusual request would hold its memory forever. A memory pattern, which puts a
         # run's tensors into one block, is kept for each shape ever seen. malloc returns memory, and its cost is
@@ -130,65 +141,21 @@ def has_cuda() -> bool:
     return _CUDA_PROVIDER in ort.get_available_providers()
 
 
-class Deadlines:
-    """Calls back when a run takes too long; thread-safe.
-
-    One thread, which starts with the first run and stays, watches all: a thread per run would cost more than a small
-    run takes. Few runs are active at a time, and most end long before their deadline. So the thread looks for the
-    earliest when it wakes, and a run wakes it only if its deadline is earlier than the one that the thread waits for.
-    """
-
-    def __init__(self) -> None:
-        self._wake = threading.Condition()
-        self._waiting: dict[object, tuple[float, Callable[[], None]]] = {}
-        self._wakes_at = -math.inf  # when the thread wakes; -inf while it is about to look
-        self._running = False
-
-    @contextlib.contextmanager
-    def after(self, seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
-        """Call ``on_expiry``, on the thread, unless the block ends within ``seconds``; it must neither block nor raise.
-
-        It may still be called while the block ends. Raises RuntimeError when the system cannot start another thread.
-        """
-        run, at = object(), time.monotonic() + seconds
-        with self._wake:
-            if not self._running:
-                threading.Thread(target=self._watch, name="deadlines", daemon=True).start()
-                self._running = True
-            elif at < self._wakes_at:
-                self._wake.notify()
-            self._waiting[run] = at, on_expiry
-        try:
-            yield
-        finally:
-            with self._wake:
-                self._waiting.pop(run, None)
-
-    def _watch(self) -> None:
-        while True:
-            with self._wake:
-                now = time.monotonic()
-                late = [self._waiting.pop(run)[1] for run, (at, _) in list(self._waiting.items()) if at <= now]
-                self._wakes_at = min((at for at, _ in self._waiting.values()), default=math.inf)
-                if not late:
-                    self._wake.wait(min(self._wakes_at - now, threading.TIMEOUT_MAX))
-            for on_expiry in late:
-                on_expiry()
-
-
-_DEADLINES = Deadlines()  # one per process: a caller never has to see the deadlines of others
-
-
 @contextlib.contextmanager
 def run_options_with_timeout(seconds: float) -> Iterator[Any]:
-    """Yield run options that make ONNX Runtime abort the run, between two nodes, after ``seconds``.
-
-    Their ``terminate`` is then true.
-    """
+    """Yield options that make ONNX Runtime abort a run, between two nodes, after ``seconds``, and set ``terminate``."""
     options = ort.RunOptions()
     options.log_severity_level = _FATAL
-    with _DEADLINES.after(seconds, lambda: setattr(options, "terminate", True)):
+    timer = threading.Timer(seconds, setattr, (options, "terminate", True))
+    timer.daemon = True
+    try:
+        timer.start()
+    except RuntimeError as error:  # there is no room for its stack
+        raise MemoryError(f"ONNX Runtime cannot be given a time limit: {error}") from error
+    try:
         yield options
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
@@ -198,25 +165,6 @@ def as_runtime_failure(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise RuntimeFailure(f"{what}: {brief(error)}") from error
-
-
-def _options(threads: int | None, optimise: bool, pack: bool) -> Any:
-    options = ort.SessionOptions()
-    options.log_severity_level = _FATAL
-    if not optimise:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.enable_mem_reuse = False  # it trusts the file's names of dimensions, which may be wrong
-    if not pack:
-        options.add_session_config_entry("session.disable_prepacking", "1")
-    options.intra_op_num_threads = available_cpus() if threads is None else threads
-    options.inter_op_num_threads = 1
-    # Busy-waiting is faster for a single client, but takes the CPU from all others: from a second session, and from the
-    # server's own threads. session.force_spinning_stop, which stops it at the end of a run, does not help with that
-    # (docs/decisions/0037-threads-sleep-between-operators.md).
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    # Arm: by default fp32 would be multiplied in bf16.
-    options.add_session_config_entry("mlas.enable_gemm_fastmath_arm64_bfloat16", "0")
-    return options
 
 
 def _providers(device: str) -> list[Any]:

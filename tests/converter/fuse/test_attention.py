@@ -13,15 +13,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 from attending import Spelling
-from layers import ours
+from layers import answers, ours
 from lowered import lower, relative_l2
 from onnx import ModelProto, NodeProto, helper
-from onnx.reference import ReferenceEvaluator
 
 import graphs
 from bf16kit.numerics.rounding import to_bf16, to_fp32
-from bf16kit.runtime.loading import load
-from bf16kit.runtime.ort.kernel import VARIABLE
 from converter.fuse.attention import attention
 from converter.graph.types import InferTypes
 from converter.plan.decisions import Islands
@@ -54,16 +51,11 @@ def test_every_spelling_becomes_one_node_that_gives_float64_s_result(
         op_type = f"{stem}_{spelling.forms}{'_grouped' * grouped}{'_mask' * (spelling.mask != 'none')}"
         assert (node.name, node.op_type, [*node.output]) == ("summed", op_type, ["y"])
         assert set(made.ops(profile)) <= {node.op_type, "Where", "Add"}
-        path = made.artifact.file(f"{profile}.onnx")
-        onnx.checker.check_model(str(path), full_check=True)
+        onnx.checker.check_model(str(made.artifact.file(f"{profile}.onnx")), full_check=True)
         expected = rounded if profile == PROFILE else unrounded
-        answers = [made.run_kernel(fed, profile)["y"]]
-        with monkeypatch.context() as patch:
-            patch.setenv(VARIABLE, "off")
-            answers.append(load(made.artifact, profile).run(fed)["y"])
         with np.errstate(over="ignore"):  # two masks that hide the same key
-            (evaluated,) = ReferenceEvaluator(onnx.load(path)).run(None, fed)
-        for answer in (*answers, np.asarray(evaluated)):
+            found = [each["y"] for each in answers(made, fed, monkeypatch, profile)]
+        for answer in found:
             np.testing.assert_allclose(answer, expected, rtol=relative, atol=absolute)
             if profile == PROFILE:
                 error = np.abs(answer - expected).max()
@@ -71,7 +63,7 @@ def test_every_spelling_becomes_one_node_that_gives_float64_s_result(
                 assert error > 1e-4, "p was not rounded"
         # The definition rounds where the kernel does. So the two are far closer to each other than to a result without
         # rounding, except for an exponential between two bf16 numbers.
-        assert relative_l2(*answers) < {"cpu": 1e-6, PROFILE: 1e-3}[profile]
+        assert relative_l2(*found[:2]) < {"cpu": 1e-6, PROFILE: 1e-3}[profile]
 
 
 def test_attention_with_a_node_kept_in_fp32_rounds_nothing(tmp_path: Path) -> None:
@@ -91,13 +83,13 @@ def test_a_selection_that_two_layers_share_becomes_one_mask(tmp_path: Path) -> N
     first.graph.output.extend(second.graph.output)
     made = lower(tmp_path / "m" / "1", first)
     assert sorted(made.ops("cpu")) == ["Attention_rrr_mask", "Attention_rrr_mask", "Where"]
-    answers = made.run_kernel(attending.feeds(spelling))
-    assert np.array_equal(answers["y"], answers["b_y"])
+    found = made.run_kernel(attending.feeds(spelling))
+    assert np.array_equal(found["y"], found["b_y"])
 
 
 def _found(proto: ModelProto) -> int:
     model = ir.from_proto(proto)
-    InferTypes()(model)
+    InferTypes().apply(model)
     return sum(attention(node) is not None for node in model.graph)
 
 

@@ -186,9 +186,3 @@ def test_samples_are_varied_in_their_masks_and_sizes() -> None:
     assert {each["ids"].shape for each in made} == {(2, 8), (1, 8), (2, 1), (2, 7)}
     assert all(each["ids"].shape == each["mask"].shape for each in made)
     assert len(masks) == 5, "one is random"
-
-
-def test_dimensions_on_which_inputs_disagree_are_not_cut() -> None:
-    inputs = [TensorSpec("a", "float32", ("n",)), TensorSpec("b", "float32", ("n",))]
-    fed = {"a": np.zeros(4, np.float32), "b": np.zeros(6, np.float32)}
-    assert [each["a"].shape for each in variants(inputs, [fed])] == [(4,)]

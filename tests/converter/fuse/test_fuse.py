@@ -9,6 +9,7 @@ from pathlib import Path
 import attending
 import numpy as np
 import onnx
+import onnx.compose
 import onnx_ir as ir
 import pytest
 from attending import Spelling
@@ -30,34 +31,22 @@ from converter.rewrite import run
 
 def _two_norms_of_one_sum() -> ModelProto:
     """Return x → s = x·W + x; the normalisations of s with two weights; their products' sum, added to s (GPT-NeoX)."""
-    rows: list[int | str] = ["batch", "seq", WIDTH]
-    weights = [graphs.initializer(f"w{i}", graphs.values(WIDTH, WIDTH, seed=i)) for i in range(3)]
-    weights += [
-        graphs.initializer(name, graphs.values(WIDTH, seed=9 + i)) for i, name in enumerate(["g1", "b1", "g2", "b2"])
-    ]
-    nodes = [
-        helper.make_node("MatMul", ["x", "w0"], ["a"], name="a"),
-        helper.make_node("Add", ["a", "x"], ["s"], name="s"),
-        helper.make_node("LayerNormalization", ["s", "g1", "b1"], ["n1"], name="n1", axis=-1),
-        helper.make_node("LayerNormalization", ["s", "g2", "b2"], ["n2"], name="n2", axis=-1),
-        helper.make_node("MatMul", ["n1", "w1"], ["p"], name="p"),
-        helper.make_node("MatMul", ["n2", "w2"], ["q"], name="q"),
-        helper.make_node("Add", ["p", "q"], ["r"], name="r"),
-        helper.make_node("Add", ["r", "s"], ["y"], name="y"),
-    ]
-    return graphs.model(nodes, [graphs.edge("x", rows)], [graphs.edge("y", rows)], weights)
+    rows = {name: graphs.values(WIDTH, seed=9 + i) for i, name in enumerate(["g1", "b1", "g2", "b2"])}
+    return graphs.parsed(
+        f"""(float[batch, seq, {WIDTH}] x) => (float[batch, seq, {WIDTH}] y) {{
+            [a] a = MatMul (x, w0) [s] s = Add (a, x)
+            [n1] n1 = LayerNormalization <axis = -1> (s, g1, b1) [n2] n2 = LayerNormalization <axis = -1> (s, g2, b2)
+            [p] p = MatMul (n1, w1) [q] q = MatMul (n2, w2) [r] r = Add (p, q) [y] y = Add (r, s)
+        }}""",
+        **{f"w{i}": graphs.values(WIDTH, WIDTH, seed=i) for i in range(3)},
+        **rows,
+    )
 
 
 def test_of_two_normalisations_of_one_sum_the_first_computes_it(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", _two_norms_of_one_sum())
-    kinds = [
-        "MatMul_panels_tail",
-        "AddLayerNorm_bias_sum",
-        "LayerNormalization",
-        *["MatMul_panels_tail"] * 2,
-        "Add",
-        "Add",
-    ]
+    product = "MatMul_panels_tail"
+    kinds = [product, "AddLayerNorm_bias_sum", "LayerNormalization", product, product, "Add", "Add"]
     assert made.ops("cpu") == kinds
     feeds = {"x": graphs.values(2, 3, WIDTH, seed=5)}
     assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 1e-2
@@ -65,28 +54,18 @@ def test_of_two_normalisations_of_one_sum_the_first_computes_it(tmp_path: Path) 
 
 def _attention_then_rms() -> ModelProto:
     """Return an attention whose merged heads are RMS-normalised (BitNet)."""
-    proto = attending.attention(Spelling())
     width = Spelling().heads * attending.WIDTH
-    proto.graph.node.extend(
-        [
-            helper.make_node("Pow", ["y", "two"], ["sq"], name="sq"),
-            helper.make_node("ReduceMean", ["sq", "last"], ["mean"], name="mean"),
-            helper.make_node("Add", ["mean", "epsilon"], ["shifted"], name="shifted"),
-            helper.make_node("Sqrt", ["shifted"], ["root"], name="root"),
-            helper.make_node("Div", ["y", "root"], ["normal"], name="normal"),
-            helper.make_node("Mul", ["normal", "g"], ["z"], name="z"),
-        ]
+    normal = graphs.parsed(
+        f"""(float[batch, queries, {width}] heads) => (float[batch, queries, {width}] z) {{
+            [sq] sq = Pow (heads, two) [mean] mean = ReduceMean (sq, last) [shifted] shifted = Add (mean, epsilon)
+            [root] root = Sqrt (shifted) [normal] normal = Div (heads, root) [z] z = Mul (normal, g)
+        }}""",
+        two=np.array(2, np.float32),
+        last=np.array([-1]),
+        epsilon=np.array(1e-6, np.float32),
+        g=graphs.values(width),
     )
-    proto.graph.initializer.extend(
-        [
-            graphs.initializer("two", np.array(2, np.float32)),
-            graphs.initializer("last", np.array([-1])),
-            graphs.initializer("epsilon", np.array(1e-6, np.float32)),
-            graphs.initializer("g", graphs.values(width)),
-        ]
-    )
-    proto.graph.output[0].CopyFrom(graphs.edge("z", ["batch", "queries", width]))
-    return proto
+    return onnx.compose.merge_models(attending.attention(Spelling()), normal, [("y", "heads")])
 
 
 def test_a_normalisation_right_after_attention_reads_the_kernel_s_node(tmp_path: Path) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from layers import ours
-from lowered import Array, Lowered, lower
+from layers import answers, ours
+from lowered import lower
 from normed import WIDTH, Rms, exact, feeds, residual, rms
 from onnx import ModelProto
-from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.runtime.loading import load
-from bf16kit.runtime.ort.kernel import VARIABLE
 
 SPELLINGS = [
     *(Rms(*spelled) for spelled in product(("pow", "mul"), ("sqrt", "pow"), ("reciprocal", "over", "div"))),
@@ -29,16 +25,6 @@ SPELLINGS = [
     Rms(divide="operator", opset=23),
     *(Rms(summed=summed, others=others) for summed, others in product((False, True), repeat=2)),
 ]
-
-
-def _answers(made: Lowered, fed: Mapping[str, Array], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Array]]:
-    """Return the outputs of the kernel, of its definition in ONNX Runtime, and of that in onnx's evaluator."""
-    found = [made.run_kernel(fed)]
-    with monkeypatch.context() as patch:
-        patch.setenv(VARIABLE, "off")
-        found.append(load(made.artifact, "cpu").run(fed))
-    evaluated = ReferenceEvaluator(onnx.load(made.artifact.file("cpu.onnx"))).run(None, dict(fed))
-    return [*found, dict(zip(found[0], evaluated, strict=True))]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -54,7 +40,7 @@ def test_a_normalised_sum_becomes_one_node_with_the_same_outputs(
     reasons = {entry.name: entry.reason for entry in made.plan.nodes["cpu"]}
     assert reasons["add"] == reasons["norm"] == "computed by the CPU kernel's normalisation"
     expected = made.run_source(feeds())
-    for found in _answers(made, feeds(), monkeypatch):
+    for found in answers(made, feeds(), monkeypatch):
         for name in expected:
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=4e-6)
 
@@ -70,7 +56,7 @@ def test_every_spelling_becomes_one_node_that_gives_float64_s_result(
     assert (node.name, node.op_type, [*node.output]) == ("n", op_type, ["n", "s"] if wants_sum else ["n"])
     assert sorted(made.ops("cpu")) == sorted([node.op_type, "Abs", *(["Neg"] if spelling.others else [])])
     fed = {name: array for name, array in feeds().items() if spelling.summed or name == "x"}
-    for found in _answers(made, fed, monkeypatch):
+    for found in answers(made, fed, monkeypatch):
         np.testing.assert_allclose(found["y"], exact(spelling, fed), rtol=1e-5, atol=2e-6)
         if spelling.others:
             assert np.array_equal(found["t"], made.run_source(fed)["t"])

@@ -9,15 +9,15 @@ import onnx
 import onnx_ir as ir
 import pytest
 from lowered import lower, relative_l2
-from onnx import ModelProto, helper
+from onnx import ModelProto
 
 import graphs
 from bf16kit.artifact.manifest import TensorEntry
 from bf16kit.numerics.panels import pack
 from bf16kit.numerics.rounding import to_bf16
 from bf16kit.runtime.ort.session import ort
-from converter.fuse.unpanel import PUT_TOGETHER, Unpanel
-from converter.graph.step import run
+from converter.fuse.fuse import PUT_TOGETHER, Unpanel
+from converter.graph.types import run
 from converter.verify.running import emulation
 from converter.write.graphs import serialize
 
@@ -61,22 +61,17 @@ def test_the_matrix_is_read_bit_for_bit(shape: tuple[int, int], axis: int, tmp_p
 
 def products() -> ModelProto:
     """Return a graph that reads [N, K] in a Gemm, in a MatMul after Transpose, and in an If, each with a tail."""
-    then = helper.make_graph([helper.make_node("MatMul", ["h", "c"], ["t"])], "then", [], [graphs.edge("t")])
-    other = helper.make_graph([helper.make_node("Identity", ["h"], ["o"])], "other", [], [graphs.edge("o")])
-    return graphs.model(
-        [
-            helper.make_node("Gemm", ["x", "a"], ["g"], transB=1),
-            helper.make_node("Transpose", ["b"], ["bt"], perm=[1, 0]),
-            helper.make_node("MatMul", ["g", "bt"], ["h"]),
-            helper.make_node("If", ["flag"], ["y"], then_branch=then, else_branch=other),
-        ],
-        [graphs.edge("x", ["batch", 48]), graphs.edge("flag", [], onnx.TensorProto.BOOL)],
-        [graphs.edge("y", ["batch", 40])],
-        [
-            graphs.initializer("a", graphs.values(48, 70, seed=1).T.copy()),
-            graphs.initializer("b", graphs.values(70, 40, seed=2).T.copy()),
-            graphs.initializer("c", graphs.values(40, 40, seed=3)),
-        ],
+    return graphs.parsed(
+        """(float[batch, 48] x, bool flag) => (float[batch, 40] y) {
+            g = Gemm <transB = 1> (x, a) bt = Transpose <perm = [1, 0]> (b) h = MatMul (g, bt)
+            y = If (flag) <
+                then_branch = then_graph () => (float[batch, 40] t) { t = MatMul (h, c) },
+                else_branch = other_graph () => (float[batch, 40] o) { o = Identity (h) }
+            >
+        }""",
+        a=graphs.values(48, 70, seed=1).T.copy(),
+        b=graphs.values(70, 40, seed=2).T.copy(),
+        c=graphs.values(40, 40, seed=3),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import pytest
 from converting import ONNX_ONLY, Cli
 from onnx import TensorProto, helper
@@ -15,7 +16,7 @@ from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort import session
 from bf16kit.runtime.ort.session import ort
-from bf16kit.system.versions import is_older
+from bf16kit.system import is_older
 from converter.graph.cuda_kernels import KernelTable, missing_kernels, releases, required
 from converter.process import versions
 
@@ -65,9 +66,8 @@ def test_a_kernel_takes_a_node_only_if_all_its_dtypes_match() -> None:
     assert table.accepts_dtypes("", "LayerNormalization", 17, {"T": "bfloat16", "U": "float"})
     assert not table.accepts_dtypes("", "LayerNormalization", 17, {"T": "bfloat16", "U": "bfloat16"})
     assert table.accepts_dtypes("", "Cast", 13, {"T1": "bfloat16", "T2": "float"})
-    assert table.accepts_dtypes(
-        "", "Gather", 13, {"T": "bfloat16", "tensor(int64)": "int64"}
-    )  # int64 is under no constraint of the kernel
+    # int64 is under no constraint of the kernel
+    assert table.accepts_dtypes("", "Gather", 13, {"T": "bfloat16", "tensor(int64)": "int64"})
 
 
 NODES = (
@@ -107,7 +107,7 @@ def test_a_graph_planned_for_a_release_has_kernels_in_it_and_in_all_later_ones(
     artifact = Artifact.open(target)
     assert artifact.manifest.profiles["cuda"].requires == {"onnxruntime": least}
     model = onnx.load(artifact.file("cuda.onnx"), load_external_data=False)
-    having = [each for each in releases() if missing_kernels(model, KernelTable.load(each)) == []]
+    having = [each for each in releases() if missing_kernels(ir.from_proto(model), KernelTable.load(each)) == []]
     assert having == [each for each in releases() if not is_older(each, least)]
     narrow = {
         value.name for value in model.graph.value_info if value.type.tensor_type.elem_type == TensorProto.BFLOAT16
@@ -127,9 +127,9 @@ def _pooling() -> onnx.ModelProto:
 
 
 def test_a_node_without_a_kernel_is_found_if_it_has_bf16(tmp_path: Path) -> None:
-    assert missing_kernels(_pooling(), KernelTable.load()) == ["pool: MaxPool-22 of T bfloat16"]
-    elu = helper.make_node("Elu", ["x"], ["y"], name="elu")
-    assert missing_kernels(graphs.model([elu], [graphs.edge("x")], [graphs.edge("y")]), KernelTable.load()) == []
+    assert missing_kernels(ir.from_proto(_pooling()), KernelTable.load()) == ["pool: MaxPool-22 of T bfloat16"]
+    in_fp32 = graphs.model([helper.make_node("Elu", ["x"], ["y"])], [graphs.edge("x")], [graphs.edge("y")])
+    assert missing_kernels(ir.from_proto(in_fp32), KernelTable.load()) == []
     onnx.save(_pooling(), tmp_path / "a.onnx")  # no release has a kernel
     assert required("cuda", [tmp_path / "a.onnx"]) == {"onnxruntime": releases()[-1]}
 

@@ -1,4 +1,4 @@
-"""Every value in a graph gets a dtype, and a shape if it can be known; a note names nodes for which it cannot."""
+"""Every value in a graph gets a dtype, and a shape if it can be known; an error names the step that failed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+import pytest
 from converting import ONNX_ONLY, Cli
 from onnx import ModelProto, helper
 
 import graphs
+from bf16kit.messages.errors import ConversionError
 from converter.graph.names import values_of
-from converter.graph.step import run
-from converter.graph.types import InferTypes
+from converter.graph.types import InferTypes, Step, run
 
 
 def _untyped(proto: ModelProto) -> list[str]:
@@ -71,3 +72,22 @@ def test_nodes_of_unknown_type_are_named_in_a_note(cli: Cli, target: Path, tmp_p
     arguments = ("--allow-over-budget", "--no-search", *ONNX_ONLY)
     out = cli("checkpoint", tmp_path / "unknown.onnx", "--out", target, *arguments).published().out
     assert "the output types of 1 of 3 nodes could not be inferred, the first 'inverse' (Inverse)" in out
+
+
+class _Failing(Step):
+    name = "break"
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def apply(self, model: ir.Model) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"), [(ConversionError("no moon"), "no moon"), (KeyError("weight"), "KeyError: 'weight'")]
+)
+def test_an_error_names_the_step_the_steps_before_it_and_the_cause(error: Exception, cause: str) -> None:
+    with pytest.raises(ConversionError) as caught:
+        run([InferTypes(), _Failing(error)], ir.from_proto(graphs.mlp()))
+    assert str(caught.value) == f"step 'break' (after infer types): {cause}"

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.budget import Budget
-from bf16kit.drift.measurements import DiagnosisEntry
+from bf16kit.drift.measurements import DiagnosisEntry, Layers
 from converter.islands.explanation import search_artifact
 from converter.islands.layertrace import open_reference
 from converter.process.progress import SilentProgress
@@ -116,10 +116,14 @@ def test_a_search_folds_batchnorm_where_the_conversion_did(cli: Cli, tmp_path: P
     assert result.entry.after < 1e-3
 
 
-def _diagnosis(target: Path, profile: str = "cpu") -> DiagnosisEntry:
-    measurements = Artifact.open(target).measurements()
+def _layers(artifact: Artifact, profile: str) -> Layers | None:
+    measurements = artifact.measurements()
     assert measurements is not None
-    layers = measurements.profiles[profile].layers
+    return measurements.profiles[profile].layers
+
+
+def _diagnosis(target: Path) -> DiagnosisEntry:
+    layers = _layers(Artifact.open(target), "cpu")
     assert layers is not None
     assert layers.diagnosis is not None
     return layers.diagnosis
@@ -159,9 +163,8 @@ def test_no_remedy_is_searched_if_the_search_is_off_or_has_no_time(
     found = _diagnosis(target)
     assert found.leaves is not None
     assert (found.leaves.name, found.remedy, found.tried) == ("difference", None, False)
-    assert "No remedy was looked for; bf16-convert explain looks for one." in (target / "report.html").read_text(
-        "utf-8"
-    )
+    page = (target / "report.html").read_text("utf-8")
+    assert "No remedy was looked for; bf16-convert explain looks for one." in page
 
 
 def test_a_model_within_budget_is_diagnosed_without_a_search(cli: Cli, target: Path, tmp_path: Path) -> None:
@@ -178,10 +181,9 @@ def test_a_model_within_budget_is_diagnosed_without_a_search(cli: Cli, target: P
     cli("explain", target, "--profile", "cuda").refused(2, "no ONNX profile 'cuda'", "it has cpu")
 
 
-def test_no_remedy_is_searched_for_cpu_bf16(cli: Cli, target: Path, tmp_path: Path) -> None:
-    onnx.save(troubled.cancellation(), tmp_path / "m.onnx")
-    command = ("checkpoint", tmp_path / "m.onnx", "--out", target, "--profile", "cpu-bf16")
-    cli(*command, *PUBLISHED_ANYHOW).published()
+def test_no_remedy_is_searched_for_cpu_bf16(cli: Cli, target: Path) -> None:
+    flags = (*PUBLISHED_ANYHOW, "--profile", "cpu-bf16")
+    assert explained(cli, troubled.cancellation(), target, "cpu-bf16", *flags)["tried"] is False
     said = cli("explain", target).published().out
     assert said.rstrip().endswith("No remedy was looked for on profile cpu-bf16.")
 
@@ -194,15 +196,11 @@ def test_an_artifact_without_a_reference_cannot_be_explained(cli: Cli, target: P
 def test_layers_of_an_optional_profile_are_measured_only_if_it_is_requested(
     cli: Cli, small: Artifact, onnx_file: Path, target: Path
 ) -> None:
-    told = small.measurements()
-    assert told is not None
-    assert told.profiles["cpu-bf16"].layers is None
-    for profile in ("cpu", "cuda"):
-        layers = told.profiles[profile].layers
+    told = {profile: _layers(small, profile) for profile in ("cpu", "cuda", "cpu-bf16")}
+    assert told.pop("cpu-bf16") is None
+    for layers in told.values():
         assert layers is not None
         assert layers.measured == len(layers.rows) > 1
         assert all(row.sqnr_db > 45 for row in layers.rows)
     cli("checkpoint", onnx_file, "--out", target, "--profile", "cpu-bf16", *ONNX_ONLY).published()
-    asked = Artifact.open(target).measurements()
-    assert asked is not None
-    assert asked.profiles["cpu-bf16"].layers is not None
+    assert _layers(Artifact.open(target), "cpu-bf16") is not None

@@ -6,7 +6,7 @@ With the switches of a plan, it agrees with the written graphs, on a model of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -16,7 +16,7 @@ import onnx_ir as ir
 import pytest
 from converting import ONNX_ONLY, Cli
 from lowered import Lowered, lower, specs
-from onnx import TensorProto, helper, shape_inference
+from onnx import shape_inference
 from textdetector import pictures, text_detector
 
 import graphs
@@ -85,14 +85,14 @@ def test_a_node_that_is_switched_on_rounds_its_result() -> None:
 
 def test_a_sequence_of_tensors_has_no_switch() -> None:
     """It has the dtype of its tensors, and cannot be cast as they are."""
-    nodes = [
-        helper.make_node("MatMul", ["x", "w0"], ["m"], name="product"),
-        helper.make_node("SplitToSequence", ["m"], ["parts"], axis=1, name="split"),
-        helper.make_node("SequenceAt", ["parts", "first"], ["part"], name="first_part"),
-        helper.make_node("Mul", ["part", "part"], ["y"], name="square"),
-    ]
-    held = [graphs.initializer("w0", W0), helper.make_tensor("first", TensorProto.INT64, [], [0])]
-    proto = graphs.model(nodes, [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 1])], held)
+    proto = graphs.parsed(
+        """(float[n, 16] x) => (float[n, 1] y) {
+            [product] m = MatMul (x, w0) [split] parts = SplitToSequence <axis = 1> (m)
+            [first_part] part = SequenceAt (parts, first) [square] y = Mul (part, part)
+        }""",
+        w0=W0,
+        first=np.array(0),
+    )
     model = ir.from_proto(shape_inference.infer_shapes(proto))
     every = Bf16(frozenset(node.name or "" for node in model.graph), frozenset({"w0"}))
     np.testing.assert_allclose(run(model, Bf16(), every), (X @ W0)[:, :1] ** 2, rtol=1e-5, atol=1e-6)
@@ -103,13 +103,14 @@ NOISE = -16.0  # there, ONNX Runtime's Sigmoid resolves only a few bits
 
 
 class Simulated:
-    """The drift that the search simulates for some candidates of ``profile`` as islands, and what is written for it."""
+    """The drift that the search simulates for a ``share`` of the candidates as islands, and what is written for it."""
 
-    def __init__(self, directory: Path, profile: str, chosen: Callable[[int], bool], logit: float = 0.0) -> None:
+    def __init__(self, directory: Path, profile: str, share: float, logit: float = 0.0) -> None:
         proto, how = text_detector(logit), PROFILES[profile]
         prepared = prepare(ir.from_proto(proto))
         base, plan = how.base(prepared), make_plan(prepared).plan
-        units = frozenset(u for number, u in enumerate(candidates(base, plan, how, {}, {})) if chosen(number))
+        drawn = np.random.default_rng(0)
+        units = frozenset(unit for unit in candidates(base, plan, how, {}, {}) if drawn.random() < share)
         alone = bf16_alone(units)
         islands = Islands(dict.fromkeys(alone.nodes, ""), dict.fromkeys(alone.weights, ""))
         written = lower(directory / "1", proto, islands=islands)
@@ -124,9 +125,8 @@ class Simulated:
     @property
     def errors(self) -> tuple[Sequence[float], Sequence[float]]:
         """The relative L2 of each sample, simulated and written."""
-        simulated, written = (
-            [one["y"].rows[0].relative_l2 for one in found] for found in (self.simulated, self.written)
-        )
+        both = self.simulated, self.written
+        simulated, written = ([one["y"].rows[0].relative_l2 for one in found] for found in both)
         return simulated, written
 
 
@@ -135,39 +135,27 @@ def _emulated(written: Lowered) -> OnnxRuntime:
     return OnnxRuntime(emulation(path), written.inputs, written.outputs, base_dir=path.parent)
 
 
-def none(_: int) -> bool:
-    return False
-
-
-def every(_: int) -> bool:
-    return True
-
-
-def half(number: int) -> bool:
-    return bool(np.random.default_rng(number).random() < 0.5)
-
-
-@pytest.mark.parametrize("chosen", [none, every, half])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 class TestAgreement:
     def test_emulated_cuda_has_the_same_drift_to_the_bit_if_sums_are_in_the_same_order(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Callable[[int], bool]
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
     ) -> None:
         """Without ONNX Runtime's optimisations both run the same kernels."""
         monkeypatch.setattr("bf16kit.runtime.ort.onnx.open_session", functools.partial(open_session, optimise=False))
-        found = Simulated(tmp_path, "cuda", chosen)
+        found = Simulated(tmp_path, "cuda", share)
         assert [one["y"].rows for one in found.simulated] == [one["y"].rows for one in found.written]
-        assert (found.errors[0][0] > 1e-4) == (chosen is not every)
+        assert (found.errors[0][0] > 1e-4) == (share < 1)
 
-    def test_cpu_has_the_same_drift_but_for_fp32_noise(self, tmp_path: Path, chosen: Callable[[int], bool]) -> None:
-        simulated, written = Simulated(tmp_path, "cpu", chosen).errors
+    def test_cpu_has_the_same_drift_but_for_fp32_noise(self, tmp_path: Path, share: float) -> None:
+        simulated, written = Simulated(tmp_path, "cpu", share).errors
         np.testing.assert_allclose(simulated, written, rtol=1e-2, atol=1e-6)
-        assert (written[0] > 1e-4) == (chosen is not every)
+        assert (written[0] > 1e-4) == (share < 1)
 
 
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])
 def test_the_simulation_has_the_fp32_noise_that_certification_sees(tmp_path: Path, profile: str) -> None:
     """Measured from its own fp32 outputs, the search would see none and look for islands in vain."""
-    simulated, written = Simulated(tmp_path, profile, every, NOISE).errors
+    simulated, written = Simulated(tmp_path, profile, 1.0, NOISE).errors
     assert min(written) > 0.015
     np.testing.assert_allclose(np.mean(simulated), np.mean(written), rtol=0.5)
 

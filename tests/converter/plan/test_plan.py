@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from lowered import lower, relative_l2
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, helper
 
 import graphs
 from bf16kit.artifact.manifest import Plan
@@ -73,19 +73,13 @@ def test_the_kernel_s_profiles_share_one_copy_of_the_weights(tmp_path: Path) -> 
 
 def test_normalisations_stay_fp32_unless_bf16_is_requested() -> None:
     """On MiniLM this reduces the drift by an eighth. The products around them stay bf16."""
-    proto = graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["m"], name="product"),
-            helper.make_node("LayerNormalization", ["m", "scale"], ["n"], name="norm"),
-            helper.make_node("MatMul", ["n", "v"], ["y"], name="product2"),
-        ],
-        [graphs.edge("x", ["batch", 32])],
-        [graphs.edge("y", ["batch", 32])],
-        [
-            graphs.initializer("w", graphs.values(32, 32)),
-            graphs.initializer("v", graphs.values(32, 32, seed=1)),
-            graphs.initializer("scale", np.ones(32, np.float32)),
-        ],
+    proto = graphs.parsed(
+        """(float[batch, 32] x) => (float[batch, 32] y) {
+            [product] m = MatMul (x, w) [norm] n = LayerNormalization (m, scale) [product2] y = MatMul (n, v)
+        }""",
+        w=graphs.values(32, 32),
+        v=graphs.values(32, 32, seed=1),
+        scale=np.ones(32, np.float32),
     )
     nodes = _nodes(_plan(proto))
     assert [nodes[name][0] for name in ("product", "norm", "product2")] == ["bf16", "fp32", "bf16"]
@@ -94,18 +88,12 @@ def test_normalisations_stay_fp32_unless_bf16_is_requested() -> None:
 
 
 def test_an_operator_without_a_kernel_is_an_island_with_that_reason_even_if_bf16_is_requested() -> None:
-    proto = graphs.model(
-        [
-            helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
-            helper.make_node("MaxPool", ["c"], ["p"], name="pool", kernel_shape=[2, 2]),
-            helper.make_node("Conv", ["p", "v"], ["y"], name="conv2"),
-        ],
-        [graphs.edge("x", ["batch", 8, 8, 8])],
-        [graphs.edge("y", ["batch", 16, "h", "w"])],
-        [
-            graphs.initializer("w", graphs.values(16, 8, 3, 3)),
-            graphs.initializer("v", graphs.values(16, 16, 3, 3, seed=1)),
-        ],
+    proto = graphs.parsed(
+        """(float[batch, 8, 8, 8] x) => (float[batch, 16, h, w] y) {
+            [conv] c = Conv (x, w) [pool] p = MaxPool <kernel_shape = [2, 2]> (c) [conv2] y = Conv (p, v)
+        }""",
+        w=graphs.values(16, 8, 3, 3),
+        v=graphs.values(16, 16, 3, 3, seed=1),
     )
     nodes = _nodes(_plan(proto, bf16=["pool"]))
     assert nodes["conv"] == ("bf16", "bf16 multiplication with fp32 accumulation")
@@ -115,20 +103,14 @@ def test_an_operator_without_a_kernel_is_an_island_with_that_reason_even_if_bf16
 
 def _lstm() -> ModelProto:
     """Return a graph: x [seq, batch, 16] → LSTM of 32 → MatMul → y."""
-    return graphs.model(
-        [
-            helper.make_node("LSTM", ["x", "w", "r"], ["h"], name="lstm", hidden_size=32),
-            helper.make_node("Squeeze", ["h", "axis"], ["s"], name="squeeze"),
-            helper.make_node("MatMul", ["s", "v"], ["y"], name="matmul"),
-        ],
-        [graphs.edge("x", ["seq", "batch", 16])],
-        [graphs.edge("y", ["seq", "batch", 16])],
-        [
-            graphs.initializer("w", graphs.values(1, 128, 16)),
-            graphs.initializer("r", graphs.values(1, 128, 32, seed=1)),
-            graphs.initializer("v", graphs.values(32, 16, seed=2)),
-            graphs.initializer("axis", np.array([1])),
-        ],
+    return graphs.parsed(
+        """(float[seq, batch, 16] x) => (float[seq, batch, 16] y) {
+            [lstm] h = LSTM <hidden_size = 32> (x, w, r) [squeeze] s = Squeeze (h, axis) [matmul] y = MatMul (s, v)
+        }""",
+        w=graphs.values(1, 128, 16),
+        r=graphs.values(1, 128, 32, seed=1),
+        v=graphs.values(32, 16, seed=2),
+        axis=np.array([1]),
     )
 
 
@@ -148,24 +130,16 @@ def _positions() -> ModelProto:
 
     At position 511, bf16 would be off by 1.
     """
-    return graphs.model(
-        [
-            helper.make_node("Cast", ["ids"], ["p"], name="to_float", to=TensorProto.FLOAT),
-            helper.make_node("Mul", ["p", "frequency"], ["angle"], name="angle"),
-            helper.make_node("Cos", ["angle"], ["cos"], name="cos"),
-            helper.make_node("Gather", ["table", "ids"], ["h"], name="embed"),
-            helper.make_node("Squeeze", ["h", "axis"], ["e"], name="squeeze"),
-            helper.make_node("Mul", ["e", "cos"], ["r"], name="rotate"),
-            helper.make_node("MatMul", ["r", "w"], ["y"], name="project"),
-        ],
-        [graphs.edge("ids", ["batch", 1], TensorProto.INT64)],
-        [graphs.edge("y", ["batch", 32])],
-        [
-            graphs.initializer("frequency", 1 / 10 ** np.linspace(0, 4, 32, dtype=np.float32)),
-            graphs.initializer("table", graphs.values(512, 32)),
-            graphs.initializer("w", graphs.values(32, 32, seed=1)),
-            graphs.initializer("axis", np.array([1])),
-        ],
+    return graphs.parsed(
+        """(int64[batch, 1] ids) => (float[batch, 32] y) {
+            [to_float] p = Cast <to = 1> (ids) [angle] angle = Mul (p, frequency) [cos] cos = Cos (angle)
+            [embed] h = Gather (table, ids) [squeeze] e = Squeeze (h, axis) [rotate] r = Mul (e, cos)
+            [project] y = MatMul (r, w)
+        }""",
+        frequency=1 / 10 ** np.linspace(0, 4, 32, dtype=np.float32),
+        table=graphs.values(512, 32),
+        w=graphs.values(32, 32, seed=1),
+        axis=np.array([1]),
     )
 
 
@@ -179,36 +153,22 @@ def test_positions_stay_fp32_until_they_are_combined_with_activations(tmp_path: 
 
 
 def test_cheap_nodes_between_islands_stay_fp32() -> None:
-    proto = graphs.model(
-        [
-            helper.make_node("Elu", ["x"], ["a"], name="elu"),
-            helper.make_node("Relu", ["a"], ["b"], name="relu"),
-            helper.make_node("Transpose", ["b"], ["c"], name="transpose", perm=[1, 0]),
-            helper.make_node("Elu", ["c"], ["y"], name="elu2"),
-        ],
-        [graphs.edge("x", ["batch", 16])],
-        [graphs.edge("y", [16, "batch"])],
+    proto = graphs.parsed(
+        """(float[batch, 16] x) => (float[16, batch] y) {
+            [elu] a = Elu (x) [relu] b = Relu (a) [transpose] c = Transpose <perm = [1, 0]> (b) [elu2] y = Elu (c)
+        }"""
     )
     nodes = _nodes(_plan(proto))
-    assert (
-        nodes["relu"]
-        == nodes["transpose"]
-        == ("fp32", "no bf16 product is near it, so casts would cost more than bf16 saves")
-    )
+    alone = ("fp32", "no bf16 product is near it, so casts would cost more than bf16 saves")
+    assert nodes["relu"] == nodes["transpose"] == alone
 
 
 def test_a_move_of_fp32_data_stays_fp32_and_its_result_is_cast(tmp_path: Path) -> None:
-    proto = graphs.model(
-        [
-            helper.make_node("Transpose", ["x"], ["t"], name="transpose", perm=[1, 0]),
-            helper.make_node("MatMul", ["t", "w"], ["y"], name="matmul"),
-        ],
-        [graphs.edge("x", [16, "batch"])],
-        [graphs.edge("y", ["batch", 16])],
-        [graphs.initializer("w", graphs.values(16, 16))],
+    text = (
+        "(float[16, batch] x) => (float[batch, 16] y) { [t] t = Transpose <perm = [1, 0]> (x) [m] y = MatMul (t, w) }"
     )
-    made = lower(tmp_path / "m" / "1", proto)
-    assert _nodes(made.plan)["transpose"] == ("fp32", "moves fp32 data")
+    made = lower(tmp_path / "m" / "1", graphs.parsed(text, w=graphs.values(16, 16)))
+    assert _nodes(made.plan)["t"] == ("fp32", "moves fp32 data")
     assert made.ops("cuda") == ["Transpose", "Cast", "MatMul", "Cast"]
 
 

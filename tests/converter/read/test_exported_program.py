@@ -17,7 +17,7 @@ from torch import nn
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load, load_reference
-from bf16kit.runtime.torchexport import load_program
+from bf16kit.runtime.torchruntimes import load_program
 from converter.read.exportedprogram import ProgramModule, _inputs
 
 TRUSTED = "--trust-code"

@@ -60,19 +60,13 @@ def test_a_mask_of_minus_infinity_is_not_clamped(tmp_path: Path) -> None:
     assert np.isnan(made.run_emulated(feeds)["y"][2]).all()
 
 
-def test_a_mask_stored_in_bf16_is_clamped_there_and_restored_exactly(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", graphs.causal(float(_LOWEST)))
+@pytest.mark.parametrize(("keep", "stored"), [((), "mask"), (("^mask$",), "mask.lowered")])
+def test_a_mask_in_bf16_or_kept_in_fp32_is_clamped_for_the_profiles_and_restored_exactly(
+    keep: tuple[str, ...], stored: str, tmp_path: Path
+) -> None:
+    made = lower(tmp_path / "m" / "1", graphs.causal(float(_LOWEST)), keep_fp32=keep)
     feeds = {"x": graphs.values(32, 32, seed=5)}
-    assert float(made.artifact.tensor("mask").astype(np.float32).min()) == LOWEST
-    assert np.isfinite(made.run_emulated(feeds)["y"]).all()
-    np.testing.assert_array_equal(made.run_reference(feeds)["y"], made.run_source(feeds)["y"])
-    assert_same_tensors(made.artifact, made.checkpoint)
-
-
-def test_a_mask_kept_in_fp32_is_clamped_for_the_profiles_and_kept_for_the_reference(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", graphs.causal(float(_LOWEST)), keep_fp32=["^mask$"])
-    feeds = {"x": graphs.values(32, 32, seed=5)}
-    assert made.stored.aliases == {"mask": "mask.lowered"}
+    assert float(made.artifact.tensor(stored).astype(np.float32).min()) == LOWEST
     assert np.isfinite(made.run_emulated(feeds)["y"]).all()
     np.testing.assert_array_equal(made.run_reference(feeds)["y"], made.run_source(feeds)["y"])
     assert_same_tensors(made.artifact, made.checkpoint)

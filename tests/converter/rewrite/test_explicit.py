@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 from lowered import assert_same_tensors, lower
-from onnx import GraphProto, helper
+from onnx import GraphProto, ModelProto, helper
 
 import graphs
-from converter.graph.names import NameEverything
-from converter.graph.step import run
-from converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers, InlineFunctions, floating_tensors
+from converter.graph.types import run
+from converter.rewrite.explicit import (
+    ConstantsToInitializers,
+    HoistInitializers,
+    InlineFunctions,
+    NameEverything,
+    floating_tensors,
+)
 
 
 def test_functions_are_inlined_and_the_exporter_s_stack_traces_are_dropped() -> None:
@@ -29,14 +35,6 @@ def test_functions_are_inlined_and_the_exporter_s_stack_traces_are_dropped() -> 
     model = run([InlineFunctions()], ir.from_proto(proto))
     assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Add"]
     assert b"somebody" not in ir.to_proto(model).SerializeToString()
-
-
-def test_a_weight_in_a_constant_node_becomes_an_initializer_of_the_same_name() -> None:
-    model = run([ConstantsToInitializers()], ir.from_proto(graphs.constant_nodes()))
-    assert [node.op_type for node in model.graph] == ["MatMul"]
-    tensor = model.graph.initializers["weight"].const_value
-    assert tensor is not None
-    np.testing.assert_array_equal(tensor.numpy(), graphs.values(16, 16))
 
 
 def test_constants_written_as_attributes_become_tensors_of_onnx_s_dtypes() -> None:
@@ -97,23 +95,20 @@ def test_a_weight_inside_a_function_is_a_tensor_of_the_file_and_restored(tmp_pat
     np.testing.assert_array_equal(made.run_reference(feeds)["z"], made.run_source(feeds)["z"])
 
 
-def test_shape_constants_are_not_weights() -> None:
-    proto = graphs.model(
-        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
-        [graphs.edge("x", ["batch", 4])],
-        [graphs.edge("y", ["batch", 2, 2])],
-        [graphs.initializer("shape", np.array([-1, 2, 2]))],
-    )
-    assert floating_tensors(ir.from_proto(proto)) == {}
-
-
-def test_a_constant_without_an_output_is_not_a_tensor_of_the_file() -> None:
+def test_shapes_and_constants_without_an_output_are_not_tensors_of_the_file() -> None:
     proto = graphs.mlp()
+    proto.graph.initializer.append(graphs.initializer("shape", np.array([-1, 2, 2])))
     proto.graph.node.append(helper.make_node("Constant", [], [], value_floats=[1.0] * 300))
     assert sorted(floating_tensors(ir.from_proto(proto))) == ["b0", "b1", "w0", "w1"]
 
 
 _STEPS = (NameEverything(), ConstantsToInitializers(), HoistInitializers())
+
+
+def _choice(branch: Callable[[str, int], GraphProto], shape: list[int | str]) -> ModelProto:
+    choice = helper.make_node("If", ["flag"], ["y"], then_branch=branch("a", 1), else_branch=branch("b", 2))
+    inputs = [graphs.edge("x", ["batch", 16]), graphs.edge("flag", [], onnx.TensorProto.BOOL)]
+    return graphs.model([choice], inputs, [graphs.edge("y", shape)])
 
 
 def test_weights_of_both_branches_move_to_the_main_graph_under_different_names() -> None:
@@ -122,13 +117,7 @@ def test_weights_of_both_branches_move_to_the_main_graph_under_different_names()
         weight = graphs.initializer("weight", graphs.values(16, 16, seed=seed))
         return helper.make_graph([node], name, [], [graphs.edge(name, ["batch", 16])], [weight])
 
-    choice = helper.make_node("If", ["flag"], ["y"], then_branch=branch("a", 1), else_branch=branch("b", 2))
-    proto = graphs.model(
-        [choice],
-        [graphs.edge("x", ["batch", 16]), graphs.edge("flag", [], onnx.TensorProto.BOOL)],
-        [graphs.edge("y", ["batch", 16])],
-    )
-    model = run(_STEPS, ir.from_proto(proto))
+    model = run(_STEPS, ir.from_proto(_choice(branch, ["batch", 16])))
     stored = {name: value.const_value for name, value in model.graph.initializers.items()}
     assert len(stored) == 2
     for body, seed in zip(model.graph.subgraphs(), (2, 1), strict=True):  # attributes come in alphabetical order
@@ -151,13 +140,11 @@ def test_a_weight_with_the_name_of_a_value_in_another_body_is_renamed() -> None:
 
 
 def test_a_branch_that_only_returns_a_constant_still_returns_it() -> None:
-    def branch(name: str, value: float) -> GraphProto:
+    def branch(name: str, value: int) -> GraphProto:
         constant = graphs.initializer(name, np.full((32,), value, np.float32))
         return helper.make_graph([], f"{name}_graph", [], [graphs.edge(name, [32])], [constant])
 
-    choice = helper.make_node("If", ["flag"], ["y"], then_branch=branch("a", 1), else_branch=branch("b", 2))
-    proto = graphs.model([choice], [graphs.edge("flag", [], onnx.TensorProto.BOOL)], [graphs.edge("y", [32])])
-    model = run(_STEPS, ir.from_proto(proto))
+    model = run(_STEPS, ir.from_proto(_choice(branch, [32])))
     assert {name.split(".")[0] for name in model.graph.initializers} == {"a", "b"}
     assert [[n.op_type for n in body] for body in model.graph.subgraphs()] == [["Identity"], ["Identity"]]
     onnx.checker.check_model(ir.to_proto(model), full_check=True)

@@ -13,7 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 import graphs
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime.ort.session import open_session
-from converter.graph.step import run
+from converter.graph.types import run
 from converter.rewrite.lowering import RaiseOpset, SupportedOpset
 
 

@@ -18,7 +18,7 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, describe
-from bf16kit.runtime import Array, torchscript
+from bf16kit.runtime import Array, torchruntimes
 from bf16kit.runtime.ort import kernel
 from converter.verify.observedshapes import batch_axis, with_observed_shapes
 
@@ -79,7 +79,7 @@ def test_torchscript_is_certified_in_both_arithmetics_on_the_same_samples_and_th
     flags += ["--samples", str(tmp_path)] if given else []
     found = {}
     for native in (True, False):
-        monkeypatch.setattr(torchscript, "cpu_has_bf16", lambda native=native: native)
+        monkeypatch.setattr(torchruntimes, "cpu_has_bf16", lambda native=native: native)
         version = target.with_name(str(1 + native))
         cli("checkpoint", mlp_file, "--out", version, *flags).published()
         found[native] = Artifact.open(version).manifest

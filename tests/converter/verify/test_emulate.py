@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import graphs
 from bf16kit.runtime.ort.session import open_session
-from converter.fuse.unpanel import PUT_TOGETHER
+from converter.fuse.fuse import PUT_TOGETHER
 from converter.graph.cuda_kernels import _PLANNED
 from converter.graph.operators import EXACT
 from converter.verify import running

@@ -130,20 +130,21 @@ def test_tensors_that_no_graph_uses_are_stored_unchanged_and_equal_ones_once(tmp
     assert_same_tensors(made.artifact, checkpoint)
 
 
-@pytest.mark.parametrize("tensor", ["w0", "b0"])
-def test_nan_in_any_weight_is_an_error(tensor: str, tmp_path: Path) -> None:
-    weight = graphs.values(*((32, 64) if tensor == "w0" else (64,)))
-    weight[:2] = np.nan
-    count = weight[:2].size
-    with pytest.raises(RangeError, match=f"tensor '{tensor}': {count} of {weight.size} values are NaN"):
-        lower(tmp_path / "m" / "1", _with(tensor, weight))
-
-
-def test_infinite_weights_are_an_error_that_saturating_does_not_hide(tmp_path: Path) -> None:
-    weight = graphs.values(32, 64)
-    weight[0, 0] = np.inf
-    with pytest.raises(RangeError, match="tensor 'w0': 1 of 2048 values are infinite"):
-        lower(tmp_path / "m" / "1", _with("w0", weight), saturate=True)
+@pytest.mark.parametrize(
+    ("tensor", "shape", "value", "said"),
+    [
+        ("w0", (32, 64), np.nan, "1 of 2048 values are NaN"),
+        ("b0", (64,), np.nan, "1 of 64 values are NaN"),
+        ("w0", (32, 64), np.inf, "1 of 2048 values are infinite"),
+    ],
+)
+def test_nan_and_infinity_in_weights_are_errors_that_saturating_does_not_hide(
+    tensor: str, shape: tuple[int, ...], value: float, said: str, tmp_path: Path
+) -> None:
+    weight = graphs.values(*shape)
+    weight.flat[0] = value
+    with pytest.raises(RangeError, match=f"tensor '{tensor}': {said}"):
+        lower(tmp_path / "m" / "1", _with(tensor, weight), saturate=True)
 
 
 def test_an_overflowing_weight_kept_in_fp32_is_not_an_error(tmp_path: Path) -> None:
@@ -155,11 +156,11 @@ def test_an_overflowing_weight_kept_in_fp32_is_not_an_error(tmp_path: Path) -> N
 
 def test_a_weight_that_overflows_only_after_folding_is_reported_as_folded(tmp_path: Path) -> None:
     proto = graphs.conv_bn(channels=16)
-    kernel = np.full((16, 3, 3, 3), 1.0, np.float32)
-    proto.graph.initializer[0].CopyFrom(graphs.initializer("kernel", kernel))
-    proto.graph.initializer[1].CopyFrom(graphs.initializer("gamma", np.full(16, 3.4e38, np.float32)))
-    proto.graph.initializer[3].CopyFrom(graphs.initializer("mean", np.zeros(16, np.float32)))
-    proto.graph.initializer[4].CopyFrom(graphs.initializer("variance", np.full(16, 1 - 1e-5, np.float32)))
+    changed = {"kernel": np.ones((16, 3, 3, 3)), "gamma": np.full(16, 3.4e38), "mean": np.zeros(16)}
+    changed["variance"] = np.full(16, 1 - 1e-5)
+    for tensor in proto.graph.initializer:
+        if tensor.name in changed:
+            tensor.CopyFrom(graphs.initializer(tensor.name, changed[tensor.name].astype(np.float32)))
     with pytest.raises(RangeError, match=r"tensor 'kernel' \(with BatchNorm folded in\): 432 of 432 values overflow"):
         lower(tmp_path / "m" / "1", proto)
 

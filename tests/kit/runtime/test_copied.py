@@ -22,9 +22,9 @@ from bf16kit.messages.errors import ArtifactDamaged
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.memory.weights import gathered_weights
-from bf16kit.runtime.memory.weightstore import LARGE_PAGE, PRIVATE_STORE, CachingWeightStore, allocate_in_large_pages
-from bf16kit.runtime.ort.externaldata import check_locations
+from bf16kit.runtime.memory.weightstore import LARGE_PAGE, PRIVATE_STORE, CachingWeightStore
 from bf16kit.runtime.ort.kernel import LIBRARY
+from bf16kit.runtime.ort.onnxgraph import check_locations
 from converter.cli import run
 
 KERNEL = pytest.mark.skipif(not LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
@@ -176,10 +176,9 @@ def test_a_session_that_outlives_its_runtime_keeps_its_weights(product: Artifact
     runtime.close()
     del runtime
     gc.collect()
-    taken = [allocate_in_large_pages(2 * WIDTH * WIDTH) for _ in range(4)]
-    for memory in taken:
-        memory[:] = 255
+    taken = [PRIVATE_STORE.get("", 2 * WIDTH * WIDTH, lambda memory: memory.fill(255)) for _ in range(4)]
     np.testing.assert_array_equal(session.run(None, {"x": X})[0], right)
+    assert all(memory[0] == 255 for memory in taken)
 
 
 @pytest.mark.parametrize("how", ["as it is", "without the kernel"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _ctypes
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import graphs
 from bf16kit.messages.errors import ConfigError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.ort import kernel, session
-from bf16kit.runtime.ort.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, kernel_for, usable_kernel
+from bf16kit.runtime.ort.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, usable_kernel
 from bf16kit.runtime.ort.onnx import OnnxRuntime
+from bf16kit.runtime.ort.onnxgraph import kernel_for
 
 built = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 MODEL = products.product(graphs.values(64, 40))
@@ -154,3 +156,38 @@ def test_a_graph_that_needs_no_kernel_reports_none(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(VARIABLE, "off")
     info = runtime(graphs.mlp((64, 40)), precision="fp32").info
     assert (info.kernel, info.note, info.advice) == ("", "", "")
+
+
+# --- the releases of ONNX Runtime that are tested (make test-kernel-versions); messages and docs name the same --------
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def _text(path: str) -> str:
+    return (_ROOT / path).read_text("utf-8")
+
+
+def _found(pattern: str, path: str) -> str:
+    found = re.search(pattern, _text(path))
+    assert found is not None, f"{path} has no {pattern}"
+    return found[1]
+
+
+OLDEST = int(_found(r"kVersion = (\d+);", "kernels/ort/abi.h"))
+NEWEST = int(_found(r"onnxruntime==1\.(\d+)\.", "constraints.txt"))
+TESTED = _found(r"versions=\(([\d. ]+)\)", "kernels/tests/versions.sh").split()
+
+
+def test_every_minor_release_from_the_oldest_to_the_pinned_one_is_tested_once() -> None:
+    assert [int(version.split(".")[1]) for version in TESTED] == list(range(OLDEST, NEWEST + 1))
+    assert TESTED[-1] == _found(r"onnxruntime==(\S+)", "constraints.txt")
+
+
+def test_messages_and_docs_name_the_releases_that_are_tested() -> None:
+    required = int(_found(r"onnxruntime>=1\.(\d+)", "pyproject.toml"))
+    assert OLDEST <= required <= NEWEST
+    said = f"an onnxruntime of 1.{required} to 1.{NEWEST}, which are tested, or a later 1.x"
+    assert said in _text("bf16kit/runtime/ort/kernel.py")
+    assert said in _text("docs/operations.md")
+    assert f"every minor version from 1.{OLDEST} to 1.{NEWEST}" in _text("docs/operations.md")
+    assert f"1.{OLDEST} or a later 1.x" in _text("kernels/ort/register.cpp")

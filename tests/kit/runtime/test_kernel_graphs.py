@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kernelpaths import exact_paths, use
 from mapped import mapped_kb
-from onnx import TensorProto, helper
+from onnx import TensorProto
 from products import ACTIVATIONS, LAYOUTS, Array, exact, product, run, session
 
 import graphs
@@ -118,22 +118,6 @@ def test_weights_are_read_in_place_from_the_mapped_file(tmp_path: Path) -> None:
     mapped = mapped_kb("weights.bf16")
     assert mapped["Rss"] >= 2048 - 8
     assert mapped["Anonymous"] == 0
-
-
-def test_two_products_in_one_graph_keep_their_own_weights() -> None:
-    first, second = graphs.values(K, K), graphs.values(K, N, seed=1)
-    model, other = product(first, activation="relu", function=False), product(second, function=False)
-    tensor = other.graph.initializer[0]
-    tensor.name = "w2"
-    model.graph.node[0].output[0] = "hidden"
-    node = helper.make_node("MatMul", ["hidden", "w2", ""], ["y"], domain="bf16kit")  # no bias
-    node.attribute.extend(other.graph.node[0].attribute)
-    model.graph.node.append(node)
-    model.graph.initializer.append(tensor)
-    model.graph.output[0].CopyFrom(other.graph.output[0])
-    x = graphs.values(3, K, seed=2)
-    hidden = exact(x, first, activation="relu")
-    np.testing.assert_allclose(run(model, x, threads=2), exact(hidden, second), rtol=1e-4, atol=1e-5)
 
 
 # --- which results are bit-identical ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What both runtimes of torch do alike: edges, threads, errors. The tests write files as the converter does."""
+"""The runtimes of torch on the CPU, in bf16 and widened to fp32. The tests write files as the converter does."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.export.passes import move_to_device_pass
 
 import graphs
 from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.torchexport import TorchExportRuntime
-from bf16kit.runtime.torchscript import TorchRuntime, TorchScriptRuntime
+from bf16kit.runtime import scriptgraph
+from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchRuntime, TorchScriptRuntime, load_program
 
 X = TensorSpec("x", "float32", ("batch", 16))
 Y = TensorSpec("y", "float32", ("batch", 16))
@@ -26,7 +27,7 @@ BOTH = pytest.mark.parametrize("kind", [TorchScriptRuntime, TorchExportRuntime],
 Kind = type[TorchRuntime]
 
 
-def written(kind: Kind, directory: Path, module: torch.nn.Module, *example: torch.Tensor) -> Path:
+def written(kind: Kind, directory: Path, module: torch.nn.Module, *example: torch.Tensor, freeze: bool = False) -> Path:
     path, example = directory / "model", example or (torch.zeros(2, 16),)
     if kind is TorchExportRuntime:
         path.write_bytes(exportedfiles.exported(module.eval(), *example))
@@ -34,8 +35,112 @@ def written(kind: Kind, directory: Path, module: torch.nn.Module, *example: torc
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates TorchScript
         traced = torch.jit.trace(module.eval(), example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
-        torch.jit.save(traced, path)
+        torch.jit.save(torch.jit.freeze(traced) if freeze else traced, path)
     return path
+
+
+# --- bf16, and its widening to fp32 -----------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    """A module with bf16 in every place that a program has for it: parameter, buffer, attribute, dtype arguments."""
+
+    shift: torch.Tensor
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        weight, shift, self.attribute = (
+            torch.randn(*shape, generator=generator).to(torch.bfloat16).to(dtype) for shape in ((16, 16), (16,), (16,))
+        )
+        self.weight = torch.nn.Parameter(weight / 4)
+        self.register_buffer("shift", shift)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(x.shape[0], 16, dtype=self.dtype, device=x.device)
+        h = x.to(self.dtype) @ self.weight + self.shift + self.attribute + made
+        # 15 is also bfloat16's number: the length of this range must survive the widening.
+        h = h * (torch.arange(15, device=x.device).sum() / 105).to(self.dtype)
+        first, second = torch.chunk(torch.relu_(h * 1), 2, -1)
+        return torch.softmax(torch.cat([second, first], -1), -1, dtype=torch.float32).to(self.dtype).float()
+
+
+@pytest.mark.parametrize(
+    ("kind", "freeze"),
+    [(TorchScriptRuntime, False), (TorchScriptRuntime, True), (TorchExportRuntime, False)],
+    ids=["traced", "frozen", "pt2"],
+)
+def test_a_program_computes_in_bf16_or_is_widened_to_fp32_with_the_bf16_weights(
+    kind: Kind, freeze: bool, tmp_path: Path
+) -> None:
+    path, x = written(kind, tmp_path, Layer(), freeze=freeze), graphs.values(5, 16)
+    for native, precision, dtype in ((True, "bf16", torch.bfloat16), (False, "bf16-weights", torch.float32)):
+        loaded = kind(path, [X], [Y], native_bf16=native)
+        with torch.inference_mode():
+            expected = Layer(dtype)(torch.from_numpy(x)).numpy()
+        assert np.array_equal(loaded.run({"x": x})["y"], expected)
+        assert (loaded.info.precision, loaded.info.accumulation) == (precision, "fp32")
+        assert ("was widened to fp32 once" in loaded.info.note) == (not native)
+        module: Any = getattr(loaded._call, "__self__", loaded._call)  # the module, or its bound method
+        is_script = kind is TorchScriptRuntime
+        found = scriptgraph.tensors(module, module.graph) if is_script else [*module.parameters(), *module.buffers()]
+        assert (torch.bfloat16 in {tensor.dtype for tensor in found}) == native
+
+
+def test_a_comparison_of_dtypes_follows_the_widening() -> None:
+    class Asks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x.to(torch.bfloat16)
+            if h.dtype == torch.bfloat16:
+                return h.to(torch.float32) + 1
+            return h.to(torch.float32) - 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(Asks())
+    scriptgraph.widen(scripted)
+    found = scripted(torch.full((1,), 1 + 2**-10))
+    assert found.item() == 2 + 2**-10  # the branch for "the narrow dtype", in fp32
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.second(self.first(x.to(torch.bfloat16))).float())
+
+
+@BOTH
+def test_tied_weights_are_widened_once(kind: Kind, tmp_path: Path) -> None:
+    loaded: Any = kind(written(kind, tmp_path, Tied()), [X], [Y], native_bf16=False)
+    module = getattr(loaded._call, "__self__", loaded._call)
+    assert len({tensor.data_ptr() for tensor in module.parameters() if tensor.dtype == torch.float32}) == 1
+
+
+@BOTH
+def test_a_program_without_bf16_is_fp32(kind: Kind, tmp_path: Path) -> None:
+    info = kind(written(kind, tmp_path, torch.nn.Linear(16, 16)), [X], [Y]).info
+    assert (info.precision, info.accumulation, info.note) == ("fp32", "fp32", "")
+    assert (info.backend, info.profile, info.device) == (kind.backend, kind.profile, "cpu")
+
+
+def test_a_program_written_on_the_cpu_can_be_sent_to_another_device(tmp_path: Path) -> None:
+    """Tracing and export record the device of each new tensor in the graph."""
+    loaded: Any = TorchScriptRuntime(written(TorchScriptRuntime, tmp_path, Layer()), [X], [Y])
+    graph = loaded._call.graph
+    scriptgraph.replace_devices(graph, "meta")
+    constants = [node for node in scriptgraph.nodes(graph) if node.kind() == "prim::Constant"]
+    assert {n.s("value") for n in constants if n.output().type().kind() == "DeviceObjType"} == {"meta"}
+    program = move_to_device_pass(load_program(written(TorchExportRuntime, tmp_path, Layer())), torch.device("meta"))
+    found = program.module(check_guards=False).forward(torch.ones(3, 16, device="meta"))
+    assert (found.device.type, tuple(found.shape)) == ("meta", (3, 16))
+
+
+# --- edges, threads and errors ----------------------------------------------------------------------------------------
 
 
 class Double(torch.nn.Module):
@@ -100,13 +205,6 @@ def test_read_only_inputs_are_accepted_without_a_warning_and_never_written(kind:
 
 
 @BOTH
-def test_a_program_without_bf16_is_fp32(kind: Kind, tmp_path: Path) -> None:
-    info = kind(written(kind, tmp_path, torch.nn.Linear(16, 16)), [X], [Y]).info
-    assert (info.precision, info.accumulation, info.note) == ("fp32", "fp32", "")
-    assert (info.backend, info.profile, info.device) == (kind.backend, kind.profile, "cpu")
-
-
-@BOTH
 @pytest.mark.parametrize("threads", [1, 2])
 def test_runs_on_every_thread_use_the_configured_number_of_threads(kind: Kind, threads: int, tmp_path: Path) -> None:
     layer = torch.nn.Linear(16, 16)
@@ -155,6 +253,16 @@ def test_a_file_of_another_kind_is_a_runtime_failure(kind: Kind, content: bytes,
         kind(tmp_path / "model.any", [X], [Y])
 
 
+def test_a_program_that_this_torch_cannot_load_is_rejected_with_the_reason(tmp_path: Path) -> None:
+    def rename(program: Any) -> None:
+        exportedfiles.node(program)["target"] = "torch.ops.aten.of_tomorrow.default"
+
+    path = written(TorchExportRuntime, tmp_path, Layer())
+    path.write_bytes(exportedfiles.changed(path.read_bytes(), exportedfiles.MODEL, rename))
+    with pytest.raises(RuntimeFailure, match="of_tomorrow"):
+        TorchExportRuntime(path, [X], [Y])
+
+
 @BOTH
 def test_a_run_that_fails_and_a_closed_runtime_are_runtime_failures(kind: Kind, tmp_path: Path) -> None:
     loaded = kind(written(kind, tmp_path, torch.nn.Linear(16, 16)), [X], [Y])
@@ -172,20 +280,3 @@ def test_strings_and_missing_devices_are_rejected_before_the_file_is_read(kind: 
     said = "cuda:9 was asked for, but " + ("there are" if torch.cuda.is_available() else ".* sees no CUDA device")
     with pytest.raises(DeviceUnavailable, match=said):
         kind(tmp_path / "never read", [X], [Y], device="cuda:9")
-
-
-class Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for _ in range(2))
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(self.second(self.first(x.to(torch.bfloat16))).float())
-
-
-@BOTH
-def test_tied_weights_are_widened_once(kind: Kind, tmp_path: Path) -> None:
-    loaded: Any = kind(written(kind, tmp_path, Tied()), [X], [Y], native_bf16=False)
-    module = getattr(loaded._call, "__self__", loaded._call)  # the module, or its bound method
-    assert len({tensor.data_ptr() for tensor in module.parameters() if tensor.dtype == torch.float32}) == 1

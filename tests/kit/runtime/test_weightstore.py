@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.runtime.memory import weightstore
 from bf16kit.runtime.memory.weightstore import (
     LARGE_PAGE,
+    PRIVATE_STORE,
     UnfitMemory,
-    allocate_in_large_pages,
     check,
     create_filled,
     map_read_only,
@@ -80,7 +79,8 @@ def test_no_process_can_write_to_filled_memory_or_change_its_size(descriptor: in
 
 @pytest.mark.parametrize("missing", SEALS)
 def test_memory_without_one_of_the_seals_is_rejected(missing: str) -> None:
-    memory = weightstore.create(SIZE)
+    memory = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, SIZE)
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, sum(getattr(fcntl, name) for name in SEALS if name != missing))
     with pytest.raises(UnfitMemory, match="it is not sealed"):
         check(memory, SIZE)
@@ -181,7 +181,9 @@ def test_a_lack_of_memory_is_a_memory_error_at_each_step_and_leaves_no_descripto
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("make", [weightstore.create, allocate_in_large_pages])
+@pytest.mark.parametrize(
+    "make", [lambda size: create_filled(size, fill), lambda size: PRIVATE_STORE.get("", size, fill)]
+)
 def test_more_than_the_containers_limit_is_a_memory_error(
     make: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

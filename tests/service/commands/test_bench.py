@@ -16,7 +16,7 @@ from onnx import helper
 from waiting import until
 
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.device import available_cpus
+from bf16kit.runtime import available_cpus
 from service.commands.layouts import Layout, layouts, smallest_worthwhile
 from service.models import parallelism
 from service.models.policy import load_serving

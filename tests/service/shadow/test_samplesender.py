@@ -72,6 +72,7 @@ def test_each_samples_outcome_is_counted_by_its_own_observer(sender: PlanSampleS
         sender.send(SAMPLE, observer)
     until(lambda: leader.asked)
     leader.answer.set_result({"outcomes": ["measured", "dropped", "failed"]})
+    until(lambda: all(each.told for each in observers))  # the thread that sends may learn it only after it was set
     assert [each.told for each in observers] == [[("measured", 2)], [("dropped", 2)], [("failed", 2)]]
 
 

@@ -197,8 +197,8 @@ def test_a_stop_waits_half_of_its_time_for_an_inactive_client_and_is_clean(clien
         admissions = (served.transport._services.inference, served.transport._services.streams)
         until(lambda: served.log.seen if takes else any(admission._shares.in_use for admission in admissions))
         begun = time.monotonic()
-        assert served.transport.stop(grace=4)
-        assert time.monotonic() - begun < 3.5
+        assert served.transport.stop(grace=8)
+        assert time.monotonic() - begun < 7.5
         until(lambda: stream in idle.ended or idle.closed)
 
 
@@ -221,7 +221,7 @@ def test_a_stop_does_not_wait_for_a_client_that_does_not_reply_to_pings() -> Non
         until(lambda: stream in gone.ended)
         begun = time.monotonic()
         assert served.transport.stop(grace=30)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 15
         until(lambda: gone.closed)
 
 

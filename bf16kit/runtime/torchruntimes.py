@@ -1,28 +1,37 @@
-"""Runs a TorchScript module with PyTorch; also holds what both torch runtimes share.
+"""Runs TorchScript modules and torch.export programs (.pt2) with PyTorch.
 
-The modules hold bf16 weights and compute in bf16, with fp32 inputs and outputs. A CPU without bf16 instructions
-emulates that 8 to 10 times slower than fp32. There the module is widened once, at load: same weights, fp32 arithmetic.
+Loading one runs what is in it: whoever writes the repository decides what runs (SECURITY.md). The modules hold bf16
+weights and compute in bf16, with fp32 inputs and outputs. A CPU without bf16 instructions emulates that 8 to 10 times
+slower than fp32. There the module is widened once, at load: same weights, fp32 arithmetic.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.fx.node import map_aggregate
 
 from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph
-from bf16kit.runtime.device import CPU, available_cpus, canonical, cpu_has_bf16
+from bf16kit.runtime import CPU, Accumulation, Array, RuntimeInfo, available_cpus, canonical, scriptgraph
 from bf16kit.runtime.probe import classify, weights
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
 _BF16 = np.dtype(ml_dtypes.bfloat16)
+# x86 dot products (AVX512_BF16), x86 tiles (AMX), and the Arm extension, as the Linux kernel names them.
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_LOADING = threading.Lock()  # torch keeps the program that it loads in a variable of the process
 _WIDENED = "this CPU has no bf16 instructions: the bf16 module was widened to fp32 once, at load"
 
 
@@ -61,9 +70,8 @@ class TorchRuntime(ABC):
         native = native_bf16 if native_bf16 is not None else name != CPU or cpu_has_bf16()
         call, is_bf16 = self._load(path, self._device, native)
         accumulation = probe_torch(self._device, torch.bfloat16 if is_bf16 and native else torch.float32)
-        precision, note = ("bf16", "") if native else ("bf16-weights", _WIDENED)
-        if not is_bf16:
-            precision, note = "fp32", ""
+        precision = ("bf16" if native else "bf16-weights") if is_bf16 else "fp32"
+        note = _WIDENED if precision == "bf16-weights" else ""
         self.info = RuntimeInfo(self.backend, name, self.profile, precision, accumulation, note)
         self._call: Callable[..., Any] | None = call
 
@@ -110,7 +118,7 @@ class TorchRuntime(ABC):
 
 
 class TorchScriptRuntime(TorchRuntime):
-    """One TorchScript module, loaded. Loading runs the code in the file."""
+    """One TorchScript module, loaded."""
 
     title, backend, profile = "TorchScript", "torchscript", "torchscript"
 
@@ -123,9 +131,81 @@ class TorchScriptRuntime(TorchRuntime):
         return module, is_bf16
 
 
-def cuda_works() -> bool:
-    """Return whether the installed torch can use a CUDA device."""
-    return torch.cuda.is_available()
+class TorchExportRuntime(TorchRuntime):
+    """One torch.export program, loaded. The file is read, not mapped."""
+
+    title, backend, profile = "torch.export's program", "torchexport", "pt2"
+
+    @staticmethod
+    def _load(path: Path, device: torch.device, native: bool) -> tuple[Callable[..., Any], bool]:
+        from torch.export.passes import move_to_device_pass
+
+        program = load_program(path)
+        is_bf16 = any(tensor.dtype is torch.bfloat16 for tensor in tensors_of(program).values())
+        if device.type != CPU:
+            program = move_to_device_pass(program, device)
+        module = program.module(check_guards=False)
+        if is_bf16 and not native:
+            widen(module, (torch.bfloat16,))
+        return module.forward, is_bf16  # not the module itself, which prints its code when an operator fails
+
+
+def load_module(path: Path, device: torch.device) -> Any:
+    """Return the module in ``path`` in evaluation mode, its graph inlined: a ``torch.jit.ScriptModule``.
+
+    Raises :class:`RuntimeFailure` if torch cannot load it.
+    """
+    try:
+        module: Any = torch.jit.load(path, map_location=device)
+        module.eval()
+        # Inline submodules and functions into one graph, as the executor would do at the first run.
+        torch._C._jit_pass_inline(module.graph)
+    except Exception as error:  # torch raises RuntimeError, ValueError, pickle's errors and zip's
+        raise RuntimeFailure(f"TorchScript cannot load {path.name}: {last_line(error)}") from error
+    scriptgraph.replace_devices(module.graph, str(device))
+    return module
+
+
+def load_program(path: Path) -> ExportedProgram:
+    """Load the torch.export program at ``path``; raise :class:`RuntimeFailure` with the reason if torch cannot."""
+    from torch.export.pt2_archive._package import load_pt2  # takes 70 MB, which TorchScript does not need
+
+    with _LOADING:
+        with suppress(Exception):  # torch only logs the reason, so it is asked again
+            return torch.export.load(path)
+        try:
+            program: ExportedProgram = load_pt2(str(path)).exported_programs["model"]
+        except Exception as error:
+            raise RuntimeFailure(f"torch.export cannot load {path.name}: {last_line(error)}") from error
+    return program
+
+
+def tensors_of(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``program`` by name: parameters, buffers and constants."""
+    constants = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
+    return {**program.state_dict, **constants}
+
+
+def widen(module: torch.fx.GraphModule, dtypes: Collection[torch.dtype]) -> None:
+    """Make ``module`` compute in float32 instead of ``dtypes``: its tensors, and the dtypes in its graphs."""
+
+    def wide(value: Any) -> Any:
+        return torch.float32 if isinstance(value, torch.dtype) and value in dtypes else value
+
+    for part in graph_modules(module):
+        for node in part.graph.nodes:
+            node.args, node.kwargs = map_aggregate(node.args, wide), map_aggregate(node.kwargs, wide)
+        part.recompile()
+    widened: dict[tuple[Any, ...], torch.Tensor] = {}  # once for all names of a tensor
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.dtype in dtypes:
+            key = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+            tensor.data = widened.setdefault(key, tensor.data.float())
+
+
+def graph_modules(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    """Return ``module`` and the graphs that run inside it, under a mode of torch or on a condition."""
+    return [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
 
 
 def probe_torch(device: torch.device, dtype: torch.dtype) -> Accumulation:
@@ -140,11 +220,26 @@ def probe_torch(device: torch.device, dtype: torch.dtype) -> Accumulation:
     return classify(product)
 
 
+def cuda_works() -> bool:
+    """Return whether the installed torch can use a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the CPU multiplies bf16 in hardware; False if the system does not say."""
+    with suppress(OSError):
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, flags = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return not _BF16_FLAGS.isdisjoint(flags.split())
+    return False
+
+
 def _open_device(device: str) -> torch.device:
     """Open the canonical ``device`` and set torch to accumulate in full; DeviceUnavailable if it is missing."""
     if device == CPU:
         return torch.device(CPU)
-    if not torch.cuda.is_available():
+    if not cuda_works():
         raise DeviceUnavailable(
             f"{device} was asked for, but torch {torch.__version__} sees no CUDA device; install a CUDA build of torch"
             " on a machine where nvidia-smi lists a GPU, or run on the CPU"
@@ -156,22 +251,6 @@ def _open_device(device: str) -> torch.device:
     matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     return torch.device(device)
-
-
-def load_module(path: Path, device: torch.device) -> Any:
-    """Return the module in ``path`` in evaluation mode, its graph inlined: a ``torch.jit.ScriptModule``.
-
-    Loading runs the code in the file. Raises :class:`RuntimeFailure` if torch cannot load it.
-    """
-    try:
-        module: Any = torch.jit.load(path, map_location=device)
-        module.eval()
-        # Inline submodules and functions into one graph, as the executor would do at the first run.
-        torch._C._jit_pass_inline(module.graph)
-    except Exception as error:  # torch raises RuntimeError, ValueError, pickle's errors and zip's
-        raise RuntimeFailure(f"TorchScript cannot load {path.name}: {last_line(error)}") from error
-    scriptgraph.replace_devices(module.graph, str(device))
-    return module
 
 
 def last_line(error: Exception) -> str:
