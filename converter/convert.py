@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.entries import RecoveryEntry
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.publish import StagingArtifact, staging
-from bf16kit.artifact.recoveryentries import RecoveryEntry
 from converter.candidate import Candidate, Verified, write_and_verify_torch
 from converter.islands.explanation import measure_layers
 from converter.islands.search import IslandSearches

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.entries import RecoveryEntry
 from bf16kit.artifact.manifest import MEASUREMENTS, Manifest
 from bf16kit.artifact.publish import StagingArtifact
-from bf16kit.artifact.recoveryentries import RecoveryEntry
 from bf16kit.drift.measurements import (
     MAX_BYTES,
     MOST_SLICES,

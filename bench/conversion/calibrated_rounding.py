@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bench.conversion.rounding_subjects import SUBJECTS, Subject, Weights, run
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
-from bf16kit.drift.metrics import measure as drift_of
+from bf16kit.drift.metrics import compare
 from bf16kit.numerics.residual import encode_chunks
 from bf16kit.numerics.rounding import to_bf16, to_fp32
 
@@ -179,7 +179,7 @@ def drift(subject: Subject, weights: Weights) -> float:
     spec, found = subject.outputs[0], []
     pairs = zip(run(subject, subject.weights, subject.held_out), run(subject, weights, subject.held_out), strict=True)
     for expected, got in pairs:
-        found += [d.relative_l2 for d in drift_of(expected[spec.name], got[spec.name], spec, subject.batch_axis)]
+        found += [d.relative_l2 for d in compare(expected[spec.name], got[spec.name], spec, subject.batch_axis).rows]
     return float(np.mean(found))
 
 

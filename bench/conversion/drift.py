@@ -18,8 +18,7 @@ from bench.core import models
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.drift.metrics import DriftSummary, SampleDrift
-from bf16kit.drift.metrics import measure as drift_of
+from bf16kit.drift.metrics import DriftSummary, SampleDrift, compare
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load, load_reference
@@ -96,8 +95,8 @@ def _drift(reference: Sequence[NDArray[np.float32]], run: Run, feeds: Sequence[F
     tokens, pooled = list[SampleDrift](), list[SampleDrift]()
     for expected, feed in zip(reference, feeds, strict=True):
         found, mask = run(feed), feed["attention_mask"]
-        tokens += drift_of(expected, found, _TOKENS, 0)
-        pooled += drift_of(minilm.mean_pool(expected, mask), minilm.mean_pool(found, mask), _POOLED, 0)
+        tokens += compare(expected, found, _TOKENS, 0).rows
+        pooled += compare(minilm.mean_pool(expected, mask), minilm.mean_pool(found, mask), _POOLED, 0).rows
     return Drift(DriftSummary.of(tokens), DriftSummary.of(pooled))
 
 

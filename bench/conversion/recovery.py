@@ -21,7 +21,7 @@ from bench.core import models, results
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.recoveryentries import RecoveryEntry
+from bf16kit.artifact.entries import RecoveryEntry
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
 from converter.verify.running import open_profile

@@ -144,7 +144,7 @@ def _trace(subject: Subject) -> Path:
     import torch
 
     from converter.process.quiet import quiet
-    from converter.read.torch.onnx_export import adapt
+    from converter.read.onnx_export import adapt
 
     file = subject.artifact.path.parent / "fp32.torchscript.pt"
     with quiet(), torch.no_grad():

@@ -18,8 +18,7 @@ from bench.kernel.minilm import subject
 from bench.kernel.sides import ONNX_RUNTIME, OURS, PEERS, side
 from bench.kernel.turns import copies
 from bench.kernel.workers import Workers
-from bf16kit.drift.metrics import DriftSummary, SampleDrift
-from bf16kit.drift.metrics import measure as drift_of
+from bf16kit.drift.metrics import DriftSummary, SampleDrift, compare
 from bf16kit.numerics.tensors import TensorSpec
 
 # The `cpu` profile keeps activations in fp32; a profile that rounds them is held to twice the drift.
@@ -80,5 +79,5 @@ def _outputs(workers: Workers, name: str, files: list[Path], root: Path) -> list
 def _drift(expected: list[np.ndarray], found: list[np.ndarray]) -> DriftSummary:
     samples = list[SampleDrift]()
     for pair in zip(expected, found, strict=True):
-        samples += drift_of(*pair, _TOKENS, 0)
+        samples += compare(*pair, _TOKENS, 0).rows
     return DriftSummary.of(samples)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converter.report.svg import COLOUR, axes, drawing, svg
+from converter.report.charts import COLOUR, axes, drawing, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Manifest, Segment, TensorEntry
+from bf16kit.artifact.manifest import RESIDUAL, Manifest, Segment, TensorEntry
 from bf16kit.artifact.reading import (
     Digests,
     check_files,
     damaged_if_unreadable,
     open_inside,
-    read_inside,
+    read_bounded,
     read_manifest,
     read_segment,
 )
@@ -35,10 +35,9 @@ _BLOCK = 4 << 20  # bytes of bf16 that are unpacked from panels at a time
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """Golden samples: a few inputs, and the reference's outputs for them.
+    """Golden samples: a few inputs, the reference's outputs for them, and by output what its slices are judged against.
 
-    ``scales``, by output, are what the outputs' slices are judged against: their variation over all of the conversion's
-    samples. Artifacts before schema version 7 have none.
+    These ``scales`` are the variation over all of the conversion's samples, absent before schema version 7.
     """
 
     inputs: dict[str, Array]
@@ -64,11 +63,9 @@ class Artifact:
     def open(cls, path: str | Path, *, verify: bool = True, copies: bool = False) -> Artifact:
         """Open the artifact in directory ``path``; files that its manifest does not list are ignored.
 
-        Names, links and sizes are always checked; the sha256 of every file is checked unless ``verify`` is false. For
-        ``copies`` see the class.
-
-        Raises :class:`ArtifactError` when the directory is no artifact, :class:`ManifestVersionError` when the artifact
-        is newer than this program, and :class:`ArtifactDamaged`, naming the file, when a file is missing or changed.
+        Names, links and sizes are always checked, and unless ``verify`` is false the sha256 of every file. Raises
+        :class:`ArtifactError` when the directory is no artifact, :class:`ManifestVersionError` when the artifact is
+        newer than this program, and :class:`ArtifactDamaged`, naming the file, when a file is missing or changed.
         """
         artifact = cls(Path(path), read_manifest(Path(path)), copies)
         check_files(artifact.path, artifact.manifest)
@@ -161,13 +158,20 @@ class Artifact:
     def checkpoint_tensors(self) -> Iterator[tuple[str, Array]]:
         """Yield every tensor of the source checkpoint, bit for bit, C-contiguous, in the manifest's order."""
         for entry in self.manifest.checkpoint:
-            yield entry.name, self._checkpoint_tensor(entry)
+            stored = self._entry(entry.tensor)
+            if stored.dtype == entry.dtype and stored.residual is None:
+                array = self.tensor(entry.tensor)
+            elif entry.dtype == "bfloat16":  # the upper 16 bits, NaN payloads included
+                bits = self.restore(entry.tensor).view(np.uint32)
+                array = (bits >> np.uint32(16)).astype(np.uint16).view(BY_NAME["bfloat16"].numpy)
+            else:
+                array = self.restore(entry.tensor).astype(BY_NAME[entry.dtype].numpy, copy=False)
+            if entry.permutation is not None:
+                array = np.ascontiguousarray(array.transpose(entry.permutation))
+            yield entry.name, array
 
     def golden(self, profile: str | None = None) -> Golden:
-        """Return the golden samples, those of ``profile`` if it has its own.
-
-        Raises ArtifactError when the artifact has none.
-        """
+        """Return the golden samples, those of ``profile`` if it has its own; ArtifactError if there are none."""
         name = self.manifest.golden_of(profile)
         if name is None:
             raise ArtifactError(f"{self.path}: this artifact has no golden samples")
@@ -199,7 +203,8 @@ class Artifact:
         if self.manifest.measurements is None:
             return None
         path = self.file(self.manifest.measurements)
-        return Measurements.loads(read_inside(path, MAX_BYTES, ArtifactDamaged, "not measurements"), path)
+        data = read_bounded(path, MAX_BYTES, ArtifactDamaged, "not measurements", within=self.path)
+        return Measurements.loads(data, path)
 
     @cached_property
     def _entries(self) -> dict[str, TensorEntry]:
@@ -209,16 +214,6 @@ class Artifact:
         if name not in self._entries:
             raise ArtifactError(f"{self.path}: no tensor {name!r} in this artifact")
         return self._entries[name]
-
-    def _checkpoint_tensor(self, entry: CheckpointEntry) -> Array:
-        stored = self._entry(entry.tensor)
-        if stored.dtype == entry.dtype and stored.residual is None:
-            array = self.tensor(entry.tensor)
-        else:
-            array = _narrow_to(self.restore(entry.tensor), entry.dtype)
-        if entry.permutation is None:
-            return array
-        return np.ascontiguousarray(array.transpose(entry.permutation))
 
     def _flat(self, entry: TensorEntry) -> Array:
         """Return the elements of a tensor in the order of the file."""
@@ -235,14 +230,3 @@ class Artifact:
                 mapped = np.memmap(file, np.uint8, mode="r")
             self._maps[name] = mapped.view(np.ndarray)
         return self._maps[name][segment.offset : segment.offset + segment.bytes]
-
-
-def _narrow_to(restored: NDArray[np.float32], dtype: str) -> Array:
-    """Narrow restored fp32 values to ``dtype``, the exact inverse of widening.
-
-    For bfloat16 keep the upper 16 bits, NaN payloads included.
-    """
-    if dtype == "bfloat16":
-        upper = (np.ascontiguousarray(restored).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-        return upper.view(BY_NAME["bfloat16"].numpy)
-    return restored.astype(BY_NAME[dtype].numpy, copy=False)

@@ -24,11 +24,7 @@ from bf16kit.numerics.tensors import BY_NAME
 
 MOST_AXES = 64  # of numpy's arrays
 # Checkpoint dtype: the other dtypes it may be stored at. Rounded to bf16, or widened to fp32, which is exact.
-_RESTORES = {
-    "float32": ("bfloat16",),
-    "float16": ("bfloat16", "float32"),
-    "bfloat16": ("float32",),
-}
+_RESTORES = {"float32": ("bfloat16",), "float16": ("bfloat16", "float32"), "bfloat16": ("float32",)}
 _MOST_ERRORS = 1000  # that are listed to report the first: each takes a kilobyte
 
 
@@ -61,10 +57,7 @@ def first_error(error: ValidationError) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return ``name`` if it is a plain file name.
-
-    ValueError for a path, ``.``, ``..``, control characters, or halves of surrogate pairs.
-    """
+    """Return ``name`` if it is a plain file name; ValueError for a path, control characters or halves of surrogates."""
     if name in ("", ".", "..") or any(c in "/\\" or ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name):
         raise ValueError(f"{quoted(name)} is not a plain file name")
     return name
@@ -103,10 +96,10 @@ class Segment(Entry):
 class TensorEntry(Entry):
     """One stored tensor of the logical ``shape``: little-endian, C order, at ``offset`` of ``file``.
 
-    A bfloat16 tensor has a ``residual`` segment in residual.bin unless the residual was left out. ``scale`` names the
-    1-D float32 tensor (one value per index of ``scale_axis``) that was folded into this one before rounding. A bfloat16
-    matrix may be stored as ``panels`` instead (:mod:`bf16kit.numerics.panels`): the value is the axis, 0 or 1, that
-    holds the columns of its matrix product. Its residual and its scale still refer to the matrix in C order.
+    A bfloat16 tensor may have a ``residual`` segment in residual.bin. ``scale`` names the 1-D float32 tensor (one value
+    per index of ``scale_axis``) that was folded into this one before rounding. A bfloat16 matrix may be stored as
+    ``panels`` instead (:mod:`bf16kit.numerics.panels`): the value is the axis, 0 or 1, that holds the columns of its
+    matrix product. Its residual and its scale still refer to the matrix in C order.
     """
 
     omitted = ("panels",)
@@ -166,10 +159,7 @@ class CheckpointEntry(Entry):
 
 
 class GivenEntry(Entry):
-    """A file besides the checkpoint that shaped the model.
-
-    ``name`` has no directories; ``option`` is the option that named the file.
-    """
+    """A file besides the checkpoint that shaped the model, without its directories; ``option`` named it."""
 
     option: Literal["--map", "--model"]
     name: FileName
@@ -187,9 +177,72 @@ class DriftEntry(Entry):
 
 
 def drawn_at_random(source: str) -> bool:
-    """Return whether the samples of a :class:`DriftEntry`, whose ``source`` this is, were drawn at random.
-
-    They are drawn when none were given, and ``source`` says so. They differ from live inputs, so do not derive anything
-    from them that is compared with live ones.
-    """
+    """Return whether this ``source`` of a :class:`DriftEntry` drew samples at random, so that live inputs differ."""
     return source.startswith("random ")
+
+
+class _RecoveryEntry(Entry):
+    model_config = ConfigDict(extra="ignore")  # earlier versions recorded more
+
+
+class LookEntry(_RecoveryEntry):
+    """The loss after ``step`` on the batches that are used to choose the best weights."""
+
+    step: Size
+    loss: Number
+
+
+class TrainingEntry(_RecoveryEntry):
+    """How the weights were trained; ``skipped`` steps changed nothing because a gradient was not finite.
+
+    The weights after step ``kept`` had the least loss on ``yardstick`` batches of the training data, at ``looks``; step
+    0 is before training. ``loss_before`` is that of the original weights, from which ``biases_corrected`` vectors
+    differ at step 0. ``rate_share`` is the last learning rate as a share of the first. The oldest artifacts lack these.
+    """
+
+    steps: Size
+    skipped: Size = 0
+    precision: str
+    computed: str
+    device: str
+    loss: str = "distillation"
+    loss_first: Number = math.nan
+    loss_last: Number = math.nan
+    learning_rate: Number
+    scaling: str
+    scale_first: Number
+    scale_last: Number = 1.0
+    weights: Size
+    biases_corrected: Size = 0
+    yardstick: Size = 0
+    loss_before: Number | None = None
+    looks: list[LookEntry] = []
+    kept: Size | None = None
+    rate_share: Number = 1.0
+
+
+class RecoveredDrift(_RecoveryEntry):
+    """One metric of one output in one profile, as the budget judges it, and its ``bound`` (None: unbounded).
+
+    ``before`` (None if there was no such profile) and ``after`` are drift from the fp32 outputs of the original
+    weights, ``own`` from those of the recovered weights.
+    """
+
+    profile: str
+    output: str
+    metric: str
+    before: Number | None
+    after: Number
+    own: Number
+    bound: Number | None = None
+
+
+class RecoveryEntry(_RecoveryEntry):
+    """A recovery: ``recovered_from`` is the sha256 of its source, ``judged_on`` the origin of the judged samples."""
+
+    recovered_from: str
+    judged_on: str
+    samples: Size
+    held_out: bool
+    training: TrainingEntry
+    drift: list[RecoveredDrift] = []

@@ -1,9 +1,9 @@
 """Evidence of a breach: one live sample whose drift was over budget, and everything needed to reproduce it.
 
-An evidence file is a safetensors file. Its tensors are ``input:NAME`` (the request), ``served:NAME`` (the model's
-response) and ``reference:NAME`` (the fp32 reference's response). Its metadata holds a :class:`Header` as JSON under
-:data:`KEY`. Reading it executes nothing. safetensors has neither bf16 in numpy nor strings: bf16 is kept as its uint16
-bits, strings as a JSON list in uint8. The file holds a client's data, so protect it as you protect the model's inputs.
+A safetensors file holds the tensors ``input:NAME`` (the request), ``served:NAME`` (the model's response) and
+``reference:NAME`` (the fp32 reference's response), and a :class:`Header` as JSON under :data:`KEY` of its metadata.
+Reading it executes nothing. safetensors has neither bf16 in numpy nor strings: bf16 is kept as its uint16 bits, strings
+as a JSON list in uint8. The file holds a client's data, so protect it as you protect the model's inputs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ class TensorMetadata(Entry):
 
 
 class Header(Entry):
-    """The context of the tensors.
+    """The context of the tensors; ``profile`` and ``precision`` are those of the served response, ``at`` is in UTC.
 
     ``drift`` is this sample's own, by output and metric. ``verdict`` is the one over all recent samples
-    (:class:`service.drift.verdict.DriftVerdict`). ``files`` are the artifact's, with their sha256. ``profile`` and
-    ``precision`` are those of the served response. ``at`` is the time in UTC.
+    (:class:`service.drift.verdict.DriftVerdict`). ``files`` are the artifact's, with their sha256.
     """
 
     format: Literal[1] = 1
@@ -74,21 +73,14 @@ class Evidence:
         from safetensors.numpy import save
 
         parts = {"input": self.feeds, "served": self.served, "reference": self.reference}
-        arrays = {
-            f"{part}:{name}": array
-            for part, tensors_by_name in parts.items()
-            for name, array in tensors_by_name.items()
-        }
+        arrays = {f"{part}:{name}": array for part, found in parts.items() for name, array in found.items()}
         notes = {name: TensorMetadata(dtype=_dtype(array), shape=array.shape) for name, array in arrays.items()}
         header = self.header.model_copy(update={"tensors": notes})
         return save({name: _stored(array) for name, array in arrays.items()}, {KEY: header.model_dump_json()})
 
     @classmethod
     def loads(cls, data: bytes, where: str) -> Evidence:
-        """Parse what :meth:`dumps` wrote; ``where`` names the file in messages.
-
-        Raises UsageError, with one line, for anything else.
-        """
+        """Parse what :meth:`dumps` wrote; for anything else raise UsageError, with one line that names ``where``."""
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
@@ -110,10 +102,7 @@ class Evidence:
                 parts[part][name] = _restored(tensors[key], note)
         except (KeyError, ValueError, TypeError, RecursionError):
             raise UsageError(f"{where}: {quoted(key)} is not what its header says: fetch it again") from None
-        served, reference = (
-            {name: (array.dtype, array.shape) for name, array in parts[part].items()}
-            for part in ("served", "reference")
-        )
+        served, reference = ({n: (a.dtype, a.shape) for n, a in parts[p].items()} for p in ("served", "reference"))
         if served != reference or not served:
             raise UsageError(f"{where}: its answers and the reference's are not of the same outputs: fetch it again")
         return cls(header, parts["input"], parts["served"], parts["reference"])

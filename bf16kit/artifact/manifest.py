@@ -31,9 +31,8 @@ from bf16kit.artifact.entries import CheckpointEntry as CheckpointEntry
 from bf16kit.artifact.entries import DriftEntry as DriftEntry
 from bf16kit.artifact.entries import Segment as Segment
 from bf16kit.artifact.entries import TensorEntry as TensorEntry
-from bf16kit.messages.document import parse_json
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
-from bf16kit.messages.wording import quoted
+from bf16kit.messages.wording import parse_json, quoted
 from bf16kit.numerics.tensors import Kind, TensorSpec
 
 # What each version added: 2 panels; 3 the oracle, measurements, requirements, reason codes and bounds of quantiles;
@@ -53,8 +52,7 @@ _ZEROS = b"0" * 64
 class ExportEntry(Entry):
     """The same weights as plain ``files`` for other programs; this project does not serve them.
 
-    Drift is measured by running the widened tensors in the fp32 reference. ``verified`` is ``host`` after that run and
-    ``no`` before.
+    Drift is measured by running the widened tensors in the fp32 reference: ``verified`` is then ``host``.
     """
 
     files: Annotated[list[FileName], Field(min_length=1)]
@@ -74,8 +72,7 @@ class OracleFigure(Entry):
 class OracleEntry(Entry):
     """Whether the fp32 reference was checked against the source framework's own outputs, before any rounding.
 
-    ``how`` names the program that computed them, or the reason why none could; ``feeds`` is how many samples were
-    compared.
+    ``how`` names the program that computed them for ``feeds`` samples, or the reason why none could.
     """
 
     checked: bool
@@ -122,8 +119,7 @@ class ProfileEntry(Entry):
 class PlanEntry(Entry):
     """The precision of one tensor or node, and why. ``op`` is the node's operator, or the tensor's consumers'.
 
-    ``reason`` is a sentence for users; ``code`` is the same in one word for programs, "" in artifacts older than schema
-    3.
+    ``reason`` is a sentence for users; ``code`` is the same in one word for programs, "" before schema version 3.
     """
 
     omitted = ("code",)
@@ -217,7 +213,7 @@ class Manifest(Entry):
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Manifest:
-        """Parse the manifest in ``data``; ``where`` names its origin in messages.
+        """Parse the manifest in ``data``; errors begin with ``where``.
 
         Raises :class:`ManifestVersionError` when it is newer than this program, :class:`ArtifactDamaged` when its bytes
         changed after they were written, :class:`ArtifactError` when it is not a manifest.

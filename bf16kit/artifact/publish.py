@@ -1,11 +1,8 @@
 """Publishing an artifact: written beside its target, synced to disk, and renamed into place as a whole or not at all.
 
 A file's digest is taken when it is first part of a draft, before the draft is run. From then on the file must not
-change: what is renamed is what was run.
-
-The staging directory ``.VERSION.tmp-PID-XXXX`` is beside the target, on the same file system, and is locked while its
-process lives. The kernel releases the lock when the process dies, in whatever way and container. The next conversion to
-the same target then removes the directory.
+change: what is renamed is what was run. The staging directory ``.VERSION.tmp-PID-XXXX`` is on the target's file system,
+and locked while its process lives, in whatever container. The next conversion to the target removes one without a lock.
 """
 
 from __future__ import annotations
@@ -46,9 +43,8 @@ _EXCHANGE = 2
 def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtifact]:
     """Create a directory to write an artifact into; it is removed at the end unless the body calls ``publish``.
 
-    ``force`` replaces an artifact (or an empty directory) at ``target``, nothing else. Raises :class:`ArtifactExists`
-    when the target is in the way, and :class:`UsageError` when it cannot be written or the disk is full, whatever the
-    body was doing then.
+    ``force`` replaces an artifact (or an empty directory) at ``target``, nothing else; otherwise ArtifactExists is
+    raised. UsageError when the target cannot be written or the disk is full, whatever the body was doing then.
     """
     target = Path(target).absolute()
     check_target(target, force)
@@ -83,10 +79,7 @@ class StagingArtifact:
         (self.path / name).unlink(missing_ok=True)
 
     def draft(self, manifest: Manifest) -> Artifact:
-        """Return the artifact as written so far, to be loaded and run before it is published.
-
-        Raises :class:`ConversionError` if a file has changed since an earlier draft.
-        """
+        """Return the artifact as written so far, to be run; ConversionError if a file changed since the last draft."""
         written = (path for path in sorted(self.path.iterdir()) if not path.name.startswith(_SCRATCH))
         files = {path.name: self._entry(path) for path in written if path.name != MANIFEST}
         sealed = manifest.model_copy(update={"files": files})
@@ -97,7 +90,7 @@ class StagingArtifact:
         """Fill in the digest of every file, write the manifest, sync to disk, and rename onto the target.
 
         Every file is read once more before that, and must have the digest that it had when it was first drafted.
-        Returns the artifact at its target. ``manifest.files`` is ignored; sub-directories raise ValueError.
+        Returns the artifact at its target.
         """
         self.draft(manifest)
         for path in self.path.iterdir():
@@ -108,8 +101,7 @@ class StagingArtifact:
         except ArtifactDamaged as error:
             raise ConversionError(f"{_CHANGED}: {error}") from error
         self._rename()
-        # A directory's name is stored in its parent: without this sync a crash may lose the artifact and its new
-        # parents.
+        # A directory's name is stored in its parent: without this a crash may lose the artifact and its new parents.
         _sync(self.target.parent)
         for directory in self._created_parents:
             with contextlib.suppress(PermissionError):  # may be unreadable; the artifact is published anyway
@@ -144,18 +136,14 @@ def check_target(target: Path, force: bool) -> None:
         return
     if not force:
         raise ArtifactExists(f"{target}: already exists; choose another version, or replace it with --force")
-    if target.is_symlink() or not target.is_dir():
-        raise ArtifactExists(f"{target}: not a directory; --force replaces only artifacts")
-    if any(target.iterdir()) and not (target / MANIFEST).is_file():
-        raise ArtifactExists(f"{target}: a directory without {MANIFEST}; --force replaces only artifacts")
+    directory = target.is_dir() and not target.is_symlink()
+    if not directory or (any(target.iterdir()) and not (target / MANIFEST).is_file()):
+        raise ArtifactExists(f"{target}: not a directory with {MANIFEST}; --force replaces only artifacts")
 
 
 @contextlib.contextmanager
 def created_parents(target: Path) -> Iterator[tuple[Path, ...]]:
-    """Create the directories above the target, and remove them if nothing was published in them.
-
-    Yields the created ones, innermost first.
-    """
+    """Yield the directories created above the target, innermost first; remove them if nothing was published there."""
     created = tuple(parent for parent in target.parents if not parent.exists())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -184,13 +172,10 @@ def explaining_disk_errors(target: Path) -> Iterator[None]:
                 f"{target}: disk full ({free >> 20} MiB free), nothing was published; free some space, or choose a"
                 " directory on another disk"
             ) from error
-        if isinstance(error, OSError) and code in _DENIED and _is_below(path, target.parent):
+        below = isinstance(path, str | os.PathLike) and Path(path).is_relative_to(target.parent)
+        if isinstance(error, OSError) and code in _DENIED and below:
             raise UsageError(f"{target}: cannot be written ({os_error_text(error)})") from error
         raise
-
-
-def _is_below(path: object, directory: Path) -> bool:
-    return isinstance(path, str | os.PathLike) and Path(path).is_relative_to(directory)
 
 
 @contextlib.contextmanager

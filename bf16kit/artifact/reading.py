@@ -27,17 +27,12 @@ _TICK_NS = 20_000_000
 
 
 @contextlib.contextmanager
-def _explained(error: type[Bf16kitError], where: object) -> Iterator[None]:
-    """Turn an OSError within the block into ``error``, which begins with ``where``."""
+def damaged_if_unreadable(where: object, error: type[Bf16kitError] = ArtifactDamaged) -> Iterator[None]:
+    """Turn an OSError within the block into ``error`` about ``where``: it is missing or may not be read."""
     try:
         yield
     except OSError as failure:
         raise error(f"{where}: cannot be read: {os_error_text(failure)}") from None
-
-
-def damaged_if_unreadable(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Turn an OSError within the block into ArtifactDamaged: ``path`` is missing or may not be read."""
-    return _explained(ArtifactDamaged, path)
 
 
 def open_inside(
@@ -59,26 +54,20 @@ def open_inside(
     return real.open("rb")
 
 
-def read_inside(
+def read_bounded(
     path: Path, most: int, error: type[Bf16kitError], why: str, *, within: Path | None = None, where: str = ""
 ) -> bytes:
-    """Read the whole file at ``path`` as :func:`open_inside` opens it. The bounds are those of :func:`read_bounded`."""
-    with _explained(error, where or path), open_inside(path, error, within=within, where=where) as file:
-        return _bounded(file, most, error, why, where or path)
-
-
-def read_bounded(path: Path, most: int, error: type[Bf16kitError], why: str, *, where: str = "") -> bytes:
     """Read the whole file at ``path``, of at most ``most`` bytes; never more, whatever size it claims.
 
-    Raises ``error``, which begins with ``where`` (by default the path), when the file cannot be read, and with ``why``
-    when it is larger.
+    With ``within``, it is opened as :func:`open_inside` does. Raises ``error``, which begins with ``where`` (by default
+    the path), when the file cannot be read, and with ``why`` when it is larger.
     """
-    with _explained(error, where or path), path.open("rb") as file:
-        return _bounded(file, most, error, why, where or path)
-
-
-def _bounded(file: io.BufferedReader, most: int, error: type[Bf16kitError], why: str, where: object) -> bytes:
-    data = file.read(most + 1)
+    where = where or str(path)
+    with (
+        damaged_if_unreadable(where, error),
+        path.open("rb") if within is None else open_inside(path, error, within=within, where=where) as file,
+    ):
+        data = file.read(most + 1)
     if len(data) > most:
         limit = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
         raise error(f"{where}: larger than {limit}, {why}")
@@ -97,10 +86,7 @@ def read_segment(path: Path, segment: Segment, out: NDArray[np.uint8] | None = N
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the artifact in ``path``.
-
-    Raises :class:`ArtifactError` or a subclass if it is missing or not valid.
-    """
+    """Read the manifest of the artifact in ``path``; ArtifactError or a subclass if it is missing or not valid."""
     where = path / MANIFEST
     with damaged_if_unreadable(where):
         if not path.is_dir():
@@ -108,9 +94,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ArtifactError(f"{path}: {what}")
         if not where.is_file():
             raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}")
-        with open_inside(where, ArtifactError) as file:
-            data = _bounded(file, _MAX_MANIFEST, ArtifactError, "not a manifest", where)
-    return Manifest.loads(data, where)
+    return Manifest.loads(read_bounded(where, _MAX_MANIFEST, ArtifactDamaged, "not a manifest", within=path), where)
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
@@ -135,16 +119,10 @@ def check_files(path: Path, manifest: Manifest) -> None:
 
 def _references(manifest: Manifest) -> Iterator[tuple[str, str, int]]:
     """Yield what lies in a file, the file's name, and the byte where it ends, 0 for a whole file."""
-    for name, profile in manifest.profiles.items():
-        yield f"profile {quoted(name)}", profile.graph, 0
-        if profile.golden is not None:
-            yield f"profile {quoted(name)}", profile.golden, 0
-    for name, export in manifest.exports.items():
-        yield from ((f"export {quoted(name)}", file, 0) for file in export.files)
-    for name in ("reference", "golden", "measurements"):
-        file = getattr(manifest, name)
-        if file is not None:
-            yield name, file, 0
+    whole = [(f"profile {quoted(name)}", file) for name, p in manifest.profiles.items() for file in (p.graph, p.golden)]
+    whole += [(f"export {quoted(name)}", file) for name, export in manifest.exports.items() for file in export.files]
+    whole += [(name, getattr(manifest, name)) for name in ("reference", "golden", "measurements")]
+    yield from ((user, file, 0) for user, file in whole if file is not None)
     for tensor in manifest.tensors:
         yield f"tensor {quoted(tensor.name)}", tensor.file, tensor.offset + tensor.bytes
         if tensor.residual is not None:
@@ -167,11 +145,7 @@ class Digests:
         age = time.time_ns() - found.st_ctime_ns
         if 0 <= age < _TICK_NS:  # wait until a later change would get another stamp
             time.sleep((_TICK_NS - age) / 1e9)
-        entry = _hashed(path)
+        with open_inside(path, ArtifactDamaged) as file:
+            entry = FileEntry(sha256=hashlib.file_digest(file, "sha256").hexdigest(), bytes=file.tell())
         self._known[path] = (stamp, entry)
         return entry
-
-
-def _hashed(path: Path) -> FileEntry:
-    with open_inside(path, ArtifactDamaged) as file:
-        return FileEntry(sha256=hashlib.file_digest(file, "sha256").hexdigest(), bytes=file.tell())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from bf16kit.artifact.manifest import Segment
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 
 
-class WeightWriter:
+class WeightWriter(AbstractContextManager["WeightWriter"]):
     """Appends tensors to a new file; each starts at a multiple of :data:`ALIGNMENT` bytes, zeros between."""
 
     def __init__(self, path: Path) -> None:
@@ -38,10 +38,7 @@ class WeightWriter:
         """Close the file. May be called again."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

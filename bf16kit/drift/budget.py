@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from bf16kit.messages.errors import UsageError
+
+if TYPE_CHECKING:
+    from bf16kit.drift.metrics import DriftSummary
 
 METRICS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db", "top1_agreement", "nonfinite", "slice_error")
 QUANTILES = ("p50", "p99", "worst")  # that a bound may name, for example relative_l2.p99
@@ -24,14 +27,6 @@ _DEFAULT = MappingProxyType(
         "slice_error": 0.5,
     }
 )
-
-
-class Measured(Protocol):
-    """The drift summary that a budget judges: :class:`bf16kit.drift.metrics.DriftSummary`."""
-
-    def judged(self, bound: str) -> float | None: ...
-
-    def where(self, bound: str) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +56,8 @@ class Budget:
     """Bounds on drift by name; a metric without a bound is unbounded. The defaults are the project's.
 
     A name is a metric, or a metric and one of :data:`QUANTILES`: ``relative_l2.p99``. A bound applies to the number
-    that :meth:`bf16kit.drift.metrics.DriftSummary.judged` returns for each output. ``top1_agreement`` and ``sqnr_db``
-    have lower bounds, the other metrics upper bounds. ``stated`` holds the names whose bounds an owner set, rather than
-    the project.
+    that :meth:`bf16kit.drift.metrics.DriftSummary.judged` returns for each output: an upper bound, but for
+    ``top1_agreement`` and ``sqnr_db`` a lower one. ``stated`` names those that an owner set, rather than the project.
     """
 
     bounds: Mapping[str, float] = field(default_factory=lambda: _DEFAULT)
@@ -71,10 +65,7 @@ class Budget:
 
     @classmethod
     def parse(cls, texts: Iterable[str], base: Budget | None = None) -> Budget:
-        """Return ``base`` (or the default budget) changed by texts like ``relative_l2=1e-2`` or ``max_abs=none``.
-
-        Raises UsageError for a text that is no such bound.
-        """
+        """Return ``base`` (or the default budget) changed by texts like ``relative_l2=1e-2``; UsageError for others."""
         changes: dict[str, float | None] = {}
         for text in texts:
             name, equals, value = (part.strip() for part in text.partition("="))
@@ -122,7 +113,7 @@ class Budget:
         """Return this budget with every bound scaled to allow ``share`` of the drift, as :meth:`ratio` counts it."""
         return Budget(MappingProxyType({name: _tighter(name, bound, share) for name, bound in self.bounds.items()}))
 
-    def breaches(self, output: str, summary: Measured) -> list[Breach]:
+    def breaches(self, output: str, summary: DriftSummary) -> list[Breach]:
         """Return the bounds that ``summary`` of ``output`` breaks, in the order of the metrics; empty within budget."""
         found = []
         for name, bound in self.as_dict().items():

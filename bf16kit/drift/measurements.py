@@ -1,8 +1,7 @@
 """``measurements.json``: everything a conversion measured, in rows; the manifest has the figures that are judged.
 
-Per profile: the drift of each sample, the SQNR of each layer and the result of the search for fp32 islands. Per tensor:
-the range events of rounding. Per input: the range of its samples. Canonical JSON like the manifest's, and bounded:
-beyond the maxima below no rows are written, and ``measured`` says how many there were.
+Canonical JSON like the manifest's, and bounded: beyond the maxima below no rows are written, and ``measured`` says how
+many there were.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from bf16kit.artifact.entries import Entry, Number, Size, canonical, first_error
-from bf16kit.artifact.recoveryentries import RecoveryEntry
+from bf16kit.artifact.entries import Entry, Number, RecoveryEntry, Size, canonical, first_error
 from bf16kit.drift.metrics import SampleDrift
-from bf16kit.messages.document import parse_json
 from bf16kit.messages.errors import ArtifactError
-from bf16kit.messages.wording import quoted
+from bf16kit.messages.wording import parse_json, quoted
 from bf16kit.numerics.rounding import Census
 
 VERSION = 1
@@ -44,9 +41,9 @@ Distance = Annotated[Number, Field(ge=0)]
 
 
 class InputRange(Entry):
-    """The smallest and the largest finite value of one input; ``nonfinite`` if it had other values, too.
+    """The smallest and the largest finite value of one input, 0 without any; ``nonfinite`` if it had other values, too.
 
-    Both are 0 when there was no finite value. The budget was checked only for inputs in these ranges.
+    The budget was checked only for inputs in these ranges.
     """
 
     low: Finite
@@ -63,27 +60,14 @@ class InputRange(Entry):
             return cls(low=0.0, high=0.0, nonfinite=True)
         return cls(low=float(finite.min()), high=float(finite.max()), nonfinite=finite.size < array.size)
 
-    def joined(self, other: InputRange) -> InputRange:
-        """Return the range that covers both."""
-        return InputRange(
-            low=min(self.low, other.low), high=max(self.high, other.high), nonfinite=self.nonfinite or other.nonfinite
-        )
-
-    @property
-    def reach(self) -> tuple[float, float]:
-        """The interval beyond which a value is outside: it contains 0 and the :data:`SLACK` on either side."""
+    def outside(self, array: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return a mask of the elements that lie more than :data:`SLACK` of the range, with 0, beyond its ends."""
         low, high = min(self.low, 0.0), max(self.high, 0.0)
         slack = SLACK * (high - low)
-        return low - slack, high + slack
-
-    def outside(self, array: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return a mask of the elements that are outside, of the shape of ``array``."""
-        low, high = self.reach
-        out = (array < low) | (array > high)
+        out = (array < low - slack) | (array > high + slack)
         if array.dtype.kind in "iu":
             return np.asarray(out)
-        infinite = ~np.isfinite(array)
-        return np.asarray(np.where(infinite, not self.nonfinite, out))
+        return np.asarray(np.where(np.isfinite(array), out, not self.nonfinite))
 
     def __str__(self) -> str:
         return f"{self.low:.6g} to {self.high:.6g}{', and not finite' if self.nonfinite else ''}"
@@ -118,8 +102,7 @@ class LayerEntry(Entry):
 
     ``name`` is the node's in the source's graph, ``weight`` that of the first weight it reads ("" for none). ``depth``
     counts the matrix products on the longest path to it. ``sqnr_db`` is 10·log10(Σr² / Σ(c−r)²), r the fp32 reference's
-    values and c the profile's; ``expected_db`` is the prediction: the value if there were only rounding noise. Both are
-    within ±:data:`MOST_DB`.
+    values and c the profile's; ``expected_db`` is that of rounding noise alone. Both are within ±:data:`MOST_DB`.
     """
 
     name: str
@@ -144,11 +127,10 @@ class RemedyEntry(Entry):
 
 
 class DiagnosisEntry(Entry):
-    """The diagnosis of a profile's outputs from its layers.
+    """The diagnosis of a profile's outputs from its layers; ``tried`` says whether a ``remedy`` was searched for.
 
     ``ails``: an output is :data:`MARGIN_DB` below its predicted SQNR, or over the budget. ``leaves`` is the layer
-    at which its noise fell below it, None if it never did. ``tried`` says whether a remedy was searched for; ``remedy``
-    is the one that helped, None if none did.
+    at which its noise fell below it, None if it never did.
     """
 
     ails: bool
@@ -247,15 +229,10 @@ class Measurements(Entry):
             raise ArtifactError(f"{where}: {first_error(error)}") from None
 
 
-def sample_columns(
-    drifts: Mapping[str, Mapping[str, Sequence[SampleDrift]]],
-) -> dict[str, dict[str, SampleColumns]]:
+def sample_columns(drifts: Mapping[str, Mapping[str, Sequence[SampleDrift]]]) -> dict[str, dict[str, SampleColumns]]:
     """Return columns by profile and output, each with an equal share of :data:`MOST_SAMPLES` rows."""
-    most = MOST_SAMPLES // max(1, sum(len(outputs) for outputs in drifts.values()))
-    return {
-        profile: {output: SampleColumns.of(rows, most) for output, rows in outputs.items()}
-        for profile, outputs in drifts.items()
-    }
+    most = MOST_SAMPLES // max(1, sum(map(len, drifts.values())))
+    return {p: {o: SampleColumns.of(rows, most) for o, rows in outputs.items()} for p, outputs in drifts.items()}
 
 
 def ranges(census: Mapping[str, Census]) -> Ranges:
@@ -273,9 +250,9 @@ def downsample(rows: Sequence[T], most: int) -> Sequence[T]:
 def input_ranges(feeds: Iterable[Mapping[str, NDArray[Any]]]) -> dict[str, InputRange]:
     """Return the range of each input over all ``feeds``."""
     found: dict[str, InputRange] = {}
-    for feed in feeds:
-        for name, array in feed.items():
-            one = InputRange.of(array)
-            if one is not None:
-                found[name] = one.joined(found[name]) if name in found else one
+    for name, array in (item for feed in feeds for item in feed.items()):
+        if (one := InputRange.of(array)) is not None:
+            known = found.get(name, one)
+            low, high = min(known.low, one.low), max(known.high, one.high)
+            found[name] = InputRange(low=low, high=high, nonfinite=known.nonfinite or one.nonfinite)
     return found

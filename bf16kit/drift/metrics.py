@@ -12,20 +12,19 @@ All in float64, r = reference, c = candidate, both flattened, over the elements 
 ``slice_error``      the largest error of a slice ÷ its own variation over the samples (:mod:`bf16kit.drift.slices`);
                      only of outputs of floats, over all samples
 
-A *fill* is a constant that stands for infinity, such as the -1e9 of masked scores: the output's smallest or largest
-element, :data:`FILL` times beyond 1 and beyond the others' usual magnitude, which the candidate also has, at most
-rounded to bf16. Fills would dominate every norm, so they are left out.
+A *fill*, such as the -1e9 of masked scores, stands for infinity and would dominate every norm: the output's smallest or
+largest element, :data:`FILL` times beyond 1 and the others' usual magnitude, which the candidate has, too, at most
+rounded to bf16.
 
 A zero reference and a zero candidate have drift 0 (``sqnr_db`` +inf). A zero reference and a nonzero candidate have
 ``relative_l2`` inf and ``cosine_distance`` 1. A candidate with a nonfinite element, or another shape, is infinitely
-far: ``relative_l2`` and ``max_abs`` inf, ``cosine_distance`` 1, ``sqnr_db`` -inf. No value is NaN.
-
-An output of one number per sample has neither an angle nor a magnitude to relate an error to, so a budget does not
-bound its ``relative_l2``, ``cosine_distance`` and ``sqnr_db``; it is one slice. If that cannot be judged, they are.
+far: ``relative_l2`` and ``max_abs`` inf, ``cosine_distance`` 1, ``sqnr_db`` -inf. No value is NaN. An output of one
+number per sample has neither an angle nor a magnitude to relate an error to: it is judged as one slice if it can be.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,9 +71,8 @@ _INFINITELY_FAR = SampleDrift(math.inf, 1.0, math.inf, -math.inf, 0, 0, 0)
 class OutputDrift:
     """The drift of one output: of each sample, and the sums of its slices' errors, None for outputs without slices.
 
-    ``scales`` are what these are judged against, None if that is not known. ``scalar``: the output is one float per
-    sample. ``made``: the samples were made of others, because these were too few to judge slices and agreement by; they
-    do not count in metrics with a value per sample.
+    ``scales`` are what these are judged against, None if unknown. ``scalar``: the output is one float per sample.
+    ``made``: the samples were made of others, too few to judge slices and agreement by; other metrics leave them out.
     """
 
     rows: list[SampleDrift]
@@ -82,17 +80,6 @@ class OutputDrift:
     scales: Scales | None = None
     scalar: bool = False
     made: bool = False
-
-
-def measure(
-    reference: NDArray[Any], candidate: NDArray[Any], spec: TensorSpec, batch_axis: int | None
-) -> list[SampleDrift]:
-    """Measure the drift of each sample: one :class:`SampleDrift` per index of ``batch_axis``.
-
-    There is only one for ``None``, or if the output does not have that axis. Integers and booleans are compared as
-    float64. For strings, r is all ones, and c is 1 where the strings are equal, else 0.
-    """
-    return compare(reference, candidate, spec, batch_axis).rows
 
 
 def compare(
@@ -103,9 +90,11 @@ def compare(
     scales: Scales | None = None,
     variation: Variation | None = None,
 ) -> OutputDrift:
-    """Do as :func:`measure`, and sum the errors of each slice, to be judged against ``scales``.
+    """Measure the drift of each sample: one per index of ``batch_axis``; one for ``None``, or if there is no such axis.
 
-    The reference's samples are added to ``variation``.
+    The errors of each slice are summed, to be judged against ``scales``, and the reference's samples are added to
+    ``variation``. Integers and booleans are compared as float64. For strings, r is all ones, and c is 1 where the
+    strings are equal, else 0.
     """
     if reference.dtype == np.object_:
         same = reference == candidate if reference.shape == candidate.shape else np.zeros(())
@@ -163,26 +152,13 @@ def difference(reference: NDArray[Any], candidate: NDArray[Any]) -> tuple[Values
     """
     with np.errstate(invalid="ignore", over="ignore"):  # casting a NaN of a narrow type raises the flag
         r, c = reference.astype(np.float64), candidate.astype(np.float64)
-        error = c - r
-        none = np.zeros(len(r), np.int64)
-        if r.size == 0:
-            return r, error, none
-        low, high = float(r.min()), float(r.max())
-        finite = math.isfinite(low) and math.isfinite(high) and np.isfinite(error.sum())
-        if not finite:
-            numbers = r[np.isfinite(r)]
-            low, high = (float(numbers.min()), float(numbers.max())) if numbers.size else (0.0, 0.0)
-        found = fills(r, low, high)
-        if finite and not found:
-            return r, error, none
-        known = np.isfinite(r)
+        error, known = c - r, np.isfinite(r)
         differ = (known != np.isfinite(c)) | (~known & (r != c) & ~(np.isnan(r) & np.isnan(c)))
-        left_out = ~known | differ
-        for fill in found:
+        left_out, numbers = ~known | differ, r[known]
+        for fill in fills(r, float(numbers.min()), float(numbers.max())) if numbers.size else ():
             left_out |= (r == fill) & ((c == fill) | (c == _rounded(fill)))
-        r[left_out] = np.nan
-        error[left_out] = np.nan
-    return r, error, differ.reshape(len(r), -1).sum(axis=1)
+        r[left_out] = error[left_out] = np.nan
+    return r, error, differ.sum(tuple(range(1, differ.ndim)), dtype=np.int64)
 
 
 def fills(r: NDArray[Any], low: float, high: float) -> list[float]:
@@ -276,7 +252,7 @@ def worst_of(found: Sequence[OutputDrift], most: int = 1) -> list[SliceError]:
     noises, scales = [each.noise for each in found if each.noise is not None], found[0].scales
     if not noises or scales is None:
         return []
-    noise = noises[0].copy()
+    noise = copy.deepcopy(noises[0])
     for other in noises[1:]:
         noise.merge(other)
     return worst_slices(noise, scales, most)
@@ -286,10 +262,10 @@ def worst_of(found: Sequence[OutputDrift], most: int = 1) -> list[SliceError]:
 class DriftSummary:
     """The drift of many samples of one output.
 
-    ``stats[metric][stat]``: metrics with a value per sample have ``mean``, ``p50``, ``p99`` and ``worst``, where
-    ``p99`` and ``worst`` lie on the bad side (low for ``sqnr_db``). ``top1_agreement`` has ``mean``, the counted share,
-    and ``rows``; it is absent when the output is not logits. ``nonfinite`` has ``total``. ``slice_error`` has ``worst``
-    and where that is: the fields of :class:`~bf16kit.drift.slices.SliceError`; it is absent when no slice is judged.
+    ``stats[metric][stat]``: metrics with a value per sample have ``mean``, ``p50``, ``p99`` and ``worst``, the latter
+    two on the bad side (low for ``sqnr_db``). ``top1_agreement``, of logits, has ``mean``, the counted share, and
+    ``rows``. ``nonfinite`` has ``total``. ``slice_error``, if a slice is judged, has ``worst`` and the other fields of
+    :class:`~bf16kit.drift.slices.SliceError`.
     """
 
     samples: int
@@ -304,10 +280,7 @@ class DriftSummary:
         made: Iterable[SampleDrift] = (),
         scalar: bool = False,
     ) -> DriftSummary:
-        """Summarise at least one sample, and the ``worst`` slice; ValueError for none.
-
-        For ``made`` and ``scalar`` see :class:`OutputDrift`.
-        """
+        """Summarise at least one sample, and the ``worst`` slice; :class:`OutputDrift` explains the others."""
         drifts = list(samples)
         if not drifts:
             raise ValueError("no samples to summarise")
@@ -335,9 +308,8 @@ class DriftSummary:
     def judged(self, bound: str) -> float | None:
         """Return the number that the budget's ``bound`` applies to; ``None`` when this output has no such metric.
 
-        For a metric that is the mean of ``relative_l2``, ``cosine_distance``, ``sqnr_db`` and ``top1_agreement``, the
-        worst ``max_abs`` and ``slice_error``, and the total of ``nonfinite``. For a quantile, such as
-        ``relative_l2.p99``, it is that quantile; for ``p99`` None with fewer than :data:`ROWS` samples.
+        That is a metric's mean, but the worst ``max_abs`` and ``slice_error`` and the total of ``nonfinite``; or the
+        named quantile, as in ``relative_l2.p99``: for ``p99`` None with fewer than :data:`ROWS` samples.
         """
         metric, _, quantile = bound.partition(".")
         if quantile == "p99" and self.samples < ROWS:

@@ -1,24 +1,20 @@
 """Slices of an output: each index along each axis, judged by its error against its own variation over the samples.
 
-A norm over a whole sample hides what is small behind what is large: class scores behind the boxes beside them, a token
-behind another one's outliers. So each output is also cut into slices. A slice is all elements with one index along one
-axis (a channel, a token, a class), over all samples. Its *noise* is the mean square of its errors. Its *variation* is
-the variance of its elements over the samples, pooled over the slice: half of the mean square of the difference between
-successive samples (J. von Neumann, Ann. Math. Stat. 12, 1941). That needs no mean, leaves out constants, and stays
-valid if the sizes of axes differ between samples. The *slice error* is the root of noise ÷ variation, the root of the
-fraction of variance unexplained: 0 for an exact slice, about 1 for one that always has its mean value, 1.4 for one
-whose values belong to other samples.
+A norm over a whole sample hides what is small behind what is large, so each output is also cut into slices. A slice is
+all elements with one index along one axis (a channel, a token, a class), over all samples. Its *noise* is the mean
+square of its errors. Its *variation* is the variance of its elements over the samples, pooled over the slice: half of
+the mean square of the difference between successive samples (J. von Neumann, Ann. Math. Stat. 12, 1941), which needs no
+mean and stays valid if the sizes of axes differ between samples. The *slice error* is the root of noise ÷ variation: 0
+for an exact slice, about 1 for one that always has its mean value, 1.4 for one whose values belong to other samples.
 
-A slice that does not vary beyond fp32's noise is judged against its magnitude instead, so by its relative error. A
-slice that is zero is not judged, nor one whose values vanish in fp32 beside 1 (or beside the output's largest value, if
-that is smaller), such as the probabilities of 1e-7 in the background of a map; neither is one with fewer than
-:data:`FEWEST` differences. Sums are in float64. An axis longer than :data:`GROUPS` is summed in groups of neighbours,
-each judged as one slice.
+A slice that does not vary beyond fp32's noise is judged by its relative error instead. Not judged are a slice that is
+zero, one whose values vanish in fp32 beside 1 (or beside the output's largest value, if that is smaller), and one with
+fewer than :data:`FEWEST` differences. Sums are in float64. An axis longer than :data:`GROUPS` is summed in groups of
+neighbours, each judged as one slice.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,10 +35,7 @@ Scales = Sequence[Values]  # along each axis, the mean square that each slice's 
 
 @dataclass(frozen=True, slots=True)
 class SliceError:
-    """The worst slice of an output: its error, its axis in the output's shape, and the first index that it has there.
-
-    ``judged`` slices of ``slices`` vary enough, over enough samples, to be judged.
-    """
+    """The worst slice of an output: its error, axis and first index there; ``judged`` of ``slices`` could be judged."""
 
     error: float
     axis: int
@@ -52,13 +45,10 @@ class SliceError:
 
 
 class SliceSums:
-    """Sums of squares per slice, along every axis but the batch's, and the number of elements in each sum.
+    """Sums of squares per slice, along every axis of ``spec`` but the batch's, and the number of elements in each sum.
 
-    ``spec`` gives the axes. An axis of unknown length has a slice per index; indices beyond :data:`GROUPS` share the
-    last one.
+    An axis of unknown length has a slice per index; indices beyond :data:`GROUPS` share the last one.
     """
-
-    __slots__ = ("axes", "counts", "sums", "widths")
 
     def __init__(self, spec: TensorSpec, batch_axis: int | None) -> None:
         free = [axis for axis in range(len(spec.shape)) if axis != batch_axis]
@@ -88,10 +78,6 @@ class SliceSums:
                 with np.errstate(invalid="ignore"):  # no limit and no element: 0 · inf, which fmin leaves out
                     sums = np.fmin(sums, _fitted(limits[axis], len(sums), math.inf) * counts)
             self._add(axis, sums, counts)
-
-    def copy(self) -> SliceSums:
-        """Return a copy that can be added to."""
-        return copy.deepcopy(self)
 
     def scale(self, factor: float) -> None:
         """Let everything added so far count ``factor`` times as much."""
@@ -136,9 +122,9 @@ def limits_of(known: Scales | None, most: float) -> Scales | None:
 class Variation:
     """The variation of a reference's output over its samples, per slice.
 
-    ``known`` is the variation in other samples, as :meth:`scales` returned it, or 0 for a slice of which none is known.
-    The variation is then never less, and one call to :meth:`add` counts as :data:`MOST` times as much at most. A sample
-    of more than ``largest`` elements is not kept to be compared with the first of the next call.
+    ``known`` is that in other samples, as :meth:`scales` returned it, or 0 for a slice of which none is known: it is
+    then never less, and one call to :meth:`add` counts as :data:`MOST` times as much at most. A sample of more than
+    ``largest`` elements is not kept to be compared with the first of the next call.
     """
 
     def __init__(

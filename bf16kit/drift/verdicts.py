@@ -16,9 +16,8 @@ from bf16kit.drift.metrics import DriftSummary
 class DriftRow:
     """One bound, or one metric without a bound, of one output in one profile.
 
-    ``metric`` is a metric's name, or a quantile's such as ``relative_l2.p99``. ``judged`` is compared with ``bound``,
-    which is None if the budget has none; it equals ``measured``, and readers of the JSON know both. ``used`` is
-    drift ÷ budget: over 1 is over budget.
+    ``metric`` is a metric's name, or a quantile's such as ``relative_l2.p99``. ``judged`` is compared with ``bound``;
+    it equals ``measured``, and readers of the JSON know both. ``used`` is drift ÷ budget: over 1 is over budget.
     """
 
     profile: str
@@ -48,10 +47,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class SampleSeries:
-    """The relative_l2 of samples of one output, and the budget's ``bounds`` on it by name.
-
-    ``measured`` samples were measured; ``values`` may hold fewer, evenly spaced.
-    """
+    """The relative_l2 of ``measured`` samples of one output, or of fewer, evenly spaced, and the ``bounds`` by name."""
 
     profile: str
     output: str
@@ -104,11 +100,9 @@ def verdicts(manifest: Manifest, rows: Sequence[DriftRow]) -> Iterator[Verdict]:
         own = [row for row in rows if row.profile == profile]
         within, tightest = all(row.within for row in own), tightest_of(own)
         how = "emulated on the CPU, on" if entry.emulated else "measured on"
-        sentence = (
-            f"{profile} is {'within' if within else 'over'} budget: {_closest(tightest)};"
-            f" {how} {entry.samples} sample{'' if entry.samples == 1 else 's'} of {entry.source}"
-            f"{''.join(f'; {each}' for each in _unjudged(manifest, entry))}"
-        )
+        count = f"{entry.samples} sample{'' if entry.samples == 1 else 's'}"
+        judged = f"{profile} is {'within' if within else 'over'} budget: {_closest(tightest)}"
+        sentence = "; ".join([judged, f"{how} {count} of {entry.source}", *_unjudged(manifest, entry)])
         yield Verdict(profile, within, entry.emulated, entry.samples, entry.source, tightest, sentence)
 
 
@@ -164,11 +158,10 @@ def worst_slices(manifest: Manifest, measured: Measurements) -> Iterator[WorstSl
     for profile, entry in sorted(measured.profiles.items()):
         for output, slices in sorted(entry.slices.items()):
             for each in slices:
-                dim = shapes[output][each.axis] if each.axis < len(shapes[output]) else None
-                axis = f"axis {each.axis}{f' ({dim})' if isinstance(dim, str) else ''}"
-                bound = budget.bound("slice_error")
-                used = None if bound is None else budget.ratio("slice_error", each.error)
-                yield WorstSlice(profile, output, f"index {each.index} of {axis}", each.error, used)
+                name = next(iter(shapes[output][each.axis : each.axis + 1]), None)
+                where = f"index {each.index} of axis {each.axis}{f' ({name})' if isinstance(name, str) else ''}"
+                used = None if budget.bound("slice_error") is None else budget.ratio("slice_error", each.error)
+                yield WorstSlice(profile, output, where, each.error, used)
 
 
 def _closest(row: DriftRow | None) -> str:

@@ -81,7 +81,11 @@ class DeviceUnavailable(RuntimeFailure):
 
 
 class RequestError(Bf16kitError):
-    """A rejected request; the text is for the caller."""
+    """A rejected request; the text is for the caller, and ``reason`` is the label that the metrics use, "" for none."""
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class InvalidRequest(RequestError):
@@ -97,22 +101,14 @@ class AlreadyExists(RequestError):
 
 
 class Unavailable(RequestError):
-    """The model is loading or unloading, or the server is draining; ``reason`` is the label that the metrics use."""
-
-    def __init__(self, text: str, reason: str = "") -> None:
-        super().__init__(text)
-        self.reason = reason
+    """The model is loading or unloading, or the server is draining."""
 
 
 class Overloaded(RequestError):
-    """No capacity left. The text names the bound and its value.
-
-    ``reason`` is the label that the metrics use, such as ``queue_full``.
-    """
+    """No capacity left. The text names the bound and its value."""
 
     def __init__(self, text: str, reason: str = "queue_full") -> None:
-        super().__init__(text)
-        self.reason = reason
+        super().__init__(text, reason)
 
 
 class DeadlineExceeded(RequestError):

@@ -1,14 +1,20 @@
-"""Shortens and cleans other libraries' error messages for use in ours."""
+"""Text for users, with other libraries' messages shortened and cleaned, and JSON for programs."""
 
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import re
 import reprlib
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from bf16kit.messages.errors import Bf16kitError
 
 LONGEST = 320  # characters of a reason
 _LONG = re.compile(r"\S{300,}")
@@ -62,10 +68,7 @@ def _without_addresses(text: str) -> str:
 
 
 def os_error_text(error: OSError) -> str:
-    """Return the system's message for ``error``.
-
-    A PermissionError's includes the user id, because a container's user seldom owns the files.
-    """
+    """Return the system's message for ``error``; a PermissionError's names the user, who may own none of the files."""
     message = error.strerror or str(error)
     return f"{message} to user {os.geteuid()}" if isinstance(error, PermissionError) else message
 
@@ -132,3 +135,33 @@ def _cell(value: object) -> str:
     if value is None:
         return "–"
     return f"{value:.3g}" if isinstance(value, float) else printable(str(value), keep="")
+
+
+def plain(value: Any) -> Any:
+    """Return ``value``, also of dataclasses and pydantic's models, in JSON's own types and with the names in the code.
+
+    Floats that are not finite become the strings ``"inf"``, ``"-inf"``, ``"nan"``.
+    """
+    if hasattr(value, "model_dump"):
+        return plain(value.model_dump(mode="json"))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    unknown = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if unknown else value
+
+
+def dumps(value: Any) -> str:
+    """Return ``value`` as JSON text with sorted keys, in ASCII: no name sends control characters to a terminal."""
+    return json.dumps(plain(value), sort_keys=True, indent=1, allow_nan=False)
+
+
+def parse_json(data: bytes, error: type[Bf16kitError], where: object) -> Any:
+    """Return the value in ``data``, in UTF-8; raise ``error``, which begins with ``where``, if it is not JSON."""
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise error(f"{where}: not JSON") from None

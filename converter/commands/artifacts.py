@@ -17,10 +17,10 @@ from converter.commands import PATH, debug_option, echo, json_option, samples_op
 @debug_option
 def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
     """Show what ARTIFACT holds: verdict, plan, sizes, drift, digests."""
-    from bf16kit.messages import document
+    from bf16kit.messages.wording import dumps
     from converter.report.inspect import describe, record
 
-    echo(document.dumps(record(artifact)) if as_json else describe(artifact))
+    echo(dumps(record(artifact)) if as_json else describe(artifact))
 
 
 @click.command()
@@ -37,13 +37,13 @@ def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
 @debug_option
 def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_json: bool, debug: bool) -> None:
     """Check every digest of ARTIFACT, then its drift from the fp32 reference against its budget."""
-    from bf16kit.messages import document
+    from bf16kit.messages.wording import dumps
     from bf16kit.runtime.ort import kernel
     from converter.verify.verify import verify as verify_artifact
 
     kernel.configured_kernel()
     verified = verify_artifact(artifact, samples, profiles)
-    echo(document.dumps(verified.record()) if as_json else verified.text())
+    echo(dumps(verified.record()) if as_json else verified.text())
     verified.check()
 
 

@@ -65,10 +65,10 @@ Part = tuple[str, str]  # a description of what was found, "" if it is missing; 
 @debug_option
 def doctor(as_json: bool, debug: bool) -> None:
     """Show what is installed, what can be converted now, and the commands that install what is missing."""
-    from bf16kit.messages import document
+    from bf16kit.messages.wording import dumps
 
     found = record()
-    echo(document.dumps(found) if as_json else _describe(found))
+    echo(dumps(found) if as_json else _describe(found))
 
 
 def record() -> dict[str, Any]:
@@ -148,13 +148,13 @@ def _compiler() -> Part:
 
 
 def _tensorflow() -> Part:
-    from converter.read.tensorflow import reader
+    from converter.read import tensorflow
 
     try:
-        found = reader.find()
+        found = tensorflow.find()
     except errors.UsageError as error:
         return "", str(error)
     if found.missing:
-        return "", "\n".join(reader.PREPARE)
+        return "", "\n".join(tensorflow.PREPARE)
     versions = ", ".join(f"{package} {found.versions[package]}" for package in ("tensorflow", "tf2onnx"))
     return f"{versions} in {found.python}", ""

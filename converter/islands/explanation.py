@@ -36,7 +36,7 @@ from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES
 from converter.process.memory import release_memory
 from converter.process.progress import Progress
-from converter.report.layers import series
+from converter.report.figures import series
 from converter.rewrite import prepare
 from converter.source import Feeds
 from converter.verify import samples

@@ -18,9 +18,8 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.evidence import Evidence
 from bf16kit.artifact.manifest import RESIDUAL
 from bf16kit.drift.budget import Budget
-from bf16kit.messages import document
 from bf16kit.messages.errors import InvalidRequest, UsageError
-from bf16kit.messages.wording import table
+from bf16kit.messages.wording import dumps, plain, table
 from bf16kit.numerics.tensors import Array, check_feeds
 from bf16kit.runtime.loading import load_reference
 from converter.islands.explanation import Explanation, explain_profile, search_artifact
@@ -76,9 +75,9 @@ def explain_evidence(path: Path, artifact_path: Path, progress: Progress, *, as_
             found = explain_profile(graph, artifact, feeds, profile, budget, look if reproduced else None)
             layers.append(found if reproduced else replace(found, remarks=_NOT_REPRODUCED))
     if as_json:
-        header = document.plain(evidence.header) | {"tensors": None}
+        header = plain(evidence.header) | {"tensors": None}
         profiles = [each.as_dict() for each in layers]
-        return document.dumps({"evidence": header, "again": reruns, "profiles": profiles})
+        return dumps({"evidence": header, "again": reruns, "profiles": profiles})
     bound, title = budget.bounds.get("relative_l2"), "Distances on this input, relative to the reference's output"
     columns = ("output", "served – reference", "budget", "served – the artifact here", "reference here – there")
     distances = table(title, columns, [(e.output, e.served, bound, e.left, e.reference) for e in reruns])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
 
 from bf16kit.messages.errors import SourceError, UsageError
 from converter.options import Options
@@ -15,24 +14,19 @@ from converter.source import Source
 
 Reader = Callable[[Options, Kind, Advance], Source]
 
+_BY_NAME = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.LIGHTNING)
+_OF_JAX, _OF_TENSORFLOW = (Kind.ORBAX, Kind.FLAX), (Kind.SAVED_MODEL, Kind.KERAS)
+_MAPPED = (*_BY_NAME[:-1], *_OF_JAX)
 # The module for each format; it is imported when needed, and its `read` makes the Source.
 READERS: Mapping[Kind, str] = {
     Kind.ONNX: "onnx_file",
     Kind.HUGGING_FACE: "huggingface",
-    Kind.SAFETENSORS: "bareweights",
-    Kind.SHARDED: "bareweights",
-    Kind.TORCH_ZIP: "bareweights",
-    Kind.LIGHTNING: "lightning",
-    Kind.PICKLE: "bareweights",
     Kind.EXPORTED: "exportedprogram",
-    Kind.ORBAX: "jax",
-    Kind.FLAX: "jax",
-    Kind.SAVED_MODEL: "tensorflow.reader",
-    Kind.KERAS: "tensorflow.reader",
     Kind.TORCHSCRIPT: "scripted",
+    **dict.fromkeys(_BY_NAME, "bareweights"),
+    **dict.fromkeys(_OF_JAX, "jax"),
+    **dict.fromkeys(_OF_TENSORFLOW, "tensorflow"),
 }
-_BY_NAME = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.LIGHTNING)
-_MAPPED = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.ORBAX, Kind.FLAX)
 
 # The weight files of a source that is a directory.
 _WEIGHTS = ("*.safetensors", "*.bin", "saved_model.pb", "variables/variables.*")
@@ -46,7 +40,8 @@ def read(options: Options, advance: Advance) -> Source:
     """
     kind = recognise(options.source)
     _check_options(options, kind)
-    source = reader(kind)(options, kind, advance)
+    reader: Reader = importlib.import_module(f"converter.read.{READERS[kind]}").read
+    source = reader(options, kind, advance)
     if "__metadata__" in source.checkpoint.tensors:
         raise SourceError(
             f"{options.source}: has a tensor named '__metadata__', which safetensors reserves; rename the tensor"
@@ -56,27 +51,23 @@ def read(options: Options, advance: Advance) -> Source:
 
 def _check_options(options: Options, kind: Kind) -> None:
     """Raise :class:`UsageError` for an option that does not apply to sources of ``kind``."""
+    if options.model is not None and kind not in (*_BY_NAME, *_OF_JAX):
+        raise UsageError(f"--model: {kind.value} brings its own architecture")
     step = "--step" if options.step is not None else "--item"
-    of_tensorflow = [kind for kind, module in READERS.items() if module == "tensorflow.reader"]
     for flag, given, kinds, purpose in (
-        ("--with-past", options.with_past, [Kind.HUGGING_FACE], "Hugging Face directories"),
-        ("--signature", options.signature is not None, of_tensorflow, "TensorFlow models"),
-        ("--weights", options.weights is not None, _BY_NAME, "checkpoints that fill a model by its names"),
-        (step, options.step is not None or options.item is not None, [Kind.ORBAX], "Orbax checkpoints"),
-        ("--map", options.map is not None, _MAPPED, "weights without a graph"),
+        ("--with-past", options.with_past or None, (Kind.HUGGING_FACE,), "Hugging Face directories"),
+        ("--signature", options.signature, _OF_TENSORFLOW, "TensorFlow models"),
+        ("--weights", options.weights, _BY_NAME, "checkpoints that fill a model by its names"),
+        (step, options.item if options.step is None else options.step, (Kind.ORBAX,), "Orbax checkpoints"),
+        ("--map", options.map, _MAPPED, "weights without a graph"),
     ):
-        if given and kind not in kinds:
+        if given is not None and kind not in kinds:
             raise UsageError(f"{flag}: is for {purpose}, and {options.source} is {kind.value}")
     if options.export == "hf" and kind is not Kind.HUGGING_FACE:
         raise UsageError(
             f"--format hf: copies the config and tokenizer of a Hugging Face directory, and {options.source} is"
             f" {kind.value}; --format safetensors writes the weights alone"
         )
-
-
-def reader(kind: Kind) -> Reader:
-    """Return the reader for sources of ``kind``."""
-    return cast("Reader", importlib.import_module(f"converter.read.{READERS[kind]}").read)
 
 
 def nbytes(path: Path) -> int | None:

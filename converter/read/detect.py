@@ -20,9 +20,9 @@ class Kind(Enum):
     TORCH_ZIP = "a torch checkpoint"
     LIGHTNING = "a Lightning checkpoint"
     PICKLE = "a pickle file"
-    HUGGING_FACE = "a Hugging Face model directory"
-    ONNX = "ONNX"
-    TORCHSCRIPT = "TorchScript"
+    HUGGING_FACE = "a Hugging Face directory"
+    ONNX = "an ONNX file"
+    TORCHSCRIPT = "a TorchScript file"
     EXPORTED = "a torch.export program (.pt2)"
     SAVED_MODEL = "a TensorFlow SavedModel"
     ORBAX = "an Orbax (JAX) checkpoint"
@@ -60,9 +60,8 @@ def _directory_kind(path: Path) -> Kind:
         return Kind.SAVED_MODEL
     if jax.is_orbax(path):
         return Kind.ORBAX
-    if (path / "manifest.json").is_file() and any(
-        (path / name).is_file() for name in ("weights.bf16", "measurements.json")
-    ):
+    own = [(path / name).is_file() for name in ("manifest.json", "weights.bf16", "measurements.json")]
+    if own[0] and any(own[1:]):
         raise SourceError(f"{path}: is a bf16kit artifact already; `bf16-convert restore` gives back its checkpoint")
     if (path / "config.json").is_file() or (path / "modules.json").is_file():
         return Kind.HUGGING_FACE
@@ -80,13 +79,14 @@ def _file_kind(path: Path) -> Kind:
         head = file.read(512)
     if not head:
         raise SourceError(f"{path}: is empty")
-    if not _opens_safetensors(head):
+    is_safetensors = len(head) > 8 and int.from_bytes(head[:8], "little") <= _SAFETENSORS_HEADER and head[8:9] == b"{"
+    if not is_safetensors:
         foreign.refuse_file(path, head)
     if head.startswith(b"PK\x03\x04"):
         return _zip_kind(path)
     if head[0] == 0x80 and len(head) > 1 and head[1] in range(2, 6):  # the PROTO opcode that opens a pickle
         return Kind.PICKLE
-    if _opens_safetensors(head):
+    if is_safetensors:
         return Kind.SAFETENSORS
     if _may_be_flax(head):
         return Kind.FLAX
@@ -96,11 +96,13 @@ def _file_kind(path: Path) -> Kind:
         return Kind.ONNX
     if head.startswith(b"version https://git-lfs"):
         raise SourceError(f"{path}: is a Git LFS pointer, not the file it points to (run `git lfs pull`)")
-    raise NoCheckpoint(f"{path}: {_describe_unknown(head)}; expected safetensors, torch, ONNX or a model directory")
-
-
-def _opens_safetensors(head: bytes) -> bool:
-    return len(head) > 8 and int.from_bytes(head[:8], "little") <= _SAFETENSORS_HEADER and head[8:9] == b"{"
+    text = head.decode(errors="replace").removesuffix("\ufffd")  # the last character may be incomplete
+    is_text = all(character.isprintable() or character.isspace() for character in text) and "\ufffd" not in text
+    unknown = f"a known checkpoint format (first bytes {head[:8].hex(' ')})"
+    raise NoCheckpoint(
+        f"{path}: is {'a text file, not a checkpoint' if is_text else f'not {unknown}'}; expected safetensors, torch,"
+        " ONNX or a model directory"
+    )
 
 
 def _may_be_flax(head: bytes) -> bool:
@@ -113,11 +115,8 @@ def _zip_kind(path: Path) -> Kind:
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
-            pickles = [
-                archive.read(info)
-                for info in records
-                if info.filename.endswith("/data.pkl") and info.compress_type == zipfile.ZIP_STORED
-            ]
+            stored = (info for info in records if info.compress_type == zipfile.ZIP_STORED)
+            pickles = [archive.read(info) for info in stored if info.filename.endswith("/data.pkl")]
     except NO_ARCHIVE:
         raise SourceError(f"{path}: is a truncated or damaged zip archive (of torch or Keras?)") from None
     names = {info.filename for info in records} | {info.filename.partition("/")[2] for info in records}
@@ -142,15 +141,8 @@ def _json_kind(path: Path) -> Kind:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError):  # not JSON, or nested too deeply
         raise NoCheckpoint(f"{path}: is a text file, not a checkpoint") from None
-    if isinstance(fields, dict) and isinstance(fields.get("weight_map"), dict):
-        return Kind.SHARDED
     if isinstance(fields, dict):
+        if isinstance(fields.get("weight_map"), dict):
+            return Kind.SHARDED
         foreign.refuse_inside(path, fields.__contains__)
     raise NoCheckpoint(f"{path}: is JSON, but not the index of a sharded checkpoint (it has no weight_map)")
-
-
-def _describe_unknown(head: bytes) -> str:
-    text = head.decode(errors="replace").removesuffix("\ufffd")  # the last character may be incomplete
-    if "\ufffd" not in text and all(character.isprintable() or character.isspace() for character in text):
-        return "is a text file, not a checkpoint"
-    return f"is not a known checkpoint format (first bytes {head[:8].hex(' ')})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -12,8 +13,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.export.passes import move_to_device_pass
+from torch.utils._pytree import tree_map
 
-from bf16kit.messages.errors import RuntimeFailure, SourceError, UsageError
+from bf16kit.messages.errors import RuntimeFailure, SourceError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.torchruntimes import graph_modules, load_program, tensors_of, widen
 from converter.graph.dimensions import UNKNOWN, name_dimensions
@@ -22,27 +24,18 @@ from converter.options import Options
 from converter.process.quiet import quiet
 from converter.read import onnx_file, oracles, statedict, torch_file
 from converter.read.detect import Kind
+from converter.read.onnx_export import adapt
 from converter.read.sources import Advance, check_trusted, exported_source, precision_notes
-from converter.read.torch.onnx_export import adapt
 from converter.source import Checkpoint, Source, digest_files
 
-_BATCH = "batch"
 _HOW = "the program as torch.export.load gives it, fp32, on the CPU"
 
 # On some devices these kernels need input and parameters of one dtype, and on all devices they lose precision in bf16.
-_IN_FP32 = frozenset(
-    """
-    _native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm group_norm gru gru_cell instance_norm
-    layer_norm lstm lstm_cell native_batch_norm native_group_norm native_layer_norm rms_norm rnn_relu rnn_tanh
-    """.split()  # noqa: SIM905 - words are read more easily than a list of quoted ones
-)
-_TABLES = frozenset({"embedding", "embedding_bag"})
+_IN_FP32 = re.compile(r"(_?native_)?(batch|group|instance|layer|rms)_norm(_legit.*)?|(gru|lstm)(_cell)?|rnn_\w+")
 
 
 def read(options: Options, kind: Kind, advance: Advance) -> Source:
     """Return the file as a source: the program's module, exported like any other module."""
-    if options.model is not None:
-        raise UsageError("--model: a torch.export program brings its own architecture")
     check_trusted(options, kind.value)
     torch_file.check_bytes(options.source)
     program = _load(options.source)
@@ -63,31 +56,27 @@ def _load(path: Path) -> ExportedProgram:
     """Load the program at ``path`` on the CPU; :class:`SourceError` for one that torch cannot load."""
     with quiet():
         try:
+            program = load_program(path)
+        except RuntimeFailure as error:
             try:
-                program = load_program(path)
-            except RuntimeFailure as error:
                 if "transformers." not in str(error):
                     raise
                 with suppress(ImportError):
                     import transformers.modeling_outputs  # noqa: F401 - torch then knows the class of its outputs
                 program = load_program(path)
-        except RuntimeFailure as error:
-            raise SourceError(f"{path}: {error}") from None
+            except RuntimeFailure as last:
+                raise SourceError(f"{path}: {last}") from None
         elsewhere = any(tensor.device.type != "cpu" for tensor in tensors_of(program).values())
         return move_to_device_pass(program, "cpu") if elsewhere else program
 
 
-def _arguments(program: ExportedProgram) -> list[TensorArgument | ConstantArgument | Any]:
+def _arguments(program: ExportedProgram) -> list[Any]:
     """Return the program's own inputs in order."""
     return [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
 
 
 def _inputs(path: Path, program: ExportedProgram, others: Collection[str]) -> tuple[TensorSpec, ...]:
-    """Return the program's inputs, in its order; those in a precision of ``others`` become fp32.
-
-    A free dimension is named after the input and axis where it occurs first, but ``batch`` if that is axis 0 of the
-    first input with a free dimension.
-    """
+    """Return the program's inputs, in its order; those in a precision of ``others`` become fp32."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     names: dict[str, str] = {}
     specs = []
@@ -99,12 +88,10 @@ def _inputs(path: Path, program: ExportedProgram, others: Collection[str]) -> tu
         value: Any = values[argument.name]  # the tensor that the program was exported with
         dims: list[int | str] = []
         for axis, dim in enumerate(value.shape):
-            if isinstance(dim, int):
-                dims.append(dim)
-            elif not dim.node.expr.is_symbol:
-                dims.append(UNKNOWN)
-            else:
-                first = _BATCH if axis == 0 and not names else f"{argument.name}_{axis}"
+            if isinstance(dim, int) or not dim.node.expr.is_symbol:
+                dims.append(dim if isinstance(dim, int) else UNKNOWN)
+            else:  # named after the input and axis where it occurs first
+                first = "batch" if axis == 0 and not names else f"{argument.name}_{axis}"
                 dims.append(names.setdefault(str(dim), first))
         dtype = str(value.dtype).removeprefix("torch.")
         specs.append(TensorSpec(argument.name, "float32" if dtype in others else dtype, tuple(dims)))
@@ -140,23 +127,18 @@ class ProgramModule(torch.nn.Module):
 
 
 def _careful(operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Wrap an ATen operator for use under autocast: norms compute in fp32, and tables return fp32.
-
-    :func:`converter.write.torchscript.narrowed` does the same for modules.
-    """
+    """Wrap an ATen operator for autocast, as `narrowed` does modules: norms compute in fp32, tables return it."""
     name = operator.overloadpacket.__name__
 
     def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(_wide, (args, kwargs))
         with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
-            return operator(*map(_wide, args), **{key: _wide(value) for key, value in kwargs.items()})
+            return operator(*args, **kwargs)
 
-    def table(*args: Any, **kwargs: Any) -> Any:
-        return _wide(operator(*args, **kwargs))
-
-    return in_fp32 if name in _IN_FP32 else table if name in _TABLES else operator
+    if name in ("embedding", "embedding_bag"):
+        return lambda *args, **kwargs: tree_map(_wide, operator(*args, **kwargs))
+    return in_fp32 if _IN_FP32.fullmatch(name) else operator
 
 
 def _wide(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(map(_wide, value))
     return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from converter.read.detect import Kind
 
 _TRAINING = ("opt_state", "optimizer", "optimizer_state")  # top-level keys of a training state for other than weights
-_DTYPES = [name for name in BY_NAME if name != "string"]
 _METADATA = "_METADATA"
 _MANIFEST = "manifest.ocdbt"
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}  # tensorstore's driver, by the file beside an array's chunks
@@ -74,6 +73,14 @@ def _of_the_model(name: str) -> bool:
     return name.partition(".")[0] not in _TRAINING
 
 
+def _dtype(owner: str, name: str) -> np.dtype[Any]:
+    """Return the dtype called ``name``; :class:`SourceError` if bf16kit has no such tensors."""
+    known = [own for own in BY_NAME if own != "string"]
+    if name not in known:
+        raise SourceError(f"{owner} has the unknown dtype {quoted(name)}; known: {', '.join(known)}")
+    return BY_NAME[name].numpy
+
+
 # --- Flax -------------------------------------------------------------------------------------------------------------
 
 
@@ -92,10 +99,7 @@ def read_flax(path: Path) -> dict[str, Array]:
         if code == 2:
             return None
         shape, dtype, content = msgpack.unpackb(data, raw=True)
-        name = dtype.decode()
-        if name not in _DTYPES:
-            raise ValueError(f"an array has {_unknown(name)}")
-        return np.frombuffer(content, BY_NAME[name].numpy).reshape(shape)
+        return np.frombuffer(content, _dtype("an array", dtype.decode())).reshape(shape)
 
     found: dict[str, Array] = {}
     try:
@@ -112,10 +116,6 @@ def read_flax(path: Path) -> dict[str, Array]:
             f"{path}: truncated or damaged: not a Flax checkpoint ({brief(error) or type(error).__name__})"
         ) from error
     return found
-
-
-def _unknown(dtype: str) -> str:
-    return f"the unknown dtype {quoted(dtype)}; known: {', '.join(_DTYPES)}"
 
 
 def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Array]]:
@@ -144,18 +144,14 @@ def locate(path: Path, step: int | None, item: str | None) -> Path:
     Raises :class:`UsageError` naming what exists when ``step`` or ``item`` does not or must be chosen, and
     :class:`SourceError` when there are no arrays.
     """
-    found = path
-    if _is_item(path):
-        if step is not None:
-            raise UsageError(f"--step {step}: {path} is a single item; leave out --step")
-    else:
+    if not _is_item(path):
         refuse_several(path)
-        steps = next(iter(_steps(path).values()), {})
-        if step is None and not any(map(_is_item, _directories(path))):
-            step = max(steps, default=None)
-        if step is not None and step not in steps:
-            raise UsageError(f"--step {step}: {path} has {', '.join(map(str, sorted(steps)[-10:])) or 'no step'}")
-        found = path if step is None else steps[step]
+    steps = {} if _is_item(path) else next(iter(_steps(path).values()), {})
+    if step is None and not any(map(_is_item, (path, *_directories(path)))):
+        step = max(steps, default=None)
+    if step is not None and step not in steps:
+        raise UsageError(f"--step {step}: {path} has {', '.join(map(str, sorted(steps)[-10:])) or 'no step'}")
+    found = path if step is None else steps[step]
     if _is_item(found):
         if item is not None:
             raise UsageError(f"--item {item}: {found} is a single item; leave out --item")
@@ -163,16 +159,17 @@ def locate(path: Path, step: int | None, item: str | None) -> Path:
     items = {child.name: child for child in _directories(found) if _is_item(child)}
     if not items:
         raise SourceError(f"{found}: holds no arrays that Orbax wrote ({_METADATA} and {_MANIFEST} are missing)")
-    if item is not None and item not in items:
-        raise UsageError(f"--item {item}: {found} has {', '.join(items)}")
     if item is None and len(items) > 1:
         raise UsageError(f"{found}: holds several items, {', '.join(items)}; choose one with --item NAME")
-    return items[item or next(iter(items))]
+    item = item or next(iter(items))
+    if item not in items:
+        raise UsageError(f"--item {item}: {found} has {', '.join(items)}")
+    return items[item]
 
 
 def refuse_several(path: Path) -> None:
     """Raise :class:`NoCheckpoint` if ``path`` holds checkpoints named like steps, but with several prefixes."""
-    names = [quoted(next(iter(steps.values())).name) for _, steps in sorted(_steps(path).items())]
+    names = [quoted(next(iter(steps.values())).name) for steps in _steps(path).values()]
     if len(names) > 1:
         raise NoCheckpoint(
             f"{path}: {first_few(names)} are checkpoints with different names, not steps of one model;"
@@ -183,14 +180,10 @@ def refuse_several(path: Path) -> None:
 def _steps(path: Path) -> dict[str, dict[int, Path]]:
     """Return finished steps by prefix and number: ``<step>`` or ``<prefix>_<step>``."""
     found: dict[str, dict[int, Path]] = {}
-    numbered = [
-        (match, child)
-        for child in _directories(path)
-        if (match := _STEP.fullmatch(child.name)) and _UNFINISHED not in child.name and _holds_items(child)
-    ]
-    committed = [(match, child) for match, child in numbered if (child / _COMMITTED).exists()]
-    for match, child in committed or numbered:
-        found.setdefault(match[1], {})[int(match[2])] = child
+    complete = [child for child in _directories(path) if _UNFINISHED not in child.name and _holds_items(child)]
+    for child in [child for child in complete if (child / _COMMITTED).exists()] or complete:
+        if match := _STEP.fullmatch(child.name):
+            found.setdefault(match[1], {})[int(match[2])] = child
     return found
 
 
@@ -200,8 +193,8 @@ def _holds_items(path: Path) -> bool:
 
 def _is_item(path: Path) -> bool:
     """Return whether ``path`` directly holds arrays."""
-    arrays = ((child / name).is_file() for child in _directories(path) for name in _DRIVERS)
-    return any((path / name).is_file() for name in (_MANIFEST, _METADATA)) or any(arrays)
+    arrays = (child / name for child in _directories(path) for name in _DRIVERS)
+    return any(file.is_file() for file in (path / _MANIFEST, path / _METADATA, *arrays))
 
 
 def _directories(path: Path) -> list[Path]:
@@ -227,13 +220,12 @@ def read_item(
     except ImportError:
         raise UsageError(f"{item}: Orbax checkpoints are read with tensorstore: pip install 'bf16kit[jax]'") from None
     files = sorted((path for path in item.rglob("*") if path.is_file()), key=str)
-    where = f"{item}: "
+    where, claimed, chunk = f"{item}: ", 0, 0
     try:
         names, complete = _listed_arrays(item / _METADATA)
         base = {"driver": "file", "path": f"{item.resolve()}/"}
-        store = tensorstore.KvStore.open(
-            {"driver": "ocdbt", "base": base} if (item / _MANIFEST).is_file() else base
-        ).result()
+        tree = {"driver": "ocdbt", "base": base} if (item / _MANIFEST).is_file() else base
+        store = tensorstore.KvStore.open(tree).result()
         keys = (key.decode().rpartition("/") for key in store.list().result())
         drivers = {owner: _DRIVERS[last] for owner, _, last in keys if owner and last in _DRIVERS}
         opened: dict[str, Any] = {}
@@ -243,8 +235,12 @@ def read_item(
                 raise SourceError(f"{where}is in the checkpoint's list, but not in its files; the copy is incomplete")
             if is_wanted(name):
                 spec = {"driver": drivers[name], "fill_missing_data_reads": not complete}
-                opened[name] = tensorstore.open(spec, kvstore=store / f"{name}/", open=True, read=True).result()
-        _check(item, opened, files)
+                array: Any = tensorstore.open(spec, kvstore=store / f"{name}/", open=True, read=True).result()
+                itemsize = _dtype(f"{item}: array {quoted(name)}", array.dtype.name).itemsize
+                claimed += math.prod(array.shape) * itemsize
+                chunk = max(chunk, math.prod(array.chunk_layout.write_chunk.shape or ()) * itemsize)
+                opened[name] = array
+        check_claim(item, claimed + chunk, files)  # before memory is allocated
         arrays: dict[str, Array] = {}
         for name, array in opened.items():
             where = f"{item}: array {quoted(name)} "
@@ -261,10 +257,7 @@ def read_item(
 
 
 def _listed_arrays(path: Path) -> tuple[list[str] | None, bool]:
-    """Return the arrays that ``_METADATA`` lists, None if there is no such file, and whether every chunk must exist.
-
-    Newer versions of Orbax state there that they also write chunks of zeros. In older ones a missing chunk means zeros.
-    """
+    """Return the arrays that ``_METADATA`` lists, None if there is no such file, and whether every chunk must exist."""
     if not path.is_file():
         return None, False
     try:
@@ -275,20 +268,10 @@ def _listed_arrays(path: Path) -> tuple[list[str] | None, bool]:
             if not leaf["value_metadata"].get("skip_deserialize")
             and leaf["value_metadata"]["value_type"] not in _NOT_ARRAYS
         }
+        # In older versions a missing chunk means zeros.
         return sorted(names), bool(fields.get("store_array_data_equal_to_fill_value"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise SourceError(f"{path}: damaged: it does not list the checkpoint's arrays as Orbax does") from None
-
-
-def _check(item: Path, opened: dict[str, Any], files: list[Path]) -> None:
-    """Check dtypes and sizes before memory is allocated."""
-    claimed = chunk = 0
-    for name, array in opened.items():
-        if array.dtype.name not in _DTYPES:
-            raise SourceError(f"{item}: array {quoted(name)} has {_unknown(array.dtype.name)}")
-        claimed += math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
-        chunk = max(chunk, math.prod(array.chunk_layout.write_chunk.shape or ()) * array.dtype.numpy_dtype.itemsize)
-    check_claim(item, claimed + chunk, files)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], scratch: Path) -> Array:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, m
 from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import printable, quoted
-from converter.read.statedict import mismatch_message
+from converter.read.sources import mismatch_message
 from converter.source import Array
 
 _MOST = 4 << 20  # bytes of a rules file
@@ -145,7 +145,11 @@ def _apply(rules: Rules, leaves: Mapping[str, Array], shapes: Shapes, optional: 
             to = _expanded(match, rule.to)
             try:
                 filled, order = _reordered(array, rule.steps)
-                _check(to, filled, tensors, shapes)
+                if to not in shapes or to in tensors:
+                    claim = "which another leaf fills" if to in shapes else "which the model lacks"
+                    raise ValueError(f"is sent to {to}, {claim}")
+                if filled.shape != shapes[to]:
+                    raise ValueError(f"becomes {list(filled.shape)}, and {to} is {list(shapes[to])} in the model")
             except ValueError as error:
                 problems.append(f"{name} {list(array.shape)}: {error}")
                 continue
@@ -165,15 +169,6 @@ def _expanded(match: re.Match[str], to: str) -> str:
         return match.expand(to)
     except (re.error, IndexError) as error:  # a group that the pattern does not have
         raise UsageError(f"--map: to {quoted(to)} does not fit match {quoted(match.re.pattern)}: {error}") from None
-
-
-def _check(to: str, filled: Array, tensors: Mapping[str, Array], shapes: Shapes) -> None:
-    if to not in shapes:
-        raise ValueError(f"is sent to {to}, which the model lacks")
-    if to in tensors:
-        raise ValueError(f"is sent to {to}, which another leaf fills")
-    if filled.shape != shapes[to]:
-        raise ValueError(f"becomes {list(filled.shape)}, and {to} is {list(shapes[to])} in the model")
 
 
 def _reordered(array: Array, steps: list[Step]) -> tuple[Array, tuple[int, ...] | None]:

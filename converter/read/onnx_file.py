@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from onnx import ModelProto
 
 from bf16kit.messages.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
@@ -17,16 +22,10 @@ from converter.options import Options
 from converter.process import onnx_trial
 from converter.process.quiet import first_line, quiet, reason
 from converter.read.detect import Kind
-from converter.read.signature import input_specs, output_specs
-from converter.read.sources import Advance
+from converter.read.sources import Advance, input_specs, output_specs
 from converter.source import Checkpoint, Source, digest_files
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-    from onnx import ModelProto
-
 _UNREAD = ("doc_string", "metadata_props")  # fields that are dropped, in any encoding
-_SHOWN = 40  # bytes of a damaged name
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
@@ -34,8 +33,6 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     from converter.read import oracles
     from converter.rewrite.explicit import floating_tensors
 
-    if options.model is not None:
-        raise UsageError("--model: an ONNX file brings its own architecture")
     model, files = read_graph(options.source)
     oracle = oracles.of_onnx(options.source, model)
     inputs, outputs = resolve_edges(model, options.inputs)
@@ -75,12 +72,9 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
 
 def _load(path: Path) -> tuple[ir.Model, list[Path]]:
     """Return the model as onnx_ir reads it, and its files."""
-    import onnx
-    import onnx_ir as ir
-
     proto = onnx.load(path, load_external_data=False)
     for text in _undecodable(proto):  # neither onnx_ir nor ONNX's checker reports it
-        raise SourceError(f"{path}: damaged: the name {text[:_SHOWN]!r} is not UTF-8")
+        raise SourceError(f"{path}: damaged: the name {text[:40]!r} is not UTF-8")
     for edge in (*proto.graph.input, *proto.graph.output):
         kind = edge.type.WhichOneof("value")
         if kind not in ("tensor_type", None):  # every scikit-learn classifier ends with a map by default
@@ -154,8 +148,6 @@ def _correct_initializer_types(model: ir.Model) -> None:
     Files of IR version 3 declare weights as inputs, possibly with free dimensions. ONNX Runtime ignores the declaration
     of an initializer that is also an output.
     """
-    import onnx_ir as ir
-
     graphs = (*model.graphs(), *(graph for function in model.functions.values() for graph in function.subgraphs()))
     for value in (value for graph in graphs for value in graph.initializers.values()):
         if value.const_value is not None:
@@ -170,8 +162,6 @@ def _keep_names_of_inputs(model: ir.Model) -> None:
     input's dimension through a Slice or an Expand, and are checked on several sizes. ONNX Runtime would trust them, and
     give values with equal names the same memory, or fail: it is shown none (:mod:`converter.graph.dimensions`).
     """
-    import onnx_ir as ir
-
     edges = {*model.graph.inputs, *model.graph.outputs}
     named = {str(dim) for value in model.graph.inputs for dim in value.shape or () if _is_meaningful(dim)}
     for value in (value for graph in model.graphs() for value in values_of(graph)):
@@ -196,8 +186,6 @@ def resolve_edges(
 
     Raises :class:`UsageError` when a given name or dtype differs from the graph's.
     """
-    import onnx_ir as ir
-
     inputs = resolve_inputs(input_specs(model), given)
     name_inputs(model, inputs)
     outputs = output_specs(model)
@@ -209,22 +197,19 @@ def resolve_edges(
 
 def resolve_inputs(own: Sequence[TensorSpec], given: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Return a model's ``own`` inputs, with the dimension names and sizes of ``--input``; errors as `resolve_edges`."""
-    inputs = tuple(_chosen(spec, given) for spec in own)
-    unknown = sorted({spec.name for spec in given} - {spec.name for spec in inputs})
-    if unknown:
-        raise UsageError(f"--input {unknown[0]}: the model's inputs are {', '.join(spec.name for spec in inputs)}")
-    return inputs
+    names = [spec.name for spec in own]
+    for unknown in (spec.name for spec in given if spec.name not in names):
+        raise UsageError(f"--input {unknown}: the model's inputs are {', '.join(names)}")
+    return tuple(_chosen(spec, given) for spec in own)
 
 
 def name_inputs(model: ir.Model, inputs: Sequence[TensorSpec]) -> None:
     """Set the dimensions of the graph's inputs to those of ``inputs``, which are in the same order; also inside it."""
-    import onnx_ir as ir
-
-    names: dict[str, set[int | str]] = {}
+    names: dict[str, set[int | str]] = defaultdict(set)
     for value, spec in zip(model.graph.inputs, inputs, strict=True):
         for old, new in zip(value.shape or (), spec.shape, strict=False):
             if not isinstance(old, int) and old.value is not None:
-                names.setdefault(old.value, set()).add(new)
+                names[old.value].add(new)
     rename(model, {old: next(iter(new)) if len(new) == 1 else None for old, new in names.items()})
     for value, spec in zip(model.graph.inputs, inputs, strict=True):
         value.shape = ir.Shape(spec.shape)

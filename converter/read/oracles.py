@@ -5,12 +5,13 @@ They involve no step of the conversion, so they show what reading, exporting and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import BY_NAME
@@ -18,12 +19,12 @@ from converter.process.quiet import first_line, quiet
 from converter.source import FP32_ROUNDOFF, Feeds, Oracle, TorchModel
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     import torch
 
 # Operators that move or convert data but do not compute: what they read in half precision is widened or moved exactly.
 _EXACT = frozenset({"Cast", "CastLike", "Constant", "Identity", "Reshape", "Transpose"})
 _ROUNDOFF = {"FLOAT16": 2.0**-11, "BFLOAT16": 2.0**-8}
+_HALVES = {10: "FLOAT16", 16: "BFLOAT16"}  # by the numbers of TensorProto.DataType
 
 
 def of_module(model: TorchModel) -> Oracle:
@@ -49,15 +50,14 @@ def of_module(model: TorchModel) -> Oracle:
 def _run(model: TorchModel, feed: Feeds) -> Feeds:
     import torch
 
-    # copies: torch has no read-only tensors, and a module may modify its inputs
-    tensors = [torch.from_numpy(np.array(feed[spec.name], order="C")) for spec in model.inputs]
     try:
         with quiet(), torch.no_grad():
-            outputs = model.module(*tensors)
+            # copies: torch has no read-only tensors, and a module may modify its inputs
+            outputs = model.module(*(torch.from_numpy(np.array(feed[spec.name], order="C")) for spec in model.inputs))
+        widened = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in outputs)
+        plain = [tensor.detach().cpu().contiguous().numpy() for tensor in widened]
     except Exception as error:  # the user's model may raise anything
         raise RuntimeFailure(f"the torch module failed on it: {first_line(error)}") from error
-    widened = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in outputs)
-    plain = (tensor.detach().cpu().contiguous().numpy() for tensor in widened)
     return dict(zip(model.outputs, plain, strict=True))
 
 
@@ -69,18 +69,16 @@ def unchanged(module: torch.nn.Module, what: str) -> Iterator[None]:
     """
     before = _tensor_versions(module)
     yield
-    after = _tensor_versions(module)
-    for name in sorted(before.keys() | after.keys()):
-        if before.get(name) != after.get(name):
-            raise ConversionError(
-                f"{what} changed the model's own tensor {name!r}, so its outputs are no longer those of the"
-                " checkpoint; make the model's forward leave its parameters and buffers unchanged"
-            )
+    for name, _ in sorted(before ^ _tensor_versions(module)):
+        raise ConversionError(
+            f"{what} changed the model's own tensor {name!r}, so its outputs are no longer those of the"
+            " checkpoint; make the model's forward leave its parameters and buffers unchanged"
+        )
 
 
-def _tensor_versions(module: torch.nn.Module) -> dict[str, tuple[int, int, bool]]:
+def _tensor_versions(module: torch.nn.Module) -> set[tuple[str, tuple[int, int, bool]]]:
     return {
-        name: (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, module.training)
+        (name, (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, module.training))
         for name, tensor in module.state_dict(keep_vars=True).items()
     }
 
@@ -92,20 +90,20 @@ def of_onnx(path: Path, model: ir.Model) -> Oracle:
         from bf16kit.runtime.ort.session import open_session
 
         session = open_session(path, optimise=False)
-        dtypes = {edge.name: _dtype(edge.type) for edge in session.get_inputs()}
         for feed in feeds:
-            yield _run_onnx(session, feed, dtypes)
+            yield _run_onnx(session, feed)
 
     return Oracle(outputs, "the untouched ONNX file in ONNX Runtime, no optimisation", roundoff(model))
 
 
-def _run_onnx(session: Any, feed: Feeds, dtypes: Mapping[str, np.dtype[Any]]) -> Feeds:
+def _run_onnx(session: Any, feed: Feeds) -> Feeds:
     """Return the outputs for ``feed``, whose arrays are converted to the file's dtypes."""
     from bf16kit.runtime.ort.session import as_runtime_failure, run_with_values
 
-    names = [edge.name for edge in session.get_outputs()]
-    given = {name: np.asarray(array.astype(dtypes[name], copy=False), order="C") for name, array in feed.items()}
-    half = any(edge.type == "tensor(bfloat16)" for edge in (*session.get_inputs(), *session.get_outputs()))
+    inputs, outputs = session.get_inputs(), session.get_outputs()
+    names = [edge.name for edge in outputs]
+    given = {edge.name: np.asarray(feed[edge.name].astype(_dtype(edge.type), copy=False), order="C") for edge in inputs}
+    half = any(edge.type == "tensor(bfloat16)" for edge in (*inputs, *outputs))
     with as_runtime_failure("ONNX Runtime failed on it"):
         values = run_with_values(session, names, given) if half else session.run(names, given)
     return dict(zip(names, values, strict=True))
@@ -126,12 +124,10 @@ def roundoff(model: ir.Model) -> float:
 
 def _declared_type(value: ir.Value) -> str:
     """Return the type of an operator's input if the file states it: of a weight, an input, or a Cast's result."""
-    import onnx_ir as ir
-
     known, producer = value.dtype, value.producer()
     if known is None and value.const_value is not None:
         known = value.const_value.dtype
     if known is None and producer is not None and (producer.op_type, producer.domain) == ("Cast", ""):
         to = producer.attributes.get("to")
-        known = None if to is None else {int(dtype): dtype for dtype in ir.DataType}.get(to.as_int())
+        return "" if to is None else _HALVES.get(to.as_int(), "")
     return "" if known is None else known.name

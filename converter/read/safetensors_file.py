@@ -6,7 +6,6 @@ import json
 import math
 import mmap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -37,11 +36,15 @@ def read_file(path: Path) -> dict[str, Array]:
     start = 8 + int.from_bytes(mapped[:8], "little")
     header = json.loads(mapped[8:start])
     header.pop("__metadata__", None)
+    found = {}
     for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
+        shape, dtype = tuple(entry["shape"]), _DTYPES.get(entry["dtype"])
+        if dtype is None:
             known = ", ".join(_DTYPES)
             raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {entry['dtype']!r}; known: {known}")
-    return {name: _view(mapped, start, entry) for name, entry in header.items()}
+        flat = np.frombuffer(mapped, dtype, math.prod(shape), start + entry["data_offsets"][0])
+        found[name] = flat.reshape(shape)
+    return found
 
 
 def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
@@ -58,8 +61,7 @@ def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
 def shards(index: Path) -> tuple[tuple[str, ...], ...]:
     """Return the names of the tensors in each shard of an ``index`` that :func:`read_sharded` has read."""
     assigned = _weight_map(index)
-    files = sorted(set(assigned.values()))
-    return tuple(tuple(name for name, shard in assigned.items() if shard == file) for file in files)
+    return tuple(tuple(name for name in assigned if assigned[name] == file) for file in sorted(set(assigned.values())))
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -77,9 +79,3 @@ def _shard_path(index: Path, shard: str) -> Path:
     if not path.is_file():
         raise SourceError(f"{index}: shard {shard} is missing")
     return path
-
-
-def _view(mapped: mmap.mmap, start: int, entry: dict[str, Any]) -> Array:
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-    offset = start + entry["data_offsets"][0]
-    return np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)

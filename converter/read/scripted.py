@@ -17,16 +17,15 @@ from converter.options import Options
 from converter.process.quiet import quiet
 from converter.read import oracles, sources, torch_file
 from converter.read.detect import Kind
-from converter.read.torch.interpreted import Interpreted, place
-from converter.read.torch.onnx_export import adapt
+from converter.read.interpreted import Interpreted, place
+from converter.read.onnx_export import adapt
 from converter.source import Checkpoint, Source, TorchModel, digest_files
 
 # Operators that read a tensor's values, and those that may branch on them.
-_ASKING = (
-    *("aten::Bool", "aten::Float", "aten::FloatImplicit", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit"),
-    *("aten::equal", "aten::is_nonzero", "aten::item", "prim::tolist"),
-)
-_DECIDING = ("prim::If", "prim::Loop", *_ASKING)
+_ASKING = """
+    aten::Bool aten::Float aten::FloatImplicit aten::Int aten::IntImplicit aten::ScalarImplicit aten::equal
+    aten::is_nonzero aten::item prim::tolist
+""".split()  # noqa: SIM905 - words are read more easily than a list of quoted ones
 
 
 def read(options: Options, kind: Kind, advance: sources.Advance) -> Source:
@@ -34,8 +33,6 @@ def read(options: Options, kind: Kind, advance: sources.Advance) -> Source:
 
     Raises :class:`ConversionError` if it holds no fp32 weights, or does not run.
     """
-    if options.model is not None:
-        raise UsageError("--model: a TorchScript file brings its own architecture")
     sources.check_trusted(options, kind.value)
     script = load(options.source)
     found = tensors(script)
@@ -60,9 +57,8 @@ def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpo
     def failed(reason: str) -> str:
         """Return the reason why ONNX failed, with the name of the file's operator if that is known."""
         operator = translated.failure.operator
-        if operator in _DECIDING:
-            reason = "depends on values in a tensor (a branch, a loop, a size), which cannot be translated to ONNX"
-            return f"{operator} {reason}"
+        if operator in ("prim::If", "prim::Loop", *_ASKING):
+            return f"{operator} depends on values in a tensor (a branch, a loop, a size), which ONNX cannot have"
         return f"{operator}: {reason}" if operator and operator not in reason else reason
 
     try:
@@ -96,10 +92,9 @@ def load(path: Path) -> Any:
 
 
 def tensors(module: Any) -> dict[str, torch.Tensor]:
-    """Return every tensor that ``module`` was saved with, by name.
+    """Return the parameters, buffers, other tensors and constants (of a frozen module) of ``module``, by name.
 
-    They are parameters, buffers, other attributes, and constants of the code, which a frozen module has instead. A
-    tensor with two names occurs twice, as in a ``state_dict``.
+    A tensor with two names occurs twice, as in a ``state_dict``.
     """
     found = dict(module.state_dict())
     named, places = len(found), {place(tensor) for tensor in found.values()}
@@ -118,22 +113,20 @@ def decides_by_numbers(module: Any) -> bool:
 
     In such a module one row may affect another row's result.
     """
-    graph = module.graph
-    return any(node.kind() in _ASKING and not _of_sizes(node.inputsAt(0)) for node in scriptgraph.nodes(graph))
+    asking = (node for node in scriptgraph.nodes(module.graph) if node.kind() in _ASKING)
+    return not all(_of_sizes(node.inputsAt(0)) for node in asking)
 
 
 def _of_sizes(value: Any) -> bool:
     """Return whether a tensor is computed only from sizes, as in a trace, and from constants."""
-    waiting, seen = [value], set()
+    waiting = {value.debugName(): value}
+    seen: set[str] = set()
     while waiting:
-        value = waiting.pop()
-        if value.debugName() in seen or value.type().kind() != "TensorType":
-            continue
-        seen.add(value.debugName())
-        node = value.node()
-        if node.kind() in ("prim::NumToTensor", "prim::Constant"):
-            continue
-        if not node.kind().startswith("aten::"):
-            return False
-        waiting += list(node.inputs())
+        name, value = waiting.popitem()
+        seen.add(name)
+        kind = value.node().kind()
+        if value.type().kind() == "TensorType" and kind not in ("prim::NumToTensor", "prim::Constant"):
+            if not kind.startswith("aten::"):
+                return False
+            waiting |= {each.debugName(): each for each in value.node().inputs() if each.debugName() not in seen}
     return True

@@ -1,30 +1,26 @@
-"""What the readers of all formats share: inputs, trust in programs, precisions, and turning a module into a source."""
+"""What the readers of all formats share: inputs and outputs, trust, precisions, and turning a module into a source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
-from bf16kit.messages.errors import ConversionError, SourceError, UsageError
+from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
 from bf16kit.messages.wording import quoted, size
-from bf16kit.numerics.tensors import BY_NAME, TensorSpec
+from bf16kit.numerics.tensors import BY_NAME, BY_ONNX, Kind, TensorSpec, describe
 from converter.graph.dimensions import UNKNOWN, name_dimensions
 from converter.options import Options
-from converter.process.quiet import first_line, quiet
-from converter.read.signature import kind_of
-from converter.source import Array, Checkpoint, Sampler, Source
-
-if TYPE_CHECKING:
-    import torch
-
-    from converter.source import TorchModel
+from converter.source import Array, Checkpoint, Sampler, Source, TorchModel
 
 Advance = Callable[[int], None]  # called with the number of bytes read
 _CLAIM, _ALLOWANCE = 64, 1 << 30  # how many times the bytes of a source, and how many more, its tensors may need
 _MORE = 3  # by how much every free dimension grows in the second run
+_LARGEST = 2**47  # elements of one tensor: more than any machine can map
 
 
 def inputs_of(options: Options) -> tuple[TensorSpec, ...]:
@@ -71,6 +67,12 @@ def untrusted(
     )
 
 
+def mismatch_message(what: str, problems: Sequence[str]) -> str:
+    """Return ``what``, then the first five of ``problems``, one per line, and how many more there are."""
+    more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return f"{what}:" + "".join(f"\n  {problem}" for problem in problems[:5]) + more
+
+
 def precision_notes(options: Options, tensors: Mapping[str, Array]) -> list[str]:
     """Return a sentence for each precision among ``tensors`` that loses something; bf16 loses nothing.
 
@@ -87,10 +89,10 @@ def precision_notes(options: Options, tensors: Mapping[str, Array]) -> list[str]
                 )
     notes = []
     if halves:
-        kept = "the residual keeps the other three, so restore gives back fp16 bit for bit"
-        lost = "the other three are not kept"
-        of_residual = kept if options.residual else lost
-        notes.append(f"{halves} of the checkpoint's tensors are fp16: bf16 has 8 of their 11 bits, {of_residual}")
+        kept = "in the residual, so restore gives back fp16 bit for bit" if options.residual else "not kept"
+        notes.append(
+            f"{halves} of the checkpoint's tensors are fp16: bf16 has 8 of their 11 bits, the other three are {kept}"
+        )
     if doubles:
         notes.append(
             f"{len(doubles)} of the checkpoint's tensors are fp64: the model computes in fp32, and restore gives fp32"
@@ -113,8 +115,7 @@ def exported_source(
     layouts, if these differ. A model that ONNX cannot express becomes a source without a graph.
     """
     from converter.read import oracles
-    from converter.read.signature import output_specs
-    from converter.read.torch.onnx_export import Untranslatable, to_onnx
+    from converter.read.onnx_export import Untranslatable, to_onnx
 
     failure = None
     with oracles.unchanged(model.module, "torch.onnx.export"):
@@ -147,45 +148,77 @@ def measured_outputs(model: TorchModel) -> tuple[TensorSpec, ...]:
     named after its output. Any other is fixed. Raises :class:`ConversionError` for a dtype that is not served, and for
     outputs whose rank changes.
     """
-    first = _run(model, model.example)
-    larger = tuple(_larger(spec, tensor) for spec, tensor in zip(model.inputs, model.example, strict=True))
+    from converter.read import oracles
+
+    run = oracles.of_module(model)
+    small = {spec.name: tensor.numpy() for spec, tensor in zip(model.inputs, model.example, strict=True)}
+    more = {spec.name: [(0, _MORE * isinstance(dim, str)) for dim in spec.shape] for spec in model.inputs}
+    large = {name: np.pad(array, more[name], mode="edge") if more[name] else array for name, array in small.items()}
+    (first,) = run([small])
     try:
-        second = _run(model, larger)
-    except ConversionError:  # a dimension looks free but is fixed; the samples will show the sizes
-        second, larger = first, model.example
+        (second,) = run([large])
+    except RuntimeFailure:  # a dimension looks free but is fixed; the samples will show the sizes
+        second, large = first, small
     names: dict[tuple[int, int], str] = {}  # of free dimensions, by their sizes in both runs
-    for spec, *tensors in zip(model.inputs, model.example, larger, strict=True):
-        for dim, *sizes in zip(spec.shape, tensors[0].shape, tensors[1].shape, strict=True):
+    for spec in model.inputs:
+        for dim, *sizes in zip(spec.shape, small[spec.name].shape, large[spec.name].shape, strict=True):
             if isinstance(dim, str):
                 names.setdefault((sizes[0], sizes[1]), dim)
     found = []
-    for name, one, two in zip(model.outputs, first, second, strict=True):
+    for name, one in first.items():
+        two = second[name]
         if one.ndim != two.ndim:
             raise ConversionError(
                 f"output {quoted(name)} has {one.ndim} dimensions for one input and {two.ndim} for another"
             )
         pairs = zip(one.shape, two.shape, strict=True)
         dims = tuple(names.get((a, b), a if a == b and a else UNKNOWN) for a, b in pairs)
-        dtype = str(one.dtype).removeprefix("torch.").replace("bfloat16", "float32")
-        if dtype not in BY_NAME:
-            raise ConversionError(f"output {quoted(name)} is {dtype}, and bf16kit serves tensors of plain dtypes only")
-        found.append(TensorSpec(name, dtype, dims, kind_of(name)))
+        if one.dtype.name not in BY_NAME:
+            raise ConversionError(
+                f"output {quoted(name)} is {one.dtype.name}, and bf16kit serves tensors of plain dtypes only"
+            )
+        found.append(TensorSpec(name, one.dtype.name, dims, kind_of(name)))
     return name_dimensions(found, model.inputs)
 
 
-def _run(model: TorchModel, example: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    import torch
+def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
+    """Return the graph's inputs; unnamed free dimensions are named after input and axis.
 
-    try:
-        with quiet(), torch.no_grad():
-            found: tuple[torch.Tensor, ...] = model.module(*(tensor.clone() for tensor in example))
-    except Exception as error:  # the user's model may raise anything
-        raise ConversionError(f"the model failed on an example input: {first_line(error)}") from error
-    return found
+    Raises :class:`ConversionError` for sequences, optionals, unknown ranks, dtypes that bf16kit does not serve, and
+    sizes that do not fit any memory.
+    """
+    return name_dimensions([_spec(value, "other") for value in model.graph.inputs])
 
 
-def _larger(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, all ones or zeros, with longer free dimensions."""
-    free = [isinstance(dim, str) for dim in spec.shape]
-    first = tensor[tuple(slice(1) if is_free else slice(None) for is_free in free)]
-    return first.expand([n + _MORE * is_free for n, is_free in zip(tensor.shape, free, strict=True)]).contiguous()
+def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
+    """Return the graph's outputs as :func:`input_specs` does, each with the kind that its name suggests."""
+    return name_dimensions(
+        [_spec(value, kind_of(value.name or "")) for value in model.graph.outputs], input_specs(model)
+    )
+
+
+def kind_of(name: str) -> Kind:
+    """Return an output's kind, guessed from its name."""
+    if re.search("logits|scores", name.lower()):
+        return "logits"
+    return "embedding" if re.search("embed|hidden_state|pooler", name.lower()) else "other"
+
+
+def _spec(value: ir.Value, kind: Kind) -> TensorSpec:
+    name = value.name or ""
+    if value.type is None:
+        raise SourceError(f"truncated or damaged: {quoted(name)} has no type")
+    if value.dtype is None or int(value.dtype) not in BY_ONNX:
+        raise ConversionError(f"{quoted(name)} is {value.type}, and bf16kit serves tensors of plain dtypes only")
+    if value.shape is None:
+        raise ConversionError(f"{quoted(name)} has no known rank; run ONNX shape inference on the model first")
+    dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+    if 0 in dims:
+        raise ConversionError(
+            f"{quoted(name)} has size 0 in dimension {dims.index(0)}; export the model with a named dimension there"
+        )
+    # some exporters write −1 for a free dimension
+    shape = tuple(UNKNOWN if dim is None or (isinstance(dim, int) and dim < 0) else dim for dim in dims)
+    if math.prod(dim for dim in shape if isinstance(dim, int)) > _LARGEST:
+        raise ConversionError(f"{quoted(name)} is declared as {describe(shape)}, which does not fit in any memory")
+    return TensorSpec(name, BY_ONNX[int(value.dtype)].name, shape, kind)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
+
+import torch
 
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import first_few
 from converter.options import Options
 from converter.process.imports import import_callable
 from converter.process.quiet import first_line, quiet
-from converter.read.sources import no_architecture
+from converter.read.sources import mismatch_message, no_architecture
 from converter.source import Array
 
-if TYPE_CHECKING:
-    import torch
-
 _COMPILED = "_orig_mod."  # torch.compile's prefix for the names of what it wraps, at any position
-_NAMED = 5
 
 
 def build(options: Options, arguments: Mapping[str, Any] | None = None) -> torch.nn.Module:
@@ -26,12 +24,9 @@ def build(options: Options, arguments: Mapping[str, Any] | None = None) -> torch
 
     Its large tensors are in temporary files. UsageError if the factory fails or returns something else.
     """
-    import torch
-
     from converter.process.tensorfiles import TensorFiles
 
-    factory = factory_of(options)
-    files = TensorFiles(options.target.path.parent)
+    factory, files = factory_of(options), TensorFiles(options.target.path.parent)
     try:
         with quiet(), files:
             module = factory(**(options.model_args if arguments is None else arguments))
@@ -52,8 +47,6 @@ def factory_of(options: Options) -> Callable[..., Any]:
 
 def in_fp32(module: torch.nn.Module) -> torch.nn.Module:
     """Convert the parameters of ``module`` to fp32, in place, if any has another floating precision; return it."""
-    import torch
-
     others = (torch.float16, torch.bfloat16, torch.float64)
     return module.float() if any(parameter.dtype in others for parameter in module.parameters()) else module
 
@@ -70,9 +63,8 @@ def fit(module: torch.nn.Module, tensors: Mapping[str, Array], wanted: str | Non
     state = module.state_dict()
     if not any(_COMPILED in name for name in state):
         tensors = {name.replace(_COMPILED, ""): tensor for name, tensor in tensors.items()}
-    found = Counter(
-        prefix for name in tensors for prefix in _prefixes(name) if name.removeprefix(prefix) in state
-    )  # how many of the model's names each prefix precedes
+    # How many of the model's names each prefix precedes.
+    found = Counter(prefix for name in tensors for prefix in _prefixes(name) if name.removeprefix(prefix) in state)
     ranked = sorted(found, key=lambda prefix: (-found[prefix], len(prefix), prefix)) or [""]
     fitting = [prefix for prefix in ranked if not any(mismatches(_behind(prefix, tensors), state))]
     prefix = _choose(fitting, ranked, wanted)
@@ -152,16 +144,8 @@ def place(tensor: torch.Tensor) -> tuple[int, ...]:
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
-def mismatch_message(what: str, problems: Sequence[str]) -> str:
-    """Return ``what``, then the first five of ``problems``, one per line, and how many more there are."""
-    more = f"\n  and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-    return f"{what}:" + "".join(f"\n  {problem}" for problem in problems[:_NAMED]) + more
-
-
 def to_torch(array: Array) -> torch.Tensor:
     """Return a tensor over the memory of ``array``."""
-    import torch
-
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -11,7 +11,10 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import ml_dtypes
+import torch
 
 from bf16kit.messages.errors import SourceError
 from bf16kit.messages.wording import first_few
@@ -20,26 +23,19 @@ from converter.read.detect import NO_ARCHIVE, Kind
 from converter.read.sources import check_claim, untrusted
 from converter.source import Array
 
-if TYPE_CHECKING:
-    import torch
-
 _ZIPS = (Kind.TORCH_ZIP, Kind.LIGHTNING)
 _LIGHTNING_REMEDY = (
     "the cause is usually a hyper-parameter: train with save_hyperparameters(ignore=[...]) for values that are not"
     " numbers or text"
 )
-_NESTED = ("state_dict", "model_state_dict", "model")  # keys that training scripts use
 
 
 def read_file(path: Path, kind: Kind, *, trust_code: bool) -> tuple[dict[str, Array], torch.nn.Module | None]:
     """Return the tensors of ``path`` by name, memory-mapped, and the module itself when a whole one was saved.
 
-    Pickles run code when they are loaded. So torch's zip files are loaded with ``weights_only``, which builds nothing
-    but tensors and plain containers. Bare pickles are loaded only with ``trust_code``.
+    Without ``trust_code`` zip files are loaded with ``weights_only``, which runs no code, and bare pickles not at all.
     """
     loaded = load(path, kind, trust_code=trust_code)
-    import torch
-
     if isinstance(loaded, torch.nn.Module):
         return to_numpy(path, loaded.state_dict()), loaded
     return arrays(path, kind, _state_dict(path, loaded), trust_code=trust_code), None
@@ -49,8 +45,6 @@ def load(path: Path, kind: Kind, *, trust_code: bool) -> Any:
     """Return the contents of ``path``, tensors mapped; :class:`SourceError` for what :func:`read_file` rejects."""
     if kind is Kind.PICKLE and not trust_code:
         raise untrusted(path, "is a bare pickle (torch before 1.6, or not torch at all)", "save it as safetensors")
-    import torch
-
     try:
         with quiet():
             return torch.load(path, map_location="cpu", weights_only=not trust_code, mmap=kind in _ZIPS)
@@ -63,8 +57,6 @@ def load(path: Path, kind: Kind, *, trust_code: bool) -> Any:
 
 def _unsafe_globals(path: Path) -> str:
     """Name the classes and functions that a checkpoint's pickle asks for beside tensors; "" if it cannot be read."""
-    import torch
-
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # noqa: BLE001 - a damaged pickle raises nearly anything; then torch's first error is reported
@@ -75,13 +67,11 @@ def _unsafe_globals(path: Path) -> str:
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Any]:
     if not isinstance(loaded, Mapping):
         raise SourceError(f"{path}: holds a {type(loaded).__name__}, expected a state dict")
-    import torch
-
     if any(isinstance(value, torch.Tensor) for value in loaded.values()):
         return loaded
-    nested: list[Mapping[str, Any]] = [loaded[key] for key in _NESTED if isinstance(loaded.get(key), Mapping)]
-    if nested:
-        return nested[0]
+    for key in ("state_dict", "model_state_dict", "model"):  # as training scripts call it
+        if isinstance(nested := loaded.get(key), Mapping):
+            return nested
     keys = ", ".join(sorted(map(str, loaded))[:5]) or "nothing"
     raise SourceError(f"{path}: holds no tensors at its top level, nor under 'state_dict'; it has {keys}")
 
@@ -98,8 +88,6 @@ def to_numpy(path: Path, state: Mapping[Any, Any]) -> dict[str, Array]:
 
     Raises :class:`SourceError` for a dtype that numpy does not have, and for copies much larger than the file.
     """
-    import torch
-
     tensors = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     dense = [tensor for tensor in tensors.values() if tensor.layout is torch.strided]
     check_claim(path, sum(tensor.nbytes for tensor in dense if not tensor.is_contiguous()), [path])
@@ -108,9 +96,6 @@ def to_numpy(path: Path, state: Mapping[Any, Any]) -> dict[str, Array]:
 
 def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
     """Return ``tensor`` as a numpy view of the same memory; bfloat16, which numpy lacks, through its 16-bit pattern."""
-    import ml_dtypes
-    import torch
-
     if tensor.device.type == "meta":
         raise SourceError(f"{path}: tensor {name!r} was saved from the meta device, without its values")
     try:
@@ -122,10 +107,8 @@ def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
             return array
     except (TypeError, RuntimeError):
         pass
-    layout = "" if tensor.layout is torch.strided else f" ({tensor.layout})"
-    raise SourceError(
-        f"{path}: tensor {name!r} has the unknown dtype {str(tensor.dtype).removeprefix('torch.')}{layout}"
-    )
+    dtype = str(tensor.dtype).removeprefix("torch.") + ("" if tensor.layout is torch.strided else f" ({tensor.layout})")
+    raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {dtype}")
 
 
 def check_bytes(path: Path) -> None:
@@ -140,12 +123,7 @@ def check_bytes(path: Path) -> None:
 
 
 def _check_records(path: Path, state: Mapping[Any, Any]) -> None:
-    """Raise :class:`SourceError` unless the memory of each tensor that torch mapped from ``path`` is just one record.
-
-    Its size must be a record's, and its distance from the others, too.
-    """
-    import torch
-
+    """Raise :class:`SourceError` unless each tensor's memory has a record's size, and its distance from the others."""
     dense = (t for t in state.values() if isinstance(t, torch.Tensor) and t.layout is torch.strided)
     memory = (tensor.untyped_storage() for tensor in dense if tensor.device.type == "cpu")
     storages = {(storage.data_ptr(), storage.nbytes()) for storage in memory if storage.nbytes()}

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.publish import StagingArtifact, check_target
-from bf16kit.artifact.recoveryentries import RecoveredDrift, RecoveryEntry
 from bf16kit.drift.metrics import DriftSummary
 from bf16kit.messages.errors import BudgetExceeded, ConversionError, UsageError
 from bf16kit.runtime.loading import load_reference

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bf16kit.artifact.recoveryentries import LookEntry, TrainingEntry
+from bf16kit.artifact.entries import LookEntry, TrainingEntry
 from bf16kit.messages.errors import ConversionError, UsageError
 from converter.process.progress import Progress
 from converter.process.quiet import first_line

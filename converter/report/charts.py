@@ -1,26 +1,115 @@
-"""The charts of the report: drift by sample, and SQNR by depth.
+"""The charts of the report, drift by sample and SQNR by depth, and the drawing of SVG with matplotlib.
 
 Colour alone never carries a meaning: what is over its bound is a square, predictions are dashed, every line is
-labelled.
+labelled. A picture takes its colours from the CSS variables of the page around it, light or dark, and has a title and a
+description for users who do not see it. The same figure gives the same bytes: no date, no random ids, and no settings
+of the user's. Text stays text, escaped.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
 from typing import TYPE_CHECKING, Any
 
-from bf16kit.drift.measurements import MARGIN_DB, MOST_DB
+from bf16kit.drift.measurements import MARGIN_DB, MOST_DB, LayerEntry
 from bf16kit.drift.verdicts import SampleSeries
-from converter.report.layers import LayerSeries, layer_name, shortfall
-from converter.report.svg import COLOUR, axes, drawing, svg
+from bf16kit.messages.wording import printable
+from converter.process.quiet import quiet
+from converter.report.figures import LayerSeries, layer_name, shortfall
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DOTS = 500  # in one chart; more cannot be told apart
-_HEIGHT = 280.0
-Point = tuple[float, float, bool, str]  # x, y, whether it is over its bound, what to say of it
+WIDTH = 480.0  # width of the report's pictures, in units of about a pixel; phones show it at two thirds
+# CSS variables. matplotlib draws with a colour that stands for the variable, and :func:`svg` puts the variable there.
+_NAMES = ("text", "muted", "grid", "accent", "bad", "zone", "second", "third", "target")
+COLOUR = {name: f"#0000{number:02x}" for number, name in enumerate(_NAMES, start=1)}
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a name may contain a dollar sign
+    "font.size": 12,
+    "text.color": COLOUR["text"],
+    "axes.titlesize": "medium",
+    "axes.titlelocation": "left",
+    "axes.titley": 1.06,  # a place of its own: searching one takes as long as all else
+    **dict.fromkeys(("axes.titlecolor", "axes.labelcolor", "axes.edgecolor"), COLOUR["muted"]),
+    **dict.fromkeys(("xtick.color", "ytick.color"), COLOUR["muted"]),
+    **dict.fromkeys(("axes.spines.left", "axes.spines.right", "axes.spines.top", "xtick.bottom", "ytick.left"), False),
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": COLOUR["grid"],
+    "grid.linewidth": 1,
+    "lines.linewidth": 1.75,
+    "lines.markersize": 6,
+    "lines.markeredgewidth": 0,
+}
+# What matplotlib writes and a page does not need: line ends, ids that occur in every figure, its fonts, and a style for
+# everything. The page's fonts are about as wide.
+_NOISE = re.compile(
+    r"\n\s*|(?<=<g) id=\"[^\"]*\"|font-family: [^;]*; |(?<=\") transform=\"rotate\(-0 [^)]*\)\"|<style.*?</style>", re.S
+)
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Draw with this module's settings instead of the user's; also a decorator. What matplotlib logs is hidden."""
+    with quiet():  # on first use it announces its cache of fonts, and it warns of characters that its own font lacks
+        import matplotlib  # half a second, only spent when something is drawn
+
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(_SETTINGS)
+            yield
+
+
+def axes(
+    height: float, width: float = WIDTH, *, left: float = 0, right: float = 0, top: float = 0, bottom: float = 0
+) -> Axes:
+    """Return the axes of a new figure, with margins in the figure's units; call it inside :func:`drawing`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width / 72, height / 72))  # SVG has 72 units an inch
+    area = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+    return figure.add_axes(area)
+
+
+def svg(plane: Axes, key: str, title: str, description: str, tips: Iterable[str] = (), style: str = "") -> str:
+    """Return the figure of ``plane`` as an SVG element, with ids that begin with ``key``.
+
+    ``tips`` are shown when markers are pointed at, in the order in which they were drawn. ``style`` is CSS for a file
+    of its own, which has no page around it and needs a size.
+    """
+    import matplotlib
+
+    figure, stream = plane.get_figure(root=True), io.StringIO()
+    assert figure is not None  # noqa: S101 - `axes` gave it one
+    matplotlib.rcParams["svg.hashsalt"] = key
+    unmarked = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(stream, format="svg", transparent=True, metadata=unmarked)
+    text = re.split(r"<svg .*?>", _NOISE.sub("", stream.getvalue()), maxsplit=1)[1]
+    for name, colour in COLOUR.items():
+        text = text.replace(colour, f"var(--{name})")
+    titles = (f"<title>{_escaped(tip)}</title>" for tip in tips)
+    text = re.sub(r"(<use [^>]*)/>", lambda marker: f"{marker[1]}>{next(titles, '')}</use>", text)
+    width, height = (round(inches * 72) for inches in figure.get_size_inches())
+    size = f' width="{width}" height="{height}"' if style else ""
+    return (
+        f'<svg class="plot" role="img" aria-labelledby="{key}-title {key}-desc" viewBox="0 0 {width} {height}"{size}'
+        f' xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+        f'<title id="{key}-title">{_escaped(title)}</title><desc id="{key}-desc">{_escaped(description)}</desc>'
+        f"{style}{text}"
+    )
+
+
+def _escaped(text: str) -> str:
+    return escape(printable(text, keep=""))
 
 
 @drawing()
@@ -30,21 +119,22 @@ def samples_chart(series: SampleSeries, key: str) -> str:
     top = max([*filter(math.isfinite, values), *(bound for _, bound in series.bounds), 1e-12]) * 1.08
     limit = dict(series.bounds).get("relative_l2", math.inf)
     shown = [(series.index(row), values[row]) for row in sampled_points(values)]
-    over = sum(value > limit for value in values)
-    points = [(at, min(value, top), value > limit, f"sample {at}: {value:.3g}") for at, value in shown]
     description = (
         f"{len(shown)} of {series.measured} samples: relative_l2 from {min(values, default=0):.3g} to"
         f" {max(values, default=0):.3g}"
-        + "".join(f"; the budget bounds {_statistic(name)} at {bound:.3g}" for name, bound in series.bounds)
-        + (f"; {over} samples are above the line" if over else "")
     )
     plane = _plane("sample", series.measured - 1, "relative_l2", (0, top))
     for side, (name, bound) in enumerate(series.bounds):
-        label, at = f"budget of {_statistic(name)}: {bound:.3g}", (0.0 if side % 2 else 1.0, bound)
-        above: dict[str, Any] = {"textcoords": "offset points", "ha": "left" if side % 2 else "right"}
+        of = name.partition(".")[2]
+        statistic = {"": "the mean", "worst": "the worst"}.get(of, of)
+        description += f"; the budget bounds {statistic} at {bound:.3g}"
         plane.axhline(bound, color=COLOUR["bad"])
-        plane.annotate(label, at, (0, 4), ("axes fraction", "data"), color=COLOUR["bad"], **above)
-    tips = _mark(plane, points)
+        label: dict[str, Any] = {"x": 0.0, "ha": "left"} if side % 2 else {"x": 1.0, "ha": "right"}
+        label |= {"y": bound, "va": "bottom", "color": COLOUR["bad"], "transform": plane.get_yaxis_transform()}
+        plane.text(s=f"budget of {statistic}: {bound:.3g}", **label)
+    if over := sum(value > limit for value in values):
+        description += f"; {over} samples are above the line"
+    tips = _mark(plane, [(at, min(value, top), value > limit, f"sample {at}: {value:.3g}") for at, value in shown])
     return svg(plane, key, f"Drift of {series.output} by sample, {series.profile}", description, tips)
 
 
@@ -55,41 +145,34 @@ def layers_chart(series: LayerSeries, key: str) -> str:
     finite = [value for value in values if abs(value) < MOST_DB] or [0.0]
     low, high = min(finite), max(finite)
     bottom = min(0.0, low) if low < 12 else low - 6
-    drawn = [row for row in series.rows if row.sqnr_db < MOST_DB]
-    exact = len(series.rows) - len(drawn)
-    points = [
-        (
-            row.depth,
-            max(row.sqnr_db, bottom),
-            shortfall(row) > MARGIN_DB,
-            f"{layer_name(row)} ({row.name}, {row.op}): {row.sqnr_db:.1f} dB, predicted {row.expected_db:.1f}",
-        )
-        for row in (drawn[place] for place in sampled_points([shortfall(row) for row in drawn]))
-    ]
-    off = series.first_off
-    description = (
-        f"{len(points)} of {series.measured} layers, in dB; {f'{exact} exact ones are left out; ' if exact else ''}"
-        + (
-            "none is below the SQNR predicted for rounding to bf16."
-            if off is None
-            else f"the first below its predicted SQNR is {layer_name(off)}: {off.sqnr_db:.3g} dB, predicted"
-            f" {off.expected_db:.3g}."
-        )
-    )
+    inexact = [row for row in series.rows if row.sqnr_db < MOST_DB]
+    drawn = [inexact[place] for place in sampled_points([shortfall(row) for row in inexact])]
+    description, exact = f"{len(drawn)} of {series.measured} layers, in dB; ", len(series.rows) - len(inexact)
+    if exact:
+        description += f"{exact} exact ones are left out; "
+    if (off := series.first_off) is None:
+        description += "none is below the SQNR predicted for rounding to bf16."
+    else:
+        description += f"the first below its predicted SQNR is {_layer_text(off)}."
     depths: dict[int, list[float]] = {}
     for row in series.rows:
         if abs(row.expected_db) < MOST_DB:
             depths.setdefault(row.depth, []).append(row.expected_db)
     plane = _plane("depth", max((row.depth for row in series.rows), default=1), "SQNR, dB", (bottom, high + 6))
+    points = [(row.depth, max(row.sqnr_db, bottom), shortfall(row) > MARGIN_DB, _layer_text(row)) for row in drawn]
     tips = _mark(plane, points)
     predicted = [sum(depths[depth]) / len(depths[depth]) for depth in sorted(depths)]
     plane.plot(sorted(depths), predicted, "--", color=COLOUR["muted"])
     return svg(plane, key, f"SQNR of each layer by depth, {series.profile}", description, tips)
 
 
+def _layer_text(row: LayerEntry) -> str:
+    return f"{layer_name(row)} ({row.name}, {row.op}): {row.sqnr_db:.1f} dB, predicted {row.expected_db:.1f}"
+
+
 def _plane(x_name: str, last: int, y_name: str, heights: tuple[float, float]) -> Axes:
     """Return axes from 0 to ``last``, a count."""
-    plane, right = axes(_HEIGHT, left=58, right=14, top=34, bottom=48), max(1, last)
+    plane, right = axes(280, left=58, right=14, top=34, bottom=48), max(1, last)
     plane.set(xlim=(-0.02 * right, right), ylim=heights, xlabel=x_name, title=y_name)
     plane.locator_params(axis="x", integer=True)
     plane.xaxis.set_major_formatter("{x:.0f}")
@@ -97,8 +180,8 @@ def _plane(x_name: str, last: int, y_name: str, heights: tuple[float, float]) ->
     return plane
 
 
-def _mark(plane: Axes, points: Sequence[Point]) -> list[str]:
-    """Draw ``points``; return what to say of each, in the order in which they were drawn."""
+def _mark(plane: Axes, points: Sequence[tuple[float, float, bool, str]]) -> list[str]:
+    """Draw points (x, y, whether over its bound, what to say of it); return what to say of each, in drawing order."""
     tips = []
     for over, shape, colour in ((False, "o", "accent"), (True, "s", "bad")):
         chosen = [point for point in points if point[2] == over]
@@ -115,8 +198,3 @@ def sampled_points(badness: Sequence[float]) -> list[int]:
     others = [i for i in range(len(badness)) if i not in worst]
     left = DOTS - len(worst)
     return sorted([*worst, *(others[i * len(others) // left] for i in range(left))])
-
-
-def _statistic(name: str) -> str:
-    """Name what a bound applies to: "relative_l2" to the mean, "relative_l2.p99" to that quantile."""
-    return {"": "the mean", "worst": "the worst"}.get(name.partition(".")[2], name.partition(".")[2])

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bf16kit.artifact.manifest import RESIDUAL, FileEntry, Manifest, OracleEntry, Plan, PlanEntry
-from bf16kit.drift.measurements import Measurements, SearchEntry
+from bf16kit.drift.measurements import MARGIN_DB, MOST_DB, DiagnosisEntry, LayerEntry, Layers, Measurements, SearchEntry
 from bf16kit.drift.verdicts import drift_rows, sample_series, verdicts, worst_slices
 from bf16kit.messages.wording import listed
 from bf16kit.numerics.panels import WIDTH
 from bf16kit.numerics.rounding import Census
-from converter.report.layers import layer_series
 
 SEARCHED = "budget"  # the plan's code for what a search keeps in fp32
 _EXAMPLES = 3  # wordings of a reason
-_LOST = {"nan": "NaN", "inf": "infinite", "overflow": "overflow", "flushed_to_zero": "flushed to zero"}
-_LOST["subnormal"] = "subnormal"
+_NAMED = 12  # nodes and weights of a remedy that a sentence names
+_LOST = ("nan", "inf", "overflow", "flushed_to_zero", "subnormal")  # the census' counts of values not held exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Sizes:
 class ReferenceCheck:
     """The distance of the fp32 reference from the source's outputs: the worst relative_l2, and its bound."""
 
-    checked: bool
-    relative_l2: float | None
-    bound: float | None
     sentence: str
+    checked: bool = False
+    relative_l2: float | None = None
+    bound: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,10 @@ class Figures:
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        files: Mapping[str, FileEntry],
-        measurements: Measurements | None = None,
-        notes: Sequence[str] = (),
+        self, manifest: Manifest, files: Mapping[str, FileEntry], measured: Measurements | None = None
     ) -> None:
-        self.manifest, self.files, self.notes = manifest, dict(sorted(files.items())), notes
-        self.measured = measured = measurements or Measurements()
+        self.manifest, self.files = manifest, dict(sorted(files.items()))
+        self.measured = measured = measured or Measurements()
         self.drift = list(drift_rows(manifest))
         self.verdicts = list(verdicts(manifest, self.drift))
         self.within = all(verdict.within for verdict in self.verdicts)
@@ -131,9 +127,14 @@ class Figures:
         self.reference = reference(manifest.oracle)
         self.samples = list(sample_series(manifest, measured))
         self.slices = list(worst_slices(manifest, measured))
-        self.layers = list(layer_series(measured, [each.profile for each in self.verdicts if not each.within]))
+        over = [verdict.profile for verdict in self.verdicts if not verdict.within]
+        self.layers = [
+            series(profile, entry.layers, within=profile not in over)
+            for profile, entry in sorted(measured.profiles.items())
+            if entry.layers is not None and entry.layers.rows
+        ]
         worst = sorted(measured.ranges.tensors.items(), key=lambda item: (item[1].severity, item[0]))
-        self.spans = [Span(name, _remark(entry), entry) for name, entry in worst]
+        self.spans = [Span(name, _remark(census), census) for name, census in worst]
         self.islands = sorted(islands(manifest, measured), key=lambda island: island.code != SEARCHED)
         self.searches = [
             SearchSummary(profile, entry.search, _describe_search(profile, entry.search))
@@ -145,13 +146,11 @@ class Figures:
     @property
     def headline(self) -> str:
         """The verdict on all profiles, in one sentence."""
-        over = [verdict.profile for verdict in self.verdicts if not verdict.within]
-        if not self.verdicts:
+        names = [verdict.profile for verdict in self.verdicts if verdict.within == self.within]
+        if not names:
             return "No drift was measured."
-        if over:
-            return f"{listed(over)} {'is' if len(over) == 1 else 'are'} over the drift budget."
-        names = listed([verdict.profile for verdict in self.verdicts])
-        return f"{names} {'keeps' if len(self.verdicts) == 1 else 'keep'} within the drift budget."
+        one, many = ("keeps within", "keep within") if self.within else ("is over", "are over")
+        return f"{listed(names)} {one if len(names) == 1 else many} the drift budget."
 
 
 def sizes(manifest: Manifest, files: Mapping[str, FileEntry]) -> Sizes:
@@ -178,21 +177,23 @@ def layout(manifest: Manifest) -> str:
 def reference(oracle: OracleEntry | None) -> ReferenceCheck:
     """Return the oracle's result for the fp32 reference."""
     if oracle is None:
-        return ReferenceCheck(
-            False, None, None, "not checked against the source, because the artifact is older than that check"
-        )
+        return ReferenceCheck("not checked against the source, because the artifact is older than that check")
     worst = max(oracle.outputs.values(), key=lambda figure: figure.relative_l2, default=None)
     if not oracle.checked or worst is None:
-        return ReferenceCheck(False, None, None, f"not checked against the source: {oracle.how}")
+        return ReferenceCheck(f"not checked against the source: {oracle.how}")
     count = f"{oracle.feeds} sample{'' if oracle.feeds == 1 else 's'}"
     sentence = f"within {worst.relative_l2:.2g} of {oracle.how} ({count}; fp32 noise explains {worst.bound:.2g})"
-    return ReferenceCheck(True, worst.relative_l2, worst.bound, sentence)
+    return ReferenceCheck(sentence, True, worst.relative_l2, worst.bound)
+
+
+def plan_parts(plan: Plan) -> list[tuple[str, list[PlanEntry]]]:
+    """Return the entries of a plan by :attr:`PlanGroup.of`."""
+    return [("tensors", plan.tensors), *((f"{name} nodes", rows) for name, rows in sorted(plan.nodes.items()))]
 
 
 def plan_groups(plan: Plan) -> Iterator[PlanGroup]:
     """Yield the plan by reason: the tensors first, then each profile's nodes; within each, the largest group first."""
-    parts = [("tensors", plan.tensors), *((f"{name} nodes", rows) for name, rows in sorted(plan.nodes.items()))]
-    for of, entries in parts:
+    for of, entries in plan_parts(plan):
         found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for entry in entries:
             found[entry.precision, entry.code][entry.reason] += 1
@@ -207,20 +208,15 @@ def islands(manifest: Manifest, measured: Measurements) -> Iterator[Island]:
     In the cpu profile, which computes in fp32, and among the tensors, only what a search kept is an island. In
     cpu-bf16, only products that were kept are islands, because all other nodes compute in fp32 there.
     """
-    plan: Iterable[tuple[str, list[PlanEntry]]] = (
-        *sorted(manifest.plan.nodes.items()),
-        ("tensors", manifest.plan.tensors),
-    )
-    for profile, entries in plan:
+    for profile, entries in [*sorted(manifest.plan.nodes.items()), ("tensors", manifest.plan.tensors)]:
         bf16 = profile in manifest.profiles and manifest.profiles[profile].precision == "bf16"
         searches = [entry.search for name, entry in measured.profiles.items() if profile in (name, "tensors")]
         worth = {island.name: island for search in searches if search is not None for island in search.islands}
         for e in entries:
             if e.code == SEARCHED or (bf16 and e.precision == "fp32" and e.code not in ("profile", "no_floats")):
                 found = worth.get(e.name)
-                known = found is not None and not math.isnan(found.worth)
-                remedy, ratio = (found.remedy if found else ""), (found.worth if found and known else None)
-                yield Island(profile, e.name, e.op, e.code, e.reason, remedy, ratio)
+                ratio = None if found is None or math.isnan(found.worth) else found.worth
+                yield Island(profile, e.name, e.op, e.code, e.reason, found.remedy if found else "", ratio)
 
 
 def _describe_search(profile: str, found: SearchEntry) -> str:
@@ -234,5 +230,82 @@ def _describe_search(profile: str, found: SearchEntry) -> str:
 
 def _remark(entry: Census) -> str:
     """Describe the values of a tensor that bf16 does not hold exactly; "" if there are none."""
-    counts = ((getattr(entry, name), what) for name, what in _LOST.items())
+    words = {"nan": "NaN", "inf": "infinite", "flushed_to_zero": "flushed to zero"}
+    counts = ((getattr(entry, name), words.get(name, name)) for name in _LOST)
     return ", ".join(f"{count:,} {what}" for count, what in counts if count)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeries:
+    """The SQNR of a profile's layers: how much of the reference's signal each keeps, and where it is below prediction.
+
+    ``rows`` are sorted by depth; ``measured`` is their number before some were left out. ``first_off`` is the first
+    whose SQNR is :data:`MARGIN_DB` below the predicted one; None if there is none. ``diagnosis`` is what the layers say
+    about the outputs; None in older artifacts. ``summary`` says it in sentences, and ``option`` is what to convert with
+    to mend the worst output; "" if none is needed or known.
+    """
+
+    profile: str
+    measured: int
+    rows: tuple[LayerEntry, ...]
+    first_off: LayerEntry | None
+    diagnosis: DiagnosisEntry | None
+    summary: str
+    option: str
+
+    def worst(self) -> list[LayerEntry]:
+        """Return the rows, those farthest below their predicted SQNR first."""
+        return sorted(self.rows, key=shortfall, reverse=True)
+
+
+def shortfall(row: LayerEntry) -> float:
+    """Return how many dB ``row`` is below its predicted SQNR; −inf for an exact layer."""
+    return -math.inf if row.sqnr_db >= MOST_DB else row.expected_db - row.sqnr_db
+
+
+def layer_name(row: LayerEntry) -> str:
+    """Return the user's name for the layer: its weight if it has one, because exporters make up names of nodes."""
+    return row.weight or row.name
+
+
+def series(profile: str, layers: Layers, *, within: bool = True, remarks: str = "") -> LayerSeries:
+    """Sort the layers of one profile by depth, and say what they mean.
+
+    ``within`` says whether the profile is within the budget. ``remarks`` are sentences on the remedy, or on why there
+    is none.
+    """
+    rows, found = tuple(sorted(layers.rows, key=lambda row: row.depth)), layers.diagnosis
+    first = next((row for row in rows if shortfall(row) > MARGIN_DB), None)
+    said = "" if found is None else " ".join(_sentences(found, first, within, remarks))
+    option = f"--keep-fp32 {shlex.quote(found.remedy.keep_fp32)}" if found and found.remedy else ""
+    return LayerSeries(profile, layers.measured, rows, first, found, said, option)
+
+
+def _sentences(found: DiagnosisEntry, first: LayerEntry | None, within: bool, remarks: str) -> Iterator[str]:
+    if not found.ails:
+        yield "Every output has the SQNR predicted for rounding to bf16, so its drift comes from all layers alike."
+        if first is not None:
+            yield f"The first layer below its predicted SQNR is {layer_name(first)}; later ones average its error away."
+        yield "No remedy is needed."
+        return
+    if found.leaves is None:
+        yield "An output is over budget, though no layer is below its predicted SQNR: the errors of all layers add up."
+    else:
+        yield (
+            f"SQNR falls below its prediction at {found.leaves.name} ({found.leaves.op}):"
+            f" {found.leaves.sqnr_db:.1f} dB, predicted {found.leaves.expected_db:.1f} dB."
+        )
+    if remarks:
+        yield remarks
+    if (remedy := found.remedy) is not None:
+        names = listed(remedy.nodes) if len(remedy.nodes) <= _NAMED else f"{len(remedy.nodes)} nodes and weights"
+        yield (
+            f"Keeping {names} in fp32 would raise output {remedy.output} from {remedy.before_db:.1f} to"
+            f" {remedy.after_db:.1f} dB (tested on the CPU):"
+        )
+    elif not remarks and found.tried:
+        yield "Keeping nodes and weights in fp32 does not mend it; look at its inputs or its weights."
+    elif not remarks and within:
+        yield "No remedy is needed, because the budget is met."
+    elif not remarks:
+        yield "No remedy was looked for; bf16-convert explain looks for one."

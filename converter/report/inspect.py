@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry, TrainingEntry
 from bf16kit.artifact.manifest import ProfileEntry
-from bf16kit.artifact.recoveryentries import RecoveredDrift, RecoveryEntry, TrainingEntry
 from bf16kit.drift.verdicts import DriftRow, format_budget_ratio
-from bf16kit.messages.document import plain
-from bf16kit.messages.wording import listed, size, table
+from bf16kit.messages.wording import first_few, plain, size, table
 from bf16kit.numerics.tensors import describe as describe_shape
 from converter.report.figures import Figures
 
@@ -24,12 +23,11 @@ _FROM_FIGURES = (
     *("within", "headline", "verdicts", "drift", "slices", "reference", "sizes", "layout", "plan", "islands"),
     *("searches", "files"),
 )
-_FEW = 3  # files named in a sentence, at most
+FILES = 3  # named in a sentence or a cell, at most
 
 
 def describe(path: Path) -> str:
-    """Describe the artifact in ``path``, after checking its files: verdict, profiles, inputs, outputs, sizes, plan,
-    drift and digests.
+    """Describe the artifact in ``path``, after checking its files: verdict, profiles, sizes, plan, drift and digests.
 
     Raises :class:`ArtifactError` or a subclass if it is damaged or no artifact.
     """
@@ -68,7 +66,7 @@ def drift_cells(row: DriftRow) -> tuple[object, ...]:
     """Return one row of the table with the columns :data:`DRIFT`."""
     profile = f"{row.profile}, emulated" if row.emulated else row.profile
     within = "yes" if row.within else "NO"
-    return profile, row.output, row.metric, row.measured, row.worst, row.bound, _used(row.used), within
+    return profile, row.output, row.metric, row.measured, row.worst, row.bound, share(row.used), within
 
 
 def _head(artifact: Artifact, found: Figures) -> str:
@@ -107,7 +105,9 @@ def _parts(found: Figures) -> Iterator[str]:
     ran = ("precision", "verified", "note")
     profiles = [(n, e.graph, e.precision, e.verified, e.note) for n, e in sorted(manifest.profiles.items())]
     yield table("Profiles", ("name", "graph", *ran), profiles)
-    exports = [(n, abbreviated(e.files), e.precision, e.verified, e.note) for n, e in sorted(manifest.exports.items())]
+    exports = [
+        (n, first_few(e.files, FILES), e.precision, e.verified, e.note) for n, e in sorted(manifest.exports.items())
+    ]
     if exports:
         yield table("Exports, for other programs", ("name", "files", *ran), exports)
     plan = [(group.of, group.precision, group.summary, group.count) for group in found.plan]
@@ -119,7 +119,7 @@ def _parts(found: Figures) -> Iterator[str]:
         yield table("fp32 islands", columns[:width], [row[:width] for row in rows])
     yield drift(found)
     if found.slices:
-        slices = [(each.profile, each.output, each.where, each.error, _used(each.used)) for each in found.slices]
+        slices = [(each.profile, each.output, each.where, each.error, share(each.used)) for each in found.slices]
         yield table("Worst slices, by error ÷ own variation", ("profile", "output", "slice", "error", "used"), slices)
     if trained is not None:
         yield recovery_text(trained)
@@ -163,11 +163,6 @@ def needs(entry: ProfileEntry) -> str:
     return ", ".join(f"{name} {version} or later" for name, version in sorted(entry.requires.items()))
 
 
-def abbreviated(names: Sequence[str]) -> str:
-    """Join the first names into words of a sentence, with the number of the others."""
-    more = len(names) - _FEW
-    return listed(names) if more <= 0 else f"{', '.join(names[:_FEW])} and {more} more"
-
-
-def _used(ratio: float | None) -> str | None:
-    return None if ratio is None else format_budget_ratio(ratio)
+def share(ratio: float | None) -> str:
+    """Return drift ÷ budget for users, a dash for None."""
+    return "–" if ratio is None else format_budget_ratio(ratio)

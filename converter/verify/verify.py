@@ -14,9 +14,8 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.slices import Scales, Values
 from bf16kit.drift.verdicts import DriftRow, rows_of
-from bf16kit.messages.document import plain
 from bf16kit.messages.errors import ArtifactError, BudgetExceeded, UsageError
-from bf16kit.messages.wording import table
+from bf16kit.messages.wording import plain, table
 from bf16kit.runtime.loading import load_reference
 from converter.process.memory import release_memory
 from converter.report.inspect import DRIFT, drift_cells

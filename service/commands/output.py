@@ -34,7 +34,7 @@ def echo(text: str) -> None:
 
 def echo_json(value: Any) -> None:
     """Write one JSON object to standard output."""
-    from bf16kit.messages.document import dumps
+    from bf16kit.messages.wording import dumps
 
     click.echo(dumps(value))
 

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from bf16kit.artifact.entries import plain_name
-from bf16kit.artifact.reading import read_inside
+from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import quoted
 from service.batching.queue import LevelPolicy
@@ -202,4 +202,4 @@ def _read_labels(serving: Path, output: object, name: object) -> tuple[str, ...]
 
 def _read(file: Path, most: int, where: str) -> bytes:
     """Read a file of a model's directory. A link may lead to another place in the repository, and no further."""
-    return read_inside(file, most, ConfigError, "the limit", within=file.parent.parent, where=where)
+    return read_bounded(file, most, ConfigError, "the limit", within=file.parent.parent, where=where)

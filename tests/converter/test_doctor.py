@@ -12,7 +12,7 @@ from savedmodels import stand_in
 
 from bf16kit.runtime.ort import kernel
 from converter.commands.doctor import record
-from converter.read.tensorflow import reader as tensorflow
+from converter.read import tensorflow
 
 
 def test_a_missing_part_is_shown_with_the_command_that_installs_it(

@@ -31,7 +31,7 @@ from converter.fuse.multiply import ProductVariant
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.islands.explanation import measure_layers
-from converter.read.torch import onnx_export
+from converter.read import onnx_export
 from converter.rewrite import batchnorm, clampmasks, explicit, lowering, matching
 from converter.source import TorchModel
 from converter.verify import certify

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.drift.metrics import DriftSummary, measure
+from bf16kit.drift.metrics import DriftSummary, compare
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import choose_profiles, load, load_reference
 
@@ -76,7 +76,9 @@ def assert_within_budget(artifact: Artifact, runtime: Runtime, feeds: Feeds) -> 
     expected, found = load_reference(artifact).run(feeds), runtime.run(feeds)
     budget = Budget.from_dict(artifact.manifest.budget)
     for spec in runtime.outputs:
-        summary = DriftSummary.of(measure(expected[spec.name], found[spec.name], spec, artifact.manifest.batch_axis))
+        summary = DriftSummary.of(
+            compare(expected[spec.name], found[spec.name], spec, artifact.manifest.batch_axis).rows
+        )
         assert budget.breaches(spec.name, summary) == []
 
 
@@ -111,7 +113,7 @@ def test_the_emulation_predicted_the_drift(onnx_device: str, bert: Artifact) -> 
     assert emulated.emulated
     for entry in bert.manifest.outputs:
         summary = DriftSummary.of(
-            measure(expected[entry.name], found[entry.name], entry.spec(), bert.manifest.batch_axis)
+            compare(expected[entry.name], found[entry.name], entry.spec(), bert.manifest.batch_axis).rows
         )
         predicted = emulated.outputs[entry.name]["relative_l2"]["mean"]
         assert 0.5 * predicted < (summary.judged("relative_l2") or 0) < 2 * predicted

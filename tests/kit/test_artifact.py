@@ -23,7 +23,7 @@ from small import CHECKPOINT, entry_of, publish_small
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import MANIFEST, CheckpointEntry, FileEntry, Manifest, Segment, Source
 from bf16kit.artifact.publish import staging
-from bf16kit.artifact.reading import read_bounded, read_segment
+from bf16kit.artifact.reading import read_bounded
 from bf16kit.artifact.weightfile import WeightWriter
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, UsageError
 from bf16kit.numerics.panels import pack
@@ -33,6 +33,12 @@ from bf16kit.numerics.rounding import BF16, to_bf16
 Array = NDArray[Any]
 
 FILES = ["cpu.onnx", "golden.safetensors", MANIFEST, "residual.bin", "weights.bf16", "weights.fp32"]
+
+
+@pytest.fixture
+def small_artifact(tmp_path: Path) -> Artifact:
+    """Return the small artifact, published at ``tmp_path/small/1``."""
+    return publish_small(tmp_path / "small" / "1")
 
 
 def rewrite(artifact: Artifact, change: Callable[[Manifest], Manifest]) -> None:
@@ -74,14 +80,14 @@ class TestReading:
             assert restored[name].shape == array.shape
             assert restored[name].tobytes() == array.tobytes()
 
-    def test_stored_tensors_are_read_only_views_of_the_file(self, small_artifact: Artifact) -> None:
+    def test_tensors_are_read_only_views_of_the_file_and_golden_samples_have_names(
+        self, small_artifact: Artifact
+    ) -> None:
         tensor = small_artifact.tensor("w")
         assert (tensor.dtype, tensor.shape) == (BF16, (10, 6))
         assert not tensor.flags.owndata
         with pytest.raises(ValueError, match="read-only"):
             tensor[0, 0] = 1
-
-    def test_golden_samples_are_given_by_name(self, small_artifact: Artifact) -> None:
         golden = small_artifact.golden()
         assert np.array_equal(golden.inputs["x"], np.ones((2, 10), np.float32))
         assert list(golden.outputs) == ["y"]
@@ -188,13 +194,6 @@ class TestRejected:
             with pytest.raises(ArtifactError, match=message):
                 Artifact.open(tmp_path / name)
 
-    @pytest.mark.parametrize("name", ["/etc/hostname", "../golden.safetensors", "..", "a/b"])
-    def test_names_that_are_paths(self, small_artifact: Artifact, name: str) -> None:
-        entry = FileEntry(sha256="0" * 64, bytes=0)
-        rewrite(small_artifact, lambda m: m.amended(files={**m.files, name: entry}))
-        with pytest.raises(ArtifactError, match=f"{name}' is not a plain file name"):
-            Artifact.open(small_artifact.path)
-
     @pytest.mark.parametrize("name", ["cpu.onnx", "golden.safetensors", "residual.bin", "weights.bf16", "own"])
     def test_a_file_that_is_used_but_not_listed(self, small_artifact: Artifact, name: str) -> None:
         """A file is read only if its digest is known; ``own`` are the golden samples of a profile."""
@@ -214,11 +213,6 @@ class TestRejected:
         with pytest.raises(ArtifactError, match=r"tensor 'w' ends at byte .* beyond the end"):
             Artifact.open(small_artifact.path)
 
-    def test_an_artifact_without_golden_samples(self, small_artifact: Artifact) -> None:
-        rewrite(small_artifact, lambda m: m.amended(golden=None))
-        with pytest.raises(ArtifactError, match="no golden samples"):
-            Artifact.open(small_artifact.path).golden()
-
     def test_golden_samples_with_more_axes_than_numpy_has(self, small_artifact: Artifact) -> None:
         text = json.dumps({"input:x": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}}).encode()
         data = struct.pack("<Q", len(text)) + text + bytes(4)
@@ -228,9 +222,12 @@ class TestRejected:
         with pytest.raises(ArtifactDamaged, match=r"golden\.safetensors: maximum supported dimension"):
             Artifact.open(small_artifact.path).golden()
 
-    def test_golden_samples_that_are_not_safetensors(self, small_artifact: Artifact) -> None:
-        rewrite(small_artifact, lambda m: m.amended(golden="cpu.onnx"))
-        with pytest.raises(ArtifactDamaged, match=r"cpu\.onnx"):
+    @pytest.mark.parametrize(("golden", "message"), [(None, "no golden samples"), ("cpu.onnx", r"cpu\.onnx: ")])
+    def test_golden_samples_that_are_absent_or_no_safetensors(
+        self, small_artifact: Artifact, golden: str | None, message: str
+    ) -> None:
+        rewrite(small_artifact, lambda m: m.amended(golden=golden))
+        with pytest.raises(ArtifactError, match=message):
             Artifact.open(small_artifact.path).golden()
 
 
@@ -249,7 +246,7 @@ def test_an_artifact_opened_with_copies_maps_nothing(tmp_path: Path) -> None:
 
 def test_verifying_again_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Artifact.open(publish_small(tmp_path / "m" / "1").path)
-    monkeypatch.setattr("bf16kit.artifact.reading._hashed", lambda path: pytest.fail(f"{path} was read again"))
+    monkeypatch.setattr("hashlib.file_digest", lambda file, _: pytest.fail(f"{file.name} was read again"))
     opened.verify()
     monkeypatch.undo()
     with (opened.path / "weights.fp32").open("r+b") as file:
@@ -294,16 +291,8 @@ def test_any_array_is_written_little_endian_in_c_order(tmp_path: Path, array: ND
     assert np.array_equal(data.reshape(array.shape), array)
 
 
-def test_a_segment_is_read_into_a_given_array(tmp_path: Path) -> None:
-    file = tmp_path / "weights.bf16"
-    file.write_bytes(bytes(range(100)))
-    place = np.zeros(7, np.uint8)
-    read_segment(file, Segment(offset=97, bytes=3), place[2:5])
-    assert place.tolist() == [0, 0, 97, 98, 99, 0, 0]
-
-
 @pytest.mark.parametrize("endless", [False, True])
-def test_a_file_over_the_limit_is_rejected_and_the_limit_is_named(tmp_path: Path, endless: bool) -> None:
+def test_a_file_over_the_limit_or_absent_is_rejected_and_the_reason_is_named(tmp_path: Path, endless: bool) -> None:
     path = Path("/dev/zero") if endless else tmp_path / "rules.yaml"
     if not endless:
         path.write_bytes(bytes(1 << 20))
@@ -311,13 +300,8 @@ def test_a_file_over_the_limit_is_rejected_and_the_limit_is_named(tmp_path: Path
         path.write_bytes(bytes((1 << 20) + 1))
     with pytest.raises(UsageError, match=f"--map {path}: larger than 1 MiB, of which nobody has so many"):
         read_bounded(path, 1 << 20, UsageError, "of which nobody has so many", where=f"--map {path}")
-
-
-def test_the_error_for_an_unreadable_file_gives_the_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent\.yaml: cannot be read: No such file or directory"):
         read_bounded(tmp_path / "absent.yaml", 1, UsageError, "")
-    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
-        read_bounded(tmp_path, 1, UsageError, "")
 
 
 @pytest.mark.parametrize("what", [".", "manifest.json", "weights.bf16"])

@@ -117,10 +117,3 @@ def test_missing_and_different_outputs_are_rejected() -> None:
         broken = Evidence(found.header, found.feeds, served, reference)
         with pytest.raises(UsageError, match="not of the same outputs"):
             Evidence.loads(broken.dumps(), "e")
-
-
-def test_a_much_too_large_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bf16kit.artifact.evidence.MOST_BYTES", 100)
-    (tmp_path / "large").write_bytes(WHOLE)
-    with pytest.raises(UsageError, match="the limit for evidence"):
-        Evidence.read(tmp_path / "large")

@@ -73,12 +73,8 @@ class TestBytes:
         assert data == Manifest.loads(data, "").dumps()
         assert data == (json.dumps(json.loads(data), sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
         assert "ŷ".encode() in data
-
-    def test_infinite_drift_is_written_as_a_word_and_read_as_a_number(self) -> None:
-        """JSON has no infinity, and other readers could not parse one."""
-        data = manifest().dumps()
+        # JSON has no infinity, and other readers could not parse one
         assert fields_of(data)["drift"]["cpu"]["outputs"]["ŷ"]["sqnr_db"]["mean"] == "inf"
-        assert Manifest.loads(data, "").drift["cpu"].outputs["ŷ"]["sqnr_db"]["mean"] == math.inf
 
     def test_the_digest_is_of_the_bytes_with_zeros_in_its_place(self) -> None:
         data = manifest().dumps()
@@ -95,39 +91,27 @@ class TestVersions:
         found = Manifest.loads(data, "")
         assert (found.schema_version, found.dumps()) == (version, data)
 
-    @pytest.mark.parametrize(
-        "news",
-        [
-            {"tensors": [MATRIX.model_copy(update={"panels": 0})]},
-            {"oracle": OracleEntry(checked=False, how="the source cannot answer")},
-            {"profiles": {"cpu": CPU.model_copy(update={"requires": {"onnxruntime": "1.24"}})}},
-            {"profiles": {"cpu": CPU.model_copy(update={"golden": "own.safetensors"})}},
-            {"profiles": {"cpu-bf16": CPU}},
-            {"profiles": {"pt2": CPU.model_copy(update={"format": "pt2"})}},
-            {"measurements": "measurements.json"},
-            {"plan": Plan(tensors=[PlanEntry(name="w", op="MatMul", precision="fp32", reason="", code="small")])},
-            {"budget": {"relative_l2.p99": 0.02}},
-            {"exports": {"safetensors": ExportEntry(**_EXPORT)}},
-            {"given": [GivenEntry(**_GIVEN)]},
-        ],
-        ids=lambda news: next(iter(news)),
-    )
-    def test_what_later_versions_added_is_read_as_it_was_written(self, news: dict[str, Any]) -> None:
-        made = manifest(**news)
+    def test_what_later_versions_added_is_read_as_it_was_written(self) -> None:
+        own = CPU.model_copy(update={"requires": {"onnxruntime": "1.24"}, "golden": "own.safetensors"})
+        made = manifest(
+            tensors=[MATRIX.model_copy(update={"panels": 0})],
+            oracle=OracleEntry(checked=False, how="the source cannot answer"),
+            profiles={"cpu": own, "cpu-bf16": CPU, "pt2": CPU.model_copy(update={"format": "pt2"})},
+            measurements="measurements.json",
+            plan=Plan(tensors=[PlanEntry(name="w", op="MatMul", precision="fp32", reason="", code="small")]),
+            budget={"relative_l2.p99": 0.02},
+            exports={"safetensors": ExportEntry(**_EXPORT)},
+            given=[GivenEntry(**_GIVEN)],
+            golden="golden.safetensors",
+        )
         assert made.schema_version == 7
         assert Manifest.loads(made.dumps(), "") == made
+        files = [made.golden_of(profile) for profile in (None, "cpu", "cpu-bf16")]
+        assert files == ["golden.safetensors", "own.safetensors", "golden.safetensors"]
 
     def test_what_later_versions_added_is_not_mentioned_without_it(self) -> None:
         added = (b"panels", b"oracle", b"requires", b"measurements", b'"code"', b"exports", b"given", b'"golden": "own')
         assert not any(word in manifest().dumps() for word in added)
-
-    def test_a_profile_without_its_own_golden_samples_uses_the_manifests(self) -> None:
-        own = CPU.model_copy(update={"golden": "own.safetensors"})
-        made = manifest(profiles={"cpu": CPU, "cpu-bf16": own}, golden="golden.safetensors")
-        assert [made.golden_of(p) for p in (None, "cpu", "cpu-bf16")] == [
-            *["golden.safetensors"] * 2,
-            "own.safetensors",
-        ]
 
 
 class TestRejected:
@@ -162,11 +146,9 @@ class TestRejected:
         with pytest.raises(ArtifactError, match=message):
             Manifest.loads(data, "manifest.json")
 
-    def test_a_newer_schema_with_any_content(self) -> None:
+    def test_a_newer_schema_with_any_content_and_an_edited_budget(self) -> None:
         with pytest.raises(ManifestVersionError, match=r"schema version 8 is newer than 7.*upgrade bf16kit"):
             Manifest.loads(b'{"schema_version": 8, "novelty": []}', "manifest.json")
-
-    def test_an_edited_budget(self) -> None:
         with pytest.raises(ArtifactDamaged, match="its digest differs"):
             Manifest.loads(manifest().dumps().replace(b"0.015", b"0.150"), "manifest.json")
 
@@ -207,18 +189,13 @@ class TestRejected:
 class TestConsistency:
     """The fields of a manifest must fit together before any file is read."""
 
-    def test_tensor_names_are_unique(self) -> None:
+    def test_tensor_names_are_unique_and_a_scale_is_a_stored_tensor_of_fitting_size(self) -> None:
         with pytest.raises(ValidationError, match="same name"):
             manifest(tensors=[MATRIX, MATRIX])
-
-    @pytest.mark.parametrize("axis", [0, 1])
-    def test_a_scale_is_a_stored_tensor_of_fitting_size(self, axis: int) -> None:
-        scaled = MATRIX.model_copy(update={"scale": "s", "scale_axis": axis})
-        if axis == 0:
-            assert manifest(tensors=[scaled, SCALE]).tensors[0].scale == "s"
-            return
+        scaled = MATRIX.model_copy(update={"scale": "s", "scale_axis": 0})
+        assert manifest(tensors=[scaled, SCALE]).tensors[0].scale == "s"
         with pytest.raises(ValidationError, match="float32 tensor of 3 values"):
-            manifest(tensors=[scaled, SCALE])
+            manifest(tensors=[scaled.model_copy(update={"scale_axis": 1}), SCALE])
 
     @pytest.mark.parametrize(
         ("changes", "message"),

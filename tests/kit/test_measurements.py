@@ -74,12 +74,6 @@ def test_what_older_versions_do_not_know_is_not_mentioned_without_it() -> None:
     assert Measurements.loads(old.dumps(), "m") == old
 
 
-def test_an_output_that_is_not_logits_has_no_top1_columns() -> None:
-    columns = SampleColumns.of([replace(DRIFT, top1_matches=0, top1_rows=0)], 10)
-    assert columns.top1_rows == []
-    assert SampleColumns.of([DRIFT], 10).top1_rows == [4]
-
-
 def test_thousands_of_samples_are_thinned_evenly_and_their_count_is_kept() -> None:
     found = sample_columns({p: {o: _drifts(9_000) for o in "ab"} for p in ("cpu", "cuda")})
     rows = found["cpu"]["a"]
@@ -88,6 +82,8 @@ def test_thousands_of_samples_are_thinned_evenly_and_their_count_is_kept() -> No
     assert rows.relative_l2 == [(i * 9_000 // 2_500) / 1000 for i in range(2_500)]
     few = sample_columns({"cpu": {"a": _drifts(3)}})["cpu"]["a"]
     assert few.relative_l2 == [0.0, 0.001, 0.002]
+    assert few.top1_rows == [4] * 3
+    assert SampleColumns.of([replace(DRIFT, top1_matches=0, top1_rows=0)], 10).top1_rows == []  # not logits
 
 
 def test_of_too_many_tensors_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,23 +147,15 @@ def test_a_damaged_file_is_rejected_or_can_be_written_and_read_again(data: st.Da
     assert Measurements.loads(found.dumps(), "m").dumps() == found.dumps()
 
 
-def test_the_range_covers_all_samples() -> None:
+def test_the_range_covers_all_samples_and_strings_booleans_and_empty_arrays_have_none() -> None:
     feeds = [
         {"x": np.array([[1.0, -2.0]], np.float32), "ids": np.array([5, 900])},
         {"x": np.array([[7.0]], np.float32)},
+        {"words": np.array(["a"], object), "flags": np.array([True, False]), "none": np.zeros((0, 3), np.float32)},
     ]
     found = input_ranges(feeds)
     assert found == {"x": InputRange(low=-2.0, high=7.0), "ids": InputRange(low=5.0, high=900.0)}
     assert str(found["x"]) == "-2 to 7"
-
-
-@pytest.mark.parametrize(
-    "array",
-    [np.array(["a"], object), np.array([True, False]), np.zeros((0, 3), np.float32)],
-    ids=["strings", "booleans", "nothing"],
-)
-def test_strings_booleans_and_empty_arrays_have_no_range(array: np.ndarray) -> None:
-    assert input_ranges([{"x": array}]) == {}
 
 
 def test_nonfinite_values_are_in_range_only_if_the_samples_had_some() -> None:
@@ -185,10 +173,6 @@ def test_zero_and_values_up_to_half_a_range_beyond_the_ends_are_in_range() -> No
     assert known.outside(np.array([-5.1, 15.1, 10 * 2.0**20])).all()
     mask = InputRange(low=1.0, high=1.0)
     assert mask.outside(np.array([0, 1, 2], np.int64)).tolist() == [False, False, True]
-
-
-def test_bf16_inputs_have_a_range_too() -> None:
-    array = np.array([1.5, -3.0], ml_dtypes.bfloat16)
-    (found,) = input_ranges([{"x": array}]).values()
-    assert (found.low, found.high) == (-3.0, 1.5)
-    assert found.outside(np.array([1.0, 3e38], ml_dtypes.bfloat16)).tolist() == [False, True]
+    bf16 = InputRange.of(np.array([1.5, -3.0], ml_dtypes.bfloat16))
+    assert bf16 == InputRange(low=-3.0, high=1.5)
+    assert bf16.outside(np.array([1.0, 3e38], ml_dtypes.bfloat16)).tolist() == [False, True]

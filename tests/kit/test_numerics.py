@@ -5,7 +5,11 @@ The compiled loops, where the kernel was built, and numpy must give the same bit
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import ml_dtypes
@@ -117,13 +121,11 @@ class TestRounding:
             assert np.array_equal(rounded, bf16_bits(floats(bits).astype(ml_dtypes.bfloat16)))
         assert np.array_equal(rounded, round_by_hand(bits))
 
-    def test_no_value_moves_by_more_than_half_an_ulp(self) -> None:
+    def test_no_value_moves_by_more_than_half_an_ulp_and_constants_have_the_bits_that_their_names_say(self) -> None:
         x = floats(random_bits(1 << 18, seed=2))
         x = x[np.isfinite(x) & (np.abs(x) >= SMALLEST_NORMAL) & (np.abs(x) < OVERFLOW)].astype(np.float64)
         error = np.abs(to_fp32(to_bf16(x.astype(np.float32))) - x) / np.abs(x)
         assert error.max() <= UNIT_ROUNDOFF / (1 + UNIT_ROUNDOFF)
-
-    def test_constants_have_the_bits_that_their_names_say(self) -> None:
         bits = np.array([0x7F7F, 0xFF7F, 0x0080], np.uint16)
         assert bits.view(BF16).astype(np.float64).tolist() == [LARGEST, LOWEST, SMALLEST_NORMAL]
         assert np.float32(OVERFLOW).view(np.uint32) == 0x7F7F8000
@@ -187,11 +189,23 @@ class TestCensus:
             max_abs=float(finite.max()),
             min_abs_nonzero=float(finite[finite > 0].min()),
         )
+        for values in ([], [0.0, -0.0], [np.nan, np.inf]):
+            found = census(np.array(values, np.float32))
+            assert (found.max_abs, found.min_abs_nonzero) == (0.0, 0.0)
 
-    @pytest.mark.parametrize("x", [[], [0.0, -0.0], [np.nan, np.inf]])
-    def test_without_finite_values_the_range_is_zero(self, x: list[float]) -> None:
-        found = census(np.array(x, np.float32))
-        assert (found.max_abs, found.min_abs_nonzero) == (0.0, 0.0)
+
+@pytest.mark.long  # compiles the kernel's own tests; `make test-kernel` runs ten thousand cases under sanitizers
+def test_the_kernel_agrees_with_float64_and_with_itself() -> None:
+    """Run 500 random cases. A failure names the seed and the case; ``run.sh --seed S --only N`` repeats it."""
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        pytest.skip(f"no C++ compiler: {compiler} is not on PATH (Debian: apt-get install g++)")
+    command = ["kernels/tests/run.sh", "--cases", "500"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env={**os.environ, "CXX": compiler}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("ok: 500 cases"), done.stdout
 
 
 @given(st.lists(st.floats(width=32), max_size=20), st.lists(st.floats(width=32), max_size=20))

@@ -50,12 +50,6 @@ def test_every_byte_is_where_the_format_says_and_unpacking_restores_it(
     assert not matrix.size or not (np.shares_memory(flat, matrix) or np.shares_memory(back, flat))
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
-def test_any_dtype_keeps_its_bits(dtype: type[np.generic]) -> None:
-    matrix = np.arange(40 * 70).reshape(40, 70).astype(dtype)
-    assert unpack(pack(matrix, 0), (40, 70), 0).tobytes() == matrix.tobytes()
-
-
 @pytest.mark.parametrize(("shape", "axis"), [((8,), 0), ((2, 2, 2), 1), ((), 0), ((4, 2), 2), ((4, 2), -1)])
 def test_an_array_that_is_not_a_matrix_and_a_wrong_axis_are_rejected(shape: tuple[int, ...], axis: int) -> None:
     with pytest.raises(ValueError, match=rf"axis 0 or 1 of a matrix, not along axis {axis} of \[.*\]"):

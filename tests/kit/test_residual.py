@@ -143,14 +143,11 @@ class TestDamage:
             decode(segment[:-32] + footer, bf16)
 
 
-def test_a_group_is_stored_as_bit_planes_from_the_lowest_kept_bit() -> None:
+def test_a_group_is_stored_as_bit_planes_from_the_lowest_kept_bit_and_none_below_is_lost() -> None:
     words = np.array([0x2000, 0x4000, 0x8000, 0xE000, 0, 0, 0, 0, 0x2000], np.uint32)
     encoder = Encoder(words.shape, low_bits=3)
     pieces = [*encoder.rows(words.view(np.float32), np.zeros(9, BF16)), *encoder.finish()]
     assert b"".join(map(bytes, pieces))[:6] == bytes([0b1001, 0b1010, 0b1100, 1, 0, 0])
-
-
-def test_a_bit_that_would_be_lost_is_rejected() -> None:
     encoder = Encoder((8,), low_bits=3)
     with pytest.raises(ValueError, match="more than 3 bits"):
         list(encoder.rows(np.full(8, 0x1000, np.uint32).view(np.float32), np.zeros(8, BF16)))

@@ -102,12 +102,9 @@ def test_a_constant_slice_is_judged_by_its_relative_error_and_a_zero_one_not_at_
     found = judge(r, c)
     assert (found.axis, found.index, found.judged, found.slices) == (1, 1, 3, 4)
     assert found.error == pytest.approx(0.1)
-
-
-def test_too_few_samples_judge_nothing() -> None:
-    r = signal(FEWEST + 1, 3)
-    assert worst(measured([(r[1:], -r[1:])], ("n", 3))) == []
+    r = signal(FEWEST + 1, 3)  # with a sample less, nothing is judged
     assert worst(measured([(r, -r)], ("n", 3)))
+    assert worst(measured([(r[1:], -r[1:])], ("n", 3))) == []
 
 
 def test_samples_may_differ_in_length() -> None:
@@ -136,7 +133,7 @@ def test_the_worst_slices_come_in_order() -> None:
     assert len(worst(sums, 1000)) == 11
 
 
-def test_a_long_axis_is_judged_in_groups_of_neighbours() -> None:
+def test_a_long_axis_is_judged_in_groups_of_neighbours_and_no_axis_as_one_slice() -> None:
     size = 3 * GROUPS + 1
     r = signal(16, size)
     c = r.copy()
@@ -144,10 +141,7 @@ def test_a_long_axis_is_judged_in_groups_of_neighbours() -> None:
     found = judge(r, c)
     assert found.index <= 9000 < found.index + 4
     assert found.error > 1
-
-
-def test_one_number_per_sample_is_one_slice() -> None:
-    r = signal(32)
+    r = signal(32)  # one number per sample is one slice
     found = judge(1000 + r, 1000 + r + 0.5 * signal(32, seed=1))
     assert found.slices == 1
     assert found.error == pytest.approx(0.5, rel=0.5)

@@ -42,10 +42,6 @@ def test_dtypes_agree_under_their_three_names() -> None:
     assert BY_NAME["bfloat16"].numpy == np.dtype(ml_dtypes.bfloat16)
 
 
-def test_valid_inputs_give_the_size_of_every_named_dimension() -> None:
-    assert check_feeds(SPECS, feeds()) == {"batch": 2, "seq": 5}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -53,10 +49,7 @@ def test_valid_inputs_give_the_size_of_every_named_dimension() -> None:
         ({"mask": GONE}, "input 'mask' is missing"),
         ({"ids": np.zeros((2, 5), np.int32)}, "input 'ids' has dtype int32, expected int64"),
         ({"ids": np.zeros(5, np.int64)}, r"shape \[5\] of rank 1, expected \[batch,seq\]"),
-        (
-            {"scale": np.zeros((2, 3), np.float32)},
-            r"shape \[2, 3\], expected \[batch,2\] with 3 = 2 in dimension 1",
-        ),
+        ({"scale": np.zeros((2, 3), np.float32)}, r"shape \[2, 3\], expected \[batch,2\] with 3 = 2 in dimension 1"),
         ({"mask": np.zeros((2, 4), np.int64)}, r"'mask' has shape \[2, 4\].* with 4 = 5 in dimension 1"),
         ({"scale": np.zeros((1, 2), np.float32)}, r"'scale' has shape \[1, 2\].* with 1 = 2 in dimension 0"),
     ],
@@ -66,6 +59,7 @@ def test_invalid_inputs_are_rejected_with_the_reason(changes: dict[str, NDArray[
         check_feeds(SPECS, feeds(**changes))
 
 
-def test_descriptions_of_shapes() -> None:
+def test_valid_inputs_give_the_size_of_every_named_dimension_and_shapes_have_descriptions() -> None:
+    assert check_feeds(SPECS, feeds()) == {"batch": 2, "seq": 5}
     assert describe(("batch", "seq", 384)) == "[batch,seq,384]"
     assert describe(()) == "[]"

@@ -16,7 +16,7 @@ from serverprocess import ServerProcess
 from table import text
 
 from bf16kit.drift.budget import Budget
-from bf16kit.drift.metrics import DriftSummary, measure
+from bf16kit.drift.metrics import DriftSummary, compare
 from bf16kit.numerics.tensors import BY_NAME
 
 Feeds = dict[str, NDArray[Any]]
@@ -62,7 +62,7 @@ def test_served_outputs_match_those_of_fp32_onnx_runtime(
             expected = dict(zip(seen, session.run(list(seen), feeds), strict=True))
             found = _infer(client, entry.name, feeds, list(seen))
             for spec in outputs:
-                seen[spec.name] += measure(expected[spec.name], found[spec.name], spec, manifest.batch_axis)
+                seen[spec.name] += compare(expected[spec.name], found[spec.name], spec, manifest.batch_axis).rows
     for name, drifts in seen.items():
         assert Budget().breaches(name, DriftSummary.of(drifts)) == []
 

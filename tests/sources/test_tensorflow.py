@@ -25,7 +25,7 @@ from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
-from converter.read.tensorflow import reader as tensorflow
+from converter.read import tensorflow
 
 pytestmark = pytest.mark.sources
 _HERE = Path(__file__).parent

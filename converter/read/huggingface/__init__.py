@@ -15,30 +15,19 @@ from converter.read.detect import Kind
 from converter.read.huggingface.inputs import batches, check_given, declared, sampler
 from converter.read.huggingface.model_directory import INDEX, Directory, companions
 from converter.read.huggingface.module import CACHE, Cache, is_causal, leave_out_extras, load_module, sentence
+from converter.read.onnx_export import Call, adapt, not_served
 from converter.read.sources import Advance, exported_source, precision_notes
-from converter.read.torch.onnx_export import Call, adapt, not_served
 from converter.source import Array, Checkpoint, Feeds, Sampler, Source, TorchModel, digest_files
 
-_LOADED = (
-    "the drift of the export was measured in fp32 arithmetic; transformers computes in bf16 unless"
-    " dtype=torch.float32 is passed, and rounding vectors and activations then adds to the drift"
-)
-_SENTENCE = (
-    "the export is only the transformer, as AutoModel loads it. Pooling and normalisation of sentence-transformers"
-    " are in directories, which an artifact cannot hold"
-)
 _WITHOUT_LIBRARY = (
-    "sentence_embedding is left out, because sentence-transformers, which computes it, is not installed: pip install"
-    " 'bf16kit[sentence]'"
+    "sentence_embedding is left out: sentence-transformers is not installed; pip install 'bf16kit[sentence]'"
 )
 
 Loaded = tuple[TorchModel, Sampler | None, list[str]]  # the module with positional inputs, a sampler for it, notes
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
-    """Return the directory as a source; :class:`UsageError` for a ``--model``, which it does not need."""
-    if options.model is not None:
-        raise UsageError("--model: a Hugging Face directory brings its own architecture")
+    """Return the directory as a source."""
     directory = Directory.open(options.source)
     tensors, files = directory.tensors()
     precisions = precision_notes(options, tensors)
@@ -47,10 +36,8 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     shards = safetensors_file.shards(indices[0]) if indices else ()
     checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors, shards)
     model, sampler, notes = load(options, directory, tensors)
-    notes += precisions
+    notes += [*precisions, *export_notes]
     library = ("sentence-transformers",) if "sentence_embedding" in model.outputs else ()
-    if options.export == "hf":
-        notes += [_LOADED, *export_notes, *([_SENTENCE] if directory.parts is not None else [])]
     source = exported_source(checkpoint, model, sampler, ("transformers", *library))
     outputs = tuple(_with_kind(directory, spec) for spec in source.outputs)
     return replace(source, outputs=outputs, notes=tuple(notes), export_files=export_files)
@@ -112,6 +99,5 @@ def _with_past(options: Options, directory: Directory, module: Any, _whole: Any)
 
 def _with_kind(directory: Directory, spec: TensorSpec) -> TensorSpec:
     """Return ``spec`` with the kind that the config implies: a regression head also calls its output logits."""
-    labels = directory.config.get("id2label", {}) or {}
-    regresses = directory.config.get("problem_type") == "regression" or len(labels) == 1
+    regresses = directory.config.get("problem_type") == "regression" or len(directory.config.get("id2label") or {}) == 1
     return replace(spec, kind="regression") if spec.kind == "logits" and regresses else spec

@@ -26,8 +26,6 @@ _IMAGE = 224  # pixels, if the directory does not say: the size that most vision
 _MODALITIES = {"text": ("input_ids",), "image": ("pixel_values",), "audio": ("input_features", "input_values")}
 _ROWS = 2
 _SEQ_RANGE = (4, 64)  # tokens per sample
-_FRAMES_RANGE = (32, 128)
-_WINDOWS = (12, 48)  # a waveform's length, in steps of the model's convolutions
 _FLOATS = ("pixel_values", "input_values", "input_features")
 _KNOWN = ("input_ids", "attention_mask", "token_type_ids", *_FLOATS)
 _Dims = tuple[int | str, ...]
@@ -158,16 +156,13 @@ class _Feed:
     def values(self, spec: TensorSpec) -> Array:
         shape = tuple(self._size(dim, axis) for axis, dim in enumerate(spec.shape))
         kind = spec.name.removeprefix("decoder_")
-        if kind == "attention_mask":
-            return self._valid(spec, shape)
-        if kind == "input_ids":
-            return self._tokens(spec, shape)
+        if kind in ("attention_mask", "input_ids"):
+            return self._valid(spec, shape) if kind == "attention_mask" else self._tokens(spec, shape)
         if kind == "input_values" and len(shape) == 2:
             return self._wave(spec, shape)
-        if kind == "pixel_values":
-            return self._image(shape)
-        spectrogram = np.clip(self.random.standard_normal(shape) * 0.5, -1.0, 1.5)
-        return np.zeros(shape) if kind == "token_type_ids" else spectrogram
+        if kind in ("pixel_values", "token_type_ids"):
+            return self._image(shape) if kind == "pixel_values" else np.zeros(shape)
+        return np.clip(self.random.standard_normal(shape) * 0.5, -1.0, 1.5)  # a spectrogram
 
     def _size(self, dim: int | str, axis: int) -> int:
         if isinstance(dim, int):
@@ -216,11 +211,11 @@ class _Feed:
 def _range(dim: str, directory: Directory) -> tuple[int, int]:
     """Return the range of lengths to draw from, its end excluded."""
     if dim == FRAMES:
-        return _FRAMES_RANGE
+        return 32, 128
     if dim == SAMPLES:
         strides = directory.setting("conv_stride")
         step = math.prod(strides) if isinstance(strides, list) else 320
-        return _WINDOWS[0] * step, _WINDOWS[1] * step
+        return 12 * step, 48 * step  # in steps of the model's convolutions
     # Fewer tokens have a position than the table has rows if positions start after the padding id.
     stated = [directory.number(n, 0) for n in ("max_position_embeddings", "n_positions", "max_target_positions")]
     rows = min((number for number in stated if number > 0), default=_SEQ_RANGE[1] * 2)

@@ -66,8 +66,8 @@ class Directory:
         listing, parts, files = path / "modules.json", None, []
         if listing.is_file():
             (_, path), *others = _modules(listing)
-            parts = tuple(others)
-            files = [listing, *(part.path / "config.json" for part in parts if (part.path / "config.json").is_file())]
+            parts, configs = tuple(others), (part.path / "config.json" for part in others)
+            files = [listing, *filter(Path.is_file, configs)]
         config = _load(path / "config.json")
         if "model_type" not in config:
             raise SourceError(f"{path / 'config.json'}: has no model_type, so this is not a transformers model")
@@ -94,11 +94,10 @@ class Directory:
         Tensors of sentence-transformers modules after the transformer are prefixed with their module's directory.
         """
         tensors, files = _weights(self.path)
-        for part in self.parts or ():
-            if part.kind == "Dense":
-                more, found = _weights(part.path)
-                tensors |= {part.prefix + name: tensor for name, tensor in more.items()}
-                files += found
+        for part in (part for part in self.parts or () if part.kind == "Dense"):
+            more, found = _weights(part.path)
+            tensors |= {part.prefix + name: tensor for name, tensor in more.items()}
+            files += found
         return tensors, [*self.files, *files]
 
 
@@ -117,13 +116,10 @@ def _weights(path: Path) -> tuple[dict[str, Array], list[Path]]:
 def _modules(listing: Path) -> list[SentenceModule]:
     """Return the modules that a ``modules.json`` lists, the transformer first."""
     try:
-        found = [
-            SentenceModule(each["type"].rpartition(".")[2], Path(each["path"]))
-            for each in _load(listing, mapping=False)
-        ]
+        found = [(each["type"].rpartition(".")[2], Path(each["path"])) for each in _load(listing, list)]
     except (TypeError, KeyError, AttributeError):
         raise SourceError(f"{listing}: is not a list of modules, each with a type and a path") from None
-    if not found or found[0].kind != "Transformer":
+    if not found or found[0][0] != "Transformer":
         raise SourceError(f"{listing}: its first module is not a Transformer; other directories are not converted")
     for _, path in found:
         if path.is_absolute() or len(path.parts) > 1 or ".." in path.parts:
@@ -131,15 +127,15 @@ def _modules(listing: Path) -> list[SentenceModule]:
     return [SentenceModule(kind, listing.parent / path) for kind, path in found]
 
 
-def _load(path: Path, *, mapping: bool = True) -> Any:
+def _load(path: Path, kind: type = dict) -> Any:
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not JSON: {error}") from None
-    if mapping and not isinstance(found, dict):
-        raise SourceError(f"{path}: not a JSON object")
+    if not isinstance(found, kind):
+        raise SourceError(f"{path}: not a JSON {'object' if kind is dict else 'array'}")
     return found
 
 
@@ -154,9 +150,7 @@ def companions(root: Path) -> tuple[dict[str, bytes], list[str]]:
     config = json.loads(_content(root, "config.json"), object_hook=_in_bf16) | dict.fromkeys(_DTYPES, "bfloat16")
     found = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
     left = [quoted(name) for name in names if name not in copied and not _NOT_NEEDED.fullmatch(name)]
-    note = (
-        f"not copied beside the exported weights: {first_few(left, 10)}; copy those that are needed to load the model"
-    )
+    note = f"not copied beside the exported weights: {first_few(left, 10)}; copy those needed to load the model"
     return found | {name: _content(root, name) for name in copied}, [note] if left else []
 
 

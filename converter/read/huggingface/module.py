@@ -20,11 +20,11 @@ from bf16kit.numerics.tensors import TensorSpec
 from converter.process.quiet import first_line, quiet
 from converter.read.huggingface.inputs import BATCH, SEQ
 from converter.read.huggingface.model_directory import Directory, SentenceModule
-from converter.read.statedict import mismatch_message, to_torch
-from converter.read.torch.onnx_export import left_out, named_tensors
+from converter.read.onnx_export import left_out, named_tensors
+from converter.read.sources import mismatch_message
+from converter.read.statedict import to_torch
 from converter.source import Array, Feeds
 
-_EXTRAS = ("use_cache", "output_hidden_states", "output_attentions")
 CACHE, _PAST, _TOTAL = "past_key_values", "past", "total"
 _ROWS, _SEQ_RANGE, _PAST_RANGE = 2, (1, 17), (4, 33)  # the upper ends are excluded
 _KNOWN = ("Pooling", "Dense", "Normalize", "Dropout")
@@ -67,12 +67,9 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
     problems += [f"shape: {found[0]} is {list(found[1])}, not {list(found[2])}" for found in info["mismatched_keys"]]
     if problems:
         raise SourceError(mismatch_message(f"{path}: the checkpoint does not fit its config.json", problems))
-    notes, unused, name = [], sorted(info["unexpected_keys"]), type(module).__name__
-    if unused:
-        notes.append(
-            f"{name} does not use {len(unused)} of the checkpoint's tensors ({first_few(unused)}); no graph uses them,"
-            " and restore gives them back"
-        )
+    unused, name = sorted(info["unexpected_keys"]), type(module).__name__
+    said = f"{name} does not use {len(unused)} of the checkpoint's tensors ({first_few(unused)}); restore returns them"
+    notes = [said] if unused else []
     # sentence-transformers does not use a pooler
     if getattr(module, "pooler", None) is not None and (missing or directory.parts is not None):
         module.pooler = None
@@ -83,7 +80,7 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
 def leave_out_extras(module: Any) -> None:
     """Make ``module`` return neither a cache nor a list of every layer's states, whatever its configs say."""
     for config in (part.config for part in module.modules() if hasattr(part, "config")):
-        for name in _EXTRAS:
+        for name in ("use_cache", "output_hidden_states", "output_attentions"):
             if getattr(config, name, False):
                 setattr(config, name, False)
 
@@ -98,16 +95,13 @@ def _in_fp32(tensors: Mapping[str, Array], scratch: Path) -> dict[str, Any]:
 
 
 def _class(directory: Directory, parsed: Any) -> Any:
-    """Return the class that config.json names.
-
-    For sentence-transformers, or if none is named, return the family's base model.
-    """
+    """Return the class that config.json names, or the family's base model for sentence-transformers and if none is."""
     import transformers
 
+    architecture = str(next(iter(directory.config.get("architectures") or []), ""))
     found: Any
-    architecture = next(iter(directory.config.get("architectures") or []), "")
     if architecture and directory.parts is None:
-        found = getattr(transformers, str(architecture), None)
+        found = getattr(transformers, architecture, None)
     else:
         found = transformers.MODEL_MAPPING.get(type(parsed), None)
         found = found[0] if isinstance(found, tuple | list) else found
@@ -167,12 +161,11 @@ def sentence(directory: Directory, transformer: torch.nn.Module) -> Sentence | N
 
     Raises :class:`SourceError` naming a module that is not supported, or that the library cannot load.
     """
-    for part in directory.parts or ():
-        if part.kind not in _KNOWN:
-            raise SourceError(
-                f"{part.path.parent / 'modules.json'}: a {part.kind} module is not supported ({', '.join(_KNOWN)} are);"
-                " to convert the transformer alone, convert a copy of the directory without modules.json"
-            )
+    for part in (part for part in directory.parts or () if part.kind not in _KNOWN):
+        raise SourceError(
+            f"{part.path.parent / 'modules.json'}: a {part.kind} module is not supported ({', '.join(_KNOWN)} are);"
+            " to convert the transformer alone, convert a copy of the directory without modules.json"
+        )
     try:
         with quiet():
             from sentence_transformers.sentence_transformer import modules
@@ -217,10 +210,8 @@ class Cache:
         tensors = {f"{CACHE}.{n}.{part}": t for n, layer in enumerate(layers) for part, t in _keys_and_values(layer)}
         if not tensors or not all(isinstance(t, torch.Tensor) and t.shape[2:3] == (3,) for t in tensors.values()):
             raise UsageError(f"--with-past: {name} keeps more than keys and values; leave the option out")
-        self.specs = tuple(
-            TensorSpec(name, "float32", (BATCH, tensor.shape[1], _PAST, tensor.shape[3]))
-            for name, tensor in tensors.items()
-        )
+        shapes = {name: (BATCH, tensor.shape[1], _PAST, tensor.shape[3]) for name, tensor in tensors.items()}
+        self.specs = tuple(TensorSpec(name, "float32", shape) for name, shape in shapes.items())
         self.spreads = [float(tensor.std()) for tensor in tensors.values()]
         self.left_out = tuple(name for name in left_out(output) if name != CACHE)
 
@@ -236,13 +227,12 @@ class Cache:
 
         ids, mask = feeds["input_ids"], feeds["attention_mask"]
         tensors = [feeds[spec.name] for spec in self.specs]
-        extra = {}
-        if "position_ids" in inspect.signature(module.forward).parameters:
-            extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         # Without the config, a layer with a sliding window is only masked, and still keeps the whole past.
         cache = DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))
-        given = {"input_ids": ids, "attention_mask": mask, CACHE: cache, **extra}
-        output = module(**given, use_cache=True, return_dict=True)
+        given = {"input_ids": ids, "attention_mask": mask, CACHE: cache, "use_cache": True, "return_dict": True}
+        if "position_ids" in inspect.signature(module.forward).parameters:
+            given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        output = module(**given)
         outputs = dict(named_tensors(output))
         for index, layer in enumerate(output.past_key_values.layers):
             outputs |= {f"present.{index}.{part}": tensor for part, tensor in _keys_and_values(layer)}
@@ -258,9 +248,8 @@ class Cache:
             ids = random.integers(0, directory.number("vocab_size", 2), (_ROWS, new))
             feed: Feeds = {"input_ids": ids, "attention_mask": mask}
             for spec, spread in zip(self.specs, self.spreads, strict=True):
-                sizes = (_ROWS, spec.shape[1], past, spec.shape[3])
-                values: Array = random.standard_normal(tuple(map(int, sizes))) * spread
-                feed[spec.name] = values.astype(np.float32)
+                shape = (_ROWS, int(spec.shape[1]), past, int(spec.shape[3]))
+                feed[spec.name] = (random.standard_normal(shape) * spread).astype(np.float32)
             yield feed
 
 

@@ -51,10 +51,7 @@ def translate(session: Any, inputs: Mapping[str, str], outputs: Mapping[str, str
 
 
 def _number_nodes() -> None:
-    """Number tf2onnx's nodes, so that their sets have the order in which they were made, not that of their addresses.
-
-    Otherwise the order and the names of what it writes would change from run to run.
-    """
+    """Number tf2onnx's nodes, because sets in the order of addresses would change the names it writes in every run."""
     from tf2onnx.graph import Node
     from tf2onnx.optimizer import einsum_optimizer
 
@@ -67,10 +64,7 @@ def _number_nodes() -> None:
 
 
 def _disable_weight_folding() -> None:
-    """Stop tf2onnx from folding what follows a convolution into its weights.
-
-    The converter does that itself, and can undo it when weights are restored.
-    """
+    """Stop tf2onnx from folding into weights of convolutions: the converter does that, and can undo it."""
     from tf2onnx.optimizer import back_to_back_optimizer, transpose_optimizer
 
     back_to_back_optimizer._func_map.pop(("Conv", "BatchNormalization"), None)
@@ -88,23 +82,19 @@ def _disable_weight_folding() -> None:
 
 
 def _inlined(graph: Any, tensors: list[str]) -> Any:
-    """Inline the calls in ``graph``. tf2onnx keeps calls of functions that read variables, which are constants by now.
-
-    Branches and loops remain functions, as in ONNX.
-    """
-
-    for node in (*graph.node, *(node for function in graph.library.function for node in function.node_def)):
+    """Inline the calls in ``graph``, which tf2onnx would keep; branches and loops remain functions, as in ONNX."""
+    for node in _all_nodes(graph):
         if "_lower_using_switch_merge" in node.attr:
             node.attr["_lower_using_switch_merge"].b = False
     return _rewritten(graph, tensors, ["function"])
 
 
-def _simplified(graph: Any, tensors: list[str]) -> Any:
-    """Fold the constants in ``graph``, except the weights.
+def _all_nodes(graph: Any) -> list[Any]:
+    return [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
 
-    TensorFlow would multiply what follows into the weights, and they could no longer be restored. So they are
-    placeholders during the folding.
-    """
+
+def _simplified(graph: Any, tensors: list[str]) -> Any:
+    """Fold constants, except weights, which could not be restored: they are placeholders meanwhile."""
     import tensorflow as tf
 
     floats = (tf.float16.as_datatype_enum, tf.float32.as_datatype_enum, tf.float64.as_datatype_enum)
@@ -150,7 +140,7 @@ def _check_types(graph: Any) -> None:
     """Raise ValueError for a node that computes in bfloat16."""
     from tensorflow.core.framework import types_pb2
 
-    for node in (*graph.node, *(node for function in graph.library.function for node in function.node_def)):
+    for node in _all_nodes(graph):
         for attribute in node.attr.values():
             if types_pb2.DT_BFLOAT16 in (attribute.type, *attribute.list.type):
                 raise ValueError(

@@ -68,15 +68,8 @@ def opened(request: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         found = session.run(outputs, {inputs[fed]: array for fed, array in feeds.items()})
         return [found[output] for output in outputs]
 
-    reply = {
-        "versions": versions,
-        "signature": name,
-        "inputs": list(inputs),
-        "outputs": list(outputs),
-        "renamed": renamed,
-        "variables": variables,
-    }
-    return reply, run
+    reply = {"versions": versions, "signature": name, "renamed": renamed, "variables": variables}
+    return {**reply, "inputs": list(inputs), "outputs": list(outputs)}, run
 
 
 @contextmanager
@@ -122,8 +115,8 @@ def _graph(directory: str) -> Any:
         found = list(loader_impl.parse_saved_model(directory).meta_graphs)
     graphs = [graph for graph in found if list(graph.meta_info_def.tags) == ["serve"]] or found
     if len(graphs) != 1:
-        expected = f"holds {len(graphs)} graphs, expected exactly one with the single tag 'serve'"
-        raise Refused("conversion", f"{expected}; save only the graph to convert")
+        expected = "expected exactly one with the single tag 'serve'; save only the graph to convert"
+        raise Refused("conversion", f"holds {len(graphs)} graphs, {expected}")
     return graphs[0]
 
 

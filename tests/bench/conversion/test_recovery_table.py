@@ -9,7 +9,7 @@ import pytest
 
 from bench.conversion import recovery
 from bench.conversion.recovery import CASES, main, table
-from bf16kit.artifact.recoveryentries import LookEntry, RecoveredDrift, RecoveryEntry, TrainingEntry
+from bf16kit.artifact.entries import LookEntry, RecoveredDrift, RecoveryEntry, TrainingEntry
 
 _TRAINING = TrainingEntry(
     steps=1, skipped=0, precision="32-true", computed="float32", device="cpu", loss="distillation", loss_first=1.0,

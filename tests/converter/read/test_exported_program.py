@@ -56,23 +56,6 @@ def test_a_program_is_converted_and_restored_and_gives_the_outputs_of_torch(
         assert back[name].tobytes() == tensor.numpy().tobytes(), name
 
 
-def test_names_and_free_dimensions_are_the_programs_own(tmp_path: Path) -> None:
-    class Both(torch.nn.Module):
-        def forward(self, ids: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"kept": ids * mask * scale}
-
-    path = tmp_path / "m.pt2"
-    example = (torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64), torch.ones(1))
-    free = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens")}
-    torch.export.save(torch.export.export(Both(), example, dynamic_shapes=(free, free, None)), path)
-    program = load_program(path)
-    assert _inputs(path, program, ()) == (
-        TensorSpec("ids", "int64", ("batch", "ids_1")),
-        TensorSpec("mask", "int64", ("batch", "ids_1")),
-        TensorSpec("scale", "float32", (1,)),
-    )
-
-
 def test_dimensions_may_be_named_and_fixed_with_input(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = written(tmp_path, seeded(Mlp()), torch.ones(2, 16))
     cli("checkpoint", source, "--out", target, TRUSTED, "--input", "x:float32:rows,16", *ONNX_ONLY).published()
@@ -190,9 +173,3 @@ def test_a_program_that_changes_its_state_is_rejected(cli: Cli, tmp_path: Path, 
     cli("checkpoint", source, "--out", target, TRUSTED).refused(
         3, "m.pt2: running the program changed the model's own tensor"
     )
-
-
-def test_the_option_model_is_rejected(cli: Cli, tmp_path: Path, target: Path) -> None:
-    source = written(tmp_path, seeded(Mlp()), torch.ones(2, 16))
-    said = "--model: a torch.export program brings its own architecture"
-    cli("checkpoint", source, "--out", target, "--model", "architectures:Mlp").refused(2, said)

@@ -144,11 +144,6 @@ def test_a_damaged_directory_is_rejected(
     assert tree(tmp_path) == before
 
 
-def test_the_option_model_is_rejected(cli: Cli, target: Path, bert: Path) -> None:
-    said = "--model: a Hugging Face directory brings its own architecture"
-    cli("checkpoint", bert, "--model", "architectures:Mlp", "--out", target).refused(2, said)
-
-
 def test_code_in_the_directory_is_not_run(cli: Cli, tmp_path: Path, target: Path, copied: Path) -> None:
     (copied / "modeling_evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: ...\n")
     _config(copied, model_type="evil", auto_map={"AutoModel": "modeling_evil.Evil", "AutoConfig": "modeling_evil.Evil"})

@@ -18,8 +18,8 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import SourceError
 from bf16kit.runtime.loading import load, load_reference
 from converter.read import torch_file
+from converter.read.bareweights import choose, factory_arguments, is_lightning
 from converter.read.detect import Kind, recognise
-from converter.read.lightning import choose, factory_arguments, is_lightning
 
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 
@@ -85,16 +85,7 @@ def test_other_weights_in_the_file_are_reported_and_can_be_chosen(cli: Cli, tmp_
     assert Artifact.open(target).manifest.options["weights"] == "current_model_state"
 
 
-class Opaque:
-    """A class that a hyper-parameter may have, and that a checkpoint's reader must not construct."""
-
-
 _REFUSED: tuple[tuple[dict[str, Any], list[str], str], ...] = (
-    (
-        {"hyper_parameters": {"x": Opaque()}},
-        [],
-        "decides what runs, as with Triton and TorchServe; the cause is usually a hyper-parameter",
-    ),
     ({"state_dict": {}}, [], "is a Lightning checkpoint whose state_dict holds no tensors"),
     ({"hyper_parameters": {"hidden": "many"}}, [], "--model architectures:Mlp: the factory failed: TypeError"),
     ({}, ["--weights", "teacher"], "no tensor of the model has the prefix 'teacher.'; found: ''"),
@@ -120,10 +111,6 @@ def test_a_module_that_needs_lightning_is_rejected_with_the_install_command(
     cli("checkpoint", path, "--model", "needing_lightning:Lit", "--out", target).refused(
         2, "cannot import needing_lightning: ModuleNotFoundError", "pip install 'bf16kit[lightning]'"
     )
-
-
-def test_the_option_weights_is_rejected_for_other_sources(cli: Cli, onnx_file: Path, target: Path) -> None:
-    cli("checkpoint", onnx_file, "--weights", "ema", "--out", target).refused(2, "--weights: is for checkpoints that")
 
 
 # --- recognition ------------------------------------------------------------------------------------------------------

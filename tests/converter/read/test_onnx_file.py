@@ -73,13 +73,6 @@ def test_weights_are_found_wherever_they_are_stored(
     np.testing.assert_allclose(converted.run(feeds)["y"], expected, atol=0.05)
 
 
-def test_an_embedding_stays_bf16_in_memory(cli: Cli, tmp_path: Path, target: Path) -> None:
-    onnx.save(graphs.embedding(), tmp_path / "m.onnx")
-    cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY).published()
-    ops = [node.op_type for node in onnx.load(target / "cpu.onnx", load_external_data=False).graph.node]
-    assert ops == ["Gather", "Cast"]
-
-
 @pytest.fixture
 def external(tmp_path: Path) -> Path:
     """Return the path of a model whose weights are in a file beside it."""
@@ -199,12 +192,6 @@ def test_an_invalid_model_is_reported_without_messages_of_libraries(tmp_path: Pa
     assert all(line.startswith("bf16-convert: ") for line in done.err.splitlines())
 
 
-def test_forcing_small_tensors_to_bf16_logs_nothing(tmp_path: Path, onnx_file: Path, target: Path) -> None:
-    """ONNX's shape inference fails on the result, and would log its traceback."""
-    done = process("checkpoint", onnx_file, "--out", target, "--bf16", ".*", *ONNX_ONLY).published()
-    assert all(line.startswith("bf16-convert: ") for line in done.err.splitlines())
-
-
 def test_a_conversion_in_which_no_weight_becomes_bf16_says_so(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--keep-fp32", ".*", *ONNX_ONLY).published()
     assert "note: no weight became bf16" in done.out
@@ -230,7 +217,10 @@ def test_free_dimensions_may_be_named_and_fixed(
         ("--input x:int64:batch,16", 2, "--input x: the model's own input is float32"),
         ("--input x:float32:batch,17", 2, "--input x: the model's own input is float32"),
         ("--input x:float32:batch", 2, "--input x: the model's own input is float32"),
-        ("--model architectures:Mlp", 2, "--model: an ONNX file brings its own architecture"),
+        ("--signature serving_default", 2, "--signature: is for TensorFlow models"),
+        ("--weights ema", 2, "--weights: is for checkpoints that"),
+        ("--with-past", 2, "--with-past: is for Hugging Face directories"),
+        ("--map rules.yaml", 2, "--map: is for weights without a graph"),
         ("--format torchscript", 3, "--format torchscript: this format is made from a torch module, and the source is"),
     ],
 )

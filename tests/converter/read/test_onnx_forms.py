@@ -10,6 +10,7 @@ import onnx
 import pytest
 from converting import ONNX_ONLY, Cli, tree
 from onnx import ModelProto, TensorProto, helper
+from onnx.helper import make_node as node
 from restored import Array, assert_restored
 
 import graphs
@@ -40,11 +41,7 @@ def recurrent(op: str, width: int = 16, directions: int = 2) -> ModelProto:
     state = [graphs.edge("h", [directions, "batch", width])]
     direction = "bidirectional" if directions == 2 else "forward"
     return graphs.model(
-        [
-            helper.make_node(
-                op, ["x", "w", "r", "b", "", "h"], ["y", "last"], name="layer", hidden_size=width, direction=direction
-            )
-        ],
+        [node(op, ["x", "w", "r", "b", "", "h"], ["y", "last"], name="layer", hidden_size=width, direction=direction)],
         [graphs.edge("x", ["seq", "batch", width]), *state],
         [graphs.edge("y", ["seq", directions, "batch", width]), graphs.edge("last", [directions, "batch", width])],
         [
@@ -59,10 +56,10 @@ def half_inside(width: int = 16) -> ModelProto:
     """x·``half`` in fp16 between two Casts, then ·``full`` in fp32."""
     return graphs.model(
         [
-            helper.make_node("Cast", ["x"], ["x16"], name="narrow", to=TensorProto.FLOAT16),
-            helper.make_node("MatMul", ["x16", "half"], ["h16"], name="first"),
-            helper.make_node("Cast", ["h16"], ["h"], name="widen", to=TensorProto.FLOAT),
-            helper.make_node("MatMul", ["h", "full"], ["y"], name="second"),
+            node("Cast", ["x"], ["x16"], name="narrow", to=TensorProto.FLOAT16),
+            node("MatMul", ["x16", "half"], ["h16"], name="first"),
+            node("Cast", ["h16"], ["h"], name="widen", to=TensorProto.FLOAT),
+            node("MatMul", ["h", "full"], ["y"], name="second"),
         ],
         [graphs.edge("x", ["batch", width])],
         [graphs.edge("y", ["batch", width])],
@@ -76,8 +73,8 @@ def half_inside(width: int = 16) -> ModelProto:
 def half_stored(width: int = 16) -> ModelProto:
     """A weight stored in fp16 and widened before use, as in files that were halved in size."""
     proto = half_inside(width)
-    proto.graph.node[0].CopyFrom(helper.make_node("Cast", ["half"], ["wide"], name="widen_weight", to=1))
-    proto.graph.node[1].CopyFrom(helper.make_node("MatMul", ["x", "wide"], ["h"], name="first"))
+    proto.graph.node[0].CopyFrom(node("Cast", ["half"], ["wide"], name="widen_weight", to=1))
+    proto.graph.node[1].CopyFrom(node("MatMul", ["x", "wide"], ["h"], name="first"))
     del proto.graph.node[2]
     return proto
 
@@ -86,9 +83,9 @@ def half_edges(width: int = 16) -> ModelProto:
     """fp16 in, fp32 inside, fp16 out."""
     return graphs.model(
         [
-            helper.make_node("Cast", ["x"], ["h"], name="widen", to=TensorProto.FLOAT),
-            helper.make_node("MatMul", ["h", "w"], ["m"], name="matmul"),
-            helper.make_node("Cast", ["m"], ["y"], name="narrow", to=TensorProto.FLOAT16),
+            node("Cast", ["x"], ["h"], name="widen", to=TensorProto.FLOAT),
+            node("MatMul", ["h", "w"], ["m"], name="matmul"),
+            node("Cast", ["m"], ["y"], name="narrow", to=TensorProto.FLOAT16),
         ],
         [graphs.edge("x", ["batch", width], TensorProto.FLOAT16)],
         [graphs.edge("y", ["batch", width], TensorProto.FLOAT16)],
@@ -100,12 +97,10 @@ def contrib(width: int = 32) -> ModelProto:
     """Operators of the domain com.microsoft, as ONNX Runtime's optimiser writes them into files."""
     made = graphs.model(
         [
-            helper.make_node("FusedMatMul", ["x", "w"], ["m"], "scaled", domain="com.microsoft", alpha=2.0),
-            helper.make_node("BiasGelu", ["m", "b"], ["g"], "gelu", domain="com.microsoft"),
-            helper.make_node(
-                "SkipLayerNormalization", ["g", "m", "gamma", "beta"], ["n"], "norm", domain="com.microsoft"
-            ),
-            helper.make_node("MatMul", ["n", "v"], ["y"], "matmul"),
+            node("FusedMatMul", ["x", "w"], ["m"], "scaled", domain="com.microsoft", alpha=2.0),
+            node("BiasGelu", ["m", "b"], ["g"], "gelu", domain="com.microsoft"),
+            node("SkipLayerNormalization", ["g", "m", "gamma", "beta"], ["n"], "norm", domain="com.microsoft"),
+            node("MatMul", ["n", "v"], ["y"], "matmul"),
         ],
         [graphs.edge("x", ["batch", 3, 16])],
         [graphs.edge("y", ["batch", 3, 16])],
@@ -125,7 +120,7 @@ def words(width: int = 128) -> ModelProto:
     """Strings → their numbers (ai.onnx.ml) → rows of a table; the strings are an output as well."""
     made = graphs.model(
         [
-            helper.make_node(
+            node(
                 "LabelEncoder",
                 ["s"],
                 ["i"],
@@ -135,8 +130,8 @@ def words(width: int = 128) -> ModelProto:
                 values_int64s=[0, 1],
                 default_int64=2,
             ),
-            helper.make_node("Gather", ["table", "i"], ["y"], "look_up"),
-            helper.make_node("Identity", ["s"], ["same"], "echo"),
+            node("Gather", ["table", "i"], ["y"], "look_up"),
+            node("Identity", ["s"], ["same"], "echo"),
         ],
         [graphs.edge("s", ["batch"], TensorProto.STRING)],
         [graphs.edge("y", ["batch", width]), graphs.edge("same", ["batch"], TensorProto.STRING)],
@@ -221,7 +216,7 @@ def zip_map() -> ModelProto:
     """Probabilities by class, as scikit-learn's classifiers give them by default."""
     proto = graphs.mlp()
     proto.graph.node.append(
-        helper.make_node("ZipMap", ["y"], ["p"], "zip", domain="ai.onnx.ml", classlabels_int64s=list(range(16)))
+        node("ZipMap", ["y"], ["p"], "zip", domain="ai.onnx.ml", classlabels_int64s=list(range(16)))
     )
     maps = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
     proto.graph.output[0].CopyFrom(helper.make_value_info("p", helper.make_sequence_type_proto(maps)))
@@ -231,7 +226,7 @@ def zip_map() -> ModelProto:
 
 def whole_numbers() -> ModelProto:
     return graphs.model(
-        [helper.make_node("Add", ["x", "one"], ["y"], "add")],
+        [node("Add", ["x", "one"], ["y"], "add")],
         [graphs.edge("x", ["n"], TensorProto.INT64)],
         [graphs.edge("y", ["n"], TensorProto.INT64)],
         [graphs.initializer("one", np.array([1]))],
@@ -260,10 +255,10 @@ def test_weights_of_functions_are_read_from_the_models_directory(
     tensor = graphs.initializer("c", graphs.values(4))
     graphs.refer(tensor, "w.bin", 0, 16)
     opsets = [helper.make_opsetid("", graphs.OPSET)]
-    nodes = [helper.make_node("Constant", [], ["c"], value=tensor), helper.make_node("Add", ["a", "c"], ["b"])]
+    nodes = [node("Constant", [], ["c"], value=tensor), node("Add", ["a", "c"], ["b"])]
     function = helper.make_function("own", "F", ["a"], ["b"], nodes, opsets)
     graph = helper.make_graph(
-        [helper.make_node("F", ["x"], ["y"], domain="own")], "g", [graphs.edge("x", [4])], [graphs.edge("y", [4])]
+        [node("F", ["x"], ["y"], domain="own")], "g", [graphs.edge("x", [4])], [graphs.edge("y", [4])]
     )
     imports = [*opsets, helper.make_opsetid("own", 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=graphs.IR_VERSION, functions=[function])

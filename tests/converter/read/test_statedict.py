@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from architectures import Caching, Cnn, Mlp, Several, Tied, save, seeded
-from converting import MLP, ONNX_ONLY, Cli, tree
+from architectures import Cnn, Mlp, Tied, save, seeded
+from converting import Cli, tree
 from peaks import measured_alone
 from restored import assert_restored
 from safetensors.torch import save_file
@@ -55,13 +55,6 @@ def test_tied_weights_are_stored_once_and_restored_under_both_names(cli: Cli, tm
     assert_restored(tmp_path / "fp32.safetensors", _arrays(Tied()))
 
 
-def test_parts_of_a_transformers_output_that_are_not_served_are_named(cli: Cli, tmp_path: Path, target: Path) -> None:
-    path = save(tmp_path / "caching.pt", Caching())
-    model = ("--model", "architectures:Caching", "--input", "x:float32:batch,16")
-    done = cli("checkpoint", path, *model, *ONNX_ONLY, "--out", target).published()
-    assert "served: logits; not served, though the model computes it: cache" in " ".join(done.out.split())
-
-
 def test_a_tied_weight_saved_once_fills_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
     """safetensors' writers do this, because they refuse to write shared memory twice."""
     state = {k: v.clone() for k, v in seeded(Tied()).state_dict().items() if k != "out.weight"}
@@ -70,29 +63,6 @@ def test_a_tied_weight_saved_once_fills_both_names(cli: Cli, tmp_path: Path, tar
     cli("checkpoint", tmp_path / "tied.safetensors", *arguments, "--out", target).published()
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     assert_restored(tmp_path / "fp32.safetensors", {k: v.numpy() for k, v in state.items()})
-
-
-def test_a_sharded_checkpoint_is_fitted_into_a_factory_with_arguments(cli: Cli, tmp_path: Path, target: Path) -> None:
-    state = {k: v.clone() for k, v in seeded(Mlp(hidden=32)).state_dict().items()}
-    save_file({k: v for k, v in state.items() if k.startswith("up")}, tmp_path / "a.safetensors")
-    save_file({k: v for k, v in state.items() if k.startswith("down")}, tmp_path / "b.safetensors")
-    names = ", ".join(f'"{k}": "{"a" if k.startswith("up") else "b"}.safetensors"' for k in state)
-    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{names}}}}}')
-    arguments = (*MLP, "--model-args", '{"hidden": 32}', "--format", "onnx")
-    cli("checkpoint", tmp_path, *arguments, "--out", target).published()
-    assert Artifact.open(target).manifest.source.format == "safetensors-sharded"
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", {k: v.numpy() for k, v in state.items()})
-
-
-def test_several_inputs_and_outputs_keep_their_names_and_kinds(cli: Cli, tmp_path: Path, target: Path) -> None:
-    path = save(tmp_path / "several.pt", Several())
-    inputs = ("--input", "a:float32:batch,16", "--input", "b:float32:batch,8")
-    cli("checkpoint", path, "--model", "architectures:Several", *inputs, "--format", "onnx", "--out", target)
-    manifest = Artifact.open(target).manifest
-    assert [entry.name for entry in manifest.inputs] == ["a", "b"]
-    assert {entry.name: entry.kind for entry in manifest.outputs} == {"scores": "logits", "embedding": "embedding"}
-    assert manifest.batch_axis == 0
 
 
 def _named(prefix: str = "", seed: int = 0) -> dict[str, np.ndarray]:
@@ -125,13 +95,6 @@ def test_between_modules_that_all_fit_the_user_must_choose() -> None:
         assert "tensors that the model does not use, stored only for restore: loss.weight" in notes
     with pytest.raises(UsageError, match=r"--weights net: no tensor of the model has the prefix 'net.'; found: 'mo"):
         fit(Mlp(), tensors, "net")
-
-
-def test_an_error_describes_the_prefix_that_fits_best() -> None:
-    tensors = _named("model.") | {"loss.weight": np.ones(3, np.float32), "model.up.bias": np.ones(3, np.float32)}
-    with pytest.raises(SourceError) as refused:
-        fit(Mlp(), tensors)
-    assert str(refused.value).splitlines()[1:] == ["  shape: up.bias is [3] in the checkpoint, [64] in the model"]
 
 
 def test_weights_are_fitted_in_the_models_own_dtypes() -> None:

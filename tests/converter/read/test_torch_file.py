@@ -14,7 +14,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from architectures import Mlp, seeded
 
 from bf16kit.messages.errors import SourceError
 from converter.read.detect import Kind, recognise
@@ -87,15 +86,6 @@ def test_torchs_legacy_format_is_read_if_it_is_trusted(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(3.0)}, path, _use_new_zipfile_serialization=False)
     assert recognise(path) is Kind.PICKLE
     assert _read(path, trust=True)["w"].tolist() == [0, 1, 2]
-
-
-def test_a_whole_module_is_rejected_unless_it_is_trusted(tmp_path: Path) -> None:
-    path = _saved(tmp_path / "m.pt", seeded(Mlp()))
-    with pytest.raises(SourceError, match=r"holds more than tensors \(architectures.Mlp, .*save its state_dict"):
-        _read(path)
-    tensors, module = read_file(path, Kind.TORCH_ZIP, trust_code=True)
-    assert isinstance(module, Mlp)
-    assert list(tensors) == ["up.weight", "up.bias", "down.weight", "down.bias"]
 
 
 @pytest.mark.parametrize(

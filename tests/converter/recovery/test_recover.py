@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.recoveryentries import RecoveredDrift, RecoveryEntry
+from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry
 from bf16kit.drift.measurements import Measurements
 from bf16kit.numerics.tensors import TensorSpec
 from converter.recovery.batches import Loader

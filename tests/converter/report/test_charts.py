@@ -15,7 +15,7 @@ import reported
 from bf16kit.drift.measurements import DiagnosisEntry, LayerEntry, Layers, RemedyEntry
 from bf16kit.drift.verdicts import SampleSeries
 from converter.report import charts
-from converter.report.layers import series
+from converter.report.figures import series
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = '"><script>alert(1)</script>\x1b[31m$ 見 #000001'
@@ -25,16 +25,12 @@ def _marks(tree: Element) -> list[Element]:
     return list(tree.iter(f"{SVG}use"))
 
 
-def _tip(mark: Element) -> str | None:
-    return mark[0].text
+def _tips(tree: Element, style: str = "") -> list[str]:
+    return [mark[0].text or "" for mark in _marks(tree) if style in mark.get("style", "")]
 
 
-def _over(tree: Element) -> list[Element]:
-    return [mark for mark in _marks(tree) if "--bad" in mark.get("style", "")]
-
-
-def _texts(tree: Element) -> list[str | None]:
-    return [element.text for element in tree.iter(f"{SVG}text")]
+def _over(tree: Element) -> list[str]:
+    return _tips(tree, "--bad")
 
 
 def _samples(values: list[float], *bounds: tuple[str, float], measured: int | None = None) -> Element:
@@ -44,10 +40,8 @@ def _samples(values: list[float], *bounds: tuple[str, float], measured: int | No
 
 def test_each_sample_is_a_mark_and_those_above_the_budget_are_squares() -> None:
     tree = _samples([0.001, 0.02, 0.03, 0.004], ("relative_l2", 0.015))
-    assert [_tip(mark) for mark in _marks(tree)] == [
-        "sample 0: 0.001", "sample 3: 0.004", "sample 1: 0.02", "sample 2: 0.03",
-    ]  # fmt: skip
-    assert [_tip(mark) for mark in _over(tree)] == ["sample 1: 0.02", "sample 2: 0.03"]
+    assert _tips(tree) == ["sample 0: 0.001", "sample 3: 0.004", "sample 1: 0.02", "sample 2: 0.03"]
+    assert _over(tree) == ["sample 1: 0.02", "sample 2: 0.03"]
     heights = [float(mark.get("y", "")) for mark in _marks(tree)]
     assert heights == sorted(heights, reverse=True)  # y grows downwards in SVG
     shapes = {mark.get("{http://www.w3.org/1999/xlink}href") for mark in _marks(tree)}
@@ -58,7 +52,7 @@ def test_each_sample_is_a_mark_and_those_above_the_budget_are_squares() -> None:
 def test_the_budget_and_its_quantiles_are_labelled_lines() -> None:
     tree = _samples([0.001], ("relative_l2", 0.015), ("relative_l2.p99", 0.02))
     assert len([e for e in tree.iter(f"{SVG}path") if "stroke: var(--bad)" in e.get("style", "")]) == 2
-    assert {"budget of the mean: 0.015", "budget of p99: 0.02"} <= set(_texts(tree))
+    assert {"budget of the mean: 0.015", "budget of p99: 0.02"} <= {each.text for each in tree.iter(f"{SVG}text")}
     assert _over(_samples([1.0, 2.0])) == []
 
 
@@ -74,7 +68,7 @@ def test_of_thousands_of_samples_some_are_drawn_including_the_worst() -> None:
     values[1_234] = 0.5
     tree = _samples(values, measured=8_000)
     assert len(_marks(tree)) == charts.DOTS
-    assert "sample 2468: 0.5" in [_tip(mark) for mark in _marks(tree)]
+    assert "sample 2468: 0.5" in _tips(tree)
     assert f"{charts.DOTS} of 8000 samples" in (tree[1].text or "")
 
 
@@ -86,7 +80,7 @@ def test_each_layer_is_a_mark_and_those_below_their_prediction_are_squares() -> 
     assert len([e for e in tree.iter(f"{SVG}path") if "stroke-dasharray" in e.get("style", "")]) == 1
 
 
-def test_exact_layers_are_counted_and_not_drawn() -> None:
+def test_exact_layers_are_counted_and_not_drawn_and_those_within_the_margin_are_not_off() -> None:
     rows = [
         LayerEntry(name="exact", op="Gather", depth=0, sqnr_db=200.0, expected_db=200.0),
         LayerEntry(name="lost", op="MatMul", depth=1, sqnr_db=-200.0, expected_db=50.0),
@@ -99,11 +93,8 @@ def test_exact_layers_are_counted_and_not_drawn() -> None:
     assert found.first_off is not None
     assert found.first_off.name == "lost"
     assert [row.name for row in found.worst()] == ["lost", "fine", "exact"]
-
-
-def test_layers_within_the_margin_are_not_below_their_prediction() -> None:
-    rows = [LayerEntry(name="a", op="MatMul", depth=1, sqnr_db=db, expected_db=50.0) for db in (44.1, 43.9)]
-    assert [series("cpu", Layers(measured=1, rows=[row])).first_off for row in rows] == [None, rows[1]]
+    margin = [LayerEntry(name="a", op="MatMul", depth=1, sqnr_db=db, expected_db=50.0) for db in (44.1, 43.9)]
+    assert [series("cpu", Layers(measured=1, rows=[row])).first_off for row in margin] == [None, margin[1]]
 
 
 FINE = LayerEntry(name="fine", op="MatMul", depth=1, sqnr_db=49.0, expected_db=50.0)
@@ -115,12 +106,7 @@ MENDED = RemedyEntry(keep_fp32="^dip's$", nodes=["a", "b", "c"], output="y", bef
     ("found", "within", "said", "option"),
     [
         (None, True, "", ""),
-        (
-            DiagnosisEntry(ails=False),
-            True,
-            "layer below its predicted SQNR is w; later layers average its error away.",
-            "",
-        ),
+        (DiagnosisEntry(ails=False), True, "its predicted SQNR is w; later ones average its error away.", ""),
         (DiagnosisEntry(ails=True), False, "no layer is below its predicted SQNR", ""),
         (DiagnosisEntry(ails=True, leaves=DIP), True, "No remedy is needed, because the budget is met", ""),
         (DiagnosisEntry(ails=True, leaves=DIP), False, "No remedy was looked for; bf16-convert explain", ""),
@@ -153,12 +139,12 @@ def test_a_hostile_name_is_text_and_charts_are_labelled_xml_without_ids_that_rec
     assert all("\x1b" not in each for each in drawn)
     ids = [element.get("id") for tree in trees for element in tree.iter() if element.get("id")]
     assert len(ids) == len(set(ids)) > 6
-    assert [(_tip(mark) or "").startswith('"><script>') for mark in _marks(trees[2])] == [True]
+    assert [tip.startswith('"><script>') for tip in _tips(trees[2])] == [True]
 
 
 def test_a_users_settings_of_matplotlib_change_nothing(tmp_path: Path) -> None:
     (tmp_path / "matplotlibrc").write_text("font.size: 30\naxes.grid: False\nsvg.fonttype: path\n")
-    program = "import reported; from converter.report import charts; from converter.report.layers import series;"
+    program = "import reported; from converter.report import charts; from converter.report.figures import series;"
     program += "print(charts.layers_chart(series('cuda', reported.layers(120)), 'k'))"
     environment = {**os.environ, "MATPLOTLIBRC": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)

@@ -17,7 +17,7 @@ from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, check_feeds
 from converter.graph.indexing import index_bounds
-from converter.read.signature import input_specs
+from converter.read.sources import input_specs
 from converter.source import Feeds, Oracle
 from converter.verify.random_samples import COUNT, ROWS, SAMPLES, RunSource, generate, with_enough
 from converter.verify.samples import Samples

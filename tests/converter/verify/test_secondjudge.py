@@ -25,7 +25,7 @@ from converter.verify import certify, judging
 
 Patch = pytest.MonkeyPatch
 
-FIND, JUDGE, MEASURE = judging.find_breaches, judging.judge, drift.measure
+FIND, JUDGE, COMPARE = judging.find_breaches, judging.judge, drift.compare
 Wrong = Callable[[Any], Any]  # the function → one that is wrong
 
 
@@ -100,6 +100,6 @@ def test_the_formulas_give_what_their_definitions_say() -> None:
     assert lost["relative_l2"] == np.inf
     spec = TensorSpec("y", "float32", (2, 50), "logits")
     random = np.random.default_rng(0).standard_normal((2, 2, 50))
-    (own,) = MEASURE(random[0], random[0] + 1e-3 * random[1], spec, None)
+    (own,) = COMPARE(random[0], random[0] + 1e-3 * random[1], spec, None).rows
     for name, value in figures(random[0], random[0] + 1e-3 * random[1], logits=True).items():
         assert getattr(own, name) == pytest.approx(value, rel=1e-9)

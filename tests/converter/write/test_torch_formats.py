@@ -20,7 +20,7 @@ from bf16kit.numerics.tensors import Array, TensorSpec
 from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime
 from converter.read import scripted
-from converter.read.torch.onnx_export import adapt
+from converter.read.onnx_export import adapt
 from converter.write import TRACED
 from converter.write.script import narrow_script
 
@@ -233,7 +233,7 @@ import torch
 from architectures import Cnn, Mlp, seeded
 from bf16kit.numerics.tensors import TensorSpec
 from converter.write import TRACED
-from converter.read.torch.onnx_export import adapt
+from converter.read.onnx_export import adapt
 warnings.simplefilter("ignore")
 os.chdir(sys.argv[1])
 made = [torch.jit.script(seeded(Cnn())), torch.jit.script(seeded(Mlp()))]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bf16kit.artifact.evidence import Evidence
-from bf16kit.drift.metrics import Budget, SampleDrift, measure
+from bf16kit.drift.metrics import Budget, SampleDrift, compare
 from bf16kit.messages.errors import NotFound
 from bf16kit.numerics.tensors import Array, TensorSpec
 from service.drift.comparison import Comparison
@@ -58,7 +58,7 @@ class Told:
     def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> bool:
         for spec in self.specs:
             if spec.name in sample.outputs:
-                for row in measure(expected[spec.name], sample.outputs[spec.name], spec, self.axis):
+                for row in compare(expected[spec.name], sample.outputs[spec.name], spec, self.axis).rows:
                     observer.drift(spec.name, row, 1 / sample.probability)
         return True
 

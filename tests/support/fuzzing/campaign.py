@@ -148,8 +148,8 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 def _read(path: Path) -> Any:
     """Return the weights as the converter's own readers read them."""
     from converter.read import jax, safetensors_file, torch_file
+    from converter.read.bareweights import is_lightning
     from converter.read.detect import Kind, recognise
-    from converter.read.lightning import is_lightning
 
     kind = recognise(path)
     if kind is Kind.FLAX:

@@ -248,12 +248,6 @@ def test_missing_or_wrong_options_are_rejected(
     cli("checkpoint", mlp_msgpack, *given, "--out", target).refused(2, said)
 
 
-def test_a_map_is_rejected_if_the_source_has_its_own_graph(
-    cli: Cli, target: Path, onnx_file: Path, rules: Path
-) -> None:
-    cli("checkpoint", onnx_file, "--map", rules, "--out", target).refused(2, "is for weights without a graph")
-
-
 # --- Flax's files -----------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from savedmodels import TRANSLATES, stand_in
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from converter.read.tensorflow import reader
+from converter.read import tensorflow
 
 Model = Callable[..., Path]
 Programs = Callable[[str], None]
@@ -45,7 +45,7 @@ def _variables() -> dict[str, Any]:
 @pytest.fixture
 def replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     """Return a function that replaces the Python with TensorFlow by a program with this code."""
-    return lambda code: monkeypatch.setenv(reader.VARIABLE, str(stand_in(tmp_path / "python", code)))
+    return lambda code: monkeypatch.setenv(tensorflow.VARIABLE, str(stand_in(tmp_path / "python", code)))
 
 
 @pytest.fixture
@@ -109,13 +109,6 @@ def test_a_model_that_is_a_program_is_loaded_only_with_trust(
         cli("checkpoint", path, "--out", target, "--trust-code").refused(3, "a Lambda layer")
 
 
-def test_options_of_other_sources_are_rejected(cli: Cli, model: Model, target: Path, onnx_file: Path) -> None:
-    refused = cli("checkpoint", onnx_file, "--out", target, "--signature", "serving_default")
-    refused.refused(2, "--signature: is for TensorFlow models", "is ONNX")
-    refused = cli("checkpoint", model(), "--trust-code", "--out", target, "--model", "architectures:Mlp")
-    refused.refused(2, "--model: a TensorFlow SavedModel brings its own architecture")
-
-
 @pytest.mark.parametrize(
     ("code", "exit_code", "said"),
     [
@@ -137,7 +130,7 @@ def test_a_failure_of_the_tensorflow_process_is_reported_in_one_message(
     said: str,
 ) -> None:
     replies(code)
-    monkeypatch.setattr(reader, "on_disk", lambda: tmp_path)
+    monkeypatch.setattr(tensorflow, "on_disk", lambda: tmp_path)
     cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target).refused(exit_code, said)
     assert not list(tmp_path.glob("bf16kit-tensorflow-*"))
 
@@ -156,10 +149,10 @@ def test_a_failure_on_a_random_sample_is_recorded(cli: Cli, model: Model, target
 def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
     cli: Cli, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(reader.VARIABLE, str(stand_in(tmp_path / "bare", "", {"tf-nightly": "2.22"})))
+    monkeypatch.setenv(tensorflow.VARIABLE, str(stand_in(tmp_path / "bare", "", {"tf-nightly": "2.22"})))
     refused = cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target)
-    refused.refused(2, "bare lacks tf2onnx;", *reader.PREPARE)
-    monkeypatch.delenv(reader.VARIABLE)
+    refused.refused(2, "bare lacks tf2onnx;", *tensorflow.PREPARE)
+    monkeypatch.delenv(tensorflow.VARIABLE)
     refused = cli("checkpoint", tmp_path / "saved", "--trust-code", "--out", target)
     refused.refused(2, f"{sys.executable} lacks tensorflow and tf2onnx")
     assert not target.parent.exists() or not tree(target.parent)
@@ -167,10 +160,10 @@ def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
 
 def test_the_commands_install_the_versions_that_are_tested() -> None:
     tested = set((_ROOT / "tests" / "sources" / "tensorflow.txt").read_text().split())
-    said = re.findall(r"\S+==\S+", reader.PREPARE[1])
+    said = re.findall(r"\S+==\S+", tensorflow.PREPARE[1])
     assert [pin.partition("==")[0] for pin in said] == ["tensorflow-cpu", "tf2onnx"]
     assert tested.issuperset(said)
-    assert all(command in (_ROOT / "docs" / "converting.md").read_text() for command in reader.PREPARE)
+    assert all(command in (_ROOT / "docs" / "converting.md").read_text() for command in tensorflow.PREPARE)
 
 
 @pytest.mark.parametrize(
@@ -189,12 +182,12 @@ def test_a_python_that_is_missing_or_does_not_run_is_rejected(
     if text is not None:
         program.write_text(text)
         program.chmod(0o644 if text == "no program" else 0o755)
-    monkeypatch.setenv(reader.VARIABLE, str(program))
+    monkeypatch.setenv(tensorflow.VARIABLE, str(program))
     cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target).refused(2, str(program), said)
 
 
 def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("import pathlib; pathlib.Path('run').touch()")
     monkeypatch.chdir(tmp_path)
-    assert reader.find().python == Path(sys.executable)
+    assert tensorflow.find().python == Path(sys.executable)
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from architectures import Centred, Mlp, Several, Tied, Untraceable, seeded
+from architectures import Mlp, Several, Tied, seeded
 from numpy.typing import NDArray
 from onnx import helper
 from torch import nn
@@ -21,10 +21,9 @@ from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from converter.graph.initializers import ComputedTensor
-from converter.read.signature import output_specs
-from converter.read.sources import measured_outputs
-from converter.read.torch import simplify
-from converter.read.torch.onnx_export import adapt, to_onnx
+from converter.read import simplify
+from converter.read.onnx_export import adapt, to_onnx
+from converter.read.sources import measured_outputs, output_specs
 from converter.write.graphs import serialize
 
 X = (TensorSpec("x", "float32", ("batch", 16)),)
@@ -84,17 +83,6 @@ def test_module_and_graph_can_be_freed_once_they_are_used() -> None:
     assert [one() for one in alive] == [None, None]
 
 
-def test_free_dimensions_are_free_in_the_graph() -> None:
-    module = seeded(Tied())
-    graph = to_onnx(adapt(module, IDS), tensors(module))
-    assert output_specs(graph) == (TensorSpec("output", "float32", ("batch", "seq", 64)),)
-    for shape in ((1, 1), (3, 9)):
-        ids = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
-        with torch.no_grad():
-            expected = module(torch.from_numpy(ids)).numpy()
-        np.testing.assert_allclose(run(graph, IDS, ids=ids)["output"], expected, rtol=1e-5, atol=1e-5)
-
-
 def test_batch_norm_is_left_for_the_conversion_to_fold_and_dropout_is_left_out() -> None:
     """The exporter's own optimiser would fold it and lose the scale, and thus the checkpoint's weight."""
     module = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.BatchNorm1d(16)).train()
@@ -109,31 +97,6 @@ def test_inputs_are_passed_by_keyword_if_the_model_knows_their_names(names: str)
     module = seeded(Several())
     specs = output_specs(to_onnx(adapt(module, (b, a) if names == "ab" else (a, b)), tensors(module)))
     assert [(spec.name, spec.kind) for spec in specs] == [("scores", "logits"), ("embedding", "embedding")]
-
-
-def test_a_model_that_fails_on_its_inputs_is_reported_with_their_shapes() -> None:
-    wrong = (TensorSpec("x", "float32", ("batch", 15)),)
-    with pytest.raises(
-        ConversionError, match=r"failed on an example input \(x\[2, 15\]\): RuntimeError: mat1 and mat2"
-    ):
-        adapt(seeded(Mlp()), wrong)
-
-
-class Fixed(Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.reshape(2, 16))
-
-
-@pytest.mark.parametrize("make", [Untraceable, Fixed])
-def test_a_branch_on_data_or_a_free_dimension_of_fixed_size_cannot_be_translated(make: type[nn.Module]) -> None:
-    with pytest.raises(ConversionError, match=r"torch\.onnx\.export cannot translate the model: "):
-        to_onnx(adapt(seeded(make()), X), {})
-
-
-def test_exporting_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    module = seeded(Centred())
-    to_onnx(adapt(module, X), tensors(module))
-    assert capfd.readouterr() == ("", "")
 
 
 class Parameter(nn.Module):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx_ir as ir
 import torch
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec, describe
 from converter.process.quiet import first_line, quiet, reason
-from converter.read.torch.simplify import bind, simplify
+from converter.read.simplify import bind, simplify
 from converter.source import Array, Feeds, TorchModel
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
 OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1
 Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
@@ -34,8 +33,7 @@ def adapt(
     ``call`` says how to call it if not with the inputs alone. ``example`` holds the inputs of that run; the default is
     ones and zeros of small sizes. ConversionError if the run fails.
     """
-    given = None if example is None else tuple(torch.from_numpy(example[spec.name]) for spec in inputs)
-    tensors = _examples(inputs) if given is None else given
+    tensors = _examples(inputs) if example is None else tuple(torch.from_numpy(example[spec.name]) for spec in inputs)
     wrapped = Positional(module.eval(), [spec.name for spec in inputs], call).eval()
     try:
         with quiet(), torch.no_grad():
@@ -61,8 +59,6 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     An initializer with the bytes of one of ``tensors``, or of its transpose, becomes a view of it and takes its name,
     so that the module's own memory can be freed. Raises :class:`Untranslatable` when torch's exporter fails.
     """
-    import onnx_ir as ir
-
     # Free dimensions by name; the exporter finds their relations, and rejects one that is not free.
     shapes = tuple({i: dim for i, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in model.inputs)
     try:
@@ -92,23 +88,21 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
 
 
 def _examples(inputs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
-    """Return ones and zeros; named dimensions all differ in size: equal ones could be taken for the same dimension."""
+    """Return ones, and zeros for indices; named dimensions differ in size: equal ones could be taken for the same."""
     names = dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str))
     sizes = {name: _BATCH + index * _STEP for index, name in enumerate(names)}
-    try:
-        return tuple(_example(spec, sizes) for spec in inputs)
-    except RuntimeError as error:  # torch's error for "out of memory"
-        shapes = ", ".join(f"{spec.name}{describe(spec.shape)}" for spec in inputs)
-        raise ConversionError(f"an example input cannot be made ({shapes}): {first_line(error)}") from error
-
-
-def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
-    """Return ones for masks and floats, zeros for integers: 0 is a valid index into every table."""
-    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
-    dtype = getattr(torch, spec.dtype)
-    if dtype.is_floating_point or dtype is torch.bool or "mask" in spec.name:
-        return torch.ones(shape, dtype=dtype)
-    return torch.zeros(shape, dtype=dtype)
+    found = []
+    for spec in inputs:
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+        dtype = getattr(torch, spec.dtype)
+        # 0 is a valid index into every table
+        is_index = not (dtype.is_floating_point or dtype is torch.bool or "mask" in spec.name)
+        try:
+            found.append((torch.zeros if is_index else torch.ones)(shape, dtype=dtype))
+        except RuntimeError as error:  # torch's error for "out of memory"
+            what = f"{spec.name}{describe(spec.shape)}"
+            raise ConversionError(f"an example input cannot be made ({what}): {first_line(error)}") from error
+    return tuple(found)
 
 
 class Positional(torch.nn.Module):
@@ -150,11 +144,15 @@ def output_names(result: Any, inputs: Sequence[str] = ()) -> tuple[str, ...]:
     """
     names = [f"{name}_out" if name in inputs else name for name, _ in named_tensors(result)]
     if not names:
-        raise ConversionError(f"the model returned {type(result).__name__} without a tensor in it")
+        raise _no_tensor(result)
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConversionError(f"two of the model's outputs are named {twice!r}; rename a key of what forward returns")
     return tuple(names)
+
+
+def _no_tensor(result: Any) -> ConversionError:
+    return ConversionError(f"the model returned {type(result).__name__} without a tensor in it")
 
 
 def left_out(result: Any) -> tuple[str, ...]:
@@ -162,62 +160,50 @@ def left_out(result: Any) -> tuple[str, ...]:
     return tuple(_model_output(result)[1]) if _is_model_output(result) else ()
 
 
-def named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor in ``result`` with its name."""
+def named_tensors(result: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return every tensor in ``result`` with its name."""
     if _is_model_output(result):
-        yield from _model_output(result)[0]
-        return
+        return _model_output(result)[0]
     parts = {"output": result} if isinstance(result, torch.Tensor) else _parts(result)
     if parts is None:
-        raise ConversionError(f"the model returned {type(result).__name__} without a tensor in it")
+        raise _no_tensor(result)
     if isinstance(result, list | tuple) and not hasattr(result, "_asdict"):
-        single = len(parts) == 1 and all(isinstance(part, torch.Tensor) for part in parts.values())
+        single = len(parts) == 1 and isinstance(next(iter(parts.values())), torch.Tensor)
         parts = {"output" if single else f"output_{index}": part for index, part in parts.items()}
-    for name, part in parts.items():
-        yield from _leaves(str(name), part)
+    found = [leaf for name, part in parts.items() for leaf in _leaves(str(name), part)]
+    for name, value in found:
+        if not isinstance(value, torch.Tensor):
+            raise ConversionError(
+                f"the model's output {name!r} is a {type(value).__name__}, which a graph cannot return; let forward"
+                " return tensors, or mappings and sequences of them"
+            )
+    return found
 
 
 def _model_output(result: Any) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
-    """Return the tensors of a transformers output and its nested outputs, by name, and the names of what is left out.
-
-    A nested output often repeats a tensor of the outer one; that is one output, with the outer name.
-    """
-    kept: list[tuple[str, torch.Tensor]] = []
+    """Return the tensors of a transformers output and those in it, by name, and the names of what is left out."""
+    kept: dict[int, tuple[str, torch.Tensor]] = {}
     missing = []
-    for name, value in sorted(_fields("", result), key=lambda field: "." in field[0]):
-        same = next((other for other, tensor in kept if tensor is value), None)
-        if not isinstance(value, torch.Tensor):
+    fields = [field for name, part in _parts(result).items() for field in _leaves(name, part, _is_model_output)]
+    for name, value in sorted(fields, key=lambda field: "." in field[0]):  # outer names first, which nested ones repeat
+        if isinstance(value, torch.Tensor):
+            same, _ = kept.setdefault(id(value), (name, value))
+            missing += [f"{name} (the same tensor as {same})"] if same != name else []
+        elif not (isinstance(value, tuple | list) and not value):
             missing.append(name)
-        elif same is None:
-            kept.append((name, value))
-        else:
-            missing.append(f"{name} (the same tensor as {same})")
-    return kept, missing
+    return list(kept.values()), missing
 
 
-def _fields(prefix: str, result: Any) -> Iterator[tuple[str, Any]]:
-    for key, value in result.items():
-        if _is_model_output(value):
-            yield from _fields(f"{prefix}{key}.", value)
-        elif value is not None and not (isinstance(value, tuple | list) and not value):
-            yield f"{prefix}{key}", value
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    parts = _parts(value)
+def _leaves(name: str, value: Any, opens: Callable[[Any], bool] = lambda _: True) -> Iterator[tuple[str, Any]]:
+    """Yield what is in ``value`` and the containers in it that it ``opens``, with names joined by dots."""
+    parts = None if isinstance(value, torch.Tensor) or not opens(value) else _parts(value)
     if parts is None:
-        raise ConversionError(
-            f"the model's output {name!r} is a {type(value).__name__}, which a graph cannot return; let forward"
-            " return tensors, or mappings and sequences of them"
-        )
-    for key, part in parts.items():
-        yield from _leaves(f"{name}.{key}", part)
+        yield name, value
+    for key, part in (parts or {}).items():
+        yield from _leaves(f"{name}.{key}", part, opens)
 
 
-def _parts(value: Any) -> dict[Any, Any] | None:
+def _parts(value: Any) -> Any:
     """Return the parts of ``value`` by key, field or number, without those that are None; None for no container."""
     if hasattr(value, "_asdict"):  # a named tuple
         value = value._asdict()

@@ -6,14 +6,16 @@ Branches on the values of a tensor cannot be traced.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime import scriptgraph
@@ -77,13 +79,10 @@ def _raise(said: str, *_: Any) -> None:
     raise ConversionError(f"the TorchScript module raises an error of its own: {said}"[:300])
 
 
+_OPERATORS = "add eq floordiv ge gt le lt mul ne neg pow sub __and__ __contains__ __getitem__ __or__ __xor__"
 # Operators on numbers, strings and lists; those named as in Python's `operator`, `math` and built-ins come first.
 _PLAIN: Mapping[str, Callable[..., Any]] = {
-    **{
-        f"aten::{name}": getattr(operator, name)
-        for name in ("add", "eq", "floordiv", "ge", "gt", "le", "lt", "mul", "ne", "neg", "pow", "sub", "__and__")
-    },
-    **{f"aten::{name}": getattr(operator, name) for name in ("__contains__", "__getitem__", "__or__", "__xor__")},
+    **{f"aten::{name}": getattr(operator, name) for name in _OPERATORS.split()},
     **{f"aten::{name}": getattr(math, name) for name in ("ceil", "floor", "log", "sqrt")},
     **{f"aten::{call.__name__}": call for call in (all, any, len, list, max, min, str)},
     **{f"prim::{call.__name__}": call for call in (abs, max, min)},
@@ -112,13 +111,8 @@ _ALWAYS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("aten::Int", "aten::IntImplicit"), _as_integer),
     **dict.fromkeys(("aten::warn", "prim::Print", "prim::Uninitialized"), lambda *_: None),
     **{f"prim::is_{what}": lambda _: False for what in ("cuda", "mkldnn", "nested", "quantized", "sparse")},
-    **dict.fromkeys(
-        (
-            *("aten::_unwrap_optional", "prim::NumToTensor", "prim::data"),
-            *("prim::unchecked_cast", "prim::unchecked_unwrap_optional"),
-        ),
-        lambda value: value,
-    ),
+    **dict.fromkeys(("aten::_unwrap_optional", "prim::NumToTensor", "prim::data"), lambda value: value),
+    **dict.fromkeys(("prim::unchecked_cast", "prim::unchecked_unwrap_optional"), lambda value: value),
     "aten::Bool": lambda value: value.item() if isinstance(value, torch.Tensor) else bool(value),
     "aten::ScalarImplicit": _item,
     "aten::__is__": operator.is_,
@@ -147,11 +141,11 @@ _ALWAYS: Mapping[str, Callable[..., Any]] = {
 }
 
 
+@dataclass(frozen=True)
 class _Ref:
     """A reference to one of the module's tensors by name: torch.export replaces the tensor while it traces."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 class Interpreted(torch.nn.Module):
@@ -176,9 +170,9 @@ class Interpreted(torch.nn.Module):
             output = node.output().debugName() if node.outputsSize() == 1 else ""
             if node.kind() == "prim::GetAttr" and node.output().type().kind() not in ("ClassType", "InterfaceType"):
                 value = scriptgraph.owner_of(script, node).getattr(node.s("name"))
-                self._attributes[output] = _referred(value, known)
+                self._attributes[output] = tree_map(partial(_referred, known), value)
             elif node.kind() == "prim::Constant":
-                self._attributes[output] = _referred(node.output().toIValue(), known)
+                self._attributes[output] = tree_map(partial(_referred, known), node.output().toIValue())
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         given = [*inputs, *self._defaults[len(inputs) :]]
@@ -198,11 +192,10 @@ class Interpreted(torch.nn.Module):
     def _results(self, node: Any, values: dict[str, Any]) -> list[Any]:
         kind = node.kind()
         if kind in ("prim::Constant", "prim::GetAttr"):
-            return [self._resolved(self._attributes.get(node.output().debugName()))]
+            return [tree_map(self._resolved, self._attributes.get(node.output().debugName()))]
         given = [values[value.debugName()] for value in node.inputs()]
         if kind == "prim::If":
-            chosen = list(node.blocks())[0 if bool(given[0]) else 1]
-            return self._run(chosen, values)
+            return self._run(list(node.blocks())[0 if bool(given[0]) else 1], values)
         if kind == "prim::Loop":
             return self._loop(node, given, values)
         if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
@@ -223,9 +216,7 @@ class Interpreted(torch.nn.Module):
         return carried
 
     def _resolved(self, value: Any) -> Any:
-        if isinstance(value, _Ref):
-            return functools.reduce(getattr, value.name.split("."), self.own)
-        return _mapped(self._resolved, value)
+        return reduce(getattr, value.name.split("."), self.own) if isinstance(value, _Ref) else value
 
 
 def _call(node: Any, kind: str, given: list[Any]) -> Any:
@@ -237,32 +228,20 @@ def _call(node: Any, kind: str, given: list[Any]) -> Any:
         if kind not in _OF_LISTS:  # a trace holds numbers as tensors without dimensions
             given = [one.item() if isinstance(one, torch.Tensor) and one.ndim == 0 else one for one in given]
         return plain(*given)
-    namespace, _, name = node.schema().partition("(")[0].partition("::")
-    operator, _, overload = name.partition(".")
+    name, _, overload = node.schema().partition("(")[0].replace("::", ".").partition(".")[2].partition(".")
     try:
-        call = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+        call = getattr(getattr(getattr(torch.ops, kind.partition("::")[0]), name), overload or "default")
     except (AttributeError, RuntimeError):
         raise ConversionError(f"the TorchScript operator {kind} is not supported") from None
-    arguments = [
-        (argument, _argument(argument.name, value))
-        for value, argument in zip(given, call._schema.arguments, strict=True)
-    ]
-    positional = (value for argument, value in arguments if not argument.kwarg_only)
-    return call(*positional, **{argument.name: value for argument, value in arguments if argument.kwarg_only})
+    arguments = list(zip(call._schema.arguments, given, strict=True))
+    positional = (_argument(argument.name, value) for argument, value in arguments if not argument.kwarg_only)
+    named = {argument.name: _argument(argument.name, value) for argument, value in arguments if argument.kwarg_only}
+    return call(*positional, **named)
 
 
-def _referred(value: Any, known: Mapping[tuple[Any, ...], str]) -> Any:
-    if isinstance(value, torch.Tensor):
-        name = known.get(place(value))
-        return value if name is None else _Ref(name)
-    return _mapped(lambda one: _referred(one, known), value)
-
-
-def _mapped(call: Callable[[Any], Any], value: Any) -> Any:
-    """Return ``value`` with ``call`` applied to what it contains, if it is a container."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(call, value))
-    return {key: call(one) for key, one in value.items()} if isinstance(value, dict) else value
+def _referred(known: Mapping[tuple[Any, ...], str], value: Any) -> Any:
+    name = known.get(place(value)) if isinstance(value, torch.Tensor) else None
+    return value if name is None else _Ref(name)
 
 
 def place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -11,17 +11,14 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
 from converter.graph.equality import OTHER_FLOATS, Fingerprint, fingerprint, in_fp32, same_bits
 from converter.graph.initializers import ComputedTensor, rows_of
 from converter.graph.names import FreshNames, all_value_names
 from converter.source import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _RULES = """
     add_0 cast_cast cast_constant_of_shape cast_constant_of_shape_without_value collapse_slice2 collapse_slice
@@ -32,7 +29,6 @@ _RULES = """
 """.split()  # noqa: SIM905 - words are read more easily than a list of quoted ones
 _SMALL = 1024  # bytes of constants that may be folded into any mask or table, and of tensors copied without a lookup
 _ROUNDS = 2  # folding a constant enables a rule, and a rule enables folding
-_WRAPPER = "module."  # prefix that `Positional` adds to the names of parameters
 
 
 def simplify(model: ir.Model) -> None:
@@ -64,8 +60,6 @@ def simplify(model: ir.Model) -> None:
 
 def _keep_if_it_grows(node: ir.Node) -> bool | None:
     """Return False for a node whose floating-point output is larger than its inputs together; None: fold as usual."""
-    import onnx_ir as ir
-
     output = node.outputs[0]
     if output.dtype is None or not output.dtype.is_floating_point() or not (output.shape and output.shape.is_static()):
         return None
@@ -99,13 +93,10 @@ def bind(model: ir.Model, tensors: Mapping[str, Array]) -> None:
 def _lookup(
     array: Array, tensors: Mapping[str, Array], known: Mapping[Fingerprint, list[str]]
 ) -> tuple[str | None, Array | None]:
-    if array.nbytes < _SMALL:
-        return None, None
-    for transposed in (False, True) if array.ndim == 2 else (False,):
-        candidate = array.T if transposed else array
+    for candidate in () if array.nbytes < _SMALL else (array, array.T) if array.ndim == 2 else (array,):
         for name in known.get(fingerprint(candidate), ()):
             if same_bits(tensors[name], candidate, as_fp32=_is_other(tensors[name])):
-                return name, tensors[name].T if transposed else tensors[name]
+                return name, tensors[name] if candidate is array else tensors[name].T
     return None, None
 
 
@@ -115,8 +106,6 @@ def _is_other(tensor: Array) -> bool:
 
 def as_initializer(array: Array, like: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
     """Return ``array`` in place of ``like``: fp16, bf16 and fp64 are computed in fp32 where that is fp32."""
-    import onnx_ir as ir
-
     if not _is_other(array) or like.dtype is not ir.DataType.FLOAT:
         return ir.Tensor(array, name=name)
     computed = ComputedTensor(lambda rows: in_fp32(rows_of(array, rows)), like)
@@ -126,8 +115,6 @@ def as_initializer(array: Array, like: ir.TensorProtocol, name: str | None) -> i
 
 def _own_name(name: str, tensors: Mapping[str, Array]) -> str:
     """Return a parameter's name without the prefixes of modules that wrap the checkpoint's module."""
-    bare = name.removeprefix(_WRAPPER)
-    inner = bare
-    while inner not in tensors and "." in inner:
-        inner = inner.partition(".")[2]
-    return inner if inner in tensors else bare
+    parts = name.removeprefix("module.").split(".")  # the prefix that `Positional` adds
+    inner = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((own for own in inner if own in tensors), ".".join(parts))

@@ -1,1 +1,0 @@
-"""From a torch module to an ONNX graph whose weights are views of the checkpoint."""

@@ -1,0 +1,236 @@
+"""An ONNX file's graph: its edges, the names of its dimensions, which are guesses, and its own outputs as an oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from architectures import Mlp, seeded
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper
+from onnx.helper import make_node as node
+
+import graphs
+from bf16kit.messages.errors import ConversionError, RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime.loading import load
+from converter.convert import Result, convert
+from converter.options import Options, parse_target
+from converter.read import onnx_file, oracles
+from converter.read.onnx_export import adapt
+from converter.read.sources import input_specs, output_specs
+from converter.source import FP32_ROUNDOFF
+
+
+def _model(shape: Sequence[int | str | None] | None, dtype: int = TensorProto.FLOAT) -> ir.Model:
+    edge = graphs.edge("x", shape, dtype)  # type: ignore[arg-type]  # None: a dimension without a name
+    return ir.from_proto(graphs.model([], [edge], [edge]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        (["batch", 16], ("batch", 16)),
+        ([None, 16], ("x_0", 16)),
+        ([-1, 16], ("x_0", 16)),
+        ([], ()),
+        (["2*n + 1", 1], ("2*n + 1", 1)),
+    ],
+)
+def test_free_dimensions_keep_their_names_or_get_generated_ones(
+    shape: list[int | str | None], dims: tuple[int | str, ...]
+) -> None:
+    assert input_specs(_model(shape))[0].shape == dims
+    assert output_specs(_model(shape))[0].shape == dims
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said"),
+    [
+        ([2, 0], TensorProto.FLOAT, "'x' has size 0 in dimension 1"),
+        (None, TensorProto.FLOAT, "'x' has no known rank"),
+        (
+            ["n", 2**40, 2**40],
+            TensorProto.FLOAT,
+            r"'x' is declared as \[n,1099511627776,.*\], which does not fit in any memory",
+        ),
+        ([2], TensorProto.COMPLEX64, "tensors of plain dtypes only"),
+        ([2], TensorProto.FLOAT8E4M3FN, "tensors of plain dtypes only"),
+    ],
+)
+def test_edges_that_cannot_be_served_are_rejected(shape: list[int | str | None] | None, dtype: int, said: str) -> None:
+    with pytest.raises(ConversionError, match=said):
+        input_specs(_model(shape, dtype))
+
+
+WIDTH, HEADS, DEPTH = 32, 2, 16
+_GRAPHS = ("cpu", "cuda", "reference")
+
+
+def _bert(batch: str = "batch", seq: str = "seq") -> ModelProto:
+    """Return an encoder layer as torch's exporter writes it: positions end where a Shape says, and are expanded.
+
+    ONNX's inference knows neither size, so ``value_info`` alone tells that the sum has the input's dimensions.
+    """
+    weights = {name: graphs.values(WIDTH, WIDTH, seed=i) for i, name in enumerate(["wq", "wk", "wv", "wo"])}
+    constants: dict[str, NDArray[Any]] = {
+        "table": graphs.values(64, WIDTH, seed=8),
+        "every": np.arange(64)[None],
+        "zero": np.array([0]),
+        "one": np.array([1]),
+        "heads": np.array([HEADS]),
+        "depth": np.array([DEPTH]),
+        "width": np.array([WIDTH]),
+        "scale": np.array(0.25, np.float32),
+        "g": graphs.values(WIDTH, seed=9),
+        "b": graphs.values(WIDTH, seed=10),
+    }
+    nodes = [
+        node("Shape", ["x"], ["batch_size"], start=0, end=1),
+        node("Shape", ["x"], ["seq_size"], start=1, end=2),
+        node("Slice", ["every", "zero", "seq_size", "one", "one"], ["positions"]),
+        node("Concat", ["batch_size", "seq_size"], ["both"], axis=0),
+        node("Expand", ["positions", "both"], ["ids"]),
+        node("Gather", ["table", "ids"], ["embedded"]),
+        node("Add", ["x", "embedded"], ["h"]),
+        node("Concat", ["batch_size", "seq_size", "heads", "depth"], ["split"], axis=0),
+        node("Concat", ["batch_size", "seq_size", "width"], ["merge"], axis=0),
+    ]
+    for name, order in (("q", [0, 2, 1, 3]), ("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3])):
+        nodes += [
+            node("MatMul", ["h", f"w{name}"], [f"{name}_rows"]),
+            node("Reshape", [f"{name}_rows", "split"], [f"{name}_heads"]),
+            node("Transpose", [f"{name}_heads"], [name], perm=order),
+        ]
+    nodes += [
+        node("MatMul", ["q", "k"], ["products"]),
+        node("Mul", ["products", "scale"], ["scores"]),
+        node("Softmax", ["scores"], ["weights"], axis=-1),
+        node("MatMul", ["weights", "v"], ["mixed"]),
+        node("Transpose", ["mixed"], ["turned"], perm=[0, 2, 1, 3]),
+        node("Reshape", ["turned", "merge"], ["merged"]),
+        node("MatMul", ["merged", "wo"], ["projected"]),
+        node("Add", ["projected", "h"], ["sum"]),
+        node("LayerNormalization", ["sum", "g", "b"], ["y"], axis=-1),
+    ]
+    rows: list[int | str] = [batch, seq, WIDTH]
+    proto = graphs.model(
+        nodes,
+        [graphs.edge("x", ["batch", "seq", WIDTH])],
+        [graphs.edge("y", ["batch", "seq", WIDTH])],
+        [graphs.initializer(name, array) for name, array in {**weights, **constants}.items()],
+    )
+    proto.graph.value_info.extend(
+        [
+            graphs.edge(name, rows)
+            for name in ("embedded", "h", "q_rows", "k_rows", "v_rows", "merged", "projected", "sum")
+        ]
+    )
+    proto.graph.value_info.extend(
+        [graphs.edge(name, [batch, HEADS, seq, DEPTH]) for name in ("q", "v", "mixed")]
+        + [graphs.edge(name, [batch, HEADS, seq, seq]) for name in ("products", "scores", "weights")]
+    )
+    return proto
+
+
+def _converted(tmp_path: Path, proto: ModelProto) -> Result:
+    onnx.save(proto, tmp_path / "bert.onnx")
+    target = parse_target(tmp_path / "r" / "m" / "1")
+    return convert(Options(source=tmp_path / "bert.onnx", target=target, formats=("onnx",), report=False))
+
+
+def test_an_onnx_file_gets_the_fusions_of_the_same_model_from_torch(tmp_path: Path) -> None:
+    """The names that show them are then withheld from ONNX Runtime."""
+    made = _converted(tmp_path, _bert())
+    assert not [note for note in made.notes if "CPU kernel does not compute" in note]
+    files = {name: onnx.load(made.artifact.file(f"{name}.onnx"), load_external_data=False) for name in _GRAPHS}
+    kernel = [node.op_type for node in files["cpu"].graph.node if node.domain == "bf16kit"]
+    assert [op for op in kernel if not op.startswith("MatMul")] == ["Attention_rrr", "AddLayerNorm_bias"]
+    for proto in files.values():
+        inner = [dim.dim_param for value in proto.graph.value_info for dim in value.type.tensor_type.shape.dim]
+        assert set(inner) == {""}
+        assert not proto.metadata_props
+
+
+def test_wrong_guesses_cost_fusions_and_change_no_result(tmp_path: Path) -> None:
+    """Both free dimensions are called ``seq`` inside."""
+    artifact = _converted(tmp_path, _bert(batch="seq")).artifact
+    feeds = {"x": graphs.values(3, 5, WIDTH, seed=3)}
+    session = onnxruntime.InferenceSession(tmp_path / "bert.onnx", providers=["CPUExecutionProvider"])
+    expected = session.run(None, feeds)[0]
+    found = load(artifact, "cpu").run(feeds)["y"]
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-2
+
+
+def test_inner_names_follow_the_inputs_and_others_are_dropped(tmp_path: Path) -> None:
+    proto = _bert()
+    proto.graph.value_info[0].type.tensor_type.shape.dim[1].dim_param = "somewhere"
+    onnx.save(proto, tmp_path / "bert.onnx")
+    model, _ = onnx_file.read_graph(tmp_path / "bert.onnx")
+    onnx_file.resolve_edges(model, [TensorSpec("x", "float32", ("b", "s", WIDTH))])
+    shapes = {value.name: value.shape for node in model.graph for value in node.outputs}
+    assert [getattr(dim, "value", dim) for dim in shapes["h"] or ()] == ["b", "s", WIDTH]
+    assert [getattr(dim, "value", dim) for dim in shapes["embedded"] or ()] == ["b", None, WIDTH]
+
+
+X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
+SPEC = (TensorSpec("x", "float32", ("batch", 16)),)
+
+
+def test_running_a_module_changes_neither_its_feed_nor_torchs_settings() -> None:
+    module = seeded(Mlp())
+    oracle = oracles.of_module(adapt(module, SPEC))
+    feed = X.copy()
+    feed.flags.writeable = False
+    torch.set_float32_matmul_precision("medium")
+    try:
+        (answer,) = oracle([{"x": feed}])
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    with torch.no_grad():
+        np.testing.assert_array_equal(answer["output"], module(torch.from_numpy(X)).numpy())
+
+
+def test_a_module_that_fails_is_reported_in_one_line() -> None:
+    class Picky(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) == 3:
+                raise ValueError("three rows are too many")
+            return super().forward(x)
+
+    oracle = oracles.of_module(adapt(seeded(Picky()), SPEC))
+    with pytest.raises(RuntimeFailure, match="the torch module failed on it: ValueError: three rows are too many"):
+        oracle([{"x": X}])
+
+
+def test_a_file_with_fp16_inputs_gets_feeds_in_fp16(tmp_path: Path) -> None:
+    x, y = (graphs.edge(name, ["n", 16], TensorProto.FLOAT16) for name in "xy")
+    onnx.save(graphs.model([helper.make_node("Add", ["x", "x"], ["y"])], [x], [y]), tmp_path / "m.onnx")
+    oracle = oracles.of_onnx(tmp_path / "m.onnx", ir.load(tmp_path / "m.onnx"))
+    (answer,) = oracle([{"x": X}])
+    np.testing.assert_array_equal(answer["y"], X.astype(np.float16) * np.float16(2))
+    assert oracle.roundoff == 2.0**-11
+
+
+@pytest.mark.parametrize(
+    ("cast", "roundoff"),
+    [
+        (helper.make_node("Cast", ["x"], ["c"], to=TensorProto.FLOAT16), 2.0**-11),
+        (helper.make_node("Cast", ["x"], ["c"], to=99), FP32_ROUNDOFF),
+        (helper.make_node("Cast", ["x"], ["c"]), FP32_ROUNDOFF),
+        (helper.make_node("Cast", ["x"], ["c"], domain="own", to="half"), FP32_ROUNDOFF),
+    ],
+)
+def test_only_onnxs_own_cast_to_fp16_raises_the_roundoff(tmp_path: Path, cast: onnx.NodeProto, roundoff: float) -> None:
+    """The file is examined before ONNX Runtime decides whether it can run."""
+    nodes = [cast, helper.make_node("Exp", ["c"], ["y"])]
+    proto = graphs.model(nodes, [graphs.edge("x", [4])], [graphs.edge("y", [4])])
+    assert oracles.of_onnx(tmp_path / "m.onnx", ir.from_proto(proto)).roundoff == roundoff
