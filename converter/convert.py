@@ -27,7 +27,7 @@ from converter.islands.explanation import measure_layers
 from converter.islands.search import IslandSearches
 from converter.options import Options
 from converter.plan.decisions import Islands
-from converter.process.memory import frozen_heap
+from converter.process.memory import frozen_heap, release_memory
 from converter.process.progress import Progress
 from converter.process.quiet import prefix_errors
 from converter.read_and_trace import Job, read, run_source_model, write_traced_formats
@@ -84,7 +84,7 @@ def convert(
         verified = write_and_verify_torch(job) if source.graph is None else _within_budget(job)
         del source
         job.release_source()
-        set_aside(True)
+        release_memory()
         return _publish(job, verified, judged_by)
 
 

@@ -47,7 +47,13 @@ class Job:
     notes: list[str] = field(default_factory=list)
 
     def release_source(self) -> None:
-        """Free the source, with its graph and outputs: nothing needs it once the artifact is written and verified."""
+        """Free the source, with its graph and outputs: nothing needs it once the artifact is written and verified.
+
+        A graph refers to itself, and is set aside from collections. So what it holds of the weights is dropped here.
+        """
+        if self.source.graph is not None:
+            for value in self.source.graph.graph.initializers.values():
+                value.const_value = None
         del self.source, self.source_run
 
     def draft_manifest(self, plan: Plan, stored: StoredWeights, profiles: Mapping[str, ProfileEntry]) -> Manifest:

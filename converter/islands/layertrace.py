@@ -25,8 +25,8 @@ from converter.plan import narrowed
 from converter.plan.profiles import PROFILES
 from converter.source import Feeds
 from converter.verify import layernoise
-from converter.verify.emulate import emulation
 from converter.verify.layernoise import Graph, Rounded, compare, operands
+from converter.verify.running import emulation
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,10 +243,9 @@ def _check_golden(artifact: Artifact, name: str, feeds: Feeds, outputs: Feeds) -
     """
     kept = artifact.golden_in(name)
     for what, expected, found in (("input", feeds, kept.inputs), ("output", outputs, kept.outputs)):
-        wrong = [*(expected.keys() ^ found.keys())]
-        wrong += [n for n in expected if n in found and not same_bits(np.asarray(expected[n]), found[n])]
-        if wrong:
-            raise ConversionError(
-                f"{name}: {what} {min(wrong)!r} differs from the reference's; nothing was published. Run the"
-                " conversion again, and report it if it happens again"
-            )
+        for each in sorted(expected.keys() | found.keys()):
+            if not (each in expected and each in found and same_bits(np.asarray(expected[each]), found[each])):
+                raise ConversionError(
+                    f"{name}: {what} {each!r} differs from the reference's; nothing was published. Run the conversion"
+                    " again, and report it if it happens again"
+                )

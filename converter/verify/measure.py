@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +22,7 @@ from bf16kit.drift.metrics import DriftSummary, OutputDrift, SampleDrift
 from bf16kit.drift.slices import Scales, Values, Variation
 from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Runtime, RuntimeInfo
+from bf16kit.runtime import CPU, Runtime, RuntimeInfo
 from bf16kit.runtime.memory.scratch import on_disk
 from converter.source import Feeds
 from converter.verify.running import GraphReference, open_export, open_profile, open_traced, signature
@@ -32,6 +35,7 @@ SliceScales = Mapping[str, Scales]  # by output, for outputs of floats
 _MAX_SAMPLES = 8  # samples that a torch module is run on in both arithmetics: this CPU's and the other
 _ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}
 _ALIGNMENT = 64  # bytes, of each array in a file of outputs
+_SHORT = 0.1  # seconds; a longer run keeps all cores busy by itself, and two would take twice its memory
 
 
 class Spool(Sequence[Feeds]):
@@ -64,18 +68,14 @@ class Spool(Sequence[Feeds]):
 
     def pop(self) -> Feeds:
         """Return the last outputs, and forget them."""
-        found = self[-1]
+        found: Feeds = self[-1]
         del self._kept[-1]
         return found
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    @overload
-    def __getitem__(self, index: int) -> Feeds: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Feeds]: ...
-    def __getitem__(self, index: int | slice) -> Feeds | Sequence[Feeds]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         start, places, found = self._kept[index]
@@ -89,8 +89,25 @@ class Spool(Sequence[Feeds]):
 
 
 def run_all(runtime: Runtime, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
-    """Yield the outputs of ``runtime`` for each of ``feeds``, one at a time."""
-    return (runtime.run(feed) for feed in feeds)
+    """Yield the outputs of ``runtime`` for each of ``feeds``, in order; ONNX Runtime does short runs two at a time."""
+    from bf16kit.runtime.ort.onnx import OnnxRuntime
+
+    start = time.monotonic()
+    first = [runtime.run(feed) for feed in feeds[:1]]
+    is_short = time.monotonic() - start < _SHORT
+    while first:
+        yield first.pop()
+    if not is_short or not isinstance(runtime, OnnxRuntime) or runtime.info.device != CPU:
+        yield from map(runtime.run, feeds[1:])
+        return
+    running = deque[Future[Feeds]]()
+    with ThreadPoolExecutor(2) as pool:
+        for feed in feeds[1:]:
+            running.append(pool.submit(runtime.run, feed))
+            if len(running) == 2:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
 
 
 def spool(runtime: Runtime, samples: Samples, directory: Path | None) -> Spool:

@@ -26,7 +26,7 @@ from bf16kit.runtime.ort.session import open_session
 from converter.plan import Planned, make_plan
 from converter.rewrite import Prepared, prepare
 from converter.rewrite.explicit import floating_tensors
-from converter.verify.emulate import emulation
+from converter.verify.running import emulation
 from converter.write.graphs import write_graphs
 from converter.write.weights import Rounding, StoredWeights, write_weights
 

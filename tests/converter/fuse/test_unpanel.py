@@ -18,7 +18,7 @@ from bf16kit.numerics.rounding import to_bf16
 from bf16kit.runtime.ort.session import ort
 from converter.fuse.fuse import PUT_TOGETHER, Unpanel
 from converter.graph.types import run
-from converter.verify.emulate import emulation
+from converter.verify.running import emulation
 from converter.write.graphs import serialize
 
 # K and N with no whole panel, one, several, and a narrower last one

@@ -33,9 +33,8 @@ from converter.plan.profiles import PROFILES
 from converter.rewrite import prepare
 from converter.source import Array
 from converter.verify import measure
-from converter.verify.emulate import emulation
 from converter.verify.measure import Expected
-from converter.verify.running import open_fp32_graph
+from converter.verify.running import emulation, open_fp32_graph
 
 X = graphs.values(4, 16)
 

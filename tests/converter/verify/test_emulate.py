@@ -27,7 +27,7 @@ from bf16kit.runtime.ort.session import open_session
 from converter.fuse.fuse import PUT_TOGETHER
 from converter.graph.cuda_kernels import _PLANNED
 from converter.graph.operators import EXACT
-from converter.verify import emulate
+from converter.verify import running
 
 Array = NDArray[Any]
 Torch = Callable[..., torch.Tensor]
@@ -160,7 +160,7 @@ def _emulated(directory: Path, domain: str, op: str, case: Case) -> Array:
     )
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=11), directory / "cuda.onnx")
-    session = open_session(emulate.emulation(directory / "cuda.onnx"))
+    session = open_session(running.emulation(directory / "cuda.onnx"))
     (found,) = session.run(["y"], dict(zip(floats, case.inputs, strict=True)))
     return np.asarray(found)
 
@@ -203,13 +203,13 @@ def test_an_operator_that_is_not_rounded_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, domain: str, op: str
 ) -> None:
     case = CASES[domain, op]
-    monkeypatch.setattr(emulate, "EXACT", EXACT | {op})
+    monkeypatch.setattr(running, "EXACT", EXACT | {op})
     assert _fault(_emulated(tmp_path, domain, op, case), case) is not None
 
 
 def test_the_emulation_computes_nothing_in_bf16(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", graphs.mlp((32, 32, 32)))
-    graph = onnx.load_from_string(emulate.emulation(made.artifact.file("cuda.onnx"))).graph
+    graph = onnx.load_from_string(running.emulation(made.artifact.file("cuda.onnx"))).graph
     computing = [node for node in graph.node if node.op_type not in PUT_TOGETHER]
     assert {node.op_type for node in computing} == {"Cast", "MatMul", "Add", "Relu"}
     bf16 = {v.name for v in graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16}
