@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import re
 import sys
@@ -222,7 +221,7 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
             f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{user_frame(error)}{remedy}"
         ) from error
     finally:
-        with contextlib.suppress(ValueError):  # if the module has removed it
+        if "" in sys.path:  # unless the module has removed it
             sys.path.remove("")
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -189,8 +189,7 @@ def _record(made_from: str, version: Path) -> bytes:
 def _drift(version: Path) -> str:
     """Return the largest share of the budget that each profile uses, in a few words."""
     manifest = Artifact.open(version, verify=False).manifest
-    rows = list(drift_rows(manifest))
-    tightest = [tightest_of(row for row in rows if row.profile == name) for name in sorted(manifest.drift)]
+    tightest = [tightest_of(r for r in drift_rows(manifest) if r.profile == name) for name in sorted(manifest.drift)]
     return ", ".join(f"{row.profile} {format_budget_ratio(row.used or 0)}" for row in tightest if row is not None)
 
 
