@@ -119,8 +119,7 @@ class Candidate:
             for name, nodes in planned.plan.nodes.items()
             if PROFILES[name].rounds_products and not any(entry.code == "rounds" for entry in nodes)
         ]
-        asked = [name for name in idle if name in options.onnx_profiles]
-        if asked:
+        if asked := [name for name in idle if name in options.onnx_profiles]:
             raise UsageError(
                 f"--profile {asked[0]}: no matrix product or convolution of this model has a bf16 weight; leave out"
                 f" --profile {asked[0]}"

@@ -211,8 +211,7 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
         missing = "no such file; " if text.endswith(".onnx") else ""
         raise UsageError(f"{flag} {text!r}: {missing}expected pkg.mod:name, for example mypackage.models:build")
     module_name, _, attribute = text.partition(":")
-    here = str(Path.cwd())  # a console script lacks it on its path, but users expect the behaviour of `python -m`
-    sys.path.insert(0, here)
+    sys.path.insert(0, "")  # the working directory: a console script lacks it, but users expect it, as of `python -m`
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:  # the user's module runs at import and may raise anything
@@ -222,7 +221,8 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
             f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{user_frame(error)}{remedy}"
         ) from error
     finally:
-        sys.path.remove(here)
+        if "" in sys.path:  # unless the module has removed it
+            sys.path.remove("")
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{flag} {text}: module {module_name} has no {attribute}")

@@ -151,8 +151,9 @@ def convert(item: Conversion, repository: Path, run: Run, stop: threading.Event,
     target = repository / item.model / str(newest)
     try:
         files = digest_files(item.files, lambda _: None)
-    except SourceError:  # a file is gone: its conversion says so
-        files = ""
+    except SourceError as error:  # without a digest nobody could tell later whether it has changed
+        item.status, item.code, item.detail = "failed", 2, str(error).removeprefix(f"{item.source}: ")
+        return item
     made_from = f"{json.dumps(item.arguments)} {files}"  # code that an argument names is included by name only
     if not force and record.is_file() and record.read_bytes() == _record(made_from, target):
         item.status, item.code, item.detail, item.version = "done before", 0, _drift(target), newest
@@ -188,8 +189,7 @@ def _record(made_from: str, version: Path) -> bytes:
 def _drift(version: Path) -> str:
     """Return the largest share of the budget that each profile uses, in a few words."""
     manifest = Artifact.open(version, verify=False).manifest
-    rows = list(drift_rows(manifest))
-    tightest = [tightest_of(row for row in rows if row.profile == name) for name in sorted(manifest.drift)]
+    tightest = [tightest_of(r for r in drift_rows(manifest) if r.profile == name) for name in sorted(manifest.drift)]
     return ", ".join(f"{row.profile} {format_budget_ratio(row.used or 0)}" for row in tightest if row is not None)
 
 

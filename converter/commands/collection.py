@@ -76,7 +76,7 @@ def _items(
                 f"{items[name].source} and {path} would both become model {name!r}; rename one, or pass --per-model"
                 " DIRECTORY with a FILE.yaml for it that sets `name: …`"
             )
-        for key in fields.keys() - options.keys():
+        for key in [key for key in fields if key not in options]:
             raise UsageError(f"{settings}: unknown option {key!r}; known: {', '.join(sorted([*options, 'name']))}")
         chosen = given | {options[key]: value for key, value in fields.items()}
         arguments = [text for option, value in chosen.items() for text in _arguments(option, value, settings)]

@@ -59,6 +59,7 @@ def test_code_beside_the_checkpoints_is_run_only_if_an_option_names_it(models: P
     (models / "converter").mkdir()
     (models / "converter" / "__init__.py").write_text((models / "click.py").read_text())
     (models / "samples_of_mine.py").write_text(
+        "import os, sys\nsys.path[:] = [path for path in sys.path if path not in ('', os.getcwd())]\n"
         "import numpy as np\ndef feeds():\n    yield {'x': np.ones((2, 16), np.float32)}\n"
     )
     found = process(
@@ -156,7 +157,7 @@ def test_a_stray_file_that_makes_the_directory_one_source_is_named(cli: Cli, mod
     ("file", "content", "said"),
     [
         ("aa", "seed: 1", "there is no checkpoint of that name"),
-        ("a", "sed: 1", "unknown option 'sed'; known: "),
+        ("a", "sed: 1\nsead: 1\nsed1: 1", "unknown option 'sed'; known: "),
         ("a", "out: elsewhere", "unknown option 'out'"),
         ("a", "saturate: 1", "saturate is 1, expected true or false"),
         ("a", "seed: [1, 2]", "a.onnx: '[1, 2]' is not a valid integer"),

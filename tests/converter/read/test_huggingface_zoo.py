@@ -106,6 +106,8 @@ def test_a_model_converts_and_gives_the_outputs_of_its_module(
     assert loaded.dtype is torch.bfloat16
     exported = read_file(target / "model.safetensors")
     assert list(exported) == list(original)
+    for tensor, array in original.items():
+        np.testing.assert_array_equal(exported[tensor], array.astype(exported[tensor].dtype))
     assert {array.dtype.name for array in exported.values()} >= {"bfloat16", "float32"}
     operators = [node.op_type for node in onnx.load(artifact.file("cpu.onnx"), load_external_data=False).graph.node]
     assert sum("RmsNorm" in op for op in operators) == RMS_NORMALISATIONS.get(name, 0)
