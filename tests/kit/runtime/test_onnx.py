@@ -181,6 +181,14 @@ def test_a_lack_of_memory_is_not_reported_as_bad_input() -> None:
     assert not isinstance(failed.value, InputRefused)
 
 
+@pytest.mark.parametrize(("x", "y"), [("z float32", "y float32"), ("x int64", "y float32"), ("x float32", "y int64")])
+def test_declared_inputs_and_outputs_have_the_graphs_names_and_dtypes(x: str, y: str) -> None:
+    """Without a warm-up and golden samples, nothing else shows it before a client's request."""
+    specs = [TensorSpec(name, dtype, ("n", 16)) for name, dtype in map(str.split, (x, y))]
+    with pytest.raises(RuntimeFailure, match=r"^the graph: declared are .*, the graph has . tensor\(float\); convert"):
+        OnnxRuntime(graphs.mlp().SerializeToString(), specs[:1], specs[1:])
+
+
 _LARGE_RUN = """
 import graphs
 import numpy as np
