@@ -201,7 +201,7 @@ class Emulate(Step):
 
     name = "emulate bf16"
 
-    def apply(self, model: ir.Model) -> bool:
+    def apply(self, model: ir.Model) -> None:
         graph, fresh = model.graph, FreshNames(all_value_names(model))
         moves = _moves_of_weights(graph)
         others = [node for node in graph if node not in moves]
@@ -217,12 +217,10 @@ class Emulate(Step):
                     use.node.replace_input_with(use.idx, cast.outputs[0])
         for node, output in narrow:
             _emulate(graph, node, output, fresh)
-        return bool(narrow or weights)
 
 
 def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:
-    """Return the leading nodes of ``graph`` that put its bf16 initializers together
-    (:mod:`converter.fuse.fuse`)."""
+    """Return the leading nodes of ``graph`` that put its bf16 initializers together (:mod:`converter.fuse.fuse`)."""
     moves, known = dict[ir.Node, None](), set[ir.Value | None](graph.initializers.values())
     for node in graph:
         if node.op_type not in PUT_TOGETHER or node.outputs[0].dtype != BFLOAT16 or not known.issuperset(node.inputs):
