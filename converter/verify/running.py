@@ -99,9 +99,8 @@ def open_fp32_graph(
 ) -> OnnxRuntime:
     """Open one of a conversion's fp32 graphs to be run: the source's, or the one that profiles start from.
 
-    ``read`` returns each weight by name; ``model`` keeps its own. The weights are written to a file in ``scratch``, or
-    where :func:`~scratch.on_disk` says. The file is mapped and deleted: passed as arrays, the weights
-    would be in memory twice. ``arena`` is for many runs of the same shapes.
+    ``read`` returns each weight by name; ``model`` keeps its own. They are written to a file in ``scratch``, or where
+    ``on_disk`` says, mapped and deleted: as arrays they would be in memory twice. ``arena`` is for many equal runs.
     """
     from bf16kit.runtime.ort.onnx import OnnxRuntime
 

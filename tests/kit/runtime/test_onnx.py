@@ -18,6 +18,7 @@ from mapped import mapped_kb
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 from peaks import measured_alone
+from waiting import until
 
 import graphs
 from bf16kit.messages.errors import InputRefused, RuntimeFailure
@@ -233,6 +234,7 @@ def test_a_run_within_its_time_limit_gives_the_same_outputs_and_errors(tmp_path:
     np.testing.assert_array_equal(loaded.run(x, seconds=60)["y"], loaded.run(x)["y"])
     with pytest.raises(RuntimeFailure, match="ONNX Runtime failed"):
         loaded.run({"x": graphs.values(2, 17)}, seconds=60)
+    until(lambda: not [each for each in threading.enumerate() if isinstance(each, threading.Timer)], what="no timer")
     loaded.close()
     with pytest.raises(RuntimeFailure, match="closed"):
         loaded.run(x)
