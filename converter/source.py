@@ -67,9 +67,8 @@ class Oracle:
     """The source itself, which answers feeds as it did before the conversion changed anything.
 
     ``outputs`` yields the source's outputs by name, for one feed after the other, and releases what it holds at its
-    end. It raises :class:`RuntimeFailure` if the source does not run. ``how`` is a phrase for messages
-    that says what computes the outputs. ``roundoff`` is the unit roundoff of the least precise arithmetic the source
-    uses.
+    end. It raises :class:`RuntimeFailure` if the source does not run. ``how`` is a phrase for messages that says
+    what computes the outputs. ``roundoff`` is the unit roundoff of the least precise arithmetic the source uses.
     """
 
     outputs: Callable[[Sequence[Feeds]], Iterator[Feeds]]

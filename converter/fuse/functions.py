@@ -1,10 +1,9 @@
 """What all fusions share: the graph while they are carried out, and the functions that define the kernel's operators.
 
 Each variant of an operator that a graph uses has its own name and a model-local function in ONNX's operators, written
-in ONNX's text form.
-(Overloads of one function work in ONNX Runtime, but not everywhere: onnx 1.23's evaluator silently takes the last one
-for all.) If the kernel's library is not registered, ONNX Runtime inlines the function and folds the weight to fp32 at
-load. The results are the same within fp32 rounding, with the memory that fp32 takes.
+in ONNX's text form. (Overloads of one function work in ONNX Runtime, but not everywhere: onnx 1.23's evaluator silently
+takes the last one for all.) If the kernel's library is not registered, ONNX Runtime inlines the function and folds the
+weight to fp32 at load. The results are the same within fp32 rounding, with the memory that fp32 takes.
 """
 
 from __future__ import annotations

@@ -129,31 +129,27 @@ class Unpanel(Step):
 
     ``stored`` says how each tensor is stored. Afterwards ``declared`` holds the external tensors to write, by
     initializer name. Initializers that are no matrices, because something reads the panels themselves, stay as they
-    are.
-
-    Requires: matrices stored in panels have their logical shape, and bf16.
+    are. Requires: matrices stored in panels have their logical shape, and bf16.
     """
 
     name = "put panels together"
 
     def __init__(self, stored: Mapping[str, TensorEntry]) -> None:
-        super().__init__()
         self._panelled = {name: entry for name, entry in stored.items() if entry.panels is not None}
         self.declared: dict[str, ir.ExternalTensor] = {}
 
-    def apply(self, model: ir.Model) -> bool:
+    def apply(self, model: ir.Model) -> None:
         self.declared.clear()
         found = [(value, self._panelled.get(name)) for name, value in model.graph.initializers.items()]
         matrices = [(v, e) for v, e in found if e and v.shape is not None and len(v.shape) == 2 and v.uses()]
         if not matrices:  # the graph may have no nodes
-            return False
+            return
         graph, first = Fusing(model), model.graph[0]
         for value, entry in matrices:
             readers = tuple(value.uses())
             matrix = self._matrix(value, entry, graph, first)
             for use in readers:
                 use.node.replace_input_with(use.idx, matrix)
-        return True
 
     def _matrix(self, value: ir.Value, entry: TensorEntry, graph: Fusing, first: ir.Node) -> ir.Value:
         """Return the matrix of ``entry``, computed from ``value``, which becomes the panels as the file holds them."""

@@ -134,9 +134,8 @@ def check_ranges(
 ) -> dict[str, Census]:
     """Return the census of every tensor that is narrowed, as it is rounded: with BatchNorm folded in.
 
-    ``found`` holds the censuses of the tensors that were written; those inside the graph are taken here. Raises
-    :class:`RangeError` for NaN in any of them or in other fp32 weights, for infinities outside masks,
-    and for finite values that overflow unless ``saturate``.
+    ``found`` holds the censuses of the tensors that were written; those inside the graph are taken here. RangeError for
+    NaN in any of them or in other fp32 weights, infinities outside masks, and values that overflow unless ``saturate``.
     """
     complaints: list[str] = []
     for name, value in sorted(prepared.base.graph.initializers.items()):

@@ -210,8 +210,7 @@ def check_prepared(
     """Run ``model``, one of the graphs of ``prepared``, in fp32 and compare it with the source's own outputs.
 
     Nothing is run if preparing changed nothing, or if the source has no outputs to compare with. The weights are kept
-    in a file in ``scratch`` while it runs. Raises :class:`ConversionError` if the difference exceeds
-    fp32 noise.
+    in a file in ``scratch`` while it runs. Raises :class:`ConversionError` if the difference exceeds fp32 noise.
     """
     changed = prepared.folds or prepared.clamped or _structure(model) != _structure(prepared.reference)
     if not oracle_run.outputs or not changed:

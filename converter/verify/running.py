@@ -99,9 +99,8 @@ def open_fp32_graph(
 ) -> OnnxRuntime:
     """Open one of a conversion's fp32 graphs to be run: the source's, or the one that profiles start from.
 
-    ``read`` returns each weight by name; ``model`` keeps its own. The weights are written to a file in ``scratch``, or
-    where :func:`~scratch.on_disk` says. The file is mapped and deleted: passed as arrays, the weights
-    would be in memory twice. ``arena`` is for many runs of the same shapes.
+    ``read`` returns each weight by name; ``model`` keeps its own. They are written to a file in ``scratch``, or where
+    ``on_disk`` says, mapped and deleted: as arrays they would be in memory twice. ``arena`` is for many equal runs.
     """
     from bf16kit.runtime.ort.onnx import OnnxRuntime
 
@@ -201,7 +200,7 @@ class Emulate(Step):
 
     name = "emulate bf16"
 
-    def apply(self, model: ir.Model) -> bool:
+    def apply(self, model: ir.Model) -> None:
         graph, fresh = model.graph, FreshNames(all_value_names(model))
         moves = _moves_of_weights(graph)
         others = [node for node in graph if node not in moves]
@@ -217,12 +216,10 @@ class Emulate(Step):
                     use.node.replace_input_with(use.idx, cast.outputs[0])
         for node, output in narrow:
             _emulate(graph, node, output, fresh)
-        return bool(narrow or weights)
 
 
 def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:
-    """Return the leading nodes of ``graph`` that put its bf16 initializers together
-    (:mod:`converter.fuse.fuse`)."""
+    """Return the leading nodes of ``graph`` that put its bf16 initializers together (:mod:`converter.fuse.fuse`)."""
     moves, known = dict[ir.Node, None](), set[ir.Value | None](graph.initializers.values())
     for node in graph:
         if node.op_type not in PUT_TOGETHER or node.outputs[0].dtype != BFLOAT16 or not known.issuperset(node.inputs):

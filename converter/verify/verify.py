@@ -107,6 +107,11 @@ def _golden(artifact: Artifact, profile: str) -> tuple[Expected, str]:
     if artifact.manifest.golden is None:
         raise UsageError(f"{artifact.path}: keeps no golden samples (a model with strings); give some with --samples")
     kept = artifact.golden(profile)
+    for spec in signature(artifact.manifest)[1]:
+        axes = sum(axis != artifact.manifest.batch_axis for axis in range(len(spec.shape))) or 1
+        if spec.name not in kept.outputs or len(kept.scales.get(spec.name, ())) not in (0, axes):
+            lacks = f"the golden samples lack output {spec.name!r}, or slices along an axis of it"
+            raise ArtifactError(f"{artifact.path}: {lacks}; convert the checkpoint again")
     return Expected((kept.inputs,), [kept.outputs], kept.scales, 1), "the golden samples"
 
 

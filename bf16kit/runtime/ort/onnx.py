@@ -23,8 +23,8 @@ class OnnxRuntime:
     ``profile`` and ``precision`` are reported in :class:`RuntimeInfo`; the accumulation is probed on ``device``, with
     the CPU kernel if the graph uses it; ``kernel`` says whether, for a graph that has been parsed already. For the
     other ``options`` and the errors see :func:`bf16kit.runtime.ort.session.open_session`. Also raises
-    :class:`ConfigError` when the environment asks for a kernel path that cannot be used. ``inputs`` and ``outputs``
-    are not compared with the graph's: a run does that.
+    :class:`ConfigError` when the environment asks for a kernel path that cannot be used, and
+    :class:`RuntimeFailure` unless ``inputs`` and ``outputs`` have the graph's names and dtypes; runs check the shapes.
     """
 
     def __init__(
@@ -46,6 +46,12 @@ class OnnxRuntime:
             kernel = kernel_for(model) if device == CPU else NOT_NEEDED
         session = open_session(model, device=device, library=kernel.library, **options)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        name = options.get("name") or (model.name if isinstance(model, Path) else "the graph")
+        for specs, edges in ((self.inputs, session.get_inputs()), (self.outputs, session.get_outputs())):
+            declared = sorted(f"{spec.name} tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)})" for spec in specs)
+            if declared != (real := sorted(f"{edge.name} {edge.type}" for edge in edges)):
+                what = f"declared are {', '.join(declared) or 'none'}, the graph has {', '.join(real) or 'none'}"
+                raise RuntimeFailure(f"{name}: {what}; convert the checkpoint again")
         self._output_names = [spec.name for spec in outputs]
         self._has_bf16_edges = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
         accumulation = probe_onnx(device, precision, kernel.library)
@@ -92,6 +98,7 @@ class OnnxRuntime:
 # is not enough: sizes that cannot be broadcast together raise RuntimeException.
 _BLAMES_INPUT = re.compile(r"out of (data )?bounds|out of range|broadcast|reshape|dimension", re.IGNORECASE)
 _STATUS = "Status Message: "
+_ONNX_TYPES = {"float32": "float", "float64": "double"}  # ONNX Runtime's names that differ from ours
 
 
 def _failure(error: Exception) -> RuntimeFailure:

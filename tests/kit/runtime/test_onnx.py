@@ -18,6 +18,7 @@ from mapped import mapped_kb
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 from peaks import measured_alone
+from waiting import until
 
 import graphs
 from bf16kit.messages.errors import InputRefused, RuntimeFailure
@@ -181,6 +182,14 @@ def test_a_lack_of_memory_is_not_reported_as_bad_input() -> None:
     assert not isinstance(failed.value, InputRefused)
 
 
+@pytest.mark.parametrize(("x", "y"), [("z float32", "y float32"), ("x int64", "y float32"), ("x float32", "y int64")])
+def test_declared_inputs_and_outputs_have_the_graphs_names_and_dtypes(x: str, y: str) -> None:
+    """Without a warm-up and golden samples, nothing else shows it before a client's request."""
+    specs = [TensorSpec(name, dtype, ("n", 16)) for name, dtype in map(str.split, (x, y))]
+    with pytest.raises(RuntimeFailure, match=r"^the graph: declared are .*, the graph has . tensor\(float\); convert"):
+        OnnxRuntime(graphs.mlp().SerializeToString(), specs[:1], specs[1:])
+
+
 _LARGE_RUN = """
 import graphs
 import numpy as np
@@ -225,6 +234,7 @@ def test_a_run_within_its_time_limit_gives_the_same_outputs_and_errors(tmp_path:
     np.testing.assert_array_equal(loaded.run(x, seconds=60)["y"], loaded.run(x)["y"])
     with pytest.raises(RuntimeFailure, match="ONNX Runtime failed"):
         loaded.run({"x": graphs.values(2, 17)}, seconds=60)
+    until(lambda: not [each for each in threading.enumerate() if isinstance(each, threading.Timer)], what="no timer")
     loaded.close()
     with pytest.raises(RuntimeFailure, match="closed"):
         loaded.run(x)
