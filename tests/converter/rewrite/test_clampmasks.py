@@ -17,20 +17,14 @@ _LOWEST = np.finfo(np.float32).min
 
 def _masked_softmax(mask: float, bias: bool = False) -> ModelProto:
     """Return softmax(x·w + (keep ? 0 : mask)). In a row that keeps nothing, −inf everywhere would give NaN."""
-    return graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["scores"]),
-            helper.make_node("Where", ["keep", "zero", "mask"], ["penalty"]),
-            helper.make_node("Add", ["scores", "penalty"], ["masked"]),
-            helper.make_node("Softmax", ["masked"], ["y"], axis=-1),
-        ],
-        [graphs.edge("x", ["batch", 16]), graphs.edge("keep", ["batch", 16], TensorProto.BOOL)],
-        [graphs.edge("y", ["batch", 16])],
-        [
-            graphs.initializer("w", graphs.values(16, 16)),
-            graphs.initializer("zero", np.array(0, np.float32)),
-            graphs.initializer("mask", np.array(mask, np.float32)),
-        ],
+    return graphs.parsed(
+        """(float[batch, 16] x, bool[batch, 16] keep) => (float[batch, 16] y) {
+            scores = MatMul (x, w) penalty = Where (keep, zero, mask) masked = Add (scores, penalty)
+            y = Softmax <axis = -1> (masked)
+        }""",
+        w=graphs.values(16, 16),
+        zero=np.array(0, np.float32),
+        mask=np.array(mask, np.float32),
     )
 
 
