@@ -19,12 +19,14 @@ from bf16kit.runtime.ort.session import ort
 from bf16kit.system import is_older
 from converter.graph.cuda_kernels import KernelTable, missing_kernels, releases, required
 from converter.process import program
+from converter.rewrite import lowering
 
 NEWEST = "1.31.1"
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(program, "onnxruntime", lambda: version)
+    monkeypatch.setattr(lowering, "_table", KernelTable.load)  # its cache would outlive this test
 
 
 @pytest.mark.parametrize(
