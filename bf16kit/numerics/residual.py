@@ -87,7 +87,7 @@ class Encoder:
         self._low_bits = low_bits
         self._rest = np.empty(0, np.uint16)  # low halves that do not fill a group yet
         self._count = 0
-        self._crossed: list[NDArray[np.int64]] = []
+        self._crossed: list[NDArray[Any]] = []  # as they are written: in a folded weight, a tenth of all elements
         self._verbatim: list[NDArray[np.int64]] = []
         self._bits: list[NDArray[np.uint32]] = []
 
@@ -110,7 +110,7 @@ class Encoder:
             odd = np.flatnonzero(near != words)
             near = near[odd]
         cross = _crossed(near, low[odd]) == words[odd]
-        self._crossed.append(odd[cross] + self._count)
+        self._crossed.append((odd[cross] + self._count).astype(_index_dtype(math.prod(self._shape))))
         self._verbatim.append(odd[~cross] + self._count)
         self._bits.append(words[odd[~cross]])
         self._count += words.size
@@ -124,9 +124,9 @@ class Encoder:
     def finish(self) -> Iterator[bytes]:
         """Yield the rest of the segment."""
         yield _pack_bits(self._rest, self._low_bits)
-        crossed, verbatim = (np.concatenate([np.empty(0, np.int64), *each]) for each in (self._crossed, self._verbatim))
-        form, crossing = _smaller(crossed, self._count)
+        form, crossing = _smaller(self._crossed, self._count)
         yield crossing
+        verbatim = np.concatenate([np.empty(0, np.int64), *self._verbatim])
         yield verbatim.astype("<u8").tobytes()
         yield np.concatenate([np.empty(0, np.uint32), *self._bits]).astype("<u4").tobytes()
         bits, magic = (0, _MAGIC) if self._low_bits == ALL_BITS else (self._low_bits, _MAGIC_PACKED)
@@ -208,16 +208,17 @@ def _crossed(near: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.ui
     return near + np.where(low > 0x8000, np.uint32(0x10000), np.uint32(0xFFFF0000))
 
 
-def _smaller(crossed: NDArray[np.int64], count: int) -> tuple[int, bytes]:
-    """Return form and bytes of the crossed elements, in the form that takes fewer bytes."""
-    listed = crossed.astype(_index_dtype(count)).tobytes()
-    if len(listed) > count // 64:  # a bitmap with fewer ones does not compress below the size of their indices
+def _smaller(crossed: list[NDArray[Any]], count: int) -> tuple[int, bytes]:
+    """Return form and bytes of the crossed elements, listed per block, in the form that takes fewer bytes."""
+    listed = sum(each.nbytes for each in crossed)
+    if listed > count // 64:  # a bitmap with fewer ones does not compress below the size of their indices
         flags = np.zeros(count, np.bool_)
-        flags[crossed] = True
+        for each in crossed:
+            flags[each] = True
         bitmap = zlib.compress(np.packbits(flags, bitorder="little").tobytes(), 6)
-        if len(bitmap) < len(listed):
+        if len(bitmap) < listed:
             return _BITMAP, bitmap
-    return _INDICES, listed
+    return _INDICES, b"".join(each.tobytes() for each in crossed)
 
 
 def _crossed_indices(crossing: memoryview, form: int, count: int) -> NDArray[np.int64]:

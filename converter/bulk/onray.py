@@ -16,7 +16,7 @@ from bf16kit import __version__
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import first_line
 from bf16kit.system.rayaddress import check_reachable
-from converter.bulk.conversions import FAILED, INTERRUPTED, Run, start_process
+from converter.bulk.conversions import FAILED, INTERRUPTED, Run, run_here
 
 _ATTEMPTS = 3
 _SECONDS = 0.5  # between two looks at the event
@@ -33,9 +33,8 @@ def on_cluster(address: str, jobs: int | None, notify: Callable[[str], None]) ->
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"--ray {address}: cannot connect to a Ray cluster: {first_line(error)}") from None
-    cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    cores = [count for count in cores if count]
-    if not cores:
+    counts = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    if not (cores := [count for count in counts if count]):
         raise UsageError(f"--ray {address}: no node of the cluster has a CPU")
     jobs = jobs or len(cores)
     each = max(1, min(sum(cores) // jobs, *cores))
@@ -69,10 +68,8 @@ def _run(command: list[str], log: str, directory: str, version: str) -> int | st
     """Run a command line of this program on a node; return its exit code, or what is wrong with the node."""
     node = f"node {ray.util.get_node_ip_address()}"
     if not (Path(log).is_file() and Path(directory).is_dir()):
-        return (
-            f"{node} does not see {log} and {directory}; put the checkpoints, the repository and the working directory"
-            " on a file system that all nodes share"
-        )
+        remedy = "put the checkpoints, the repository and the working directory on a file system that all nodes share"
+        return f"{node} does not see {log} and {directory}; {remedy}"
     if version != __version__:
         return f"{node} has bf16kit {__version__}, and this machine {version}; install the same version on all nodes"
-    return start_process([sys.executable, *command[1:]], Path(log), directory).wait()
+    return run_here([sys.executable, *command[1:]], Path(log), threading.Event(), directory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,10 +176,7 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
     if _is_collection(source, given["out"]):
         from converter.commands.collection import convert_collection
 
-        def check(arguments: Sequence[str]) -> None:
-            options_of(**checkpoint.make_context("checkpoint", list(arguments)).params)
-
-        context.exit(convert_collection(context, source, given["out"], check))
+        context.exit(convert_collection(context, source, given["out"]))
     if any(given[name] is not None for name in _OF_COLLECTION):
         raise click.UsageError(
             f"--per-model, --jobs and --ray are only for a directory of checkpoints, and {source} is not one;"

@@ -25,8 +25,7 @@ from converter.process.progress import Progress
 from converter.process.quiet import prefix_errors
 from converter.read.sources import exported_source
 from converter.recovery import Settings
-from converter.recovery.batches import Loader
-from converter.recovery.trainable import State, Student, digest, find_trainable, in_numpy, recovered_tensors
+from converter.recovery.trainable import Loader, State, Student, digest, find_trainable, in_numpy, recovered_tensors
 from converter.recovery.training import open_checkpoints, train
 from converter.report.page import check_installed
 from converter.source import Checkpoint, Source, TorchModel

@@ -18,8 +18,7 @@ from bf16kit.messages.errors import ConversionError, UsageError
 from converter.process.progress import Progress
 from converter.process.quiet import first_line
 from converter.recovery import Settings
-from converter.recovery.batches import Loader
-from converter.recovery.trainable import Lesson, State, Student
+from converter.recovery.trainable import Lesson, Loader, State, Student
 
 _VALIDATION_BATCHES = 8
 _FITTING = 100  # iterations of L-BFGS, at most, and at most half as many as steps of training

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +19,7 @@ from bf16kit.drift.metrics import DriftSummary, OutputDrift, SampleDrift
 from bf16kit.drift.slices import Scales, Values, Variation
 from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import CPU, Runtime, RuntimeInfo
+from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.memory.scratch import on_disk
 from converter.source import Feeds
 from converter.verify.running import GraphReference, open_export, open_profile, open_traced, signature
@@ -35,7 +32,6 @@ SliceScales = Mapping[str, Scales]  # by output, for outputs of floats
 _MAX_SAMPLES = 8  # samples that a torch module is run on in both arithmetics: this CPU's and the other
 _ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}
 _ALIGNMENT = 64  # bytes, of each array in a file of outputs
-_SHORT = 0.1  # seconds; a longer run keeps all cores busy by itself, and two would take twice its memory
 
 
 class Spool(Sequence[Feeds]):
@@ -88,26 +84,9 @@ class Spool(Sequence[Feeds]):
         return {**found, **stored}
 
 
-def run_all(runtime: Runtime, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
-    """Yield the outputs of ``runtime`` for each of ``feeds``, in order; ONNX Runtime does short runs two at a time."""
-    from bf16kit.runtime.ort.onnx import OnnxRuntime
-
-    start = time.monotonic()
-    first = [runtime.run(feed) for feed in feeds[:1]]
-    is_short = time.monotonic() - start < _SHORT
-    while first:
-        yield first.pop()
-    if not is_short or not isinstance(runtime, OnnxRuntime) or runtime.info.device != CPU:
-        yield from map(runtime.run, feeds[1:])
-        return
-    running = deque[Future[Feeds]]()
-    with ThreadPoolExecutor(2) as pool:
-        for feed in feeds[1:]:
-            running.append(pool.submit(runtime.run, feed))
-            if len(running) == 2:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
+def run_all(runtime: Runtime, feeds: Iterable[Feeds]) -> Iterator[Feeds]:
+    """Yield the outputs of ``runtime`` for each of ``feeds``, in order."""
+    return map(runtime.run, feeds)
 
 
 def spool(runtime: Runtime, samples: Samples, directory: Path | None) -> Spool:

@@ -159,7 +159,7 @@ def test_a_stray_file_that_makes_the_directory_one_source_is_named(cli: Cli, mod
         ("aa", "seed: 1", "there is no checkpoint of that name"),
         ("a", "sed: 1\nsead: 1\nsed1: 1", "unknown option 'sed'; known: "),
         ("a", "out: elsewhere", "unknown option 'out'"),
-        ("a", "saturate: 1", "saturate is 1, expected true or false"),
+        ("a", "saturate: 1", "a.onnx: Option '--saturate' does not take a value"),
         ("a", "seed: [1, 2]", "a.onnx: '[1, 2]' is not a valid integer"),
         ("a", "seed: minus one", "a.onnx: 'minus one' is not a valid integer"),
         ("a", "input: x", "a.onnx: --input 'x': expected NAME:DTYPE:DIMS"),

@@ -38,13 +38,7 @@ def test_every_bit_pattern_of_a_weight_is_restored(cli: Cli, tmp_path: Path, tar
     special = [0x00000001, 0x80000001, 0x007FFFFF, 0x3F808000, 0x3F818000, 0x80000000, 0x7F7F7FFF, 0x00008000]
     bits.reshape(-1)[: len(special)] = special
     weight = bits.view(np.float32)
-    node = onnx.helper.make_node("Gather", ["table", "ids"], ["y"])
-    proto = graphs.model(
-        [node],
-        [graphs.edge("ids", ["n"], onnx.TensorProto.INT64)],
-        [graphs.edge("y", ["n", 64])],
-        [graphs.initializer("table", weight)],
-    )
+    proto = graphs.parsed("(int64[n] ids) => (float[n, 64] y) { y = Gather (table, ids) }", table=weight)
     onnx.save(proto, tmp_path / "m.onnx")
     cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY, "--allow-over-budget").published()
     cli("restore", target, "--out", tmp_path / "out").published()

@@ -101,45 +101,43 @@ def converted(item: Conversion, tmp_path: Path, small: Artifact) -> Convert:
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "exits", "said"),
+    ("code", "exits", "said"),
     [
-        ("import sys; print('bf16-convert: error: drift over budget'); sys.exit(1)", "over budget", 1, "drift over"),
-        ("import sys; print('bf16-convert: error: m: bad\\nmore'); sys.exit(3)", "failed", 3, "m: bad"),
-        ("import sys; sys.exit(130)", "interrupted", 130, ""),
-        ("import os; os.kill(os.getpid(), 9)", "failed", 3, "killed by SIGKILL (out of memory?)"),
-        ("import os; os.kill(os.getpid(), 11)", "failed", 3, "ended with exit code -11; see "),
-        ("raise ValueError('boom')", "failed", 3, "ended with exit code 1; see "),
+        ("import sys; print('bf16-convert: error: drift over budget'); sys.exit(1)", 1, "over budget: drift over"),
+        ("import sys; print('bf16-convert: error: m: bad\\nmore'); sys.exit(3)", 3, "failed: m: bad"),
+        ("import sys; sys.exit(3)", 3, "failed: ended with exit code 3; see "),
+        ("import sys; sys.exit(130)", 130, "interrupted"),
+        ("import os; os.kill(os.getpid(), 9)", 3, "failed: killed by SIGKILL (out of memory?)"),
+        ("import os; os.kill(os.getpid(), 11)", 3, "failed: ended with exit code -11; see "),
+        ("raise ValueError('boom')", 3, "failed: ended with exit code 1; see "),
     ],
 )
-def test_the_outcome_states_how_the_process_ended(
-    converted: Convert, code: str, status: str, exits: int, said: str
-) -> None:
+def test_the_outcome_states_how_the_process_ended(converted: Convert, code: str, exits: int, said: str) -> None:
     found = converted(ending(code))
-    assert (found.status, found.code, found.version) == (status, exits, None)
-    assert found.detail.startswith(said)
+    assert (found.code, found.version) == (exits, None)
+    assert found.result.startswith(said)
     assert converted().version == 1
 
 
 def test_the_same_is_not_converted_again_and_other_bytes_or_options_make_the_next_version(
     converted: Convert, item: Conversion
 ) -> None:
-    assert converted().status == "converted"
+    assert converted().result == "converted"
     again = converted(ending("1/0"))
-    assert (again.status, again.code, again.version) == ("done before", 0, 1)
-    assert "cpu" in again.detail
+    assert (again.result, again.code, again.version) == ("done before", 0, 1)
     assert converted(arguments=("--seed", "1")).version == 2
     onnx.save(graphs.mlp((8, 8, 8)), item.source)
     assert converted().version == 3
     item.source.unlink()
     gone = converted()
-    assert (gone.code, gone.detail) == (2, "cannot be read: No such file or directory")
+    assert (gone.code, gone.result) == (2, "failed: cannot be read: No such file or directory")
 
 
 def test_force_replaces_the_newest_version_and_a_failure_keeps_it(converted: Convert) -> None:
     converted()
-    assert converted(ending("1/0"), force=True).status == "failed"
-    assert converted(ending("1/0")).status == "done before"
-    assert (converted(force=True).version, converted(ending("1/0")).status) == (1, "done before")
+    assert converted(ending("1/0"), force=True).result.startswith("failed")
+    assert converted(ending("1/0")).result == "done before"
+    assert (converted(force=True).version, converted(ending("1/0")).result) == (1, "done before")
 
 
 def test_a_version_from_elsewhere_is_neither_replaced_nor_taken_for_done(

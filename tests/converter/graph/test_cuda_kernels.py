@@ -19,12 +19,14 @@ from bf16kit.runtime.ort.session import ort
 from bf16kit.system import is_older
 from converter.graph.cuda_kernels import KernelTable, missing_kernels, releases, required
 from converter.process import program
+from converter.rewrite import lowering
 
 NEWEST = "1.31.1"
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(program, "onnxruntime", lambda: version)
+    monkeypatch.setattr(lowering, "_table", KernelTable.load)  # its cache would outlive this test
 
 
 @pytest.mark.parametrize(
@@ -70,30 +72,24 @@ def test_a_kernel_takes_a_node_only_if_all_its_dtypes_match() -> None:
     assert table.accepts_dtypes("", "Gather", 13, {"T": "bfloat16", "tensor(int64)": "int64"})
 
 
-NODES = (
-    helper.make_node("Conv", ["x", "k"], ["conv"], name="conv", pads=[1, 1, 1, 1]),
-    helper.make_node("Relu", ["conv"], ["relu"], name="relu"),
-    helper.make_node("GlobalAveragePool", ["relu"], ["pooled"], name="pooled"),
-    helper.make_node("Flatten", ["pooled"], ["flat"], name="flat"),
-    helper.make_node("MatMul", ["flat", "w"], ["hidden"], name="hidden"),
-    helper.make_node("Sin", ["hidden"], ["waves"], name="waves"),
-    helper.make_node("Softmax", ["waves"], ["shares"], name="shares"),
-    helper.make_node("Concat", ["shares", "hidden"], ["both"], name="both", axis=1),
-    helper.make_node("MatMul", ["both", "v"], ["y"], name="y"),
-)
-WEIGHTS = (
-    graphs.initializer("k", graphs.values(8, 3, 3, 3, seed=1, scale=0.3)),
-    graphs.initializer("w", graphs.values(8, 32, seed=2)),
-    graphs.initializer("v", graphs.values(64, 8, seed=3, scale=0.1)),
-)
 LATE = {"ReduceMean": "1.30.0", "Sin": "1.27.0"}  # the first release with a bf16 kernel on CUDA; pooling becomes a mean
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Return a graph whose operators got bf16 kernels on CUDA in different releases."""
-    edges = [graphs.edge("x", ["batch", 3, 8, 8])], [graphs.edge("y", ["batch", 8])]
-    onnx.save(graphs.model(list(NODES), *edges, list(WEIGHTS)), tmp_path / "source.onnx")
+    proto = graphs.parsed(
+        """(float[batch, 3, 8, 8] x) => (float[batch, 8] y) {
+            [conv] conv = Conv <pads = [1, 1, 1, 1]> (x, k) [relu] relu = Relu (conv)
+            [pooled] pooled = GlobalAveragePool (relu) [flat] flat = Flatten (pooled) [hidden] hidden = MatMul (flat, w)
+            [waves] waves = Sin (hidden) [shares] shares = Softmax (waves)
+            [both] both = Concat <axis = 1> (shares, hidden) [y] y = MatMul (both, v)
+        }""",
+        k=graphs.values(8, 3, 3, 3, seed=1, scale=0.3),
+        w=graphs.values(8, 32, seed=2),
+        v=graphs.values(64, 8, seed=3, scale=0.1),
+    )
+    onnx.save(proto, tmp_path / "source.onnx")
     return tmp_path / "source.onnx"
 
 

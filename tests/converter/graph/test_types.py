@@ -44,15 +44,11 @@ def test_types_after_com_microsoft_and_ai_onnx_ml_operators_are_inferred() -> No
 
 
 def test_a_weight_determines_the_type_of_a_product_of_another_domain() -> None:
-    proto = graphs.model(
-        [
-            helper.make_node("Spell", ["x"], ["unknown"], domain="com.example"),
-            helper.make_node("FusedMatMul", ["unknown", "w"], ["m"], domain="com.microsoft"),
-            helper.make_node("Relu", ["m"], ["y"]),
-        ],
-        [graphs.edge("x", ["batch", 16])],
-        [graphs.edge("y", ["batch", 16])],
-        [graphs.initializer("w", graphs.values(16, 16))],
+    proto = graphs.parsed(
+        """(float[batch, 16] x) => (float[batch, 16] y) {
+            unknown = com.example.Spell (x) m = com.microsoft.FusedMatMul (unknown, w) y = Relu (m)
+        }""",
+        w=graphs.values(16, 16),
     )
     proto.opset_import.extend([helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("com.example", 1)])
     assert _untyped(proto) == ["unknown"]  # the output type of Spell cannot be known
@@ -60,13 +56,13 @@ def test_a_weight_determines_the_type_of_a_product_of_another_domain() -> None:
 
 def test_nodes_of_unknown_type_are_named_in_a_note(cli: Cli, target: Path, tmp_path: Path) -> None:
     """``Inverse`` is an operator of ONNX Runtime without a schema that inference could use."""
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["m"], name="product"),
-        helper.make_node("Inverse", ["m"], ["g"], name="inverse", domain="com.microsoft"),
-        helper.make_node("MatMul", ["g", "v"], ["y"], name="second"),
-    ]
-    held = [graphs.initializer("w", graphs.values(32, 32)), graphs.initializer("v", graphs.values(32, 32, seed=1))]
-    model = graphs.model(nodes, [graphs.edge("x", [32, 32])], [graphs.edge("y", [32, 32])], held)
+    model = graphs.parsed(
+        """(float[32, 32] x) => (float[32, 32] y) {
+            [product] m = MatMul (x, w) [inverse] g = com.microsoft.Inverse (m) [second] y = MatMul (g, v)
+        }""",
+        w=graphs.values(32, 32),
+        v=graphs.values(32, 32, seed=1),
+    )
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     onnx.save(model, tmp_path / "unknown.onnx")
     arguments = ("--allow-over-budget", "--no-search", *ONNX_ONLY)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from architectures import Mlp, Several, Tied, seeded
 from numpy.typing import NDArray
-from onnx import helper
 from torch import nn
 
 import graphs
@@ -264,18 +263,14 @@ def test_dtypes_are_those_that_are_served_and_ranks_do_not_depend_on_sizes() -> 
 
 def test_no_constant_is_folded_into_a_larger_one() -> None:
     """Swin's table of relative positions [225, 2] times a weight [2, 512] would be 40 times what it is made from."""
-    nodes = [
-        helper.make_node("MatMul", ["positions", "weight"], ["table"]),
-        helper.make_node("ReduceSum", ["weight", "first"], ["bias"], keepdims=0),
-        helper.make_node("Add", ["x", "table"], ["sum"]),
-        helper.make_node("Add", ["sum", "bias"], ["y"]),
-    ]
-    constants = {"positions": graphs.values(225, 2), "weight": graphs.values(2, 512), "first": np.array([0])}
-    proto = graphs.model(
-        nodes,
-        [graphs.edge("x", ["batch", 225, 512])],
-        [graphs.edge("y", ["batch", 225, 512])],
-        [graphs.initializer(name, array) for name, array in constants.items()],
+    proto = graphs.parsed(
+        """(float[batch, 225, 512] x) => (float[batch, 225, 512] y) {
+            table = MatMul (positions, weight) bias = ReduceSum <keepdims = 0> (weight, first)
+            sum = Add (x, table) y = Add (sum, bias)
+        }""",
+        positions=graphs.values(225, 2),
+        weight=graphs.values(2, 512),
+        first=np.array([0]),
     )
     model = ir.from_proto(proto)
     simplify.simplify(model)

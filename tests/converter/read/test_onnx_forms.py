@@ -52,65 +52,49 @@ def recurrent(op: str, width: int = 16, directions: int = 2) -> ModelProto:
     )
 
 
-def half_inside(width: int = 16) -> ModelProto:
+def half_inside() -> ModelProto:
     """x·``half`` in fp16 between two Casts, then ·``full`` in fp32."""
-    return graphs.model(
-        [
-            node("Cast", ["x"], ["x16"], name="narrow", to=TensorProto.FLOAT16),
-            node("MatMul", ["x16", "half"], ["h16"], name="first"),
-            node("Cast", ["h16"], ["h"], name="widen", to=TensorProto.FLOAT),
-            node("MatMul", ["h", "full"], ["y"], name="second"),
-        ],
-        [graphs.edge("x", ["batch", width])],
-        [graphs.edge("y", ["batch", width])],
-        [
-            graphs.initializer("half", graphs.values(width, 2 * width).astype(np.float16)),
-            graphs.initializer("full", graphs.values(2 * width, width, seed=1)),
-        ],
+    return graphs.parsed(
+        """(float[batch, 16] x) => (float[batch, 16] y) {
+            [narrow] x16 = Cast <to = 10> (x) [first] h16 = MatMul (x16, half)
+            [widen] h = Cast <to = 1> (h16) [second] y = MatMul (h, full)
+        }""",
+        half=graphs.values(16, 32).astype(np.float16),
+        full=graphs.values(32, 16, seed=1),
     )
 
 
-def half_stored(width: int = 16) -> ModelProto:
+def half_stored() -> ModelProto:
     """A weight stored in fp16 and widened before use, as in files that were halved in size."""
-    proto = half_inside(width)
+    proto = half_inside()
     proto.graph.node[0].CopyFrom(node("Cast", ["half"], ["wide"], name="widen_weight", to=1))
     proto.graph.node[1].CopyFrom(node("MatMul", ["x", "wide"], ["h"], name="first"))
     del proto.graph.node[2]
     return proto
 
 
-def half_edges(width: int = 16) -> ModelProto:
+def half_edges() -> ModelProto:
     """fp16 in, fp32 inside, fp16 out."""
-    return graphs.model(
-        [
-            node("Cast", ["x"], ["h"], name="widen", to=TensorProto.FLOAT),
-            node("MatMul", ["h", "w"], ["m"], name="matmul"),
-            node("Cast", ["m"], ["y"], name="narrow", to=TensorProto.FLOAT16),
-        ],
-        [graphs.edge("x", ["batch", width], TensorProto.FLOAT16)],
-        [graphs.edge("y", ["batch", width], TensorProto.FLOAT16)],
-        [graphs.initializer("w", graphs.values(width, width))],
+    return graphs.parsed(
+        """(float16[batch, 16] x) => (float16[batch, 16] y) {
+            [widen] h = Cast <to = 1> (x) [matmul] m = MatMul (h, w) [narrow] y = Cast <to = 10> (m)
+        }""",
+        w=graphs.values(16, 16),
     )
 
 
 def contrib(width: int = 32) -> ModelProto:
     """Operators of the domain com.microsoft, as ONNX Runtime's optimiser writes them into files."""
-    made = graphs.model(
-        [
-            node("FusedMatMul", ["x", "w"], ["m"], "scaled", domain="com.microsoft", alpha=2.0),
-            node("BiasGelu", ["m", "b"], ["g"], "gelu", domain="com.microsoft"),
-            node("SkipLayerNormalization", ["g", "m", "gamma", "beta"], ["n"], "norm", domain="com.microsoft"),
-            node("MatMul", ["n", "v"], ["y"], "matmul"),
-        ],
-        [graphs.edge("x", ["batch", 3, 16])],
-        [graphs.edge("y", ["batch", 3, 16])],
-        [
-            graphs.initializer("w", graphs.values(16, width)),
-            graphs.initializer("b", graphs.values(width, seed=1)),
-            graphs.initializer("gamma", graphs.values(width, seed=2) + 1),
-            graphs.initializer("beta", graphs.values(width, seed=3)),
-            graphs.initializer("v", graphs.values(width, 16, seed=4)),
-        ],
+    made = graphs.parsed(
+        """(float[batch, 3, 16] x) => (float[batch, 3, 16] y) {
+            [scaled] m = com.microsoft.FusedMatMul <alpha = 2.0> (x, w) [gelu] g = com.microsoft.BiasGelu (m, b)
+            [norm] n = com.microsoft.SkipLayerNormalization (g, m, gamma, beta) [matmul] y = MatMul (n, v)
+        }""",
+        w=graphs.values(16, width),
+        b=graphs.values(width, seed=1),
+        gamma=graphs.values(width, seed=2) + 1,
+        beta=graphs.values(width, seed=3),
+        v=graphs.values(width, 16, seed=4),
     )
     made.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     return made
@@ -118,24 +102,13 @@ def contrib(width: int = 32) -> ModelProto:
 
 def words(width: int = 128) -> ModelProto:
     """Strings → their numbers (ai.onnx.ml) → rows of a table; the strings are an output as well."""
-    made = graphs.model(
-        [
-            node(
-                "LabelEncoder",
-                ["s"],
-                ["i"],
-                "encode",
-                domain="ai.onnx.ml",
-                keys_strings=["a", "sample"],
-                values_int64s=[0, 1],
-                default_int64=2,
-            ),
-            node("Gather", ["table", "i"], ["y"], "look_up"),
-            node("Identity", ["s"], ["same"], "echo"),
-        ],
-        [graphs.edge("s", ["batch"], TensorProto.STRING)],
-        [graphs.edge("y", ["batch", width]), graphs.edge("same", ["batch"], TensorProto.STRING)],
-        [graphs.initializer("table", graphs.values(3, width))],
+    made = graphs.parsed(
+        f"""(string[batch] s) => (float[batch, {width}] y, string[batch] same) {{
+            [encode] i = ai.onnx.ml.LabelEncoder <
+                keys_strings = ["a", "sample"], values_int64s = [0, 1], default_int64 = 2> (s)
+            [look_up] y = Gather (table, i) [echo] same = Identity (s)
+        }}""",
+        table=graphs.values(3, width),
     )
     made.opset_import.append(helper.make_opsetid("ai.onnx.ml", 2))
     return made
@@ -225,12 +198,7 @@ def zip_map() -> ModelProto:
 
 
 def whole_numbers() -> ModelProto:
-    return graphs.model(
-        [node("Add", ["x", "one"], ["y"], "add")],
-        [graphs.edge("x", ["n"], TensorProto.INT64)],
-        [graphs.edge("y", ["n"], TensorProto.INT64)],
-        [graphs.initializer("one", np.array([1]))],
-    )
+    return graphs.parsed("(int64[n] x) => (int64[n] y) { [add] y = Add (x, one) }", one=np.array([1]))
 
 
 @pytest.mark.parametrize(

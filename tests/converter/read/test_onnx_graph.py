@@ -15,7 +15,6 @@ import torch
 from architectures import Mlp, seeded
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
-from onnx.helper import make_node as node
 
 import graphs
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
@@ -92,47 +91,26 @@ def _bert(batch: str = "batch", seq: str = "seq") -> ModelProto:
         "g": graphs.values(WIDTH, seed=9),
         "b": graphs.values(WIDTH, seed=10),
     }
-    nodes = [
-        node("Shape", ["x"], ["batch_size"], start=0, end=1),
-        node("Shape", ["x"], ["seq_size"], start=1, end=2),
-        node("Slice", ["every", "zero", "seq_size", "one", "one"], ["positions"]),
-        node("Concat", ["batch_size", "seq_size"], ["both"], axis=0),
-        node("Expand", ["positions", "both"], ["ids"]),
-        node("Gather", ["table", "ids"], ["embedded"]),
-        node("Add", ["x", "embedded"], ["h"]),
-        node("Concat", ["batch_size", "seq_size", "heads", "depth"], ["split"], axis=0),
-        node("Concat", ["batch_size", "seq_size", "width"], ["merge"], axis=0),
-    ]
-    for name, order in (("q", [0, 2, 1, 3]), ("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3])):
-        nodes += [
-            node("MatMul", ["h", f"w{name}"], [f"{name}_rows"]),
-            node("Reshape", [f"{name}_rows", "split"], [f"{name}_heads"]),
-            node("Transpose", [f"{name}_heads"], [name], perm=order),
-        ]
-    nodes += [
-        node("MatMul", ["q", "k"], ["products"]),
-        node("Mul", ["products", "scale"], ["scores"]),
-        node("Softmax", ["scores"], ["weights"], axis=-1),
-        node("MatMul", ["weights", "v"], ["mixed"]),
-        node("Transpose", ["mixed"], ["turned"], perm=[0, 2, 1, 3]),
-        node("Reshape", ["turned", "merge"], ["merged"]),
-        node("MatMul", ["merged", "wo"], ["projected"]),
-        node("Add", ["projected", "h"], ["sum"]),
-        node("LayerNormalization", ["sum", "g", "b"], ["y"], axis=-1),
-    ]
-    rows: list[int | str] = [batch, seq, WIDTH]
-    proto = graphs.model(
-        nodes,
-        [graphs.edge("x", ["batch", "seq", WIDTH])],
-        [graphs.edge("y", ["batch", "seq", WIDTH])],
-        [graphs.initializer(name, array) for name, array in {**weights, **constants}.items()],
+    proto = graphs.parsed(
+        f"""(float[batch, seq, {WIDTH}] x) => (float[batch, seq, {WIDTH}] y) {{
+            batch_size = Shape <start = 0, end = 1> (x) seq_size = Shape <start = 1, end = 2> (x)
+            positions = Slice (every, zero, seq_size, one, one) both = Concat <axis = 0> (batch_size, seq_size)
+            ids = Expand (positions, both) embedded = Gather (table, ids) h = Add (x, embedded)
+            split = Concat <axis = 0> (batch_size, seq_size, heads, depth)
+            merge = Concat <axis = 0> (batch_size, seq_size, width)
+            q_rows = MatMul (h, wq) q_heads = Reshape (q_rows, split) q = Transpose <perm = [0, 2, 1, 3]> (q_heads)
+            k_rows = MatMul (h, wk) k_heads = Reshape (k_rows, split) k = Transpose <perm = [0, 2, 3, 1]> (k_heads)
+            v_rows = MatMul (h, wv) v_heads = Reshape (v_rows, split) v = Transpose <perm = [0, 2, 1, 3]> (v_heads)
+            products = MatMul (q, k) scores = Mul (products, scale) weights = Softmax <axis = -1> (scores)
+            mixed = MatMul (weights, v) turned = Transpose <perm = [0, 2, 1, 3]> (mixed)
+            merged = Reshape (turned, merge) projected = MatMul (merged, wo) sum = Add (projected, h)
+            y = LayerNormalization <axis = -1> (sum, g, b)
+        }}""",
+        **weights,
+        **constants,
     )
-    proto.graph.value_info.extend(
-        [
-            graphs.edge(name, rows)
-            for name in ("embedded", "h", "q_rows", "k_rows", "v_rows", "merged", "projected", "sum")
-        ]
-    )
+    rows = ("embedded", "h", "q_rows", "k_rows", "v_rows", "merged", "projected", "sum")
+    proto.graph.value_info.extend(graphs.edge(name, [batch, seq, WIDTH]) for name in rows)
     proto.graph.value_info.extend(
         [graphs.edge(name, [batch, HEADS, seq, DEPTH]) for name in ("q", "v", "mixed")]
         + [graphs.edge(name, [batch, HEADS, seq, seq]) for name in ("products", "scores", "weights")]

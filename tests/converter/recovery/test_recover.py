@@ -24,7 +24,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry
 from bf16kit.drift.measurements import Measurements
 from bf16kit.numerics.tensors import TensorSpec
-from converter.recovery.batches import Loader
+from converter.recovery.trainable import Loader
 from converter.report.inspect import recovery_text
 
 SHIFTED = ("--model", "recovering:Shifted", "--input", "x:float32:batch,16")

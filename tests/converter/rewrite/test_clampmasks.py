@@ -17,20 +17,14 @@ _LOWEST = np.finfo(np.float32).min
 
 def _masked_softmax(mask: float, bias: bool = False) -> ModelProto:
     """Return softmax(x·w + (keep ? 0 : mask)). In a row that keeps nothing, −inf everywhere would give NaN."""
-    return graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["scores"]),
-            helper.make_node("Where", ["keep", "zero", "mask"], ["penalty"]),
-            helper.make_node("Add", ["scores", "penalty"], ["masked"]),
-            helper.make_node("Softmax", ["masked"], ["y"], axis=-1),
-        ],
-        [graphs.edge("x", ["batch", 16]), graphs.edge("keep", ["batch", 16], TensorProto.BOOL)],
-        [graphs.edge("y", ["batch", 16])],
-        [
-            graphs.initializer("w", graphs.values(16, 16)),
-            graphs.initializer("zero", np.array(0, np.float32)),
-            graphs.initializer("mask", np.array(mask, np.float32)),
-        ],
+    return graphs.parsed(
+        """(float[batch, 16] x, bool[batch, 16] keep) => (float[batch, 16] y) {
+            scores = MatMul (x, w) penalty = Where (keep, zero, mask) masked = Add (scores, penalty)
+            y = Softmax <axis = -1> (masked)
+        }""",
+        w=graphs.values(16, 16),
+        zero=np.array(0, np.float32),
+        mask=np.array(mask, np.float32),
     )
 
 
@@ -91,19 +85,15 @@ def test_a_weight_out_of_range_is_not_taken_as_a_mask(transposed: bool, tmp_path
 
 
 def test_a_constant_of_shape_that_fills_a_mask_is_clamped(tmp_path: Path) -> None:
-    fill = helper.make_tensor("fill", TensorProto.FLOAT, [1], [float(_LOWEST)])
-    proto = graphs.model(
-        [
-            helper.make_node("Shape", ["x"], ["shape"]),
-            helper.make_node("ConstantOfShape", ["shape"], ["mask"], value=fill),
-            helper.make_node("MatMul", ["x", "w"], ["scores"]),
-            helper.make_node("Add", ["scores", "mask"], ["masked"]),
-            helper.make_node("Softmax", ["masked"], ["y"], axis=-1),
-        ],
-        [graphs.edge("x", ["batch", 16])],
-        [graphs.edge("y", ["batch", 16])],
-        [graphs.initializer("w", graphs.values(16, 16))],
+    proto = graphs.parsed(
+        """(float[batch, 16] x) => (float[batch, 16] y) {
+            shape = Shape (x) mask = ConstantOfShape (shape) scores = MatMul (x, w) masked = Add (scores, mask)
+            y = Softmax <axis = -1> (masked)
+        }""",
+        w=graphs.values(16, 16),
     )
+    fill = helper.make_tensor("fill", TensorProto.FLOAT, [1], [float(_LOWEST)])
+    proto.graph.node[1].attribute.append(helper.make_attribute("value", fill))
     made = lower(tmp_path / "m" / "1", proto)
     filled = next(n for n in made.graph("cuda").node if n.op_type == "ConstantOfShape").attribute[0].t
     assert onnx.numpy_helper.to_array(filled)[0] == np.float32(LOWEST)

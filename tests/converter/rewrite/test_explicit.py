@@ -38,15 +38,11 @@ def test_functions_are_inlined_and_the_exporter_s_stack_traces_are_dropped() -> 
 
 
 def test_constants_written_as_attributes_become_tensors_of_onnx_s_dtypes() -> None:
-    proto = graphs.model(
-        [
-            helper.make_node("Constant", [], ["one"], value_float=1.0),
-            helper.make_node("Constant", [], ["axes"], value_ints=[1]),
-            helper.make_node("ReduceSum", ["x", "axes"], ["s"]),
-            helper.make_node("Add", ["s", "one"], ["y"]),
-        ],
-        [graphs.edge("x", ["batch", 4])],
-        [graphs.edge("y", ["batch", 1])],
+    proto = graphs.parsed(
+        """(float[batch, 4] x) => (float[batch, 1] y) {
+            one = Constant <value_float = 1.0> () axes = Constant <value_ints = [1]> ()
+            s = ReduceSum (x, axes) y = Add (s, one)
+        }"""
     )
     model = run([ConstantsToInitializers()], ir.from_proto(proto))
     dtypes = {name: value.dtype for name, value in model.graph.initializers.items()}

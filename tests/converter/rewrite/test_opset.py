@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 from lowered import lower, relative_l2
-from onnx import GraphProto, ModelProto, NodeProto, helper
+from onnx import GraphProto, ModelProto, helper
 
 import graphs
 from bf16kit.messages.errors import ConversionError
@@ -29,29 +28,22 @@ def _at(proto: ModelProto, opset: int, ir_version: int = 8) -> ModelProto:
 
 def _cnn(opset: int) -> ModelProto:
     """Return Conv → BatchNorm → Clip → MaxPool → GlobalAveragePool → Flatten → MatMul; Clip has ``opset``'s form."""
-    bounds: dict[str, Any] = {"min": 0.0, "max": 6.0} if opset < 11 else {}
-    clip = helper.make_node("Clip", ["n"] if bounds else ["n", "low", "high"], ["k"], name="clip", **bounds)
-    names = ("gamma", "beta", "mean", "variance")
-    weights = [
-        graphs.initializer("w", graphs.values(32, 3, 3, 3)),
-        *(graphs.initializer(name, np.abs(graphs.values(32, seed=i)) + 0.5) for i, name in enumerate(names)),
-        graphs.initializer("fc", graphs.values(32, 16)),
-    ]
-    if not bounds:
-        weights += [
-            graphs.initializer("low", np.array(0, np.float32)),
-            graphs.initializer("high", np.array(6, np.float32)),
-        ]
-    nodes: list[NodeProto] = [
-        helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
-        helper.make_node("BatchNormalization", ["c", *names], ["n"], name="norm"),
-        clip,
-        helper.make_node("MaxPool", ["k"], ["p"], name="pool", kernel_shape=[2, 2]),
-        helper.make_node("GlobalAveragePool", ["p"], ["g"], name="mean"),
-        helper.make_node("Flatten", ["g"], ["f"], name="flatten"),
-        helper.make_node("MatMul", ["f", "fc"], ["y"], name="fc"),
-    ]
-    proto = graphs.model(nodes, [graphs.edge("x", ["batch", 3, 8, 8])], [graphs.edge("y", ["batch", 16])], weights)
+    old = opset < 11
+    clip = "Clip <min = 0.0, max = 6.0> (n)" if old else "Clip (n, low, high)"
+    proto = graphs.parsed(
+        f"""(float[batch, 3, 8, 8] x) => (float[batch, 16] y) {{
+            [conv] c = Conv (x, w) [norm] n = BatchNormalization (c, gamma, beta, mean, variance) [clip] k = {clip}
+            [pool] p = MaxPool <kernel_shape = [2, 2]> (k) [mean] g = GlobalAveragePool (p)
+            [flatten] f = Flatten (g) [fc] y = MatMul (f, fc)
+        }}""",
+        w=graphs.values(32, 3, 3, 3),
+        **{
+            name: np.abs(graphs.values(32, seed=i)) + 0.5
+            for i, name in enumerate(("gamma", "beta", "mean", "variance"))
+        },
+        fc=graphs.values(32, 16),
+        **({} if old else {"low": np.array(0, np.float32), "high": np.array(6, np.float32)}),
+    )
     return _at(proto, opset, 3 if opset < 9 else 8)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from lowered import lower
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, helper
 
 import graphs
 from bf16kit.messages.errors import ConversionError
@@ -15,18 +15,12 @@ from converter.rewrite.explicit import NameEverything, RemoveIdentities, ShareEq
 
 
 def _clip(bounds: list[str]) -> ModelProto:
-    return graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["m"]),
-            helper.make_node("Clip", ["m", *bounds], ["y"], name="clip"),
-        ],
-        [graphs.edge("x", ["batch", 16])],
-        [graphs.edge("y", ["batch", 16])],
-        [
-            graphs.initializer("w", graphs.values(16, 16)),
-            graphs.initializer("low", np.array(-0.5, np.float32)),
-            graphs.initializer("high", np.array(0.5, np.float32)),
-        ],
+    given = ", ".join(["m", *bounds])
+    return graphs.parsed(
+        f"(float[batch, 16] x) => (float[batch, 16] y) {{ m = MatMul (x, w) [clip] y = Clip ({given}) }}",
+        w=graphs.values(16, 16),
+        low=np.array(-0.5, np.float32),
+        high=np.array(0.5, np.float32),
     )
 
 
@@ -44,16 +38,10 @@ def test_clip_becomes_the_max_and_min_it_needs(bounds: list[str], ops: list[str]
 
 
 def test_identities_dropouts_and_casts_to_the_same_dtype_are_removed() -> None:
-    proto = graphs.model(
-        [
-            helper.make_node("Identity", ["x"], ["a"]),
-            helper.make_node("Dropout", ["a"], ["b"]),
-            helper.make_node("Cast", ["b"], ["c"], to=TensorProto.FLOAT),
-            helper.make_node("Relu", ["c"], ["d"]),
-            helper.make_node("Identity", ["d"], ["y"]),
-        ],
-        [graphs.edge("x", ["batch", 4])],
-        [graphs.edge("y", ["batch", 4])],
+    proto = graphs.parsed(
+        """(float[batch, 4] x) => (float[batch, 4] y) {
+            a = Identity (x) b = Dropout (a) c = Cast <to = 1> (b) d = Relu (c) y = Identity (d)
+        }"""
     )
     model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
     assert [node.op_type for node in model.graph] == ["Relu"]
@@ -72,16 +60,10 @@ def test_an_output_keeps_a_shape_that_inference_cannot_find() -> None:
 
 def test_edges_keep_their_names_if_only_identities_are_between_them() -> None:
     """Two outputs copy one value, and one output copies an input through two nodes: one Identity each must stay."""
-    proto = graphs.model(
-        [
-            helper.make_node("Relu", ["x"], ["r"]),
-            helper.make_node("Identity", ["r"], ["y"]),
-            helper.make_node("Identity", ["r"], ["z"]),
-            helper.make_node("Identity", ["x"], ["a"]),
-            helper.make_node("Identity", ["a"], ["same"]),
-        ],
-        [graphs.edge("x", [4])],
-        [graphs.edge(name, [4]) for name in ("y", "z", "same")],
+    proto = graphs.parsed(
+        """(float[4] x) => (float[4] y, float[4] z, float[4] same) {
+            r = Relu (x) y = Identity (r) z = Identity (r) a = Identity (x) same = Identity (a)
+        }"""
     )
     model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
     assert [value.name for value in model.graph.inputs] == ["x"]
@@ -90,12 +72,10 @@ def test_edges_keep_their_names_if_only_identities_are_between_them() -> None:
 
 
 def _tied(second: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> ModelProto:
-    return graphs.model(
-        [helper.make_node("Gather", ["table", "ids"], ["h"]), helper.make_node("MatMul", ["h", "head"], ["y"])],
-        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
-        [graphs.edge("y", ["batch", second.shape[1]])],
-        [graphs.initializer("table", graphs.values(64, 16)), graphs.initializer("head", second)],
+    text = (
+        f"(int64[batch] ids) => (float[batch, {second.shape[1]}] y) {{ h = Gather (table, ids) y = MatMul (h, head) }}"
     )
+    return graphs.parsed(text, table=graphs.values(64, 16), head=second)
 
 
 def test_a_weight_that_is_another_s_transpose_is_stored_once(tmp_path: Path) -> None:
@@ -124,12 +104,12 @@ def test_a_table_is_stored_instead_of_its_transpose_whichever_comes_first() -> N
 def test_equal_tables_of_indices_are_stored_once() -> None:
     """Every layer of a Swin has the same one."""
     index = np.arange(1024).reshape(16, 64)
-    proto = graphs.model(
-        [helper.make_node("Gather", ["x", name], [name[-1]], axis=1) for name in ("in_a", "in_b")]
-        + [helper.make_node("Add", ["a", "b"], ["y"])],
-        [graphs.edge("x", ["batch", 1024])],
-        [graphs.edge("y", ["batch", 16, 64])],
-        [graphs.initializer(name, index) for name in ("in_a", "in_b")],
+    proto = graphs.parsed(
+        """(float[batch, 1024] x) => (float[batch, 16, 64] y) {
+            a = Gather <axis = 1> (x, in_a) b = Gather <axis = 1> (x, in_b) y = Add (a, b)
+        }""",
+        in_a=index,
+        in_b=index,
     )
     assert list(run([ShareEqualWeights()], ir.from_proto(proto)).graph.initializers) == ["in_a"]
 

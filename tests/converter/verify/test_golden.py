@@ -18,14 +18,9 @@ from converter.options import Options, parse_target
 
 def test_a_model_with_a_scalar_output_verifies(tmp_path: Path, target: Path, cli: Cli) -> None:
     """If the stored golden output had another shape than the model's output, the drift would be infinite."""
-    source = graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["h"], name="product"),
-            helper.make_node("ReduceSum", ["h"], ["y"], name="sum", keepdims=0),
-        ],
-        [graphs.edge("x", ["batch", 32])],
-        [graphs.edge("y", [])],
-        [graphs.initializer("w", graphs.values(32, 32))],
+    source = graphs.parsed(
+        "(float[batch, 32] x) => (float y) { [product] h = MatMul (x, w) [sum] y = ReduceSum <keepdims = 0> (h) }",
+        w=graphs.values(32, 32),
     )
     (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
     cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY).published()
@@ -77,12 +72,8 @@ def test_a_model_without_a_golden_sample_within_budget_is_not_published(tmp_path
 
 def _flat(tmp_path: Path, firsts: Sequence[float]) -> Path:
     """Write a product whose weight is exact in bf16, and a sample filled with each of ``firsts``; return its path."""
-    weight = np.sign(graphs.values(32, 32))
-    source = graphs.model(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")],
-        [graphs.edge("x", ["batch", 32])],
-        [graphs.edge("y", ["batch", 32])],
-        [graphs.initializer("w", weight)],
+    source = graphs.parsed(
+        "(float[batch, 32] x) => (float[batch, 32] y) { [product] y = MatMul (x, w) }", w=np.sign(graphs.values(32, 32))
     )
     (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
     (tmp_path / "samples").mkdir()

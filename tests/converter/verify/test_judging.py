@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 from converting import ONNX_ONLY, Cli, tree
-from onnx import helper
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
@@ -156,12 +155,9 @@ def _rivals(path: Path, apart: float) -> Path:
     weight = np.zeros((32, 8), np.float32)
     weight[:, 0] = np.abs(graphs.values(32))
     weight[:, 1] = weight[:, 0] * np.float32(1 + apart)
-    nodes = [
-        helper.make_node("Abs", ["x"], ["m"], name="abs"),  # sums that do not cancel are equal but for fp32 noise
-        helper.make_node("MatMul", ["m", "w"], ["y"], name="product"),
-    ]
-    edges = [graphs.edge("x", ["batch", 32])], [graphs.edge("y", ["batch", 8])]
-    onnx.save(graphs.model(nodes, *edges, [graphs.initializer("w", weight)]), path)
+    # Sums that do not cancel are equal but for fp32 noise.
+    text = "(float[batch, 32] x) => (float[batch, 8] y) { [abs] m = Abs (x) [product] y = MatMul (m, w) }"
+    onnx.save(graphs.parsed(text, w=weight), path)
     return path
 
 

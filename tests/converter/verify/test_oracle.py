@@ -14,7 +14,6 @@ import torch
 from architectures import seeded
 from converting import ONNX_ONLY, Cli
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
 from torch import nn
 
 import graphs
@@ -183,17 +182,13 @@ def test_a_source_that_cannot_be_compared_with_is_recorded_as_not_checked(
 
 def test_a_file_in_half_precision_is_judged_by_its_own_noise(cli: Cli, target: Path, tmp_path: Path) -> None:
     """ONNX Runtime rounds its fp16 product; the reference does not."""
-    weight = helper.make_tensor(
-        "h", TensorProto.FLOAT16, (32, 32), graphs.values(32, 32).astype(np.float16).tobytes(), True
+    model = graphs.parsed(
+        """(float[batch, 32] x) => (float[batch, 32] y) {
+            [a] a = MatMul (x, w) [b] b = Cast <to = 10> (a) [c] c = MatMul (b, h) [d] y = Cast <to = 1> (c)
+        }""",
+        h=graphs.values(32, 32).astype(np.float16),
+        w=graphs.values(32, 32, seed=1),
     )
-    wide = graphs.initializer("w", graphs.values(32, 32, seed=1))
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["a"], name="a"),
-        helper.make_node("Cast", ["a"], ["b"], name="b", to=TensorProto.FLOAT16),
-        helper.make_node("MatMul", ["b", "h"], ["c"], name="c"),
-        helper.make_node("Cast", ["c"], ["y"], name="d", to=TensorProto.FLOAT),
-    ]
-    model = graphs.model(nodes, [graphs.edge("x", ["batch", 32])], [graphs.edge("y", ["batch", 32])], [wide, weight])
     onnx.save(model, tmp_path / "half.onnx")
     cli("checkpoint", tmp_path / "half.onnx", "--out", target, *ONNX_ONLY, "--profile", "cpu").published()
     entry = Artifact.open(target).manifest.oracle

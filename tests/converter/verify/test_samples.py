@@ -115,13 +115,12 @@ def test_samples_for_which_the_reference_gives_nan_are_rejected(
 def test_a_model_that_fails_on_random_inputs_is_converted_with_given_samples(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
-    nodes = [
-        onnx.helper.make_node("Add", ["ids", "ten"], ["shifted"]),
-        onnx.helper.make_node("Gather", ["table", "shifted"], ["y"]),
-    ]
-    weights = [graphs.initializer("table", graphs.values(64, 16)), graphs.initializer("ten", np.array(1000))]
-    edges = [graphs.edge("ids", ["n"], onnx.TensorProto.INT64)], [graphs.edge("y", ["n", 16])]
-    onnx.save(graphs.model(nodes, *edges, weights), tmp_path / "m.onnx")
+    proto = graphs.parsed(
+        "(int64[n] ids) => (float[n, 16] y) { shifted = Add (ids, ten) y = Gather (table, shifted) }",
+        table=graphs.values(64, 16),
+        ten=np.array(1000),
+    )
+    onnx.save(proto, tmp_path / "m.onnx")
     said = ("does not run on random inputs (seed 0)", "out of data bounds", "pass others with --samples")
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, *said)
     np.savez(tmp_path / "a.npz", ids=np.arange(-1000, -990))

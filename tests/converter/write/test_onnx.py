@@ -77,18 +77,13 @@ def test_casts_are_inserted_only_where_bf16_and_fp32_meet(tmp_path: Path) -> Non
 
 
 def test_shape_reads_bf16_and_isnan_reads_an_fp32_cast(tmp_path: Path) -> None:
-    proto = graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["m"]),
-            helper.make_node("Softmax", ["m"], ["p"]),
-            helper.make_node("IsNaN", ["p"], ["bad"]),
-            helper.make_node("Where", ["bad", "zero", "p"], ["q"]),
-            helper.make_node("Shape", ["q"], ["size"]),
-            helper.make_node("Reshape", ["q", "size"], ["y"]),
-        ],
-        [graphs.edge("x", ["batch", 16])],
-        [graphs.edge("y", ["batch", 16])],
-        [graphs.initializer("w", graphs.values(16, 16)), graphs.initializer("zero", np.array(0, np.float32))],
+    proto = graphs.parsed(
+        """(float[batch, 16] x) => (float[batch, 16] y) {
+            m = MatMul (x, w) p = Softmax (m) bad = IsNaN (p)
+            q = Where (bad, zero, p) size = Shape (q) y = Reshape (q, size)
+        }""",
+        w=graphs.values(16, 16),
+        zero=np.array(0, np.float32),
     )
     made = lower(tmp_path / "m" / "1", proto)
     casts = [node.input[0] for node in made.graph("cuda").node if node.op_type == "Cast"]

@@ -67,19 +67,13 @@ def test_one_copy_of_the_weights_serves_every_graph(tmp_path: Path) -> None:
 
 
 def test_a_matrix_that_is_only_multiplied_is_stored_as_panels_and_the_rest_in_c_order(tmp_path: Path) -> None:
-    proto = graphs.model(
-        [
-            helper.make_node("Gather", ["table", "ids"], ["h"]),
-            helper.make_node("MatMul", ["h", "w"], ["m"]),
-            helper.make_node("Gemm", ["m", "v"], ["y"], transB=1),
-        ],
-        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
-        [graphs.edge("y", ["batch", 36])],
-        [
-            graphs.initializer("table", graphs.values(64, 16)),
-            graphs.initializer("w", graphs.values(16, 70)),
-            graphs.initializer("v", graphs.values(36, 70)),
-        ],
+    proto = graphs.parsed(
+        """(int64[batch] ids) => (float[batch, 36] y) {
+            h = Gather (table, ids) m = MatMul (h, w) y = Gemm <transB = 1> (m, v)
+        }""",
+        table=graphs.values(64, 16),
+        w=graphs.values(16, 70),
+        v=graphs.values(36, 70),
     )
     made = lower(tmp_path / "m" / "1", proto)
     assert {name: entry.panels for name, entry in made.stored.tensors.items()} == {"table": None, "v": 0, "w": 1}
@@ -97,14 +91,12 @@ def test_panels_hold_a_weight_with_batchnorm_folded_in(axis: int, tmp_path: Path
     """The residual restores the unfolded matrix from panels and scale, whichever axis the panels are along."""
     weight = graphs.values(16, 40) if axis == 1 else np.ascontiguousarray(graphs.values(16, 40).T)
     statistics = {name: np.abs(graphs.values(40, seed=i)) + 0.5 for i, name in enumerate(("g", "b", "m", "v"))}
-    proto = graphs.model(
-        [
-            helper.make_node("Gemm", ["x", "w"], ["h"], transB=1 - axis),
-            helper.make_node("BatchNormalization", ["h", "g", "b", "m", "v"], ["y"]),
-        ],
-        [graphs.edge("x", ["batch", 16])],
-        [graphs.edge("y", ["batch", 40])],
-        [graphs.initializer("w", weight), *(graphs.initializer(name, array) for name, array in statistics.items())],
+    proto = graphs.parsed(
+        f"""(float[batch, 16] x) => (float[batch, 40] y) {{
+            h = Gemm <transB = {1 - axis}> (x, w) y = BatchNormalization (h, g, b, m, v)
+        }}""",
+        w=weight,
+        **statistics,
     )
     made, feeds = lower(tmp_path / "m" / "1", proto), {"x": graphs.values(4, 16)}
     entry = made.stored.tensors["w"]
