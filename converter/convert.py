@@ -20,7 +20,7 @@ from bf16kit.drift.measurements import (
     ranges,
     sample_columns,
 )
-from bf16kit.drift.metrics import worst_of
+from bf16kit.drift.metrics import OutputDrift, worst_of
 from bf16kit.messages.errors import ConversionError
 from converter.candidate import Candidate, Verified, write_and_verify_torch
 from converter.islands.explanation import measure_layers
@@ -153,23 +153,29 @@ def build_measurements(
 ) -> Measurements:
     """Return the content of ``measurements.json`` for the published profiles."""
     runs = verified.certified.runs
+    slices = {profile: _worst_slices(runs[profile].drifts) for profile in manifest.drift}
     columns = sample_columns({name: run.rows() for name, run in runs.items()})
     profiles = {}
     for profile in manifest.drift:
-        drifts, search = runs[profile].drifts, verified.searches.get(profile)
-        worst = {output: worst_of([one[output] for one in drifts], MOST_SLICES) for output in drifts[0]}
+        search = verified.searches.get(profile)
         profiles[profile] = ProfileMeasurements(
             outputs=columns[profile],
-            slices={
-                output: [SliceEntry(error=each.error, axis=each.axis, index=each.index) for each in found]
-                for output, found in worst.items()
-                if found
-            },
+            slices=slices[profile],
             layers=layers.get(profile),
             search=None if search is None else search.entry,
         )
     ranged = ranges(verified.census)
     return Measurements(profiles=profiles, ranges=ranged, inputs=input_ranges(feeds), recovery=recovery)
+
+
+def _worst_slices(drifts: Sequence[Mapping[str, OutputDrift]]) -> dict[str, list[SliceEntry]]:
+    """Return the slices with the largest errors over all samples, by output."""
+    found = {output: worst_of([one[output] for one in drifts], MOST_SLICES) for output in drifts[0]}
+    return {
+        output: [SliceEntry(error=each.error, axis=each.axis, index=each.index) for each in worst]
+        for output, worst in found.items()
+        if worst
+    }
 
 
 def publish(
