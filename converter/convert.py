@@ -85,7 +85,7 @@ def convert(
         del source
         job.release_source()
         release_memory()
-        return _publish(job, verified, judged_by)
+        return _judge_and_publish(job, verified, judged_by)
 
 
 def _within_budget(job: Job) -> Verified:
@@ -107,7 +107,7 @@ def _within_budget(job: Job) -> Verified:
     return verified
 
 
-def _publish(job: Job, verified: Verified, judged_by: Judge | None) -> Result:
+def _judge_and_publish(job: Job, verified: Verified, judged_by: Judge | None) -> Result:
     """Judge what was measured, locate drift by layer, write the report, and rename the artifact into place."""
     options, stage, certified = job.options, job.stage, verified.certified
     job.notes += [*certified.notes, *_artifact_notes(options, certified.manifest)]

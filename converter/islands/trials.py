@@ -209,7 +209,7 @@ class Judge:
 def reference_outputs(model: ir.Model, manifest: Manifest, feeds: Sequence[Feeds], scratch: Path | None) -> Spool:
     """Return the outputs of the fp32 graph ``model`` for ``feeds``, kept in an unnamed file in ``scratch``."""
     with closing(open_fp32_graph(model, *signature(manifest), scratch)) as runtime:
-        return Spool(scratch, measure.run_all(runtime, feeds))
+        return Spool(scratch, map(runtime.run, feeds))
 
 
 def breaches_of(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,11 +84,6 @@ class Spool(Sequence[Feeds]):
         return {**found, **stored}
 
 
-def run_all(runtime: Runtime, feeds: Iterable[Feeds]) -> Iterator[Feeds]:
-    """Yield the outputs of ``runtime`` for each of ``feeds``, in order."""
-    return map(runtime.run, feeds)
-
-
 def spool(runtime: Runtime, samples: Samples, directory: Path | None) -> Spool:
     """Run the reference ``runtime`` on ``samples`` and store its outputs in a temporary file in ``directory``.
 
@@ -96,7 +91,7 @@ def spool(runtime: Runtime, samples: Samples, directory: Path | None) -> Spool:
     allowed: masked logits hold them.
     """
     kept = Spool(directory)
-    for outputs in run_all(runtime, samples.feeds):
+    for outputs in map(runtime.run, samples.feeds):
         for name, array in outputs.items():
             count = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
             if count:
@@ -262,6 +257,6 @@ def _run(runtime: Runtime, artifact: Artifact, expected: Expected, *, emulated: 
     """Run ``runtime``, close it, and compare it with ``expected``."""
     outputs, axis = signature(artifact.manifest)[1], artifact.manifest.batch_axis
     with closing(runtime):
-        found = run_all(runtime, expected.feeds)
+        found = map(runtime.run, expected.feeds)
         measured = drifts(expected.outputs, found, outputs, axis, expected.scales, expected.given)
         return Run(measured, runtime.info, emulated, note)

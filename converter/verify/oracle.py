@@ -31,7 +31,7 @@ from bf16kit.runtime.ort.onnxgraph import REBUILT
 from converter.rewrite import Prepared
 from converter.source import FP32_ROUNDOFF, Array, Feeds, Oracle, Source
 from converter.verify.fp32noise import Distance, Noise, measure_distance
-from converter.verify.measure import Spool, run_all
+from converter.verify.measure import Spool
 from converter.verify.running import open_fp32_graph, with_external_weights
 from converter.verify.samples import Samples
 from converter.write.graphs import serialize
@@ -216,7 +216,7 @@ def check_prepared(
     if not oracle_run.outputs or not changed:
         return
     runtime = open_fp32_graph(model, source.inputs, source.outputs, scratch)
-    found = Spool(scratch, run_all(runtime, feeds[: len(oracle_run.outputs)]))
+    found = Spool(scratch, map(runtime.run, feeds[: len(oracle_run.outputs)]))
     runtime.close()
     certify(oracle_run, found, what="the prepared graph, before rounding,")
 

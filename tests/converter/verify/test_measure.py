@@ -13,7 +13,7 @@ from peaks import measured_alone
 
 from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
-from converter.verify.measure import Spool, drifts, run_all, slice_scales, spool, summarise
+from converter.verify.measure import Spool, drifts, slice_scales, spool, summarise
 from converter.verify.samples import Samples
 
 LARGE_VOCABULARY = """
@@ -39,7 +39,7 @@ samples = Samples(tuple({"x": np.array([seed])} for seed in range(60)), "the tes
 before = anonymous()
 with peak_anonymous() as peak:
     expected = measure.spool(Random(0), samples, None)
-    found = measure.drifts(expected, measure.run_all(Random(1e-3), samples.feeds), [spec], 0, {})
+    found = measure.drifts(expected, map(Random(1e-3).run, samples.feeds), [spec], 0, {})
 assert measure.summarise(found)["y"].samples == 60
 print(peak.bytes - before, one)
 """
@@ -75,8 +75,8 @@ def test_more_outputs_are_kept_than_files_may_be_open(tmp_path: Path) -> None:
 
 def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:
     feeds = [{"x": np.ones((rows, 4), np.float32)} for rows in (1, 2)]
-    expected = list(run_all(Computed(lambda x: x), feeds))
-    found = list(run_all(Computed(lambda x: x * np.float32(1.5)), feeds))
+    expected = list(map(Computed(lambda x: x).run, feeds))
+    found = list(map(Computed(lambda x: x * np.float32(1.5)).run, feeds))
     summary = summarise(drifts(expected, found, OUT, 0, {}))["y"]
     assert summary.samples == 3
     assert summary.judged("relative_l2") == pytest.approx(0.5)
