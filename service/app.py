@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from service.process.config import ServerConfig
-from service.process.stop import Ending, OnStarted, Stop
+from service.config.serverconfig import ServerConfig
+from service.config.stop import Ending, OnStarted, Stop
 
 
 def run(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda grpc_port, http_port: None) -> Ending:

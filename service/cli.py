@@ -22,7 +22,7 @@ from service.commands.health import health
 from service.commands.list import list_models
 
 if TYPE_CHECKING:
-    from service.process.stop import Ending
+    from service.config.stop import Ending
 
 EXIT_UNCLEAN = 1  # requests were still in flight when drain_seconds ended
 EXIT_USAGE = 2
@@ -113,13 +113,13 @@ for _command in (check, list_models, bench, evidence, health):
 def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from bf16kit.runtime.ort import kernel
     from bf16kit.system import controlgroup
-    from service.process.config import load_config
-    from service.process.environment import unknown_variables
-    from service.process.heap import bound_heap
-    from service.process.logs import configure
-    from service.process.memory import announce, fit_to_memory
-    from service.process.reloadedfiles import raise_open_file_limit
-    from service.process.stop import Stop
+    from service.config.environment import unknown_variables
+    from service.config.heap import bound_heap
+    from service.config.logs import configure
+    from service.config.memory import announce, fit_to_memory
+    from service.config.reloadedfiles import raise_open_file_limit
+    from service.config.serverconfig import load_config
+    from service.config.stop import Stop
 
     bound_heap()  # before any thread starts: each thread chooses its malloc arena once
     stop = Stop()

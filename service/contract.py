@@ -2,7 +2,7 @@
 
 The transport turns protocol messages into :class:`~service.request.Request`, and :class:`~service.request.Reply` into
 protocol messages. The core owns everything between. Both raise the errors of :mod:`bf16kit.messages.errors`;
-``service.transport.status`` maps them to gRPC codes.
+``service.grpc.status`` maps them to gRPC codes.
 """
 
 from __future__ import annotations

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from bf16kit.messages.errors import ConfigError
+from service.config.credentials import Credentials
+from service.config.serverconfig import ServerConfig
+from service.config.stop import Ending
 from service.contract import Registry
+from service.grpc.credentials import Access
+from service.grpc.direct import DirectTransport
+from service.grpc.options import TransportOptions
+from service.grpc.server import Transport
 from service.models.repository import Repository
 from service.operations import MODEL_CONTROL, Operations, ReadOnly, Settings
-from service.process.config import ServerConfig
-from service.process.credentials import Credentials
-from service.process.stop import Ending
 from service.request import Tracer
 from service.telemetry.tracesettings import TraceSettings
 from service.telemetry.vocabulary import TraceOutcome
-from service.transport.credentials import Access
-from service.transport.direct import DirectTransport
-from service.transport.options import TransportOptions
-from service.transport.server import Transport
 
 if TYPE_CHECKING:
     from service.telemetry.tracing import Tracing

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from service.process.config import LOOPBACK, ServerConfig
-from service.process.credentials import Credentials
-from service.status_http.connection import Limits
-from service.status_http.pages import Access, Routes
-from service.status_http.server import HttpServer
+from service.config.credentials import Credentials
+from service.config.serverconfig import LOOPBACK, ServerConfig
+from service.http.connection import Limits
+from service.http.pages import Access, Routes
+from service.http.server import HttpServer
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)

@@ -7,8 +7,18 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from service.config.credentials import Credentials
+from service.config.guard import Guard
+from service.config.heap import HeapTrimmer
+from service.config.logsettings import LogSettings
+from service.config.periodic import PeriodicThread
+from service.config.serverconfig import ServerConfig
+from service.config.stop import Ending
 from service.drift.owner import FallbackOwner
 from service.grpcport import RequestSource, drain, extensions, open_tracing, read_only_unless_enabled
+from service.http.evidence import evidence_route
+from service.http.pages import routes
+from service.http.views import StatusReader
 from service.httpport import open_http
 from service.models.controller import Controller
 from service.models.listing import RepositoryListing
@@ -18,20 +28,10 @@ from service.models.repository import Repository
 from service.models.retries import Retries
 from service.models.singleprocess import SingleProcess
 from service.operations import Operations, RegistryModels
-from service.process.config import ServerConfig
-from service.process.credentials import Credentials
-from service.process.guard import Guard
-from service.process.heap import HeapTrimmer
-from service.process.logsettings import LogSettings
-from service.process.periodic import PeriodicThread
-from service.process.stop import Ending
 from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import ShadowProcess
 from service.shadow.samplesender import PlanSampleSender
 from service.sharedmemory import open_regions
-from service.status_http.evidence import evidence_route
-from service.status_http.pages import routes
-from service.status_http.views import StatusReader
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 

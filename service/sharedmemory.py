@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from service.process.config import ServerConfig
+from service.config.serverconfig import ServerConfig
 from service.regions.files import check_system
 from service.regions.table import RegionLimits, RegionTable
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from service.config.serverconfig import ServerConfig
+from service.config.stop import Ending, OnStarted, Stop
 from service.grpcport import build_transport
 from service.httpport import announce
-from service.process.config import ServerConfig
-from service.process.stop import Ending, OnStarted, Stop
 from service.served import ModelServer
 
 _MAINTAIN_SECONDS = 0.1

@@ -3,7 +3,7 @@
 Everything derived from :class:`Bf16kitError` is *expected*. Its text names the value, the bound and the remedy, and is
 safe to show to the caller or operator who caused it. Any other exception is a bug: the log gets its traceback, and
 callers are told only that something failed. Exit codes live in ``converter.cli``, gRPC codes in
-``service.transport.status``: one table each.
+``service.grpc.status``: one table each.
 """
 
 from __future__ import annotations

@@ -71,10 +71,10 @@ def main(file: Path | None, **given: Any) -> None:
 
 def _run(file: Path | None, given: dict[str, Any]) -> None:
     from deploy.ray.settings import Scaling, check
-    from service.process.config import load_config
-    from service.process.environment import unknown_variables
-    from service.process.logs import configure
-    from service.process.stop import Stop
+    from service.config.environment import unknown_variables
+    from service.config.logs import configure
+    from service.config.serverconfig import load_config
+    from service.config.stop import Stop
 
     own = {name: given.pop(name) for name in ("address", "proxies", "detach", "print_config")}
     least, most = given.pop("min_replicas"), given.pop("max_replicas")

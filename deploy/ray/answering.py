@@ -10,8 +10,8 @@ from typing import Any
 
 from deploy.ray.calls import RPCS, Rpc, strip_routing
 from deploy.ray.frames import Frame
-from service.transport.direct import DirectCall, DirectResponse, DirectTransport
-from service.transport.status import Status
+from service.grpc.direct import DirectCall, DirectResponse, DirectTransport
+from service.grpc.status import Status
 
 
 class RpcMethods:

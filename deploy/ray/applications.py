@@ -19,10 +19,10 @@ from deploy.ray.placement import Placement, place
 from deploy.ray.replica import Replica
 from deploy.ray.settings import Scaling, check
 from ray import serve
+from service.config.memory import MEMORY_DIVISOR
+from service.config.serverconfig import ServerConfig, explain
 from service.models.directory import Directory
 from service.models.plan import DesiredModel
-from service.process.config import ServerConfig, explain
-from service.process.memory import MEMORY_DIVISOR
 
 _FRONT_MEMORY = 256 << 20
 _FRONT_CALLS = 4096  # health watches last as long as their clients, and each replica waits for a reply

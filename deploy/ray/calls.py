@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.transport.handlers import SERVICE
+from service.grpc.handlers import SERVICE
 
 Kind = Literal["unary", "watch", "stream"]
 Metadata = tuple[tuple[str, str | bytes], ...]

@@ -22,13 +22,13 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.api import RunTarget
 from ray.serve.exceptions import RayServeException
+from service.config.ports import listen
+from service.config.serverconfig import ENV_PREFIX, ServerConfig
+from service.config.stop import Stop
 from service.contract import State
 from service.models.directory import Directory
 from service.models.plan import DesiredModel
 from service.models.retries import Retries
-from service.process.config import ENV_PREFIX, ServerConfig
-from service.process.ports import listen
-from service.process.stop import Stop
 from service.workers.view import SlotState
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from grpc import StatusCode
 
-from service.transport.status import Status
+from service.grpc.status import Status
 
 _RESPONSE, _STATUS = b"\x00", b"\x01"
 _CODES = {int(code.value[0]): code for code in StatusCode}

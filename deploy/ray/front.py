@@ -22,17 +22,17 @@ from deploy.ray.calls import Rpc
 from deploy.ray.frames import Frame
 from deploy.ray.registry import FrontModels, FrontRegistry
 from deploy.ray.reports import ModelVersions, Report, Reports
+from service.config.credentials import Credentials
+from service.config.logs import configure
+from service.config.periodic import PeriodicThread
+from service.config.serverconfig import ServerConfig
+from service.grpc.status import Status
 from service.grpcport import build_direct_transport
+from service.http.pages import Routes, routes
+from service.http.views import StatusReader
 from service.operations import Operations
-from service.process.config import ServerConfig
-from service.process.credentials import Credentials
-from service.process.logs import configure
-from service.process.periodic import PeriodicThread
-from service.status_http.pages import Routes, routes
-from service.status_http.views import StatusReader
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
-from service.transport.status import Status
 
 _log = logging.getLogger(__name__)
 _MAINTAIN_SECONDS = 1.0

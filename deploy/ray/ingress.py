@@ -19,10 +19,10 @@ import grpc
 from deploy.ray.calls import FRONT, INFER, PROXY_SETTINGS, RPCS, STREAM, Rpc, add_routing, application
 from deploy.ray.frames import parse_frame
 from deploy.ray.requests import StreamRequests
-from service.process.config import ENV_PREFIX, ServerConfig
-from service.transport.direct import too_large
-from service.transport.services import REFLECTION_SECONDS
-from service.transport.status import Status
+from service.config.serverconfig import ENV_PREFIX, ServerConfig
+from service.grpc.direct import too_large
+from service.grpc.services import REFLECTION_SECONDS
+from service.grpc.status import Status
 from service.wire.skim import peek_model
 
 _log = logging.getLogger("ray.serve")  # Ray's logger, which writes to the proxy's file

@@ -12,9 +12,9 @@ from pathlib import Path
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.messages.errors import ArtifactError
+from service.config.memory import MEMORY_DIVISOR
+from service.config.serverconfig import ServerConfig
 from service.models.plan import DesiredModel, Plan
-from service.process.config import ServerConfig
-from service.process.memory import MEMORY_DIVISOR
 from service.shadow.memory import fp32_bytes
 
 # Memory of a replica without a model, and of its second process, which runs the fp32 references: what their imports

@@ -18,11 +18,11 @@ from bf16kit.system import controlgroup
 from deploy.ray.answering import RpcMethods
 from deploy.ray.calls import FRONT
 from ray import serve
+from service.config.heap import bound_heap
+from service.config.logs import configure
+from service.config.serverconfig import LOOPBACK, ServerConfig
 from service.grpcport import build_direct_transport
 from service.models.plan import DesiredModel
-from service.process.config import LOOPBACK, ServerConfig
-from service.process.heap import bound_heap
-from service.process.logs import configure
 from service.served import ModelServer
 from service.workers.description import describe
 from service.workers.statistics import as_json

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from grpc import StatusCode
 
-from service.transport.status import Status
+from service.grpc.status import Status
 
 
 class StreamRequests:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from bf16kit.messages.errors import ConfigError
-from service.process.config import ServerConfig
+from service.config.serverconfig import ServerConfig
 
 
 @dataclass(frozen=True, slots=True)

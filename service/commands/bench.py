@@ -55,9 +55,9 @@ def bench(
     from bf16kit.runtime.ort import kernel
     from service.commands.benchresult import Options, text
     from service.commands.benchtables import measure
-    from service.process.config import load_config
-    from service.process.heap import bound_heap
-    from service.process.logs import configure
+    from service.config.heap import bound_heap
+    from service.config.logs import configure
+    from service.config.serverconfig import load_config
 
     bound_heap()
     configure("error")

@@ -15,10 +15,10 @@ from service.commands.inputs import Inputs
 from service.commands.interleaved import ROUNDS, Cell
 from service.commands.layouts import Layout
 from service.commands.servingfile import update
+from service.config.serverconfig import ServerConfig
 from service.models.loading import LoadedModel
 from service.models.plan import Plan
 from service.models.policy import FILE_NAME
-from service.process.config import ServerConfig
 
 VERSION = 1  # of the format of `bench --json`
 _STEADY = 1.5  # the fastest turn is at most this many times the slowest, unless other programs use the machine

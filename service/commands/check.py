@@ -22,8 +22,8 @@ def check(models: tuple[str, ...], load: bool, ports: bool, as_json: bool, file:
     again. Exit codes: 0 all checks passed; 1 a check failed, and its line says why; 2 wrong usage.
     """
     from service.commands.checks import Checks
-    from service.process.heap import bound_heap
-    from service.process.logs import configure
+    from service.config.heap import bound_heap
+    from service.config.logs import configure
 
     bound_heap()
     configure("error")

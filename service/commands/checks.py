@@ -14,6 +14,12 @@ from typing import Any, Literal
 from bf16kit.messages.errors import Bf16kitError, ConfigError, NotFound
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.runtime.ort import kernel
+from service.config import ports
+from service.config.credentials import certificates_of, reference_ca_of, tokens_of
+from service.config.environment import unknown_variables
+from service.config.serverconfig import ServerConfig, load_config
+from service.config.tokens import SCOPES
+from service.config.validity import valid_until
 from service.grpcport import open_tracing
 from service.models import loading
 from service.models.controller import Controller
@@ -22,12 +28,6 @@ from service.models.loads import Loads
 from service.models.opening import open_artifact
 from service.models.plan import DesiredModel, Plan
 from service.models.repository import Repository
-from service.process import ports
-from service.process.config import ServerConfig, load_config
-from service.process.credentials import certificates_of, reference_ca_of, tokens_of
-from service.process.environment import unknown_variables
-from service.process.tokens import SCOPES
-from service.process.validity import valid_until
 from service.regions.files import check_system
 from service.telemetry.metrics import Metrics
 

@@ -15,8 +15,8 @@ from urllib.parse import quote, urlsplit
 from bf16kit.artifact.evidence import MOST_BYTES, Evidence
 from bf16kit.messages.errors import Bf16kitError, ConfigError, UsageError
 from bf16kit.messages.wording import brief, quoted, size
-from service.process.tokens import is_token, read_tokens
-from service.status_http.pages import EVIDENCE
+from service.config.tokens import is_token, read_tokens
+from service.http.pages import EVIDENCE
 
 TOKEN = "BF16KIT_TOKEN"  # noqa: S105 -- the name of a variable
 _SECONDS = 30.0

@@ -43,7 +43,7 @@ def health(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the one line of output has gRPC's reason
     from bf16kit.messages.errors import Bf16kitError
     from service.commands.localserver import LocalServer
-    from service.transport.healthclient import check
+    from service.grpc.healthclient import check
 
     try:
         if (certificate is None) != (key is None):

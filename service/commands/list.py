@@ -21,7 +21,7 @@ def list_models(repository: str | None, file: Path | None, as_json: bool) -> Non
     something in the repository cannot be served; 2 wrong usage.
     """
     from service.commands.listing import VERSION, read_repository, text
-    from service.process.config import load_config
+    from service.config.serverconfig import load_config
 
     with output.exit_on_errors("list"):
         config = load_config({"repository": repository}, file)

@@ -1,7 +1,7 @@
 """Finds the server on this machine from the flags, the environment and server.yaml that it was started with.
 
-This does without :mod:`service.process.config`: a health check runs every few seconds, and importing the library that
-validates the configuration takes longer than the check itself.
+This does without :mod:`service.config.serverconfig`: a health check runs every few seconds, and importing the library
+that validates the configuration takes longer than the check itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.messages.errors import ConfigError
-from service.transport.healthclient import ClientTls, Endpoint
+from service.grpc.healthclient import ClientTls, Endpoint
 
 _PREFIX = "BF16KIT_"
 _TOKEN = "BF16KIT_TOKEN"  # noqa: S105 -- the name of a variable
@@ -66,8 +66,8 @@ class LocalServer:
         own, own_key, authority = (self._path(f"tls_{name}") for name in ("certificate", "key", "client_ca"))
         if own is None or own_key is None:
             return None
-        from service.process.certificates import CertificateFiles
-        from service.process.validity import name_of
+        from service.config.certificates import CertificateFiles
+        from service.config.validity import name_of
 
         pair = CertificateFiles(own, own_key, authority).current()
         name = name_of(pair)
@@ -83,7 +83,7 @@ class LocalServer:
         free = self._setting("token_free")
         if free is None or "health" in str(free):
             return ""
-        from service.process.tokens import is_token, read_tokens
+        from service.config.tokens import is_token, read_tokens
 
         token = os.environ.get(_TOKEN, "").strip()
         if token and not is_token(token):
@@ -95,6 +95,6 @@ class LocalServer:
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    from service.process.config import read_mapping  # a slow import, needed only if there is a file
+    from service.config.serverconfig import read_mapping  # a slow import, needed only if there is a file
 
     return read_mapping(file)

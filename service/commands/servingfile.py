@@ -12,8 +12,8 @@ from pathlib import Path
 import yaml
 
 from bf16kit.messages.errors import ConfigError
+from service.config.serverconfig import read_mapping
 from service.models.policy import load_serving
-from service.process.config import read_mapping
 
 
 def update(file: Path, changes: Mapping[str, int]) -> str:

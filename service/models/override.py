@@ -14,10 +14,10 @@ from pydantic_core import PydanticCustomError
 
 from bf16kit.messages.errors import InvalidRequest
 from bf16kit.messages.wording import brief, quoted
+from service.config.serverconfig import explain
 from service.models.plan import DesiredModel
 from service.models.policy import Serving
 from service.models.tensordescriptions import Tensor, TensorDescriptions
-from service.process.config import explain
 
 _MICROSECONDS = 1e-3  # in milliseconds
 #: Parameters of the ModelConfig response that report how the model runs; they are ignored if a client sends them back.

@@ -23,10 +23,10 @@ from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import quoted
 from service.batching.queue import LevelPolicy
+from service.config.serverconfig import explain, parse_mapping
 from service.contract import QueueBounds, Scheduling
 from service.drift.fallbackpolicy import FallbackPolicy
 from service.drift.policy import OFF, ShadowPolicy
-from service.process.config import explain, parse_mapping
 
 FILE_NAME = "serving.yaml"
 DEFAULT_MAX_BATCH_SIZE = 32

@@ -16,6 +16,7 @@ from functools import partial
 
 from bf16kit.messages.errors import Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
+from service.config import garbage
 from service.drift.gate import ProcessRank
 from service.drift.sampling import SampleSender
 from service.models import loading, loads
@@ -29,7 +30,6 @@ from service.models.pending import PendingChange, complete
 from service.models.plan import DesiredModel, Plan
 from service.models.slot import Slot
 from service.models.slottable import Slots, SlotTable
-from service.process import garbage
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
 

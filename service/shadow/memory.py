@@ -22,8 +22,8 @@ from bf16kit.messages.errors import ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import Runtime
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import release_free_memory
+from service.config.memory import request_bytes
 from service.contract import Array
-from service.process.memory import request_bytes
 
 _log = logging.getLogger(__name__)
 # A loaded reference was measured to take 1.08 to 1.33 times its fp32 weights, for 34 MB of weights and more, plus 11

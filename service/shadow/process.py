@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bf16kit.messages.errors import Unavailable
+from service.config.serverconfig import ServerConfig
 from service.drift.shadow import QUEUE_SIZE
 from service.drift.verdict import DriftVerdict
 from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body
 from service.peers.child import Child
 from service.peers.peer import ENDED, Handler, Message, Peer
-from service.process.config import ServerConfig
 from service.shadow.activity import Key, label_of
 from service.shadow.crashtracker import CrashTracker
 from service.shadow.fetching import fetch_evidence

@@ -18,6 +18,9 @@ from pathlib import Path
 
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, NotFound
 from bf16kit.system.exit_with_parent import exit_with_parent
+from service.config.heap import HeapTrimmer, bound_heap
+from service.config.logs import configure
+from service.config.periodic import PeriodicThread
 from service.drift.evidence import EvidenceRecorder
 from service.drift.sampling import TokenBucket
 from service.drift.shadow import Shadow
@@ -29,9 +32,6 @@ from service.models.plan import DesiredModel
 from service.peers.channel import Body, Channel
 from service.peers.peer import Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
-from service.process.heap import HeapTrimmer, bound_heap
-from service.process.logs import configure
-from service.process.periodic import PeriodicThread
 from service.shadow.activity import ActivityTracker, Key, label_of
 from service.shadow.fetching import EVIDENCE, send_evidence
 from service.shadow.measuredversion import MeasuredVersion, Outcomes

@@ -19,8 +19,8 @@ from bf16kit.messages.errors import ConfigError, InvalidRequest, RuntimeFailure,
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import BY_NAME, Array, TensorSpec, describe
 from bf16kit.protocol import inference_pb2 as pb
+from service.config.certificates import read_authority
 from service.drift.policy import Remote
-from service.process.certificates import read_authority
 from service.wire.tensors import decode_contents, decode_raw, encode_raw
 
 _log = logging.getLogger(__name__)

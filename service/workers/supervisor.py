@@ -9,8 +9,18 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 from bf16kit.messages.errors import Unavailable
+from service.config.credentials import Credentials
+from service.config.guard import Guard
+from service.config.logsettings import LogSettings
+from service.config.periodic import PeriodicThread
+from service.config.ports import ReservedPort
+from service.config.serverconfig import ServerConfig
+from service.config.stop import Ending, OnStarted, Stop
 from service.drift.owner import FallbackOwner
 from service.drift.verdict import DriftVerdict
+from service.http.evidence import evidence_route
+from service.http.pages import routes
+from service.http.views import StatusReader
 from service.httpport import announce, open_http
 from service.models.controller import Controller
 from service.models.poll import RepositoryPoller
@@ -18,18 +28,8 @@ from service.models.retries import Retries
 from service.operations import IndexEntry
 from service.peers.channel import Body
 from service.peers.peer import Answer, Message
-from service.process.config import ServerConfig
-from service.process.credentials import Credentials
-from service.process.guard import Guard
-from service.process.logsettings import LogSettings
-from service.process.periodic import PeriodicThread
-from service.process.ports import ReservedPort
-from service.process.stop import Ending, OnStarted, Stop
 from service.shadow.process import NAME as SHADOW
 from service.shadow.process import ShadowProcess
-from service.status_http.evidence import evidence_route
-from service.status_http.pages import routes
-from service.status_http.views import StatusReader
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 from service.workers.changes import FleetSettings, ModelChanges

@@ -18,6 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
 from bf16kit.system.exit_with_parent import exit_with_parent
+from service.config.credentials import Credentials
+from service.config.heap import HeapTrimmer, bound_heap
+from service.config.logs import configure
+from service.config.logsettings import LogSettings
+from service.config.serverconfig import ServerConfig
+from service.config.stop import Ending
 from service.drift.gate import ProcessRank
 from service.drift.owner import PrecisionOrder
 from service.grpcport import build_transport, drain, extensions, open_tracing, read_only_unless_enabled
@@ -28,12 +34,6 @@ from service.peers.channel import Body, Channel
 from service.peers.peer import ENDED, Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
 from service.peers.textfile import read_text
-from service.process.config import ServerConfig
-from service.process.credentials import Credentials
-from service.process.heap import HeapTrimmer, bound_heap
-from service.process.logs import configure
-from service.process.logsettings import LogSettings
-from service.process.stop import Ending
 from service.shadow.samplesender import PlanSampleSender
 from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics

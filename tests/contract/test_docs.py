@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from service.config.serverconfig import ServerConfig
 from service.models.policy import Serving
-from service.process.config import ServerConfig
 from service.request import REFUSALS
 from service.telemetry.metrics import Metrics
 

@@ -21,10 +21,10 @@ from tritonclient.utils import InferenceServerException
 from waiting import until
 
 from service import app
+from service.config.serverconfig import ServerConfig
+from service.config.stop import Stop
 from service.models import loading
 from service.models.engine import Engine
-from service.process.config import ServerConfig
-from service.process.stop import Stop
 
 Serve = Callable[..., InferenceServerClient]
 LAST = "shadow: {rate: 0}\n"

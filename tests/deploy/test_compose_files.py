@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.process.config import ENV_PREFIX, ServerConfig
+from service.config.serverconfig import ENV_PREFIX, ServerConfig
 
 pytestmark = pytest.mark.manifests
 ROOT = Path(__file__).parents[2]

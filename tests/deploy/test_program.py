@@ -16,8 +16,8 @@ from manifests import BASE, DEPLOY, OVERLAYS, ROOT, Manifest, charted, container
 from scraped import Scraped
 
 from service.cli import main
-from service.process.config import ENV_PREFIX, ServerConfig
-from service.status_http.pages import routes
+from service.config.serverconfig import ENV_PREFIX, ServerConfig
+from service.http.pages import routes
 
 pytestmark = pytest.mark.manifests
 FILES = [path for path in DEPLOY.rglob("*") if path.suffix in {".yaml", ".yml", ".tpl", ".txt", ".json", ".py"}]

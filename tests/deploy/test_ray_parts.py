@@ -25,10 +25,10 @@ from deploy.ray.ingress import Ingress
 from deploy.ray.registry import FrontModels, FrontRegistry
 from deploy.ray.reports import Report, Reports
 from deploy.ray.settings import Scaling, check
+from service.config.serverconfig import ServerConfig
 from service.contract import StatisticsSnapshot
-from service.process.config import ServerConfig
-from service.transport.handlers import SERVICE
-from service.transport.status import Status
+from service.grpc.handlers import SERVICE
+from service.grpc.status import Status
 from service.workers.view import SlotState
 
 INFER = f"/{SERVICE}/ModelInfer"

@@ -10,9 +10,9 @@ import pytest
 from artifacts import write_mlp
 
 from deploy.ray.placement import REFERENCE_PROCESS_BYTES, Placement, place
+from service.config.memory import request_bytes
+from service.config.serverconfig import ServerConfig
 from service.models.directory import Directory
-from service.process.config import ServerConfig
-from service.process.memory import request_bytes
 from service.shadow.memory import fp32_bytes
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from waiting import until
 from deploy.ray.calls import APPLICATION
 from deploy.ray.frames import Frame
 from deploy.ray.ingress import Ingress
-from service.transport.handlers import SERVICE
+from service.grpc.handlers import SERVICE
 
 STREAM = f"/{SERVICE}/ModelStreamInfer"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

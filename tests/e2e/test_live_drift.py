@@ -21,8 +21,8 @@ from waiting import until as until_within
 from workerprocesses import Client, alive, pids
 
 from bf16kit.numerics.tensors import Array, TensorSpec
+from service.config.certificates import CertificateFiles
 from service.drift.shadow import QUEUE_SIZE
-from service.process.certificates import CertificateFiles
 
 SHADOW = "service.shadow.references"
 PATIENCE_S = 90  # the process has a low priority, and other tests use the processor meanwhile

@@ -23,10 +23,10 @@ from bf16kit.runtime.ort import kernel
 from converter.cli import run
 from service.commands.benchresult import Options, text
 from service.commands.benchtables import measure
+from service.config.serverconfig import load_config
 from service.models import firstruns, loading
 from service.models.loading import LoadedModel
 from service.models.policy import Serving
-from service.process.config import load_config
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 BOTH = ("cpu", "cpu-bf16")

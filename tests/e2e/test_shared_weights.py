@@ -17,7 +17,7 @@ from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime.ort.kernel import LIBRARY
-from service.transport.handlers import SERVICE
+from service.grpc.handlers import SERVICE
 
 pytestmark = pytest.mark.long  # starts servers of several processes again and again
 

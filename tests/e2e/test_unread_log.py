@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import infer_request
 from waiting import until
 
-from service.transport.handlers import SERVICE
+from service.grpc.handlers import SERVICE
 
 _DRAIN_SECONDS = 25.0  # the default of drain_seconds
 _BANNER = re.compile(r"gRPC on \S+ port (\d+); metrics and status page on http://\S+:(\d+)/")
@@ -106,7 +106,7 @@ def test_a_server_whose_log_nobody_reads_answers_and_ends_on_sigterm(unread: Unr
 def test_the_log_says_how_many_lines_were_lost_while_nobody_read_it(unread: Unread) -> None:
     unread.infer(5000)
     lost = int(
-        unread.read(re.compile(r"WARNING service.process.logwriter: (\d+) log lines before this one are lost"))[1]
+        unread.read(re.compile(r"WARNING service.config.logwriter: (\d+) log lines before this one are lost"))[1]
     )
     assert lost > 0
     assert unread.log.count("request answered") + lost >= 5000

@@ -20,7 +20,7 @@ from serverprocess import ServerProcess
 from waiting import until
 from watched import Watched
 
-from service.transport.handlers import SERVICE
+from service.grpc.handlers import SERVICE
 
 _PLACES = {"ModelInfer": 256, "ModelStreamInfer": 64, "ServerMetadata": 0}  # default limits of calls without request
 

@@ -23,7 +23,7 @@ from rawgrpc import RawConnection, framed
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.transport.handlers import SERVICE
+from service.grpc.handlers import SERVICE
 
 pytestmark = pytest.mark.hostile
 Attack = Callable[..., Target]

@@ -55,7 +55,7 @@ def served(cluster: Any, repository: Path) -> Iterator[Served]:
     """Yield both models, served by two replicas each."""
     from deploy.ray import cluster as program
     from deploy.ray.settings import Scaling
-    from service.process.config import ServerConfig
+    from service.config.serverconfig import ServerConfig
 
     ports = _free_ports(2)
     config = ServerConfig(

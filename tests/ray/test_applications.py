@@ -13,9 +13,9 @@ from artifacts import write_mlp
 from raycluster import PATIENCE
 
 from bf16kit.messages.errors import ConfigError
+from service.config.serverconfig import ServerConfig
 from service.models.directory import Directory
 from service.models.plan import DesiredModel
-from service.process.config import ServerConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 

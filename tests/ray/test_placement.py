@@ -26,8 +26,8 @@ def _measured(served: Served) -> float:
 def test_a_replica_takes_no_more_memory_than_ray_reserves(served: Served, repository: Path) -> None:
     """The replica's reference is running meanwhile, in a separate process."""
     from deploy.ray.placement import place
+    from service.config.serverconfig import ServerConfig
     from service.models.directory import Directory
-    from service.process.config import ServerConfig
 
     def sampled() -> bool:
         for _ in range(50):
@@ -46,8 +46,8 @@ def test_a_larger_artifact_reserves_more_memory(repository: Path, tmp_path: Path
     from artifacts import write_mlp
 
     from deploy.ray.placement import place
+    from service.config.serverconfig import ServerConfig
     from service.models.directory import Directory
-    from service.process.config import ServerConfig
 
     written = write_mlp(tmp_path / "large" / "1", width=1024)
     weights = sum(entry.bytes for name, entry in written.manifest.files.items() if name.startswith("weights."))

@@ -13,11 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serverprocess import ServerProcess
 
+from service.config.serverconfig import ServerConfig
+from service.grpc.server import TransportOptions
 from service.grpcport import transport_options
+from service.http.connection import Limits
 from service.httpport import http_limits
-from service.process.config import ServerConfig
-from service.status_http.connection import Limits
-from service.transport.server import TransportOptions
 
 RENAMED = {"port": "grpc_port", "unix_socket": "grpc_socket", "overload": "overload_status"}
 NOT_CONFIGURED = {"stream_window", "share_port"}

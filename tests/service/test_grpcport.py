@@ -11,8 +11,8 @@ import pytest
 from loopback import LoopbackModel, LoopbackRegistry
 
 from bf16kit.messages.errors import ConfigError
+from service.config.serverconfig import ServerConfig
 from service.grpcport import open_tracing
-from service.process.config import ServerConfig
 
 REGISTRY = LoopbackRegistry([LoopbackModel()])
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bf16kit.messages.errors import ConfigError, InvalidRequest
+from service.config.serverconfig import load_config
 from service.operations import Region
-from service.process.config import load_config
 from service.regions import files
 from service.sharedmemory import open_regions
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from waiting import until
 
+from service.config.serverconfig import ServerConfig
+from service.config.stop import Ending, Stop
 from service.drift.owner import FallbackOwner
-from service.process.config import ServerConfig
-from service.process.stop import Ending, Stop
 from service.shadow.process import ShadowProcess
 from service.singleprocess import serve_single_process
 

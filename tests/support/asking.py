@@ -17,7 +17,7 @@ from waiting import until
 
 from bf16kit.numerics.tensors import Array
 from bf16kit.protocol import inference_pb2 as pb
-from service.transport.handlers import SERVICE
+from service.grpc.handlers import SERVICE
 
 _RPC = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name["ModelInfer"]
 _PAUSE_S = 0.002

@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service import app
-from service.process.config import ServerConfig
-from service.process.stop import Stop
+from service.config.serverconfig import ServerConfig
+from service.config.stop import Stop
 
 
 @contextmanager

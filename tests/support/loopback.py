@@ -23,6 +23,7 @@ from bf16kit.runtime import RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy
+from service.config.certificates import CertificateFiles
 from service.contract import (
     ActivePrecision,
     Array,
@@ -33,12 +34,11 @@ from service.contract import (
     StatisticsSnapshot,
     TensorSemantics,
 )
+from service.grpc.credentials import Access
+from service.grpc.handlers import SERVICE
+from service.grpc.server import Transport, TransportOptions
 from service.operations import Operations
-from service.process.certificates import CertificateFiles
 from service.request import Claim, Observation, Reply, Request, Timings, Tracer
-from service.transport.credentials import Access
-from service.transport.handlers import SERVICE
-from service.transport.server import Transport, TransportOptions
 from service.wire.tensors import encode_raw
 
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]

@@ -18,7 +18,7 @@ from bench.serving.openloop import Outcome
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime.loading import load
-from service.transport.handlers import SERVICE
+from service.grpc.handlers import SERVICE
 
 INFER = f"/{SERVICE}/ModelInfer"
 _COUNT, _WIDTH = 16, 16

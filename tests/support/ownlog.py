@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from service.process import logs
+from service.config import logs
 
 
 @contextmanager

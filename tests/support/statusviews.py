@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from loopback import LoopbackModel, LoopbackRegistry
 
-from service.status_http.views import ModelView, RuntimeView, ServerView, StatusReader
+from service.http.views import ModelView, RuntimeView, ServerView, StatusReader
 from service.telemetry.history import TICKS, Counts, EarlyRejections, History, RecentActivity, Trend
 from service.telemetry.livedrift import LiveDrift
 from service.telemetry.metrics import Metrics

@@ -11,7 +11,7 @@ from serverprocess import ServerProcess
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.transport.handlers import SERVICE
+from service.grpc.handlers import SERVICE
 
 
 class Client:

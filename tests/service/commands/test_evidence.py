@@ -18,11 +18,11 @@ from tlsfiles import Authority
 
 from bf16kit.artifact.evidence import Evidence, Header
 from bf16kit.messages.errors import NotFound
-from service.process.certificates import CertificateFiles
-from service.process.tokens import TokenFile
-from service.status_http.evidence import Fetch, evidence_route
-from service.status_http.pages import Access
-from service.status_http.server import HttpServer
+from service.config.certificates import CertificateFiles
+from service.config.tokens import TokenFile
+from service.http.evidence import Fetch, evidence_route
+from service.http.pages import Access
+from service.http.server import HttpServer
 
 MANAGE, READ = "manager-0123456789abcdef", "reader-0123456789abcdef"
 KEPT = Evidence(

@@ -14,9 +14,9 @@ from commanded import Run, one_line
 from loopback import LoopbackModel, serving
 from tlsfiles import Authority, Pair
 
-from service.process.certificates import CertificateFiles
-from service.process.tokens import TokenFile
-from service.transport.credentials import Access
+from service.config.certificates import CertificateFiles
+from service.config.tokens import TokenFile
+from service.grpc.credentials import Access
 
 TOKEN = "scraper-0123456789abcdef"
 

@@ -20,12 +20,12 @@ from controlled import Controlled
 from waiting import until
 
 from bf16kit.messages.errors import NotFound, Unavailable
+from service.config import garbage
 from service.models import loading
 from service.models import loads as loading_threads
 from service.models.generation import Generation
 from service.models.plan import DesiredModel
 from service.models.reconciler import CHANGES_AT_ONCE, Reconciler
-from service.process import garbage
 from service.request import Request
 from service.telemetry.metrics import Metrics
 

@@ -12,12 +12,12 @@ import pytest
 from openfiles import no_more_files
 from waiting import until
 
+from service.config.serverconfig import ServerConfig
 from service.models.plan import Plan
 from service.models.policy import Serving
 from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message
-from service.process.config import ServerConfig
 from service.shadow.activity import ActivityTracker
 from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import _MAX_SAMPLES, ShadowProcess

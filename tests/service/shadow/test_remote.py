@@ -20,10 +20,10 @@ from bf16kit.messages.errors import InvalidRequest, RuntimeFailure, Unavailable
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import Array
+from service.config.certificates import CertificateFiles
 from service.drift.policy import Remote
-from service.process.certificates import CertificateFiles
+from service.grpc.handlers import SERVICE
 from service.shadow.remote import RemoteReference
-from service.transport.handlers import SERVICE
 
 X, Y = TensorSpec("x", "float32", ("batch", 3)), TensorSpec("y", "float32", ("batch", 3))
 FEEDS = {"x": np.arange(6, dtype=np.float32).reshape(2, 3)}

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from bf16kit.messages.errors import ArtifactError, Unavailable
+from service.config.serverconfig import ServerConfig
 from service.drift.owner import PrecisionOrder
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.peers.peer import ENDED
-from service.process.config import ServerConfig
 from service.workers.fleet import Fleet
 from service.workers.processes import WorkerProcesses
 

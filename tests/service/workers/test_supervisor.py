@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from service.process.config import ServerConfig, load_config
+from service.config.serverconfig import ServerConfig, load_config
 
 
 def test_the_supervisor_has_neither_grpc_nor_a_runtime_in_memory() -> None:

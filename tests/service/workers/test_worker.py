@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from waiting import until
 
+from service.config.serverconfig import ServerConfig
 from service.peers.child import Child
 from service.peers.peer import Peer
 from service.peers.textfile import text_file
-from service.process.config import ServerConfig
 from service.workers.fleet import WORKER
 
 

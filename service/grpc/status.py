@@ -1,0 +1,90 @@
+"""The only mapping from errors to gRPC codes. Any other exception is unexpected: its text goes to the log only."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from grpc import StatusCode
+
+from bf16kit.messages.errors import (
+    AlreadyExists,
+    Bf16kitError,
+    Cancelled,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RequestError,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
+
+_MAX_DETAILS = 500  # characters: details travel in HTTP/2 headers, which hold 8 KiB
+_log = logging.getLogger(__name__)
+
+CODES: Mapping[type[RequestError], StatusCode] = {
+    InvalidRequest: StatusCode.INVALID_ARGUMENT,
+    NotFound: StatusCode.NOT_FOUND,
+    AlreadyExists: StatusCode.ALREADY_EXISTS,
+    Unavailable: StatusCode.UNAVAILABLE,
+    Overloaded: StatusCode.RESOURCE_EXHAUSTED,
+    DeadlineExceeded: StatusCode.DEADLINE_EXCEEDED,
+    Cancelled: StatusCode.CANCELLED,
+    Unsupported: StatusCode.UNIMPLEMENTED,
+    Unauthenticated: StatusCode.UNAUTHENTICATED,
+    Forbidden: StatusCode.PERMISSION_DENIED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The code and details that a client gets."""
+
+    code: StatusCode
+    details: str
+
+
+class StatusTable:
+    """:data:`CODES`, with the code for overload that the operator chose.
+
+    Triton answers overload with UNAVAILABLE, which KServe's client retries three times. That multiplies the overload.
+    """
+
+    def __init__(self, overload: StatusCode = StatusCode.RESOURCE_EXHAUSTED) -> None:
+        self._codes = {**CODES, Overloaded: overload}
+
+    def for_error(self, error: Exception, request_fields: Mapping[str, object] | None = None) -> Status:
+        """Return the status for ``error``.
+
+        An error that is not a RequestError is logged here with a new incident id. ``request_fields`` adds facts on its
+        request, with the keys of :data:`service.config.logs.FIELDS`.
+        """
+        if isinstance(error, RequestError):
+            for kind in type(error).__mro__:
+                if kind in self._codes:
+                    return Status(self._codes[kind], _shortened(str(error)))
+        return _incident(error, request_fields or {})
+
+
+def _incident(error: Exception, request_fields: Mapping[str, object]) -> Status:
+    """Return the status for a failure that the client did not cause.
+
+    The client gets an incident id; the log gets the id and the error's text.
+    """
+    incident = secrets.token_hex(6)
+    kind = "failure" if isinstance(error, Bf16kitError) else "bug"
+    _log.error(
+        "incident %s: %s while answering a request: %s", incident, kind, error,
+        exc_info=error, extra={**request_fields, "code": StatusCode.INTERNAL.name, "incident": incident},
+    )  # fmt: skip
+    return Status(StatusCode.INTERNAL, f"internal error, incident {incident}; the server's log has the details")
+
+
+def _shortened(details: str) -> str:
+    """Shorten ``details`` to fit into a header, even if they contain a client's very long name."""
+    return details if len(details) <= _MAX_DETAILS else details[: _MAX_DETAILS - 1] + "…"

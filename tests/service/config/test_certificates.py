@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+from tlsfiles import Authority, Pair
+from waiting import until
+
+from bf16kit.messages.errors import ConfigError
+from service.config import reloadedfiles
+from service.config.certificates import CertificateFiles
+from service.config.credentials import Credentials
+from service.config.serverconfig import ServerConfig
+
+
+def test_the_certificates_are_available_as_pem_and_as_a_context(authority: Authority, pair: Pair) -> None:
+    held = CertificateFiles(pair.certificate, pair.key, authority.certificate).current()
+    assert held.certificate == pair.certificate.read_bytes()
+    assert held.key == pair.key.read_bytes()
+    assert held.client_ca == authority.certificate.read_bytes()
+    assert held.context.minimum_version is ssl.TLSVersion.TLSv1_2
+    assert held.context.verify_mode is ssl.CERT_OPTIONAL
+    assert "PRIVATE KEY" not in repr(held)
+
+
+def test_a_key_that_does_not_match_the_certificate_is_rejected(authority: Authority, pair: Pair) -> None:
+    other = authority.sign("other")
+    with pytest.raises(ConfigError, match=r"tls_certificate .* and tls_key .* cannot be used: key values mismatch"):
+        CertificateFiles(pair.certificate, other.key)
+
+
+def test_files_that_are_not_pem_or_missing_are_rejected(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("secret text")
+    for certificate, key, ca, message in (
+        (tmp_path / "text", pair.key, None, "tls_certificate .* cannot be used"),
+        (pair.certificate, tmp_path / "text", None, "tls_key .* cannot be used"),
+        (pair.certificate, pair.key, tmp_path / "text", "tls_client_ca .* cannot be used"),
+        (tmp_path / "gone", pair.key, None, "tls_certificate .*gone: cannot be read: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=message) as refused:
+            CertificateFiles(certificate, key, ca)
+        assert "secret text" not in str(refused.value)
+
+
+def test_an_encrypted_key_is_rejected_without_a_password_prompt(pair: Pair, tmp_path: Path) -> None:
+    import subprocess
+
+    locked = tmp_path / "locked.key"
+    command = ["openssl", "ec", "-in", str(pair.key), "-aes128", "-passout", "pass:secret", "-out", str(locked)]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="unencrypted"):
+        CertificateFiles(pair.certificate, locked)
+
+
+def test_a_new_matching_pair_is_used_and_a_mismatched_one_is_not(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reloadedfiles, "CHECK_SECONDS", 0.01)
+    first, second = authority.sign("first"), authority.sign("second")
+    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    certificate.write_bytes(first.certificate.read_bytes())
+    key.write_bytes(first.key.read_bytes())
+    held = CertificateFiles(certificate, key)
+    before = held.current()
+    assert held.current() is before
+    certificate.write_bytes(second.certificate.read_bytes())  # half of a rotation: the key is still the old one
+    until(lambda: "the old ones stay in force: tls_certificate" in caplog.text)
+    assert held.current() is before
+    key.write_bytes(second.key.read_bytes())
+    until(lambda: held.current().certificate == second.certificate.read_bytes())
+
+
+def test_a_server_does_not_start_with_an_invalid_reference_authority(authority: Authority, tmp_path: Path) -> None:
+    """Otherwise drift would not be measured, and the log would not show it before the first sample."""
+    Credentials.of(ServerConfig(repository=tmp_path, reference_ca=authority.certificate))
+    (tmp_path / "text").write_text("secret text")
+    for name, reason in (("text", "cannot be used: .*; give PEM certificates"), ("gone", "cannot be read: No such")):
+        with pytest.raises(ConfigError, match=f"reference_ca .*{name}:? {reason}") as refused:
+            Credentials.of(ServerConfig(repository=tmp_path, reference_ca=tmp_path / name))
+        assert "secret text" not in str(refused.value)

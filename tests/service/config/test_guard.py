@@ -1,0 +1,39 @@
+"""The steps of a loop that must go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.config.guard import Guard
+
+
+def test_an_error_is_logged_once_a_minute_with_its_traceback_and_the_next_steps_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now, ran, errors = 0.0, list[str](), [KeyError("first")] * 10 + [KeyError("second")] * 10
+    guard = Guard(lambda: now)
+
+    def fails() -> None:
+        raise errors[0]
+
+    while errors:
+        guard.run("the first step", fails)
+        guard.run("the second step", lambda: ran.append("ran"))
+        errors.pop(0)
+        now += 1.0
+    assert len(ran) == 20
+    assert [record.getMessage() for record in caplog.records] == ["the first step failed; it will run again"] * 2
+    assert "raise errors[0]" in caplog.text
+    assert "KeyError: 'second'" in caplog.text
+    errors.append(KeyError("second"))
+    now += 60
+    guard.run("the first step", fails)
+    assert len(caplog.records) == 3
+
+
+def test_the_end_of_the_program_is_no_error_of_a_step() -> None:
+    def ends() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        Guard().run("a step", ends)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bf16kit.messages.errors import ConfigError
+from service.config.serverconfig import load_config
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_with_only_a_repository_the_defaults_apply(tmp_path: Path) -> None:
+    config = load_config({"repository": tmp_path})
+    assert (config.host, config.grpc_port, config.http_port, config.device, config.workers) == (
+        "127.0.0.1", 8001, 8002, "auto", 1,
+    )  # fmt: skip
+
+
+def test_a_flag_overrides_the_environment_which_overrides_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "server.yaml", f"repository: {tmp_path}\ngrpc_port: 1\nhttp_port: 2\nhost: ::1\n")
+    monkeypatch.setenv("BF16KIT_GRPC_PORT", "11")
+    monkeypatch.setenv("BF16KIT_HTTP_PORT", "12")
+    config = load_config({"grpc_port": 21, "http_port": None}, file)
+    assert (config.grpc_port, config.http_port, config.host, config.device) == (21, 12, "::1", "auto")
+
+
+def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path) -> None:
+    file = write(tmp_path / "server.yaml", "grpc_prt: 1\n")
+    with pytest.raises(ConfigError, match=r"server\.yaml: unknown key 'grpc_prt'; known keys are .*grpc_port"):
+        load_config({"repository": tmp_path}, file)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"grpc_port": 70000}, "'grpc_port' is 70000: input should be less than or equal to 65535"),
+        ({"device": "tpu"}, "'device' is 'tpu': give auto, cpu, cuda or cuda:N"),
+        ({"drain_seconds": -1}, "'drain_seconds' is -1"),
+        ({"drain_seconds": float("inf")}, "'drain_seconds' is inf"),
+        ({"host": ""}, "'host' is ''"),
+        ({"host": "a\udcff"}, "'host' is"),
+        ({"repository": ""}, "'repository' is ''"),
+        ({"overload_status": "OK"}, "'overload_status' is 'OK'"),
+        ({"log_format": "xml"}, "'log_format' is 'xml': input should be 'text' or 'json'"),
+        ({"tls_key": "k"}, "tls_key is given without tls_certificate; TLS needs both"),
+        ({"tls_certificate": "c"}, "tls_certificate is given without tls_key; TLS needs both"),
+        ({"tls_client_ca": "a"}, "tls_client_ca is given without tls_certificate"),
+        ({"token_file": ""}, "'token_file' is '': give the path of a file, or leave the key out"),
+        ({"reference_ca": ""}, "'reference_ca' is '': give the path of a file, or leave the key out"),
+        ({"http_max_connections": 1}, "'http_max_connections' is 1"),
+        ({"http_request_seconds": 0}, "'http_request_seconds' is 0"),
+        ({"model_control": "all"}, "'model_control' is 'all'"),
+        ({"poll_seconds": 0.5}, "'poll_seconds' is 0.5: input should be greater than or equal to 1"),
+        ({"load_model": ("m",)}, "load_model is given with model_control none; it needs explicit"),
+        ({"load_model": ("m", "*"), "model_control": "explicit"}, "load_model has \\* beside other names"),
+        ({"repository": "/no/such/place"}, "is not a directory; create it"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_what_was_expected(
+    tmp_path: Path, flags: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"repository": tmp_path, **flags})
+
+
+def test_a_key_of_the_file_that_is_not_a_string_is_unknown(tmp_path: Path) -> None:
+    file = write(tmp_path / "server.yaml", "1: 2\n")
+    with pytest.raises(ConfigError, match="unknown key '1'"):
+        load_config({"repository": tmp_path}, file)
+
+
+def test_a_missing_repository_is_reported() -> None:
+    with pytest.raises(
+        ConfigError, match="'repository' is missing; give --repository DIRECTORY, or BF16KIT_REPOSITORY"
+    ):
+        load_config({})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1\n", "expected keys and values, found list"),
+        ("a: [", "is not YAML"),
+        ("a: 2001-99-99\n", "is not YAML"),  # the parser has its own errors for invalid dates and numbers
+        ("a: " + "1" * 5000, "line 1: '1{100}'… has more than 64 bits: give a smaller number"),
+        ("a: " + "[" * 5000, "is not YAML"),
+    ],
+)
+def test_a_file_that_is_not_a_mapping_is_rejected(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"repository": tmp_path}, write(tmp_path / "server.yaml", text))
+
+
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config({"repository": tmp_path}, tmp_path / "server.yaml")
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert load_config({"repository": tmp_path}, write(tmp_path / "server.yaml", "")).grpc_port == 8001
+
+
+def test_evidence_on_a_network_address_needs_tokens(tmp_path: Path) -> None:
+    """Evidence contains data that clients sent."""
+    (tmp_path / "tokens").write_text("")
+    for host in ("0.0.0.0", "10.0.0.7", "server.example"):
+        with pytest.raises(ConfigError, match=r"evidence is given with host .* and no token_file.*give token_file"):
+            load_config({"repository": str(tmp_path), "evidence": True, "host": host})
+        load_config(
+            {"repository": str(tmp_path), "evidence": True, "host": host, "token_file": str(tmp_path / "tokens")}
+        )
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert load_config({"repository": str(tmp_path), "evidence": True, "host": host}).evidence
+    assert not load_config({"repository": str(tmp_path), "host": "0.0.0.0"}).evidence
+
+
+def test_the_error_for_a_bad_value_names_its_variable_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "server.yaml", "http_port: 70000\n")
+    with pytest.raises(ConfigError, match=r"server\.yaml: 'http_port' is 70000"):
+        load_config({"repository": tmp_path}, file)
+    monkeypatch.setenv("BF16KIT_GRPC_PORT", "tcp://10.0.0.1:8001")
+    with pytest.raises(ConfigError, match=r"^BF16KIT_GRPC_PORT in the environment: 'grpc_port' is 'tcp://10"):
+        load_config({"repository": tmp_path})
+    with pytest.raises(ConfigError, match=r"^configuration: 'grpc_port' is -1"):  # the flag overrides the environment
+        load_config({"repository": tmp_path, "grpc_port": -1})
+
+
+@pytest.mark.parametrize("text", ["minilm,other", " minilm , other ", '["minilm", "other"]'])
+def test_a_list_in_a_variable_has_commas_or_is_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("BF16KIT_LOAD_MODEL", text)
+    config = load_config({"repository": tmp_path, "model_control": "explicit"})
+    assert config.load_model == ("minilm", "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "LOAD_MODEL",
+            "[minilm",
+            "'load_model' is '\\[minilm': give names with commas between them, or a list in JSON",
+        ),
+        ("TOKEN_FREE", "health,metrics", "'token_free.1' is 'metrics': input should be 'health' or 'reflection'"),
+    ],
+)
+def test_an_invalid_list_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
+) -> None:
+    monkeypatch.setenv(f"BF16KIT_{name}", text)
+    with pytest.raises(ConfigError, match=f"BF16KIT_{name} in the environment: {message}"):
+        load_config({"repository": tmp_path, "model_control": "explicit"})

@@ -1,0 +1,149 @@
+"""grpc.health.v1 for the server and for each model, as Kubernetes' probe, Envoy and grpc-go use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loopback import LoopbackModel, LoopbackRegistry, Served, serving, until
+
+from service.grpc.handlers import SERVICE
+from service.grpc.health import HealthServicer
+from service.request import Cancellation
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+def health(served: Served) -> Any:
+    """Return the generated stub, whose RPCs exist only after it is created."""
+    return health_pb2_grpc.HealthStub(served.channel)
+
+
+def check(served: Served, service: str) -> int:
+    request = health_pb2.HealthCheckRequest(service=service)
+    status: int = health(served).Check(request, timeout=30).status
+    return status
+
+
+def test_the_server_and_each_model_have_their_own_status() -> None:
+    with serving(LoopbackModel("good"), LoopbackModel("bad", state="unavailable")) as served:
+        assert check(served, "good") == SERVING
+        assert check(served, "bad") == NOT_SERVING
+        assert check(served, "") == NOT_SERVING  # the server is ready when all its models are
+        assert check(served, "inference.GRPCInferenceService") == NOT_SERVING
+
+
+def test_the_process_is_live_whatever_its_models_are() -> None:
+    """A liveness probe checks the name of the health service itself."""
+    with serving(LoopbackModel("loads", state="loading"), LoopbackModel("bad", state="unavailable")) as served:
+        assert check(served, "") == NOT_SERVING
+        assert check(served, "grpc.health.v1.Health") == SERVING
+    with serving() as empty:
+        assert check(empty, "") == NOT_SERVING
+        assert check(empty, "grpc.health.v1.Health") == SERVING
+
+
+def test_an_unknown_service_is_not_found() -> None:
+    with serving(LoopbackModel()) as served:
+        with pytest.raises(grpc.RpcError) as refused:
+            check(served, "nobody")
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_watcher_sees_a_model_become_ready() -> None:
+    model = LoopbackModel("m", state="loading")
+    with serving(model) as served:
+        stub = health(served)
+        of_model = stub.Watch(health_pb2.HealthCheckRequest(service="m"), timeout=30)
+        of_server = stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=30)
+        assert (next(of_model).status, next(of_server).status) == (NOT_SERVING, NOT_SERVING)
+        served.registry.change(model, "ready")
+        assert (next(of_model).status, next(of_server).status) == (SERVING, SERVING)
+
+
+def test_a_watcher_gets_not_serving_and_the_end_at_shutdown() -> None:
+    """Tested without a socket: gRPC's Python client may lose a message if the end of the stream overtakes it."""
+
+    sent: list[Any] = []
+    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
+    servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), sent.append)
+    until(lambda: sent)
+    servicer.shut_down(timeout=30)
+    assert [answer and answer.status for answer in sent] == [SERVING, NOT_SERVING, None]
+
+
+def test_at_shutdown_the_process_stays_live_and_its_watches_end() -> None:
+    """A liveness probe must not kill a server that drains."""
+
+    sent: list[Any] = []
+    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
+    question = health_pb2.HealthCheckRequest(service="grpc.health.v1.Health")
+    servicer.watch(question, "somebody", Cancellation(), sent.append)
+    until(lambda: sent)
+    servicer.shut_down(timeout=30)
+    assert [answer and answer.status for answer in sent] == [SERVING, None]
+    assert servicer.check(question, None).status == SERVING
+
+
+def test_an_unchanged_status_is_not_repeated() -> None:
+    steady, other = LoopbackModel("steady"), LoopbackModel("other")
+    with serving(steady, other) as served:
+        watch = health(served).Watch(health_pb2.HealthCheckRequest(service="steady"), timeout=30)
+        assert next(watch).status == SERVING
+        served.registry.change(other, "unavailable")
+        served.registry.change(steady, "unavailable")
+        assert next(watch).status == NOT_SERVING
+
+
+def test_a_watch_of_an_unknown_service_reports_service_unknown() -> None:
+    with serving(LoopbackModel()) as served:
+        watch = health(served).Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=30)
+        assert next(watch).status == SERVICE_UNKNOWN
+
+
+def test_watchers_that_leave_while_statuses_change_block_no_other_call() -> None:
+    model = LoopbackModel("m")
+    with serving(model) as served:
+        for turn in range(100):
+            watch = health(served).Watch(health_pb2.HealthCheckRequest(service="m"), timeout=60)
+            next(watch)
+            served.registry.change(model, "unavailable" if turn % 2 else "ready")
+            watch.cancel()
+        assert check(served, "m") in (SERVING, NOT_SERVING)
+
+
+def test_more_watchers_than_threads_hold_no_thread() -> None:
+    with serving(LoopbackModel(), max_in_flight=1, max_streams=1) as served:
+        stub = health(served)
+        watches = []
+        for _ in range(40):
+            watches.append(stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=60))
+            assert next(watches[-1]).status == SERVING
+        assert check(served, "") == SERVING
+        for watch in watches:
+            watch.cancel()
+
+
+def test_a_watcher_whose_send_fails_is_logged_and_removed(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(response: object) -> None:
+        raise ValueError("no such call")
+
+    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
+    servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), fail)
+    until(lambda: "cannot be told of 'm'" in caplog.text)
+    until(lambda: not servicer._watchers)
+    servicer.shut_down(timeout=30)
+
+
+def test_a_watch_that_begins_after_the_shutdown_ends_at_once() -> None:
+    """Otherwise the watch would delay the drain until its timeout."""
+
+    sent: list[Any] = []
+    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
+    servicer.shut_down(timeout=30)
+    servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), sent.append)
+    assert sent == [None]

@@ -1,0 +1,235 @@
+"""Every rejection over a real socket: the client's status, and that its reason is counted once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
+from rawgrpc import RawConnection, framed
+
+from bf16kit.protocol import inference_pb2 as pb
+from service.grpc import server as server_module
+from service.grpc import services as services_module
+from service.grpc.handlers import SERVICE
+
+X = np.ones((1, 3), np.float32)
+INFER = f"/{SERVICE}/ModelInfer"
+MESSAGE = infer_request(x=X).SerializeToString()
+
+
+class Gated(Gate):
+    """A gate that opens at the end of the test even if it fails: the server waits for what runs."""
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
+
+    def __enter__(self) -> Gated:
+        return self
+
+
+@pytest.fixture
+def gate() -> Gated:
+    return Gated()
+
+
+def refused(call: Any) -> StatusCode:
+    """Return the code with which a call, or the stream that it opens, fails."""
+    with pytest.raises(grpc.RpcError) as error:
+        next(iter(call()))
+    code: StatusCode = error.value.code()
+    return code
+
+
+def run_held(served: Served, gate: Gated, calls: int = 1) -> list[Any]:
+    """Start ``calls`` requests on one connection, of which the first runs.
+
+    They end when the caller drops the returned list.
+    """
+    begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(calls)]
+    assert gate.started.wait(30)
+    until(lambda: served.transport._services.inference._shares.in_use == calls)
+    return begun
+
+
+def test_requests_beyond_max_in_flight_are_rejected(gate: Gated) -> None:
+    with serving(LoopbackModel(run=gate), max_in_flight=1) as served, gate:
+        held = run_held(served, gate)
+        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == ["in_flight"]
+        assert not held[0].done()
+
+
+def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gated) -> None:
+    with serving(LoopbackModel(run=gate, max_batch_size=0), max_in_flight=8) as served, gate:
+        held = run_held(served, gate, calls=7)
+        code, details = served.refusal("ModelInfer", infer_request(x=X))
+        assert code is StatusCode.RESOURCE_EXHAUSTED
+        assert "this connection has its share" in details
+        assert served.log.refusals == ["connection_share"]
+        assert not any(call.done() for call in held)
+
+
+def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gated) -> None:
+    """Another connection has a place, but not for this model; another model still serves."""
+    model = LoopbackModel(run=gate, max_batch_size=0)
+    with serving(model, LoopbackModel("other")) as served, RawConnection(served.port) as another, gate:
+        held = run_held(served, gate, calls=1)
+        assert len(model.seen) == 1
+        limit = served.transport._services._servicer._shares._shares
+        limit._limit = 8
+        begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(6)]
+        until(lambda: len(model.seen) == 7)
+        stream = another.call(INFER, MESSAGE)
+        until(lambda: stream in another.ended)
+        assert served.log.refusals == ["model_share"]
+        assert served.log.seen == [("echo", 1, "RESOURCE_EXHAUSTED")]
+        assert served.call("ModelInfer", infer_request("other", x=X)).model_name == "other"
+        gate.go.set()
+        assert [call.result(30).model_name for call in held + begun] == ["echo"] * 7
+        assert limit.in_use == 0
+
+
+def test_a_rejection_by_a_full_queue_is_counted_by_the_model(gate: Gated) -> None:
+    model = LoopbackModel(run=gate, max_batch_size=0, max_queue=1)
+    with serving(model) as served, gate:
+        begun = run_held(served, gate)
+        begun += [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(2)]
+        until(lambda: served.log.seen)
+        assert served.log.seen == [("echo", 1, "RESOURCE_EXHAUSTED")]
+        assert served.log.refusals == []
+
+
+def test_requests_beyond_the_byte_limit_are_rejected(gate: Gated) -> None:
+    rows = infer_request(x=np.ones((1000, 3), np.float32))
+    model = LoopbackModel(run=gate, max_batch_size=1000)
+    with serving(model, max_request_bytes=len(rows.SerializeToString()) + 100) as served, gate:
+        held = served.stub("ModelInfer").future(rows)
+        assert gate.started.wait(30)
+        code, details = served.refusal("ModelInfer", rows)
+        assert code is StatusCode.RESOURCE_EXHAUSTED
+        assert "requests and responses hold" in details
+        assert (served.log.refusals, served.log.seen) == (["bytes"], [])
+        assert refused(lambda: served.stub("ModelStreamInfer")(iter([rows]), timeout=30)) is code
+        assert (served.log.refusals, served.log.seen) == (["bytes"] * 2, [])
+        gate.go.set()
+        held.exception(30)
+
+
+def test_responses_beyond_the_byte_limit_become_rejections() -> None:
+    wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
+    with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
+        deaf.call(INFER, MESSAGE)
+        until(lambda: served.transport._services.inference.budget._in_use > 1 << 20)
+        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == ["bytes"]
+        (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
+        assert "requests and responses hold" in answer.error_message
+        assert served.log.refusals == ["bytes"] * 2
+        assert [code for *_, code in served.log.seen] == ["OK"] + ["RESOURCE_EXHAUSTED"] * 2
+
+
+def test_streams_beyond_max_streams_are_rejected() -> None:
+    stay = threading.Event()
+
+    def messages() -> Iterator[pb.ModelInferRequest]:
+        yield infer_request(x=X)
+        stay.wait(60)
+
+    with serving(LoopbackModel(), max_streams=1) as served:
+        stream = served.stub("ModelStreamInfer")
+        first = stream(messages(), timeout=60)
+        next(first)
+        assert refused(lambda: stream(iter([]), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == ["streams"]
+        first.cancel()
+        stay.set()
+
+
+def test_health_watches_beyond_max_watches_are_rejected() -> None:
+    with serving(LoopbackModel(), max_watches=1) as served:
+        stub: Any = health_pb2_grpc.HealthStub(served.channel)
+        first = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        next(first)
+        assert refused(lambda: stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == ["watches"]
+        first.cancel()
+
+
+def test_reflection_streams_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services_module, "_REFLECTION_STREAMS", 1)
+    stay = threading.Event()
+
+    def questions() -> Iterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        stay.wait(60)
+
+    with serving(LoopbackModel()) as served:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+        first = stub.ServerReflectionInfo(questions(), timeout=60)
+        next(first)
+        assert refused(lambda: stub.ServerReflectionInfo(iter([]), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == ["reflection"]
+        first.cancel()
+        stay.set()
+
+
+def test_calls_for_health_and_metadata_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services_module, "CONTROL_CALLS", 1)
+    path = f"/{SERVICE}/ModelReady"
+    question = pb.ModelReadyRequest(name="echo")
+    with serving(LoopbackModel()) as served, RawConnection(served.port) as slow:
+        streams = [slow.call(path)]  # its request is not sent yet
+
+        def one_too_many() -> bool:
+            if streams[-1] in slow.ended:  # it arrived while the other call was in flight, and was itself rejected
+                streams.append(slow.call(path))
+            return _control_refused(served)
+
+        until(one_too_many)
+        assert set(served.log.refusals) == {"control"}
+        slow.data(streams[-1], framed(question.SerializeToString()))
+        until(lambda: streams[-1] in slow.ended)
+
+
+def _control_refused(served: Served) -> bool:
+    try:
+        served.call("ModelMetadata", pb.ModelMetadataRequest(name="echo"))
+    except grpc.RpcError as error:
+        return error.code() is StatusCode.RESOURCE_EXHAUSTED
+    return False
+
+
+def test_calls_during_a_shutdown_are_rejected(gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shutdown is paused where the server has closed its doors but gRPC has not closed its port."""
+    go_on = threading.Event()
+    monkeypatch.setattr(server_module, "wait_for_delivery", lambda until: go_on.wait(30))
+    with serving(LoopbackModel(run=gate)) as served, gate:
+        (held,) = run_held(served, gate)
+        stopping = threading.Thread(target=served.transport.stop, args=(30.0,))
+        stopping.start()
+        until(lambda: served.transport._services.inference._closed and served.transport._services.streams._closed)
+        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
+        assert served.log.refusals == ["draining"]
+        assert refused(lambda: served.stub("ModelStreamInfer")(iter([]), timeout=30)) is StatusCode.UNAVAILABLE
+        assert served.log.refusals == ["draining"] * 2
+        gate.go.set()
+        go_on.set()
+        assert held.result(30).model_name == "echo"
+        stopping.join(30)
+
+
+def test_a_metadata_rejection_counts_as_draining_only_during_a_shutdown() -> None:
+    with serving(LoopbackModel("slow", state="loading")) as served:
+        assert served.refusal("ModelMetadata", pb.ModelMetadataRequest(name="slow"))[0] is StatusCode.UNAVAILABLE
+        assert served.log.refusals == []
+        served.registry.draining = True
+        assert served.refusal("ModelMetadata", pb.ModelMetadataRequest(name="slow"))[0] is StatusCode.UNAVAILABLE
+        assert served.log.refusals == ["draining"]

@@ -1,0 +1,289 @@
+"""The server as a whole: its port, its limits, and how it stops."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loopback import Gate, LoopbackModel, LoopbackRegistry, RequestLog, infer_request, serving
+from packaging.specifiers import SpecifierSet
+from rawgrpc import RawConnection
+from waiting import until
+
+from bf16kit.messages.errors import ConfigError
+from bf16kit.protocol import inference_pb2 as pb
+from service.contract import Array
+from service.grpc import arrival
+from service.grpc.handlers import SERVICE, HandlerInterceptor
+from service.grpc.lane import Lane
+from service.grpc.server import Transport, TransportOptions, wait_for_delivery
+
+X = np.ones((2, 3), np.float32)
+
+
+def start(**options: object) -> int:
+    """Start a server that is expected to fail. Stop it if it does not."""
+    transport = Transport(LoopbackRegistry([]), RequestLog().refused, TransportOptions(**options))  # type: ignore[arg-type]
+    try:
+        return transport.start()
+    finally:
+        transport.stop(0)
+
+
+def test_the_error_for_a_port_in_use_names_the_port_and_the_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use by another program.*--grpc-port"):
+            start(port=port)
+
+
+def test_a_second_server_does_not_silently_share_the_port() -> None:
+    with serving(LoopbackModel()) as served, pytest.raises(ConfigError, match="in use"):
+        start(port=served.port)
+
+
+def test_workers_may_share_a_port_on_purpose() -> None:
+    with serving(LoopbackModel(), share_port=True) as served:
+        assert start(port=served.port, share_port=True) == served.port
+
+
+def test_the_error_for_an_address_of_another_machine_names_it() -> None:
+    with pytest.raises(ConfigError, match=re.escape("cannot listen on 203.0.113.7 port ")):
+        start(host="203.0.113.7", port=0)
+
+
+def test_a_message_over_the_limit_is_rejected() -> None:
+    with serving(LoopbackModel(max_batch_size=0), max_message_bytes=1 << 20) as served:
+        assert served.call("ModelInfer", infer_request(x=np.zeros((1000, 3), np.float32)))
+        code, _ = served.refusal("ModelInfer", infer_request(x=np.zeros((100_000, 3), np.float32)))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_stopping_finishes_requests_in_flight_and_rejects_new_ones() -> None:
+    started, go = threading.Event(), threading.Event()
+
+    def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        started.set()
+        assert go.wait(60)
+        return {"y": np.array(feeds["x"])}
+
+    with serving(LoopbackModel(run=run)) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X), timeout=60)
+        assert started.wait(30)
+        stopping = threading.Thread(target=served.transport.stop, args=(30.0,))
+        stopping.start()
+        with grpc.insecure_channel(served.address) as late:
+            infer = late.unary_unary(
+                "/inference.GRPCInferenceService/ModelInfer",
+                request_serializer=pb.ModelInferRequest.SerializeToString,
+                response_deserializer=pb.ModelInferResponse.FromString,
+            )
+            code = None
+            while code is not grpc.StatusCode.UNAVAILABLE:  # the first may still be admitted, and wait
+                with pytest.raises(grpc.RpcError) as refused:
+                    infer(infer_request(x=X), timeout=0.2)
+                code = refused.value.code()
+        assert not running.done()
+        go.set()
+        assert running.result(30).raw_output_contents[0] == X.tobytes()
+        stopping.join(30)
+        assert not stopping.is_alive()
+
+
+def test_stopping_does_not_wait_for_watches_and_idle_streams() -> None:
+    with serving(LoopbackModel()) as served:
+        stay = threading.Event()
+
+        def messages() -> Iterator[pb.ModelInferRequest]:
+            yield infer_request(x=X)
+            stay.wait(60)
+
+        stream = served.stub("ModelStreamInfer")(messages(), timeout=60)
+        next(stream)
+        health: Any = health_pb2_grpc.HealthStub(served.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        next(watch)
+        served.transport.stop(grace=3600)
+        list(watch)  # the watch ends without an error
+        with pytest.raises(grpc.RpcError) as ended:
+            next(stream)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        stay.set()
+
+
+@pytest.mark.long
+@pytest.mark.alone  # the test expects an idle process to run at once, which fails if others use the cores
+def test_catch_up_waits_in_a_busy_process_and_hardly_in_an_idle_one() -> None:
+    done = threading.Event()
+
+    def spin() -> None:
+        while not done.is_set():
+            pass
+
+    def seconds(at_most: float) -> float:
+        begun = time.monotonic()
+        wait_for_delivery(begun + at_most)
+        return time.monotonic() - begun
+
+    busy = [threading.Thread(target=spin) for _ in range(4)]
+    for thread in busy:
+        thread.start()
+    try:
+        assert seconds(0.3) >= 0.3
+    finally:
+        done.set()
+        for thread in busy:
+            thread.join()
+    assert min(seconds(1.0) for _ in range(20)) < 0.9
+
+
+@pytest.mark.alone  # the test assumes how far gRPC's one thread gets in half a second
+def test_calls_that_have_arrived_when_the_server_stops_are_rejected_not_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client may safely repeat a rejected call. This must hold even if gRPC's one thread is behind with the calls."""
+    open_lane = Lane.open
+
+    def late(lane: Lane, *arguments: Any) -> Any:
+        sum(range(300_000))  # one uninterrupted call: no other thread runs meanwhile
+        return open_lane(lane, *arguments)
+
+    gate = Gate()
+    with serving(LoopbackModel(run=gate)) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        monkeypatch.setattr(Lane, "open", late)
+        waiting = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(80)]
+        threading.Timer(0.5, gate.go.set).start()
+        assert served.transport.stop(20)
+        codes = Counter(call.code() for call in waiting)
+    assert running.code() is grpc.StatusCode.OK
+    assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}, codes
+    assert codes[grpc.StatusCode.UNAVAILABLE] > 10, "all had been let in before: the test tells nothing"
+
+
+def test_stopping_does_not_wait_for_a_run_beyond_its_grace() -> None:
+    gate = Gate()
+    with serving(LoopbackModel(run=gate)) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        begun = time.monotonic()
+        clean = served.transport.stop(0.1)
+        took = time.monotonic() - begun
+        gate.go.set()
+        assert not clean
+        assert took < 10
+        assert running.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("client", ["does not take its answer", "sends headers only"])
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_a_stop_waits_half_of_its_time_for_an_inactive_client_and_is_clean(client: str, method: str) -> None:
+    with serving(LoopbackModel()) as served, RawConnection(served.port, window=0) as idle:
+        takes = client == "does not take its answer"
+        stream = idle.call(f"/{SERVICE}/{method}", infer_request(x=X).SerializeToString() if takes else None)
+        admissions = (served.transport._services.inference, served.transport._services.streams)
+        until(lambda: served.log.seen if takes else any(admission._shares.in_use for admission in admissions))
+        begun = time.monotonic()
+        assert served.transport.stop(grace=8)
+        assert time.monotonic() - begun < 7.5
+        until(lambda: stream in idle.ended or idle.closed)
+
+
+@pytest.mark.long
+def test_a_stop_gives_requests_in_flight_its_whole_time() -> None:
+    gate = Gate()
+    with serving(LoopbackModel(run=gate)) as served, RawConnection(served.port, window=0) as deaf:
+        deaf.call(f"/{SERVICE}/ModelInfer")
+        running = served.stub("ModelInfer").future(infer_request(x=X), timeout=30)
+        assert gate.started.wait(30)
+        threading.Timer(2.5, gate.go.set).start()
+        assert served.transport.stop(grace=4)
+        assert running.result().raw_output_contents[0] == X.tobytes()
+
+
+def test_a_stop_does_not_wait_for_a_client_that_does_not_reply_to_pings() -> None:
+    """gRPC sends a ping to learn whether its GOAWAY has arrived."""
+    with serving(LoopbackModel()) as served, RawConnection(served.port, answers_pings=False) as gone:
+        stream = gone.call(f"/{SERVICE}/ModelInfer", infer_request(x=X).SerializeToString())
+        until(lambda: stream in gone.ended)
+        begun = time.monotonic()
+        assert served.transport.stop(grace=30)
+        assert time.monotonic() - begun < 15
+        until(lambda: gone.closed)
+
+
+def test_stopping_twice_is_harmless() -> None:
+    with serving(LoopbackModel()) as served:
+        served.transport.stop(0)
+        served.transport.stop(0)
+
+
+def test_no_thread_of_the_server_is_left_after_stopping() -> None:
+    before = set(threading.enumerate())
+    with serving(LoopbackModel()) as served:
+        served.call("ModelInfer", infer_request(x=X))
+        list(served.stub("ModelStreamInfer")(iter([infer_request(x=X)])))
+        ours = [t for t in threading.enumerate() if t not in before and t.name.startswith(("grpc", "health"))]
+        assert ours
+    assert not any(thread.is_alive() for thread in ours)
+
+
+def test_health_checks_do_not_wait_behind_inferences_that_grpc_has_not_delivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    begun, go = threading.Event(), threading.Event()
+    intercept = HandlerInterceptor.intercept_service
+
+    def slowly(self: HandlerInterceptor, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        asked.append(details.method.rsplit("/")[-1])
+        begun.set()
+        assert go.wait(30)
+        return intercept(self, continuation, details)
+
+    monkeypatch.setattr(HandlerInterceptor, "intercept_service", slowly)
+    with serving(LoopbackModel()) as served:
+        inferences = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(100)]
+        assert begun.wait(30)
+        with grpc.insecure_channel(served.address, options=[("grpc.use_local_subchannel_pool", 1)]) as another:
+            stub: Any = health_pb2_grpc.HealthStub(another)
+            check = stub.Check.future(health_pb2.HealthCheckRequest())
+            time.sleep(0.2)  # by then all of them have arrived
+            go.set()
+            assert check.result(30).status == health_pb2.HealthCheckResponse.SERVING
+        for inference in inferences:
+            assert inference.result(30)
+    assert asked.index("Check") < 5
+
+
+def test_a_grpcio_without_early_admission_is_named_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(LoopbackModel()):
+        assert "grpcio" not in caplog.text
+    monkeypatch.setattr(arrival, "SUPPORTED", False)
+    with serving(LoopbackModel()) as served:
+        assert served.call("ModelInfer", infer_request(x=X)).outputs
+    assert f"grpcio is {grpc.__version__}" in caplog.text
+    assert "install one of these versions" in caplog.text
+
+
+def test_the_packages_bounds_are_the_versions_with_early_admission() -> None:
+    """A version outside of them would be installed, and calls would silently be admitted late."""
+    project = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text("utf-8"))["project"]
+    (needed,) = [each for each in project["dependencies"] if re.match(r"grpcio[<>=]", each)]
+    minors = [minor for minor in range(200) if SpecifierSet(needed.removeprefix("grpcio")).contains(f"1.{minor}.0")]
+    assert minors == list(arrival._VERSIONS)

@@ -1,0 +1,401 @@
+"""The RPCs over a real socket: every row of the status table, deadlines, cancellation, and metrics."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc import StatusCode
+from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
+
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.protocol import inference_pb2 as pb
+from service.contract import Array, Bounds
+from service.grpc.call import Rpc
+from service.grpc.credentials import RequiredScope
+from service.request import Cancellation
+from service.wire.inflate import Inflater
+from service.wire.skim import parser
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.go.set()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving(
+        LoopbackModel("echo"), LoopbackModel("slow", state="loading"), LoopbackModel("bad", state="unavailable")
+    ) as served:
+        yield served
+
+
+def changed(message: pb.ModelInferRequest, **fields: Any) -> pb.ModelInferRequest:
+    for name, value in fields.items():
+        setattr(message, name, value)
+    return message
+
+
+def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
+    """Return requests that fail with INVALID_ARGUMENT, by case, with the words that the details must contain."""
+    mixed = infer_request(x=X)
+    mixed.inputs[0].contents.fp32_contents.extend(X.ravel().tolist())
+    short = infer_request(x=X)
+    short.raw_input_contents[0] = bytes(20)
+    twice = infer_request(x=X)
+    twice.inputs.append(twice.inputs[0])
+    twice.raw_input_contents.append(twice.raw_input_contents[0])
+    timeout = infer_request(x=X)
+    timeout.parameters["timeout"].string_param = "soon"
+    unknown_output = infer_request(x=X)
+    unknown_output.outputs.add(name="z")
+    negative = infer_request(x=X)
+    negative.inputs[0].shape[0] = -1
+    return {
+        "version": (changed(infer_request(x=X), model_version="newest"), "'newest'"),
+        "missing": (pb.ModelInferRequest(model_name="echo"), "input 'x' is missing"),
+        "extra": (infer_request(x=X, z=X), "unknown input 'z'"),
+        "twice": (twice, "input 'x' was sent twice"),
+        "dtype": (infer_request(x=X.astype(np.float64)), "input 'x' has datatype 'FP64', expected FP32"),
+        "shape": (infer_request(x=X[:, :2]), "input 'x' has shape [2, 2], expected [batch,3]"),
+        "rank": (infer_request(x=X[0]), "of rank 1, expected [batch,3]"),
+        "size": (short, "input 'x' has 20 bytes, expected 24"),
+        "negative": (negative, "input 'x' has shape [-1, 3]"),
+        "rows": (infer_request(x=np.zeros((9, 3), np.float32)), "input 'x' has 9 rows, expected at most 8"),
+        "mixed": (mixed, "input 'x' has contents beside raw_input_contents"),
+        "parameter": (timeout, "parameter 'timeout'"),
+        "output": (unknown_output, "unknown output 'z'; the model's outputs are y"),
+    }
+
+
+@pytest.mark.parametrize("case", broken_requests().keys())
+def test_a_request_that_does_not_fit_is_an_invalid_argument_with_the_reason(served: Served, case: str) -> None:
+    message, words = broken_requests()[case]
+    code, details = served.refusal("ModelInfer", message)
+    assert code is StatusCode.INVALID_ARGUMENT
+    assert words in details
+
+
+def test_an_empty_tensor_that_would_grow_in_the_model_is_rejected_before_it_runs() -> None:
+    """The tensor has no bytes in the request, but a sum over its empty dimension has 256 MiB."""
+    model = LoopbackModel(
+        run=lambda feeds: {"y": feeds["x"].sum(axis=1)},
+        inputs=[TensorSpec("x", "float32", ("n", "m"))],
+        outputs=[TensorSpec("y", "float32", ("n",))],
+        max_batch_size=0,
+    )
+    with serving(model) as served:
+        code, details = served.refusal("ModelInfer", infer_request(x=np.zeros((2**26, 0), np.float32)))
+        assert code is StatusCode.INVALID_ARGUMENT
+        assert details == "input 'x' has shape [67108864, 0]: too large, although it is empty"
+        assert model.calls == 0
+        assert served.call("ModelInfer", infer_request(x=np.zeros((4, 0), np.float32))).outputs[0].shape == [4]
+
+
+def test_a_response_over_its_limit_is_rejected_with_the_limit() -> None:
+    """The response's size is known only after the run: no input has the dimension that makes it large."""
+    grows = LoopbackModel(
+        run=lambda feeds: {"y": np.zeros((1, 1000), np.float32)},
+        outputs=[TensorSpec("y", "float32", ("batch", "found"))],
+        bounds=Bounds(response_bytes=3999),
+    )
+    with serving(grows) as served:
+        code, details = served.refusal("ModelInfer", infer_request(x=X[:1]))
+        assert code is StatusCode.INVALID_ARGUMENT
+        assert "the response has 4000 bytes or more, expected at most 3999 (max_response_bytes" in details
+        assert grows.calls == 1
+
+
+def test_an_unknown_model_or_version_is_not_found_and_not_counted(served: Served) -> None:
+    assert served.refusal("ModelInfer", infer_request("nobody", x=X))[0] is StatusCode.NOT_FOUND
+    assert served.refusal("ModelInfer", changed(infer_request(x=X), model_version="9"))[0] is StatusCode.NOT_FOUND
+    for method, message in (
+        ("ModelMetadata", pb.ModelMetadataRequest(name="nobody")),
+        ("ModelConfig", pb.ModelConfigRequest(name="nobody")),
+        ("ModelStatistics", pb.ModelStatisticsRequest(name="nobody")),
+    ):
+        assert served.refusal(method, message)[0] is StatusCode.NOT_FOUND
+    assert served.log.seen == []
+
+
+def test_an_unknown_model_is_reported_as_not_ready_without_an_error(served: Served) -> None:
+    assert not served.call("ModelReady", pb.ModelReadyRequest(name="nobody")).ready
+    assert not served.call("ModelReady", pb.ModelReadyRequest(name="slow")).ready
+    assert served.call("ModelReady", pb.ModelReadyRequest(name="echo")).ready
+    assert (
+        served.refusal("ModelReady", pb.ModelReadyRequest(name="echo", version="x"))[0] is StatusCode.INVALID_ARGUMENT
+    )
+
+
+@pytest.mark.parametrize(("name", "expected"), [("slow", StatusCode.UNAVAILABLE), ("bad", StatusCode.NOT_FOUND)])
+def test_a_request_for_a_model_that_is_not_ready_is_rejected_and_counted(
+    served: Served, name: str, expected: StatusCode
+) -> None:
+    """UNAVAILABLE tells the client to try again, which helps only with a model that is loading."""
+    code, details = served.refusal("ModelInfer", infer_request(name, x=X))
+    assert code is expected
+    assert name in details
+    assert served.log.seen == [(name, 1, expected.name)]
+
+
+def test_a_draining_server_is_unavailable(served: Served) -> None:
+    served.registry.draining = True
+    assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
+    assert not served.call("ServerReady", pb.ServerReadyRequest()).ready
+    assert served.call("ServerLive", pb.ServerLiveRequest()).live
+
+
+def test_a_full_queue_is_resource_exhausted(gate: Gate) -> None:
+    model = LoopbackModel(run=gate, max_batch_size=0, max_queue=1)
+    with serving(model) as served:
+        infer = served.stub("ModelInfer")
+        running = infer.future(infer_request(x=X))
+        assert gate.started.wait(30)
+        waiting = [infer.future(infer_request(x=X)) for _ in range(2)]  # one waits, the queue rejects the other
+        refused = next(iter(_as_done(waiting)))
+        assert refused.code() is StatusCode.RESOURCE_EXHAUSTED
+        assert "queue is full" in refused.details()
+        gate.go.set()
+        assert running.result(30).id == ""
+
+
+def test_requests_beyond_max_in_flight_are_rejected(gate: Gate) -> None:
+    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        code, details = served.refusal("ModelInfer", infer_request(x=X))
+        assert code is StatusCode.RESOURCE_EXHAUSTED
+        assert details == "1 requests in flight is the limit of this server; try again later"
+        assert served.call("ServerLive", pb.ServerLiveRequest()).live  # health RPCs have their own threads
+        gate.go.set()
+        running.result(30)
+
+
+def test_overload_is_unavailable_if_so_configured(gate: Gate) -> None:
+    with serving(LoopbackModel(run=gate), max_in_flight=1, overload="UNAVAILABLE") as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
+        gate.go.set()
+        running.result(30)
+
+
+def test_a_request_whose_timeout_passes_in_the_queue_is_never_run(gate: Gate) -> None:
+    model = LoopbackModel(run=gate, max_batch_size=0)
+    with serving(model) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        late = infer_request(x=X)
+        late.parameters["timeout"].int64_param = 20_000
+        assert served.refusal("ModelInfer", late)[0] is StatusCode.DEADLINE_EXCEEDED
+        gate.go.set()
+        running.result(30)
+        assert served.call("ModelInfer", infer_request(x=X))
+        assert model.calls == 2
+
+
+def test_a_request_whose_deadline_passes_in_the_queue_is_counted_and_never_run(gate: Gate) -> None:
+    model = LoopbackModel(run=gate, max_batch_size=0)
+    with serving(model) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+
+        def expires_in_the_queue() -> bool:
+            with pytest.raises(grpc.RpcError) as late:
+                served.call("ModelInfer", infer_request(x=X), timeout=0.1)
+            assert late.value.code() is StatusCode.DEADLINE_EXCEEDED
+            return ("echo", 1, "DEADLINE_EXCEEDED") in served.log.seen
+
+        until(expires_in_the_queue)  # on a busy machine a request may expire before it arrives
+        gate.go.set()
+        running.result(30)
+        assert model.calls == 1
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_client_that_stops_waiting_during_the_run_is_counted_with_the_code_it_sees(gate: Gate, leaves: bool) -> None:
+    with serving(LoopbackModel(run=gate)) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X), timeout=None if leaves else 0.3)
+        assert gate.started.wait(30)
+        if leaves:
+            running.cancel()
+            until(lambda: _first(served).cancelled)
+        else:
+            assert running.exception(30) is not None
+        gate.go.set()
+        until(lambda: served.log.seen)
+        assert served.log.seen == [("echo", 1, "CANCELLED" if leaves else "DEADLINE_EXCEEDED")]
+
+
+def test_a_request_whose_client_leaves_the_queue_is_never_run(gate: Gate) -> None:
+    model = LoopbackModel(run=gate, max_batch_size=0)
+    with serving(model) as served:
+        infer = served.stub("ModelInfer")
+        running = infer.future(infer_request(x=X))
+        assert gate.started.wait(30)
+        leaving = infer.future(infer_request(x=X))
+        until(lambda: len(model.seen) == 2)
+        leaving.cancel()
+        until(lambda: model.seen[1].cancellation and model.seen[1].cancellation.cancelled)
+        gate.go.set()
+        running.result(30)
+        until(lambda: ("echo", 1, "CANCELLED") in served.log.seen)
+        assert model.calls == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeFailure("node at /secret"), ValueError("/secret")])
+def test_a_failure_is_internal_and_its_text_stays_in_the_log(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        raise error
+
+    with serving(LoopbackModel(run=fail)) as served, caplog.at_level(logging.ERROR):
+        code, details = served.refusal("ModelInfer", infer_request(x=X))
+        assert code is StatusCode.INTERNAL
+        assert "secret" not in details
+        incident = details.split("incident ")[1].split(";")[0]
+        assert incident in caplog.text
+        assert "/secret" in caplog.text
+        assert served.log.seen == [("echo", 1, "INTERNAL")]
+
+
+def test_failed_requests_are_observed_with_their_times(gate: Gate) -> None:
+    def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        gate(feeds)
+        raise RuntimeFailure("no")
+
+    with serving(LoopbackModel(run=fail, max_batch_size=0)) as served:
+        infer = served.stub("ModelInfer")
+        calls = [infer.future(changed(infer_request(x=X), id=str(i))) for i in range(2)]
+        until(lambda: gate.started.is_set() and len(served.registry.find("echo", "").seen) == 2)
+        served.refusal("ModelInfer", infer_request(x=X[:, :2]))
+        gate.go.set()
+        assert [call.exception(30).code() for call in calls] == [StatusCode.INTERNAL] * 2
+        refused, *failed = until(lambda: len(served.log.observations) == 3 and served.log.observations)
+    assert (refused.code, refused.timings) == ("INVALID_ARGUMENT", None)
+    assert {seen.request_id for seen in failed} == {"0", "1"}
+    for seen in failed:
+        assert seen.timings is not None
+        assert 0 < seen.timings.queue + seen.timings.compute <= seen.seconds
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name="echo")),
+        ("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="echo")),
+        ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest()),
+        ("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest(name="r", key="/r")),
+        ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest()),
+        ("RepositoryIndex", pb.RepositoryIndexRequest(repository_name="other")),
+    ],
+)
+def test_an_rpc_that_is_not_served_is_unimplemented_with_the_reason(served: Served, method: str, message: Any) -> None:
+    code, details = served.refusal(method, message)
+    assert code is StatusCode.UNIMPLEMENTED
+    assert "not supported" in details or "start" in details
+
+
+def test_an_unknown_rpc_is_unimplemented(served: Served) -> None:
+    unknown_rpc: Any = served.channel.unary_unary("/inference.GRPCInferenceService/TraceSetting")
+    with pytest.raises(grpc.RpcError) as refused:
+        unknown_rpc(b"", timeout=30)
+    assert refused.value.code() is StatusCode.UNIMPLEMENTED
+
+
+def test_a_request_gets_its_response_and_is_observed_once(served: Served) -> None:
+    answer = served.call("ModelInfer", changed(infer_request(x=X), id="abc"))
+    assert answer.raw_output_contents[0] == X.tobytes()
+    assert (answer.model_version, answer.id) == ("1", "abc")
+    assert served.log.seen == [("echo", 1, "OK")]
+    assert served.log.observations[0].seconds > 0
+
+
+def test_a_request_without_a_version_goes_to_the_newest() -> None:
+    with serving(LoopbackModel(version=2), LoopbackModel(version=10)) as served:
+        assert served.call("ModelInfer", infer_request(x=X)).model_version == "10"
+        assert served.call("ModelInfer", changed(infer_request(x=X), model_version="2")).model_version == "2"
+
+
+def test_a_replaced_models_requests_are_read_by_the_new_models_codec() -> None:
+    old, new = LoopbackModel(), LoopbackModel(max_batch_size=1)
+    with serving(old) as served:
+        new.batcher.start()
+        served.call("ModelInfer", infer_request(x=X))
+        served.registry.replace(old, new)
+        assert "at most 1" in served.refusal("ModelInfer", infer_request(x=X))[1]
+        new.batcher.close()
+
+
+def test_a_replaced_model_is_not_kept_alive_by_its_codec() -> None:
+    old, new = LoopbackModel(), LoopbackModel()
+    with serving(old) as served:
+        served.call("ModelInfer", infer_request(x=X))
+        gone = weakref.ref(old)
+        served.registry.replace(old, new)
+        old.batcher.close()
+        del old
+
+        def is_gone() -> bool:
+            gc.collect()
+            return gone() is None
+
+        until(is_gone, patience=1.0)
+
+
+def test_a_call_whose_client_left_before_it_had_a_thread_is_not_run(served: Served) -> None:
+    """gRPC then rejects the callback that would report the end of the call."""
+
+    class Gone:
+        def add_callback(self, callback: object) -> bool:
+            return False
+
+        def peer(self) -> str:
+            return "ipv4:203.0.113.7:1"
+
+        def time_remaining(self) -> float:
+            return 1e10
+
+        def abort(self, code: StatusCode, details: str) -> None:
+            raise RuntimeError(code)
+
+    infer = served.transport._services._servicer.ModelInfer
+    rpc = Rpc(
+        Inflater(1 << 20),
+        parser(pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]),
+        pb.ModelInferResponse.SerializeToString,
+        infer,
+    )
+    handler: Any = served.transport._lanes().inference.open(rpc, RequiredScope(None, None), None)
+    with pytest.raises(RuntimeError, match="CANCELLED"):
+        handler.stream_unary(iter([b"is not parsed either"]), Gone())
+    assert served.registry.find("echo", "").calls == 0
+
+
+def _first(served: Served) -> Cancellation:
+    """Return the cancellation of the first request."""
+    found = served.registry.find("echo", "").seen[0].cancellation
+    assert found is not None
+    return found
+
+
+def _as_done(calls: list[Any]) -> Iterator[Any]:
+    done = threading.Event()
+    for call in calls:
+        call.add_done_callback(lambda _: done.set())
+    assert done.wait(30)
+    return (call for call in calls if call.done())

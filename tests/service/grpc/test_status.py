@@ -1,0 +1,51 @@
+"""One table maps errors to gRPC codes, and the text of unexpected errors does not reach the client."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+import pytest
+
+from bf16kit.messages import errors
+from service.grpc.status import CODES, StatusTable
+
+
+def test_every_request_error_has_a_code() -> None:
+    refusals = {e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.RequestError)}
+    assert CODES.keys() == refusals - {errors.RequestError}
+
+
+@pytest.mark.parametrize("kind", list(CODES))
+def test_a_request_error_keeps_its_message(kind: type[errors.RequestError]) -> None:
+    status = StatusTable().for_error(kind("input 'x' is wrong"))
+    assert (status.code, status.details) == (CODES[kind], "input 'x' is wrong")
+
+
+def test_a_subclass_of_a_request_error_has_its_base_classs_code() -> None:
+    class TooLate(errors.DeadlineExceeded):
+        pass
+
+    assert StatusTable().for_error(TooLate("late")).code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_overload_is_unavailable_if_so_configured() -> None:
+    table = StatusTable(overload=grpc.StatusCode.UNAVAILABLE)
+    assert table.for_error(errors.Overloaded("full")).code is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("error", [errors.RuntimeFailure("node 17 at /secret/path"), KeyError("/secret/path")])
+def test_a_failure_leaves_its_text_in_the_log_under_an_incident_id(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        status = StatusTable().for_error(error)
+    assert status.code is grpc.StatusCode.INTERNAL
+    assert "secret" not in status.details
+    incident = status.details.split("incident ")[1].split(";")[0]
+    assert incident in caplog.text
+    assert "/secret/path" in caplog.text
+
+
+def test_long_details_are_cut_to_500_characters() -> None:
+    assert len(StatusTable().for_error(errors.InvalidRequest("x" * 100_000)).details) == 500

@@ -1,0 +1,112 @@
+"""The watchdog ends calls that keep the server waiting, here with the test's own clock."""
+
+from __future__ import annotations
+
+import pytest
+from waiting import until
+
+from service.grpc.watchdog import CallTimeouts, Watchdog
+
+
+class Times:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ended: list[object] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def begin(self, timeouts: CallTimeouts, *calls: str) -> None:
+        for call in calls:
+            timeouts.start(call, lambda call=call: self.ended.append(call))  # type: ignore[misc]
+
+    def after(self, seconds: float, timeouts: CallTimeouts) -> list[object]:
+        self.now += seconds
+        timeouts.end_expired()
+        return self.ended
+
+
+@pytest.fixture
+def times() -> Times:
+    return Times()
+
+
+def test_a_call_that_takes_too_long_is_ended_once(times: Times) -> None:
+    timeouts = CallTimeouts(10, 1, clock=times)
+    times.begin(timeouts, "a")
+    assert times.after(9, timeouts) == []
+    times.begin(timeouts, "b")
+    assert times.after(2, timeouts) == ["a"]
+    assert times.after(7, timeouts) == ["a"]
+    assert times.after(2, timeouts) == ["a", "b"]
+
+
+def test_a_call_that_is_done_is_not_ended(times: Times) -> None:
+    timeouts = CallTimeouts(10, 1, clock=times)
+    times.begin(timeouts, "a")
+    timeouts.clear("a")
+    timeouts.clear("never begun")
+    assert times.after(60, timeouts) == []
+
+
+def test_the_timeout_is_shorter_while_the_server_is_crowded(times: Times) -> None:
+    under_pressure = False
+    timeouts = CallTimeouts(10, 2, lambda: under_pressure, clock=times)
+    times.begin(timeouts, "a")
+    assert times.after(3, timeouts) == []
+    under_pressure = True
+    assert times.after(0, timeouts) == ["a"]
+
+
+def test_only_a_few_slow_calls_may_use_the_whole_timeout(times: Times) -> None:
+    """Each of them may hold a message of the largest size."""
+    timeouts = CallTimeouts(10, 1, max_slow=2, clock=times)
+    times.begin(timeouts, "a", "b", "c")
+    assert times.after(0.5, timeouts) == []
+    times.begin(timeouts, "d")
+    assert times.after(0.6, timeouts) == ["c"]
+    timeouts.clear("a")
+    assert times.after(1, timeouts) == ["c"]
+
+
+def test_during_a_stop_a_call_gets_half_of_the_remaining_time(times: Times) -> None:
+    timeouts = CallTimeouts(30, 3, clock=times)
+    times.begin(timeouts, "a")
+    assert times.after(8, timeouts) == []
+    timeouts.shorten(20)  # 12 s remain for "a" at first
+    times.begin(timeouts, "b")
+    assert times.after(9.9, timeouts) == []
+    assert times.after(0.2, timeouts) == ["a", "b"]
+    times.begin(timeouts, "c")  # 9.9 s before the end
+    assert times.after(4.9, timeouts) == ["a", "b"]
+    assert times.after(0.1, timeouts) == ["a", "b", "c"]
+    times.after(4, timeouts)
+    times.begin(timeouts, "d")  # 0.9 s before the end
+    assert times.after(0.9, timeouts) == ["a", "b", "c"]
+    assert times.after(0.2, timeouts) == ["a", "b", "c", "d"]
+
+
+def test_a_stop_does_not_extend_a_timeout(times: Times) -> None:
+    timeouts = CallTimeouts(10, 3, clock=times)
+    times.begin(timeouts, "a")
+    timeouts.shorten(3600)
+    assert times.after(10.1, timeouts) == ["a"]
+
+
+def test_an_error_in_ending_one_call_does_not_stop_the_watchdog() -> None:
+    ended: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("no such call")
+
+    timeouts = CallTimeouts(0, 0)
+    dog = Watchdog([timeouts])
+    timeouts.start("bad", fail)
+    dog.start()
+    timeouts.start("good", lambda: ended.append("good"))
+    until(lambda: ended, what="the second call to be ended")
+    dog.stop()
+
+
+def test_stopping_a_watchdog_that_never_started_is_harmless() -> None:
+    Watchdog([]).stop()
