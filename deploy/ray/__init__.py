@@ -1,5 +1,5 @@
-"""bf16-serve's servicer and runtime behind Ray Serve: replicas on many machines, one gRPC address. See docs/scaling.md.
+"""bf16-serve's models behind Ray Serve: replicas on many machines, one gRPC address. See docs/scaling.md.
 
-``ingress`` runs in Ray's gRPC proxies, ``replica`` where a model runs. ``front`` gets requests that concern no single
-model, or one that does not exist. ``cluster`` deploys the applications on Ray, and ``__main__`` is the command line.
+Ray's gRPC proxies accept the RPCs of ``rpcs`` for the ``front``. It answers what concerns no single model, and passes
+the rest to a model's ``replica``. ``cluster`` deploys the ``applications``; ``__main__`` is the command line.
 """

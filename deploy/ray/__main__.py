@@ -9,45 +9,37 @@ from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from bf16kit.messages.errors import Bf16kitError, ConfigError
 from bf16kit.messages.wording import first_line
 
+_log = logging.getLogger("deploy.ray")
 _EXIT_UNCLEAN = 1
 _EXIT_USAGE = 2
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option("--repository", metavar="DIRECTORY", help="Directory of <model>/<version>/ artifacts, on every node.")
-@click.option("--host", help="Address of metrics and pages; gRPC listens on all addresses.  [default: 127.0.0.1]")
+@click.option("--host", help="Address of metrics and probes; gRPC listens on all addresses.  [default: 127.0.0.1]")
 @click.option("--grpc-port", type=int, help="Port of the inference protocol, Ray's gRPC proxy.  [default: 8001]")
-@click.option("--http-port", type=int, help="Port of /targets, /readyz and the status page.  [default: 8002]")
+@click.option("--http-port", type=int, help="Port of /targets, /readyz and /status.json.  [default: 8002]")
 @click.option("--device", help="auto, cpu, or cuda:N.  [default: auto]")
-@click.option(
-    "--model-control", type=click.Choice(["none", "poll"]), help="none: load at start only; poll: follow repository."
-)
+@click.option("--model-control", help="none: load at start only; poll: follow the repository.  [default: none]")
 @click.option("--token-file", metavar="FILE", help="Lines of 'token scope[,scope]', on every node.")
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="One line (text) or one JSON object per event.")
+@click.option("--log-format", help="One line (text) or one JSON object (json) per event.  [default: text]")
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), envvar="BF16KIT_CONFIG", help="server.yaml, as for bf16-serve."
 )
-@click.option(
-    "--address",
-    help="Ray cluster: auto, HOST:PORT or ray://…  [default: RAY_ADDRESS, or a new cluster on this machine]",
-)
-@click.option("--min-replicas", type=int, default=1, show_default=True, help="Replicas of each model.")
+@click.option("--address", help="auto, HOST:PORT or ray://…  [default: RAY_ADDRESS, or a new cluster on this machine]")
+@click.option("--min-replicas", type=int, help="Replicas of each model.  [default: 1]")
 @click.option("--max-replicas", type=int, help="More than --min-replicas: autoscaled.  [default: --min-replicas]")
-@click.option(
-    "--target", type=float, default=16.0, show_default=True, help="Requests in flight per replica to scale for."
-)
-@click.option(
-    "--queued", type=int, default=256, show_default=True, help="Requests that may wait in a proxy; more are rejected."
-)
-@click.option("--cpus", type=float, default=1.0, show_default=True, help="Processors and threads of a replica.")
-@click.option("--gpus", type=float, default=0.0, show_default=True, help="GPUs of a replica.")
-@click.option(
-    "--per-node", type=int, default=0, help="Most replicas of a model on one node.  [default: as many as fit]"
-)
+@click.option("--fronts", type=int, help="Processes that pass requests on to the replicas.  [default: 1]")
+@click.option("--target", type=float, help="Requests in flight per replica to scale for.  [default: 16]")
+@click.option("--queued", type=int, help="Requests that may wait in a front; more are rejected.  [default: 256]")
+@click.option("--cpus", type=float, help="Processors and threads of a replica.  [default: 1]")
+@click.option("--gpus", type=float, help="GPUs of a replica.  [default: 0]")
+@click.option("--per-node", type=int, help="Most replicas of a model on one node.  [default: as many as fit]")
 @click.option(
     "--proxies",
     type=click.Choice(["HeadOnly", "EveryNode"]),
@@ -75,26 +67,27 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
     from service.config.logs import configure
     from service.config.serverconfig import load_config
     from service.config.stop import Stop
+    from service.models.directory import Directory
 
     own = {name: given.pop(name) for name in ("address", "proxies", "detach", "print_config")}
-    least, most = given.pop("min_replicas"), given.pop("max_replicas")
-    names = ("target", "queued", "cpus", "gpus", "per_node")
-    scaling = Scaling(least, least if most is None else most, **{name: given.pop(name) for name in names})
+    scale = {name: value for name in Scaling.model_fields if (value := given.pop(name)) is not None}
+    scaling = Scaling.of({"max_replicas": scale.get("min_replicas", 1), **scale})
     config = check(load_config(given, file))
     try:
-        from deploy.ray import cluster
+        from deploy.ray import applications, cluster
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("ray", "starlette"):
             raise
         raise ConfigError("this needs Ray: pip install 'bf16kit[ray]'") from None
     if own["print_config"]:
-        _print(cluster.as_config(config, scaling, _desired_models(config), own["proxies"]))
+        desired_models = Directory(config.repository).scan().desired_models
+        told = applications.ray_config(config, scaling, desired_models, own["proxies"])
+        click.echo(yaml.safe_dump(told, sort_keys=False), nl=False)
         return
     stop = Stop()
     configure(config.log_level, config.log_format)
-    log = logging.getLogger("deploy.ray")
     if ignored := unknown_variables(os.environ):
-        log.warning("%s", ignored)
+        _log.warning("%s", ignored)
     cluster.join(own["address"], config)
     stop.on_signals()  # after ray.init, which installs handlers of its own
     deployed = cluster.RepositoryDeployment(config, scaling)
@@ -103,30 +96,16 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
         deployed.deploy_changes()
     except cluster.FAILURES as error:
         raise ConfigError(f"the cluster rejected the deployment: {first_line(error)}") from None
-    log.info(
-        "gRPC on port %d; /targets and status page on http://%s:%d/", config.grpc_port, config.host, config.http_port
-    )
+    _log.info("gRPC on port %d; /targets and /readyz on http://%s:%d/", config.grpc_port, config.host, config.http_port)
     if own["detach"]:
         return
     cluster.follow(deployed, config, stop)
-    log.info("stopping: removing the deployment")
+    _log.info("stopping: removing the deployment")
     try:
         deployed.remove()
     except cluster.FAILURES as error:
-        log.error("the deployment cannot be removed: %s", first_line(error))
+        _log.error("the deployment cannot be removed: %s", first_line(error))
         sys.exit(_EXIT_UNCLEAN)
-
-
-def _desired_models(config: Any) -> Any:
-    from service.models.directory import Directory
-
-    return Directory(config.repository).scan().desired_models
-
-
-def _print(config: dict[str, Any]) -> None:
-    import yaml
-
-    click.echo(yaml.safe_dump(config, sort_keys=False), nl=False)
 
 
 if __name__ == "__main__":

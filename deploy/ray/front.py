@@ -1,119 +1,307 @@
-"""The front: answers requests for all models together or for none, and receives the replicas' reports.
+"""The front: gets every request from Ray's proxies. It answers what concerns no single model, and passes on the rest.
 
-It runs no model. Behind Ray's HTTP proxy it serves a server's pages, and ``/targets``, where Prometheus discovers
-replicas.
+It runs no model. It learns all it knows from Ray and from the replicas, so there may be several, and they may restart.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import threading
-from collections.abc import Mapping
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from grpc import StatusCode
+from grpc_health.v1 import health_pb2
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from deploy.ray.answering import RpcMethods
-from deploy.ray.calls import Rpc
-from deploy.ray.frames import Frame
-from deploy.ray.registry import FrontModels, FrontRegistry
-from deploy.ray.reports import ModelVersions, Report, Reports
+from bf16kit.messages.errors import Cancelled, InvalidRequest, NotFound, Overloaded, Unsupported
+from bf16kit.messages.wording import quoted
+from bf16kit.protocol import inference_pb2 as pb
+from deploy.ray.models import RAY_ERRORS, RunningModels
+from deploy.ray.rpcs import RPCS, Rpc, Serialized
+from ray.serve.exceptions import BackPressureError
 from service.config.credentials import Credentials
 from service.config.logs import configure
-from service.config.periodic import PeriodicThread
 from service.config.serverconfig import ServerConfig
-from service.grpc.status import Status
-from service.grpcport import build_direct_transport
-from service.http.pages import Routes, routes
-from service.http.views import StatusReader
-from service.operations import Operations
-from service.telemetry.history import NAMES, TICK_SECONDS, History
-from service.telemetry.metrics import Metrics
+from service.grpc.admission import Admission, ByteBudget, CallBytes, Place
+from service.grpc.control import OFF_REASONS
+from service.grpc.credentials import Access, RequiredScope
+from service.grpc.handlers import SERVICE
+from service.grpc.health import LIVE
+from service.grpc.status import Status, StatusTable
+from service.models.repository import parse_version
+from service.wire import metadata
+from service.wire.repository import check_repository
+from service.wire.skim import peek_model
 
 _log = logging.getLogger(__name__)
-_MAINTAIN_SECONDS = 1.0
-_NOT_HERE = Status(
-    StatusCode.UNIMPLEMENTED,
-    "models are not loaded and unloaded over the network here: add them to the repository, or remove them from it",
+_UPDATE_SECONDS = 5.0  # the longest that one look at the cluster takes; Ray replaces a front that is silent for longer
+_STREAM_IDLE_SECONDS = 600.0  # without a request, after which a stream ends
+_STREAM_WINDOW = 8  # requests of one stream that are answered at once
+CALLS = 4096  # the most that one front answers at once
+_LONG_CALLS = 1024  # of them open streams and health watches: each lasts as long as its client wants
+_FULL = Status(StatusCode.RESOURCE_EXHAUSTED, "the queue for the replicas is full; try again later")
+_NOT_LOADED_HERE = (
+    "models are not loaded and unloaded over the network here: add them to the repository, or remove them from it"
 )
-_CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
+_Health = health_pb2.HealthCheckResponse
 
 
-class Front(RpcMethods):
-    """The only front. ``models``: those to serve, versions by name; :meth:`set_models` replaces them."""
+class StreamEnd(Exception):
+    """Ends a stream with the status that was set in its context, which is Ray's way to do so."""
 
-    def __init__(self, config: Mapping[str, Any], models: ModelVersions) -> None:
-        self._config = ServerConfig(**{**config, "model_control": "none"})
+
+class Front:
+    """Has a method for each RPC, by its name in the protocol, and :meth:`__call__` for pages."""
+
+    def __init__(self, config: Mapping[str, Any], stream_idle_seconds: float = _STREAM_IDLE_SECONDS) -> None:
+        self._config = ServerConfig(**config)
         configure(self._config.log_level, self._config.log_format)
-        metrics, self._reports = Metrics(), Reports()
-        self._reports.set_models(models)
-        registry = FrontRegistry(self._reports)
-        self._credentials = Credentials.of(self._config)
-        operations = Operations(models=FrontModels(registry, self._reports))
-        self.direct = build_direct_transport(self._config, registry, metrics.refused, self._credentials, operations)
-        history = History(lambda: metrics.samples(NAMES))
-        self._pages: Routes = routes(registry, metrics, StatusReader(registry, history).snapshot)
-        self._tickings = [
-            PeriodicThread("history", TICK_SECONDS, history.tick),
-            PeriodicThread("reports", _MAINTAIN_SECONDS, self._reports.maintain),
-        ]
-        for ticking in self._tickings:
-            ticking.start()
-        self._stopped = threading.Event()
+        self._tokens = Credentials.of(self._config).tokens
+        self._access = Access(self._tokens, frozenset(self._config.token_free))
+        self._models = RunningModels()
+        self._statuses = StatusTable()
+        budget = ByteBudget(self._config.max_request_bytes)
+        self._calls = Admission(CALLS, "requests in flight", budget=budget)
+        self._long_calls = Admission(_LONG_CALLS, "open streams and health watches", reason="streams")
+        self._stream_idle_seconds = stream_idle_seconds
 
-    async def set_models(self, models: ModelVersions) -> None:
-        """Set the models to serve from now on."""
-        self._reports.set_models(models)
+    async def check_health(self) -> None:
+        """Look at the cluster. Ray calls this each second."""
+        try:
+            await asyncio.wait_for(self._models.update(), _UPDATE_SECONDS)
+        except RAY_ERRORS as error:
+            _log.warning("the cluster's state is not known: %s; it will be asked again", type(error).__name__)
 
     async def retire(self) -> None:
         """Be not ready from now on; requests that still arrive are answered."""
-        self._reports.retire()
+        self._models.retire()
 
-    async def respond_unary(self, rpc: Rpc, data: bytes, context: Any) -> Frame:
-        return Frame.of(_NOT_HERE) if rpc.method in _CHANGES else await super().respond_unary(rpc, data, context)
+    async def unary(self, rpc: Rpc, data: bytes, context: Any) -> Serialized:
+        """Answer an RPC with one request and one response. No exception leaves: Ray would tell its text to clients."""
+        response = await self._guarded(rpc, data, context, self._answer)
+        if isinstance(response, Status):
+            _set_status(context, response)
+            response = b""
+        return Serialized(response)
 
-    async def report(self, fields: Mapping[str, Any]) -> float:
-        """Take a replica's report; reply when the next is due, with the longest time that its reply may take."""
-        report = Report.from_json(fields)
-        if fields.get("gone"):
-            self._reports.forget(report.replica, report)
-            return 0.0
-        return await self._reports.receive(report)
+    async def ModelStreamInfer(self, requests: Any, grpc_context: Any) -> AsyncIterator[Serialized]:  # noqa: N802
+        """Answer the requests of a stream in their order, each by any replica of the model that it names."""
+        rpc = RPCS["ModelStreamInfer"]
+        begun: asyncio.Queue[asyncio.Future[bytes] | Exception | None] = asyncio.Queue(_STREAM_WINDOW)
+        tasks = set[asyncio.Future[Any]]()
 
-    async def targets(self) -> list[str]:
-        """Return the addresses at which replicas are scraped, ``host:port``."""
-        return sorted(report.target for report in self._reports.reports() if report.target)
+        async def read() -> None:
+            try:
+                while (data := await self._next(requests)) is not None:
+                    task = asyncio.ensure_future(self._stream_response(rpc, data, grpc_context))
+                    tasks.add(task)
+                    await begun.put(task)
+            except Exception as error:  # noqa: BLE001 -- raised below, after the responses to earlier requests
+                await begun.put(error)
+            else:
+                await begun.put(None)
+
+        try:
+            with self._long_call(rpc, grpc_context):
+                tasks.add(asyncio.ensure_future(read()))
+                while (task := await begun.get()) is not None:
+                    if isinstance(task, Exception):
+                        raise task
+                    yield Serialized(await task)
+                    tasks.discard(task)
+        except StreamEnd:
+            raise
+        except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
+            raise self._end(grpc_context, error) from None
+        finally:
+            for each in tasks:
+                each.cancel()
+
+    async def Watch(self, request: bytes, grpc_context: Any) -> AsyncIterator[Serialized]:  # noqa: N802
+        """Yield the health of a service now and at each change."""
+        rpc, last = RPCS["Watch"], None
+        try:
+            with self._long_call(rpc, grpc_context):
+                service = rpc.parse(request).service
+                while True:
+                    changed, status = self._models.changed, self._health(service)
+                    if status != last:
+                        yield Serialized(_Health(status=status).SerializeToString())
+                    last = status
+                    await changed.wait()
+        except Exception as error:  # noqa: BLE001 -- as above
+            raise self._end(grpc_context, error) from None
+
+    async def _guarded(self, rpc: Rpc, data: bytes, context: Any, answer: Callable[..., Any]) -> bytes | Status:
+        """Return the answer to one request, whose bytes count until then, or the status of its error."""
+        place: Place | None = None
+        try:
+            self._check(rpc, context)
+            place = self._calls.admit(str(context.peer()))
+            if len(data) > self._config.max_message_bytes:
+                most = self._config.max_message_bytes
+                raise Overloaded(f"the message has {len(data)} bytes; max_message_bytes is {most}")
+            held = CallBytes(place)
+            held.reserve(len(data))
+            found: bytes | Status = await answer(rpc, data, context, held)
+        except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
+            return self._statuses.for_error(error)
+        finally:
+            if place is not None:
+                place.release()
+        return found
+
+    def _check(self, rpc: Rpc, context: Any) -> None:
+        """Raise if the call has no token for the RPC."""
+        scope = self._access.scope_of("health") if rpc.scope == "health" else rpc.scope
+        RequiredScope(self._tokens, scope).check(context.invocation_metadata())
+
+    async def _answer(self, rpc: Rpc, data: bytes, context: Any, held: CallBytes) -> bytes | Status:
+        if rpc.method == "ModelInfer":
+            return await self._pass_on(rpc, data, context, held)
+        if rpc.method in OFF_REASONS:
+            loads = rpc.method in ("RepositoryModelLoad", "RepositoryModelUnload")
+            raise Unsupported(_NOT_LOADED_HERE if loads else f"{rpc.method}: {OFF_REASONS[rpc.method]}")
+        message = rpc.parse(data)
+        if rpc.method in ("ModelMetadata", "ModelConfig"):
+            handle = self._models.get(message.name).handle(message.version)
+            return await self._ask(handle, rpc, data, context)
+        response: bytes = (await self._own_response(rpc.method, message)).SerializeToString()
+        return response
+
+    async def _own_response(self, method: str, message: Any) -> Any:
+        models = self._models
+        match method:
+            case "ServerLive":
+                return pb.ServerLiveResponse(live=True)
+            case "ServerReady":
+                return pb.ServerReadyResponse(ready=models.ready)
+            case "ModelReady":
+                return pb.ModelReadyResponse(ready=models.is_ready(message.name, message.version))
+            case "ServerMetadata":
+                return metadata.server_metadata()
+            case "RepositoryIndex":
+                check_repository(message.repository_name)
+                return metadata.repository_index(models.index(), message.ready)
+            case "ModelStatistics":
+                return metadata.model_statistics(await models.statistics(message.name, message.version))
+            case _:  # Health.Check
+                status = self._health(message.service)
+                if status == _Health.SERVICE_UNKNOWN:
+                    raise NotFound(f"unknown service {quoted(message.service)}; for a model, give its name")
+                return _Health(status=status)
+
+    def _health(self, service: str) -> Any:
+        if service in ("", SERVICE, LIVE):
+            serving = service == LIVE or self._models.ready
+        elif service in self._models.by_name:
+            serving = self._models.is_ready(service)
+        else:
+            return _Health.SERVICE_UNKNOWN
+        return _Health.SERVING if serving else _Health.NOT_SERVING
+
+    async def _pass_on(self, rpc: Rpc, data: bytes, context: Any, held: CallBytes) -> bytes | Status:
+        """Return the response of a replica to a ModelInferRequest, which is parsed here only if no model serves it."""
+        model = self._models.by_name.get(peek_model(data))
+        if model is not None and not model.gave_up:
+            return await self._ask(model.handle(""), rpc, data, context)
+        message = rpc.parse(data, held.reserve)
+        parse_version(message.model_version)
+        return await self._ask(self._models.get(message.model_name).handle(message.model_version), rpc, data, context)
+
+    async def _ask(self, handle: Any, rpc: Rpc, data: bytes, context: Any) -> bytes | Status:
+        """Return a replica's response. If the client leaves, the request is cancelled there, or in the queue for it."""
+        sent = {name: value for name, value in context.invocation_metadata() if name != "authorization"}
+        response = handle.answer.remote(rpc.method, data, str(context.peer()), sent)
+        try:
+            found: bytes | Status = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except BackPressureError:
+            return _FULL
+        except Exception as error:  # noqa: BLE001 -- of Ray, for replicas raise nothing; its text is not for clients
+            incident = secrets.token_hex(6)
+            _log.error("incident %s: no replica answers %s: %s", incident, rpc.method, error)
+            details = f"the replica that had this request is gone, incident {incident}; send it again"
+            return Status(StatusCode.UNAVAILABLE, details)
+        return found
+
+    async def _stream_response(self, rpc: Rpc, data: bytes, context: Any) -> bytes:
+        """Return the response to one request of a stream; an error is part of it, unless the client wants a status."""
+        response = await self._guarded(rpc, data, context, self._pass_on)
+        if isinstance(response, bytes):
+            return response
+        if ("triton_grpc_error", "true") in context.invocation_metadata():
+            _set_status(context, response)
+            raise StreamEnd
+        about = pb.ModelInferResponse()
+        with suppress(InvalidRequest):  # bytes that are no request name none
+            message = rpc.parse(data)
+            about = pb.ModelInferResponse(
+                model_name=message.model_name, model_version=message.model_version, id=message.id
+            )
+        failed = pb.ModelStreamInferResponse(error_message=response.details, infer_response=about)
+        return failed.SerializeToString()
+
+    async def _next(self, requests: AsyncIterator[bytes]) -> bytes | None:
+        """Return the next request of a stream, or None. Raises Cancelled for a silent client."""
+        try:
+            return await asyncio.wait_for(anext(requests, None), self._stream_idle_seconds)
+        except TimeoutError:
+            idle = f"no request arrived on this stream for {self._stream_idle_seconds:g} s"
+            raise Cancelled(f"{idle}; open a new stream for the next one") from None
+
+    @contextmanager
+    def _long_call(self, rpc: Rpc, context: Any) -> Iterator[None]:
+        self._check(rpc, context)
+        place = self._long_calls.admit(str(context.peer()))
+        try:
+            yield
+        finally:
+            place.release()
+
+    def _end(self, context: Any, error: Exception) -> StreamEnd:
+        _set_status(context, self._statuses.for_error(error))
+        return StreamEnd()
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a request for a page, as a server's HTTP port does."""
-        path = request.url.path
-        route = self._pages.get(path)
-        if not (route is not None and route.probe) and not self._may_read(request.headers.get("authorization")):
-            return Response("a token with the scope read is needed\n", 401, {"WWW-Authenticate": "Bearer"})
+        """Answer a request for a page: probes, the models' states, and where Prometheus scrapes the replicas."""
+        path, models = request.url.path, self._models
+        if path in ("/livez", "/readyz"):
+            ready = path == "/livez" or models.ready
+            return PlainTextResponse("ready\n" if ready else "not ready\n", 200 if ready else 503)
+        scopes = None if self._tokens is None else self._tokens.scopes(request.headers.get("authorization", ""))
+        if self._tokens is not None and "read" not in (scopes or ()):
+            return PlainTextResponse("a token with the scope read is needed\n", 401, {"WWW-Authenticate": "Bearer"})
         if path == "/targets":
-            targets = [{"targets": await self.targets(), "labels": {"job": "bf16kit"}}]
-            return Response(json.dumps(targets), media_type="application/json")
-        if route is None or request.method not in ("GET", "HEAD"):
-            return Response("not found\n", 404)
-        argument = request.url.query if route.takes_query else request.headers.get("accept", "")
-        try:
-            page = await asyncio.get_running_loop().run_in_executor(None, route.make, argument)
-        except Exception:  # noqa: BLE001 -- of what this says nothing, Ray would tell the client
-            _log.exception("the page %s cannot be made", path)
-            return Response("internal error; the log of the front has the details\n", 500)
-        return Response(page.body, int(page.status), dict(page.headers), page.content_type)
+            targets = sorted(report.target for model in models.by_name.values() for report in model.reports)
+            return JSONResponse([{"targets": targets, "labels": {"job": "bf16kit"}}])
+        if path in ("/", "/status.json"):
+            keys = ("name", "version", "state", "reason")
+            versions = [{key: getattr(version, key) for key in keys} for version in models.index()]
+            return JSONResponse({"ready": models.ready, "models": versions})
+        return PlainTextResponse("not found\n", 404)
 
-    def __del__(self) -> None:
-        if getattr(self, "_stopped", None) is not None and not self._stopped.is_set():
-            self._stopped.set()
-            for ticking in self._tickings:
-                ticking.stop()
-            self.direct.stop(0)
 
-    def _may_read(self, authorization: str | None) -> bool:
-        tokens = self._credentials.tokens
-        return tokens is None or "read" in (tokens.scopes(authorization or "") or ())
+def _unary_method(rpc: Rpc) -> Callable[..., Any]:
+    """Return the method for ``rpc``. Ray finds the call's context by the parameter name ``grpc_context``."""
+
+    async def unary(self: Front, request: bytes, grpc_context: Any) -> Serialized:
+        return await self.unary(rpc, request, grpc_context)
+
+    return unary
+
+
+for _rpc in RPCS.values():
+    if _rpc.kind == "unary":
+        setattr(Front, _rpc.method, _unary_method(_rpc))
+
+
+def _set_status(context: Any, status: Status) -> None:
+    context.set_code(status.code)
+    context.set_details(status.details)

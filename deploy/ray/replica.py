@@ -1,97 +1,148 @@
-"""A replica: one model, served as by a `bf16-serve` process, with Ray's proxy in place of its gRPC port."""
+"""A replica: one model, served as by a `bf16-serve` process, with the front's calls in place of its gRPC port."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 import ray
+from bf16kit.messages.errors import Overloaded
+from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.system import controlgroup
-from deploy.ray.answering import RpcMethods
-from deploy.ray.calls import FRONT
-from ray import serve
+from deploy.ray.models import Report
+from deploy.ray.rpcs import RPCS
 from service.config.heap import bound_heap
 from service.config.logs import configure
 from service.config.serverconfig import LOOPBACK, ServerConfig
-from service.grpcport import build_direct_transport
+from service.grpc.admission import Admission, ByteBudget, CallBytes, FairShares
+from service.grpc.claims import ClaimedModel
+from service.grpc.control import ControlServicer
+from service.grpc.scheduler import StreamScheduler
+from service.grpc.servicer import InferenceServicer
+from service.grpc.status import Status, StatusTable
 from service.models.plan import DesiredModel
+from service.operations import Operations, RegistryModels
+from service.request import Cancellation
 from service.served import ModelServer
-from service.workers.description import describe
-from service.workers.statistics import as_json
-from service.workers.view import SlotState
+from service.wire.parameters import wants_final_mark
 
 _log = logging.getLogger(__name__)
 _MAINTAIN_SECONDS = 0.1
 _CHECK_SECONDS = 0.05
-_REPORT_SECONDS = 5.0  # for one report, beside the time that the front may hold its reply; the next repeats everything
-_ENDING_SECONDS = 0.25  # after which a replica that ends waits for no reply to an earlier report
-_FINAL_REPORT_SECONDS = _REPORT_SECONDS + 1.0
-_RETRY_SECONDS = 1.0
 
 
-class Replica(RpcMethods):
+class ReplicaCall:
+    """One call of the front, as the servicers see it. Ray tells no deadline: it cancels the call when it has passed."""
+
+    claimed: ClaimedModel | None = None
+    deadline: float | None = None
+
+    def __init__(
+        self, rpc: str, nbytes: int, client: str, metadata: Mapping[str, str | bytes], held: CallBytes
+    ) -> None:
+        self.started = time.monotonic()
+        self.cancellation = Cancellation()
+        self.nbytes = nbytes
+        self.client = client
+        self.metadata = tuple(metadata.items())
+        self.metadata_value = metadata.get
+        self.streams = rpc == "ModelStreamInfer"
+        self.held = held
+        self.reserve_more = held.reserve_more
+
+
+class Replica:
     """``desired`` is what to serve, as JSON: a replica that is started later serves the same as the others.
 
-    Ray sends it requests once the constructor returns. By then the model has passed every gate, including its golden
-    samples. Otherwise it raises RuntimeError with the reason, and Ray tries again.
+    Ray sends it at most ``calls`` requests at once, once the constructor returns. By then the model has passed every
+    gate, including its golden samples. Otherwise it raises RuntimeError with the reason, and Ray tries again.
     """
 
-    def __init__(self, config: Mapping[str, Any], desired: str) -> None:
+    def __init__(self, config: Mapping[str, Any], desired: str, calls: int) -> None:
         bound_heap()
         # No lame duck here: whoever removes it has told load balancers before, so no request arrives by the time Ray
         # stops it.
         self._config = ServerConfig(**{**config, "http_port": 0, "model_control": "none", "lame_duck_seconds": 0})
         configure(self._config.log_level, self._config.log_format)
-        _log_memory(self._config)
-        self._name = uuid.uuid4().hex[:12]
+        _warn_of_memory()
         self._ended = threading.Event()
         self._served = served = ModelServer(self._config, [DesiredModel.from_json(desired)])
-        self.direct = build_direct_transport(
-            self._config,
+        self._statuses = StatusTable()
+        budget = ByteBudget(self._config.max_request_bytes)
+        self._calls = Admission(calls, "requests in flight", budget=budget)
+        self._threads = ThreadPoolExecutor(calls, "call")
+        self._inference = InferenceServicer(
             served.repository,
             served.metrics.refused,
-            served.credentials,
-            served.operations,
-            served.tracing,
+            self._statuses,
+            FairShares(calls, "model", "model_share"),
+            self._threads,
+            self._threads,
+            StreamScheduler(calls),
+            1,
+            tracer=served.tracing,
         )
+        self._control = ControlServicer(served.repository, Operations())
         served.start(0)
-        self._threads = [
-            threading.Thread(target=self._maintain, name="maintain", daemon=True),
-            threading.Thread(target=self._report, name="report", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._maintaining = threading.Thread(target=self._maintain, name="maintain", daemon=True)
+        self._maintaining.start()
         self._wait_until_loaded()
 
     def _wait_until_loaded(self) -> None:
         slots = self._served.repository.models
         while any(slot.state == "loading" for slot in slots()):
-            self._ended.wait(_CHECK_SECONDS)
-        if any(slot.state == "ready" for slot in slots()):
-            return
-        reasons = "; ".join(f"version {slot.version}: {slot.reason}" for slot in slots()) or "it has no version"
-        self._end()
-        raise RuntimeError(f"the model cannot be served: {reasons}")
+            time.sleep(_CHECK_SECONDS)
+        if not any(slot.state == "ready" for slot in slots()):
+            reasons = "; ".join(f"version {slot.version}: {slot.reason}" for slot in slots()) or "it has no version"
+            self._end()
+            raise RuntimeError(f"the model cannot be served: {reasons}")  # the front finds this text in Ray's state
+
+    async def answer(self, rpc: str, data: bytes, client: str, metadata: Mapping[str, str | bytes]) -> bytes | Status:
+        """Return the response to a request. If Ray cancels this, the request leaves the model's queue."""
+        try:
+            place = self._calls.admit(client)
+        except Overloaded as error:
+            return self._statuses.for_error(error)
+        call = ReplicaCall(rpc, len(data), client, metadata, CallBytes(place))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, rpc, data, call)
+        finally:
+            call.cancellation.cancel()
+            place.release()
+
+    def _respond(self, rpc: str, data: bytes, call: ReplicaCall) -> bytes | Status:
+        try:
+            message = RPCS[rpc].parse(data, call.held.reserve)
+            if rpc not in ("ModelInfer", "ModelStreamInfer"):
+                found: bytes = getattr(self._control, rpc)(message, call).SerializeToString()
+                return found
+            response = self._inference.ModelInfer(message, call)
+        except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
+            return self._statuses.for_error(error)
+        if isinstance(response, Status):
+            return response
+        if not call.streams:
+            return response.SerializeToString()
+        if wants_final_mark(message.parameters):
+            response.parameters["triton_final_response"].bool_param = True
+        return pb.ModelStreamInferResponse(infer_response=response).SerializeToString()
+
+    async def report(self) -> Report:
+        """Return the state of the versions, their counts, and where this replica is scraped."""
+        models, host = RegistryModels(self._served.repository), self._config.host
+        address = host if host in LOOPBACK else ray.util.get_node_ip_address()
+        return Report(f"{address}:{self._served.http.port}", models.index(), models.statistics("", ""))
 
     def check_health(self) -> None:
-        """Raise RuntimeError if no version is ready.
-
-        Ray calls this periodically, and replaces a replica that raises.
-        """
+        """Raise RuntimeError if no version is ready. Ray calls this, and replaces a replica that raises."""
         if not any(slot.state == "ready" for slot in self._served.repository.models()):
             raise RuntimeError("no version of the model is ready now")
-
-    async def __call__(self, request: Request) -> Response:
-        """Respond 404 to Ray's HTTP proxy: a model's pages are on its replicas' own ports."""
-        return Response("models answer gRPC; /targets has the addresses of their metrics\n", 404)
 
     def __del__(self) -> None:
         """Stop. Ray calls this when no request is active any more, or the time for that is over."""
@@ -99,73 +150,25 @@ class Replica(RpcMethods):
             if not self._ended.is_set():
                 self._end()
 
+    def stop(self, grace: float) -> bool:
+        """Return that no request is active: Ray ends a replica only then."""
+        return True
+
     def _end(self) -> None:
         self._ended.set()
-        for thread in self._threads:
-            thread.join(_FINAL_REPORT_SECONDS)
-        self._served.drain(self.direct)
+        self._maintaining.join()
+        self._served.drain(self)
         self._served.close()
-
-    # --- on threads of its own ----------------------------------------------------------------------------------------
+        self._threads.shutdown(wait=False)
 
     def _maintain(self) -> None:
         while not self._ended.wait(_MAINTAIN_SECONDS):
             self._served.maintain()
 
-    def _report(self) -> None:
-        held: float | None = 0.0
-        while not self._ended.wait(_RETRY_SECONDS if held is None else 0.0):
-            held = self._send(self._made_report(), held or 0.0)
-        # Here, not in _end(): that may run on Ray's event loop, where waiting for a response is impossible.
-        self._send({**self._made_report(), "gone": True}, 0.0, last=True)
 
-    def _made_report(self) -> dict[str, Any]:
-        slots = []
-        statistics = {}
-        for slot in self._served.repository.models():
-            model = slot.model
-            described = None if model is None else describe(model)
-            slots.append(list(SlotState(slot.name, slot.version, slot.state, slot.reason, described)))
-            if model is not None:
-                statistics[model.name, model.version] = model.statistics.snapshot()
-        return {"replica": self._name, "target": self._target(), "slots": slots, "statistics": as_json(statistics)}
-
-    def _send(self, report: Mapping[str, Any], held: float, *, last: bool = False) -> float | None:
-        """Send a report. Return when the next one is due, with the seconds for which the front may hold its reply.
-
-        ``held`` are those of this one. Returns None if the front does not respond, or if this replica ends meanwhile; a
-        later report repeats everything.
-        """
-        try:
-            response = serve.get_app_handle(FRONT).report.remote(dict(report))
-            deadline = time.monotonic() + _REPORT_SECONDS + held
-            while last or not self._ended.is_set():
-                with contextlib.suppress(TimeoutError):
-                    return float(response.result(timeout_s=_ENDING_SECONDS))
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-        except Exception as error:  # noqa: BLE001 -- Ray's, of many kinds; this thread must live on
-            if not self._ended.is_set():
-                _log.info("this replica could not report to the front: %s", type(error).__name__)
-        return None
-
-    def _target(self) -> str:
-        host = self._config.host
-        if host not in LOOPBACK:
-            host = str(ray.util.get_node_ip_address())
-        return f"{host}:{self._served.http.port}"
-
-
-def _log_memory(config: ServerConfig) -> None:
-    """Log the replica's memory reservation and limits, and warn if its node has less."""
+def _warn_of_memory() -> None:
+    """Warn if the replica's node has less memory left than is reserved for it."""
     reserved = int(ray.get_runtime_context().get_assigned_resources().get("memory", 0))
-    _log.info(
-        "memory: %.0f MB of the node are reserved for this replica; requests may use %d bytes of it,"
-        " one message at most %d",
-        reserved / 1e6,
-        config.max_request_bytes,
-        config.max_message_bytes,
-    )
     room = controlgroup.memory()
     if room is not None and room.left < reserved:
         _log.warning(

@@ -1,82 +1,69 @@
-"""Settings for Ray beside those of `bf16-serve`: values that are passed as JSON."""
+"""What a model's replicas are given: their number and resources, and the server's settings with limits that fit."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
-from bf16kit.messages.errors import ConfigError
-from service.config.serverconfig import ServerConfig
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.messages.errors import ArtifactError, ConfigError
+from service.config.memory import MEMORY_DIVISOR
+from service.config.serverconfig import ServerConfig, explain
+from service.models.plan import DesiredModel, Plan
+from service.shadow.memory import fp32_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
+class Scaling(BaseModel):
     """The scaling of each model.
 
-    ``target`` is how many requests in flight one replica should have, ``queued`` how many may wait in each proxy for a
+    ``target`` is how many requests in flight one replica should have, ``queued`` how many may wait in each front for a
     replica.
     """
 
-    min_replicas: int = 1
-    max_replicas: int = 1
-    target: float = 16.0
-    queued: int = 256
-    cpus: float = 1.0
-    gpus: float = 0.0
-    per_node: int = 0  # most replicas of one model on one node; 0: as many as fit
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_replicas <= self.max_replicas:
-            raise ConfigError(
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(default=1, ge=1)
+    fronts: int = Field(default=1, ge=1)
+    target: float = Field(default=16.0, gt=0)
+    queued: int = Field(default=256, ge=1)
+    cpus: float = Field(default=1.0, gt=0)
+    gpus: float = Field(default=0.0, ge=0)
+    per_node: int = Field(default=0, ge=0)  # most replicas of one model on one node; 0: as many as fit
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
                 f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; give 1 ≤ min ≤ max"
             )
-        for name in ("target", "cpus"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} is {value}; give a number above 0")
-        for name, least in (("queued", 1), ("per_node", 0), ("gpus", 0)):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= least):
-                raise ConfigError(f"{name} is {value}; give {least} or more")
+        return self
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the scaling with these values. Raises ConfigError."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls, "scaling")) from None
 
     def resources(self, memory: int) -> dict[str, float]:
         """Return the resources of a node that one replica of ``memory`` bytes needs, by Ray's names."""
         return {"CPU": self.cpus, "memory": memory, **({"GPU": self.gpus} if self.gpus else {})}
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        unknown = sorted(values.keys() - {field.name for field in fields(cls)})
-        if unknown:
-            raise ConfigError(f"scaling: unknown key {unknown[0]!r}")
-        try:
-            return cls(**values)
-        except TypeError as error:  # text instead of a number
-            raise ConfigError(f"scaling: {error}") from None
-
 
 # Settings of one process that many replicas cannot have, each with the reason for users.
 _NOT_HERE = {
     "workers": "Ray scales by replicas: set --min-replicas and --max-replicas",
-    "grpc_socket": "Ray's proxy listens on a port",
     "tls_certificate": "Ray's gRPC proxy speaks no TLS: put a proxy that does in front",
     "shared_memory": "a replica may be on another machine than the client",
     "load_model": "every model of the repository is served",
-    **dict.fromkeys(
-        (
-            "receive_seconds",
-            "send_seconds",
-            "keepalive_seconds",
-            "max_connections",
-            "max_connection_idle_seconds",
-            "max_connection_age_seconds",
-            "compress",
-        ),
-        "connections are those of Ray's proxy, which has no such setting; leave it out, or put a proxy in front",
-    ),
+    "max_connections": "connections are those of Ray's proxy, which has no such setting; put a proxy in front",
 }
 
 
@@ -97,3 +84,65 @@ def check(config: ServerConfig) -> ServerConfig:
             " many; give 'poll', and models are deployed and removed as the repository changes"
         )
     return config
+
+
+# Memory of a replica without a model, and of its second process, which runs the fp32 references: what their imports
+# take, measured by tests/ray/test_placement.py, plus a margin.
+PROCESS_BYTES = 320 << 20
+REFERENCE_PROCESS_BYTES = 160 << 20
+_AT_LOAD = 1.5  # times its weights: they are copied and packed for the kernel, and the golden samples run
+_FP32_LOADED = 1.4  # times its fp32 weights: loading a reference took up to 1.33 (service/shadow/memory.py)
+_REFERENCE_RUN_BYTES = 128 << 20  # eight rows at most, unless shadow.max_rows says otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The bytes that are reserved for one replica, and what it is started with: limits that fit ``memory``."""
+
+    memory: int
+    config: ServerConfig
+    desired: DesiredModel
+
+
+def place(desired: DesiredModel, config: ServerConfig) -> Placement:
+    """Return the place of a replica of ``desired``, from the sizes of its artifacts.
+
+    The reservation is all that a replica has, as a container's limit is for a server. Limits that the operator set are
+    reserved in full; those of requests and references follow from it otherwise.
+    """
+    plans, base, measured = list[Plan](), PROCESS_BYTES, False
+    for plan in desired.plans:
+        try:
+            manifest = Artifact.open(Path(plan.path), verify=False).manifest
+        except ArtifactError:  # the replica will say what is wrong with it
+            plans.append(plan)
+            continue
+        shadow, reference = plan.serving.shadow, 0
+        if shadow.on and manifest.reference is not None:
+            measured = True
+            bound = int(_FP32_LOADED * fp32_bytes(manifest)) + _REFERENCE_RUN_BYTES
+            reference = shadow.reference_memory_bytes or bound
+            bounded = shadow.model_copy(update={"reference_memory_bytes": reference})
+            plan = replace(plan, serving=plan.serving.model_copy(update={"shadow": bounded}))
+        plans.append(plan)
+        base += reference + _own_bytes(plan, manifest)
+    base += REFERENCE_PROCESS_BYTES if measured else 0
+    share = base // (MEMORY_DIVISOR - 1)  # so that it is 1/MEMORY_DIVISOR of the total
+    limits = {
+        key: getattr(config, key) if key in config.model_fields_set else min(getattr(config, key), share)
+        for key in ("max_request_bytes", "max_message_bytes")
+    }
+    # A single request is accepted up to these sizes, whatever else is in use.
+    memory = base + max(limits.values())
+    return Placement(memory, config.model_copy(update=limits), DesiredModel(desired.name, tuple(plans)))
+
+
+def _own_bytes(plan: Plan, manifest: Manifest) -> int:
+    """Return the bytes that one version takes in its replica's process: weights, a batch's outputs, the fallback."""
+    files = manifest.files.items()
+    weights = sum(entry.bytes for name, entry in files if name.startswith("weights."))
+    scripted = max((entry.bytes for name, entry in files if name.endswith((".pt", ".pt2"))), default=0)
+    memory = int(_AT_LOAD * max(weights, scripted)) + plan.serving.max_response_bytes // 8
+    if plan.serving.fallback.policy == "fp32" and manifest.reference is not None:
+        memory += int(_FP32_LOADED * fp32_bytes(manifest))
+    return memory

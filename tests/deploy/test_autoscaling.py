@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 import yaml
 from converting import ONNX_ONLY, process
-from manifests import DEPLOY
+from manifests import DEPLOY, EVERYTHING, charted, needs_tools, one
 from prometheusprocess import Prometheus
 from serverprocess import ServerProcess
 from waiting import until
@@ -21,8 +21,7 @@ from waiting import until
 import graphs
 from service.telemetry.vocabulary import SECONDS
 
-RULES = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.yaml").read_text("utf-8"))["rules"]["custom"]
-SCALER = DEPLOY / "kubernetes" / "components" / "autoscaling" / "horizontalpodautoscaler.yaml"
+RULES = yaml.safe_load((DEPLOY / "helm" / "prometheus-adapter.yaml").read_text("utf-8"))["rules"]["custom"]
 POD = {"namespace": "bf16kit", "pod": "bf16kit-7d4b9c-x2x7l"}
 DELAY_MS = 80  # every request waits this long for others, which never come
 
@@ -46,9 +45,11 @@ def asked() -> str:
     return query
 
 
+@needs_tools
 def test_the_hpa_uses_the_rules_metric_and_its_target_is_a_bucket_bound() -> None:
     (rule,) = RULES
-    (pods,) = [each["pods"] for each in yaml.safe_load(SCALER.read_text("utf-8"))["spec"]["metrics"] if "pods" in each]
+    metrics = one(charted(*EVERYTHING), "HorizontalPodAutoscaler")["spec"]["metrics"]
+    (pods,) = [each["pods"] for each in metrics if "pods" in each]
     assert pods["metric"]["name"] == rule["name"]["as"]
     target = float(pods["target"]["averageValue"].removesuffix("m")) / 1000
     assert target in SECONDS  # a bucket bound: the histogram distinguishes values on either side of it

@@ -30,6 +30,8 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollingUpdate.maxUnavailable": (1, {}),
     "config": ({"threads": 3}, {}),
     "terminationGracePeriodSeconds": (1_000_000, {}),
+    "initContainers": ([{"name": "a", "image": "b"}], {}),
+    "models.podStorage": ("1Gi", {}),
     "env": ([{"name": "BF16KIT_DEVICE", "value": "cuda:0"}], {}),
     "models.existingClaim": ("123", {}),
     "models.size": ("1.5Ti", {}),
@@ -165,7 +167,7 @@ def test_the_schema_rejects_unknown_keys_at_every_level() -> None:
     """A part of the schema that accepts any key would accept a misspelt one."""
     anything = {  # Kubernetes' own types, and maps whose keys the operator chooses
         "global", "nodeSelector", "affinity", "podAnnotations", "podLabels", "clientLabels", "labels", "endpoint",
-        "requests", "limits", "tolerations", "extraEgress", "valueFrom",
+        "requests", "limits", "tolerations", "extraEgress", "valueFrom", "initContainers",
     }  # fmt: skip
 
     def closed(schema: Any, name: str) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import yaml
 from manifests import (
-    BASE,
     CHART,
-    OVERLAYS,
-    Manifest,
+    DEPLOY,
+    EVERYTHING,
+    WAYS,
     Refused,
     charted,
     check,
-    kustomized,
     linted,
     named,
     needs_schemas,
@@ -23,31 +23,21 @@ from manifests import (
     one,
     plain,
 )
-from rules import written
 
 pytestmark = pytest.mark.manifests
-EVERYTHING = "monitoring.enabled=true,autoscaling.enabled=true"
 SECRET = "/etc/bf16kit-secret"
 GUARDED = f"existingSecret=bf16kit,config.tls_certificate={SECRET}/tls.crt,config.tls_key={SECRET}/tls.key"
 SCRAPED = """monitoring.endpoint={
  "tlsConfig": {"ca": {"secret": {"name": "s", "key": "ca.crt"}}, "serverName": "bf16kit"},
  "authorization": {"credentials": {"name": "s", "key": "token"}}}"""
-RENDERED: dict[str, Callable[[], list[Manifest]]] = {
-    "base": lambda: kustomized(BASE),
-    "cpu": lambda: kustomized(OVERLAYS / "cpu"),
-    "gpu": lambda: kustomized(OVERLAYS / "gpu"),
-    "demo": lambda: kustomized(OVERLAYS / "demo"),
-    "chart": charted,
-    "chart, everything": lambda: charted("--set", EVERYTHING),
-    "chart, TLS": lambda: charted("--set", GUARDED, "--set", EVERYTHING, "--set-json", SCRAPED),
-}
+RENDERED = {**WAYS, "chart, TLS": ("--set", GUARDED, *EVERYTHING, "--set-json", SCRAPED)}
 
 
 @pytest.mark.parametrize("rendered", RENDERED)
 @needs_tools
 @needs_schemas
 def test_rendered_manifests_are_valid(rendered: str) -> None:
-    manifests = RENDERED[rendered]()
+    manifests = charted(*RENDERED[rendered])
     assert len({named(each) for each in manifests}) == len(manifests) > 5
     for manifest in manifests:
         check(manifest)
@@ -114,7 +104,7 @@ PLANTED: dict[str, tuple[str, Callable[[Any], object], str]] = {
 @needs_schemas
 def test_a_planted_error_is_found(planted: str) -> None:
     kind, plant, told = PLANTED[planted]
-    manifests = copy.deepcopy([*kustomized(OVERLAYS / "cpu"), *plain()])
+    manifests = copy.deepcopy([*charted(*EVERYTHING), *plain()])
     manifest = next(each for each in manifests if each["kind"] == kind)
     check(manifest)
     plant(manifest)
@@ -125,34 +115,24 @@ def test_a_planted_error_is_found(planted: str) -> None:
 @needs_tools
 def test_helm_lint_accepts_the_chart() -> None:
     assert "0 chart(s) failed" in linted()
-    assert "0 chart(s) failed" in linted("--set", EVERYTHING)
-
-
-@pytest.mark.parametrize("path", written(), ids=lambda path: path.name)
-def test_the_kubernetes_rules_equal_those_of_prometheus(path: Any) -> None:
-    assert path.read_text("utf-8") == written()[path], "run python deploy/kubernetes/rules.py"
+    assert "0 chart(s) failed" in linted(*EVERYTHING)
 
 
 @needs_tools
-def test_helm_and_kustomize_pass_the_rules_on_unchanged() -> None:
-    """Helm could interpret the braces in the rules, and kustomize may drop fields that it does not know."""
-    ours = one(kustomized(OVERLAYS / "cpu"), "PrometheusRule")["spec"]
-    assert ours == one(charted("--set", EVERYTHING), "PrometheusRule")["spec"]
-    assert any(
-        "{{ $labels.model }}" in rule.get("annotations", {}).get("summary", "") for rule in ours["groups"][0]["rules"]
-    )
+def test_the_chart_passes_the_rules_of_prometheus_on_unchanged() -> None:
+    """They are one copy: the chart has a link to them. Helm could interpret the braces in them."""
+    files = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
+    groups = [group for path in files for group in yaml.safe_load(path.read_text("utf-8"))["groups"]]
+    assert one(charted(*EVERYTHING), "PrometheusRule")["spec"]["groups"] == groups
+    assert any("{{ $labels.model }}" in str(rule) for group in groups for rule in group["rules"])
 
 
 def test_no_manifest_contains_a_secret() -> None:
-    for path in (*CHART.rglob("*.yaml"), *(BASE.parent).rglob("*.yaml")):
+    for path in (*CHART.parent.rglob("*.yaml"), *(DEPLOY / "kserve").rglob("*.yaml")):
         assert "kind: Secret" not in path.read_text("utf-8"), path
 
 
-@pytest.mark.parametrize("rendered", ["base", "cpu", "gpu", "demo"])
 @needs_tools
-def test_every_manifest_has_the_namespace_and_the_name_label(rendered: str) -> None:
-    """The base does not label what a component adds."""
-    for manifest in RENDERED[rendered]():
-        metadata = manifest["metadata"]
-        assert (metadata["name"] if manifest["kind"] == "Namespace" else metadata["namespace"]) == "bf16kit"
-        assert metadata["labels"]["app.kubernetes.io/name"] == "bf16kit", named(manifest)
+def test_every_manifest_has_the_name_label() -> None:
+    for manifest in charted(*EVERYTHING):
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/name"] == "bf16kit", named(manifest)

@@ -9,21 +9,18 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import LoopbackModel, serving
-from manifests import BASE, OVERLAYS, Manifest, charted, containers, kustomized, needs_tools, one, plain, pods
+from manifests import WAYS as CHARTED
+from manifests import Manifest, charted, containers, needs_tools, one, plain, pods
 
 pytestmark = [pytest.mark.manifests, needs_tools]
 TO_SPARE = 5  # the least number of seconds from the end of the drain to SIGKILL
-EVERYTHING = ("--set", "monitoring.enabled=true,autoscaling.enabled=true")
+ONLY_KUBERNETES = tuple(CHARTED)
+WAYS = (*CHARTED, "kserve")
 
 
-def deployments() -> dict[str, list[Manifest]]:
-    """Return the manifests of every way to deploy the server."""
-    kinds = {name: kustomized(OVERLAYS / name) for name in ("cpu", "gpu", "demo")}
-    return {"base": kustomized(BASE), **kinds, "chart": charted(*EVERYTHING), "kserve": plain()}
-
-
-WAYS = ("base", "cpu", "gpu", "demo", "chart", "kserve")
-ONLY_KUBERNETES = WAYS[:-1]
+def rendered(way: str) -> list[Manifest]:
+    """Return the manifests of one way to deploy the server."""
+    return plain() if way == "kserve" else charted(*CHARTED[way])
 
 
 def settings(manifests: list[Manifest]) -> dict[str, Any]:
@@ -42,7 +39,7 @@ def servers(manifests: list[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_container_has_no_permission_that_it_does_not_need(way: str) -> None:
-    manifests = deployments()[way]
+    manifests = rendered(way)
     for _, spec in pods(manifests):
         whole = spec.get("securityContext", {})
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
@@ -62,7 +59,7 @@ def test_a_container_has_no_permission_that_it_does_not_need(way: str) -> None:
 @pytest.mark.parametrize("way", ONLY_KUBERNETES)
 def test_a_pod_gets_neither_an_api_token_nor_service_variables(way: str) -> None:
     """The variables of a Service could override settings: BF16KIT_GRPC_PORT is a setting."""
-    manifests = deployments()[way]
+    manifests = rendered(way)
     assert one(manifests, "ServiceAccount")["automountServiceAccountToken"] is False
     for _, spec in pods(manifests):
         assert spec["automountServiceAccountToken"] is False
@@ -71,7 +68,7 @@ def test_a_pod_gets_neither_an_api_token_nor_service_variables(way: str) -> None
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_containers_resources_are_limited(way: str) -> None:
-    for container in containers(deployments()[way]):
+    for container in containers(rendered(way)):
         asked, bound = container["resources"]["requests"], container["resources"]["limits"]
         assert asked["cpu"] == bound["cpu"]
         assert asked["memory"] == bound["memory"]
@@ -81,7 +78,7 @@ def test_a_containers_resources_are_limited(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_no_environment_variable_overrides_the_settings_file(way: str) -> None:
     """The server divides its container's processors by its workers; BF16KIT_THREADS would give each worker all."""
-    manifests = deployments()[way]
+    manifests = rendered(way)
     written = settings(manifests) if way != "kserve" else {}
     for _, server in servers(manifests):
         named = {each["name"].removeprefix("BF16KIT_").lower() for each in server.get("env", ())}
@@ -90,7 +87,7 @@ def test_no_environment_variable_overrides_the_settings_file(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_only_tmp_is_writable_and_its_size_is_limited(way: str) -> None:
-    for spec, server in servers(deployments()[way]):
+    for spec, server in servers(rendered(way)):
         for mount in server["volumeMounts"]:
             if mount["mountPath"] == "/tmp":
                 (scratch,) = [each for each in spec["volumes"] if each["name"] == mount["name"]]
@@ -102,7 +99,7 @@ def test_only_tmp_is_writable_and_its_size_is_limited(way: str) -> None:
 
 @pytest.mark.parametrize("way", ONLY_KUBERNETES)
 def test_sigkill_comes_after_the_drain(way: str) -> None:
-    manifests = deployments()[way]
+    manifests = rendered(way)
     config = settings(manifests)
     for spec, _ in servers(manifests):
         assert spec["terminationGracePeriodSeconds"] >= config["lame_duck_seconds"] + config["drain_seconds"] + TO_SPARE
@@ -120,7 +117,7 @@ def test_readiness_depends_on_the_models_and_liveness_does_not(way: str) -> None
     """The test sends health checks to a real server, with the service names of the probes."""
     (probes,) = [
         {name: server[f"{name}Probe"]["grpc"]["service"] for name in ("startup", "liveness", "readiness")}
-        for _, server in servers(deployments()[way])
+        for _, server in servers(rendered(way))
     ]
     model = LoopbackModel("m", state="loading")
     with serving(model) as served:
@@ -140,7 +137,7 @@ def test_readiness_depends_on_the_models_and_liveness_does_not(way: str) -> None
 
 @pytest.mark.parametrize("way", WAYS)
 def test_probes_use_a_port_of_the_container_and_tolerate_slow_responses(way: str) -> None:
-    for _, server in servers(deployments()[way]):
+    for _, server in servers(rendered(way)):
         ports = {port["containerPort"] for port in server["ports"]}
         for name in ("startup", "liveness", "readiness"):
             probe = server[f"{name}Probe"]
@@ -153,7 +150,7 @@ def test_probes_use_a_port_of_the_container_and_tolerate_slow_responses(way: str
 
 @pytest.mark.parametrize("way", ONLY_KUBERNETES)
 def test_selectors_match_only_the_pods_of_this_instance(way: str) -> None:
-    manifests = deployments()[way]
+    manifests = rendered(way)
     template = one(manifests, "Deployment")["spec"]["template"]
     labels, mine = template["metadata"]["labels"], {"app.kubernetes.io/name", "app.kubernetes.io/instance"}
     chosen = [one(manifests, "Deployment")["spec"]["selector"]["matchLabels"]]
@@ -169,7 +166,7 @@ def test_selectors_match_only_the_pods_of_this_instance(way: str) -> None:
 
 @pytest.mark.parametrize("way", ONLY_KUBERNETES)
 def test_services_use_the_ports_of_the_settings(way: str) -> None:
-    manifests = deployments()[way]
+    manifests = rendered(way)
     config = settings(manifests)
     ((_, server),) = servers(manifests)
     listening = {port["name"]: port["containerPort"] for port in server["ports"]}
@@ -182,8 +179,8 @@ def test_services_use_the_ports_of_the_settings(way: str) -> None:
 
 @pytest.mark.parametrize("way", ONLY_KUBERNETES)
 def test_the_network_policy_allows_exactly_these_connections(way: str) -> None:
-    """The test compares the whole policy: one extra item opens a port, and kustomize could extend a selector."""
-    spec = one(deployments()[way], "NetworkPolicy")["spec"]
+    """The test compares the whole policy: one extra item opens a port."""
+    spec = one(rendered(way), "NetworkPolicy")["spec"]
     client = {"matchLabels": {"bf16kit.io/client": "true"}}
     monitoring = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
     names = {
@@ -203,15 +200,15 @@ def test_the_network_policy_allows_exactly_these_connections(way: str) -> None:
     ]
 
 
-def test_the_gpu_overlay_requests_one_gpu_and_the_device_cuda_0() -> None:
-    ((spec, server),) = servers(kustomized(OVERLAYS / "gpu"))
+def test_the_gpu_values_request_one_gpu_and_the_device_cuda_0() -> None:
+    ((spec, server),) = servers(rendered("gpu"))
     assert server["resources"]["limits"]["nvidia.com/gpu"] == server["resources"]["requests"]["nvidia.com/gpu"] == "1"
-    assert {"name": "BF16KIT_DEVICE", "value": "cuda:0"} in server["env"]
+    assert settings(rendered("gpu"))["device"] == "cuda:0"
     assert spec["tolerations"]
 
 
 def test_the_demo_converts_before_it_serves_and_needs_no_volume_claim() -> None:
-    manifests = kustomized(OVERLAYS / "demo")
+    manifests = rendered("demo")
     assert "PersistentVolumeClaim" not in {each["kind"] for each in manifests}
     ((spec, _),) = servers(manifests)
     (models,) = [volume for volume in spec["volumes"] if volume["name"] == "models"]

@@ -12,7 +12,7 @@ import click
 import pytest
 import yaml
 from exposed import everything_exposed
-from manifests import BASE, DEPLOY, OVERLAYS, ROOT, Manifest, charted, containers, kustomized, needs_tools, plain
+from manifests import DEPLOY, ROOT, WAYS, Manifest, charted, containers, needs_tools, plain
 from scraped import Scraped
 
 from service.cli import main
@@ -22,7 +22,7 @@ from service.http.pages import routes
 pytestmark = pytest.mark.manifests
 FILES = [path for path in DEPLOY.rglob("*") if path.suffix in {".yaml", ".yml", ".tpl", ".txt", ".json", ".py"}]
 FILES += [*ROOT.glob("compose*.yaml"), ROOT / "Dockerfile"]
-ADAPTER = DEPLOY / "kubernetes" / "prometheus-adapter.yaml"
+ADAPTER = DEPLOY / "helm" / "prometheus-adapter.yaml"
 
 
 def texts() -> Iterator[tuple[Path, str]]:
@@ -32,8 +32,7 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 def everywhere() -> list[Manifest]:
     """Return the manifests of every way to deploy on Kubernetes."""
-    overlays = [each for name in ("cpu", "gpu", "demo") for each in kustomized(OVERLAYS / name)]
-    return [*kustomized(BASE), *overlays, *charted("--set", "autoscaling.enabled=true"), *plain()]
+    return [*(each for flags in WAYS.values() for each in charted(*flags)), *plain()]
 
 
 def arguments() -> Iterator[list[str]]:
@@ -70,7 +69,7 @@ def test_a_removed_argument_is_rejected() -> None:
 @needs_tools
 def test_the_server_accepts_every_settings_file() -> None:
     found = [each["data"]["server.yaml"] for each in everywhere() if each["kind"] == "ConfigMap"]
-    assert len(found) == 5
+    assert len(found) == len(WAYS)
     for text in found:
         config = ServerConfig(**yaml.safe_load(text))
         assert config.drain_seconds > 0
@@ -86,7 +85,7 @@ def test_the_program_reads_every_variable_named_in_deploy() -> None:
     code = "\n".join(path.read_text("utf-8") for path in sources)
     named = {(word, path.name) for path, text in texts() for word in re.findall(r"\bBF16KIT_[A-Z][A-Z_]+\b", text)}
     assert [each for each in named if each[0] not in settings and f'"{each[0]}"' not in code] == []
-    assert {"BF16KIT_DRAIN_SECONDS", "BF16KIT_DEVICE"} <= {word for word, _ in named}
+    assert {"BF16KIT_DRAIN_SECONDS"} <= {word for word, _ in named}
 
 
 def test_every_metric_exists_in_the_server_or_a_rule() -> None:

@@ -26,9 +26,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     path = (str(root), str(tests / "support"), os.environ.get("PYTHONPATH", ""))
     os.environ.update(PYTHONPATH=os.pathsep.join(path), RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
     os.environ.update(RAY_enable_metrics_collection="0", RAY_AUTH_MODE="disabled")
-    os.environ.update(BF16KIT_MAX_MESSAGE_BYTES=str(1 << 20), BF16KIT_STREAM_IDLE_SECONDS="6")
-    # The proxy is on the head, and would send requests only to the replicas there: those that the tests kill, on the
-    # other node, must get requests too.
+    os.environ.update(RAY_SERVE_GRPC_MAX_MESSAGE_SIZE=str(8 << 20))
+    # The front would send requests only to the replicas of its node: those that the tests kill must get requests too.
     os.environ.update(RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING="0")
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     cluster.add_node(**NODE)

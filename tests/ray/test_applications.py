@@ -30,11 +30,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _deployment(repository: Path, **scaling: Any) -> Any:
     from deploy.ray import applications
-    from deploy.ray.placement import place
-    from deploy.ray.settings import Scaling
+    from deploy.ray.settings import Scaling, place
 
     placed = place(Directory(repository).desired_model("a"), ServerConfig(repository=repository, drain_seconds=7))
-    return applications.deployment(placed, Scaling(**scaling))._deployment_config
+    return applications.deployment(placed, Scaling(**scaling))._bound_deployment._deployment_config
 
 
 def test_autoscaling_follows_the_requests_in_flight(repository: Path) -> None:
@@ -46,46 +45,27 @@ def test_autoscaling_follows_the_requests_in_flight(repository: Path) -> None:
     assert told.graceful_shutdown_timeout_s == 7
 
 
-def test_equal_bounds_fix_the_number_of_replicas(repository: Path) -> None:
-    told = _deployment(repository, min_replicas=3, max_replicas=3)
-    assert (told.num_replicas, told.autoscaling_config) == (3, None)
+def test_equal_bounds_fix_the_number_of_replicas_and_one_per_node_allows_no_surge(repository: Path) -> None:
+    told = _deployment(repository, min_replicas=3, max_replicas=3, per_node=1)
+    assert (told.num_replicas, told.autoscaling_config, told.max_surge_percent) == (3, None, 0)
 
 
-def test_one_replica_per_node_allows_no_surge_during_updates(repository: Path) -> None:
-    told = _deployment(repository, per_node=1)
-    assert told.max_surge_percent == 0
-
-
-def test_a_replica_has_a_thread_for_each_of_its_processors(repository: Path) -> None:
-    from deploy.ray import applications
-
-    assert applications.config_as_json(ServerConfig(repository=repository), 4.0)["threads"] == 4
-    assert applications.config_as_json(ServerConfig(repository=repository, threads=2), 4.0)["threads"] == 2
-
-
-def test_the_reserved_memory_limits_the_replica(repository: Path) -> None:
+def test_the_reserved_memory_and_the_processors_limit_the_replica(repository: Path) -> None:
     """Ray's configuration contains the limits too, so that they need not be computed again."""
     from deploy.ray import applications
-    from deploy.ray.placement import place
-    from deploy.ray.settings import Scaling
+    from deploy.ray.settings import Scaling, place
 
     config, desired = ServerConfig(repository=repository), Directory(repository).desired_model("a")
-    told = applications.all_arguments(config, Scaling(), {"a": desired})["bf16kit.a"]
-    for arguments in (told, {"config": {"repository": str(repository)}, "model": "a"}):
+    told = applications.ray_config(config, Scaling(cpus=4), {"a": desired}, "HeadOnly")["applications"][1]["args"]
+    written = {"config": {"repository": str(repository)}, "scaling": {"cpus": 4}, "model": "a"}  # by hand
+    for arguments in (told, written):
         deployed = applications.model(arguments)._bound_deployment
         reserved = deployed._replica_config.ray_actor_options["memory"]
-        given, wished = deployed._replica_config.init_args
+        given, wished, _ = deployed._replica_config.init_args
         assert reserved == place(desired, config).memory
         assert given["max_request_bytes"] == reserved // 4 == told["config"]["max_request_bytes"]
+        assert given["threads"] == 4
         assert DesiredModel.from_json(wished).plans[0].serving.shadow.reference_memory_bytes
-
-
-def test_the_fronts_request_limit_fits_its_reserved_memory(repository: Path) -> None:
-    from deploy.ray import applications
-
-    deployed = applications.front({"config": {"repository": str(repository)}})._bound_deployment
-    reserved = deployed._replica_config.ray_actor_options["memory"]
-    assert deployed._replica_config.init_args[0]["max_request_bytes"] <= reserved // 4
 
 
 def test_a_deployment_that_failed_is_sent_again_at_the_next_scan(

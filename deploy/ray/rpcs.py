@@ -1,0 +1,93 @@
+"""The RPCs that Ray's gRPC proxies accept for the front, and what the front and the replicas hand each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import grpc
+from google.protobuf import descriptor_pool
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health_pb2
+
+from bf16kit.messages.errors import InvalidRequest
+from bf16kit.protocol import inference_pb2 as pb
+from service.grpc.control import OFF_REASONS
+from service.grpc.handlers import SERVICE
+from service.grpc.reflection import public_file
+from service.wire.skim import parser
+
+FRONT = "bf16kit"  # the application that gets every request: the only one with a route, which Ray's proxies need
+SERVICER_FUNCTION = "deploy.ray.rpcs.add_services"
+_MAX_BYTES_WITHOUT_TENSORS = 64 << 10  # largest request without tensors, as in bf16-serve
+_PROBES = ("ServerLive", "ServerReady", "ModelReady", "Check", "Watch")
+_INFERENCES = ("ModelInfer", "ModelStreamInfer")
+_HANDLERS: Mapping[str, Any] = {
+    "unary": grpc.unary_unary_rpc_method_handler,
+    "watch": grpc.unary_stream_rpc_method_handler,
+    "stream": grpc.stream_stream_rpc_method_handler,
+}
+
+
+def application(model: str) -> str:
+    """Return the name of the application that serves ``model``."""
+    return f"{FRONT}.{model}"
+
+
+class Rpc(NamedTuple):
+    """One RPC. ``method`` is the last part of its path, and by Ray's rule the name of the front's method for it.
+
+    ``scope`` is the one that its token needs; "health" is free unless the configuration says otherwise.
+    """
+
+    service: str
+    method: str
+    kind: Literal["unary", "watch", "stream"]
+    scope: Literal["health", "infer", "read", "manage"]
+    decode: Callable[[bytes, Callable[[int], None]], Message]
+
+    def parse(self, data: bytes, reserve: Callable[[int], None] = lambda nbytes: None) -> Any:
+        """Return the message in ``data``; ``reserve`` is called with the memory it takes. Raises InvalidRequest."""
+        try:
+            return self.decode(data, reserve)
+        except DecodeError:
+            raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
+
+
+def _rpc(service: str, method: Any) -> Rpc:
+    name, infers = method.name, method.name in _INFERENCES
+    kind: Any = "stream" if method.client_streaming else "watch" if method.server_streaming else "unary"
+    manages = name in OFF_REASONS and name not in ("TraceSetting", "LogSettings")
+    scope: Any = "health" if name in _PROBES else "infer" if infers else "manage" if manages else "read"
+    return Rpc(service, name, kind, scope, parser(method.input_type, None if infers else _MAX_BYTES_WITHOUT_TENSORS))
+
+
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_INFERENCE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+RPCS: Mapping[str, Rpc] = {
+    method.name: _rpc(name, method)
+    for name, service in ((SERVICE, _INFERENCE), (_HEALTH.full_name, _HEALTH))
+    for method in service.methods
+}
+
+
+def add_services(servicer: object, server: Any) -> None:
+    """Add the RPCs to the server of one of Ray's proxies, which calls this, and answers by the front's methods.
+
+    Messages stay bytes: the proxy has no reason to parse them. For Ray's reflection service, the inference service is
+    described as clients know it, in the package ``inference``.
+    """
+    descriptor_pool.Default().AddSerializedFile(public_file().SerializeToString())
+    for service in (SERVICE, _HEALTH.full_name):
+        handlers = {m: _HANDLERS[rpc.kind](lambda *_: None) for m, rpc in RPCS.items() if rpc.service == service}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+
+
+class Serialized:
+    """A serialised response. Ray sends what ``SerializeToString`` returns, as of any message."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 -- protobuf's name
+        return self._data

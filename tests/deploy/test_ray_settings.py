@@ -1,0 +1,155 @@
+"""What replicas behind Ray are given, which needs no Ray: settings that are rejected, and memory that is reserved."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artifacts import write_mlp
+
+from bf16kit.messages.errors import ConfigError
+from bf16kit.system.controlgroup import Memory
+from deploy.ray.settings import REFERENCE_PROCESS_BYTES, Placement, Scaling, check, place
+from service.config.memory import request_bytes
+from service.config.serverconfig import ServerConfig
+from service.models.directory import Directory
+from service.shadow.memory import fp32_bytes
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("BF16KIT_MAX"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"workers": 2}, "workers is 2, which is not supported with Ray: Ray scales by replicas"),
+        ({"shared_memory": True}, "another machine"),
+        ({"model_control": "explicit"}, "one replica of many"),
+        ({"max_connections": 9}, "max_connections is 9, which is not supported with Ray: connections are those of"),
+        ({"grpc_port": 0}, "grpc_port is 0 and http_port 8002; give two that differ, and not 0"),
+        ({"grpc_port": 8002}, "grpc_port is 8002 and http_port 8002"),
+    ],
+)
+def test_server_settings_that_ray_does_not_support_are_rejected(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(ServerConfig(repository=tmp_path, **settings))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"min_replicas": 0}, "'min_replicas' is 0: input should be greater than or equal to 1"),
+        ({"min_replicas": 3}, "min_replicas is 3 and max_replicas 1"),
+        ({"cpus": 0}, "'cpus' is 0: input should be greater than 0"),
+        ({"target": float("nan")}, "'target' is nan"),
+        ({"gpus": float("inf")}, "'gpus' is inf"),
+        ({"queued": 0}, "'queued' is 0"),
+        ({"per_node": -1}, "'per_node' is -1"),
+        ({"cpus": "two"}, "scaling: 'cpus' is 'two'"),
+        ({"cpu": 2}, "unknown key 'cpu'"),
+    ],
+)
+def test_invalid_scaling_values_are_rejected(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Scaling.of(wrong)
+
+
+def test_the_program_reports_wrong_arguments_without_a_traceback(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "m" / "1")
+    for arguments, said in (
+        (("--repository", str(tmp_path / "none")), "is not a directory"),
+        (("--repository", str(tmp_path), "--min-replicas", "0"), "'min_replicas' is 0"),
+        (("--repository", str(tmp_path), "--max-replicas", "0"), "'max_replicas' is 0"),
+        (("--repository", str(tmp_path), "--model-control", "explicit"), "one replica of many"),
+    ):
+        command = [sys.executable, "-m", "deploy.ray", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+        assert said in done.stderr
+
+
+def placed(root: Path, serving: str = "", **given: Any) -> Placement:
+    if not (root / "m").exists():
+        write_mlp(root / "m" / "1")
+    (root / "m" / "serving.yaml").write_text(serving)
+    return place(Directory(root).desired_model("m"), ServerConfig(repository=root, **given))
+
+
+def bound(found: Placement) -> int:
+    return found.desired.plans[0].serving.shadow.reference_memory_bytes or 0
+
+
+def without_requests(found: Placement) -> int:
+    return found.memory - found.config.max_request_bytes
+
+
+def test_requests_get_a_quarter_of_the_reserved_memory(tmp_path: Path) -> None:
+    """The limit is computed as for a container, because several replicas may share one."""
+    found = placed(tmp_path)
+    assert found.config.max_request_bytes == request_bytes(Memory(found.memory, 0)) < 512 * MIB
+    assert found.config.max_message_bytes == 64 * MIB
+
+
+def test_requests_of_a_large_replica_get_the_usual_maximum(tmp_path: Path) -> None:
+    found = placed(tmp_path, f"shadow: {{reference_memory_bytes: {8 << 30}}}")
+    assert found.memory > 8 << 30
+    assert found.config.max_request_bytes == 512 * MIB
+
+
+def test_configured_request_limits_are_kept_and_reserved(tmp_path: Path) -> None:
+    base = without_requests(placed(tmp_path))
+    more = placed(tmp_path, max_request_bytes=2 << 30)
+    assert more.config.max_request_bytes == 2 << 30
+    assert more.memory == base + (2 << 30)
+    alone = placed(tmp_path, max_request_bytes=8 * MIB, max_message_bytes=256 * MIB)
+    assert alone.memory == base + 256 * MIB, "one request is let in however large it is"
+
+
+def test_the_references_limit_equals_its_reserved_memory(tmp_path: Path) -> None:
+    measured, unmeasured = placed(tmp_path), placed(tmp_path, "shadow: {rate: 0}")
+    assert bound(measured) > 1.33 * fp32_bytes(write_mlp(tmp_path / "same" / "1").manifest)
+    freed = without_requests(measured) - without_requests(unmeasured)
+    assert freed == bound(measured) + REFERENCE_PROCESS_BYTES
+    assert not bound(unmeasured)
+    given = placed(tmp_path, f"shadow: {{reference_memory_bytes: {900 * MIB}}}")
+    assert bound(given) == 900 * MIB
+    assert without_requests(given) - without_requests(measured) == 900 * MIB - bound(measured)
+
+
+def test_a_model_with_fp32_fallback_reserves_memory_for_it(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "m" / "1", width=512)
+    alerts, falls = placed(tmp_path), placed(tmp_path, "fallback: fp32")
+    assert falls.memory - alerts.memory >= 1.33 * 2 * 512 * 512 * 4
+
+
+def test_a_larger_artifact_reserves_more_memory(tmp_path: Path) -> None:
+    small = placed(tmp_path / "small").memory
+    written = write_mlp(tmp_path / "large" / "m" / "1", width=1024)
+    weights = sum(entry.bytes for name, entry in written.manifest.files.items() if name.startswith("weights."))
+    assert placed(tmp_path / "large").memory - small >= 3 * weights  # the model, and its reference of twice the size
+
+
+def test_placing_a_placed_model_again_gives_the_same_memory(tmp_path: Path) -> None:
+    """Ray's configuration file contains the computed values, and is read again where the application is built."""
+    first = placed(tmp_path)
+    config = ServerConfig(**first.config.model_dump(mode="json"))
+    assert place(first.desired, config).memory == first.memory
+
+
+def test_an_artifact_that_cannot_be_opened_is_still_placed(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    found = placed(tmp_path)
+    assert found.memory > 0
+    assert found.desired.plans

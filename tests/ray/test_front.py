@@ -1,0 +1,184 @@
+"""The statuses that clients get when Ray fails, or when a client misbehaves. A front without a cluster answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+from raycluster import request
+
+from bf16kit.protocol import inference_pb2 as pb
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
+
+
+class Context:
+    """The part of Ray's context of a call that is used."""
+
+    def __init__(self, *metadata: tuple[str, str], peer: str = "ipv4:127.0.0.1:1") -> None:
+        self.told: tuple[Any, str] = (None, "")
+        self.invocation_metadata = lambda: list(metadata)
+        self.peer = lambda: peer
+
+    def set_code(self, code: Any) -> None:
+        self.told = code, self.told[1]
+
+    def set_details(self, words: str) -> None:
+        self.told = self.told[0], words
+
+
+class Handle:
+    """Answers as a model's handle does, with one outcome."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.answer = self
+        self.asked: list[Any] = []
+        self.cancelled = False
+        self._outcome = outcome
+
+    def remote(self, *arguments: Any) -> Any:
+        self.asked.append(arguments)
+        return self
+
+    def __await__(self) -> Any:
+        if self._outcome is None:
+            return asyncio.Event().wait().__await__()
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return asyncio.sleep(0, self._outcome).__await__()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def _front(tmp_path: Path, outcome: Any = b"", **settings: Any) -> tuple[Any, Handle]:
+    from deploy.ray.front import Front
+    from deploy.ray.models import RunningModel
+
+    front = Front({"repository": str(tmp_path), **settings}, stream_idle_seconds=0.3)
+    model, handle = RunningModel("mlp"), Handle(outcome)
+    model._handle = handle
+    front._models.by_name["mlp"] = model
+    return front, handle
+
+
+def _errors() -> Sequence[tuple[Exception, StatusCode, str]]:
+    from ray.exceptions import ActorDiedError
+    from ray.serve.exceptions import BackPressureError
+
+    return (
+        (BackPressureError(3, 2), StatusCode.RESOURCE_EXHAUSTED, "the queue for the replicas is full; try again later"),
+        (ActorDiedError(), StatusCode.UNAVAILABLE, "the replica that had this request is gone, incident "),
+        (RuntimeError("actor 17"), StatusCode.UNAVAILABLE, "; send it again"),
+    )
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_clients_do_not_get_rays_error_messages(
+    tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error, code, words = _errors()[number]
+    front, _ = _front(tmp_path, error)
+    context = Context()
+    assert asyncio.run(front.ModelInfer(request(), context)).SerializeToString() == b""
+    assert context.told[0] is code
+    assert words in context.told[1]
+    assert "actor" not in context.told[1]
+    assert ("actor" in capsys.readouterr().err) is (number > 0)
+
+
+def test_a_request_is_cancelled_if_its_call_is(tmp_path: Path) -> None:
+    front, handle = _front(tmp_path, None)
+
+    async def cancelled() -> None:
+        call = asyncio.ensure_future(front.ModelInfer(request(), Context()))
+        while not handle.asked:
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(cancelled())
+    assert handle.cancelled
+
+
+def test_what_a_client_may_not_send_does_not_reach_a_replica(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("looker-looker-looker-looker read\n")
+    front, handle = _front(tmp_path, token_file=str(tmp_path / "tokens"), max_message_bytes=1 << 10)
+    with_scope = ("authorization", "Bearer looker-looker-looker-looker")
+    for asked, context, code in (
+        (request(), Context(), StatusCode.UNAUTHENTICATED),
+        (request(), Context(with_scope), StatusCode.PERMISSION_DENIED),
+    ):
+        asyncio.run(front.ModelInfer(asked, context))
+        assert context.told[0] is code
+    context = Context(with_scope)
+    asyncio.run(front.ModelMetadata(b"\x0a" + bytes(1 << 11), context))
+    assert context.told == (StatusCode.RESOURCE_EXHAUSTED, "the message has 2049 bytes; max_message_bytes is 1024")
+    assert not handle.asked
+
+
+async def _ended(responses: AsyncIterator[Any]) -> list[bytes]:
+    from deploy.ray.front import StreamEnd
+
+    found = []
+    try:
+        async for each in responses:
+            found.append(each.SerializeToString())  # noqa: PERF401 -- what came before the end is wanted
+    except StreamEnd:
+        return found
+    raise AssertionError("the stream ended without a status")
+
+
+def test_a_stream_of_a_silent_client_is_ended_after_its_responses(tmp_path: Path) -> None:
+    """The limit also holds before the first request."""
+    for first in ((), (request(), request())):
+
+        async def requests(first: tuple[bytes, ...] = first) -> AsyncIterator[bytes]:
+            for each in first:
+                yield each
+            await asyncio.Event().wait()
+
+        front, context = _front(tmp_path, b"answer")[0], Context()
+        assert asyncio.run(_ended(front.ModelStreamInfer(requests(), context))) == [b"answer"] * len(first)
+        assert context.told[0] is StatusCode.CANCELLED
+        assert context.told[1] == "no request arrived on this stream for 0.3 s; open a new stream for the next one"
+
+
+def test_long_calls_are_limited_and_no_client_gets_all_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.ray.front._LONG_CALLS", 32)
+    front = _front(tmp_path)[0]
+
+    async def watched() -> Context:
+        refused = Context()
+        watches = [front.Watch(b"", Context()) for _ in range(28)]
+        for each in watches:
+            await anext(each)
+        await _ended(front.Watch(b"", refused))
+        await anext(front.Watch(b"", Context(peer="ipv4:127.0.0.1:2")))  # another client
+        return refused
+
+    code, words = asyncio.run(watched()).told
+    assert code is StatusCode.RESOURCE_EXHAUSTED
+    assert "this connection has its share" in words
+
+
+def test_an_error_of_a_stream_names_its_request(tmp_path: Path) -> None:
+    async def requests() -> AsyncIterator[bytes]:
+        yield request("nobody", id="7")
+        yield b"\xff"
+
+    async def found() -> list[Any]:
+        front = _front(tmp_path)[0]
+        return [
+            pb.ModelStreamInferResponse.FromString(each.SerializeToString())
+            async for each in front.ModelStreamInfer(requests(), Context())
+        ]
+
+    unknown, broken = asyncio.run(found())
+    assert (unknown.infer_response.id, unknown.error_message) == ("7", "unknown model 'nobody'")
+    assert "not a message of this RPC" in broken.error_message
