@@ -8,12 +8,14 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import ray
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import first_line
 from bf16kit.system.rayaddress import check_reachable
 from deploy.ray import applications
+from deploy.ray.models import brief_message
 from deploy.ray.rpcs import FRONT, application
 from deploy.ray.settings import Scaling, place
 from ray import serve
@@ -75,6 +77,13 @@ def open_ports(config: ServerConfig, location: str) -> None:
     serve.start(proxy_location=location, **applications.port_options(config))
 
 
+class State(NamedTuple):
+    """Ray's state of an application: RUNNING, DEPLOYING, UNHEALTHY and so on, and what Ray says about it."""
+
+    status: str
+    message: str
+
+
 class RepositoryDeployment:
     """The applications of one repository. :meth:`deploy_changes` deploys only what has changed since the last call."""
 
@@ -116,29 +125,21 @@ class RepositoryDeployment:
         targets = []
         for desired in desired_models:
             _log.info("model %r: deploying version %s", desired.name, ", ".join(map(str, sorted(desired.versions))))
-            placed = place(desired, self._config)
-            deployed = applications.deployment(placed, self._scaling)
+            deployed = applications.deployment(place(desired, self._config), self._scaling)
             targets.append(RunTarget(deployed, application(desired.name), None, applications.LOGGING))
-            resources = self._scaling.resources(placed.memory)
-            if not _fits_a_node(resources):
-                _log.warning(
-                    "model %r: no node of the cluster has the resources of a replica, %s; waiting for one that has",
-                    desired.name,
-                    ", ".join(f"{amount:,.10g} {name}" for name, amount in resources.items()),
-                )
         _run(targets)
 
-    def retry(self, states: Mapping[str, str]) -> None:
+    def retry(self, states: Mapping[str, State]) -> None:
         """Deploy again what Ray has given up, at increasing intervals, because the cause may have passed.
 
         ``states`` are those of :meth:`states`.
         """
         now = time.monotonic()
         for name, desired in (self._desired_models or {}).items():
-            state = states[application(name)]
-            if state == "RUNNING":
+            status = states[application(name)].status
+            if status == "RUNNING":
                 self._retries.pop(name, None)
-            if state != "DEPLOY_FAILED":
+            if status != "DEPLOY_FAILED":
                 continue
             due, pause = self._retries.setdefault(name, (now + _FIRST_RETRY_SECONDS, _FIRST_RETRY_SECONDS))
             if now >= due:
@@ -146,10 +147,14 @@ class RepositoryDeployment:
                 self._retries[name] = now + pause, pause
                 self._deploy(desired)
 
-    def states(self) -> dict[str, str]:
-        """Return Ray's state of each application, by its name: RUNNING, DEPLOYING, UNHEALTHY and so on."""
-        found, names = serve.status().applications, [FRONT, *map(application, self._desired_models or ())]
-        return {name: str(found[name].status.value) if name in found else "NOT_STARTED" for name in names}
+    def states(self) -> dict[str, State]:
+        """Return Ray's state of each application, by its name."""
+        found, states = serve.status().applications, {}
+        for name in (FRONT, *map(application, self._desired_models or ())):
+            states[name] = State("NOT_STARTED", "")
+            if name in found:
+                states[name] = State(str(found[name].status.value), brief_message(found[name]))
+        return states
 
     def remove(self) -> None:
         """Remove these applications, and no others.
@@ -176,17 +181,9 @@ def _run(targets: list[RunTarget]) -> None:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _fits_a_node(resources: Mapping[str, float]) -> bool:
-    """Return whether some node has all these resources, in use or not."""
-    return any(
-        node["Alive"] and all(node["Resources"].get(name, 0.0) >= amount for name, amount in resources.items())
-        for node in ray.nodes()
-    )
-
-
 def follow(deployed: RepositoryDeployment, config: ServerConfig, stop: Stop) -> None:
     """Log the applications' states until ``stop`` and, with ``model_control: poll``, follow the repository."""
-    logged: dict[str, str] = {}
+    logged: dict[str, State] = {}
     until_poll = config.poll_seconds
     while not stop.wait(_CHECK_SECONDS):
         until_poll -= _CHECK_SECONDS
@@ -201,5 +198,5 @@ def follow(deployed: RepositoryDeployment, config: ServerConfig, stop: Stop) -> 
             continue
         for name, state in now.items():
             if logged.get(name) != state:
-                _log.info("%s: %s", name, state)
+                _log.info("%s: %s%s", name, state.status, f": {state.message}" if state.message else "")
         logged = now

@@ -70,10 +70,12 @@ class Front:
         self._stream_idle_seconds = stream_idle_seconds
 
     async def check_health(self) -> None:
-        """Look at the cluster. Ray calls this each second."""
+        """Look at the cluster. Ray calls this each second, and once before a front gets requests."""
         try:
             await asyncio.wait_for(self._models.update(), _UPDATE_SECONDS)
         except RAY_ERRORS as error:
+            if not self._models.known:
+                raise
             _log.warning("the cluster's state is not known: %s; it will be asked again", type(error).__name__)
 
     async def retire(self) -> None:

@@ -26,7 +26,7 @@ _STATES = ("READY", "LOADING", "UNAVAILABLE")  # the best first: a version has t
 _REPORTS_PER_SECOND = 100  # of all replicas together, to one front: many replicas are asked less often
 _SLACK_SECONDS = 0.2  # by which Ray's calls each second may be early
 _REPORT_SECONDS = 0.9  # for the reports of all replicas of a model; without them, their last ones count
-_REASONS = re.compile(r"the model cannot be served: (.*)")  # of Replica's exception, in the state that Ray tells
+_REASONS = re.compile(r"the model cannot be served: (version \d+: .*)")  # Replica raises it, Ray tells it
 _REASON = re.compile(r"version (\d+): (.*?)(?=; version \d+: |$)")
 
 
@@ -45,19 +45,20 @@ class RunningModel:
         self.name = name
         self.reports: Sequence[Report] = ()
         self._handle: Any = None
-        self._status = ""
+        self._status = self._message = ""
         self._failed: list[IndexEntry] = []  # versions of the last replica that could not be started
 
     async def update(self, application: Any) -> None:
         """Take Ray's status of the application, and ask its replicas for their reports."""
-        self._status = application.status.value
+        self._status, self._message = application.status.value, brief_message(application)
         deployments = application.deployments.values()
         reasons = _REASONS.search("\n".join([application.message, *(each.message for each in deployments)]))
         found = _REASON.findall(reasons[1]) if reasons else ()
         self._failed = [IndexEntry(self.name, version, "UNAVAILABLE", reason) for version, reason in found]
         if self._handle is None:
-            self._handle = await asyncio.to_thread(serve.get_app_handle, f"{FRONT}.{self.name}")
-        if any(each.replica_states.get("RUNNING") for each in deployments):
+            with contextlib.suppress(*RAY_ERRORS):  # it was removed just now
+                self._handle = await asyncio.to_thread(serve.get_app_handle, f"{FRONT}.{self.name}")
+        if self._handle is not None and any(each.replica_states.get("RUNNING") for each in deployments):
             await self.ask()
         else:
             self.reports = ()
@@ -83,7 +84,7 @@ class RunningModel:
                 best[each.version] = each
         if not best:
             state = "UNAVAILABLE" if self.gave_up else "LOADING"
-            return [IndexEntry(self.name, "", state, f"no replica runs; Ray's state of it is {self._status}")]
+            return [IndexEntry(self.name, "", state, f"no replica runs; Ray: {self._status}: {self._message}")]
         return sorted(best.values(), key=lambda each: int(each.version))
 
     def find(self, version: str) -> IndexEntry:
@@ -122,6 +123,12 @@ class RunningModel:
         return [total[version] for version in sorted(total)]
 
 
+def brief_message(application: Any) -> str:
+    """Return what Ray says about an application, on one line: of a traceback the first and the last."""
+    said = "\n".join(each.message for each in application.deployments.values()).strip().splitlines()
+    return " … ".join(dict.fromkeys([*said[:1], *said[-1:]]))
+
+
 class RunningModels:
     """All models, by the applications that Ray runs. For one event loop."""
 
@@ -140,13 +147,16 @@ class RunningModels:
         before, prefix = self.index(), f"{FRONT}."
         names = sorted(name.removeprefix(prefix) for name in applications if name.startswith(prefix))
         self.by_name = {name: self.by_name.get(name) or RunningModel(name) for name in names}
-        for name, model in self.by_name.items():
-            with contextlib.suppress(*RAY_ERRORS):  # it was removed just now
-                await model.update(applications[prefix + name])
+        await asyncio.gather(*(model.update(applications[prefix + name]) for name, model in self.by_name.items()))
         replicas = sum(len(model.reports) for model in self.by_name.values())
         self._due = started + max(1.0, replicas / _REPORTS_PER_SECOND) - _SLACK_SECONDS
         if self.index() != before:
             self._notify()
+
+    @property
+    def known(self) -> bool:
+        """Whether :meth:`update` has succeeded."""
+        return self._due > 0
 
     def retire(self) -> None:
         """Be not ready from now on."""

@@ -52,10 +52,6 @@ class Scaling(BaseModel):
         except ValidationError as error:
             raise ConfigError(explain(error, cls, "scaling")) from None
 
-    def resources(self, memory: int) -> dict[str, float]:
-        """Return the resources of a node that one replica of ``memory`` bytes needs, by Ray's names."""
-        return {"CPU": self.cpus, "memory": memory, **({"GPU": self.gpus} if self.gpus else {})}
-
 
 # Settings of one process that many replicas cannot have, each with the reason for users.
 _NOT_HERE = {

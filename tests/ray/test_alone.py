@@ -124,11 +124,12 @@ def test_unavailable_resources_and_unknown_variables_are_logged(repository: Path
     grpc_port, http_port = _ports()
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
     with _started(repository, *ports, "--cpus", "5000", BF16KIT_DRAIN_SECONDS="1", BF16KIT_POL_SECONDS="2") as running:
-        until(lambda: _page(http_port, "/readyz")[0] == 503, PATIENCE, "the front")
+        until(lambda: "to be scheduled" in _page(http_port, "/status.json")[1], PATIENCE, "the reason in the front")
         running.send_signal(signal.SIGTERM)
         said, _ = running.communicate(timeout=PATIENCE)
     assert running.returncode == 0, said
-    assert "model 'a': no node of the cluster has the resources of a replica, 5,000 CPU, " in said
+    assert "bf16kit.a: DEPLOYING: Deployment 'Replica'" in said
+    assert "to be scheduled" in said
     assert "variables are ignored: 'BF16KIT_POL_SECONDS' (BF16KIT_POLL_SECONDS?)" in said
 
 

@@ -110,8 +110,7 @@ class Served:
         return total
 
     def states(self) -> dict[str, str]:
-        found: dict[str, str] = self.deployed.states()
-        return found
+        return {name: state.status for name, state in self.deployed.states().items()}
 
     def all_running(self) -> bool:
         return set(self.states().values()) == {"RUNNING"}
