@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from bf16kit.messages.errors import ConfigError
-from deploy.ray.front import CALLS, Front
+from deploy.ray.front import Front
 from deploy.ray.replica import Replica
 from deploy.ray.rpcs import FRONT, SERVICER_FUNCTION, application
-from deploy.ray.settings import Placement, Scaling, check, place
+from deploy.ray.settings import MESSAGES_AT_ONCE, Placement, Scaling, check, place
 from ray import serve
 from service.config.serverconfig import ServerConfig, explain
 from service.models.directory import Directory
@@ -24,6 +24,7 @@ from service.models.plan import DesiredModel
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _FRONT_BYTES = 256 << 20  # beside the requests that it passes on
+_FRONT_CALLS = 4096
 _PER_REPLICA = 4  # times the target: requests that one replica gets at most
 _SURGE_PERCENT = 25  # of the replicas, rounded up: that many new ones are ready before as many old ones are stopped
 _MAX_STARTS = 3  # to start a replica: a damaged artifact stays damaged
@@ -33,18 +34,19 @@ _ENVIRONMENT = {"env_vars": {"ORT_DISABLE_TELEMETRY": "1"}}
 def front(arguments: Mapping[str, Any]) -> Any:
     """Return the front. ``config``: a server's, as JSON; ``scaling``: see :class:`Scaling`."""
     config, scaling = _config(arguments), Scaling.of(arguments.get("scaling", {}))
-    memory = _FRONT_BYTES + config.max_request_bytes
+    request_bytes = MESSAGES_AT_ONCE * config.max_message_bytes
+    memory = _FRONT_BYTES + request_bytes
     return serve.deployment(
         Front,
         name="Front",
         num_replicas=scaling.fronts,
-        max_ongoing_requests=CALLS,
+        max_ongoing_requests=_FRONT_CALLS,
         ray_actor_options={"num_cpus": 0, "memory": memory, "runtime_env": _ENVIRONMENT},
         max_surge_percent=100,
         health_check_period_s=1,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=2,
-    ).bind(as_json(config, scaling))
+    ).bind(as_json(config, scaling), request_bytes)
 
 
 def model(arguments: Mapping[str, Any]) -> Any:
@@ -58,10 +60,10 @@ def model(arguments: Mapping[str, Any]) -> Any:
         desired = DesiredModel.from_json(arguments["desired"])
     else:
         desired = Directory(config.repository).desired_model(arguments["model"])
-    return deployment(place(desired, config), scaling)
+    return deployment(desired, place(desired, config), scaling)
 
 
-def deployment(placed: Placement, scaling: Scaling) -> Any:
+def deployment(desired: DesiredModel, placed: Placement, scaling: Scaling) -> Any:
     """Return the deployment of one model: where replicas fit, and how many, by the number of requests in flight."""
     gpus = {"num_gpus": scaling.gpus} if scaling.gpus else {}
     number: dict[str, Any] = {"num_replicas": scaling.min_replicas}
@@ -86,7 +88,7 @@ def deployment(placed: Placement, scaling: Scaling) -> Any:
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=placed.config.drain_seconds,
         **number,
-    ).bind(as_json(placed.config, scaling), placed.desired.to_json(), calls)
+    ).bind(as_json(placed.config, scaling), desired.to_json(), calls, placed.request_bytes)
 
 
 def as_json(config: ServerConfig, scaling: Scaling) -> dict[str, Any]:
@@ -124,6 +126,6 @@ def ray_config(
     listed: list[dict[str, Any]] = [{"name": FRONT, "route_prefix": "/", "import_path": path, "args": shared}]
     for name, desired in desired_models.items():
         placed, path = place(desired, config), f"{__name__}:model"
-        arguments = {**shared, "config": as_json(placed.config, scaling), "desired": placed.desired.to_json()}
+        arguments = {**shared, "config": as_json(placed.config, scaling), "desired": desired.to_json()}
         listed.append({"name": application(name), "route_prefix": None, "import_path": path, "args": arguments})
     return {"proxy_location": location, **port_options(config), "applications": listed}

@@ -125,7 +125,7 @@ class RepositoryDeployment:
         targets = []
         for desired in desired_models:
             _log.info("model %r: deploying version %s", desired.name, ", ".join(map(str, sorted(desired.versions))))
-            deployed = applications.deployment(place(desired, self._config), self._scaling)
+            deployed = applications.deployment(desired, place(desired, self._config), self._scaling)
             targets.append(RunTarget(deployed, application(desired.name), None, applications.LOGGING))
         _run(targets)
 

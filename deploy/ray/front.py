@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 from starlette.requests import Request
@@ -21,32 +22,31 @@ from bf16kit.messages.errors import Cancelled, InvalidRequest, NotFound, Overloa
 from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
 from deploy.ray.models import RAY_ERRORS, RunningModels
-from deploy.ray.rpcs import RPCS, Rpc, Serialized
+from deploy.ray.rpcs import RPCS, ByteBudget, HeldBytes, Rpc, Serialized, status_of
 from ray.serve.exceptions import BackPressureError
 from service.config.credentials import Credentials
 from service.config.logs import configure
 from service.config.serverconfig import ServerConfig
-from service.grpc.admission import Admission, ByteBudget, CallBytes, Place
-from service.grpc.control import OFF_REASONS
-from service.grpc.credentials import Access, RequiredScope
+from service.grpc.credentials import RequiredScope
 from service.grpc.handlers import SERVICE
 from service.grpc.health import LIVE
-from service.grpc.status import Status, StatusTable
+from service.grpc.status import Status
 from service.models.repository import parse_version
 from service.wire import metadata
 from service.wire.repository import check_repository
-from service.wire.skim import peek_model
 
 _log = logging.getLogger(__name__)
 _UPDATE_SECONDS = 5.0  # the longest that one look at the cluster takes; Ray replaces a front that is silent for longer
 _STREAM_IDLE_SECONDS = 600.0  # without a request, after which a stream ends
 _STREAM_WINDOW = 8  # requests of one stream that are answered at once
-CALLS = 4096  # the most that one front answers at once
-_LONG_CALLS = 1024  # of them open streams and health watches: each lasts as long as its client wants
+_LONG_CALLS = 1024  # open streams and health watches: each lasts as long as its client wants
 _FULL = Status(StatusCode.RESOURCE_EXHAUSTED, "the queue for the replicas is full; try again later")
-_NOT_LOADED_HERE = (
-    "models are not loaded and unloaded over the network here: add them to the repository, or remove them from it"
-)
+# By a part of the RPC's name.
+_NOT_HERE = {
+    "RepositoryModel": "models are not loaded over the network here: change the repository",
+    "SharedMemory": "a replica may be on another machine than the client; send tensors in raw_input_contents",
+    "Setting": "it cannot be changed while the replicas run; set it when starting",
+}
 _Health = health_pb2.HealthCheckResponse
 
 
@@ -57,16 +57,16 @@ class StreamEnd(Exception):
 class Front:
     """Has a method for each RPC, by its name in the protocol, and :meth:`__call__` for pages."""
 
-    def __init__(self, config: Mapping[str, Any], stream_idle_seconds: float = _STREAM_IDLE_SECONDS) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], request_bytes: int, stream_idle_seconds: float = _STREAM_IDLE_SECONDS
+    ) -> None:
+        """``request_bytes``: of all requests in flight."""
         self._config = ServerConfig(**config)
         configure(self._config.log_level, self._config.log_format)
         self._tokens = Credentials.of(self._config).tokens
-        self._access = Access(self._tokens, frozenset(self._config.token_free))
         self._models = RunningModels()
-        self._statuses = StatusTable()
-        budget = ByteBudget(self._config.max_request_bytes)
-        self._calls = Admission(CALLS, "requests in flight", budget=budget)
-        self._long_calls = Admission(_LONG_CALLS, "open streams and health watches", reason="streams")
+        self._budget = ByteBudget(request_bytes)
+        self._long_calls = 0
         self._stream_idle_seconds = stream_idle_seconds
 
     async def check_health(self) -> None:
@@ -128,7 +128,7 @@ class Front:
         rpc, last = RPCS["Watch"], None
         try:
             with self._long_call(rpc, grpc_context):
-                service = rpc.parse(request).service
+                service = rpc.parse(request, lambda nbytes: None).service
                 while True:
                     changed, status = self._models.changed, self._health(service)
                     if status != last:
@@ -140,38 +140,28 @@ class Front:
 
     async def _guarded(self, rpc: Rpc, data: bytes, context: Any, answer: Callable[..., Any]) -> bytes | Status:
         """Return the answer to one request, whose bytes count until then, or the status of its error."""
-        place: Place | None = None
-        try:
-            self._check(rpc, context)
-            place = self._calls.admit(str(context.peer()))
-            if len(data) > self._config.max_message_bytes:
-                most = self._config.max_message_bytes
-                raise Overloaded(f"the message has {len(data)} bytes; max_message_bytes is {most}")
-            held = CallBytes(place)
-            held.reserve(len(data))
-            found: bytes | Status = await answer(rpc, data, context, held)
-        except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
-            return self._statuses.for_error(error)
-        finally:
-            if place is not None:
-                place.release()
+        with HeldBytes(self._budget) as held:
+            try:
+                self._check(rpc, context)
+                if len(data) > self._config.max_message_bytes:
+                    most = self._config.max_message_bytes
+                    raise Overloaded(f"the message has {len(data)} bytes; max_message_bytes is {most}")
+                held.reserve(len(data))
+                found: bytes | Status = await answer(rpc, data, context, held)
+            except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
+                return status_of(error)
         return found
 
     def _check(self, rpc: Rpc, context: Any) -> None:
         """Raise if the call has no token for the RPC."""
-        scope = self._access.scope_of("health") if rpc.scope == "health" else rpc.scope
-        RequiredScope(self._tokens, scope).check(context.invocation_metadata())
+        RequiredScope(self._tokens, rpc.scope).check(context.invocation_metadata())
 
-    async def _answer(self, rpc: Rpc, data: bytes, context: Any, held: CallBytes) -> bytes | Status:
-        if rpc.method == "ModelInfer":
+    async def _answer(self, rpc: Rpc, data: bytes, context: Any, held: HeldBytes) -> bytes | Status:
+        if rpc.method in ("ModelInfer", "ModelMetadata", "ModelConfig"):
             return await self._pass_on(rpc, data, context, held)
-        if rpc.method in OFF_REASONS:
-            loads = rpc.method in ("RepositoryModelLoad", "RepositoryModelUnload")
-            raise Unsupported(_NOT_LOADED_HERE if loads else f"{rpc.method}: {OFF_REASONS[rpc.method]}")
-        message = rpc.parse(data)
-        if rpc.method in ("ModelMetadata", "ModelConfig"):
-            handle = self._models.get(message.name).handle(message.version)
-            return await self._ask(handle, rpc, data, context)
+        if reason := next((reason for part, reason in _NOT_HERE.items() if part in rpc.method), ""):
+            raise Unsupported(f"{rpc.method}: {reason}")
+        message = rpc.parse(data, held.reserve)
         response: bytes = (await self._own_response(rpc.method, message)).SerializeToString()
         return response
 
@@ -206,14 +196,15 @@ class Front:
             return _Health.SERVICE_UNKNOWN
         return _Health.SERVING if serving else _Health.NOT_SERVING
 
-    async def _pass_on(self, rpc: Rpc, data: bytes, context: Any, held: CallBytes) -> bytes | Status:
-        """Return the response of a replica to a ModelInferRequest, which is parsed here only if no model serves it."""
-        model = self._models.by_name.get(peek_model(data))
-        if model is not None and not model.gave_up:
-            return await self._ask(model.handle(""), rpc, data, context)
-        message = rpc.parse(data, held.reserve)
-        parse_version(message.model_version)
-        return await self._ask(self._models.get(message.model_name).handle(message.model_version), rpc, data, context)
+    async def _pass_on(self, rpc: Rpc, data: bytes, context: Any, held: HeldBytes) -> bytes | Status:
+        """Return a replica's response to a request for a model. Only the replica parses a ModelInferRequest."""
+        try:
+            # Its first two fields are those of a ModelInferRequest, and the rest of one stays bytes here.
+            named = pb.ModelMetadataRequest.FromString(data)
+        except DecodeError:
+            raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
+        parse_version(named.version)
+        return await self._ask(self._models.get(named.name).handle(named.version), rpc, data, context)
 
     async def _ask(self, handle: Any, rpc: Rpc, data: bytes, context: Any) -> bytes | Status:
         """Return a replica's response. If the client leaves, the request is cancelled there, or in the queue for it."""
@@ -243,7 +234,7 @@ class Front:
             raise StreamEnd
         about = pb.ModelInferResponse()
         with suppress(InvalidRequest):  # bytes that are no request name none
-            message = rpc.parse(data)
+            message = rpc.parse(data, lambda nbytes: None)
             about = pb.ModelInferResponse(
                 model_name=message.model_name, model_version=message.model_version, id=message.id
             )
@@ -261,14 +252,16 @@ class Front:
     @contextmanager
     def _long_call(self, rpc: Rpc, context: Any) -> Iterator[None]:
         self._check(rpc, context)
-        place = self._long_calls.admit(str(context.peer()))
+        if self._long_calls >= _LONG_CALLS:
+            raise Overloaded(f"{_LONG_CALLS} open streams and watches are the limit of a front; try again later")
+        self._long_calls += 1
         try:
             yield
         finally:
-            place.release()
+            self._long_calls -= 1
 
     def _end(self, context: Any, error: Exception) -> StreamEnd:
-        _set_status(context, self._statuses.for_error(error))
+        _set_status(context, status_of(error))
         return StreamEnd()
 
     async def __call__(self, request: Request) -> Response:

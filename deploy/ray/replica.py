@@ -12,15 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
-from bf16kit.messages.errors import Overloaded
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.system import controlgroup
 from deploy.ray.models import Report
-from deploy.ray.rpcs import RPCS
+from deploy.ray.rpcs import RPCS, ByteBudget, HeldBytes, status_of
 from service.config.heap import bound_heap
 from service.config.logs import configure
 from service.config.serverconfig import LOOPBACK, ServerConfig
-from service.grpc.admission import Admission, ByteBudget, CallBytes, FairShares
+from service.grpc.admission import FairShares
 from service.grpc.claims import ClaimedModel
 from service.grpc.control import ControlServicer
 from service.grpc.scheduler import StreamScheduler
@@ -44,7 +43,7 @@ class ReplicaCall:
     deadline: float | None = None
 
     def __init__(
-        self, rpc: str, nbytes: int, client: str, metadata: Mapping[str, str | bytes], held: CallBytes
+        self, rpc: str, nbytes: int, client: str, metadata: Mapping[str, str | bytes], held: HeldBytes
     ) -> None:
         self.started = time.monotonic()
         self.cancellation = Cancellation()
@@ -60,11 +59,12 @@ class ReplicaCall:
 class Replica:
     """``desired`` is what to serve, as JSON: a replica that is started later serves the same as the others.
 
-    Ray sends it at most ``calls`` requests at once, once the constructor returns. By then the model has passed every
-    gate, including its golden samples. Otherwise it raises RuntimeError with the reason, and Ray tries again.
+    Ray sends it at most ``calls`` requests at once, which may have ``request_bytes`` together with their responses. It
+    does so once the constructor returns: then the model has passed every gate, including its golden samples. Otherwise
+    the constructor raises RuntimeError with the reason, and Ray tries again.
     """
 
-    def __init__(self, config: Mapping[str, Any], desired: str, calls: int) -> None:
+    def __init__(self, config: Mapping[str, Any], desired: str, calls: int, request_bytes: int) -> None:
         bound_heap()
         # No lame duck here: whoever removes it has told load balancers before, so no request arrives by the time Ray
         # stops it.
@@ -73,14 +73,12 @@ class Replica:
         _warn_of_memory()
         self._ended = threading.Event()
         self._served = served = ModelServer(self._config, [DesiredModel.from_json(desired)])
-        self._statuses = StatusTable()
-        budget = ByteBudget(self._config.max_request_bytes)
-        self._calls = Admission(calls, "requests in flight", budget=budget)
+        self._budget = ByteBudget(request_bytes)
         self._threads = ThreadPoolExecutor(calls, "call")
         self._inference = InferenceServicer(
             served.repository,
             served.metrics.refused,
-            self._statuses,
+            StatusTable(),
             FairShares(calls, "model", "model_share"),
             self._threads,
             self._threads,
@@ -105,16 +103,12 @@ class Replica:
 
     async def answer(self, rpc: str, data: bytes, client: str, metadata: Mapping[str, str | bytes]) -> bytes | Status:
         """Return the response to a request. If Ray cancels this, the request leaves the model's queue."""
-        try:
-            place = self._calls.admit(client)
-        except Overloaded as error:
-            return self._statuses.for_error(error)
-        call = ReplicaCall(rpc, len(data), client, metadata, CallBytes(place))
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, rpc, data, call)
-        finally:
-            call.cancellation.cancel()
-            place.release()
+        with HeldBytes(self._budget) as held:
+            call = ReplicaCall(rpc, len(data), client, metadata, held)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, rpc, data, call)
+            finally:
+                call.cancellation.cancel()
 
     def _respond(self, rpc: str, data: bytes, call: ReplicaCall) -> bytes | Status:
         try:
@@ -124,7 +118,7 @@ class Replica:
                 return found
             response = self._inference.ModelInfer(message, call)
         except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
-            return self._statuses.for_error(error)
+            return status_of(error)
         if isinstance(response, Status):
             return response
         if not call.streams:

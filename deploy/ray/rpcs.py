@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import grpc
 from google.protobuf import descriptor_pool
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from bf16kit.messages.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest, Overloaded
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.control import OFF_REASONS
 from service.grpc.handlers import SERVICE
 from service.grpc.reflection import public_file
+from service.grpc.status import StatusTable
 from service.wire.skim import parser
 
+status_of = StatusTable().for_error  # the status for a client, of any exception
 FRONT = "bf16kit"  # the application that gets every request: the only one with a route, which Ray's proxies need
 SERVICER_FUNCTION = "deploy.ray.rpcs.add_services"
-_MAX_BYTES_WITHOUT_TENSORS = 64 << 10  # largest request without tensors, as in bf16-serve
+_WITHOUT_TENSORS = 64 << 10  # bytes: largest request without tensors, as in bf16-serve
 _PROBES = ("ServerLive", "ServerReady", "ModelReady", "Check", "Watch")
-_INFERENCES = ("ModelInfer", "ModelStreamInfer")
 _HANDLERS: Mapping[str, Any] = {
     "unary": grpc.unary_unary_rpc_method_handler,
     "watch": grpc.unary_stream_rpc_method_handler,
@@ -37,29 +38,34 @@ def application(model: str) -> str:
 class Rpc(NamedTuple):
     """One RPC. ``method`` is the last part of its path, and by Ray's rule the name of the front's method for it.
 
-    ``scope`` is the one that its token needs; "health" is free unless the configuration says otherwise.
+    ``scope`` is the one that its token needs; None: it needs no token. ``parse`` returns the message in some bytes; it
+    calls a function with the memory that this takes, and raises InvalidRequest.
     """
 
     service: str
     method: str
     kind: Literal["unary", "watch", "stream"]
-    scope: Literal["health", "infer", "read", "manage"]
-    decode: Callable[[bytes, Callable[[int], None]], Message]
-
-    def parse(self, data: bytes, reserve: Callable[[int], None] = lambda nbytes: None) -> Any:
-        """Return the message in ``data``; ``reserve`` is called with the memory it takes. Raises InvalidRequest."""
-        try:
-            return self.decode(data, reserve)
-        except DecodeError:
-            raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
+    scope: Literal["infer", "read"] | None
+    parse: Callable[[bytes, Callable[[int], None]], Any]
 
 
 def _rpc(service: str, method: Any) -> Rpc:
-    name, infers = method.name, method.name in _INFERENCES
+    infers = method.name in ("ModelInfer", "ModelStreamInfer")
     kind: Any = "stream" if method.client_streaming else "watch" if method.server_streaming else "unary"
-    manages = name in OFF_REASONS and name not in ("TraceSetting", "LogSettings")
-    scope: Any = "health" if name in _PROBES else "infer" if infers else "manage" if manages else "read"
-    return Rpc(service, name, kind, scope, parser(method.input_type, None if infers else _MAX_BYTES_WITHOUT_TENSORS))
+    scope: Any = None if method.name in _PROBES else "infer" if infers else "read"
+    return Rpc(service, method.name, kind, scope, _parser(method.input_type, None if infers else _WITHOUT_TENSORS))
+
+
+def _parser(kind: Any, most: int | None) -> Callable[[bytes, Callable[[int], None]], Any]:
+    decode = parser(kind, most)
+
+    def parse(data: bytes, reserve: Callable[[int], None]) -> Any:
+        try:
+            return decode(data, reserve)
+        except DecodeError:
+            raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
+
+    return parse
 
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -91,3 +97,46 @@ class Serialized:
 
     def SerializeToString(self) -> bytes:  # noqa: N802 -- protobuf's name
         return self._data
+
+
+class ByteBudget:
+    """The bytes that requests and their responses hold together, at most ``limit``. A request alone may exceed it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_use = 0
+        self.lock = threading.Lock()  # guards the number here, and those of each HeldBytes
+
+
+class HeldBytes:
+    """The bytes of one request and its response, until the block ends, which a thread of the request may outlast."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._nbytes = self._request = 0
+        self._ended = False
+
+    def reserve(self, nbytes: int) -> None:
+        """Count ``nbytes`` for the request; of several calls the largest counts. Raises Overloaded."""
+        self.reserve_more(max(0, nbytes - self._request))
+        self._request = max(nbytes, self._request)
+
+    def reserve_more(self, nbytes: int) -> None:
+        """Count ``nbytes`` in addition. Raises Overloaded."""
+        budget = self._budget
+        with budget.lock:
+            if self._ended:
+                return
+            if budget.in_use > self._nbytes and budget.in_use + nbytes > budget.limit:
+                limit = f"requests and responses hold {budget.in_use} bytes, the limit is {budget.limit}"
+                raise Overloaded(f"{limit}; try again later", "bytes")
+            budget.in_use += nbytes
+            self._nbytes += nbytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._budget.lock:
+            self._ended = True
+            self._budget.in_use -= self._nbytes

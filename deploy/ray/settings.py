@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -59,7 +60,6 @@ _NOT_HERE = {
     "tls_certificate": "Ray's gRPC proxy speaks no TLS: put a proxy that does in front",
     "shared_memory": "a replica may be on another machine than the client",
     "load_model": "every model of the repository is served",
-    "max_connections": "connections are those of Ray's proxy, which has no such setting; put a proxy in front",
 }
 
 
@@ -82,6 +82,7 @@ def check(config: ServerConfig) -> ServerConfig:
     return config
 
 
+MESSAGES_AT_ONCE = 8  # times max_message_bytes: what all requests and responses in flight may use at most
 # Memory of a replica without a model, and of its second process, which runs the fp32 references: what their imports
 # take, measured by tests/ray/test_placement.py, plus a margin.
 PROCESS_BYTES = 320 << 20
@@ -93,44 +94,35 @@ _REFERENCE_RUN_BYTES = 128 << 20  # eight rows at most, unless shadow.max_rows s
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The bytes that are reserved for one replica, and what it is started with: limits that fit ``memory``."""
+    """What one replica is started with, and the bytes that are reserved for it, of which its requests may use some."""
 
     memory: int
+    request_bytes: int
     config: ServerConfig
-    desired: DesiredModel
 
 
 def place(desired: DesiredModel, config: ServerConfig) -> Placement:
     """Return the place of a replica of ``desired``, from the sizes of its artifacts.
 
     The reservation is all that a replica has, as a container's limit is for a server. Limits that the operator set are
-    reserved in full; those of requests and references follow from it otherwise.
+    reserved in full; those of requests follow from it otherwise.
     """
-    plans, base, measured = list[Plan](), PROCESS_BYTES, False
+    base = PROCESS_BYTES
+    measured = False
     for plan in desired.plans:
-        try:
+        with suppress(ArtifactError):  # the replica will say what is wrong with it
             manifest = Artifact.open(Path(plan.path), verify=False).manifest
-        except ArtifactError:  # the replica will say what is wrong with it
-            plans.append(plan)
-            continue
-        shadow, reference = plan.serving.shadow, 0
-        if shadow.on and manifest.reference is not None:
-            measured = True
-            bound = int(_FP32_LOADED * fp32_bytes(manifest)) + _REFERENCE_RUN_BYTES
-            reference = shadow.reference_memory_bytes or bound
-            bounded = shadow.model_copy(update={"reference_memory_bytes": reference})
-            plan = replace(plan, serving=plan.serving.model_copy(update={"shadow": bounded}))
-        plans.append(plan)
-        base += reference + _own_bytes(plan, manifest)
+            measures = plan.serving.shadow.on and manifest.reference is not None
+            measured |= measures
+            base += _own_bytes(plan, manifest)
+            base += int(_FP32_LOADED * fp32_bytes(manifest)) + _REFERENCE_RUN_BYTES if measures else 0
     base += REFERENCE_PROCESS_BYTES if measured else 0
     share = base // (MEMORY_DIVISOR - 1)  # so that it is 1/MEMORY_DIVISOR of the total
-    limits = {
-        key: getattr(config, key) if key in config.model_fields_set else min(getattr(config, key), share)
-        for key in ("max_request_bytes", "max_message_bytes")
-    }
-    # A single request is accepted up to these sizes, whatever else is in use.
-    memory = base + max(limits.values())
-    return Placement(memory, config.model_copy(update=limits), DesiredModel(desired.name, tuple(plans)))
+    given = "max_message_bytes" in config.model_fields_set
+    message = config.max_message_bytes if given else min(config.max_message_bytes, share)
+    # A single request is accepted up to its size, whatever else is in use.
+    requests = min(MESSAGES_AT_ONCE * message, max(share, message))
+    return Placement(base + requests, requests, config.model_copy(update={"max_message_bytes": message}))
 
 
 def _own_bytes(plan: Plan, manifest: Manifest) -> int:

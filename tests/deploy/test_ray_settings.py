@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def _nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"workers": 2}, "workers is 2, which is not supported with Ray: Ray scales by replicas"),
         ({"shared_memory": True}, "another machine"),
         ({"model_control": "explicit"}, "one replica of many"),
-        ({"max_connections": 9}, "max_connections is 9, which is not supported with Ray: connections are those of"),
+        ({"load_model": ("m",), "model_control": "explicit"}, "every model of the repository is served"),
         ({"grpc_port": 0}, "grpc_port is 0 and http_port 8002; give two that differ, and not 0"),
         ({"grpc_port": 8002}, "grpc_port is 8002 and http_port 8002"),
     ],
@@ -87,45 +88,29 @@ def placed(root: Path, serving: str = "", **given: Any) -> Placement:
     return place(Directory(root).desired_model("m"), ServerConfig(repository=root, **given))
 
 
-def bound(found: Placement) -> int:
-    return found.desired.plans[0].serving.shadow.reference_memory_bytes or 0
-
-
 def without_requests(found: Placement) -> int:
-    return found.memory - found.config.max_request_bytes
+    return found.memory - found.request_bytes
 
 
 def test_requests_get_a_quarter_of_the_reserved_memory(tmp_path: Path) -> None:
     """The limit is computed as for a container, because several replicas may share one."""
     found = placed(tmp_path)
-    assert found.config.max_request_bytes == request_bytes(Memory(found.memory, 0)) < 512 * MIB
+    assert found.request_bytes == request_bytes(Memory(found.memory, 0)) < 512 * MIB
     assert found.config.max_message_bytes == 64 * MIB
 
 
-def test_requests_of_a_large_replica_get_the_usual_maximum(tmp_path: Path) -> None:
-    found = placed(tmp_path, f"shadow: {{reference_memory_bytes: {8 << 30}}}")
-    assert found.memory > 8 << 30
-    assert found.config.max_request_bytes == 512 * MIB
-
-
-def test_configured_request_limits_are_kept_and_reserved(tmp_path: Path) -> None:
+def test_a_configured_message_size_is_kept_and_reserved(tmp_path: Path) -> None:
     base = without_requests(placed(tmp_path))
-    more = placed(tmp_path, max_request_bytes=2 << 30)
-    assert more.config.max_request_bytes == 2 << 30
-    assert more.memory == base + (2 << 30)
-    alone = placed(tmp_path, max_request_bytes=8 * MIB, max_message_bytes=256 * MIB)
-    assert alone.memory == base + 256 * MIB, "one request is let in however large it is"
+    more = placed(tmp_path, max_message_bytes=2 << 30)
+    assert more.config.max_message_bytes == 2 << 30
+    assert more.memory == base + (2 << 30), "one request is let in however large it is"
+    assert placed(tmp_path, max_message_bytes=8 * MIB).request_bytes == 64 * MIB
 
 
-def test_the_references_limit_equals_its_reserved_memory(tmp_path: Path) -> None:
+def test_the_reference_of_a_measured_model_is_reserved(tmp_path: Path) -> None:
     measured, unmeasured = placed(tmp_path), placed(tmp_path, "shadow: {rate: 0}")
-    assert bound(measured) > 1.33 * fp32_bytes(write_mlp(tmp_path / "same" / "1").manifest)
-    freed = without_requests(measured) - without_requests(unmeasured)
-    assert freed == bound(measured) + REFERENCE_PROCESS_BYTES
-    assert not bound(unmeasured)
-    given = placed(tmp_path, f"shadow: {{reference_memory_bytes: {900 * MIB}}}")
-    assert bound(given) == 900 * MIB
-    assert without_requests(given) - without_requests(measured) == 900 * MIB - bound(measured)
+    reference = without_requests(measured) - without_requests(unmeasured) - REFERENCE_PROCESS_BYTES
+    assert reference > 1.33 * fp32_bytes(write_mlp(tmp_path / "same" / "1").manifest)
 
 
 def test_a_model_with_fp32_fallback_reserves_memory_for_it(tmp_path: Path) -> None:
@@ -145,11 +130,9 @@ def test_placing_a_placed_model_again_gives_the_same_memory(tmp_path: Path) -> N
     """Ray's configuration file contains the computed values, and is read again where the application is built."""
     first = placed(tmp_path)
     config = ServerConfig(**first.config.model_dump(mode="json"))
-    assert place(first.desired, config).memory == first.memory
+    assert place(Directory(tmp_path).desired_model("m"), config) == replace(first, config=config)
 
 
 def test_an_artifact_that_cannot_be_opened_is_still_placed(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
-    found = placed(tmp_path)
-    assert found.memory > 0
-    assert found.desired.plans
+    assert placed(tmp_path).memory > 0

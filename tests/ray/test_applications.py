@@ -32,8 +32,9 @@ def _deployment(repository: Path, **scaling: Any) -> Any:
     from deploy.ray import applications
     from deploy.ray.settings import Scaling, place
 
-    placed = place(Directory(repository).desired_model("a"), ServerConfig(repository=repository, drain_seconds=7))
-    return applications.deployment(placed, Scaling(**scaling))._bound_deployment._deployment_config
+    desired = Directory(repository).desired_model("a")
+    placed = place(desired, ServerConfig(repository=repository, drain_seconds=7))
+    return applications.deployment(desired, placed, Scaling(**scaling))._bound_deployment._deployment_config
 
 
 def test_autoscaling_follows_the_requests_in_flight(repository: Path) -> None:
@@ -61,11 +62,12 @@ def test_the_reserved_memory_and_the_processors_limit_the_replica(repository: Pa
     for arguments in (told, written):
         deployed = applications.model(arguments)._bound_deployment
         reserved = deployed._replica_config.ray_actor_options["memory"]
-        given, wished, _ = deployed._replica_config.init_args
+        given, wished, _, requests = deployed._replica_config.init_args
         assert reserved == place(desired, config).memory
-        assert given["max_request_bytes"] == reserved // 4 == told["config"]["max_request_bytes"]
+        assert requests == reserved // 4
+        assert given["max_message_bytes"] == told["config"]["max_message_bytes"]
         assert given["threads"] == 4
-        assert DesiredModel.from_json(wished).plans[0].serving.shadow.reference_memory_bytes
+        assert DesiredModel.from_json(wished) == desired
 
 
 def test_a_deployment_that_failed_is_sent_again_at_the_next_scan(

@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings
 class Context:
     """The part of Ray's context of a call that is used."""
 
-    def __init__(self, *metadata: tuple[str, str], peer: str = "ipv4:127.0.0.1:1") -> None:
+    def __init__(self, *metadata: tuple[str, str]) -> None:
         self.told: tuple[Any, str] = (None, "")
         self.invocation_metadata = lambda: list(metadata)
-        self.peer = lambda: peer
+        self.peer = lambda: "ipv4:127.0.0.1:1"
 
     def set_code(self, code: Any) -> None:
         self.told = code, self.told[1]
@@ -59,7 +59,7 @@ def _front(tmp_path: Path, outcome: Any = b"", **settings: Any) -> tuple[Any, Ha
     from deploy.ray.front import Front
     from deploy.ray.models import RunningModel
 
-    front = Front({"repository": str(tmp_path), **settings}, stream_idle_seconds=0.3)
+    front = Front({"repository": str(tmp_path), **settings}, 1 << 20, stream_idle_seconds=0.3)
     model, handle = RunningModel("mlp"), Handle(outcome)
     model._handle = handle
     front._models.by_name["mlp"] = model
@@ -149,22 +149,43 @@ def test_a_stream_of_a_silent_client_is_ended_after_its_responses(tmp_path: Path
         assert context.told[1] == "no request arrived on this stream for 0.3 s; open a new stream for the next one"
 
 
-def test_long_calls_are_limited_and_no_client_gets_all_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.ray.front._LONG_CALLS", 32)
+def test_open_streams_and_watches_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.ray.front._LONG_CALLS", 2)
     front = _front(tmp_path)[0]
 
     async def watched() -> Context:
         refused = Context()
-        watches = [front.Watch(b"", Context()) for _ in range(28)]
+        watches = [front.Watch(b"", Context()) for _ in range(2)]
         for each in watches:
             await anext(each)
         await _ended(front.Watch(b"", refused))
-        await anext(front.Watch(b"", Context(peer="ipv4:127.0.0.1:2")))  # another client
+        await watches[0].aclose()
+        await anext(front.Watch(b"", Context()))
         return refused
 
     code, words = asyncio.run(watched()).told
     assert code is StatusCode.RESOURCE_EXHAUSTED
-    assert "this connection has its share" in words
+    assert "2 open streams and watches are the limit" in words
+
+
+def test_requests_in_flight_have_a_limit_in_bytes(tmp_path: Path) -> None:
+    front, handle = _front(tmp_path, None)
+
+    async def asked() -> Context:
+        refused, large = Context(), request(id="x" * (600 << 10))
+        waiting = asyncio.ensure_future(front.ModelInfer(large, Context()))
+        while not handle.asked:
+            await asyncio.sleep(0)
+        await front.ModelInfer(large, refused)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        handle._outcome = b"answer"
+        assert (await front.ModelInfer(large, Context())).SerializeToString() == b"answer"
+        return refused
+
+    code, words = asyncio.run(asked()).told
+    assert code is StatusCode.RESOURCE_EXHAUSTED
+    assert "the limit is 1048576; try again later" in words
 
 
 def test_an_error_of_a_stream_names_its_request(tmp_path: Path) -> None:

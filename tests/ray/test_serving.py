@@ -51,14 +51,14 @@ def test_an_unmodified_triton_client_works(served: Served) -> None:
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS if not m.client_streaming and m.name not in DIFFERENT])
 def test_every_rpc_responds_as_a_plain_server_does(served: Served, plain: Any, method: str) -> None:
-    """Each RPC gets an empty request: both servers respond, or both return the same code and message."""
+    """Each RPC gets an empty request: both servers respond, or both return the same code, with reasons of their own."""
     code, said = served.ask(method, empty(method))
     other, words = call_rpc(plain, method, empty(method))
     if method in SETTINGS:
         assert code in (StatusCode.OK, StatusCode.UNIMPLEMENTED)
         return
     assert code is other
-    if code is not StatusCode.OK:
+    if code not in (StatusCode.OK, StatusCode.UNIMPLEMENTED):
         assert said == words
 
 
@@ -66,7 +66,7 @@ def test_every_rpc_responds_as_a_plain_server_does(served: Served, plain: Any, m
 def test_models_are_not_loaded_over_the_network(served: Served, method: str) -> None:
     code, words = served.ask(method, pb.RepositoryModelLoadRequest(model_name="mlp").SerializeToString())
     assert code is StatusCode.UNIMPLEMENTED
-    assert "add them to the repository" in str(words)
+    assert "models are not loaded over the network here: change the repository" in str(words)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,11 @@ class Served:
         """Return the sum over all replicas of the series with these labels."""
         total = 0.0
         for target in self.targets():
-            for line in self.get(f"http://{target}/metrics").splitlines():
+            try:
+                page = self.get(f"http://{target}/metrics")
+            except OSError:  # it has just ended, and stays a target until the front's next look
+                continue
+            for line in page.splitlines():
                 found = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
                 if found and all(f'{key}="{value}"' in found[1] for key, value in labels.items()):
                     total += float(found[2])
