@@ -29,9 +29,8 @@ from service.config.serverconfig import ServerConfig
 from service.grpc.status import Status
 from service.grpcport import build_direct_transport
 from service.http.pages import Routes, routes
-from service.http.views import StatusReader
+from service.http.statusreader import StatusReader
 from service.operations import Operations
-from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -55,14 +54,9 @@ class Front(RpcMethods):
         self._credentials = Credentials.of(self._config)
         operations = Operations(models=FrontModels(registry, self._reports))
         self.direct = build_direct_transport(self._config, registry, metrics.refused, self._credentials, operations)
-        history = History(lambda: metrics.samples(NAMES))
-        self._pages: Routes = routes(registry, metrics, StatusReader(registry, history).snapshot)
-        self._tickings = [
-            PeriodicThread("history", TICK_SECONDS, history.tick),
-            PeriodicThread("reports", _MAINTAIN_SECONDS, self._reports.maintain),
-        ]
-        for ticking in self._tickings:
-            ticking.start()
+        self._pages: Routes = routes(registry, metrics, StatusReader(registry, metrics.samples).snapshot)
+        self._ticking = PeriodicThread("reports", _MAINTAIN_SECONDS, self._reports.maintain)
+        self._ticking.start()
         self._stopped = threading.Event()
 
     async def set_models(self, models: ModelVersions) -> None:
@@ -101,17 +95,15 @@ class Front(RpcMethods):
             return Response("not found\n", 404)
         argument = request.url.query if route.takes_query else request.headers.get("accept", "")
         try:
-            page = await asyncio.get_running_loop().run_in_executor(None, route.make, argument)
+            return await asyncio.get_running_loop().run_in_executor(None, route.make, argument)
         except Exception:  # noqa: BLE001 -- of what this says nothing, Ray would tell the client
             _log.exception("the page %s cannot be made", path)
             return Response("internal error; the log of the front has the details\n", 500)
-        return Response(page.body, int(page.status), dict(page.headers), page.content_type)
 
     def __del__(self) -> None:
         if getattr(self, "_stopped", None) is not None and not self._stopped.is_set():
             self._stopped.set()
-            for ticking in self._tickings:
-                ticking.stop()
+            self._ticking.stop()
             self.direct.stop(0)
 
     def _may_read(self, authorization: str | None) -> bool:

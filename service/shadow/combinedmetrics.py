@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from itertools import chain
 
+from service.http.statusreader import Sample
 from service.peers.channel import Body
 from service.peers.peer import Message, when_received
 from service.shadow.activity import Key
 from service.shadow.process import NAME
 from service.telemetry.merged import Family, MergedMetrics, merge
 from service.telemetry.metrics import Metrics, expose
-from service.telemetry.readings import Sample
 
 _TIMEOUT_SECONDS = 2.0  # wait for the shadow's current counts; without them its last ones are used
 
