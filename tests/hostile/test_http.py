@@ -208,10 +208,10 @@ def test_a_flood_of_requests_does_not_delay_a_probe(attacked: Attacked) -> None:
 
 
 def test_a_flood_of_pipelined_probes_does_not_delay_others(attacked: Attacked) -> None:
-    """500 connections send the probe fifty times in a packet, again and again."""
+    """200 connections send the probe fifty times in a packet, again and again."""
     watched = attacked()
     end, sent = time.monotonic() + ATTACK_SECONDS, 0
-    with connections(watched) as peers:
+    with connections(watched, 200) as peers:
         for peer in peers:
             peer.setblocking(False)
         while time.monotonic() < end:
@@ -221,3 +221,4 @@ def test_a_flood_of_pipelined_probes_does_not_delay_others(attacked: Attacked) -
                 with contextlib.suppress(OSError):
                     peer.recv(1 << 16)
     assert sent > 1_000_000
+    assert watched.probes > 25, "most took a small part of the second that one may take"
