@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
+import h11
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -106,11 +107,11 @@ class _Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         self._of.on_refused("http_malformed")
-        if not getattr(self.cycle, "response_complete", True):  # an error in the body of a request
+        if self.conn.our_state is h11.IDLE:
+            super().send_400_response(msg)
+        else:  # an error in the body of a request, which has a response already, or will soon
             self.cycle.disconnected = True
             self.transport.abort()
-        else:
-            super().send_400_response(msg)
 
     def evict(self) -> None:
         """Close the connection at once."""
@@ -120,8 +121,8 @@ class _Connection(H11Protocol):
 
     def _allow(self, seconds: float) -> None:
         """Give the client so many seconds for the next step: it has completed one."""
-        self._timer.cancel()
-        if not self.transport.is_closing():
+        if not self.transport.is_closing():  # else the time to take the response still counts
+            self._timer.cancel()
             self._timer = self.loop.call_later(seconds, self._expire)
             self._of.progressed(self)
 
@@ -216,6 +217,7 @@ class HttpServer:
             timeout_keep_alive=int(self.limits.idle_seconds) + 1,
             h11_max_incomplete_event_size=self.limits.header_bytes,
         )  # fmt: skip
+        config.load()
         state.default_headers = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
         self._listener.setblocking(False)
         for count in itertools.count(1):
@@ -317,7 +319,8 @@ class HttpServer:
 
     async def _page(self, path: str, route: Route, request: Request) -> Response:
         """Make a page on a thread, once for all clients that wait for it. It is never older than its request."""
-        key = path, request.url.query if route.takes_query else ", ".join(request.headers.getlist("accept"))
+        query = request.scope["query_string"].decode("latin-1")
+        key = path, query if route.takes_query else ", ".join(request.headers.getlist("accept"))
         job = self._waiting.get(key)
         if job is None:
             if len(self._waiting) >= _WAITING:

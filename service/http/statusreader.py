@@ -7,18 +7,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 import bf16kit
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec, describe
 from service.contract import Model, Registry, Slot
 
 _REFUSED = "bf16kit_refused_total"
-_DURATIONS = tuple(
-    f"bf16kit_{phase}_duration_seconds_{part}"
-    for phase in ("request", "queue", "compute")
-    for part in ("bucket", "sum")
-)
 #: The samples that the page shows.
 NAMES = tuple(
     f"bf16kit_{name}"
@@ -29,33 +24,22 @@ NAMES = tuple(
         "drift_budget_ratio_high", "drift_baseline", "drift_effective_samples", "drift_change_score",
         "drift_changes_total", "drift_worst_slice_axis", "drift_worst_slice_index", "drift_over_budget",
         "drift_within_budget", "drift_cause", "drift_out_of_range_total", "drift_last_sample_timestamp_seconds",
-        "drift_reference_up",
+        "drift_reference_up", "request_duration_seconds_bucket", "request_duration_seconds_sum",
+        "queue_duration_seconds_bucket", "queue_duration_seconds_sum", "compute_duration_seconds_bucket",
+        "compute_duration_seconds_sum",
     )
-) + _DURATIONS  # fmt: skip
-
-
-class Sample(Protocol):
-    """One value of one series, as every Prometheus client represents it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def labels(self) -> Mapping[str, str]: ...
-    @property
-    def value(self) -> float: ...
+)  # fmt: skip
+#: Returns the current samples of these names; each has a ``name``, ``labels`` and a ``value``.
+Samples = Callable[[Iterable[str]], Iterable[Any]]
 
 
 class StatusReader:
-    """Reads a registry and the metrics.
-
-    ``samples`` returns the current samples of these names. ``off_reason`` returns why a version's fp32 reference stays
-    off; "" if it does not.
-    """
+    """Reads a registry and the metrics. ``off_reason`` returns why a version's fp32 reference stays off, or ""."""
 
     def __init__(
         self,
         registry: Registry,
-        samples: Callable[[Iterable[str]], Iterable[Sample]],
+        samples: Samples,
         *,
         workers: int = 1,
         off_reason: Callable[[str, int], str] = lambda model, version: "",
@@ -120,7 +104,7 @@ def _describe(spec: TensorSpec) -> str:
     return f"{spec.name}: {BY_NAME[spec.dtype].oip} {describe(spec.shape)}"
 
 
-def _by_model(samples: Iterable[Sample]) -> dict[tuple[str, str], dict[str, Any]]:
+def _by_model(samples: Iterable[Any]) -> dict[tuple[str, str], dict[str, Any]]:
     """Return values by model and version, then by name, then by the values of further labels, ``output`` first.
 
     Counts that two processes report are added.

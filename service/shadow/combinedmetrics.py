@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from itertools import chain
+from typing import Any
 
-from service.http.statusreader import Sample
 from service.peers.channel import Body
 from service.peers.peer import Message, when_received
 from service.shadow.activity import Key
@@ -50,7 +50,7 @@ class CombinedMetrics:
         measured = self._shadow.families()
         return expose(merge(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
 
-    def samples(self, names: Iterable[str]) -> Iterator[Sample]:
+    def samples(self, names: Iterable[str]) -> Iterator[Any]:
         """See :meth:`Metrics.samples`; asks the shadow for its current counts first.
 
         A series may appear twice if both count it; its value is the sum.

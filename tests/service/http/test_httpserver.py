@@ -57,6 +57,7 @@ def pages(slow: Slow | None = None) -> dict[str, Route]:
         "/evidence": Route(lambda _: PlainTextResponse("evidence"), scope="manage"),
         "/broken": Route(broken),
         "/slow": Route(slow or Slow()),
+        "/query": Route(PlainTextResponse, takes_query=True),
     }
 
 
@@ -150,7 +151,10 @@ def test_a_head_request_has_the_headers_and_no_body(serve: Serve) -> None:
 @pytest.mark.parametrize("path", ["/nope", "/metrics/", "/../etc/passwd", "/%2e%2e/"])
 def test_an_unknown_path_is_404_with_the_list_of_pages(serve: Serve, path: str) -> None:
     status, _, body = serve().get(path)
-    assert (status, body) == (404, "not found; the pages are /livez, /metrics, /large, /evidence, /broken, /slow\n")
+    assert (status, body) == (
+        404,
+        "not found; the pages are /livez, /metrics, /large, /evidence, /broken, /slow, /query\n",
+    )
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "FROB"])
@@ -246,11 +250,25 @@ def test_each_kind_of_unusual_request_has_its_status(serve: Serve, request_: byt
     assert serving.heard[:1] == ([] if expected == "200" else ["http_malformed"])
 
 
-def test_an_invalid_body_ends_the_connection_and_logs_nothing(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_request_writes_to_the_log(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does one with an invalid body, before or after its response, or a header that is no address."""
     serving = serve(limits=QUICK)
-    assert serving.ask(b"GET /metrics HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno chunk\r\n") == []
-    assert serving.heard == ["http_malformed"]
-    assert serving.get("/livez")[0] == 200
+    chunked = b"GET /metrics HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert serving.ask(chunked + b"no chunk\r\n") == []
+    with serving.connect() as peer:
+        peer.sendall(chunked)
+        assert peer.recv(1) == b"H"
+        peer.sendall(b"no chunk\r\n")
+        assert "200" in everything(peer)
+    assert serving.heard == ["http_malformed"] * 2
+    for odd in (
+        b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: [\r\nConnection: close\r\n\r\n", b"GET /%ff HTTP/1.1\r\nHost: [\r\n\r\n",
+        b"GET /query?[ HTTP/1.1\r\nHost: [\r\nAuthorization: \xff\r\nAccept: \xff\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n",
+    ):  # fmt: skip
+        assert len(serving.ask(odd)) == 1, odd
     assert caplog.text == ""
 
 
@@ -261,6 +279,16 @@ def test_a_silent_an_incomplete_and_an_idle_connection_are_closed(serve: Serve) 
     assert serving.heard == []
     assert serving.ask(GET[:-2]) == []
     assert serving.heard == ["http_timeout"]
+
+
+def test_a_response_may_take_longer_than_a_request(serve: Serve) -> None:
+    slow = Slow()
+    serving = serve(slow, limits=Limits(request_seconds=0.5))
+    with serving.connect() as asking, serving.connect() as silent:
+        asking.sendall(GET.replace(b"livez HTTP/1.1", b"slow HTTP/1.0"))
+        assert everything(silent) == "", "it was connected last, and its time to send a request is over"
+        slow.go.set()
+        assert "200" in everything(asking)
 
 
 def test_single_bytes_do_not_extend_the_request_timeout(serve: Serve) -> None:
@@ -285,7 +313,7 @@ def test_single_bytes_do_not_extend_the_request_timeout(serve: Serve) -> None:
 def test_a_client_that_does_not_read_is_disconnected_and_others_are_served(serve: Serve) -> None:
     serving = serve(limits=QUICK)
     with serving.connect() as lazy:
-        lazy.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        lazy.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         lazy.recv(1)
         assert serving.get("/livez")[0] == 200
         until(lambda: not serving.http._open)
