@@ -6,9 +6,8 @@ import logging
 
 from service.config.credentials import Credentials
 from service.config.serverconfig import LOOPBACK, ServerConfig
-from service.http.connection import Limits
+from service.http.httpserver import HttpServer
 from service.http.pages import Access, Routes
-from service.http.server import HttpServer
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -20,21 +19,9 @@ def open_http(config: ServerConfig, pages: Routes, metrics: Metrics, credentials
         config.host,
         config.http_port,
         pages,
-        limits=http_limits(config),
         access=Access(credentials.tokens, config.tls_client_ca is not None, config.host),
         certificates=credentials.certificates,
         on_refused=metrics.refused,
-    )
-
-
-def http_limits(config: ServerConfig) -> Limits:
-    """Return the part of the configuration that limits the HTTP port."""
-    return Limits(
-        connections=config.http_max_connections,
-        request_seconds=config.http_request_seconds,
-        idle_seconds=config.http_idle_seconds,
-        response_seconds=config.http_idle_seconds,
-        header_bytes=config.http_max_header_bytes,
     )
 
 

@@ -11,14 +11,12 @@ from service.config.credentials import Credentials
 from service.config.guard import Guard
 from service.config.heap import HeapTrimmer
 from service.config.logsettings import LogSettings
-from service.config.periodic import PeriodicThread
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
 from service.drift.owner import FallbackOwner
 from service.grpcport import RequestSource, drain, extensions, open_tracing, read_only_unless_enabled
-from service.http.evidence import evidence_route
-from service.http.pages import routes
-from service.http.views import StatusReader
+from service.http.pages import evidence_route, routes
+from service.http.statusreader import StatusReader
 from service.httpport import open_http
 from service.models.controller import Controller
 from service.models.listing import RepositoryListing
@@ -32,7 +30,6 @@ from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import ShadowProcess
 from service.shadow.samplesender import PlanSampleSender
 from service.sharedmemory import open_regions
-from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -93,14 +90,12 @@ class ModelServer:
         self.credentials = Credentials.of(config)
         self._traces, self.tracing = open_tracing(config, self.repository, self.metrics.traced)
         self.operations = self._operations()
-        self._history = History(lambda: self._counting.samples(NAMES))
-        self._status = StatusReader(self.repository, self._history, off_reason=self._shadow.off_reason)
+        self._status = StatusReader(self.repository, self._counting.samples, off_reason=self._shadow.off_reason)
         evidence = evidence_route(self.repository, self._shadow.evidence if config.evidence else None)
         pages = routes(self.repository, self._counting, self._status.snapshot, evidence)
         self.http = open_http(config, pages, self.metrics, self.credentials)
         self._guard = Guard()
         self._heap = HeapTrimmer()
-        self._history_thread = PeriodicThread("history", TICK_SECONDS, self._history.tick)
 
     def start(self, grpc_port: int, listening: Callable[[], object] = lambda: None) -> None:
         """Serve HTTP, call ``listening``, then load the models in the background."""
@@ -115,7 +110,6 @@ class ModelServer:
         if self.tracing is not None:
             self.tracing.start()
         self._heap.start()
-        self._history_thread.start()
 
     def maintain(self) -> None:
         """Do the periodic work of shadow process and fallback. Call it about ten times a second, on one thread.
@@ -127,7 +121,6 @@ class ModelServer:
 
     def drain(self, source: RequestSource) -> Ending:
         """Report not ready, then reject new requests, then wait for those in flight. HTTP is served until the end."""
-        self._history_thread.stop()
         self._heap.stop()
         if self._poll is not None:
             self._poll.stop()

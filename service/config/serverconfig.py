@@ -37,7 +37,12 @@ class ServerConfig(BaseSettings):
     """The checked, frozen configuration. Every key can be in ``server.yaml`` or, prefixed, in the environment."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
-    REMOVED: ClassVar[Mapping[str, str]] = {}  # former keys, and what to do instead
+    REMOVED: ClassVar[Mapping[str, str]] = {  # former keys, and what to do instead
+        "http_max_connections": "it is 256: leave the key out",
+        "http_request_seconds": "it is 5: leave the key out",
+        "http_idle_seconds": "it is 15: leave the key out",
+        "http_max_header_bytes": "it is 16384: leave the key out",
+    }
 
     repository: Path
     # Error messages show `description`, not the pattern.
@@ -95,11 +100,6 @@ class ServerConfig(BaseSettings):
     )
     shared_memory_max_regions: int = Field(default=1024, ge=1, le=16_384)
     shared_memory_max_bytes: int = Field(default=1 << 30, ge=1)  # of all regions together
-
-    http_max_connections: int = Field(default=256, ge=8, le=65_536)
-    http_request_seconds: float = Field(default=5.0, gt=0, le=3_600)  # to receive a whole request, TLS included
-    http_idle_seconds: float = Field(default=15.0, gt=0, le=3_600)  # between requests, and to send a response
-    http_max_header_bytes: int = Field(default=16 << 10, ge=1 << 10, le=1 << 20)
 
     @field_validator("repository", mode="before")
     @classmethod

@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from ipaddress import ip_address
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import parse_qs
 
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError
+from bf16kit.messages.wording import quoted
 from service.config.serverconfig import LOOPBACK
 from service.config.tokens import Scope, TokenFile
 from service.contract import Registry
-from service.http.page import status_page
-from service.http.views import ServerView
 
-TEXT = "text/plain; charset=utf-8"
+_log = logging.getLogger(__name__)
 EVIDENCE = "/evidence"
+EVIDENCE_TYPE = "application/octet-stream"
+EVIDENCE_OFF = "evidence is off: start the server with --evidence to keep that of the next breach"
+#: Returns the evidence file of a model's name and version. Raises RequestError.
+Fetch = Callable[[str, int], bytes]
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:\d{1,5})?", re.ASCII)  # the Host header
+_PAGE = Path(__file__).with_name("status.html").read_text("utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One response. ``rejection`` is the reason that the metrics count if it is a rejection."""
+def _hash(tag: str) -> str:
+    """Return the source that permits this element's content in a content security policy."""
+    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
-    status: HTTPStatus
-    content_type: str
-    body: bytes
-    headers: tuple[tuple[str, str], ...] = ()
-    rejection: str = ""
+
+#: Only the page's own script and style, no resources from elsewhere, no embedding in frames.
+CONTENT_POLICY = (
+    f"default-src 'none'; script-src {_hash('script')}; style-src {_hash('style')}; connect-src 'self';"
+    " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Refused(PlainTextResponse):
+    """A rejection in one line, which the metrics count under ``reason``."""
+
+    def __init__(self, status: int, message: str, reason: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(f"{message}\n", status, headers)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +61,7 @@ class Route:
     everybody. For other paths a token needs ``scope``.
     """
 
-    make: Callable[[str], Page]
+    make: Callable[[str], Response]
     probe: bool = False
     takes_query: bool = False
     scope: Scope = "read"
@@ -55,51 +77,71 @@ class MetricsSource(Protocol):
 
 
 def routes(
-    registry: Registry, metrics: MetricsSource, snapshot: Callable[[], ServerView], evidence: Route | None = None
+    registry: Registry, metrics: MetricsSource, snapshot: Callable[[], Mapping[str, Any]], evidence: Route | None = None
 ) -> Routes:
-    """Return the routes: ``/metrics``, ``/livez`` and ``/readyz``; the status page at ``/`` and ``/watch``, and as JSON
-    at ``/status.json``; and ``evidence``, if given.
+    """Return the routes: ``/metrics``, ``/livez``, ``/readyz``, the status page at ``/``, and ``evidence``, if given.
 
-    ``snapshot`` returns what the status page shows.
+    ``snapshot`` returns what ``/status.json`` holds, from which the page is drawn.
     """
 
-    def scrape(accept: str) -> Page:
+    def scrape(accept: str) -> Response:
         body, content_type = metrics.expose(accept)
-        return Page(HTTPStatus.OK, content_type, body)
+        return Response(body, headers={"Content-Type": content_type})
 
-    def live(_: str) -> Page:
-        return _probe(registry.live, "live")
-
-    def ready(_: str) -> Page:
-        return _probe(registry.ready, "ready")
-
-    def status_html(_: str) -> Page:
-        return _html(status_page(snapshot()))
-
-    def status_watch(_: str) -> Page:
-        return _html(status_page(snapshot(), refreshing=True))
-
-    def status_json(_: str) -> Page:
-        return Page(HTTPStatus.OK, "application/json", snapshot().as_json())
+    def status_json(_: str) -> Response:
+        return Response(json.dumps(snapshot(), allow_nan=False), media_type="application/json")
 
     return {
         "/metrics": Route(scrape),
-        "/livez": Route(live, probe=True),
-        "/readyz": Route(ready, probe=True),
+        "/livez": Route(lambda _: _probe(registry.live, "live"), probe=True),
+        "/readyz": Route(lambda _: _probe(registry.ready, "ready"), probe=True),
         "/status.json": Route(status_json),
-        "/watch": Route(status_watch),
-        "/": Route(status_html),
+        "/": Route(lambda _: HTMLResponse(_PAGE)),
         **({} if evidence is None else {EVIDENCE: evidence}),
     }
 
 
-def _html(page: str) -> Page:
-    return Page(HTTPStatus.OK, "text/html; charset=utf-8", page.encode("utf-8", "replace"))
+def _probe(ok: bool, state: str) -> Response:
+    if ok:
+        return PlainTextResponse(f"{state}\n")
+    return PlainTextResponse(f"not {state}; see / for the reason\n", 503)
 
 
-def text(status: HTTPStatus, message: str, *headers: tuple[str, str], rejection: str = "") -> Page:
-    """Return a page of one line."""
-    return Page(status, TEXT, f"{message}\n".encode("utf-8", "replace"), headers, rejection)
+def evidence_route(registry: Registry, fetch: Fetch | None) -> Route:
+    """Return the route of ``/evidence?model=NAME&version=N``: the evidence of a breach. ``fetch`` None: it is off.
+
+    It holds client data, so it needs the scope manage, and each download is logged.
+    """
+
+    def make(query: str) -> Response:
+        if fetch is None:
+            return PlainTextResponse(f"{EVIDENCE_OFF}\n", 404)
+        try:
+            slot = registry.find(*_parse_query(query))
+            data = fetch(slot.name, slot.version)
+        except RequestError as error:
+            status = 400 if isinstance(error, InvalidRequest) else 404 if isinstance(error, NotFound) else 503
+            return PlainTextResponse(f"{error}\n".encode("utf-8", "replace"), status)
+        _log.warning(
+            "model %r version %d: sending the evidence of its last breach, %d bytes, to a client of the HTTP port",
+            slot.name, slot.version, len(data),
+        )  # fmt: skip
+        return Response(data, media_type=EVIDENCE_TYPE)
+
+    return Route(make, takes_query=True, scope="manage")
+
+
+def _parse_query(query: str) -> tuple[str, str]:
+    """Return the model and the version requested; version "" is the newest. Raises InvalidRequest."""
+    try:
+        parameters = parse_qs(query, keep_blank_values=True, strict_parsing=True, max_num_fields=8)
+    except ValueError:
+        parameters = {}
+    unknown = sorted(parameters.keys() - {"model", "version"})
+    if unknown or len(parameters.get("model", ())) != 1 or len(parameters.get("version", ("",))) != 1:
+        hint = f"; {quoted(unknown[0])} is not a parameter of this page" if unknown else ""
+        raise InvalidRequest(f"request /evidence?model=NAME, with &version=N for one that is not the newest{hint}")
+    return parameters["model"][0], parameters.get("version", [""])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +157,22 @@ class Access:
     client_certificate: bool = False
     host: str = ""
 
-    def refusal(self, authorization: str, has_certificate: bool, scope: Scope = "read", host: str = "") -> Page | None:
+    def refusal(self, authorization: str, has_certificate: bool, scope: Scope, host: str) -> Refused | None:
         """Return why this client, which requested ``host``, is rejected; None if it may see the page."""
         if self.client_certificate and not has_certificate:
-            message = "this page needs a client certificate of the configured authority"
-            return text(HTTPStatus.FORBIDDEN, message, rejection="unauthenticated")
+            return Refused(403, "this page needs a client certificate of the configured authority", "unauthenticated")
         if self.tokens is None:
             if scope == "manage" and not self.client_certificate and not self._is_local(host):
                 message = "without tokens this page is served only for requests to localhost or 127.0.0.1"
-                return text(HTTPStatus.FORBIDDEN, message, rejection="forbidden")
+                return Refused(403, message, "forbidden")
             return None
         scopes = self.tokens.scopes(authorization)
         if scopes is None:
             message = "this page needs a token: send 'Authorization: Bearer TOKEN'"
-            challenge = ("WWW-Authenticate", 'Bearer realm="bf16kit"')
-            return text(HTTPStatus.UNAUTHORIZED, message, challenge, rejection="unauthenticated")
+            return Refused(401, message, "unauthenticated", {"WWW-Authenticate": 'Bearer realm="bf16kit"'})
         if scope not in scopes:
-            challenge = ("WWW-Authenticate", f'Bearer realm="bf16kit", error="insufficient_scope", scope="{scope}"')
-            message = f"this token lacks the scope {scope!r}"
-            return text(HTTPStatus.FORBIDDEN, message, challenge, rejection="forbidden")
+            challenge = f'Bearer realm="bf16kit", error="insufficient_scope", scope="{scope}"'
+            return Refused(403, f"this token lacks the scope {scope!r}", "forbidden", {"WWW-Authenticate": challenge})
         return None
 
     def _is_local(self, host: str) -> bool:
@@ -146,9 +185,3 @@ class Access:
             return ip_address(name).is_loopback or name == self.host
         except ValueError:
             return name in LOOPBACK or name == self.host.lower()
-
-
-def _probe(ok: bool, state: str) -> Page:
-    if ok:
-        return text(HTTPStatus.OK, state)
-    return text(HTTPStatus.SERVICE_UNAVAILABLE, f"not {state}; see / for the reason")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from itertools import chain
+from typing import Any
 
 from service.peers.channel import Body
 from service.peers.peer import Message, when_received
@@ -12,7 +13,6 @@ from service.shadow.activity import Key
 from service.shadow.process import NAME
 from service.telemetry.merged import Family, MergedMetrics, merge
 from service.telemetry.metrics import Metrics, expose
-from service.telemetry.readings import Sample
 
 _TIMEOUT_SECONDS = 2.0  # wait for the shadow's current counts; without them its last ones are used
 
@@ -50,7 +50,7 @@ class CombinedMetrics:
         measured = self._shadow.families()
         return expose(merge(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
 
-    def samples(self, names: Iterable[str]) -> Iterator[Sample]:
+    def samples(self, names: Iterable[str]) -> Iterator[Any]:
         """See :meth:`Metrics.samples`; asks the shadow for its current counts first.
 
         A series may appear twice if both count it; its value is the sum.

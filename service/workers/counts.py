@@ -15,8 +15,8 @@ from service.telemetry.metrics import Metrics, expose
 from service.workers.statistics import MergedStatistics, StatisticsByVersion, from_json
 from service.workers.view import Key
 
-# Wait for the processes' current counts; of those that are late, the last report counts. The history asks every ten
-# seconds, so a process that dies takes at most the counts of that time with it, which nobody has seen.
+# Wait for the processes' current counts; of those that are late, the last report counts. A process that dies takes with
+# it what it counted since the last request, which nobody has seen.
 _TIMEOUT_SECONDS = 2.0
 Ask = Callable[[], Mapping[str, Future[Body]]]  # returns every running process' answer, by its name
 

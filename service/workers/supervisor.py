@@ -12,15 +12,13 @@ from bf16kit.messages.errors import Unavailable
 from service.config.credentials import Credentials
 from service.config.guard import Guard
 from service.config.logsettings import LogSettings
-from service.config.periodic import PeriodicThread
 from service.config.ports import ReservedPort
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, OnStarted, Stop
 from service.drift.owner import FallbackOwner
 from service.drift.verdict import DriftVerdict
-from service.http.evidence import evidence_route
-from service.http.pages import routes
-from service.http.views import StatusReader
+from service.http.pages import evidence_route, routes
+from service.http.statusreader import StatusReader
 from service.httpport import announce, open_http
 from service.models.controller import Controller
 from service.models.poll import RepositoryPoller
@@ -30,7 +28,6 @@ from service.peers.channel import Body
 from service.peers.peer import Answer, Message
 from service.shadow.process import NAME as SHADOW
 from service.shadow.process import ShadowProcess
-from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 from service.workers.changes import FleetSettings, ModelChanges
 from service.workers.counts import Counting
@@ -54,19 +51,17 @@ def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted) -> Ending
     with ReservedPort(config.host, config.grpc_port) as port:
         supervisor = Supervisor(config, port.port)
         fleet, overview = supervisor.fleet, Overview(supervisor.fleet, supervisor.counting.statistics_of)
-        history = History(lambda: supervisor.counting.samples(NAMES))
-        status = StatusReader(overview, history, workers=config.workers, off_reason=supervisor.shadow.off_reason)
+        counts, off_reason = supervisor.counting.samples, supervisor.shadow.off_reason
+        status = StatusReader(overview, counts, workers=config.workers, off_reason=off_reason)
         evidence = evidence_route(overview, supervisor.shadow.evidence if config.evidence else None)
         pages = routes(overview, supervisor.counting, status.snapshot, evidence)
         http = open_http(config, pages, supervisor.metrics, Credentials.of(config))
         status.listening(port.port, http.port)
-        ticking = PeriodicThread("history", TICK_SECONDS, history.tick)
         try:
             supervisor.start()
             http.start()
             announce(config, port.port, http.port)
             on_started(port.port, http.port)
-            ticking.start()
             while not stop.wait(_MAINTAIN_SECONDS):
                 supervisor.maintain()
             supervisor.stop()
@@ -75,7 +70,6 @@ def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted) -> Ending
             supervisor.stop()
             supervisor.shadow.close()
             fleet.close()
-            ticking.stop()
             http.close()
 
 

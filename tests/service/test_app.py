@@ -16,8 +16,6 @@ from serverprocess import ServerProcess
 from service.config.serverconfig import ServerConfig
 from service.grpc.server import TransportOptions
 from service.grpcport import transport_options
-from service.http.connection import Limits
-from service.httpport import http_limits
 
 RENAMED = {"port": "grpc_port", "unix_socket": "grpc_socket", "overload": "overload_status"}
 NOT_CONFIGURED = {"stream_window", "share_port"}
@@ -40,20 +38,6 @@ def test_every_option_of_the_transport_has_the_value_of_its_key(tmp_path: Path) 
 def test_the_keys_have_the_defaults_of_the_options_they_set(tmp_path: Path) -> None:
     config = ServerConfig(repository=tmp_path)
     assert transport_options(config) == TransportOptions()
-    assert http_limits(config) == Limits()
-
-
-def test_every_limit_of_the_http_port_has_the_value_of_its_key(tmp_path: Path) -> None:
-    config = ServerConfig(
-        repository=tmp_path,
-        http_max_connections=9,
-        http_request_seconds=8,
-        http_idle_seconds=7,
-        http_max_header_bytes=2048,
-    )
-    assert http_limits(config) == Limits(
-        connections=9, request_seconds=8, idle_seconds=7, response_seconds=7, header_bytes=2048
-    )
 
 
 def test_only_the_services_in_token_free_need_no_token(tmp_path: Path) -> None:

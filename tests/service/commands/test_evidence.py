@@ -20,9 +20,8 @@ from bf16kit.artifact.evidence import Evidence, Header
 from bf16kit.messages.errors import NotFound
 from service.config.certificates import CertificateFiles
 from service.config.tokens import TokenFile
-from service.http.evidence import Fetch, evidence_route
-from service.http.pages import Access
-from service.http.server import HttpServer
+from service.http.httpserver import HttpServer
+from service.http.pages import Access, Fetch, evidence_route
 
 MANAGE, READ = "manager-0123456789abcdef", "reader-0123456789abcdef"
 KEPT = Evidence(

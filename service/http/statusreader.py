@@ -1,0 +1,123 @@
+"""What ``/status.json`` holds: the server's models and their metrics, as plain values. The status page draws it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import bf16kit
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec, describe
+from service.contract import Model, Registry, Slot
+
+_REFUSED = "bf16kit_refused_total"
+#: The samples that the page shows.
+NAMES = tuple(
+    f"bf16kit_{name}"
+    for name in (
+        "refused_total", "requests_total", "rejected_total", "rows_total", "executions_total", "queue_depth",
+        "requests_in_flight", "answers_total", "fallback_active", "fallback_transitions_total", "golden_gate_passed",
+        "golden_gate_timestamp_seconds", "drift_samples_total", "drift_budget_ratio", "drift_budget_ratio_low",
+        "drift_budget_ratio_high", "drift_baseline", "drift_effective_samples", "drift_change_score",
+        "drift_changes_total", "drift_worst_slice_axis", "drift_worst_slice_index", "drift_over_budget",
+        "drift_within_budget", "drift_cause", "drift_out_of_range_total", "drift_last_sample_timestamp_seconds",
+        "drift_reference_up", "request_duration_seconds_bucket", "request_duration_seconds_sum",
+        "queue_duration_seconds_bucket", "queue_duration_seconds_sum", "compute_duration_seconds_bucket",
+        "compute_duration_seconds_sum",
+    )
+)  # fmt: skip
+#: Returns the current samples of these names; each has a ``name``, ``labels`` and a ``value``.
+Samples = Callable[[Iterable[str]], Iterable[Any]]
+
+
+class StatusReader:
+    """Reads a registry and the metrics. ``off_reason`` returns why a version's fp32 reference stays off, or ""."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        samples: Samples,
+        *,
+        workers: int = 1,
+        off_reason: Callable[[str, int], str] = lambda model, version: "",
+    ) -> None:
+        self._registry = registry
+        self._samples = samples
+        self._workers = workers
+        self._off_reason = off_reason
+        self._started = time.monotonic()
+        self._ports = 0, 0
+
+    def listening(self, grpc_port: int, http_port: int) -> None:
+        """Set the ports, once they are known."""
+        self._ports = grpc_port, http_port
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the server and its models at this moment."""
+        now, metrics = time.time(), _by_model(self._samples(NAMES))
+        return {
+            "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
+            "at_seconds": now,
+            "version": bf16kit.__version__,
+            "uptime_seconds": round(time.monotonic() - self._started, 1),
+            "workers": self._workers,
+            "grpc_port": self._ports[0],
+            "http_port": self._ports[1],
+            "ready": self._registry.ready,
+            "models": [self._model(slot, metrics) for slot in self._registry.models()],
+            "rejected_early": metrics.get(("", ""), {}).get(_REFUSED, {}),
+        }
+
+    def _model(self, slot: Slot, metrics: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+        return {
+            "name": slot.name,
+            "version": slot.version,
+            "state": slot.state,
+            "reason": slot.reason,
+            "reference_off": self._off_reason(slot.name, slot.version),
+            "running": None if (model := slot.model) is None else _running(model),
+            "metrics": metrics.get((slot.name, str(slot.version)), {}),
+        }
+
+
+def _running(model: Model) -> dict[str, Any]:
+    """Return how a model runs: the fields of :class:`bf16kit.runtime.RuntimeInfo`, and its configuration."""
+    return {
+        **dataclasses.asdict(model.info),
+        "golden": model.golden,
+        "weight_bytes": model.statistics.snapshot().weight_bytes,
+        "max_batch_size": model.max_batch_size,
+        "max_queue_delay_seconds": model.max_queue_delay_s,
+        "instances": model.instances,
+        "inputs": [_describe(spec) for spec in model.inputs],
+        "outputs": [_describe(spec) for spec in model.outputs],
+        "budget": dict(model.budget),
+        "active_precision": model.active_precision.precision,
+        "active_precision_reason": model.active_precision.reason,
+    }
+
+
+def _describe(spec: TensorSpec) -> str:
+    return f"{spec.name}: {BY_NAME[spec.dtype].oip} {describe(spec.shape)}"
+
+
+def _by_model(samples: Iterable[Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return values by model and version, then by name, then by the values of further labels, ``output`` first.
+
+    Counts that two processes report are added.
+    """
+    models: dict[tuple[str, str], dict[str, Any]] = {}
+    for sample in samples:
+        labels = dict(sample.labels)
+        at = models.setdefault((labels.pop("model", ""), labels.pop("version", "")), {})
+        *path, last = sample.name, *(labels[label] for label in sorted(labels, reverse=True))
+        for part in path:
+            at = at.setdefault(part, {})
+        value = sample.value
+        if sample.name.endswith(("_total", "_bucket", "_sum")):
+            value += at.get(last, 0.0)
+        at[last] = value if math.isfinite(value) else str(value)  # JSON has no infinity: "inf"
+    return models
