@@ -177,7 +177,7 @@ def test_requests_sent_a_byte_a_second_are_ended_and_delay_no_other_client(
 
 def test_unread_responses_use_up_one_connections_share_only_and_are_ended(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="400 calls over one connection")
-    target = attack("send_seconds: 3\n")
+    target = attack()
     with target.stays_healthy():
         deaf = connections(target.port, window=0)
         streams = [deaf.call(INFER, MESSAGE) for _ in range(400)]
@@ -192,7 +192,7 @@ def test_responses_read_a_byte_a_second_are_ended_and_delay_no_other_client(
     attack: Attack, connections: Connect, path: str
 ) -> None:
     figures.record(how_much="50 calls")
-    target = attack("send_seconds: 3\n")
+    target = attack()
     with target.stays_healthy():
         slow = connections(target.port, window=0)
         begun = time.monotonic()

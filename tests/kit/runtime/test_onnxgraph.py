@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from artifacts import write_attention, write_counting, write_mlp, write_product
+from artifacts import write_product
 from onnx import NodeProto, TensorProto, helper
 
 import graphs
