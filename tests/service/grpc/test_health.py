@@ -69,25 +69,25 @@ def test_a_watcher_sees_a_model_become_ready() -> None:
 class Watcher:
     """A watch without a socket: gRPC's Python client may lose a message if the end of the stream overtakes it."""
 
-    started, deadline = 0.0, None
-
     def __init__(self, servicer: HealthServicer, service: str = "m", client: str = "somebody") -> None:
+        self.started = 0.0
+        self.deadline: float | None = None
         self.client = client
         self.cancellation = Cancellation()
         self.sent: list[Any] = []
         self.reads = threading.Event()
         self.reads.set()
-        self._watch = lambda: servicer.watch(health_pb2.HealthCheckRequest(service=service), self, self.send)
+        self._servicer, self._service = servicer, service
 
     def start(self) -> Watcher:
-        self._watch()
+        self._servicer.watch(health_pb2.HealthCheckRequest(service=self._service), self, self.send)
         return self
 
     def send(self, answer: Any) -> None:
         self.sent.append(answer and answer.status)
         assert answer is None or self.reads.wait(30)
 
-    def metadata_value(self, key: str) -> None: ...
+    def metadata_value(self, key: str) -> str | None: ...
     def reserve_more(self, nbytes: int) -> None: ...
 
 
@@ -113,11 +113,11 @@ def test_clients_that_do_not_read_take_two_threads_each_and_delay_no_other() -> 
     good = Watcher(servicer, client="good").start()
     until(lambda: good.sent == [SERVING])
     until(lambda: sum(bool(watcher.sent) for watcher in deaf) == 4)
-    assert servicer.has_backlog
+    until(lambda: servicer.has_backlog)
     for watcher in deaf:
         watcher.reads.set()
     until(lambda: all(watcher.sent == [SERVING] for watcher in deaf))
-    assert not servicer.has_backlog
+    until(lambda: not servicer.has_backlog)
     until(lambda: servicer._free == 5)
     assert not servicer._sending
     servicer.shut_down(timeout=30)

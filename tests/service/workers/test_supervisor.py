@@ -28,5 +28,5 @@ def test_an_invalid_number_of_workers_is_rejected(tmp_path: Path, workers: int) 
 
 
 def test_a_worker_gets_the_supervisors_configuration(tmp_path: Path) -> None:
-    config = ServerConfig(repository=tmp_path, workers=3, tls_certificate="/c", tls_key="/k", drain_seconds=3)
+    config = ServerConfig(repository=tmp_path, workers=3, max_in_flight=9, drain_seconds=3)
     assert ServerConfig(**config.model_dump(mode="json")) == config
