@@ -1,7 +1,7 @@
 """One call, from its headers until gRPC has nothing left to do for it.
 
-Each class is what gRPC calls a behavior. A call comes in through a :class:`~service.grpc.pool.RpcPool`, which calls
-:meth:`~Call.admit` and :meth:`~Call.start` before gRPC gives the call a thread.
+Each class is what gRPC calls a behavior. The call's :class:`~service.grpc.admission.RpcPool` calls :meth:`~Call.admit`
+and :meth:`~Call.start` before gRPC gives the call a thread.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import grpc
 
 from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable, Unsupported
 from service.grpc.access import Metadata, RequiredScope
-from service.grpc.admission import MessageBytes, Permit
+from service.grpc.admission import MessageBytes, Permit, RpcPool
 from service.grpc.arrival import Arrival
-from service.grpc.pool import RpcPool
 from service.grpc.status import Status
 from service.grpc.timeouts import CallTimeouts
 from service.request import Cancellation
@@ -35,7 +34,6 @@ class Rpc:
       :class:`~service.grpc.stream.StreamRequest` and the call. It yields such a result for each, in order.
     * ``handler`` of a :class:`WatchCall` takes the request, the call and a function that sends a response (None ends
       the stream). It returns at once.
-    * ``reads_request`` False: the request is empty, and is not waited for.
     * ``off``: why the server does not offer the RPC; all its calls are rejected.
     """
 
@@ -44,7 +42,6 @@ class Rpc:
     read: MessageReader
     serialize: Callable[[Any], bytes]
     handler: Callable[..., Any]
-    reads_request: bool = True
     off: str = ""
 
 
@@ -197,12 +194,10 @@ class UnaryCall(Call):
             self._forget_context()
 
     def start(self, arrival: Arrival, submit: Callable[[], object]) -> None:
-        if not self._rpc.reads_request:
-            return super().start(arrival, submit)
         self._arrival = arrival
         arrival.on_end(self._on_end)
         self._start_timeout(self._pool.receive_timeouts, self._end_slow_call)
-        return arrival.read(self.received, lambda: self._hand_over(arrival, submit))
+        arrival.read(self.received, lambda: self._hand_over(arrival, submit))
 
     def received(self, data: bytes) -> bytes:
         """Keep the message, which is complete. It is parsed on the call's own thread."""
@@ -221,8 +216,6 @@ class UnaryCall(Call):
             return self._pool.status(error)
 
     def _request(self, messages: Iterator[bytes], permit: Permit) -> Any:
-        if not self._rpc.reads_request:
-            return None
         if self._arrival is None:
             self._start_timeout(self._pool.receive_timeouts, self._end_slow_call)
             self._data = next(messages, None)

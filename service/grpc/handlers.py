@@ -13,11 +13,11 @@ from grpc_reflection.v1alpha import reflection_pb2
 from bf16kit.protocol import inference_pb2 as pb
 from service.config.tokens import Scope, TokenFile
 from service.grpc.access import Metadata, RequiredScope
+from service.grpc.admission import RpcPool
 from service.grpc.call import Call, Rpc, UnaryCall, WatchCall
 from service.grpc.control import CHANGES, MANAGING, ControlServicer
 from service.grpc.health import HealthServicer
 from service.grpc.inference import InferenceServicer
-from service.grpc.pool import RpcPool
 from service.grpc.reflection import reflection_handler
 from service.grpc.stream import StreamCall
 from service.wire.limits import MessageReader
@@ -28,7 +28,6 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 _INFER, _STREAM = "ModelInfer", "ModelStreamInfer"
 _PROBES = ("ServerLive", "ServerReady", "ModelReady")  # need no token, as health: kubelet sends none
-_EMPTY = ("ServerLive", "ServerReady", "ServerMetadata")  # their requests are empty
 _MAX_BYTES_WITHOUT_TENSORS = 64 << 10  # largest request without tensors, in bytes
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type checkers only
@@ -46,11 +45,11 @@ def open_by_path(
     """Return the function that opens a call of each RPC, by path."""
 
     def add(
-        service: Any, method: Any, pool: str, scope: Scope | None, kind: type[Call], handler: Any, **more: Any
+        service: str, method: Any, pool: str, scope: Scope | None, kind: type[Call], handler: Any, off: str = ""
     ) -> None:
         read = MessageReader(method.input_type, max_message_bytes if scope == "infer" else _MAX_BYTES_WITHOUT_TENSORS)
         serialize = GetMessageClass(method.output_type).SerializeToString
-        rpc = Rpc(pools[pool], RequiredScope(tokens, scope), read, serialize, handler, **more)
+        rpc = Rpc(pools[pool], RequiredScope(tokens, scope), read, serialize, handler, off)
         paths[f"/{service}/{method.name}"] = lambda metadata: _handler(kind(rpc, metadata), serialize)
 
     paths: dict[str, _Open] = {}
@@ -69,8 +68,7 @@ def open_by_path(
                 None if name in _PROBES else "manage" if name in MANAGING else "read",
                 UnaryCall,
                 getattr(control, name, None),
-                reads_request=name not in _EMPTY,
-                off=off and f"{name}: {off}",
+                off and f"{name}: {off}",
             )
     reflect = reflection_handler((SERVICE, _HEALTH.full_name, _REFLECTION.full_name))
     info = _REFLECTION.methods_by_name["ServerReflectionInfo"]

@@ -6,9 +6,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -20,12 +21,11 @@ from service.config.tokens import TokenFile
 from service.contract import Registry
 from service.grpc import arrival
 from service.grpc.access import RequiredScope, server_credentials
-from service.grpc.admission import ByteBudget
+from service.grpc.admission import ByteBudget, RpcPool
 from service.grpc.control import ControlServicer
 from service.grpc.handlers import SERVICE, HandlerInterceptor, open_by_path
 from service.grpc.health import HealthServicer
 from service.grpc.inference import InferenceServicer
-from service.grpc.pool import RpcPool
 from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, TICK_SECONDS, CallTimeouts
 from service.operations import Operations
 from service.request import Tracer
@@ -36,7 +36,6 @@ _CONTROL_CALLS = 128  # concurrent calls for health, metadata and statistics
 _CHANGES = 32  # concurrent calls that wait for a load or unload
 _REFLECTION_STREAMS = 16
 _REFLECTION_SECONDS = 10.0  # between two requests of one stream
-_SLOW_CONTROL_CALLS = 8  # control calls that may be slow to send their few bytes
 _SLOW_WATCHER_SECONDS = 1.0  # for a watcher to read a few bytes while others wait
 _FINAL_WAIT_SECONDS = 1.0  # wait of a stopping server for watchers to be notified, and for calls to end
 # A thread that repeatedly sleeps for a moment and wakes in time shows that its process has no backlog.
@@ -185,45 +184,32 @@ def _pools(
     options: TransportOptions, count_refusal: Callable[[str], None], health: HealthServicer
 ) -> dict[str, RpcPool]:
     """Return the pool of each class of RPCs."""
-    budget = ByteBudget(options.max_request_bytes)
-    max_slow = max(1, options.max_request_bytes // options.max_message_bytes)
     receive, send = options.receive_seconds, options.send_seconds
+    budget = ByteBudget(options.max_request_bytes)
+    most_slow = max(1, options.max_request_bytes // options.max_message_bytes)
 
-    def pool(
-        name: str,
-        limit: int,
-        what: str,
-        reason: str,
-        receive_seconds: float = receive,
-        send_seconds: float = send,
-        slow: float = _SLOW_CONTROL_CALLS,
-        bytes_of: ByteBudget | None = None,
-        patient: bool = False,
-    ) -> RpcPool:
-        return RpcPool(
-            f"grpc-{name}", limit, what, reason, count_refusal,
-            budget=bytes_of, receive_seconds=receive_seconds, send_seconds=send_seconds, max_slow=slow, patient=patient,
-        )  # fmt: skip
+    def pool(name: str, limit: int, what: str, reason: str, times: Sequence[float], **more: Any) -> RpcPool:
+        return RpcPool(f"grpc-{name}", limit, what, reason, count_refusal, *times, **more)
 
-    idle, streams = options.stream_idle_seconds, options.max_streams
-    found = {
+    streams = pool("open-stream", options.max_streams, "open streams", "streams", (receive, send), budget=budget)
+    watches = pool("watch", options.max_watches, "health watches", "watches", (receive, send))
+    idle = options.stream_idle_seconds  # also while many are open: streams are idle by nature
+    streams.receive_timeouts = CallTimeouts(idle, idle)
+    watches.send_timeouts = CallTimeouts(SECONDS_UNDER_PRESSURE, _SLOW_WATCHER_SECONDS, lambda: health.has_backlog)
+    return {
         "inference": pool(
-            "infer", options.max_in_flight, "requests in flight", "in_flight", slow=max_slow, bytes_of=budget
+            "infer", options.max_in_flight, "requests in flight", "in_flight", (receive, send),
+            max_slow=most_slow, budget=budget,
         ),
-        # Streams are idle by nature.
-        "streams": pool("open-stream", streams, "open streams", "streams", idle, send, math.inf, budget, patient=True),
-        "control": pool("control", _CONTROL_CALLS, "calls for health and metadata", "control"),
-        "changes": pool("change", _CHANGES, "loads and unloads of models", "control"),
-        "watches": pool("watch", options.max_watches, "health watches", "watches"),
+        "streams": streams,
+        "control": pool("control", _CONTROL_CALLS, "calls for health and metadata", "control", (receive, send)),
+        "changes": pool("change", _CHANGES, "loads and unloads of models", "control", (receive, send)),
+        "watches": watches,
         "reflection": pool(
             "reflection", _REFLECTION_STREAMS, "reflection streams", "reflection",
-            _REFLECTION_SECONDS, _REFLECTION_SECONDS, math.inf,
+            (_REFLECTION_SECONDS, _REFLECTION_SECONDS), max_slow=math.inf,
         ),
     }  # fmt: skip
-    found["watches"].send_timeouts = CallTimeouts(
-        SECONDS_UNDER_PRESSURE, _SLOW_WATCHER_SECONDS, lambda: health.has_backlog
-    )
-    return found
 
 
 def wait_for_delivery(until: float) -> None:

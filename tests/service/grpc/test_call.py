@@ -16,7 +16,7 @@ from rawgrpc import RawConnection, framed
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
-from service.grpc import pool as pool_module
+from service.grpc import admission as admission_module
 from service.grpc.call import Call, UnaryCall
 from service.grpc.handlers import SERVICE
 
@@ -29,7 +29,7 @@ INFER = f"/{SERVICE}/ModelInfer"
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run every test twice: as is, and with a grpcio of which only the public interface is known."""
     if request.param == "grpcio":
-        monkeypatch.setattr(pool_module, "find_arrival", lambda arguments: None)
+        monkeypatch.setattr(admission_module, "find_arrival", lambda arguments: None)
     return str(request.param)
 
 
@@ -41,13 +41,13 @@ by_arrival = pytest.mark.parametrize("way", ["arrival"], indirect=True)
 def test_the_client_of_a_call_is_known_before_the_call_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check what this version of grpcio passes to an executor: another version may pass something else."""
     found: list[Any] = []
-    known = pool_module.find_arrival
+    known = admission_module.find_arrival
 
     def find_arrival(arguments: tuple[Any, ...]) -> Any:
         found.append(known(arguments))
         return found[-1]
 
-    monkeypatch.setattr(pool_module, "find_arrival", find_arrival)
+    monkeypatch.setattr(admission_module, "find_arrival", find_arrival)
     with serving(LoopbackModel()) as served:
         served.call("ModelInfer", infer_request(x=X))
     assert [arrived.client.startswith("ipv4:127.0.0.1:") for _, arrived in found] == [True]
@@ -112,12 +112,6 @@ def test_a_call_that_ends_without_a_request_is_an_invalid_argument() -> None:
         with pytest.raises(grpc.RpcError) as refused:
             call(iter(()), timeout=30)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_a_request_without_content_is_not_waited_for() -> None:
-    with serving(LoopbackModel()) as served, RawConnection(served.port) as client:
-        stream = client.call(f"/{SERVICE}/ServerLive")
-        until(lambda: stream in client.ended)
 
 
 @by_arrival
