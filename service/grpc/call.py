@@ -158,6 +158,11 @@ class Call:
 
         return self._rpc.read(data, reserve)
 
+    def _status(self, error: Exception) -> Status:
+        """Return the status that ends the call with ``error``, whose traceback refers to the call: no cycle is left."""
+        self._rejection = None
+        return self._pool.status(error)
+
     def _abort(self, status: Status) -> None:
         """End the call with ``status``. Raises an exception that only gRPC may catch."""
         self._aborted = True
@@ -213,7 +218,7 @@ class UnaryCall(Call):
         except grpc.RpcError:  # raised by gRPC: the client has left
             raise
         except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
-            return self._pool.status(error)
+            return self._status(error)
 
     def _request(self, messages: Iterator[bytes], permit: Permit) -> Any:
         if self._arrival is None:
@@ -230,7 +235,7 @@ class UnaryCall(Call):
 
         Otherwise the cycle would keep the call, and gRPC's memory for its stream, until Python collects garbage.
         """
-        if self._arrival is not None:
+        if self._arrival is not None or self._permit is None:
             self._context = None
 
 
@@ -253,6 +258,6 @@ class WatchCall(UnaryCall):
         except grpc.RpcError:
             raise
         except Exception as error:  # noqa: BLE001 -- as above
-            self._abort(self._pool.status(error))
+            self._abort(self._status(error))
         finally:
             self._forget_context()

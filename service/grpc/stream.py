@@ -58,7 +58,7 @@ class StreamCall(Call):
         except Exception as error:
             if self._aborted:
                 raise
-            self._abort(self._pool.status(error))
+            self._abort(self._status(error))
 
     def _requests(self, messages: Iterator[bytes], permit: Permit) -> Iterator[StreamRequest]:
         while True:

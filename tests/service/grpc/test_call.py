@@ -312,7 +312,8 @@ def test_a_call_that_has_ended_is_freed_without_a_collection_of_garbage() -> Non
     def calls() -> int:
         return sum(issubclass(type(each), Call) for each in gc.get_objects())
 
-    with serving(LoopbackModel()) as served:
+    with serving(LoopbackModel(), max_watches=0) as served:
+        watch: Any = served.channel.unary_stream("/grpc.health.v1.Health/Watch")
         served.call("ModelInfer", infer_request(x=X))
         gc.collect()
         gc.disable()
@@ -322,6 +323,8 @@ def test_a_call_that_has_ended_is_freed_without_a_collection_of_garbage() -> Non
                 served.call("ModelInfer", infer_request(x=X))
                 served.refusal("ModelInfer", infer_request("nobody", x=X))
                 assert served.call("ServerLive", pb.ServerLiveRequest()).live
+                with pytest.raises(grpc.RpcError, match="health watches is the limit"):
+                    next(watch(b"", timeout=30))
             until(lambda: calls() <= before)
         finally:
             gc.enable()
