@@ -132,10 +132,6 @@ def values(future: Future[Reply]) -> list[float]:
     return [float(v) for v in future.result(20).outputs["y"].reshape(-1)]
 
 
-def test_a_request_gets_its_response(make: Make) -> None:
-    assert values(make().call(1.0, 2.0)) == [2.0, 4.0]
-
-
 @pytest.mark.parametrize("inline", [False, True])
 def test_each_response_names_the_precision_that_computed_it(make: Make, inline: bool) -> None:
     bench = make(inline=inline)
@@ -164,43 +160,9 @@ def test_requests_that_wait_while_the_model_runs_become_one_batch(make: Make) ->
     assert bench.heard.depth == 0
 
 
-def test_a_batch_never_has_more_than_max_rows(make: Make) -> None:
-    bench = make(max_rows=4)
-    bench.hold()
-    waiting = [bench.queue(*[float(i)] * 3) for i in range(1, 4)] + [bench.queue(9.0)]
-    bench.run.gate.set()
-    for future in waiting:
-        future.result(20)
-    assert bench.run.batches[1:] == [[1.0, 1.0, 1.0, 9.0], [2.0] * 3, [3.0] * 3]
-
-
 def test_a_request_larger_than_a_batch_is_rejected_with_the_limit(make: Make) -> None:
     with pytest.raises(InvalidRequest, match="has 9 rows; max_batch_size is 8"):
         make().call(*range(9)).result(20)
-
-
-def test_a_request_of_another_shape_runs_in_its_own_batch_and_is_not_starved(make: Make) -> None:
-    bench = make(max_rows=2)
-    bench.hold()
-    wide = Request({"x": np.full((1, 2), 7, np.float32)}, rows=1)
-    first = bench.queue(1.0)
-    depth = bench.heard.depth
-    other = bench.callers.submit(bench.batcher.submit, wide)
-    until(lambda: bench.heard.depth > depth)
-    later = [bench.queue(float(i)) for i in (2, 3, 4)]
-    bench.run.gate.set()
-    for future in (first, other, *later):
-        future.result(20)
-    assert bench.run.batches[1:] == [[1.0, 2.0], [7.0, 7.0], [3.0, 4.0]]
-
-
-def test_without_a_batch_axis_every_request_runs_alone(make: Make) -> None:
-    bench = make(axis=None, max_rows=0)
-    bench.hold()
-    waiting = [bench.queue(1.0), bench.queue(2.0)]
-    bench.run.gate.set()
-    assert [values(f) for f in waiting] == [[2.0], [4.0]]
-    assert bench.run.batches == [[0.0], [1.0], [2.0]]
 
 
 def test_a_full_queue_rejects_at_once_and_counts_the_rejection(make: Make) -> None:
@@ -210,20 +172,6 @@ def test_a_full_queue_rejects_at_once_and_counts_the_rejection(make: Make) -> No
     with pytest.raises(Overloaded, match="2 requests are waiting"):
         bench.call(3.0).result(20)
     assert bench.heard.rejections == {"queue_full": 1}
-
-
-def test_a_cancelled_request_never_runs_and_is_counted(make: Make) -> None:
-    bench = make()
-    bench.hold()
-    gone = Cancellation()
-    left, stays = bench.queue(1.0, cancellation=gone), bench.queue(2.0)
-    gone.cancel()
-    bench.run.gate.set()
-    with pytest.raises(Cancelled):
-        left.result(20)
-    assert values(stays) == [4.0]
-    assert bench.run.batches == [[0.0], [2.0]]
-    assert bench.heard.rejections == {"cancelled": 1}
 
 
 def test_a_request_whose_deadline_has_passed_on_arrival_never_runs(make: Make) -> None:
@@ -257,16 +205,6 @@ def test_a_request_whose_deadline_passes_during_the_run_still_gets_its_response(
     until(lambda: time.monotonic() > deadline)
     bench.run.gate.set()
     assert values(slow) == [2.0]
-
-
-def test_a_bad_input_fails_only_its_own_request(make: Make) -> None:
-    bench = make()
-    bench.hold()
-    good, bad, also = bench.queue(1.0), bench.queue(-1.0), bench.queue(3.0)
-    bench.run.gate.set()
-    assert (values(good), values(also)) == ([2.0], [6.0])
-    with pytest.raises(RuntimeFailure, match="negative"):
-        bad.result(20)
 
 
 def test_a_batch_with_one_bad_input_is_halved_until_the_bad_one_is_alone(make: Make) -> None:
@@ -334,27 +272,6 @@ def test_a_request_is_rejected_if_its_expected_wait_is_too_long(make: Make) -> N
     assert bench.heard.rejections == {"queue_wait": 1}
 
 
-def test_a_burst_to_a_cold_model_is_answered_whole(make: Make) -> None:
-    """Its first run takes 30 ms, by which 20 requests would wait for 0.6 s: more than the limit of 20 ms."""
-    bench = make(max_rows=1, max_requests=100, max_wait_s=0.02)
-    held = bench.hold()
-    begun = time.monotonic()
-    until(lambda: time.monotonic() > begun + 0.03)
-    bench.run.gate.set()
-    held.result(20)
-    bench.hold()
-    burst = [bench.queue(float(value)) for value in range(20)]
-    bench.run.gate.set()
-    assert [values(each) for each in burst] == [[2.0 * value] for value in range(20)]
-
-
-def test_the_executor_survives_a_failed_run(make: Make) -> None:
-    bench = make()
-    with pytest.raises(RuntimeFailure):
-        bench.call(-1.0).result(20)
-    assert values(bench.call(1.0)) == [2.0]
-
-
 def test_a_delay_gathers_a_fuller_batch(make: Make) -> None:
     """The delay is a minute, so the two requests run within this test only because they fill the batch."""
     bench = make(max_delay_s=60.0, max_rows=2)
@@ -366,11 +283,6 @@ def test_a_delay_gathers_a_fuller_batch(make: Make) -> None:
 def test_a_batch_that_is_not_full_runs_when_the_delay_ends(make: Make) -> None:
     bench = make(max_delay_s=0.02)
     assert values(bench.call(1.0)) == [2.0]
-
-
-def test_a_request_whose_deadline_is_within_the_delay_runs_at_once(make: Make) -> None:
-    bench = make(max_delay_s=60.0)
-    assert values(bench.call(1.0, deadline=time.monotonic() + 30)) == [2.0]
 
 
 def test_inline_runs_a_lone_request_on_the_callers_thread(make: Make) -> None:

@@ -245,12 +245,6 @@ def test_bytes_are_counted_before_they_are_read(regions: RegionTable, file: Path
         InferenceCodec(SHARING, SharedMemory(regions)).decode(shared_request("a", "b", "c"), reserve=refuse)
 
 
-def test_a_requests_shared_memory_has_the_limit_of_a_message(regions: RegionTable) -> None:
-    decode_shared(shared_request("a", "b", "c"), SharedMemory(regions, max_bytes=24))
-    with pytest.raises(InvalidRequest, match="24 bytes or more in shared memory, expected at most 23"):
-        decode_shared(shared_request("a", "b", "c"), SharedMemory(regions, max_bytes=23))
-
-
 def test_an_unknown_region_is_not_found_and_disabled_shared_memory_is_unsupported(regions: RegionTable) -> None:
     with pytest.raises(Unsupported, match="input 'a' is in shared memory, which is off"):
         decode_shared(shared_request("a", "b", "c"), SharedMemory())
