@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from bf16kit.numerics.tensors import Array as Array
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from service.request import Claim, Observation, Precision, Reply, Request
+from service.request import Observation, Precision, Reply, Request
 
 State = Literal["loading", "ready", "unavailable"]
 GATE_FAILED = "FAILED"
@@ -56,14 +56,10 @@ class QueueBounds:
 class Scheduling:
     """The queue limits of a model and the versions of it to serve, as ``serving.yaml`` declares them.
 
-    ``by_level`` has the limits of single priority levels; ``bounds`` applies to all others. ``versions`` is the number
-    of newest versions to serve, or a tuple of versions, or None for all.
+    ``versions`` is the number of newest versions to serve, or a tuple of versions, or None for all.
     """
 
     bounds: QueueBounds = QueueBounds()
-    priority_levels: int = 0
-    default_level: int = 1
-    by_level: Mapping[int, QueueBounds] = field(default_factory=dict)
     versions: int | tuple[int, ...] | None = 1
 
 
@@ -172,13 +168,6 @@ class Model(Protocol):
 
         Raises :class:`RequestError` (rejected; the text is for the client) or
         :class:`RuntimeFailure` (failed; the text is for the log).
-        """
-        ...
-
-    def claim(self, nbytes: int) -> Claim | None:
-        """Return the right to run a request of ``nbytes`` bytes now, on the calling thread, or None. Never blocks.
-
-        It is granted if the model is idle and the run is expected to take less time than waking another thread.
         """
         ...
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from bf16kit.messages.errors import ConfigError
+from bf16kit.system import controlgroup
 from service.config.credentials import Credentials
+from service.config.memory import max_request_bytes
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
 from service.contract import Registry
-from service.grpc.credentials import Access
-from service.grpc.options import TransportOptions
-from service.grpc.server import Transport
+from service.grpc.server import Transport, TransportOptions
 from service.models.repository import Repository
 from service.operations import MODEL_CONTROL, Operations, ReadOnly, Settings
 from service.request import Tracer
@@ -40,9 +40,8 @@ def build_transport(
     tracer: Tracer | None = None,
 ) -> Transport:
     """Return a transport that is not started yet. Several workers share its port."""
-    access = Access(credentials.tokens, frozenset(config.token_free))
     options = transport_options(config)
-    return Transport(registry, count_refusal, options, access, credentials.certificates, operations, tracer)
+    return Transport(registry, count_refusal, options, credentials.tokens, credentials.certificates, operations, tracer)
 
 
 def open_tracing(
@@ -90,20 +89,9 @@ def transport_options(config: ServerConfig) -> TransportOptions:
     return TransportOptions(
         host=config.host,
         port=config.grpc_port,
-        unix_socket=str(config.grpc_socket or ""),
-        compress=config.compress,
-        max_connections=config.max_connections,
         max_in_flight=config.max_in_flight,
-        max_streams=config.max_streams,
-        max_watches=config.max_watches,
         max_message_bytes=config.max_message_bytes,
-        max_request_bytes=config.max_request_bytes,
-        receive_seconds=config.receive_seconds,
-        send_seconds=config.send_seconds,
-        stream_idle_seconds=config.stream_idle_seconds,
-        keepalive_seconds=config.keepalive_seconds,
-        max_connection_idle_seconds=config.max_connection_idle_seconds,
+        max_request_bytes=max_request_bytes(config, controlgroup.memory()),
         max_connection_age_seconds=config.max_connection_age_seconds,
-        overload=config.overload_status,
         share_port=config.workers > 1,
     )

@@ -74,25 +74,16 @@ class Cancellation:
             self._callbacks.remove(callback)
 
 
-class Claim(Protocol):
-    """The right to run one request at once, on the thread that holds the claim: for a thread that must not wait."""
-
-    def release(self) -> None:
-        """Release the claim; does nothing if a request has used it."""
-        ...
-
-
 @dataclass(slots=True)
 class Request:
     """One request of a client. ``feeds`` have the model's dtypes and have been checked against its inputs.
 
     ``rows`` is the size of the batch axis (1 for a model without one). ``deadline`` is in :func:`time.monotonic`
-    seconds. ``outputs`` names the outputs in the order wanted; ``None`` means all. ``priority`` is 1 for the most
-    urgent, 0 for the model's default. A ``waits_for_room`` request waits for room in a full queue; others are rejected.
+    seconds. ``outputs`` names the outputs in the order wanted; ``None`` means all. A ``waits_for_room`` request
+    waits for room in a full queue; others are rejected.
 
     ``timings`` is set by the code that spends the time, however the request ends; it is None until the request has
-    waited or run. ``nbytes`` is the size of the request's message, 0 if the transport does not know it. ``claim`` is
-    the claim on the model that is called, if there is one. ``client`` is the connection it came by; "" if unknown.
+    waited or run. ``client`` is the connection it came by; "" if unknown.
     """
 
     feeds: dict[str, Array]
@@ -100,11 +91,8 @@ class Request:
     outputs: tuple[str, ...] | None = None
     deadline: float | None = None
     cancellation: Cancellation | None = None
-    priority: int = 0
     waits_for_room: bool = False
     timings: Timings | None = None
-    nbytes: int = 0
-    claim: Claim | None = None
     client: str = ""
 
 

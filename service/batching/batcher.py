@@ -14,34 +14,33 @@ import time
 from collections.abc import Hashable
 
 from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InputRefused, InvalidRequest, Overloaded, RequestError
-from service.batching.claim import IdleClaim, RunTimePredictor
-from service.batching.execution import Execution, Run
-from service.batching.gather import signature
-from service.batching.pending import (
+from service.batching.execution import (
     CLIENT_LEFT,
     TOO_LATE,
-    PendingRequest,
+    BatchObserver,
+    Execution,
+    Pending,
+    Run,
     expiry_error,
     invalid_input_error,
-    lock_timeout,
     rejection_label,
+    signature,
     unloading_error,
 )
-from service.batching.policy import BatchObserver, BatchPolicy
-from service.batching.queue import Job, Queue
-from service.batching.slots import ExecutionSlots
+from service.batching.queue import BatchPolicy, Queue
 from service.request import Reply, Request, Timings
 
 _OBSERVE_S = 0.02  # the least time between two run times reported to the queue by inline runs
 _ROOM_S = 0.1  # how often a request that waits for room checks that its client is still there
-_LONG_S = 5e-4  # a shorter batch is over soon after another thread was woken for it: beside others it gains nothing
-_Job = Job[PendingRequest]
+_LONG_S = 5e-4  # a shorter batch is over soon after another thread was woken for it: an extra instance gains nothing
 
 
 class Batcher:
     """Joins requests into batches and runs them. Call :meth:`start` before the first :meth:`submit`.
 
-    :meth:`close` rejects the requests that still wait, and ends the threads.
+    An extra instance runs a batch whose shape no running batch has: it could never join that one, and would wait for
+    the end of a longer run (docs/decisions/0061). A request whose shape runs already should wait: joined with others of
+    its shape it costs less. :meth:`close` rejects the requests that still wait, and ends the threads.
     """
 
     def __init__(self, run: Run, policy: BatchPolicy, observer: BatchObserver, *, name: str = "model") -> None:
@@ -49,22 +48,22 @@ class Batcher:
         self._policy = policy
         self._inline = policy.inline and policy.max_delay_s == 0
         self._observer = observer
-        self._queue: Queue[PendingRequest] = Queue(policy.queue_policy())
+        # The lock guards everything below, down to _closed.
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)  # work for an executor, or the end
-        self._wake_beside = threading.Condition(self._lock)  # the same, for executors of batches beside others
+        self._wake_extra = threading.Condition(self._lock)  # the same, for executors of extra instances
         self._room = threading.Condition(self._lock)  # room in the queue, for patient requests
-        self._slots = ExecutionSlots(
-            policy.instances, policy.beside if policy.batching_enabled and policy.max_delay_s == 0 else 0
-        )
-        self._last_observed = -math.inf
-        self._predictor = RunTimePredictor()
-        self._execution = Execution(run, policy.axis, observer)
+        self._queue: Queue[Pending] = Queue(policy)
+        self._idle = policy.instances  # batches of any shape that may begin
+        self._extra = policy.extra_instances if policy.batch_rows and policy.max_delay_s == 0 else 0
+        self._running: list[Hashable] = []  # shapes
         self._closed = False
-        roles = [False] * policy.instances + [True] * self._slots.beside
+        self._last_observed = -math.inf
+        self._execution = Execution(run, policy.axis, observer)
+        roles = [False] * self._idle + [True] * self._extra
         self._threads = [
-            threading.Thread(target=self._work, args=(beside,), name=f"{name}-executor-{i}", daemon=True)
-            for i, beside in enumerate(roles)
+            threading.Thread(target=self._work, args=(extra,), name=f"{name}-executor-{i}", daemon=True)
+            for i, extra in enumerate(roles)
         ]
 
     def start(self) -> None:
@@ -81,17 +80,13 @@ class Batcher:
 
         The thread of such a batch is left. ``deadline`` is in :func:`time.monotonic` seconds.
         """
-        with self._wake:
+        with self._lock:
             self._closed = True
-            self._wake.notify_all()
-            self._wake_beside.notify_all()
-            self._room.notify_all()
+            for condition in (self._wake, self._wake_extra, self._room):
+                condition.notify_all()
             now = time.monotonic()
-            dropped = self._queue.clear()
-            for job in dropped:
-                self._record_dropped(job, unloading_error(), now)
-        for job in dropped:
-            job.work.fail(unloading_error())
+            for job in self._queue.clear():
+                self._drop(job, unloading_error(), now)
         started = [thread for thread in self._threads if thread.ident is not None]
         for thread in started:
             thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
@@ -104,123 +99,79 @@ class Batcher:
         saves two thread switches, which are most of what a server adds to a small model's latency. It is not for
         runtimes with memory per thread.
 
-        Raises InvalidRequest (more rows than a batch holds, no such priority, or inputs that the model cannot run on),
-        DeadlineExceeded, Cancelled, Overloaded (queue full), Unavailable (closed), or what the runtime raised.
+        Raises InvalidRequest (more rows than a batch holds, or inputs that the model cannot run on), DeadlineExceeded,
+        Cancelled, Overloaded (queue full), Unavailable (closed), or what the runtime raised.
         """
         arrived = time.monotonic()
         expired = expiry_error(request, arrived)
         if expired is not None:
             self._observer.rejected(rejection_label(expired))
             raise expired
-        if self._policy.batching_enabled and request.rows > self._policy.max_rows:
-            raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {self._policy.max_rows}")
-        level = self._level(request.priority)
-        claimed = isinstance(request.claim, IdleClaim) and request.claim.use(self.release)
-        if claimed or (self._inline and self._claim_idle(request)):
-            return self._run_inline(request, arrived)
-        shape = self._shape(request)
-        if self._inline and self._claim_beside(request, shape):
-            return self._run_inline(request, arrived)
-        job = self._enqueue(request, shape, arrived, level)
-        return self._await_reply(job)
+        axis, most = self._policy.axis, self._policy.batch_rows
+        shape: Hashable = ()
+        if most and axis is not None:
+            if request.rows > most:
+                raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {most}")
+            shape = signature(request.feeds, axis)
+        if self._inline and (extra := self._begin_inline(shape, request.rows)) is not None:
+            return self._run_inline(request, shape, arrived, extra)
+        return self._await_reply(self._enqueue(Pending(request, arrived, shape)))
 
-    def claim(self, nbytes: int) -> IdleClaim | None:
-        """See :meth:`service.contract.Model.claim`."""
-        quick = self._policy.claimable and self._predictor.is_quick(nbytes)
-        return IdleClaim(self.release) if quick and self._claim_idle() else None
+    # --- on the caller's thread, without the queue --------------------------------------------------------------------
 
-    def release(self, request: Request | None = None) -> None:
-        """End a run outside the executors, or a claim that was not used. Wakes an executor if requests wait."""
+    def _begin_inline(self, shape: Hashable, rows: int) -> bool | None:
+        """Begin a run if nothing waits. Return whether an extra instance runs it; None if it has to wait."""
         with self._lock:
-            self._slots.caller_finished(request)
-            if len(self._queue):
-                self._wake_executor()
+            if len(self._queue) or self._closed:
+                return None
+            extra = not self._idle
+            if extra and not self._fits_extra(shape, rows):
+                return None
+            self._begin(shape, extra)
+            return extra
 
-    # --- the client's side --------------------------------------------------------------------------------------------
-
-    def _level(self, priority: int) -> int:
-        levels = len(self._policy.levels)
-        if levels == 1:  # no priorities: all requests share one level
-            return 0
-        if not 0 <= priority <= levels:
-            raise InvalidRequest(f"priority is {priority}, expected 0 (the default) to {levels} (the least urgent)")
-        return (priority or self._policy.default_level) - 1
-
-    def _claim_idle(self, request: Request | None = None) -> bool:
-        with self._lock:
-            if len(self._queue) or not self._slots.idle or self._closed:
-                return False
-            self._slots.caller_started(request)
-            return True
-
-    def _claim_beside(self, request: Request, shape: Hashable) -> bool:
-        with self._lock:
-            if len(self._queue) or self._closed or not self._fits_beside(shape, request.rows):
-                return False
-            self._slots.caller_started(request)
-            return True
-
-    def _run_inline(self, request: Request, arrived: float) -> Reply:
-        cpu_start = time.thread_time()
+    def _run_inline(self, request: Request, shape: Hashable, arrived: float, extra: bool) -> Reply:
         try:
             try:
                 outputs, precision = self._run(request.feeds, request.outputs)
             finally:
                 ended = time.monotonic()
-                timings = request.timings = Timings(0.0, 0.0, ended - arrived, 0.0, arrived, arrived, request.rows)
-                self._predictor.observe(request.nbytes, time.thread_time() - cpu_start)
+                seconds = ended - arrived
+                timings = request.timings = Timings(0.0, 0.0, seconds, 0.0, arrived, arrived, request.rows)
             if ended - self._last_observed > _OBSERVE_S:
                 self._last_observed = ended
-                self._observe(self._shape(request), request.rows, timings.compute_infer)
+                self._observe(shape, request.rows, seconds)
             self._observer.executed(1, request.rows, timings)
         except InputRefused as error:
             raise invalid_input_error(error) from error
         finally:
-            self.release(request)
+            with self._lock:
+                self._end(shape, extra)
+                if len(self._queue):
+                    self._wake_executor()
         return Reply(outputs, precision)
 
-    def _observe(self, shape: Hashable, rows: int, seconds: float) -> None:
-        """Tell the queue how long a batch ran: it estimates the wait of other requests from that."""
+    # --- in the queue -------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, job: Pending) -> Pending:
         with self._lock:
-            self._queue.pace.observe(shape, rows, seconds)
-
-    def _fits_beside(self, shape: Hashable, rows: int) -> bool:
-        """Return whether such a batch may begin beside those that run. It must be long enough to gain anything."""
-        return self._queue.pace.seconds(shape, rows) >= _LONG_S and self._slots.fits(shape, self._shape)
-
-    def _shape(self, request: Request) -> Hashable:
-        """Return what must be equal for two requests to share a batch."""
-        axis = self._policy.axis
-        return signature(request.feeds, axis) if self._policy.batching_enabled and axis is not None else ()
-
-    def _enqueue(self, request: Request, shape: Hashable, arrived: float, level: int) -> _Job:
-        job: _Job = Job(
-            PendingRequest(request),
-            arrived,
-            rows=request.rows,
-            shape=shape,
-            deadline=math.inf if request.deadline is None else request.deadline,
-            level=level,
-            nbytes=sum(array.nbytes for array in request.feeds.values()),
-        )
-        with self._wake:
-            self._expire(arrived)
+            self._expire(job.arrived)
             while not self._put(job):
                 self._room.wait(_ROOM_S)
             self._observer.queued(1)
             self._wake_executor(job)
         return job
 
-    def _put(self, job: _Job) -> bool:
+    def _put(self, job: Pending) -> bool:
         """Put the job into the queue. Returns False if there is no room and the request is patient; else raises."""
-        request = job.work.request
+        request = job.request
         if self._closed:
             self._observer.rejected("draining")
             raise unloading_error()
         now = time.monotonic()
         expired = expiry_error(request, now) if request.waits_for_room else None  # it may have waited for room for long
         if expired is not None:
-            job.work.set_timings(job.arrived, now)
+            job.set_timings(now)
             self._observer.rejected(rejection_label(expired))
             raise expired
         try:
@@ -232,9 +183,9 @@ class Batcher:
             raise
         return True
 
-    def _await_reply(self, job: _Job) -> Reply:
+    def _await_reply(self, job: Pending) -> Reply:
         """Wait for the job; at its deadline, or when its client leaves, take it out unless it is already running."""
-        cancellation = job.work.request.cancellation
+        cancellation = job.request.cancellation
 
         def on_cancel() -> None:
             self._withdraw(job, Cancelled(CLIENT_LEFT))
@@ -242,76 +193,97 @@ class Batcher:
         if cancellation is not None:
             cancellation.subscribe(on_cancel)
         try:
-            if not job.work.wait(lock_timeout(job.deadline)):
+            if not job.wait():
                 self._withdraw(job, DeadlineExceeded(TOO_LATE))
-                job.work.wait(-1)
-            return job.work.result()
+            return job.result()
         finally:
             if cancellation is not None:
                 cancellation.unsubscribe(on_cancel)
 
-    def _withdraw(self, job: _Job, error: RequestError) -> None:
+    def _withdraw(self, job: Pending, error: RequestError) -> None:
         """Fail a job that still waits; do nothing if it runs already."""
         with self._lock:
-            if not self._queue.remove(job):
-                return
-            self._record_dropped(job, error, time.monotonic())
-        job.work.fail(error)
+            if self._queue.remove(job):
+                self._drop(job, error, time.monotonic())
 
-    # --- the executors' side ------------------------------------------------------------------------------------------
+    def _expire(self, now: float) -> None:
+        for job in self._queue.expire(now):
+            self._drop(job, DeadlineExceeded(TOO_LATE), now)
 
-    def _work(self, beside: bool) -> None:
+    def _drop(self, job: Pending, error: RequestError, now: float) -> None:
+        """Fail a job that has left the queue without having run."""
+        job.set_timings(now)
+        self._observer.queued(-1)
+        self._observer.rejected(rejection_label(error))
+        job.fail(error)
+
+    # --- the executors ------------------------------------------------------------------------------------------------
+
+    def _work(self, extra: bool) -> None:
         """Run batches on one executor thread, which looks for its next batch itself: nothing needs to wake it.
 
-        Batches beside others have threads of their own. So all other batches stay on the same thread: two threads that
-        took turns were slower.
+        Extra instances have threads of their own. So all other batches stay on the same thread: two threads that took
+        turns were slower.
         """
-        while batch := self._next_batch(beside):
+        while batch := self._next_batch(extra):
             try:
                 self._execution.run(batch, self._observe)
             finally:
                 with self._lock:
-                    self._slots.batch_ended(batch[0].shape, beside)
+                    self._end(batch[0].shape, extra)
 
-    def _next_batch(self, beside: bool) -> list[_Job]:
+    def _next_batch(self, extra: bool) -> list[Pending]:
         """Block until there is a batch, and return it; return an empty list when the batcher is closed."""
-        wake = self._wake_beside if beside else self._wake
+        wake = self._wake_extra if extra else self._wake
         with self._lock:
             while not self._closed:
                 now = time.monotonic()
                 self._expire(now)
-                batch = self._queue.pop_batch(now, self._fits if beside else self._idle)
+                batch = self._queue.pop_batch(now, self._fits if extra else self._is_idle)
                 if batch:
-                    self._slots.batch_started(batch[0].shape, beside)
+                    self._begin(batch[0].shape, extra)
                     self._room.notify_all()
                     self._observer.queued(-len(batch))
                     self._wake_executor()
                     return batch
-                wakeup = self._queue.next_wakeup(now) if self._slots.idle and not beside else None
+                wakeup = self._queue.next_wakeup(now) if self._idle and not extra else None
                 wake.wait(None if wakeup is None else wakeup - now)
             return []
 
-    def _wake_executor(self, job: _Job | None = None) -> None:
+    def _wake_executor(self, job: Pending | None = None) -> None:
         """Wake an executor if one may run ``job``, or without ``job`` the first one in the queue."""
-        if self._slots.idle:
+        if self._idle:
             self._wake.notify()
-        elif self._slots.beside and (job := job or self._queue.first(time.monotonic())) and self._fits(job):
-            self._wake_beside.notify()
+        elif self._extra and (job := job or self._queue.first(time.monotonic())) and self._fits(job):
+            self._wake_extra.notify()
 
-    def _idle(self, _: _Job) -> bool:
-        return self._slots.idle
+    def _observe(self, shape: Hashable, rows: int, seconds: float) -> None:
+        """Tell the queue how long a batch ran: it estimates the wait of other requests from that."""
+        with self._lock:
+            self._queue.pace.observe(shape, rows, seconds)
 
-    def _fits(self, job: _Job) -> bool:
-        return self._fits_beside(job.shape, job.rows)
+    # --- instances; the caller has the lock ---------------------------------------------------------------------------
 
-    def _expire(self, now: float) -> None:
-        for job in self._queue.expire(now):
-            error = DeadlineExceeded(TOO_LATE)
-            self._record_dropped(job, error, now)
-            job.work.fail(error)
+    def _begin(self, shape: Hashable, extra: bool) -> None:
+        self._running.append(shape)
+        self._count(-1, extra)
 
-    def _record_dropped(self, job: _Job, error: RequestError, now: float) -> None:
-        """Record that a job has left the queue without having run."""
-        job.work.set_timings(job.arrived, now)
-        self._observer.queued(-1)
-        self._observer.rejected(rejection_label(error))
+    def _end(self, shape: Hashable, extra: bool) -> None:
+        self._running.remove(shape)
+        self._count(1, extra)
+
+    def _count(self, change: int, extra: bool) -> None:
+        if extra:
+            self._extra += change
+        else:
+            self._idle += change
+
+    def _is_idle(self, _: Pending) -> bool:
+        return self._idle > 0
+
+    def _fits(self, job: Pending) -> bool:
+        return self._fits_extra(job.shape, job.rows)
+
+    def _fits_extra(self, shape: Hashable, rows: int) -> bool:
+        """Return whether an extra instance may run such a batch now. It must be long enough to gain anything."""
+        return self._extra > 0 and shape not in self._running and self._queue.pace.seconds(shape, rows) >= _LONG_S

@@ -15,7 +15,6 @@ from bf16kit.messages.errors import ConfigError
 from service.grpc.healthclient import ClientTls, Endpoint
 
 _PREFIX = "BF16KIT_"
-_TOKEN = "BF16KIT_TOKEN"  # noqa: S105 -- the name of a variable
 _PORT = 8001
 _WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- listened on, not by us
 _LARGEST_PORT = 65535
@@ -30,18 +29,15 @@ class LocalServer:
         self._from_file = _mapping(file) if file is not None else {}
 
     def endpoint(self, certificate: Path | None = None, key: Path | None = None) -> Endpoint:
-        """Return the server's address and the credentials to use there.
+        """Return the server's address and the certificates to use there.
 
         ``certificate`` and ``key`` are used if the server requires client certificates. Raises ConfigError for settings
         that cannot be used.
         """
-        socket = self._text("grpc_socket")
-        if socket:  # without TLS
-            return Endpoint(f"unix:{socket}", token=self._token())
         host = self._text("host") or "127.0.0.1"
         host = _WILDCARD_HOSTS.get(host, host)
         target = f"[{host}]:{self._port()}" if ":" in host else f"{host}:{self._port()}"
-        return Endpoint(target, self._trust(certificate, key), self._token())
+        return Endpoint(target, self._trust(certificate, key))
 
     def _setting(self, name: str) -> Any:
         for value in (self._flags.get(name), os.environ.get(_PREFIX + name.upper()), self._from_file.get(name)):
@@ -77,21 +73,6 @@ class LocalServer:
             return ClientTls(pair.certificate, name, pair.certificate, pair.key)
         client = CertificateFiles(certificate, key).current()
         return ClientTls(pair.certificate, name, client.certificate, client.key)
-
-    def _token(self) -> str:
-        """Return the token, if health checks need one: from the environment, else from the server's token file."""
-        free = self._setting("token_free")
-        if free is None or "health" in str(free):
-            return ""
-        from service.config.tokens import is_token, read_tokens
-
-        token = os.environ.get(_TOKEN, "").strip()
-        if token and not is_token(token):
-            raise ConfigError(f"{_TOKEN} is not a bearer token")
-        file = self._path("token_file")
-        if token or file is None:
-            return token
-        return next((token for token, scopes in read_tokens(file) if "read" in scopes), "")
 
 
 def _mapping(file: Path) -> dict[str, Any]:

@@ -10,23 +10,25 @@ from service.config.serverconfig import ServerConfig
 _log = logging.getLogger(__name__)
 MEMORY_DIVISOR = 4  # requests and responses, over all workers, may take 1/MEMORY_DIVISOR of the container's memory
 _LEAST_CONTAINER = 96 << 20  # measured: enough for a server without a model, and its health check
+_MESSAGES = 8  # of the largest size that requests and responses in flight may hold together
 _LEAST = 1 << 20  # bytes: a server that accepts less is useless
 
 
 def fit_to_memory(config: ServerConfig, memory: Memory | None) -> ServerConfig:
-    """Return ``config`` with lower ``max_request_bytes`` and ``max_message_bytes`` in a small container.
-
-    Limits that were set explicitly stay as they are.
-    """
-    if memory is None:
+    """Return ``config`` with a lower ``max_message_bytes`` in a small container, unless it was set explicitly."""
+    if memory is None or "max_message_bytes" in config.model_fields_set:
         return config
-    share = max(_LEAST, request_bytes(memory) // config.workers)
-    smaller = {
-        key: share
-        for key in ("max_request_bytes", "max_message_bytes")
-        if key not in config.model_fields_set and getattr(config, key) > share
-    }
-    return config.model_copy(update=smaller)
+    return config.model_copy(update={"max_message_bytes": min(config.max_message_bytes, _share(config, memory))})
+
+
+def max_request_bytes(config: ServerConfig, memory: Memory | None) -> int:
+    """Return the most bytes that all requests and responses of one process may hold together."""
+    wanted = _MESSAGES * config.max_message_bytes
+    return wanted if memory is None else min(wanted, _share(config, memory))
+
+
+def _share(config: ServerConfig, memory: Memory) -> int:
+    return max(_LEAST, request_bytes(memory) // config.workers)
 
 
 def request_bytes(memory: Memory) -> int:
@@ -41,7 +43,7 @@ def announce(config: ServerConfig, memory: Memory | None) -> None:
         _log.info(
             "memory: %s; requests may use %d bytes of it%s, one message at most %d",
             memory,
-            config.max_request_bytes,
+            max_request_bytes(config, memory),
             each,
             config.max_message_bytes,
         )

@@ -1,20 +1,13 @@
-"""Listen on a port, reserve one for several processes, or claim the path of a Unix socket. Errors name the setting."""
+"""Listen on a port, or reserve one for several processes. Errors name the setting."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
-import os
 import socket
-import stat
-import weakref
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from bf16kit.messages.errors import ConfigError
-from bf16kit.messages.wording import os_error_text
 
 _LONGEST_PATH = 107  # bytes of a Unix socket's path on Linux
 
@@ -85,55 +78,6 @@ class ReservedPort:
             raise
         self._sockets.append(bound)
         self.port = int(bound.getsockname()[1])
-
-
-class ClaimedPath:
-    """The path of a Unix socket that no other server may take as long as this object exists.
-
-    It must outlive the gRPC server, which removes the socket some time after it was told to stop. The claim is a lock
-    on the file PATH.lock, which stays: removing it would let two servers lock two files. Raises ConfigError if another
-    program has the path, or something else than a socket is there. A socket that nobody listens on, left behind by a
-    server that was killed, is no obstacle.
-    """
-
-    def __init__(self, path: str) -> None:
-        if (length := len(os.fsencode(path))) > _LONGEST_PATH:
-            raise ConfigError(f"grpc_socket {path} has {length} bytes; choose a path of at most {_LONGEST_PATH}")
-        lock = f"{path}.lock"
-        try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            reason = f"cannot open {lock}: {os_error_text(error)}"
-            remedy = (
-                f"remove {lock}, which another user owns"
-                if Path(lock).exists()
-                else "choose a path in a writable directory"
-            )
-            raise ConfigError(f"grpc_socket {path}: {reason}; {remedy}") from None
-        release = weakref.finalize(self, os.close, descriptor)
-        try:
-            _check_free(path, descriptor)
-        except ConfigError:
-            release()
-            raise
-
-
-def _check_free(path: str, lock: int) -> None:
-    """Lock ``lock``. Raises ConfigError if it is locked, or ``path`` is neither free nor a socket without listener."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"grpc_socket {path} belongs to another server that runs; stop it, or choose another path"
-        ) from None
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(Path(path).lstat().st_mode):
-            raise ConfigError(f"grpc_socket {path} exists and is no socket; remove it, or choose another path")
-        with socket.socket(socket.AF_UNIX) as client:
-            client.setblocking(False)  # a listener that accepts nothing is not waited for
-            code = client.connect_ex(path)
-        if code != errno.ECONNREFUSED:
-            raise ConfigError(f"another program listens on grpc_socket {path}; stop it, or choose another path")
 
 
 def _failure_message(host: str, port: int, flag: str, error: OSError | UnicodeError) -> str:

@@ -42,6 +42,19 @@ class ServerConfig(BaseSettings):
         "http_request_seconds": "it is 5: leave the key out",
         "http_idle_seconds": "it is 15: leave the key out",
         "http_max_header_bytes": "it is 16384: leave the key out",
+        "max_streams": "the limit is 64 open streams; leave it out",
+        "max_watches": "the limit is 1,024 health watches; leave it out",
+        "max_connections": "the limit is 4,096 connections; leave it out",
+        "max_request_bytes": "it is 8 times max_message_bytes, less in a small container; set that, or leave it out",
+        "receive_seconds": "a request has 10 s to arrive; leave it out",
+        "send_seconds": "a client has 30 s to read a response; leave it out",
+        "stream_idle_seconds": "an idle stream ends after 10 minutes; leave it out",
+        "keepalive_seconds": "silent connections are pinged after 60 s; leave it out",
+        "max_connection_idle_seconds": "idle connections are closed after 30 minutes; leave it out",
+        "overload_status": "it is RESOURCE_EXHAUSTED, which clients do not retry by themselves; leave it out",
+        "token_free": "health needs no token, and reflection needs one that may read; leave it out",
+        "grpc_socket": "clients of this machine use the port at 127.0.0.1; leave it out",
+        "compress": "responses are not compressed, and compressed requests are still read; leave it out",
     }
 
     repository: Path
@@ -58,18 +71,8 @@ class ServerConfig(BaseSettings):
 
     threads: int | None = Field(default=None, ge=1)  # per model, for one execution; None = the runtime's choice
     max_in_flight: int = Field(default=256, ge=1)  # requests; more are rejected at once
-    max_streams: int = Field(default=64, ge=1)
-    max_watches: int = Field(default=1024, ge=1)  # health watches
-    max_connections: int = Field(default=4096, ge=1)  # gRPC connections
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 10)
-    max_request_bytes: int = Field(default=512 << 20, ge=1 << 10)  # of all requests and responses in flight
-    receive_seconds: Seconds = 10.0
-    send_seconds: Seconds = 30.0
-    stream_idle_seconds: Seconds = 600.0
-    keepalive_seconds: Seconds = 60.0
-    max_connection_idle_seconds: Seconds = 1800.0
     max_connection_age_seconds: float = Field(default=0.0, ge=0, le=2_000_000)  # 0 = no limit
-    overload_status: Literal["RESOURCE_EXHAUSTED", "UNAVAILABLE"] = "RESOURCE_EXHAUSTED"
     lame_duck_seconds: float = Field(default=0.0, ge=0, le=86_400)  # report not ready, but serve, before the drain
     drain_seconds: float = Field(default=25.0, ge=0, le=86_400)  # less than the 30 s after which Kubernetes kills a pod
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -88,10 +91,6 @@ class ServerConfig(BaseSettings):
     tls_client_ca: Path | None = None  # the CA of client certificates (mTLS)
     reference_ca: Path | None = None  # PEM: CA of remote fp32 references over TLS; None: gRPC's roots
     token_file: Path | None = None  # lines of "token scope[,scope]"
-    # Services on the gRPC port that need no token.
-    token_free: Annotated[tuple[Literal["health", "reflection"], ...], NoDecode] = ("health",)
-    grpc_socket: Path | None = None  # a Unix socket to listen on as well
-    compress: bool = False  # responses, for clients that take gzip
 
     shared_memory: bool = False  # clients on this machine may register parts of /dev/shm
     # The prefix of the names of files that clients may register.
@@ -109,9 +108,7 @@ class ServerConfig(BaseSettings):
             raise ValueError("give the directory of the models")
         return value
 
-    @field_validator(
-        "tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file", "grpc_socket", mode="before"
-    )
+    @field_validator("tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file", mode="before")
     @classmethod
     def _path_not_empty(cls, value: Any) -> Any:
         """Reject an empty path, which comes from an unset variable.
@@ -122,7 +119,7 @@ class ServerConfig(BaseSettings):
             raise ValueError("give the path of a file, or leave the key out")
         return value
 
-    @field_validator("load_model", "token_free", mode="before")
+    @field_validator("load_model", mode="before")
     @classmethod
     def _parse_list(cls, value: Any) -> Any:
         """Parse a list from a variable or flag: a,b or ["a", "b"]."""
@@ -161,15 +158,6 @@ class ServerConfig(BaseSettings):
             raise ValueError(f"load_model is given with model_control {self.model_control}; it needs explicit")
         if "*" in self.load_model and len(self.load_model) > 1:
             raise ValueError("load_model has * beside other names; give * alone to load all models")
-        return self
-
-    @model_validator(mode="after")
-    def _workers_share_ports_only(self) -> Self:
-        if self.workers > 1 and self.grpc_socket is not None:
-            raise ValueError(
-                f"grpc_socket is given with workers {self.workers}; processes cannot share a Unix socket: leave it out,"
-                " or start with 1 worker"
-            )
         return self
 
 

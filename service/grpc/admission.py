@@ -1,16 +1,33 @@
 """Bounds how much the server holds at once. Further calls are rejected before they are read, so the client sees it.
 
-A call acquires a place when its headers arrive, and releases it when gRPC has nothing left to do for it. A client that
-does not read its response therefore keeps its place, and the bytes of its response stay counted.
+gRPC asks for a handler on the one thread that all calls share, when a call's headers have arrived, and submits the call
+to that handler's pool. There it gets a permit, or is rejected at once on that thread. An admitted call runs on the
+pool's own threads as soon as its request has arrived, so one class of RPCs cannot take the threads of another. It
+releases its permit when gRPC has nothing left to do for it. A client that does not read its response therefore keeps
+its permit, and the bytes of its response stay counted.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from bf16kit.messages.errors import Overloaded, RequestError
+from bf16kit.messages.errors import Forbidden, Overloaded, Unauthenticated, Unavailable
+from service.grpc.arrival import find_arrival as find_arrival
+from service.grpc.status import Status, status_of
+from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, CallTimeouts
+
+_SPARE_THREADS = 4  # to reject calls whose client is only known on a thread
+_SLOW_CALLS = 8  # calls without tensors that may be slow to send their few bytes
+_REFUSAL_REASONS: dict[type[Exception], str] = {Unauthenticated: "unauthenticated", Forbidden: "forbidden"}
+# What gRPC gets for a call that it has submitted: it only counts calls in flight with it, if their number is bounded.
+_DONE: Future[Any] = Future()
+_DONE.set_result(None)
+_log = logging.getLogger(__name__)
 
 
 class Shares:
@@ -18,42 +35,56 @@ class Shares:
 
     While half of the places are free, every holder may take one. After that each holder may have an equal part. The
     last eighth is reserved for holders of very few places. Newcomers thus find room however many calls one client
-    sends. Not thread-safe.
+    sends.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self.in_use = 0
         self._by_holder: dict[str, int] = {}
+        self._empty = threading.Condition(threading.Lock())  # its lock guards both fields above
 
     def acquire(self, holder: str) -> bool:
         """Acquire one more place for ``holder``. Return whether it may have one."""
-        own = self._by_holder.get(holder, 0)
-        if self.full or own >= self._fair_share(own):
-            return False
-        self._by_holder[holder] = own + 1
-        self.in_use += 1
-        return True
+        with self._empty:
+            own = self._by_holder.get(holder, 0)
+            if self.full or own >= self._fair_share(own):
+                return False
+            self._by_holder[holder] = own + 1
+            self.in_use += 1
+            return True
+
+    def release(self, holder: str) -> None:
+        with self._empty:
+            own = self._by_holder[holder] - 1
+            self.in_use -= 1
+            if own:
+                self._by_holder[holder] = own
+            else:
+                del self._by_holder[holder]
+            if not self.in_use:
+                self._empty.notify_all()
 
     @property
     def full(self) -> bool:
-        return self.in_use >= self._limit
+        return self.in_use >= self.limit
+
+    @property
+    def half_full(self) -> bool:
+        return 2 * self.in_use >= self.limit
+
+    def wait_empty(self, until: float) -> bool:
+        """Wait until nobody holds a place. Return False if one is still held at ``until`` (:func:`time.monotonic`)."""
+        with self._empty:
+            return self._empty.wait_for(lambda: not self.in_use, max(0.0, until - time.monotonic()))
 
     def _fair_share(self, own: int) -> int:
         """Return how many places a holder that has ``own`` may have at present."""
-        if 2 * self.in_use < self._limit:
-            return self._limit
-        if 8 * self.in_use < 7 * self._limit:
-            return max(1, self._limit // (len(self._by_holder) + (own == 0)))
-        return max(1, self._limit // 32)
-
-    def release(self, holder: str) -> None:
-        own = self._by_holder[holder] - 1
-        self.in_use -= 1
-        if own:
-            self._by_holder[holder] = own
-        else:
-            del self._by_holder[holder]
+        if not self.half_full:
+            return self.limit
+        if 8 * self.in_use < 7 * self.limit:
+            return max(1, self.limit // (len(self._by_holder) + (own == 0)))
+        return max(1, self.limit // 32)
 
 
 class ByteBudget:
@@ -63,180 +94,161 @@ class ByteBudget:
     """
 
     def __init__(self, limit: int = 1 << 62) -> None:
-        self.lock = threading.Lock()
-        self._limit = limit
-        self._in_use = 0
+        self.lock = threading.Lock()  # guards the numbers of bytes, here and in permits
+        self.limit = limit
+        self.in_use = 0
 
     @property
-    def under_pressure(self) -> bool:
-        return 2 * self._in_use >= self._limit
-
-    def acquire(self, nbytes: int, own: int) -> None:
-        """Reserve bytes for a call that already holds ``own``. Raises :class:`Overloaded`.
-
-        The caller holds the lock.
-        """
-        if self._in_use > own and self._in_use + nbytes > self._limit:
-            raise Overloaded(
-                f"requests and responses hold {self._in_use} bytes, the limit is {self._limit}; try again later",
-                "bytes",
-            )
-        self._in_use += nbytes
-
-    def release(self, nbytes: int) -> None:
-        """Release bytes. The caller holds the lock."""
-        self._in_use -= nbytes
+    def half_full(self) -> bool:
+        return 2 * self.in_use >= self.limit
 
 
-class Place:
-    """One call's place in an :class:`Admission`, with the bytes that it holds. :meth:`release` releases all, once."""
+class Permit:
+    """The right of one call to be answered, with the bytes that it holds. :meth:`release` releases all, once."""
 
-    __slots__ = ("_admission", "_budget", "_released", "client", "nbytes")
+    __slots__ = ("_budget", "_released", "_shares", "client", "nbytes")
 
-    def __init__(self, admission: Admission, client: str) -> None:
+    def __init__(self, shares: Shares, budget: ByteBudget, client: str) -> None:
+        """``client`` holds a place of ``shares``, which the permit releases."""
         self.client = client
         self.nbytes = 0
-        self._admission = admission
-        self._budget = admission.budget
+        self._shares = shares
+        self._budget = budget
         self._released = False
 
     def add_bytes(self, nbytes: int) -> None:
-        """Reserve bytes. Raises :class:`Overloaded` if all calls together hold too much.
+        """Reserve bytes, or free a negative number. Raises :class:`Overloaded` if all calls together hold too much.
 
         No effect after :meth:`release`.
         """
-        with self._budget.lock:
-            if not self._released:
-                self._budget.acquire(nbytes, self.nbytes)
-                self.nbytes += nbytes
-
-    def remove_bytes(self, nbytes: int) -> None:
-        with self._budget.lock:
-            if not self._released:
-                self._budget.release(nbytes)
-                self.nbytes -= nbytes
+        budget = self._budget
+        with budget.lock:
+            if self._released:
+                return
+            if nbytes > 0 and budget.in_use > self.nbytes and budget.in_use + nbytes > budget.limit:
+                raise Overloaded(
+                    f"requests and responses hold {budget.in_use} bytes, the limit is {budget.limit}; try again later",
+                    "bytes",
+                )
+            budget.in_use += nbytes
+            self.nbytes += nbytes
 
     def release(self) -> None:
         with self._budget.lock:
             if self._released:
                 return
             self._released = True
-            self._budget.release(self.nbytes)
-        self._admission.release(self.client)
+            self._budget.in_use -= self.nbytes
+        self._shares.release(self.client)
 
 
-class CallBytes:
-    """The bytes of one request and its response, as part of what the call's place holds."""
+class MessageBytes:
+    """The bytes of one request and its response, as part of what the call's permit holds."""
 
-    __slots__ = ("_largest_total", "_nbytes", "_place")
+    __slots__ = ("_nbytes", "_permit")
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._nbytes = self._largest_total = 0
+    def __init__(self, permit: Permit) -> None:
+        self._permit = permit
+        self._nbytes = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve ``nbytes`` for the request. Repeated calls count the largest number.
-
-        Raises as :meth:`Place.add_bytes`.
-        """
-        if nbytes > self._largest_total:
-            self._add(nbytes - self._largest_total)
-            self._largest_total = nbytes
+        """Reserve ``nbytes`` in all for the request. Raises as :meth:`Permit.add_bytes`."""
+        if nbytes > self._nbytes:
+            self.reserve_more(nbytes - self._nbytes)
 
     def reserve_more(self, nbytes: int) -> None:
         """Reserve ``nbytes`` in addition: for a response that the client has yet to read, or for data in shared memory.
 
-        Raises as :meth:`Place.add_bytes`.
+        Raises as :meth:`Permit.add_bytes`.
         """
-        self._add(nbytes)
+        self._permit.add_bytes(nbytes)
+        self._nbytes += nbytes
 
     def release(self) -> None:
         """Release all bytes: the client has the response."""
-        self._place.remove_bytes(self._nbytes)
+        self._permit.add_bytes(-self._nbytes)
         self._nbytes = 0
 
-    def _add(self, nbytes: int) -> None:
-        self._place.add_bytes(nbytes)
-        self._nbytes += nbytes
 
+class RpcPool(ThreadPoolExecutor):
+    """The limits, threads and timeouts of one class of RPCs: at most ``limit`` calls, whose bytes ``budget`` bounds.
 
-class Admission:
-    """Admits at most ``limit`` calls at a time, whose bytes count against ``budget``."""
+    A client gets ``receive`` seconds to send a request and ``send`` seconds to read a response; less while half of the
+    places or bytes are taken. At most ``max_slow`` may be slow to send. ``count_refusal`` is called with the reason of
+    every rejection before a call reaches a model: ``reason`` if the pool is full.
+    """
 
     def __init__(
         self,
+        name: str,
         limit: int,
         what: str,
+        reason: str,
+        count_refusal: Callable[[str], None],
+        receive: float,
+        send: float,
         *,
-        reason: str = "in_flight",
+        max_slow: float = _SLOW_CALLS,
         budget: ByteBudget | None = None,
     ) -> None:
-        self.limit = limit
+        super().__init__(limit + _SPARE_THREADS, name)
+        self.shares = Shares(limit)
         self.budget = budget or ByteBudget()
-        self._lock = threading.Lock()
+        self.count_refusal = count_refusal
+        self.receive_timeouts = CallTimeouts(receive, SECONDS_UNDER_PRESSURE, self._has_pressure, max_slow=max_slow)
+        self.send_timeouts = CallTimeouts(send, SECONDS_UNDER_PRESSURE, self._has_pressure)
         self._what = what
         self._reason = reason
-        self._shares = Shares(limit)
-        self._closed: Callable[[], RequestError] | None = None
-        self._empty = threading.Condition(self._lock)
+        self._draining = False
 
-    @property
-    def under_pressure(self) -> bool:
-        """Whether half of the places or bytes are taken. Slow clients then get less time."""
-        return 2 * self._shares.in_use >= self.limit or self.budget.under_pressure
+    def admit(self, client: str) -> Permit:
+        """Return a permit for a call of ``client``. Raises :class:`Overloaded` or :class:`Unavailable`."""
+        admitted = self.shares.acquire(client)
+        if self._draining:  # asked once the place is counted: whoever drains waits for the others
+            if admitted:
+                self.shares.release(client)
+            raise Unavailable("the server is shutting down; try another", "draining")
+        if not admitted:
+            limit = f"{self.shares.limit} {self._what} is the limit of this server"
+            if self.shares.full:
+                raise Overloaded(f"{limit}; try again later", self._reason)
+            raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")
+        return Permit(self.shares, self.budget, client)
 
-    def admit(self, client: str) -> Place:
-        """Return a place for a call of ``client``.
+    def drain(self) -> None:
+        """Reject every new call from now on."""
+        self._draining = True
 
-        Raises :class:`Overloaded` if it gets none, or :meth:`close`'s error.
+    def status(self, error: Exception) -> Status:
+        """Return the status for an error that ended a call before it reached a model, and count its reason."""
+        reason = error.reason if isinstance(error, Overloaded | Unavailable) else _REFUSAL_REASONS.get(type(error))
+        if reason:
+            self.count_refusal(reason)
+        return status_of(error)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Admit and start a call.
+
+        Runs on gRPC's own thread: an exception would end that thread, and with it the server.
         """
-        with self._lock:
-            if self._closed is not None:
-                raise self._closed()
-            if not self._shares.acquire(client):
-                limit = f"{self.limit} {self._what} is the limit of this server"
-                if self._shares.full:
-                    raise Overloaded(f"{limit}; try again later", self._reason)
-                raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")
-        return Place(self, client)
+        submit = super().submit
+        found = find_arrival(args)
+        if found is None:
+            try:
+                return submit(fn, *args, **kwargs)
+            except RuntimeError as error:
+                _log.warning("no thread can be started for a call, which is not answered: %s", error)
+                return _DONE
+        call, arrival = found
+        try:
+            if call.admit(arrival.client):
+                call.start(arrival, lambda: submit(fn, *args, **kwargs))
+            else:
+                fn(*args, **kwargs)  # answers with the rejection, reads nothing, and does not block
+        except Exception:  # noqa: BLE001 -- see above
+            _log.exception("a call cannot be started; cancelling it")
+            call.give_up(arrival)
+        return _DONE
 
-    def release(self, client: str) -> None:
-        """Free a place."""
-        with self._lock:
-            self._shares.release(client)
-            if not self._shares.in_use:
-                self._empty.notify_all()
-
-    def close(self, error: Callable[[], RequestError]) -> None:
-        """Reject every new call with this error from now on."""
-        with self._lock:
-            self._closed = error
-
-    def wait_empty(self, until: float) -> bool:
-        """Wait until no call is inside. Return False if one still is at ``until`` (:func:`time.monotonic` seconds)."""
-        with self._lock:
-            return self._empty.wait_for(lambda: not self._shares.in_use, max(0.0, until - time.monotonic()))
-
-
-class FairShares:
-    """A thread-safe :class:`Shares` that raises."""
-
-    def __init__(self, limit: int, what: str, reason: str) -> None:
-        self._shares = Shares(limit)
-        self._limit = limit
-        self._what = what
-        self._reason = reason
-        self._lock = threading.Lock()
-
-    def acquire(self, holder: str) -> None:
-        """Acquire a place. Raises :class:`Overloaded` if ``holder`` already has its share."""
-        with self._lock:
-            if not self._shares.acquire(holder):
-                raise Overloaded(
-                    f"{self._what} {holder!r} has its share of the {self._limit} requests in flight; try again later",
-                    self._reason,
-                )
-
-    def release(self, holder: str) -> None:
-        with self._lock:
-            self._shares.release(holder)
+    def _has_pressure(self) -> bool:
+        return self.shares.half_full or self.budget.half_full

@@ -1,77 +1,79 @@
-"""The RPCs of the inference service that run no model: liveness, readiness, metadata, statistics and the repository."""
+"""The RPCs of the inference service that run no model: health, metadata, statistics, models, settings and memory."""
 
 # ruff: noqa: N802 -- methods are named as the protocol names its RPCs, and found by that name
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from copy import copy
 
-from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unsupported
 from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Registry
-from service.grpc.callcontext import CallContext
-from service.grpc.changes import Changes
-from service.grpc.credentials import RequiredScope
-from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Settings
-from service.wire import metadata, settings
-from service.wire.repository import check_repository, check_unload, load_config
-
-_NO_SCOPE = RequiredScope(None, None)
+from service.grpc.access import RequiredScope
+from service.grpc.inference import CallContext
+from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Setting, Settings
+from service.wire import metadata
 
 # Begins like Triton's message.
 _NOT_EXPLICIT = "explicit model load / unload is not allowed; start with --model-control explicit"
 _NO_MEMORY = "shared memory is off; start with shared_memory: true, or send tensors in raw_input_contents"
-#: For RPCs that this server may not answer: the reason, and the alternative.
-OFF_REASONS = {
-    "RepositoryModelLoad": _NOT_EXPLICIT,
-    "RepositoryModelUnload": _NOT_EXPLICIT,
-    "SystemSharedMemoryStatus": _NO_MEMORY,
-    "SystemSharedMemoryRegister": _NO_MEMORY,
-    "SystemSharedMemoryUnregister": _NO_MEMORY,
-    "CudaSharedMemoryStatus": _NO_MEMORY,
-    "CudaSharedMemoryRegister": "CUDA shared memory is not supported; use system shared memory or raw_input_contents",
-    "CudaSharedMemoryUnregister": _NO_MEMORY,
-    "TraceSetting": "tracing cannot be changed while the server runs; set it when starting",
-    "LogSettings": "the log cannot be changed while the server runs; set log_level when starting",
+#: For RPCs that this server may not offer: the member of :class:`Operations` that answers them, and why it is off.
+_OPTIONAL = {
+    "RepositoryModelLoad": ("control", _NOT_EXPLICIT),
+    "RepositoryModelUnload": ("control", _NOT_EXPLICIT),
+    "SystemSharedMemoryStatus": ("regions", _NO_MEMORY),
+    "SystemSharedMemoryRegister": ("regions", _NO_MEMORY),
+    "SystemSharedMemoryUnregister": ("regions", _NO_MEMORY),
+    "CudaSharedMemoryStatus": ("regions", _NO_MEMORY),
+    "CudaSharedMemoryRegister": (
+        "",
+        "CUDA shared memory is not supported; use system shared memory or raw_input_contents",
+    ),
+    "CudaSharedMemoryUnregister": ("regions", _NO_MEMORY),
+    "TraceSetting": ("traces", "tracing cannot be changed while the server runs; set it when starting"),
+    "LogSettings": ("logs", "the log cannot be changed while the server runs; set log_level when starting"),
 }
-#: The member of :class:`Operations` that answers an RPC, if it is on.
-_PARTS = {
-    "RepositoryModelLoad": "control",
-    "RepositoryModelUnload": "control",
-    "SystemSharedMemoryStatus": "regions",
-    "SystemSharedMemoryRegister": "regions",
-    "SystemSharedMemoryUnregister": "regions",
-    "CudaSharedMemoryStatus": "regions",
-    "CudaSharedMemoryUnregister": "regions",
-    "TraceSetting": "traces",
-    "LogSettings": "logs",
-}
-#: RPCs that may wait for minutes: they have a lane of their own.
+#: RPCs that may wait for minutes: they have a pool of their own.
 CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
-#: RPCs that both read and change: the scope ``read`` admits a call, and a change needs a further check.
-SETTINGS = ("TraceSetting", "LogSettings")
+#: RPCs that need the scope ``manage``. Settings can be read with ``read``, and a change needs a further check.
+MANAGING = tuple(name for name in _OPTIONAL if name not in ("TraceSetting", "LogSettings"))
+# Part of a call's remaining time, in seconds and as a share, that is left for its client to read the outcome.
+_RESPONSE_S, _RESPONSE_PART = 0.25, 0.1
+_LoadParameters = Mapping[str, pb.ModelRepositoryParameter]
 
 
 class ControlServicer:
     """One method per RPC, named as in the protocol, with the request and its call."""
 
-    def __init__(self, registry: Registry, operations: Operations, manage: RequiredScope = _NO_SCOPE) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        operations: Operations,
+        manage: RequiredScope = RequiredScope(),  # noqa: B008 -- frozen: no requirement
+    ) -> None:
         """``manage`` is required of calls that change settings."""
         self._registry = registry
         self._operations = operations
         self._models = operations.models or RegistryModels(registry)
-        self._changes = Changes()
         self._manage = manage
+        self._waiting: set[threading.Event] = set()  # calls that wait for a change
+        self._draining = False
 
-    def offers(self, rpc: str) -> bool:
-        """Whether this server answers ``rpc``, or rejects it with the text in :data:`OFF_REASONS`."""
-        part = _PARTS.get(rpc)
-        return rpc not in OFF_REASONS if part is None else getattr(self._operations, part) is not None
+    def off_reason(self, rpc: str) -> str:
+        """Return why this server does not offer ``rpc``; "" if it does."""
+        part, reason = _OPTIONAL.get(rpc, ("models", ""))
+        return reason if getattr(self._operations, part, None) is None else ""
 
     def drain(self) -> None:
         """End all waits for a model to load or unload."""
-        self._changes.drain()
+        self._draining = True
+        for woken in tuple(self._waiting):
+            woken.set()
 
     def ServerLive(self, message: pb.ServerLiveRequest, call: CallContext) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=self._registry.live)
@@ -97,18 +99,18 @@ class ControlServicer:
         return metadata.model_statistics(self._models.statistics(message.name, message.version))
 
     def RepositoryIndex(self, message: pb.RepositoryIndexRequest, call: CallContext) -> pb.RepositoryIndexResponse:
-        check_repository(message.repository_name)
+        _check_repository(message.repository_name)
         return metadata.repository_index(self._models.index(), message.ready)
 
     def RepositoryModelLoad(
         self, message: pb.RepositoryModelLoadRequest, call: CallContext
     ) -> pb.RepositoryModelLoadResponse:
         """Respond once the model is served."""
-        check_repository(message.repository_name)
+        _check_repository(message.repository_name)
         name = message.model_name
         try:
-            change = self._control.load(name, load_config(message.parameters))
-            self._changes.wait(change, call, f"loading model {quoted(name)}")
+            change = self._control.load(name, _load_config(message.parameters))
+            self._wait(change, call, f"loading model {quoted(name)}")
         except (InvalidRequest, NotFound, Unavailable) as error:
             named = copy(error)  # other calls may wait for the same change and raise the same error
             named.args = (f"failed to load {quoted(name)}: {error}",)  # Triton's wording, which clients search for
@@ -118,33 +120,67 @@ class ControlServicer:
     def RepositoryModelUnload(
         self, message: pb.RepositoryModelUnloadRequest, call: CallContext
     ) -> pb.RepositoryModelUnloadResponse:
-        """Respond once the model's last request is answered."""
-        check_repository(message.repository_name)
-        check_unload(message.parameters)
+        """Respond once the model's last request is answered.
+
+        No model depends on another here, so ``unload_dependents`` changes nothing.
+        """
+        _check_repository(message.repository_name)
+        _check_parameters("unload", "unload_dependents", "bool_param", message.parameters)
         name = message.model_name
-        self._changes.wait(self._control.unload(name), call, f"unloading model {quoted(name)}")
+        self._wait(self._control.unload(name), call, f"unloading model {quoted(name)}")
         return pb.RepositoryModelUnloadResponse()
 
     @property
     def _control(self) -> ModelControl:
         if self._operations.control is None:
-            raise Unsupported("models cannot be loaded over the network")  # unreachable: see offers()
+            raise Unsupported(_NOT_EXPLICIT)
         return self._operations.control
 
+    def _wait(self, change: Future[None], call: CallContext, doing: str) -> None:
+        """Return when ``change`` is done, or raise its error.
+
+        The deadline, a client that leaves and a server that stops end the wait, but not the change.
+        """
+        woken = threading.Event()
+        self._waiting.add(woken)
+        change.add_done_callback(lambda _: woken.set())
+        call.cancellation.subscribe(woken.set)
+        try:
+            if not self._draining:
+                woken.wait(_wait_seconds(call.deadline))
+            if change.done():
+                return change.result()
+            if self._draining:
+                raise Unavailable("the server is shutting down; try another", "draining")
+            if call.cancellation.cancelled:
+                raise Cancelled(f"the client left before {doing} was done; it continues")
+            raise DeadlineExceeded(f"{doing} takes longer than the call's deadline; it continues: see RepositoryIndex")
+        finally:
+            call.cancellation.unsubscribe(woken.set)
+            self._waiting.discard(woken)
+
     def TraceSetting(self, message: pb.TraceSettingRequest, call: CallContext) -> pb.TraceSettingResponse:
-        changes = settings.trace_changes(message)
-        return settings.trace_response(self._update(self._operations.traces, call, changes, message.model_name))
+        """Return the settings as texts. A setting without values returns to its default."""
+        changes = {name: tuple(setting.value) for name, setting in message.settings.items()}
+        found = self._update(self._operations.traces, call, changes, message.model_name)
+        value = pb.TraceSettingResponse.SettingValue
+        return pb.TraceSettingResponse(
+            settings={name: value(value=[str(each) for each in values]) for name, values in found.items()}
+        )
 
     def LogSettings(self, message: pb.LogSettingsRequest, call: CallContext) -> pb.LogSettingsResponse:
-        return settings.log_response(self._update(self._operations.logs, call, settings.log_changes(message)))
+        """Return the settings, each in the field of its type. A setting without a value returns to its default."""
+        changes = {name: _given(setting) for name, setting in message.settings.items()}
+        found = self._update(self._operations.logs, call, changes)
+        return pb.LogSettingsResponse(settings={name: _log_value(values[0]) for name, values in found.items()})
 
     def _update(
-        self, target: Settings | None, call: CallContext, changes: settings.Settings, model: str = ""
-    ) -> settings.Settings:
+        self, target: Settings | None, call: CallContext, changes: Mapping[str, Sequence[Setting]], model: str = ""
+    ) -> Mapping[str, Sequence[Setting]]:
         if target is None:
-            raise Unsupported("there are no such settings")  # unreachable: see offers()
+            raise Unsupported("there are no such settings")  # unreachable: see off_reason()
         if changes:
-            self._manage.check(call.metadata)
+            self._manage.check(call.metadata_value("authorization"))
         return target.update(changes, model)
 
     def SystemSharedMemoryStatus(
@@ -182,3 +218,51 @@ class ControlServicer:
         if self._operations.regions is None:
             raise Unsupported(_NO_MEMORY)
         return self._operations.regions
+
+
+def _check_repository(name: str) -> None:
+    """Raise Unsupported for a named repository: there is one only, without a name."""
+    if name:
+        raise Unsupported("named repositories are not supported; leave repository_name empty")
+
+
+def _load_config(parameters: _LoadParameters) -> str | None:
+    """Return the parameter ``config`` of a load. Raises InvalidRequest naming any other parameter."""
+    for name in parameters:
+        if name.startswith("file:"):
+            raise InvalidRequest(
+                f"load parameter {quoted(name)}: files are not accepted over the network; put the artifact into the"
+                " repository, and load it from there"
+            )
+    _check_parameters("load", "config", "string_param", parameters)
+    return parameters["config"].string_param if "config" in parameters else None
+
+
+def _check_parameters(change: str, only: str, kind: str, parameters: _LoadParameters) -> None:
+    """Raise InvalidRequest for any parameter of a load or unload but ``only``, which is of this kind."""
+    for name, parameter in parameters.items():
+        if name != only:
+            raise InvalidRequest(f"{change} parameter {quoted(name)} is not known; the only one is {only!r}")
+        given = parameter.WhichOneof("parameter_choice")
+        if given != kind:
+            raise InvalidRequest(f"{change} parameter {name!r} came as {given or 'nothing'}, expected {kind}")
+
+
+def _wait_seconds(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    remaining = deadline - time.monotonic()
+    return max(0.0, remaining - min(_RESPONSE_S, _RESPONSE_PART * remaining))
+
+
+def _given(setting: pb.LogSettingsRequest.SettingValue) -> tuple[Setting, ...]:
+    kind = setting.WhichOneof("parameter_choice")
+    return () if kind is None else (getattr(setting, kind),)
+
+
+def _log_value(value: Setting) -> pb.LogSettingsResponse.SettingValue:
+    if isinstance(value, bool):
+        return pb.LogSettingsResponse.SettingValue(bool_param=value)
+    if isinstance(value, int):
+        return pb.LogSettingsResponse.SettingValue(uint32_param=value)
+    return pb.LogSettingsResponse.SettingValue(string_param=value)

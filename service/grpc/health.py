@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import ThreadPoolExecutor
 
 from grpc_health.v1 import health_pb2
 
 from bf16kit.messages.errors import NotFound
 from bf16kit.messages.wording import quoted
 from service.contract import Registry
-from service.grpc.senders import Senders
-from service.request import Cancellation
+from service.grpc.inference import CallContext
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -26,7 +27,9 @@ _log = logging.getLogger(__name__)
 # The health service itself is SERVING as long as the process answers: for liveness probes. A model that is loading or
 # cannot be loaded is no reason to restart the process.
 LIVE = "grpc.health.v1.Health"
-_SENDERS = 64  # threads: a send to a watcher that does not read occupies one until the watchdog ends the call
+# A send blocks while a client does not read, until the send's timeout. So each occupies a thread, and one client, which
+# may have many watches, at most two of them.
+_THREADS, _THREADS_PER_CLIENT = 64, 2
 
 Send = Callable[[health_pb2.HealthCheckResponse | None], None]
 
@@ -34,66 +37,46 @@ Send = Callable[[health_pb2.HealthCheckResponse | None], None]
 class _Watcher:
     """An open Watch. ``send`` sends a message, or ends the stream with None. One thread at a time uses it."""
 
-    __slots__ = ("_ended", "_last_sent", "_lock", "_sending", "client", "has_read", "send", "service")
+    __slots__ = ("busy", "client", "has_read", "last_sent", "send", "service")
 
     def __init__(self, service: str, client: str, send: Send) -> None:
         self.service = service
         self.client = client
-        self.has_read = False  # the client has read a message
         self.send = send
-        self._lock = threading.Lock()
-        self._sending = self._ended = False
-        self._last_sent: int | None = None
-
-    def start_sending(self) -> bool:
-        """Return whether the caller is to send the status.
-
-        False if another thread is sending, which will see this change too.
-        """
-        with self._lock:
-            if self._sending or self._ended:
-                return False
-            self._sending = True
-            return True
-
-    def next_status(self, current: Callable[[], int]) -> int | None:
-        """Return the status to send; None if the client already has it, and this thread is done."""
-        with self._lock:
-            status = current()  # under the lock: a change is seen either here or by the next thread that starts
-            if self._last_sent == status:
-                self._sending = False
-                return None
-            self._last_sent = status
-            return status
-
-    def end(self) -> None:
-        with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-        self.send(None)
+        self.busy = False  # it waits for a thread, or a thread is sending to it
+        self.has_read = False  # the client has read a message
+        self.last_sent: int | None = None
 
 
 class HealthServicer:
     """Answers Check at once, and sends status changes to watchers on separate threads.
 
-    The registry's callback must not block, but a send blocks while a client does not read.
+    The registry's callback must not block, but a send does while a client does not read. Watchers that have read a
+    message before come first.
     """
 
-    def __init__(self, registry: Registry, service: str) -> None:
+    def __init__(self, registry: Registry, service: str, threads: int = _THREADS) -> None:
         self._registry = registry
         self._service = service
-        self._senders = Senders(_SENDERS, "health")
+        self._threads = ThreadPoolExecutor(threads, "health")
+        self._lock = threading.Lock()  # guards the following fields, and those of watchers
+        self._free = threads
+        self._sending: Counter[str] = Counter()  # threads, by client
+        self._waiting: tuple[deque[_Watcher], deque[_Watcher]] = (
+            deque(),
+            deque(),
+        )  # those that have read, and the others
         self._watchers: set[_Watcher] = set()
+        self._is_shut_down = False
+        self._computing = threading.Lock()  # guards what follows: a newer status must not be overwritten by an older
         self._closed = False
-        self._lock = threading.Lock()
         self._current = self._statuses()
         registry.subscribe(self._on_change)
 
     @property
     def has_backlog(self) -> bool:
         """Whether status changes wait for threads that are sending to slow watchers. These then get less time."""
-        return self._senders.has_backlog
+        return any(self._waiting)
 
     def check(self, request: health_pb2.HealthCheckRequest, call: object) -> health_pb2.HealthCheckResponse:
         status = self._current.get(request.service)
@@ -101,13 +84,12 @@ class HealthServicer:
             raise NotFound(f"unknown service {quoted(request.service)}; for a model, give its name")
         return _response(status)
 
-    def watch(
-        self, request: health_pb2.HealthCheckRequest, client: str, cancellation: Cancellation, send: Send
-    ) -> None:
+    def watch(self, request: health_pb2.HealthCheckRequest, call: CallContext, send: Send) -> None:
         """Send the status now and at each change, until the client leaves or the server stops."""
-        watcher = _Watcher(request.service, client, send)
-        self._watchers.add(watcher)
-        cancellation.subscribe(lambda: self._watchers.discard(watcher))
+        watcher = _Watcher(request.service, call.client, send)
+        with self._lock:
+            self._watchers.add(watcher)
+        call.cancellation.subscribe(lambda: self._forget(watcher))
         self._notify(watcher)
 
     def shut_down(self, timeout: float) -> None:
@@ -115,42 +97,88 @@ class HealthServicer:
 
         Waits at most ``timeout`` seconds for clients that do not read.
         """
+        self._closed = True
+        self._on_change()
+        until = time.monotonic() + timeout
+        while self._watchers and time.monotonic() < until:
+            time.sleep(0.005)
         with self._lock:
-            self._closed = True
-            self._current = self._statuses()
-        sends = [task for watcher in tuple(self._watchers) if (task := self._notify(watcher)) is not None]
-        _, unfinished = wait(sends, timeout=timeout)
-        self._senders.shutdown(wait=not unfinished)
+            self._is_shut_down = True
+            for waiting in self._waiting:
+                waiting.clear()
+        self._threads.shutdown(wait=not self._watchers)
 
     def _on_change(self) -> None:
-        with self._lock:
+        with self._computing:
             self._current = self._statuses()
-        for watcher in tuple(self._watchers):
+        with self._lock:
+            watchers = tuple(self._watchers)
+        for watcher in watchers:
             self._notify(watcher)
 
-    def _notify(self, watcher: _Watcher) -> Future[None] | None:
-        """Have a thread send the status to ``watcher``. Return None if there is nothing to wait for."""
-        if not watcher.start_sending():
-            return None
-        try:
-            return self._senders.submit(watcher.client, lambda: self._send(watcher), reads=watcher.has_read)
-        except RuntimeError:  # shut down meanwhile: an open stream would delay the drain
-            watcher.end()
-            return None
-
-    def _send(self, watcher: _Watcher) -> None:
-        try:
-            self._send_changes(watcher)
-        except Exception:  # noqa: BLE001 -- nobody looks at what a thread of a pool raises
-            _log.exception("a health watcher cannot be told of %r", watcher.service[:200])
+    def _forget(self, watcher: _Watcher) -> None:
+        with self._lock:
             self._watchers.discard(watcher)
 
+    def _notify(self, watcher: _Watcher) -> None:
+        """Have a thread send the status to ``watcher``, unless one is about to."""
+        with self._lock:
+            if watcher.busy or watcher not in self._watchers:
+                return
+            watcher.busy = True
+            if not self._is_shut_down:
+                waiting = self._waiting[not watcher.has_read]
+                waiting.append(watcher)
+                if not self._free or self._sending[watcher.client] >= _THREADS_PER_CLIENT:
+                    return
+                try:
+                    self._threads.submit(self._work)
+                    self._free -= 1
+                    return
+                except RuntimeError:  # the system can start no thread
+                    waiting.remove(watcher)
+        self._end(watcher)  # an open stream would delay the drain
+
+    def _end(self, watcher: _Watcher) -> None:
+        self._forget(watcher)
+        watcher.send(None)
+
+    def _work(self) -> None:
+        while (watcher := self._next()) is not None:
+            try:
+                self._send_changes(watcher)
+            except Exception:  # noqa: BLE001 -- nobody looks at what a thread of a pool raises
+                _log.exception("cannot send a health update for %r", watcher.service[:200])
+                self._forget(watcher)
+            with self._lock:
+                self._sending[watcher.client] -= 1
+                if not self._sending[watcher.client]:
+                    del self._sending[watcher.client]
+
+    def _next(self) -> _Watcher | None:
+        """Return the next watcher to send to: the first whose client has threads left."""
+        with self._lock:
+            for waiting in self._waiting:
+                for watcher in waiting:
+                    if self._sending[watcher.client] < _THREADS_PER_CLIENT:
+                        waiting.remove(watcher)
+                        self._sending[watcher.client] += 1
+                        return watcher
+            self._free += 1
+            return None
+
     def _send_changes(self, watcher: _Watcher) -> None:
-        while (status := watcher.next_status(lambda: self._current.get(watcher.service, _SERVICE_UNKNOWN))) is not None:
+        while True:
+            with self._lock:  # a change is seen either here, or by the thread that its notification starts
+                status = self._current.get(watcher.service, _SERVICE_UNKNOWN)
+                if status == watcher.last_sent:
+                    watcher.busy = False
+                    break
+                watcher.last_sent = status
             watcher.send(_response(status))
             watcher.has_read = True
         if self._closed:
-            watcher.end()
+            self._end(watcher)
 
     def _statuses(self) -> dict[str, int]:
         server = _SERVING if self._registry.ready and not self._closed else _NOT_SERVING

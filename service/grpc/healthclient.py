@@ -34,11 +34,10 @@ class ClientTls:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The server's address, as a gRPC target, and the credentials that it requires."""
+    """The server's address, as a gRPC target, and what its TLS requires."""
 
     target: str
     trust: ClientTls | None = None
-    token: str = field(default="", repr=False)
 
 
 def check(endpoint: Endpoint, service: str, seconds: float) -> str:
@@ -47,7 +46,6 @@ def check(endpoint: Endpoint, service: str, seconds: float) -> str:
     ``service`` is a model's name, or "" for the server, which serves once every model is ready. Raises
     :class:`NotServing`, with the reason, for any other result and if there is none.
     """
-    metadata = (("authorization", f"Bearer {endpoint.token}"),) if endpoint.token else None
     with _channel(endpoint) as channel:
         call: grpc.UnaryUnaryMultiCallable[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse] = (
             channel.unary_unary(
@@ -57,7 +55,7 @@ def check(endpoint: Endpoint, service: str, seconds: float) -> str:
             )
         )
         try:
-            reply = call(health_pb2.HealthCheckRequest(service=service), timeout=seconds, metadata=metadata)
+            reply = call(health_pb2.HealthCheckRequest(service=service), timeout=seconds)
         except grpc.RpcError as error:
             raise NotServing(f"{endpoint.target}: {_failure_reason(error, service, seconds)}") from None
     status = _Status.Name(reply.status)

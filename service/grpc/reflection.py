@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.streamcall import StreamRequest
+from service.grpc.stream import StreamRequest
 
 PUBLIC_FILE = "inference.proto"
 _PUBLIC = "inference"

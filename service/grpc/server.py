@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
 from bf16kit.messages.errors import ConfigError
 from service.config import ports
 from service.config.certificates import CertificateFiles
+from service.config.periodic import PeriodicThread
+from service.config.tokens import TokenFile
 from service.contract import Registry
 from service.grpc import arrival
-from service.grpc.admission import Admission
-from service.grpc.credentials import Access, server_credentials
-from service.grpc.handlers import HandlerInterceptor, Lanes
-from service.grpc.lane import Handler, Lane
-from service.grpc.options import TransportOptions as TransportOptions
-from service.grpc.services import CONTROL_CALLS, FINAL_WAIT_SECONDS, REFLECTION_SECONDS, Services
-from service.grpc.watchdog import CallTimeouts, Watchdog
+from service.grpc.access import RequiredScope, server_credentials
+from service.grpc.admission import ByteBudget, RpcPool
+from service.grpc.control import ControlServicer
+from service.grpc.handlers import SERVICE, HandlerInterceptor, open_by_path
+from service.grpc.health import HealthServicer
+from service.grpc.inference import InferenceServicer
+from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, TICK_SECONDS, CallTimeouts
 from service.operations import Operations
 from service.request import Tracer
+from service.wire.codec import SharedMemory
 
 _log = logging.getLogger(__name__)
-_SLOW_CONTROL_CALLS = 8  # control calls that may be slow to send their few bytes
-# Time for slow clients once half of the server's places are taken. Not shorter: the delay may be the server's own, with
-# thousands of earlier calls on gRPC's one thread.
-_SECONDS_UNDER_PRESSURE = 3.0
+_CONTROL_CALLS = 128  # concurrent calls for health, metadata and statistics
+_CHANGES = 32  # concurrent calls that wait for a load or unload
+_REFLECTION_STREAMS = 16
+_REFLECTION_SECONDS = 10.0  # between two requests of one stream
 _SLOW_WATCHER_SECONDS = 1.0  # for a watcher to read a few bytes while others wait
+_FINAL_WAIT_SECONDS = 1.0  # wait of a stopping server for watchers to be notified, and for calls to end
 # A thread that repeatedly sleeps for a moment and wakes in time shows that its process has no backlog.
 _NAP_SECONDS, _PUNCTUAL_SECONDS, _PUNCTUAL_NAPS = 0.002, 0.005, 40
 _MAX_DELIVERY_SECONDS = 2.0  # at most
@@ -43,11 +52,37 @@ _UNDELIVERED_CALLS = 2048
 _HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
 
 
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """The address, limits and timeouts. A call beyond a limit is rejected; none waits for a place.
+
+    Those without a key in ``server.yaml`` are constants of a server: operators have no ground to choose others, and
+    tests do. ``share_port`` lets several worker processes listen on one port (SO_REUSEPORT).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8001  # 0 = any free port
+    max_in_flight: int = 256
+    max_streams: int = 64
+    max_watches: int = 1024
+    max_connections: int = 4096  # idle ones cost some 20 KB each
+    stream_window: int = 16  # requests of one stream in flight: they fill half a batch of the default size
+    max_message_bytes: int = 64 << 20  # of a request
+    max_request_bytes: int = 512 << 20  # of all requests and responses together
+    receive_seconds: float = 10.0  # for a request to arrive, once its headers have
+    send_seconds: float = 30.0  # for a client to read a response
+    stream_idle_seconds: float = 600.0  # for the next request of a stream without requests in flight
+    keepalive_seconds: float = 60.0  # silence after which the client is pinged
+    max_connection_idle_seconds: float = 1800.0
+    max_connection_age_seconds: float = 0.0  # 0 = no limit
+    share_port: bool = False
+
+
 class Transport:
     """The gRPC server. :meth:`start` binds and serves. :meth:`stop` drains and may be called more than once.
 
     ``count_refusal`` is called with one of :data:`~service.request.REFUSALS` for each rejection other than a
-    model's own.
+    model's own. ``tokens``: None, and everybody may call everything.
     """
 
     def __init__(
@@ -55,25 +90,33 @@ class Transport:
         registry: Registry,
         count_refusal: Callable[[str], None],
         options: TransportOptions,
-        access: Access = Access(),  # noqa: B008 -- frozen: everybody may call everything
+        tokens: TokenFile | None = None,
         certificates: CertificateFiles | None = None,
         operations: Operations = Operations(),  # noqa: B008 -- frozen: nothing but inference and looking
         tracer: Tracer | None = None,
     ) -> None:
         self._options = options
-        self._count_refusal = count_refusal
         self._certificates = certificates
-        self._timeouts: list[CallTimeouts] = []
-        self._claimed: ports.ClaimedPath | None = None  # the Unix socket
-        self._services = Services(registry, count_refusal, options, access, operations, tracer)
-        handlers = HandlerInterceptor(self._services.openers(self._lanes()))
-        self._watchdog = Watchdog(self._timeouts)
-        # Each lane bounds its own calls: with a common bound, one lane's calls could shut out another's.
-        self._server = grpc.server(
-            self._services.pool("grpc", 1),
-            options=_channel_arguments(options),
-            interceptors=[handlers],
+        self._health = HealthServicer(registry, SERVICE)
+        self.pools = _pools(options, count_refusal, self._health)
+        streaming = options.max_streams * (options.stream_window + 1)
+        self._others = [ThreadPoolExecutor(streaming, "grpc-stream"), ThreadPoolExecutor(1, "grpc")]
+        self._inference = InferenceServicer(
+            registry,
+            count_refusal,
+            options.max_in_flight,
+            stream_threads=self._others[0],
+            stream_window=options.stream_window,
+            memory=SharedMemory(operations.regions, options.max_message_bytes),
+            tracer=tracer,
         )
+        self._control = ControlServicer(registry, operations, RequiredScope(tokens, "manage"))
+        handlers = HandlerInterceptor(
+            open_by_path(self.pools, self._inference, self._control, self._health, tokens, options.max_message_bytes)
+        )
+        self._watchdog = PeriodicThread("grpc-watchdog", TICK_SECONDS, self._end_expired)
+        # Each pool bounds its own calls: with a common bound, one class could shut out another.
+        self._server = grpc.server(self._others[1], options=_channel_arguments(options), interceptors=[handlers])
         handlers.register(self._server)
 
     def start(self) -> int:
@@ -87,8 +130,6 @@ class Transport:
                 bound = self._server.add_secure_port(_address(host, port), credentials)
         except RuntimeError:  # gRPC's own text names neither the cause nor the remedy
             raise _bind_error(host, port) from None
-        if self._options.unix_socket:
-            self._listen_on_socket(self._options.unix_socket)
         self._server.start()
         self._watchdog.start()
         if not arrival.SUPPORTED:
@@ -102,77 +143,73 @@ class Transport:
         that the server waits for work only. Returns False if a call was still in flight after ``grace`` seconds.
         """
         until = time.monotonic() + grace
-        for timeouts in self._timeouts:
-            timeouts.shorten(grace)
-        self._services.drain(until)
-        if not self._services.wait_empty(0.0):
+        for pool in self.pools.values():
+            pool.receive_timeouts.shorten(grace)
+            pool.send_timeouts.shorten(grace)
+        for name in ("inference", "streams"):
+            self.pools[name].drain()
+        self._health.shut_down(min(grace, _FINAL_WAIT_SECONDS))
+        self._inference.drain()
+        self._control.drain()
+        self.pools["changes"].shares.wait_empty(min(until, time.monotonic() + _FINAL_WAIT_SECONDS))
+        if not self._wait_empty(0.0):
             wait_for_delivery(until)
         # gRPC cancels only after the check below.
-        self._server.stop(max(0.0, until - time.monotonic()) + FINAL_WAIT_SECONDS)
-        completed = self._services.wait_empty(until)
+        self._server.stop(max(0.0, until - time.monotonic()) + _FINAL_WAIT_SECONDS)
+        completed = self._wait_empty(until)
         self._server.stop(0)
         self._watchdog.stop()
-        self._services.wait_empty(time.monotonic() + FINAL_WAIT_SECONDS)
-        self._services.close()
+        self._wait_empty(time.monotonic() + _FINAL_WAIT_SECONDS)
+        # The threads get a moment: a run that was cut off may never end.
+        closing = threading.Thread(target=self._close_pools, name="grpc-closing", daemon=True)
+        closing.start()
+        closing.join(_FINAL_WAIT_SECONDS)
         return completed
 
-    def _listen_on_socket(self, path: str) -> None:
-        """Raises ConfigError if the path cannot be used. gRPC alone would take it from a server that still runs."""
-        self._claimed = ports.ClaimedPath(path)
-        try:
-            self._server.add_insecure_port(f"unix:{path}")
-        except RuntimeError:
-            raise ConfigError(f"cannot listen on grpc_socket {path}; choose another path") from None
+    def _wait_empty(self, until: float) -> bool:
+        """Wait until no inference is inside. Return False if one still is at ``until``."""
+        return all(self.pools[name].shares.wait_empty(until) for name in ("inference", "streams"))
 
-    def _lanes(self) -> Lanes[Handler]:
-        options, services = self._options, self._services
-        receive, send = options.receive_seconds, options.send_seconds
-        max_slow = max(1, options.max_request_bytes // options.max_message_bytes)
-        return Lanes(
-            inference=self._lane("grpc-infer", services.inference, receive, send, max_slow=max_slow),
-            streams=self._lane("grpc-open-stream", services.streams, options.stream_idle_seconds, send),
-            control=self._lane("grpc-control", services.control, receive, send, max_slow=_SLOW_CONTROL_CALLS),
-            changes=self._lane("grpc-change", services.changes, receive, send, max_slow=_SLOW_CONTROL_CALLS),
-            watches=self._lane(
-                "grpc-watch",
-                services.watches,
-                receive,
-                max_slow=_SLOW_CONTROL_CALLS,
-                threads=CONTROL_CALLS,
-                send_timeouts=CallTimeouts(
-                    _SECONDS_UNDER_PRESSURE, _SLOW_WATCHER_SECONDS, lambda: services.health.has_backlog
-                ),
-            ),
-            reflection=self._lane("grpc-reflection", services.reflection, REFLECTION_SECONDS, REFLECTION_SECONDS),
-        )
+    def _end_expired(self) -> None:
+        for pool in self.pools.values():
+            pool.receive_timeouts.end_expired()
+            pool.send_timeouts.end_expired()
 
-    def _lane(
-        self,
-        name: str,
-        admission: Admission,
-        receive_seconds: float,
-        send_seconds: float = 0.0,
-        *,
-        max_slow: int | None = None,
-        threads: int | None = None,
-        send_timeouts: CallTimeouts | None = None,
-    ) -> Lane:
-        services = self._services
-        idle = admission is services.streams  # streams are idle by nature
-        receive_timeouts = CallTimeouts(
-            receive_seconds,
-            receive_seconds if idle else _SECONDS_UNDER_PRESSURE,
-            lambda: admission.under_pressure,
-            max_slow=max_slow,
-        )
-        send_timeouts = send_timeouts or CallTimeouts(
-            send_seconds, _SECONDS_UNDER_PRESSURE, lambda: admission.under_pressure
-        )
-        self._timeouts += [receive_timeouts, send_timeouts]
-        count = threads or services.threads_for(admission)
-        lane = Lane(name, admission, count, receive_timeouts, send_timeouts, services.statuses, self._count_refusal)
-        services.close_with_services(lane.threads)
-        return lane
+    def _close_pools(self) -> None:
+        for pool in (*self.pools.values(), *self._others):
+            pool.shutdown(cancel_futures=True)
+
+
+def _pools(
+    options: TransportOptions, count_refusal: Callable[[str], None], health: HealthServicer
+) -> dict[str, RpcPool]:
+    """Return the pool of each class of RPCs."""
+    receive, send = options.receive_seconds, options.send_seconds
+    budget = ByteBudget(options.max_request_bytes)
+    most_slow = max(1, options.max_request_bytes // options.max_message_bytes)
+
+    def pool(name: str, limit: int, what: str, reason: str, times: Sequence[float], **more: Any) -> RpcPool:
+        return RpcPool(f"grpc-{name}", limit, what, reason, count_refusal, *times, **more)
+
+    streams = pool("open-stream", options.max_streams, "open streams", "streams", (receive, send), budget=budget)
+    watches = pool("watch", options.max_watches, "health watches", "watches", (receive, send))
+    idle = options.stream_idle_seconds  # also while many are open: streams are idle by nature
+    streams.receive_timeouts = CallTimeouts(idle, idle)
+    watches.send_timeouts = CallTimeouts(SECONDS_UNDER_PRESSURE, _SLOW_WATCHER_SECONDS, lambda: health.has_backlog)
+    return {
+        "inference": pool(
+            "infer", options.max_in_flight, "requests in flight", "in_flight", (receive, send),
+            max_slow=most_slow, budget=budget,
+        ),
+        "streams": streams,
+        "control": pool("control", _CONTROL_CALLS, "calls for health and metadata", "control", (receive, send)),
+        "changes": pool("change", _CHANGES, "loads and unloads of models", "control", (receive, send)),
+        "watches": watches,
+        "reflection": pool(
+            "reflection", _REFLECTION_STREAMS, "reflection streams", "reflection",
+            (_REFLECTION_SECONDS, _REFLECTION_SECONDS), max_slow=math.inf,
+        ),
+    }  # fmt: skip
 
 
 def wait_for_delivery(until: float) -> None:
@@ -193,7 +230,7 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         # gRPC's default is on: a second server on the same port would silently receive half of the calls
         "grpc.so_reuseport": int(options.share_port),
         "grpc.max_receive_message_length": options.max_message_bytes,
-        "grpc.per_message_decompression": 0,  # see service.wire.inflate
+        "grpc.per_message_decompression": 0,  # see service.wire.limits
         "grpc.max_send_message_length": -1,  # outputs are as large as the model makes them
         "grpc.max_concurrent_streams": max(_STREAMS_PER_CONNECTION, options.max_in_flight // 4),
         # Off: it counts ended calls that Python has yet to release, so it refuses calls of clients within the limit.
@@ -210,9 +247,6 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         "grpc.http2.min_ping_interval_without_data_ms": _MIN_PING_INTERVAL_MS,
         "grpc.max_connection_idle_ms": _ms(options.max_connection_idle_seconds),
     }
-    if options.compress:
-        # A level: an algorithm would also be used for clients that do not accept it. The lowest level is gzip.
-        arguments["grpc.default_compression_level"] = 1
     if options.max_connection_age_seconds:
         arguments["grpc.max_connection_age_ms"] = _ms(options.max_connection_age_seconds)
     return list(arguments.items())

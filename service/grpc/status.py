@@ -32,6 +32,7 @@ CODES: Mapping[type[RequestError], StatusCode] = {
     NotFound: StatusCode.NOT_FOUND,
     AlreadyExists: StatusCode.ALREADY_EXISTS,
     Unavailable: StatusCode.UNAVAILABLE,
+    # Not UNAVAILABLE, as in Triton: KServe's client retries that three times, which multiplies the overload.
     Overloaded: StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: StatusCode.DEADLINE_EXCEEDED,
     Cancelled: StatusCode.CANCELLED,
@@ -49,39 +50,21 @@ class Status:
     details: str
 
 
-class StatusTable:
-    """:data:`CODES`, with the code for overload that the operator chose.
+def status_of(error: Exception, request_fields: Mapping[str, object] | None = None) -> Status:
+    """Return the status for ``error``.
 
-    Triton answers overload with UNAVAILABLE, which KServe's client retries three times. That multiplies the overload.
+    An error that is not a RequestError is logged here with a new incident id, and the client gets the id. It adds
+    ``request_fields``, facts on its request with the keys of :data:`service.config.logs.FIELDS`, to the log.
     """
-
-    def __init__(self, overload: StatusCode = StatusCode.RESOURCE_EXHAUSTED) -> None:
-        self._codes = {**CODES, Overloaded: overload}
-
-    def for_error(self, error: Exception, request_fields: Mapping[str, object] | None = None) -> Status:
-        """Return the status for ``error``.
-
-        An error that is not a RequestError is logged here with a new incident id. ``request_fields`` adds facts on its
-        request, with the keys of :data:`service.config.logs.FIELDS`.
-        """
-        if isinstance(error, RequestError):
-            for kind in type(error).__mro__:
-                if kind in self._codes:
-                    return Status(self._codes[kind], _shortened(str(error)))
-        return _incident(error, request_fields or {})
-
-
-def _incident(error: Exception, request_fields: Mapping[str, object]) -> Status:
-    """Return the status for a failure that the client did not cause.
-
-    The client gets an incident id; the log gets the id and the error's text.
-    """
+    if isinstance(error, RequestError):
+        for kind in type(error).__mro__:
+            if kind in CODES:
+                return Status(CODES[kind], _shortened(str(error)))
     incident = secrets.token_hex(6)
-    kind = "failure" if isinstance(error, Bf16kitError) else "bug"
-    _log.error(
-        "incident %s: %s while answering a request: %s", incident, kind, error,
-        exc_info=error, extra={**request_fields, "code": StatusCode.INTERNAL.name, "incident": incident},
-    )  # fmt: skip
+    kind_of_error = "failure" if isinstance(error, Bf16kitError) else "bug"
+    fields = {**(request_fields or {}), "code": StatusCode.INTERNAL.name, "incident": incident}
+    text = "incident %s: %s while answering a request: %s"
+    _log.error(text, incident, kind_of_error, error, exc_info=error, extra=fields)
     return Status(StatusCode.INTERNAL, f"internal error, incident {incident}; the server's log has the details")
 
 

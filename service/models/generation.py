@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from bf16kit.messages.errors import InputRefused, RuntimeFailure, Unsupported
 from bf16kit.runtime import Runtime, RuntimeInfo
 from service.batching.batcher import Batcher
-from service.batching.policy import BatchPolicy
+from service.batching.queue import BatchPolicy
 from service.contract import ActivePrecision, Array, Bounds, TensorSemantics
 from service.drift.gate import ProcessRank
 from service.drift.probe import Probe
@@ -22,7 +22,7 @@ from service.models.loading import LoadedModel
 from service.models.opening import OpenedArtifact, baseline
 from service.models.policy import Serving
 from service.models.standby import ReferenceStandby
-from service.request import Claim, Observation, Precision, Reply, Request, Timings
+from service.request import Observation, Precision, Reply, Request, Timings
 from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.statistics import ModelStatistics
 
@@ -67,7 +67,7 @@ class Generation:
         self.batch_axis, self.max_batch_size = opened.batch_axis, opened.max_batch_size
         self.max_queue_delay_s = serving.max_queue_delay_ms / 1e3
         self.instances = loaded.instances
-        self.bounds = Bounds(serving.max_dims, serving.max_response_bytes)
+        self.bounds = Bounds(serving.max_dims)
         self.semantics = TensorSemantics(serving.labels, serving.formats)
         self.scheduling = serving.scheduling()
         self.info: RuntimeInfo = info
@@ -122,10 +122,6 @@ class Generation:
     def _on_switch(self, active: ActivePrecision) -> None:
         self.metrics.fallback(active.precision == "fp32")
         self._changed()
-
-    def claim(self, nbytes: int) -> Claim | None:
-        """See :meth:`service.contract.Model.claim`. The measured run times are those of bf16."""
-        return None if self.active_precision.precision == "fp32" else self._batcher.claim(nbytes)
 
     def observe(self, seen: Observation) -> None:
         """See :meth:`service.contract.Model.observe`."""
@@ -190,13 +186,11 @@ class Generation:
             axis=self.batch_axis,
             max_rows=self.max_batch_size,
             max_delay_s=self.max_queue_delay_s,
-            max_bytes=serving.max_queue_bytes,
-            levels=serving.levels(),
-            default_level=serving.default_priority_level,
+            max_requests=serving.max_queue_size,
+            max_wait_s=serving.max_queue_ms / 1e3,
             instances=self.instances,
-            beside=serving.beside if any_thread else 0,
+            extra_instances=int(any_thread),  # one: what it pays, and for whom, is in docs/decisions/0061
             inline=any_thread,
-            claimable=any_thread and loaded.cost_by_size,
         )
         return Batcher(self._run, policy, self, name=f"{self.name}-{self.version}")
 

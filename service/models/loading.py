@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bf16kit.artifact.artifact import Artifact, Golden
+from bf16kit.artifact.artifact import Golden
 from bf16kit.messages.errors import (
     Bf16kitError,
     BudgetExceeded,
@@ -22,7 +22,6 @@ from bf16kit.messages.wording import brief
 from bf16kit.runtime import Runtime, RuntimeInfo, available_cpus
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore, WeightStore
 from bf16kit.runtime.ort import kernel
-from bf16kit.runtime.ort.onnxgraph import depends_on_size_alone
 from service.models import profilechoice
 from service.models.firstruns import OnStep, check_golden, feeds_of, golden_of, ignore_step, warm_up
 from service.models.memorycheck import check_room
@@ -53,7 +52,6 @@ class LoadedModel:
     instances: int = 1
     narrow: Runtime | None = None  # for batches that run beside others, if that has more throughput
     samples: Golden | None = None  # the golden samples
-    cost_by_size: bool = False  # the size of a request determines how long it runs
 
     def close(self) -> None:
         """Free the runtimes of a model that is not going to be served."""
@@ -119,7 +117,6 @@ def load(
     parallelism = Parallelism()
     try:
         parallelism = _parallelism(chosen, opened, serving, resources, clock)
-        cost_by_size = _cost_by_size(opened.artifact, chosen.runtime.info)
         on_step(f"checking the files of {path} again", seconds)
         opened.artifact.verify()  # again: files may have been replaced while they were loaded
     except BaseException:
@@ -138,14 +135,7 @@ def load(
         parallelism.instances,
         parallelism.narrow,
         chosen.golden,
-        cost_by_size,
     )
-
-
-def _cost_by_size(artifact: Artifact, info: RuntimeInfo) -> bool:
-    if info.backend != "onnxruntime" or info.device != "cpu":
-        return False
-    return depends_on_size_alone(artifact.file(artifact.manifest.profiles[info.profile].graph))
 
 
 def _load_first(

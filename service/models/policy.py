@@ -22,7 +22,6 @@ from bf16kit.artifact.entries import plain_name
 from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import quoted
-from service.batching.queue import LevelPolicy
 from service.config.serverconfig import explain, parse_mapping
 from service.contract import QueueBounds, Scheduling
 from service.drift.fallbackpolicy import FallbackPolicy
@@ -149,25 +148,12 @@ class Serving(_Part):
             )
         return self
 
-    def levels(self) -> tuple[LevelPolicy, ...]:
-        """Return the limits of every priority level, the most urgent first; one level if there are no priorities."""
-        return tuple(self._level(number) for number in range(1, max(self.priority_levels, 1) + 1))
-
     def scheduling(self) -> Scheduling:
         """Return the queue limits and served versions as the contract has them."""
-        levels = dict(enumerate(self.levels(), 1))
         return Scheduling(
             QueueBounds(self.max_queue_size, self.max_queue_ms / 1e3),
-            self.priority_levels,
-            self.default_priority_level,
-            {n: QueueBounds(levels[n].max_requests, levels[n].max_wait_s) for n in self.priority_queue_policy},
             self.version_policy.latest or self.version_policy.specific,
         )
-
-    def _level(self, number: int) -> LevelPolicy:
-        own = self.priority_queue_policy.get(number, LevelBounds())
-        wait_ms = self.max_queue_ms if own.max_queue_ms is None else own.max_queue_ms
-        return LevelPolicy(own.max_queue_size or self.max_queue_size, wait_ms / 1e3)
 
 
 def load_serving(model_dir: Path) -> Serving:

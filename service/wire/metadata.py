@@ -9,7 +9,7 @@ from typing import cast
 import bf16kit
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Duration, Model, QueueBounds, Scheduling, StatisticsSnapshot
+from service.contract import Duration, Model, QueueBounds, StatisticsSnapshot
 from service.operations import IndexEntry, Region, VersionStatistics
 
 SERVER_NAME = "bf16kit"
@@ -63,7 +63,7 @@ def model_config(model: Model) -> pb.ModelConfigResponse:
         model_transaction_policy=pb.ModelTransactionPolicy(decoupled=False),
     )
     if batched:
-        config.dynamic_batching.CopyFrom(_dynamic_batching(model.scheduling, model.max_queue_delay_s))
+        config.dynamic_batching.CopyFrom(_dynamic_batching(model.scheduling.bounds, model.max_queue_delay_s))
     return pb.ModelConfigResponse(config=config)
 
 
@@ -76,24 +76,17 @@ def _version_policy(versions: int | tuple[int, ...] | None) -> pb.ModelVersionPo
     return policy(specific=policy.Specific(versions=versions))
 
 
-def _dynamic_batching(scheduling: Scheduling, delay_s: float) -> pb.ModelDynamicBatching:
+def _dynamic_batching(bounds: QueueBounds, delay_s: float) -> pb.ModelDynamicBatching:
+    """Return the queue policy. Requests with a longer expected wait are rejected on arrival; 0 means no limit."""
+    wait_us = 0 if bounds.max_wait_s == math.inf else round(bounds.max_wait_s * 1e6)
     return pb.ModelDynamicBatching(
         max_queue_delay_microseconds=round(delay_s * 1e6),
-        priority_levels=scheduling.priority_levels,
-        default_priority_level=scheduling.default_level if scheduling.priority_levels else 0,
-        default_queue_policy=_queue_policy(scheduling.bounds),
-        priority_queue_policy={level: _queue_policy(bounds) for level, bounds in scheduling.by_level.items()},
-    )
-
-
-def _queue_policy(bounds: QueueBounds) -> pb.ModelQueuePolicy:
-    """Return the queue policy. Requests with a longer expected wait are rejected on arrival; 0 means no limit."""
-    microseconds = 0 if bounds.max_wait_s == math.inf else round(bounds.max_wait_s * 1e6)
-    return pb.ModelQueuePolicy(
-        timeout_action=pb.ModelQueuePolicy.REJECT,
-        default_timeout_microseconds=microseconds,
-        allow_timeout_override=True,
-        max_queue_size=bounds.max_requests,
+        default_queue_policy=pb.ModelQueuePolicy(
+            timeout_action=pb.ModelQueuePolicy.REJECT,
+            default_timeout_microseconds=wait_us,
+            allow_timeout_override=True,
+            max_queue_size=bounds.max_requests,
+        ),
     )
 
 

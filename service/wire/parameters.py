@@ -3,7 +3,7 @@
 | parameter | type | meaning here |
 |---|---|---|
 | timeout | int64 or uint64, microseconds | the request is not run later than this; 0 = no limit |
-| priority | int64 or uint64 | 1 = the most urgent, 0 = the model's default; ignored where it has no `priority_levels` |
+| priority | int64 or uint64 | 0 or more; ignored: all requests of a model wait in one queue |
 | sequence_id | int64, uint64 or string | refused unless 0 or empty: models keep no state between requests |
 | sequence_start, sequence_end | bool | refused unless false |
 | binary_data_output, headers | bool; string | checked and ignored |
@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from bf16kit.messages.errors import InvalidRequest
@@ -40,14 +39,6 @@ _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 _RESERVED_PREFIX = "triton_"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestParameters:
-    """The parameters of a request. ``timeout`` is in seconds; ``priority`` 0 means the model's default."""
-
-    timeout: float | None = None
-    priority: int = 0
-
-
 class RegionPlace(NamedTuple):
     """Bytes of a region of shared memory as a request names them, not checked yet."""
 
@@ -56,8 +47,11 @@ class RegionPlace(NamedTuple):
     byte_size: int
 
 
-def check_request(parameters: Parameters) -> RequestParameters:
-    """Check a request's parameters. Raises :class:`InvalidRequest` naming the parameter and what was expected."""
+def check_request(parameters: Parameters) -> float | None:
+    """Check a request's parameters, and return its timeout in seconds, if it has one.
+
+    Raises :class:`InvalidRequest` naming the parameter and what was expected.
+    """
     for name, value in parameters.items():
         choice = value.WhichOneof("parameter_choice")
         if choice is None:
@@ -72,7 +66,8 @@ def check_request(parameters: Parameters) -> RequestParameters:
                 f"parameter {name!r}: models of this server keep no state between requests; send independent"
                 " requests, without sequence parameters"
             )
-    return RequestParameters(_natural("timeout", parameters) / 1e6 or None, _natural("priority", parameters))
+    _natural("priority", parameters)
+    return _natural("timeout", parameters) / 1e6 or None
 
 
 def wants_final_mark(parameters: Parameters) -> bool:

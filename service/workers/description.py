@@ -70,9 +70,6 @@ class ModelDescription:
     def infer(self, request: Request) -> NoReturn:
         raise Unavailable("models run in the workers, not here")
 
-    def claim(self, nbytes: int) -> None:
-        """Return None: nothing runs here."""
-
     def observe(self, seen: Observation) -> None:
         """Do nothing: the workers count."""
 
@@ -83,10 +80,4 @@ def _specs(fields: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
 
 def _scheduling(fields: Mapping[str, Any]) -> Scheduling:
     versions = fields["versions"]
-    return Scheduling(
-        QueueBounds(**fields["bounds"]),
-        fields["priority_levels"],
-        fields["default_level"],
-        {int(level): QueueBounds(**bounds) for level, bounds in fields["by_level"].items()},
-        tuple(versions) if isinstance(versions, list) else versions,
-    )
+    return Scheduling(QueueBounds(**fields["bounds"]), tuple(versions) if isinstance(versions, list) else versions)

@@ -438,10 +438,7 @@ def test_the_configuration_that_the_server_shows_is_complete_and_may_be_sent_bac
         "versionPolicy": {"all": {}},
         "dynamic_batching": {
             "max_queue_delay_microseconds": "1500",
-            "priority_levels": 3,
-            "default_priority_level": 2,
             "default_queue_policy": {"max_queue_size": 9, "default_timeout_microseconds": 7000},
-            "priority_queue_policy": {"1": {"max_queue_size": 5, "timeout_action": "REJECT"}},
         },
         "instance_group": [{"count": 2, "kind": "KIND_CPU"}],
         "input": [{"name": "x", "dataType": "TYPE_FP32", "dims": ["16"], "format": "FORMAT_NHWC"}],
@@ -450,11 +447,10 @@ def test_the_configuration_that_the_server_shows_is_complete_and_may_be_sent_bac
     shown = client.get_model_config("mlp", as_json=True)["config"]
     batching = shown["dynamic_batching"]
     assert (shown["max_batch_size"], shown["version_policy"]) == (8, {"all": {}})
-    assert (batching["max_queue_delay_microseconds"], batching["priority_levels"]) == ("1500", "3")
-    assert batching["default_priority_level"] == "2"
+    assert batching["max_queue_delay_microseconds"] == "1500"
+    assert "priority_levels" not in batching  # all requests wait in one queue
     bounds = {"default_timeout_microseconds": "7000", "allow_timeout_override": True}
     assert batching["default_queue_policy"] == bounds | {"max_queue_size": 9}
-    assert batching["priority_queue_policy"] == {"1": bounds | {"max_queue_size": 5}}
     assert (shown["instance_group"][0]["count"], shown["input"][0]["format"]) == (2, "FORMAT_NHWC")
     client.unload_model("mlp")
     load(client, shown)

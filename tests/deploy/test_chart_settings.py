@@ -64,7 +64,7 @@ def test_the_chart_has_every_setting_and_rejects_what_the_server_rejects() -> No
 
 # The chart is stricter than the server for these, on purpose: some values could not work in a pod.
 NARROWER = {
-    *("repository", "host", "grpc_port", "http_port", "grpc_socket", "load_model"),
+    *("repository", "host", "grpc_port", "http_port", "load_model"),
     *("tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file"),
 }
 
@@ -74,7 +74,7 @@ def test_the_chart_accepts_what_the_server_accepts() -> None:
     for key, value in tried():
         if key not in NARROWER and type(value) is not bool and server_takes({key: value}):
             assert takes({key: value}), (key, value)
-    assert takes({"compress": True, "evidence": False, "shared_memory": True})
+    assert takes({"change_settings": True, "evidence": False, "shared_memory": True})
 
 
 @needs_schemas
@@ -91,8 +91,6 @@ def test_the_chart_accepts_what_the_server_accepts() -> None:
         {"load_model": ["m"]},
         {"load_model": ["m"], "model_control": "explicit"},
         {"load_model": ["m"], "model_control": "poll"},
-        {"grpc_socket": "/tmp/s", "workers": 2},
-        {"grpc_socket": "/tmp/s", "workers": 1},
     ],
     ids=str,
 )
@@ -102,12 +100,12 @@ def test_chart_and_server_agree_on_combinations_of_settings(config: dict[str, An
 
 def test_large_numbers_in_a_values_file_stay_integers(tmp_path: Path) -> None:
     """Helm reads numbers of a file as floats; printed without conversion, one would be 5.36870912e+08."""
-    sizes = {"max_request_bytes": 536_870_912, "shared_memory_max_bytes": 8_589_934_592, "trace_rate": 1_000_000}
+    sizes = {"max_message_bytes": 536_870_912, "shared_memory_max_bytes": 8_589_934_592, "trace_rate": 1_000_000}
     manifests = charted_by(tmp_path / "values.yaml", {"config": sizes})
     written = yaml.safe_load(one(manifests, "ConfigMap")["data"]["server.yaml"])
     assert {key: written[key] for key in sizes} == sizes
     assert all(type(written[key]) is int for key in sizes)
-    assert ServerConfig(**written).max_request_bytes == 536_870_912
+    assert ServerConfig(**written).max_message_bytes == 536_870_912
 
 
 @pytest.mark.parametrize(
@@ -115,15 +113,14 @@ def test_large_numbers_in_a_values_file_stay_integers(tmp_path: Path) -> None:
     [
         ({}, None),
         ({"token_file": "/t"}, None),
-        ({"token_file": "/t", "token_free": ["reflection"]}, "HTTP"),
         (TLS, "HTTPS"),
     ],
     ids=str,
 )
-def test_probes_use_http_where_grpc_health_needs_tls_or_a_token(
+def test_probes_use_http_where_the_grpc_port_has_tls(
     config: dict[str, Any], scheme: str | None, tmp_path: Path
 ) -> None:
-    """kubelet's gRPC probes have neither TLS nor a token: if health needs one, they would restart the pod forever."""
+    """kubelet's gRPC probes have no TLS: they would restart the pod forever."""
     secret = "mine" if config == TLS else ""
     ((_, spec),) = pods(charted_by(tmp_path / "values.yaml", {"config": config, "existingSecret": secret}))
     probes = [spec["containers"][0][f"{name}Probe"] for name in ("startup", "liveness", "readiness")]

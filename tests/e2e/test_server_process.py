@@ -10,7 +10,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -192,34 +191,6 @@ def test_a_port_in_use_gives_one_clear_line_and_exit_code_2(tmp_path: Path, serv
     assert f"port {port} on 127.0.0.1 is in use" in server.log
     assert f"--{which}-port" in server.log
     assert "Traceback" not in server.log
-
-
-def test_a_second_server_does_not_take_the_unix_socket_of_a_first_and_a_killed_ones_is_free(serve: Serve) -> None:
-    """A short directory: the path of a socket has at most 107 bytes."""
-    with tempfile.TemporaryDirectory() as directory:
-        path, repository = Path(directory) / "grpc", Path(directory) / "repository"
-        write_mlp(repository / "mlp" / "1")
-        (Path(directory) / "server.yaml").write_text(f"grpc_socket: {path}\n")
-        flags = ("--repository", str(repository), "--config", str(Path(directory) / "server.yaml"))
-        first = serve(*flags).wait_ready()
-        second = serve(*flags)
-        assert second.exit_code() == 2
-        assert f"grpc_socket {path} belongs to another server that runs; stop it, or choose another path" in second.log
-        assert "Traceback" not in second.log
-        assert infer(f"unix:{path}", rows(1)).shape == (1, 16)
-        first.process.kill()
-        first.exit_code()
-        assert path.is_socket()  # left behind
-        third = serve(*flags).wait_ready()
-        assert infer(f"unix:{path}", rows(1)).shape == (1, 16)
-        third.terminate()
-        assert third.exit_code() == 0
-        assert not path.exists()
-        path.write_text("mine")
-        fourth = serve(*flags)
-        assert fourth.exit_code() == 2
-        assert f"grpc_socket {path} exists and is no socket" in fourth.log
-        assert path.read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])

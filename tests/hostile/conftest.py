@@ -22,7 +22,7 @@ from watched import Watched
 
 from service.grpc.handlers import SERVICE
 
-_PLACES = {"ModelInfer": 256, "ModelStreamInfer": 64, "ServerMetadata": 0}  # default limits of calls without request
+_PLACES = {"ModelInfer": 256, "ModelStreamInfer": 64, "ServerMetadata": 128}  # limits of calls without request
 
 
 def _hold(target: Target, path: str, places: int, stack: contextlib.ExitStack) -> None:

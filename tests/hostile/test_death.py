@@ -136,13 +136,10 @@ def free_port() -> int:
 
 
 def test_after_sigkill_under_load_a_new_server_starts_at_once_on_the_same_port(start: Start, tmp_path: Path) -> None:
-    """It also uses the same Unix socket and gives the same outputs; the killed server leaves no files behind."""
+    """It gives the same outputs, and the killed server leaves no files behind."""
     requests, outcomes, seconds = Requests(), list[Outcome](), list[float]()
-    sockets, port = tmp_path / "sockets", free_port()
-    sockets.mkdir()
+    port = free_port()
     where = ("--grpc-port", str(port))
-    with (tmp_path / "server.yaml").open("a") as settings:
-        settings.write(f"grpc_socket: {sockets / 'grpc'}\n")
     begun = time.monotonic()
     server = start(*where)
     first = time.monotonic() - begun
@@ -159,12 +156,10 @@ def test_after_sigkill_under_load_a_new_server_starts_at_once_on_the_same_port(s
         begun = time.monotonic()
         server = start(*where)
         seconds.append(time.monotonic() - begun)
-        for target in (server.target, f"unix:{sockets / 'grpc'}"):
-            np.testing.assert_array_equal(requests.ask(target), expected)
+        np.testing.assert_array_equal(requests.ask(server.target), expected)
         until(lambda: sorted(tmp_path.rglob("*")) == files, what="the files there were, and no others")
     server.terminate()
     assert server.exit_code() == 0
-    assert [file.name for file in sockets.iterdir()] == ["grpc.lock"]  # which stays
     figures.record(
         how_much=f"{len(outcomes)} rounds of {_RATE:g} calls/s",
         **counted(outcomes),

@@ -21,9 +21,9 @@ from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
 from service.batching.batcher import Batcher
-from service.batching.policy import BatchPolicy
-from service.batching.queue import LevelPolicy
+from service.batching.queue import BatchPolicy
 from service.config.certificates import CertificateFiles
+from service.config.tokens import TokenFile
 from service.contract import (
     ActivePrecision,
     Array,
@@ -34,11 +34,10 @@ from service.contract import (
     StatisticsSnapshot,
     TensorSemantics,
 )
-from service.grpc.credentials import Access
 from service.grpc.handlers import SERVICE
 from service.grpc.server import Transport, TransportOptions
 from service.operations import Operations
-from service.request import Claim, Observation, Reply, Request, Timings, Tracer
+from service.request import Observation, Reply, Request, Timings, Tracer
 from service.wire.tensors import encode_raw
 
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]
@@ -125,9 +124,7 @@ class LoopbackModel:
         self.calls = 0
         self.seen: list[Request] = []
         self._run: Run = run or (lambda feeds: {"y": np.array(feeds["x"])})
-        policy = BatchPolicy(
-            batch_axis, max_batch_size, levels=(LevelPolicy(max_queue),), inline=inline, claimable=inline
-        )
+        policy = BatchPolicy(batch_axis, max_batch_size, max_requests=max_queue, inline=inline)
         self.batcher = Batcher(self._execute, policy, _Quiet(), name=name)
 
     @property
@@ -143,9 +140,6 @@ class LoopbackModel:
     def infer(self, request: Request) -> Reply:
         self.seen.append(request)
         return self.batcher.submit(request)
-
-    def claim(self, nbytes: int) -> Claim | None:
-        return self.batcher.claim(nbytes)
 
     def observe(self, seen: Observation) -> None:
         self.log.request(seen)
@@ -279,7 +273,7 @@ def serving(
     *models: LoopbackModel,
     tracer: Tracer | None = None,
     operations: Operations = Operations(),  # noqa: B008 - frozen
-    access: Access = Access(),  # noqa: B008 - frozen
+    tokens: TokenFile | None = None,
     certificates: CertificateFiles | None = None,
     **options: Any,
 ) -> Iterator[Served]:
@@ -290,7 +284,7 @@ def serving(
         del model
     del models  # a test may replace a model and check that the old one is freed
     transport = Transport(
-        registry, log.refused, TransportOptions(port=0, **options), access, certificates, operations, tracer
+        registry, log.refused, TransportOptions(port=0, **options), tokens, certificates, operations, tracer
     )
     _each(registry, Batcher.start)
     port = transport.start()

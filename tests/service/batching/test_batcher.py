@@ -20,13 +20,9 @@ from bf16kit.messages.errors import (
     Unavailable,
 )
 from service.batching.batcher import Batcher
-from service.batching.pace import ENOUGH_BATCHES
-from service.batching.policy import BatchPolicy
-from service.batching.queue import LevelPolicy
+from service.batching.queue import ENOUGH_BATCHES, BatchPolicy
 from service.contract import Array
 from service.request import Cancellation, Reply, Request, Timings
-
-SIZE = 100  # bytes of each request's message
 
 
 class Heard:
@@ -83,9 +79,9 @@ class Bench:
         self.requests: list[Request] = []
         self.callers = ThreadPoolExecutor(32)
 
-    def call(self, *values: float, nbytes: int = SIZE, **more: object) -> Future[Reply]:
+    def call(self, *values: float, **more: object) -> Future[Reply]:
         x = np.array(values, np.float32).reshape(-1, 1)
-        request = Request({"x": x}, rows=len(values), nbytes=nbytes, **more)  # type: ignore[arg-type]  # the fields of Request
+        request = Request({"x": x}, rows=len(values), **more)  # type: ignore[arg-type]  # the fields of Request
         self.requests.append(request)
         return self.callers.submit(self.batcher.submit, request)
 
@@ -99,7 +95,7 @@ class Bench:
     def queue(self, *values: float, **more: object) -> Future[Reply]:
         """Submit a request. Return its future once the request waits in the queue or is done."""
         depth = self.heard.depth
-        future = self.call(*values, **more)  # type: ignore[arg-type]  # as above
+        future = self.call(*values, **more)
         until(lambda: self.heard.depth > depth or future.done())
         return future
 
@@ -136,10 +132,6 @@ def values(future: Future[Reply]) -> list[float]:
     return [float(v) for v in future.result(20).outputs["y"].reshape(-1)]
 
 
-def test_a_request_gets_its_response(make: Make) -> None:
-    assert values(make().call(1.0, 2.0)) == [2.0, 4.0]
-
-
 @pytest.mark.parametrize("inline", [False, True])
 def test_each_response_names_the_precision_that_computed_it(make: Make, inline: bool) -> None:
     bench = make(inline=inline)
@@ -168,79 +160,18 @@ def test_requests_that_wait_while_the_model_runs_become_one_batch(make: Make) ->
     assert bench.heard.depth == 0
 
 
-def test_a_batch_never_has_more_than_max_rows(make: Make) -> None:
-    bench = make(max_rows=4)
-    bench.hold()
-    waiting = [bench.queue(*[float(i)] * 3) for i in range(1, 4)] + [bench.queue(9.0)]
-    bench.run.gate.set()
-    for future in waiting:
-        future.result(20)
-    assert bench.run.batches[1:] == [[1.0, 1.0, 1.0, 9.0], [2.0] * 3, [3.0] * 3]
-
-
 def test_a_request_larger_than_a_batch_is_rejected_with_the_limit(make: Make) -> None:
     with pytest.raises(InvalidRequest, match="has 9 rows; max_batch_size is 8"):
         make().call(*range(9)).result(20)
 
 
-def test_a_request_of_another_shape_runs_in_its_own_batch_and_is_not_starved(make: Make) -> None:
-    bench = make(max_rows=2)
-    bench.hold()
-    wide = Request({"x": np.full((1, 2), 7, np.float32)}, rows=1)
-    first = bench.queue(1.0)
-    depth = bench.heard.depth
-    other = bench.callers.submit(bench.batcher.submit, wide)
-    until(lambda: bench.heard.depth > depth)
-    later = [bench.queue(float(i)) for i in (2, 3, 4)]
-    bench.run.gate.set()
-    for future in (first, other, *later):
-        future.result(20)
-    assert bench.run.batches[1:] == [[1.0, 2.0], [7.0, 7.0], [3.0, 4.0]]
-
-
-def test_without_a_batch_axis_every_request_runs_alone(make: Make) -> None:
-    bench = make(axis=None, max_rows=0)
-    bench.hold()
-    waiting = [bench.queue(1.0), bench.queue(2.0)]
-    bench.run.gate.set()
-    assert [values(f) for f in waiting] == [[2.0], [4.0]]
-    assert bench.run.batches == [[0.0], [1.0], [2.0]]
-
-
 def test_a_full_queue_rejects_at_once_and_counts_the_rejection(make: Make) -> None:
-    bench = make(levels=(LevelPolicy(2),))
+    bench = make(max_requests=2)
     bench.hold()
     bench.queue(1.0), bench.queue(2.0)
     with pytest.raises(Overloaded, match="2 requests are waiting"):
         bench.call(3.0).result(20)
     assert bench.heard.rejections == {"queue_full": 1}
-
-
-def test_a_cancelled_request_makes_room_in_a_full_queue(make: Make) -> None:
-    bench = make(levels=(LevelPolicy(1),))
-    bench.hold()
-    gone = Cancellation()
-    left = bench.queue(1.0, cancellation=gone)
-    gone.cancel()
-    stays = bench.call(2.0)
-    with pytest.raises(Cancelled):
-        left.result(20)
-    bench.run.gate.set()
-    assert values(stays) == [4.0]
-
-
-def test_a_cancelled_request_never_runs_and_is_counted(make: Make) -> None:
-    bench = make()
-    bench.hold()
-    gone = Cancellation()
-    left, stays = bench.queue(1.0, cancellation=gone), bench.queue(2.0)
-    gone.cancel()
-    bench.run.gate.set()
-    with pytest.raises(Cancelled):
-        left.result(20)
-    assert values(stays) == [4.0]
-    assert bench.run.batches == [[0.0], [2.0]]
-    assert bench.heard.rejections == {"cancelled": 1}
 
 
 def test_a_request_whose_deadline_has_passed_on_arrival_never_runs(make: Make) -> None:
@@ -274,16 +205,6 @@ def test_a_request_whose_deadline_passes_during_the_run_still_gets_its_response(
     until(lambda: time.monotonic() > deadline)
     bench.run.gate.set()
     assert values(slow) == [2.0]
-
-
-def test_a_bad_input_fails_only_its_own_request(make: Make) -> None:
-    bench = make()
-    bench.hold()
-    good, bad, also = bench.queue(1.0), bench.queue(-1.0), bench.queue(3.0)
-    bench.run.gate.set()
-    assert (values(good), values(also)) == ([2.0], [6.0])
-    with pytest.raises(RuntimeFailure, match="negative"):
-        bad.result(20)
 
 
 def test_a_batch_with_one_bad_input_is_halved_until_the_bad_one_is_alone(make: Make) -> None:
@@ -326,7 +247,7 @@ def test_inputs_that_the_runtime_rejects_are_the_clients_error(make: Make) -> No
 
 def test_a_cancelled_request_fails_at_once_and_frees_its_place_in_the_queue(make: Make) -> None:
     """The runtime is held all the time, so only the cancellation can remove the request from the queue."""
-    bench = make(levels=(LevelPolicy(1),))
+    bench = make(max_requests=1)
     bench.hold()
     gone = Cancellation()
     left = bench.queue(1.0, cancellation=gone)
@@ -338,24 +259,9 @@ def test_a_cancelled_request_fails_at_once_and_frees_its_place_in_the_queue(make
     assert bench.heard.rejections == {"cancelled": 1}
 
 
-def test_an_urgent_request_overtakes(make: Make) -> None:
-    bench = make(max_rows=1, levels=(LevelPolicy(), LevelPolicy()), default_level=2)
-    bench.hold()
-    later, urgent = bench.queue(1.0), bench.queue(2.0, priority=1)
-    bench.run.gate.set()
-    assert (values(later), values(urgent)) == ([2.0], [4.0])
-    assert bench.run.batches == [[0.0], [2.0], [1.0]]
-
-
-def test_an_unknown_priority_is_rejected_but_ignored_where_there_is_only_one_level(make: Make) -> None:
-    with pytest.raises(InvalidRequest, match=r"priority is 3, expected 0 .* to 2"):
-        make(levels=(LevelPolicy(), LevelPolicy())).call(1.0, priority=3).result(20)
-    assert values(make().call(1.0, priority=3)) == [2.0]
-
-
 def test_a_request_is_rejected_if_its_expected_wait_is_too_long(make: Make) -> None:
     """Runs take 30 ms, so a second waiting batch is expected to wait that long: more than the limit of 20 ms."""
-    bench = make(max_rows=1, levels=(LevelPolicy(100, 0.02),))
+    bench = make(max_rows=1, max_requests=100, max_wait_s=0.02)
     bench.run.meanwhile = lambda: time.sleep(0.03)
     for _ in range(ENOUGH_BATCHES + 1):  # the first run does not call ``meanwhile``
         bench.call(1.0).result(20)
@@ -364,27 +270,6 @@ def test_a_request_is_rejected_if_its_expected_wait_is_too_long(make: Make) -> N
     with pytest.raises(Overloaded, match="would wait"):
         bench.call(2.0).result(20)
     assert bench.heard.rejections == {"queue_wait": 1}
-
-
-def test_a_burst_to_a_cold_model_is_answered_whole(make: Make) -> None:
-    """Its first run takes 30 ms, by which 20 requests would wait for 0.6 s: more than the limit of 20 ms."""
-    bench = make(max_rows=1, levels=(LevelPolicy(100, 0.02),))
-    held = bench.hold()
-    begun = time.monotonic()
-    until(lambda: time.monotonic() > begun + 0.03)
-    bench.run.gate.set()
-    held.result(20)
-    bench.hold()
-    burst = [bench.queue(float(value)) for value in range(20)]
-    bench.run.gate.set()
-    assert [values(each) for each in burst] == [[2.0 * value] for value in range(20)]
-
-
-def test_the_executor_survives_a_failed_run(make: Make) -> None:
-    bench = make()
-    with pytest.raises(RuntimeFailure):
-        bench.call(-1.0).result(20)
-    assert values(bench.call(1.0)) == [2.0]
 
 
 def test_a_delay_gathers_a_fuller_batch(make: Make) -> None:
@@ -400,19 +285,14 @@ def test_a_batch_that_is_not_full_runs_when_the_delay_ends(make: Make) -> None:
     assert values(bench.call(1.0)) == [2.0]
 
 
-def test_a_request_whose_deadline_is_within_the_delay_runs_at_once(make: Make) -> None:
-    bench = make(max_delay_s=60.0)
-    assert values(bench.call(1.0, deadline=time.monotonic() + 30)) == [2.0]
-
-
 def test_inline_runs_a_lone_request_on_the_callers_thread(make: Make) -> None:
-    bench = make(inline=True, claimable=True)
+    bench = make(inline=True)
     assert values(bench.call(1.0)) == [2.0]
     assert not any("executor" in name for name in bench.run.threads)
 
 
 def test_inline_still_batches_requests_that_arrive_during_a_run(make: Make) -> None:
-    bench = make(inline=True, claimable=True)
+    bench = make(inline=True)
     held = bench.hold()
     waiting = [bench.queue(1.0), bench.queue(2.0)]
     bench.run.gate.set()
@@ -421,113 +301,10 @@ def test_inline_still_batches_requests_that_arrive_during_a_run(make: Make) -> N
 
 
 def test_inline_failures_reach_the_caller_and_free_the_runtime(make: Make) -> None:
-    bench = make(inline=True, claimable=True)
+    bench = make(inline=True)
     with pytest.raises(RuntimeFailure):
         bench.call(-1.0).result(20)
     assert values(bench.call(1.0)) == [2.0]
-
-
-def quick(bench: Bench) -> Bench:
-    """Return ``bench`` once the batcher rates its model as quick; the first runs on a machine may be slow."""
-    for _ in range(200):
-        values(bench.call(1.0))
-        if (claim := bench.batcher.claim(SIZE)) is not None:
-            claim.release()
-            return bench
-    raise AssertionError("no run was quick")
-
-
-def test_a_quick_model_that_is_idle_can_be_claimed_once_per_instance(make: Make) -> None:
-    batcher = quick(make(inline=True, claimable=True, instances=2)).batcher
-    first, second = batcher.claim(SIZE), batcher.claim(SIZE)
-    assert first is not None
-    assert second is not None
-    assert batcher.claim(SIZE) is None
-    first.release()
-    first.release()  # the second call has no effect
-    assert batcher.claim(SIZE) is not None
-    assert batcher.claim(SIZE) is None
-
-
-def test_an_unmeasured_slow_busy_closed_or_unpredictable_model_cannot_be_claimed(make: Make) -> None:
-    assert make(inline=True, claimable=True).batcher.claim(SIZE) is None  # its speed is unknown: nothing has run
-    slow = make(inline=True, claimable=True)
-    slow.run.meanwhile = lambda: spend(2e-3)
-    for _ in range(20):
-        values(slow.call(1.0))
-    assert slow.batcher.claim(SIZE) is None
-    at_work = quick(make(inline=True, claimable=True))
-    held = at_work.hold()
-    assert at_work.batcher.claim(SIZE) is None
-    at_work.run.gate.set()
-    values(held)
-    closed = quick(make(inline=True, claimable=True))
-    closed.batcher.close()
-    assert closed.batcher.claim(SIZE) is None
-    unpredictable = make(inline=True)
-    for _ in range(50):
-        values(unpredictable.call(1.0))
-        assert unpredictable.batcher.claim(SIZE) is None
-
-
-def test_a_claim_for_a_large_request_needs_quick_runs_of_large_requests(make: Make) -> None:
-    bench = quick(make(inline=True, claimable=True))
-    assert bench.batcher.claim(20 * SIZE) is None
-    for _ in range(20):  # slow runs of large requests, which do not count for small ones
-        bench.run.meanwhile = lambda: spend(2e-3)
-        values(bench.call(1.0, nbytes=20 * SIZE))
-        bench.run.meanwhile = lambda: None
-    assert bench.batcher.claim(20 * SIZE) is None
-    claim = bench.batcher.claim(SIZE)
-    assert claim is not None
-    claim.release()
-    for _ in range(100):
-        values(bench.call(1.0, nbytes=20 * SIZE))
-    assert bench.batcher.claim(20 * SIZE) is not None
-
-
-def spend(seconds: float) -> None:
-    """Use ``seconds`` of this thread's CPU time; time spent waiting does not count."""
-    begun = time.thread_time()
-    while time.thread_time() < begun + seconds:
-        pass
-
-
-def test_a_claim_lets_its_request_run_and_is_then_used_up(make: Make) -> None:
-    bench = quick(make(inline=True, claimable=True))
-    claim = bench.batcher.claim(SIZE)
-    waiting = bench.queue(1.0)  # it waits because the runtime is claimed
-    assert values(bench.call(3.0, claim=claim)) == [6.0]
-    assert values(waiting) == [2.0]  # it was woken when the claimed run ended
-    assert claim is not None
-    claim.release()  # no effect: the request has used the claim
-    quick(bench)  # again: on a busy machine the two runs above may have been slow
-    assert bench.batcher.claim(SIZE) is not None
-    assert bench.batcher.claim(SIZE) is None
-
-
-def test_giving_back_a_claim_wakes_a_waiting_request(make: Make) -> None:
-    bench = quick(make(inline=True, claimable=True))
-    claim = bench.batcher.claim(SIZE)
-    waiting = bench.queue(1.0)
-    assert claim is not None
-    claim.release()
-    assert values(waiting) == [2.0]
-
-
-def test_a_claim_on_another_generation_has_no_effect(make: Make) -> None:
-    """The model is replaced between the claim and its request."""
-    old, new = quick(make(inline=True, claimable=True)), make(inline=True, claimable=True)
-    claim = old.batcher.claim(SIZE)
-    held = new.hold()
-    waiting = new.queue(1.0, claim=claim)
-    assert not waiting.done()
-    new.run.gate.set()
-    assert (values(held), values(waiting)) == ([0.0], [2.0])
-    assert old.batcher.claim(SIZE) is None
-    assert claim is not None
-    claim.release()
-    assert old.batcher.claim(SIZE) is not None
 
 
 def test_only_executors_run_when_inline_is_off(make: Make) -> None:
@@ -579,7 +356,7 @@ def test_a_requests_timings_hold_its_time_in_the_queue_and_in_the_runtime(make: 
 
 @pytest.mark.parametrize("value", [1.0, -1.0], ids=["answered", "failed"])
 def test_a_request_that_runs_inline_has_no_queue_time(make: Make, value: float) -> None:
-    bench = make(inline=True, claimable=True)
+    bench = make(inline=True)
     bench.call(value).exception(20)
     assert bench.timings().queue == 0
     assert 0 < bench.timings().compute < 20
@@ -601,7 +378,7 @@ def test_a_request_that_leaves_the_queue_keeps_its_queue_time(make: Make, leaves
 
 
 def test_a_patient_requests_wait_for_room_is_queue_time(make: Make) -> None:
-    bench = make(levels=(LevelPolicy(1),))
+    bench = make(max_requests=1)
     bench.hold()
     bench.queue(1.0)
     with pytest.raises(DeadlineExceeded):
@@ -611,7 +388,7 @@ def test_a_patient_requests_wait_for_room_is_queue_time(make: Make) -> None:
 
 
 def test_a_request_that_is_rejected_at_once_has_no_timings(make: Make) -> None:
-    bench = make(levels=(LevelPolicy(1),))
+    bench = make(max_requests=1)
     bench.hold()
     bench.queue(1.0)
     with pytest.raises(Overloaded):
@@ -621,7 +398,7 @@ def test_a_request_that_is_rejected_at_once_has_no_timings(make: Make) -> None:
 
 def test_a_thousand_requests_from_many_threads_all_get_their_own_response(make: Make) -> None:
     for inline in (False, True):
-        bench = make(inline=inline, levels=(LevelPolicy(1000),))
+        bench = make(inline=inline, max_requests=1000)
         futures = [bench.call(float(i)) for i in range(1000)]
         assert [values(f) for f in futures] == [[2.0 * i] for i in range(1000)]
         assert sum(rows for _, rows in bench.heard.executions) == 1000

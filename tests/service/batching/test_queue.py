@@ -7,16 +7,23 @@ import random
 import pytest
 
 from bf16kit.messages.errors import Overloaded
-from service.batching.pace import ENOUGH_BATCHES, Pace
-from service.batching.queue import PATIENCE_S, Job, LevelPolicy, Queue, QueuePolicy
+from service.batching.queue import ENOUGH_BATCHES, PATIENCE_S, BatchPolicy, Job, Pace, Queue
 
 
-def queue(pace: Pace | None = None, **policy: object) -> Queue[str]:
-    return Queue(QueuePolicy(**{"max_rows": 4, **policy}), pace)  # type: ignore[arg-type]  # its fields
+class Named(Job):
+    """A job with a name."""
+
+    def __init__(self, name: str, *fields: object, **more: object) -> None:
+        super().__init__(*fields, **more)  # type: ignore[arg-type]  # its fields
+        self.name = name
 
 
-def put(waiting: Queue[str], name: str, arrived: float = 0.0, **more: object) -> Job[str]:
-    job = Job(name, arrived, **more)  # type: ignore[arg-type]  # its fields
+def queue(pace: Pace | None = None, **policy: object) -> Queue[Named]:
+    return Queue(BatchPolicy(**{"axis": 0, "max_rows": 4, **policy}), pace)  # type: ignore[arg-type]  # its fields
+
+
+def put(waiting: Queue[Named], name: str, arrived: float = 0.0, **more: object) -> Named:
+    job = Named(name, arrived, **more)
     waiting.put(job)
     return job
 
@@ -29,8 +36,8 @@ def measured(seconds: float, batches: int = ENOUGH_BATCHES) -> Pace:
     return pace
 
 
-def names(batch: list[Job[str]]) -> str:
-    return " ".join(job.work for job in batch)
+def names(batch: list[Named]) -> str:
+    return " ".join(job.name for job in batch)
 
 
 class TestOrder:
@@ -53,19 +60,6 @@ class TestOrder:
         put(waiting, "in time", 0.5, deadline=PATIENCE_S - 0.1)
         put(waiting, "later", 0.5, deadline=PATIENCE_S + 0.1)
         assert [names(waiting.pop_batch(0.5)) for _ in range(3)] == ["in time", "patient", "later"]
-
-    def test_an_urgent_level_goes_before_any_deadline(self) -> None:
-        waiting = queue(max_rows=1, levels=(LevelPolicy(), LevelPolicy()))
-        put(waiting, "low", level=1, deadline=0.01)
-        put(waiting, "high", level=0)
-        assert [names(waiting.pop_batch(0.0)) for _ in range(2)] == ["high", "low"]
-
-    def test_lower_levels_fill_the_batch_of_an_urgent_request(self) -> None:
-        waiting = queue(max_rows=3, levels=(LevelPolicy(), LevelPolicy()))
-        for name in "ab":
-            put(waiting, name, level=1)
-        put(waiting, "high", level=0)
-        assert names(waiting.pop_batch(0.0)) == "high a b"
 
 
 class TestBatches:
@@ -94,7 +88,7 @@ class TestBatches:
         assert names(waiting.pop_batch(1.5)) == "alone"
 
     def test_full_batches_do_not_starve_a_shape_that_is_due(self) -> None:
-        waiting = queue(max_rows=2, max_delay_s=1.0, levels=(LevelPolicy(1000),))
+        waiting = queue(max_rows=2, max_delay_s=1.0, max_requests=1000)
         put(waiting, "alone", 0.0, shape="s")
         taken = []
         for tick in range(20):
@@ -121,22 +115,17 @@ class TestBatches:
 
 
 class TestRoom:
-    def test_each_level_has_its_own_limit_of_requests(self) -> None:
-        waiting = queue(levels=(LevelPolicy(1), LevelPolicy(2)))
-        put(waiting, "a", level=0), put(waiting, "b", level=1), put(waiting, "c", level=1)
-        for level, limit in ((0, 1), (1, 2)):
-            with pytest.raises(
-                Overloaded, match=rf"{limit} requests are waiting \(max_queue_size in serving\.yaml\)"
-            ) as refused:
-                put(waiting, "more", level=level)
-            assert refused.value.reason == "queue_full"
+    def test_the_number_of_waiting_requests_is_limited(self) -> None:
+        waiting = queue(max_requests=2)
+        put(waiting, "a"), put(waiting, "b")
+        with pytest.raises(Overloaded, match=r"2 requests are waiting \(max_queue_size in serving\.yaml\)") as refused:
+            put(waiting, "more")
+        assert refused.value.reason == "queue_full"
 
     def test_the_bytes_of_waiting_requests_are_limited(self) -> None:
         waiting = queue(max_bytes=100)
         put(waiting, "a", nbytes=60)
-        with pytest.raises(
-            Overloaded, match=r"60 bytes are waiting, the limit is 100 \(max_queue_bytes in "
-        ) as refused:
+        with pytest.raises(Overloaded, match="60 bytes are waiting, the limit is 100; try again later") as refused:
             put(waiting, "b", nbytes=41)
         assert refused.value.reason == "queue_bytes"
         put(waiting, "c", nbytes=40)
@@ -144,7 +133,7 @@ class TestRoom:
         put(waiting, "d", nbytes=100)
 
     def test_the_wait_expected_from_the_measured_pace_is_limited(self) -> None:
-        waiting = queue(measured(0.030), max_rows=1, levels=(LevelPolicy(100, 0.1),))
+        waiting = queue(measured(0.030), max_rows=1, max_requests=100, max_wait_s=0.1)
         for name in "abcd":
             put(waiting, name)
         with pytest.raises(Overloaded, match=r"would wait 120 ms, the limit is 100 ms \(max_queue_ms in ") as refused:
@@ -154,7 +143,7 @@ class TestRoom:
     def test_a_burst_to_a_model_that_has_hardly_run_is_not_rejected_for_its_wait(self) -> None:
         """The first runs are slow and have few rows: here they make a request expect to wait for 3 s."""
         pace = measured(0.030, ENOUGH_BATCHES - 1)
-        waiting = queue(pace, max_rows=1, levels=(LevelPolicy(200, 0.1),))
+        waiting = queue(pace, max_rows=1, max_requests=200, max_wait_s=0.1)
         for _ in range(100):
             put(waiting, "x")
         pace.observe((), 1, 0.030)
@@ -164,29 +153,21 @@ class TestRoom:
             put(waiting, "x")
 
     def test_two_instances_halve_the_wait(self) -> None:
-        waiting = queue(measured(0.030), max_rows=1, instances=2, levels=(LevelPolicy(100, 0.1),))
+        waiting = queue(measured(0.030), max_rows=1, instances=2, max_requests=100, max_wait_s=0.1)
         for _ in range(7):
             put(waiting, "x")
         with pytest.raises(Overloaded, match="105 ms"):
             put(waiting, "x")
 
-    def test_urgent_requests_do_not_wait_for_less_urgent_ones(self) -> None:
-        waiting = queue(measured(1.0), max_rows=1, levels=(LevelPolicy(100, 0.1), LevelPolicy(100, 9.0)))
-        for _ in range(5):
-            put(waiting, "low", level=1)
-        put(waiting, "high", level=0)
-        with pytest.raises(Overloaded):
-            put(waiting, "high", level=0)
-
     def test_one_batch_may_wait_however_slow_the_model(self) -> None:
-        waiting = queue(measured(60.0), max_rows=4, levels=(LevelPolicy(100, 0.1),))
+        waiting = queue(measured(60.0), max_rows=4, max_requests=100, max_wait_s=0.1)
         for _ in range(4):
             put(waiting, "x")
         with pytest.raises(Overloaded):
             put(waiting, "x")
 
     def test_a_removed_request_leaves_room(self) -> None:
-        waiting = queue(levels=(LevelPolicy(1),))
+        waiting = queue(max_requests=1)
         job = put(waiting, "a")
         assert waiting.remove(job)
         put(waiting, "b")
@@ -214,17 +195,15 @@ def test_every_job_leaves_once_and_all_totals_return_to_zero() -> None:
     """Compare ten thousand random steps with a plain list; afterwards all counts, bytes and expected seconds are 0."""
     draw = random.Random(3)
     pace = Pace()
-    waiting = queue(pace, max_rows=8, max_delay_s=0.01, max_bytes=4000, levels=(LevelPolicy(20), LevelPolicy(30, 0.2)))
-    inside: list[Job[str]] = []
+    waiting = queue(pace, max_rows=8, max_delay_s=0.01, max_bytes=4000, max_requests=50, max_wait_s=0.2)
+    inside: list[Named] = []
     now = 0.0
     for step in range(10_000):
         now += draw.random() * 0.004
         action = draw.random()
         if action < 0.6:
-            job = Job(
-                str(step), now, draw.randint(1, 8), draw.choice("stu"), now + draw.choice((0.005, 0.1, float("inf"))),
-                draw.randint(0, 1), draw.randint(0, 400),
-            )  # fmt: skip
+            deadline = now + draw.choice((0.005, 0.1, float("inf")))
+            job = Named(str(step), now, draw.randint(1, 8), draw.choice("stu"), deadline, draw.randint(0, 400))
             try:
                 waiting.put(job)
             except Overloaded:
@@ -245,5 +224,34 @@ def test_every_job_leaves_once_and_all_totals_return_to_zero() -> None:
                 inside.remove(job)
         assert len(waiting) == len(inside)
     waiting.clear()
-    assert (waiting._counts, waiting._seconds, waiting._rows, waiting._nbytes) == ([0, 0], [0.0, 0.0], 0, 0)
+    assert (waiting._count, waiting._seconds, waiting._rows, waiting._nbytes) == (0, 0.0, 0, 0)
     assert waiting._groups == {}
+
+
+class TestPace:
+    def test_rows_of_a_shape_are_expected_to_take_as_long_as_before_and_other_shapes_as_all(self) -> None:
+        pace = Pace()
+        assert pace.seconds("any", 4) == 0.0
+        pace.observe("short", 8, 0.4)
+        assert pace.seconds("short", 2) == pytest.approx(0.1)
+        assert pace.seconds("unseen", 3) == pytest.approx(0.15)
+
+    def test_the_newest_batches_count_most(self) -> None:
+        pace = Pace()
+        pace.observe("x", 1, 1.0)
+        for _ in range(40):
+            pace.observe("x", 1, 0.01)
+        assert pace.seconds("x", 1) == pytest.approx(0.01, rel=0.05)
+
+    def test_a_batch_without_rows_does_not_divide_by_zero(self) -> None:
+        pace = Pace()
+        pace.observe("x", 0, 0.5)
+        assert pace.seconds("x", 0) == 0.5
+
+    def test_the_shapes_not_run_for_the_longest_time_are_forgotten_first(self) -> None:
+        pace = Pace()
+        for shape in range(1000):
+            pace.observe(shape, 1, 1.0)
+            pace.observe("always", 1, 5.0)
+        assert pace.seconds("always", 1) == 5.0
+        assert len(pace._by_shape) == 256

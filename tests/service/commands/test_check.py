@@ -92,17 +92,19 @@ def test_every_option_of_the_server_is_checked(repository: Path, run: Run) -> No
 
 
 def test_the_environment_is_checked_too(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BF16KIT_MAX_STREAMS", "0")
+    monkeypatch.setenv("BF16KIT_MAX_IN_FLIGHT", "0")
     result = run("check", "--repository", repository)
     assert result.exit_code == 1
-    assert "failed  configuration: BF16KIT_MAX_STREAMS in the environment: 'max_streams' is '0'" in result.stdout
+    assert "failed  configuration: BF16KIT_MAX_IN_FLIGHT in the environment: 'max_in_flight' is '0'" in result.stdout
 
 
 def test_a_misspelt_variable_is_a_note(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BF16KIT_MAX_STREAM", "9")
+    monkeypatch.setenv("BF16KIT_MAX_FLIGHT", "9")
     result = run("check", "--repository", repository, *ANY_PORT, "--no-load")
     assert result.exit_code == 0
-    line = "note    environment: unknown environment variables are ignored: 'BF16KIT_MAX_STREAM' (BF16KIT_MAX_STREAMS?)"
+    line = (
+        "note    environment: unknown environment variables are ignored: 'BF16KIT_MAX_FLIGHT' (BF16KIT_MAX_IN_FLIGHT?)"
+    )
     assert line in result.stdout
 
 

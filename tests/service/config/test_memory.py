@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.system.controlgroup import Memory
-from service.config.memory import announce, fit_to_memory
+from service.config.memory import announce, fit_to_memory, max_request_bytes
 from service.config.serverconfig import ServerConfig, load_config
 
 MIB = 1 << 20
@@ -18,28 +18,30 @@ def config(tmp_path: Path, **flags: object) -> ServerConfig:
     return load_config({"repository": str(tmp_path), **flags})
 
 
+def limits(tmp_path: Path, memory: Memory | None, **flags: object) -> tuple[int, int]:
+    """Return the limits of all requests together, and of one message."""
+    fitted = fit_to_memory(config(tmp_path, **flags), memory)
+    return max_request_bytes(fitted, memory), fitted.max_message_bytes
+
+
 def test_requests_get_a_quarter_of_a_small_container(tmp_path: Path) -> None:
-    found = fit_to_memory(config(tmp_path), Memory(limit=1024 * MIB, left=900 * MIB))
-    assert (found.max_request_bytes, found.max_message_bytes) == (256 * MIB, 64 * MIB)
-    found = fit_to_memory(config(tmp_path), Memory(limit=128 * MIB, left=100 * MIB))
-    assert (found.max_request_bytes, found.max_message_bytes) == (32 * MIB, 32 * MIB)
+    assert limits(tmp_path, Memory(limit=1024 * MIB, left=900 * MIB)) == (256 * MIB, 64 * MIB)
+    assert limits(tmp_path, Memory(limit=128 * MIB, left=100 * MIB)) == (32 * MIB, 32 * MIB)
 
 
 def test_workers_share_the_memory_for_requests(tmp_path: Path) -> None:
-    found = fit_to_memory(config(tmp_path, workers=4), Memory(limit=1024 * MIB, left=900 * MIB))
-    assert found.max_request_bytes == 64 * MIB
+    assert limits(tmp_path, Memory(limit=1024 * MIB, left=900 * MIB), workers=4)[0] == 64 * MIB
 
 
-def test_without_a_limit_and_in_a_large_container_the_defaults_apply(tmp_path: Path) -> None:
-    asked = config(tmp_path)
-    assert fit_to_memory(asked, None) == asked
-    assert fit_to_memory(asked, Memory(limit=64 << 30, left=1 << 30)) == asked
+def test_without_a_limit_and_in_a_large_container_requests_get_eight_of_the_largest_messages(tmp_path: Path) -> None:
+    for memory in (None, Memory(limit=64 << 30, left=1 << 30)):
+        assert limits(tmp_path, memory) == (512 * MIB, 64 * MIB)
+        assert limits(tmp_path, memory, max_message_bytes=100 * MIB) == (800 * MIB, 100 * MIB)
 
 
 def test_a_configured_limit_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BF16KIT_MAX_REQUEST_BYTES", str(300 * MIB))
-    found = fit_to_memory(config(tmp_path), Memory(limit=128 * MIB, left=100 * MIB))
-    assert (found.max_request_bytes, found.max_message_bytes) == (300 * MIB, 32 * MIB)
+    monkeypatch.setenv("BF16KIT_MAX_MESSAGE_BYTES", str(300 * MIB))
+    assert limits(tmp_path, Memory(limit=128 * MIB, left=100 * MIB)) == (32 * MIB, 300 * MIB)
 
 
 def test_a_message_may_have_1_mib_however_small_the_container(tmp_path: Path) -> None:

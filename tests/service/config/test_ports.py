@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from service.config.ports import ClaimedPath, ReservedPort
+from service.config.ports import ReservedPort
 
 
 def listen(port: int, *options: int) -> socket.socket:
@@ -66,38 +65,3 @@ def test_a_released_port_is_free_again_despite_recently_closed_connections() -> 
 def test_an_address_of_another_machine_is_rejected_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 0.*--host"):
         ReservedPort("192.0.2.1", 0)
-
-
-def test_a_socket_path_belongs_to_one_server_until_it_is_given_up(tmp_path: Path) -> None:
-    path = tmp_path / "socket"
-    claimed = ClaimedPath(str(path))
-    with pytest.raises(ConfigError, match=f"grpc_socket {path} belongs to another server that runs; stop it, or"):
-        ClaimedPath(str(path))
-    del claimed
-    ClaimedPath(str(path))
-
-
-def test_a_socket_without_a_listener_is_no_obstacle_and_one_with_a_listener_is(tmp_path: Path) -> None:
-    path = str(tmp_path / "socket")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(0)
-        for _ in range(3):  # connections that are not accepted fill its queue
-            with pytest.raises(ConfigError, match="another program listens on grpc_socket"):
-                ClaimedPath(path)
-    ClaimedPath(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("file", "file exists and is no socket; remove it, or choose another path"),
-        ("none/socket", "cannot open .*none/socket.lock: No such file or directory; choose a path in a writable"),
-        ("x" * 120, "has [0-9]+ bytes; choose a path of at most 107"),
-    ],
-)
-def test_a_path_that_cannot_be_a_socket_is_rejected_with_the_reason(tmp_path: Path, name: str, reason: str) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match=reason):
-        ClaimedPath(str(tmp_path / name))
-    assert (tmp_path / "file").read_text() == "mine"

@@ -46,7 +46,6 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path
         ({"host": ""}, "'host' is ''"),
         ({"host": "a\udcff"}, "'host' is"),
         ({"repository": ""}, "'repository' is ''"),
-        ({"overload_status": "OK"}, "'overload_status' is 'OK'"),
         ({"log_format": "xml"}, "'log_format' is 'xml': input should be 'text' or 'json'"),
         ({"tls_key": "k"}, "tls_key is given without tls_certificate; TLS needs both"),
         ({"tls_certificate": "c"}, "tls_certificate is given without tls_key; TLS needs both"),
@@ -145,7 +144,6 @@ def test_a_list_in_a_variable_has_commas_or_is_json(tmp_path: Path, monkeypatch:
             "[minilm",
             "'load_model' is '\\[minilm': give names with commas between them, or a list in JSON",
         ),
-        ("TOKEN_FREE", "health,metrics", "'token_free.1' is 'metrics': input should be 'health' or 'reflection'"),
     ],
 )
 def test_an_invalid_list_is_reported(

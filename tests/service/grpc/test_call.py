@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -15,13 +15,9 @@ from loopback import Gate, LoopbackModel, infer_request, serving, until
 from rawgrpc import RawConnection, framed
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Array
-from service.grpc import lane as lane_module
-from service.grpc.call import Call, Rpc, UnaryCall
+from service.grpc import admission as admission_module
+from service.grpc.call import Call, UnaryCall
 from service.grpc.handlers import SERVICE
-from service.grpc.lane import Lane
-from service.wire.inflate import Inflater
-from service.wire.skim import parser
 
 X = np.ones((1, 3), np.float32)
 MESSAGE = infer_request(x=X).SerializeToString()
@@ -32,7 +28,7 @@ INFER = f"/{SERVICE}/ModelInfer"
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run every test twice: as is, and with a grpcio of which only the public interface is known."""
     if request.param == "grpcio":
-        monkeypatch.setattr(lane_module, "find_arrival", lambda arguments: None)
+        monkeypatch.setattr(admission_module, "find_arrival", lambda arguments: None)
     return str(request.param)
 
 
@@ -44,13 +40,13 @@ by_arrival = pytest.mark.parametrize("way", ["arrival"], indirect=True)
 def test_the_client_of_a_call_is_known_before_the_call_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check what this version of grpcio passes to an executor: another version may pass something else."""
     found: list[Any] = []
-    known = lane_module.find_arrival
+    known = admission_module.find_arrival
 
     def find_arrival(arguments: tuple[Any, ...]) -> Any:
         found.append(known(arguments))
         return found[-1]
 
-    monkeypatch.setattr(lane_module, "find_arrival", find_arrival)
+    monkeypatch.setattr(admission_module, "find_arrival", find_arrival)
     with serving(LoopbackModel()) as served:
         served.call("ModelInfer", infer_request(x=X))
     assert [arrived.client.startswith("ipv4:127.0.0.1:") for _, arrived in found] == [True]
@@ -71,7 +67,7 @@ def test_a_call_takes_no_thread_before_its_request_is_there() -> None:
 
 
 @by_arrival
-def test_a_rejected_call_takes_no_thread_of_a_lane() -> None:
+def test_a_rejected_call_takes_no_thread_of_a_pool() -> None:
     gate = Gate()
     before = set(threading.enumerate())
     with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
@@ -84,40 +80,6 @@ def test_a_rejected_call_takes_no_thread_of_a_lane() -> None:
         assert served.log.refusals == ["in_flight"] * 20
         gate.go.set()
         running.result(30)
-
-
-def test_a_rejected_call_stays_rejected_when_a_place_becomes_free() -> None:
-    """A rejected call runs on gRPC's one thread: waiting there for its request would block the server permanently."""
-    with serving(LoopbackModel(), max_in_flight=1) as served:
-        lane, admission = served.transport._lanes().inference, served.transport._services.inference
-        assert isinstance(lane, Lane)
-        place = admission.admit("somebody")
-        rpc = Rpc(
-            Inflater(1 << 20),
-            parser(pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]),
-            lambda response: b"",
-            lambda *_: None,
-        )
-        call = UnaryCall(rpc, lane)
-        lane.admission = admission
-        assert not call.admit("ipv4:203.0.113.7:1")
-        place.release()
-        context: Any = Refusing()
-        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-            call(iter(()), context)
-
-
-class Refusing:
-    """A call context whose abort raises the status code."""
-
-    def peer(self) -> str:
-        return "ipv4:203.0.113.7:1"
-
-    def add_callback(self, callback: object) -> bool:
-        return True
-
-    def abort(self, code: grpc.StatusCode, details: str) -> None:
-        raise RuntimeError(code)
 
 
 def test_the_message_of_a_rejected_call_is_never_read() -> None:
@@ -151,26 +113,20 @@ def test_a_call_that_ends_without_a_request_is_an_invalid_argument() -> None:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_request_without_content_is_not_waited_for() -> None:
-    with serving(LoopbackModel()) as served, RawConnection(served.port) as client:
-        stream = client.call(f"/{SERVICE}/ServerLive")
-        until(lambda: stream in client.ended)
-
-
 @by_arrival
 def test_a_call_without_a_thread_is_cancelled_and_the_server_continues() -> None:
     with serving(LoopbackModel()) as served:
-        for pool in served.transport._services._pools:
+        for pool in served.transport.pools.values():
             pool.shutdown()
         for _ in range(2):
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
-        assert served.transport._services.inference.wait_empty(until=0)
+        assert served.transport.pools["inference"].shares.wait_empty(0)
 
 
 @pytest.mark.parametrize("way", ["grpcio"], indirect=True)
 def test_the_public_interface_of_grpcio_survives_a_pool_without_threads() -> None:
     with serving(LoopbackModel()) as served:
-        for pool in served.transport._services._pools:
+        for pool in served.transport.pools.values():
             pool.shutdown()
         for _ in range(2):
             call = served.stub("ModelInfer").future(infer_request(x=X), timeout=0.3)
@@ -181,14 +137,14 @@ def test_the_public_interface_of_grpcio_survives_a_pool_without_threads() -> Non
 def test_a_client_that_leaves_before_its_call_has_a_thread_frees_its_place() -> None:
     gate = Gate()
     with serving(LoopbackModel(run=gate)) as served:
-        for pool in served.transport._services._pools:
+        for pool in served.transport.pools.values():
             pool._max_workers = 1
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
         waiting = served.stub("ModelInfer").future(infer_request(x=X))
-        until(lambda: served.transport._services.inference._shares.in_use == 2)
+        until(lambda: served.transport.pools["inference"].shares.in_use == 2)
         waiting.cancel()
-        until(lambda: served.transport._services.inference._shares.in_use == 1)
+        until(lambda: served.transport.pools["inference"].shares.in_use == 1)
         gate.go.set()
         assert running.result(30)
     assert len(served.log.seen) == 1  # the other was never read
@@ -201,7 +157,7 @@ def test_a_bug_in_admission_ends_a_call_and_not_the_server(monkeypatch: pytest.M
             patched.setattr(UnaryCall, "start", lambda *_: 1 // 0)
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
         assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo"
-        assert served.transport._services.inference._shares.in_use <= 1  # the last call's, until gRPC reports its end
+        assert served.transport.pools["inference"].shares.in_use <= 1  # the last call's, until gRPC reports its end
 
 
 def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
@@ -210,7 +166,7 @@ def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
         client.data(stream, framed(MESSAGE)[:10])
         until(lambda: stream in client.ended)
         assert served.log.refusals == ["too_slow"]
-        until(lambda: served.transport._services.inference.wait_empty(0))
+        until(lambda: served.transport.pools["inference"].shares.wait_empty(0))
 
 
 def test_a_client_that_leaves_as_its_call_begins_is_not_counted_as_too_slow() -> None:
@@ -228,9 +184,9 @@ def test_a_call_whose_response_is_not_read_keeps_its_place_until_the_timeout() -
     with serving(LoopbackModel(), send_seconds=0.5) as served, RawConnection(served.port, window=0) as client:
         stream = client.call(INFER, MESSAGE)
         until(lambda: served.log.seen)
-        assert not served.transport._services.inference.wait_empty(0)
+        assert not served.transport.pools["inference"].shares.wait_empty(0)
         until(lambda: stream in client.ended)
-        until(lambda: served.transport._services.inference.wait_empty(0))
+        until(lambda: served.transport.pools["inference"].shares.wait_empty(0))
         assert served.log.refusals == ["too_slow"]
 
 
@@ -247,30 +203,6 @@ def test_an_idle_stream_is_ended_but_not_one_that_waits_for_its_response() -> No
         until(lambda: waiting in client.ended)  # after its response this stream is idle too
 
 
-def test_an_unexpected_error_in_a_stream_is_not_described_to_the_client() -> None:
-    def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
-        return {}  # without the requested output
-
-    with serving(LoopbackModel(run=fail)) as served:
-        message = infer_request(x=X)
-        message.outputs.add(name="y")
-        (answer,) = served.stub("ModelStreamInfer")(iter([message]), timeout=30)
-        assert "incident" in answer.error_message
-        assert "KeyError" not in answer.error_message
-
-
-def test_a_stream_is_held_back_where_a_single_request_would_be_rejected() -> None:
-    """Four streams of forty requests each share a queue of two, and every request gets a response."""
-    model = LoopbackModel(max_batch_size=1, max_queue=2)
-    with serving(model) as served:
-        streams = [
-            served.stub("ModelStreamInfer")(iter([infer_request(x=X) for _ in range(40)]), timeout=60) for _ in range(4)
-        ]
-        answers = [answer for stream in streams for answer in stream]
-        assert len(answers) == 160
-        assert [answer.error_message for answer in answers if answer.error_message] == []
-
-
 def test_a_request_without_tensors_is_rejected_above_64_kib() -> None:
     with serving(LoopbackModel()) as served:
         code, details = served.refusal("ModelMetadata", pb.ModelMetadataRequest(name="n" * (64 << 10)))
@@ -279,51 +211,21 @@ def test_a_request_without_tensors_is_rejected_above_64_kib() -> None:
         assert len(served.call("ModelInfer", infer_request(x=np.ones((8, 3), np.float32))).outputs) == 1
 
 
-def test_a_request_with_too_many_fields_is_rejected_before_it_is_parsed() -> None:
-    with serving(LoopbackModel()) as served:
-        message = pb.ModelInferRequest(model_name="echo", inputs=[pb.ModelInferRequest.InferInputTensor()] * 70_000)
-        code, details = served.refusal("ModelInfer", message)
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "more than 65536 fields" in details
-
-
-def test_unread_responses_count_as_held_bytes_and_the_next_request_is_rejected() -> None:
-    wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
-    with serving(wide, max_request_bytes=(3 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
-        budget = served.transport._services.inference.budget
-        for answers in (1, 2, 3):  # of 1 MiB each
-            deaf.call(INFER, MESSAGE)
-            until(lambda answers=answers: budget._in_use > answers << 20)  # type: ignore[misc]
-        with pytest.raises(grpc.RpcError, match="requests and responses hold 31") as refused:
-            served.call("ModelInfer", infer_request(x=X))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert wide.calls == 4
-
-
 def test_a_stream_stops_reading_at_its_byte_limit_and_continues_after_a_response() -> None:
     gate = Gate()
     rows = np.ones((1 << 18, 3), np.float32)  # 3 MiB, and 3 MiB in the response
     model = LoopbackModel(run=gate, max_batch_size=len(rows))
     with serving(model, max_streams=1) as served:
-        admission = served.transport._services.streams
+        pool = served.transport.pools["streams"]
         answers = served.stub("ModelStreamInfer")(iter([infer_request(x=rows) for _ in range(6)]), timeout=60)
         assert gate.started.wait(30)
         until(lambda: len(model.seen) == 3)  # with two requests there is room for one more, with three there is not
         time.sleep(0.2)
-        assert (len(model.seen), admission.budget._in_use >> 20) == (3, 9)
+        assert (len(model.seen), pool.budget.in_use >> 20) == (3, 9)
         gate.go.set()
         assert [answer.error_message for answer in answers] == [""] * 6
-        until(lambda: admission.wait_empty(0))
-        assert admission.budget._in_use == 0
-
-
-def test_a_response_in_a_stream_that_exceeds_the_byte_limit_becomes_an_error() -> None:
-    wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
-    with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
-        deaf.call(INFER, MESSAGE)
-        until(lambda: served.transport._services.inference.budget._in_use > 1 << 20)
-        (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
-        assert "requests and responses hold" in answer.error_message
+        until(lambda: pool.shares.wait_empty(0))
+        assert pool.budget.in_use == 0
 
 
 def test_a_stream_that_waits_for_room_ends_with_its_client() -> None:
@@ -335,9 +237,9 @@ def test_a_stream_that_waits_for_room_ends_with_its_client() -> None:
         assert gate.started.wait(30)
         time.sleep(0.2)  # by now the reader waits
         stream.cancel()
-        until(lambda: served.transport._services.streams.wait_empty(0))
+        until(lambda: served.transport.pools["streams"].shares.wait_empty(0))
         gate.go.set()
-        assert served.transport._services.streams.budget._in_use == 0
+        assert served.transport.pools["streams"].budget.in_use == 0
         stay = threading.Event()
 
         def open_end() -> Iterator[pb.ModelInferRequest]:
@@ -355,7 +257,8 @@ def test_a_call_that_has_ended_is_freed_without_a_collection_of_garbage() -> Non
     def calls() -> int:
         return sum(issubclass(type(each), Call) for each in gc.get_objects())
 
-    with serving(LoopbackModel()) as served:
+    with serving(LoopbackModel(), max_watches=0) as served:
+        watch: Any = served.channel.unary_stream("/grpc.health.v1.Health/Watch")
         served.call("ModelInfer", infer_request(x=X))
         gc.collect()
         gc.disable()
@@ -365,6 +268,8 @@ def test_a_call_that_has_ended_is_freed_without_a_collection_of_garbage() -> Non
                 served.call("ModelInfer", infer_request(x=X))
                 served.refusal("ModelInfer", infer_request("nobody", x=X))
                 assert served.call("ServerLive", pb.ServerLiveRequest()).live
+                with pytest.raises(grpc.RpcError, match="health watches is the limit"):
+                    next(watch(b"", timeout=30))
             until(lambda: calls() <= before)
         finally:
             gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import grpc
@@ -65,28 +66,83 @@ def test_a_watcher_sees_a_model_become_ready() -> None:
         assert (next(of_model).status, next(of_server).status) == (SERVING, SERVING)
 
 
-def test_a_watcher_gets_not_serving_and_the_end_at_shutdown() -> None:
-    """Tested without a socket: gRPC's Python client may lose a message if the end of the stream overtakes it."""
+class Watcher:
+    """A watch without a socket: gRPC's Python client may lose a message if the end of the stream overtakes it."""
 
-    sent: list[Any] = []
-    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
-    servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), sent.append)
-    until(lambda: sent)
-    servicer.shut_down(timeout=30)
-    assert [answer and answer.status for answer in sent] == [SERVING, NOT_SERVING, None]
+    def __init__(self, servicer: HealthServicer, service: str = "m", client: str = "somebody") -> None:
+        self.started = 0.0
+        self.deadline: float | None = None
+        self.client = client
+        self.cancellation = Cancellation()
+        self.sent: list[Any] = []
+        self.reads = threading.Event()
+        self.reads.set()
+        self._servicer, self._service = servicer, service
+
+    def start(self) -> Watcher:
+        self._servicer.watch(health_pb2.HealthCheckRequest(service=self._service), self, self.send)
+        return self
+
+    def send(self, answer: Any) -> None:
+        self.sent.append(answer and answer.status)
+        assert answer is None or self.reads.wait(30)
+
+    def metadata_value(self, key: str) -> str | None: ...
+    def reserve_more(self, nbytes: int) -> None: ...
 
 
-def test_at_shutdown_the_process_stays_live_and_its_watches_end() -> None:
+@pytest.mark.parametrize(("service", "last"), [("m", [NOT_SERVING]), ("grpc.health.v1.Health", [])])
+def test_at_shutdown_a_watcher_gets_not_serving_unless_of_the_process_and_the_end(
+    service: str, last: list[int]
+) -> None:
     """A liveness probe must not kill a server that drains."""
-
-    sent: list[Any] = []
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
-    question = health_pb2.HealthCheckRequest(service="grpc.health.v1.Health")
-    servicer.watch(question, "somebody", Cancellation(), sent.append)
-    until(lambda: sent)
+    watcher = Watcher(servicer, service).start()
+    until(lambda: watcher.sent)
     servicer.shut_down(timeout=30)
-    assert [answer and answer.status for answer in sent] == [SERVING, None]
-    assert servicer.check(question, None).status == SERVING
+    assert watcher.sent == [SERVING, *last, None]
+    assert servicer.check(health_pb2.HealthCheckRequest(service="grpc.health.v1.Health"), None).status == SERVING
+
+
+def test_clients_that_do_not_read_take_two_threads_each_and_delay_no_other() -> None:
+    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE, threads=5)
+    deaf = [Watcher(servicer, client=client) for client in ("deaf", "mute") for _ in range(9)]
+    for watcher in deaf:
+        watcher.reads.clear()
+        watcher.start()
+    good = Watcher(servicer, client="good").start()
+    until(lambda: good.sent == [SERVING])
+    until(lambda: sum(bool(watcher.sent) for watcher in deaf) == 4)
+    until(lambda: servicer.has_backlog)
+    for watcher in deaf:
+        watcher.reads.set()
+    until(lambda: all(watcher.sent == [SERVING] for watcher in deaf))
+    until(lambda: not servicer.has_backlog)
+    until(lambda: servicer._free == 5)
+    assert not servicer._sending
+    servicer.shut_down(timeout=30)
+    assert all(watcher.sent == [SERVING, NOT_SERVING, None] for watcher in deaf)
+
+
+def test_watchers_that_have_read_before_come_first() -> None:
+    registry = LoopbackRegistry([LoopbackModel("m")])
+    servicer = HealthServicer(registry, SERVICE, threads=1)
+    good = Watcher(servicer, client="good").start()
+    until(lambda: good.sent)
+    deaf = [Watcher(servicer, client=f"deaf{n}") for n in range(9)]
+    for watcher in deaf:
+        watcher.reads.clear()
+        watcher.start()
+    until(lambda: any(watcher.sent for watcher in deaf))
+    registry.drain()
+    for watcher in deaf:
+        if watcher.sent:
+            watcher.reads.set()
+    until(lambda: good.sent == [SERVING, NOT_SERVING])
+    assert sum(bool(watcher.sent) for watcher in deaf) < 9
+    for watcher in deaf:
+        watcher.reads.set()
+    servicer.shut_down(timeout=30)
 
 
 def test_an_unchanged_status_is_not_repeated() -> None:
@@ -129,21 +185,17 @@ def test_more_watchers_than_threads_hold_no_thread() -> None:
 
 
 def test_a_watcher_whose_send_fails_is_logged_and_removed(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(response: object) -> None:
-        raise ValueError("no such call")
-
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
-    servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), fail)
-    until(lambda: "cannot be told of 'm'" in caplog.text)
+    watcher = Watcher(servicer)
+    watcher.send = lambda answer: 1 // 0  # type: ignore[method-assign, assignment]
+    watcher.start()
+    until(lambda: "cannot send a health update for 'm'" in caplog.text)
     until(lambda: not servicer._watchers)
     servicer.shut_down(timeout=30)
 
 
 def test_a_watch_that_begins_after_the_shutdown_ends_at_once() -> None:
     """Otherwise the watch would delay the drain until its timeout."""
-
-    sent: list[Any] = []
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
     servicer.shut_down(timeout=30)
-    servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), sent.append)
-    assert sent == [None]
+    assert Watcher(servicer).start().sent == [None]

@@ -14,8 +14,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 from loopback import LoopbackModel, LoopbackRegistry, RequestLog, Served, infer_request, serving
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc import lane as lane_module
-from service.grpc.admission import Admission
+from service.grpc import admission as admission_module
 from service.grpc.health import HealthServicer
 
 X = np.ones((1, 3), np.float32)
@@ -92,10 +91,10 @@ def test_a_call_whose_admission_fails_ends_and_grpcs_own_thread_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_its_own_thread: bool, code: grpc.StatusCode
 ) -> None:
     if on_its_own_thread:
-        monkeypatch.setattr(lane_module, "find_arrival", lambda arguments: None)
+        monkeypatch.setattr(admission_module, "find_arrival", lambda arguments: None)
     with serving(LoopbackModel()) as served, caplog.at_level(logging.ERROR):
         with monkeypatch.context() as broken:
-            broken.setattr(Admission, "admit", _fail)
+            broken.setattr(admission_module.RpcPool, "admit", _fail)
             ended, details = served.refusal("ModelInfer", infer_request(x=X))
         assert ended is code
         assert "secret" not in details

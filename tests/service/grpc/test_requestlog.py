@@ -20,7 +20,6 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from service.config import logs
 from service.contract import Array
-from service.grpc.requestlog import log_request
 
 PAYLOAD = "a-patients-name"
 Configure = Callable[[str, logs.Format], io.StringIO]
@@ -127,10 +126,3 @@ def test_a_clients_id_is_bounded_and_escaped(configure: Configure, kind: logs.Fo
     assert endless["request_id"] == "i" * 256
     assert all(line.isprintable() for line in stream.getvalue().splitlines())
     assert len(stream.getvalue().splitlines()) == 2
-
-
-def test_a_request_is_not_even_inspected_at_level_info(configure: Configure) -> None:
-    stream = configure("info", "json")
-    nothing: Any = object()
-    log_request(nothing)
-    assert stream.getvalue() == ""

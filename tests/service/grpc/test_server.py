@@ -26,7 +26,6 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
 from service.grpc import arrival
 from service.grpc.handlers import SERVICE, HandlerInterceptor
-from service.grpc.lane import Lane
 from service.grpc.server import Transport, TransportOptions, wait_for_delivery
 
 X = np.ones((2, 3), np.float32)
@@ -153,17 +152,17 @@ def test_calls_that_have_arrived_when_the_server_stops_are_rejected_not_cancelle
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client may safely repeat a rejected call. This must hold even if gRPC's one thread is behind with the calls."""
-    open_lane = Lane.open
+    intercept = HandlerInterceptor.intercept_service
 
-    def late(lane: Lane, *arguments: Any) -> Any:
+    def late(self: HandlerInterceptor, *arguments: Any) -> Any:
         sum(range(300_000))  # one uninterrupted call: no other thread runs meanwhile
-        return open_lane(lane, *arguments)
+        return intercept(self, *arguments)
 
     gate = Gate()
     with serving(LoopbackModel(run=gate)) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
-        monkeypatch.setattr(Lane, "open", late)
+        monkeypatch.setattr(HandlerInterceptor, "intercept_service", late)
         waiting = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(80)]
         threading.Timer(0.5, gate.go.set).start()
         assert served.transport.stop(20)
@@ -194,8 +193,8 @@ def test_a_stop_waits_half_of_its_time_for_an_inactive_client_and_is_clean(clien
     with serving(LoopbackModel()) as served, RawConnection(served.port, window=0) as idle:
         takes = client == "does not take its answer"
         stream = idle.call(f"/{SERVICE}/{method}", infer_request(x=X).SerializeToString() if takes else None)
-        admissions = (served.transport._services.inference, served.transport._services.streams)
-        until(lambda: served.log.seen if takes else any(admission._shares.in_use for admission in admissions))
+        pools = served.transport.pools
+        until(lambda: served.log.seen if takes else any(pools[n].shares.in_use for n in ("inference", "streams")))
         begun = time.monotonic()
         assert served.transport.stop(grace=8)
         assert time.monotonic() - begun < 7.5

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from bf16kit.messages import errors
-from service.grpc.status import CODES, StatusTable
+from service.grpc.status import CODES, status_of
 
 
 def test_every_request_error_has_a_code() -> None:
@@ -18,7 +18,7 @@ def test_every_request_error_has_a_code() -> None:
 
 @pytest.mark.parametrize("kind", list(CODES))
 def test_a_request_error_keeps_its_message(kind: type[errors.RequestError]) -> None:
-    status = StatusTable().for_error(kind("input 'x' is wrong"))
+    status = status_of(kind("input 'x' is wrong"))
     assert (status.code, status.details) == (CODES[kind], "input 'x' is wrong")
 
 
@@ -26,12 +26,7 @@ def test_a_subclass_of_a_request_error_has_its_base_classs_code() -> None:
     class TooLate(errors.DeadlineExceeded):
         pass
 
-    assert StatusTable().for_error(TooLate("late")).code is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-def test_overload_is_unavailable_if_so_configured() -> None:
-    table = StatusTable(overload=grpc.StatusCode.UNAVAILABLE)
-    assert table.for_error(errors.Overloaded("full")).code is grpc.StatusCode.UNAVAILABLE
+    assert status_of(TooLate("late")).code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize("error", [errors.RuntimeFailure("node 17 at /secret/path"), KeyError("/secret/path")])
@@ -39,7 +34,7 @@ def test_a_failure_leaves_its_text_in_the_log_under_an_incident_id(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        status = StatusTable().for_error(error)
+        status = status_of(error)
     assert status.code is grpc.StatusCode.INTERNAL
     assert "secret" not in status.details
     incident = status.details.split("incident ")[1].split(";")[0]
@@ -48,4 +43,4 @@ def test_a_failure_leaves_its_text_in_the_log_under_an_incident_id(
 
 
 def test_long_details_are_cut_to_500_characters() -> None:
-    assert len(StatusTable().for_error(errors.InvalidRequest("x" * 100_000)).details) == 500
+    assert len(status_of(errors.InvalidRequest("x" * 100_000)).details) == 500

@@ -16,6 +16,7 @@ from grpc import StatusCode
 from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 
 from bf16kit.protocol import inference_pb2 as pb
+from service.grpc.handlers import SERVICE
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -70,24 +71,6 @@ def test_each_response_is_marked_final_if_the_client_requests_it(served: Served)
     assert answer.infer_response.parameters["triton_final_response"].bool_param
 
 
-def test_streams_beyond_max_streams_are_rejected() -> None:
-    with serving(LoopbackModel(), max_streams=1) as served:
-        stay = threading.Event()
-
-        def messages() -> Iterator[pb.ModelInferRequest]:
-            yield infer_request(x=X)
-            stay.wait(60)
-
-        first = served.stub("ModelStreamInfer")(messages(), timeout=60)
-        next(first)
-        with pytest.raises(grpc.RpcError) as refused:
-            next(served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30))
-        assert refused.value.code() is StatusCode.RESOURCE_EXHAUSTED
-        assert "1 open streams is the limit" in (refused.value.details() or "")
-        first.cancel()
-        stay.set()
-
-
 def test_a_cancelled_stream_frees_its_place() -> None:
     with serving(LoopbackModel(), max_streams=1) as served:
         stay = threading.Event()
@@ -119,55 +102,35 @@ def another_client(served: Served) -> Iterator[Served]:
 
 
 def forty(model: str) -> Iterator[pb.ModelInferRequest]:
-    return iter([infer_request(model, x=X) for _ in range(40)])
+    return iter([infer_request(model, x=X[:1]) for _ in range(40)])
 
 
-def test_streams_to_a_stuck_model_do_not_delay_other_streams() -> None:
-    """Ten streams of 16 requests in flight would take more than all threads that answer streams."""
+def test_streams_to_stuck_models_of_one_connection_do_not_delay_other_streams() -> None:
+    """Every stream has threads of its own for as many requests as it may have in flight."""
     gate = Gate()
-    with serving(LoopbackModel("stuck", run=gate), LoopbackModel(), max_in_flight=32, max_streams=16) as served:
-        streams = [served.stub("ModelStreamInfer")(forty("stuck"), timeout=60) for _ in range(10)]
-        assert gate.started.wait(30)
-        turns = served.transport._services._servicer._scheduler
-        until(lambda: turns._models.in_use == 28 and len(turns._waiting) == 10)  # all of them are held back
+    stuck = [LoopbackModel(f"stuck{n}", run=gate, max_batch_size=1, max_queue=4) for n in range(2)]
+    with serving(*stuck, LoopbackModel(), max_in_flight=4, max_streams=16) as served:
+        streams = [served.stub("ModelStreamInfer")(forty(f"stuck{n % 2}"), timeout=60) for n in range(10)]
+        until(lambda: sum(len(model.seen) for model in stuck) == 10 * 16)  # all that they may have in flight
         with another_client(served) as other:
-            answers = list(other.stub("ModelStreamInfer")(iter([numbered(n) for n in range(40)]), timeout=5))
+            answers = list(other.stub("ModelStreamInfer")(iter([numbered(n) for n in range(40)]), timeout=30))
         assert [answer.infer_response.id for answer in answers] == [str(n) for n in range(40)]
         gate.go.set()
         for stream in streams:
             assert not any(answer.error_message for answer in stream)  # held back, and none of them rejected
-        assert turns._models.in_use == 0
-
-
-def test_streams_of_one_connection_to_several_models_delay_no_other_connection() -> None:
-    """Nor do later streams of that connection get the last places because their models have none yet."""
-    gate = Gate()
-    models = [LoopbackModel(f"stuck{n}", run=gate) for n in range(8)]
-    with serving(*models, LoopbackModel(), max_in_flight=32, max_streams=16) as served:
-        turns = served.transport._services._servicer._scheduler
-        call = served.stub("ModelStreamInfer")
-        streams = [call(forty(f"stuck{n}"), timeout=60) for n in range(4)]
-        until(lambda: turns._clients.in_use == 28 and len(turns._waiting) == 4)
-        streams += [call(forty(f"stuck{n}"), timeout=60) for n in range(4, 8)]
-        until(lambda: len(turns._waiting) == 8)
-        with another_client(served) as other:
-            assert len(list(other.stub("ModelStreamInfer")(iter([numbered(0)]), timeout=5))) == 1
-        for stream in streams:
-            stream.cancel()
-        gate.go.set()
 
 
 def test_a_held_back_stream_ends_with_its_client_or_the_server() -> None:
     gate = Gate()
-    with serving(LoopbackModel(run=gate), max_in_flight=8) as served:
+    model = LoopbackModel(run=gate)
+    with serving(model) as served:
         left, kept = (served.stub("ModelStreamInfer")(forty("echo"), timeout=60) for _ in range(2))
-        turns = served.transport._services._servicer._scheduler
-        until(lambda: len(turns._waiting) == 2)
+        until(lambda: len(model.seen) == 32)
         left.cancel()
-        until(lambda: len(turns._waiting) == 1)
+        until(lambda: served.transport.pools["streams"].shares.in_use == 1)
         stopping = threading.Timer(0, served.transport.stop, (300.0,))
         stopping.start()
-        until(lambda: not turns._waiting)
+        until(lambda: served.transport.pools["streams"]._draining)
         gate.go.set()
         with pytest.raises(grpc.RpcError) as ended:
             list(kept)
@@ -176,21 +139,39 @@ def test_a_held_back_stream_ends_with_its_client_or_the_server() -> None:
         assert not stopping.is_alive()
 
 
-def test_the_wait_of_a_streams_request_for_its_turn_counts_in_its_timeout_and_its_latency() -> None:
+def test_the_wait_of_a_streams_request_for_room_counts_in_its_timeout_and_its_latency() -> None:
     gate = Gate()
-    with serving(LoopbackModel(run=gate), max_in_flight=8) as served:
+    model = LoopbackModel(run=gate, max_batch_size=1, max_queue=1)
+    with serving(model) as served:
         before = served.stub("ModelStreamInfer")(forty("echo"), timeout=60)
-        turns = served.transport._services._servicer._scheduler
-        until(lambda: turns._waiting)
-        late = infer_request(x=X)
+        until(lambda: len(model.seen) == 16)
+        late = infer_request(x=X[:1])
         late.parameters["timeout"].int64_param = 50_000
         stream = served.stub("ModelStreamInfer")(iter([late]), timeout=60)
-        until(lambda: len(turns._waiting) == 2)
-        timed_out = time.monotonic() + 0.05
-        until(lambda: time.monotonic() > timed_out)
-        gate.go.set()
+        until(lambda: len(model.seen) == 17)
         (answer,) = stream
         assert "deadline" in answer.error_message
+        gate.go.set()
         assert len(list(before)) == 40
         (seen,) = [each for each in served.log.observations if each.code == "DEADLINE_EXCEEDED"]
         assert seen.seconds >= 0.05
+
+
+def test_no_more_than_the_window_is_read_ahead() -> None:
+    gate = Gate()
+    model = LoopbackModel(run=gate)
+    with serving(model, stream_window=3) as served:
+        answers = served.stub("ModelStreamInfer")(forty("echo"), timeout=60)
+        until(lambda: len(model.seen) == 3)
+        time.sleep(0.1)
+        assert len(model.seen) == 3
+        gate.go.set()
+        assert len(list(answers)) == 40
+
+
+def test_a_request_that_cannot_be_parsed_ends_the_stream_after_the_responses_before_it(served: Served) -> None:
+    open_stream: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+    answers = open_stream(iter([numbered(1).SerializeToString(), b"\xff" * 50]), timeout=30)
+    assert pb.ModelStreamInferResponse.FromString(next(answers)).infer_response.id == "1"
+    with pytest.raises(grpc.RpcError, match="cannot be parsed"):
+        next(answers)

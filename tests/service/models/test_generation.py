@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from artifacts import write_counting, write_mlp
+from artifacts import write_mlp
 
-from bf16kit.runtime.loading import load_reference
 from service.models import loading
 from service.models.generation import Generation
 from service.models.policy import load_serving
@@ -98,36 +97,3 @@ def started(path: Path, **options: Any) -> Iterator[Generation]:
         yield model
     finally:
         assert model.close(time.monotonic() + 20)
-
-
-def claimable(model: Generation) -> bool:
-    """Return whether gRPC's thread may run a request after one of 200 quick ones of its size."""
-    for _ in range(200):
-        request = rows(1)
-        request.nbytes = 100
-        model.infer(request)
-        if (claim := model.claim(100)) is not None:
-            claim.release()
-            return True
-    return False
-
-
-def test_only_a_model_whose_run_time_depends_on_size_alone_runs_on_grpcs_thread(tmp_path: Path) -> None:
-    """A graph with a Loop is quick for one value, and takes seconds for another of the same size."""
-    write_mlp(tmp_path / "plain" / "1")
-    write_counting(tmp_path / "counting" / "1")
-    with started(tmp_path / "plain" / "1") as plain:
-        assert claimable(plain)
-    with started(tmp_path / "counting" / "1") as counting:
-        assert not claimable(counting)
-
-
-def test_a_model_that_answers_in_fp32_does_not_run_on_grpcs_thread(tmp_path: Path) -> None:
-    """What is known of its speed was measured in bf16."""
-    artifact = write_mlp(tmp_path / "mlp" / "1")
-    with started(artifact.path, fp32=lambda: load_reference(artifact, threads=1)) as model:
-        assert claimable(model)
-        model.switch_precision("fp32", "a test").result(30)
-        assert not claimable(model)
-        model.switch_precision("bf16", "").result(30)
-        assert claimable(model)

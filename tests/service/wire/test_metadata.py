@@ -52,19 +52,6 @@ def test_the_metadata_has_the_current_precision_and_its_reason() -> None:
     assert properties["active_precision_reason"] == "y is 1.4 times its budget"
 
 
-def test_why_a_profile_was_chosen_is_a_property_and_a_parameter() -> None:
-    info = RuntimeInfo("onnxruntime", "cpu", "cpu-bf16", "bf16", "fp32", choice="auto: 1 ms a run, cpu 2 ms")
-    model = LoopbackModel(info=info)
-    assert model_metadata(model, [1]).properties["choice"] == info.choice
-    assert model_config(model).config.parameters["choice"].string_value == info.choice
-
-
-def test_the_path_of_the_cpu_kernel_is_a_property_and_a_parameter() -> None:
-    model = LoopbackModel(info=RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", kernel="avx512f"))
-    assert model_metadata(model, [1]).properties["kernel"] == "avx512f"
-    assert model_config(model).config.parameters["kernel"].string_value == "avx512f"
-
-
 def test_a_batched_models_dims_leave_the_batch_out() -> None:
     config = model_config(LoopbackModel(inputs=[IDS], outputs=[OUT], max_batch_size=8)).config
     assert config.max_batch_size == 8

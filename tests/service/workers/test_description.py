@@ -27,7 +27,7 @@ def test_a_description_leaves_out_labels() -> None:
 
 def test_a_model_description_is_unchanged_by_json() -> None:
     model = LoopbackModel("m")
-    model.scheduling = Scheduling(QueueBounds(7), 2, 1, {2: QueueBounds(3)}, (1, 4))
+    model.scheduling = Scheduling(QueueBounds(7), (1, 4))
     told = json.loads(json.dumps(describe(model)))
     there = ModelDescription("m", 1, told, SummedStatistics(lambda: StatisticsSnapshot(inference_count=5)))
     for name in ALIKE:

@@ -21,13 +21,6 @@ def test_the_supervisor_has_neither_grpc_nor_a_runtime_in_memory() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_unix_socket_is_rejected_with_several_workers(tmp_path: Path) -> None:
-    flags = {"repository": tmp_path, "grpc_socket": tmp_path / "socket"}
-    assert load_config({**flags, "workers": 1}).grpc_socket == tmp_path / "socket"
-    with pytest.raises(ConfigError, match="grpc_socket is given with workers 2; processes cannot share a Unix socket"):
-        load_config({**flags, "workers": 2})
-
-
 @pytest.mark.parametrize("workers", [0, -1, 65])
 def test_an_invalid_number_of_workers_is_rejected(tmp_path: Path, workers: int) -> None:
     with pytest.raises(ConfigError, match="workers"):
@@ -35,5 +28,5 @@ def test_an_invalid_number_of_workers_is_rejected(tmp_path: Path, workers: int) 
 
 
 def test_a_worker_gets_the_supervisors_configuration(tmp_path: Path) -> None:
-    config = ServerConfig(repository=tmp_path, workers=3, token_free=("reflection",), drain_seconds=3)
+    config = ServerConfig(repository=tmp_path, workers=3, max_in_flight=9, drain_seconds=3)
     assert ServerConfig(**config.model_dump(mode="json")) == config

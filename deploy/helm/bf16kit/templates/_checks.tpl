@@ -14,7 +14,7 @@ ignore a setting. */ -}}
 {{- end -}}
 {{- range .Values.env -}}
 {{- $key := lower .name | trimPrefix "bf16kit_" -}}
-{{- if and (ne $key (lower .name)) (or (hasKey $config $key) (has $key (list "config" "tls_certificate" "token_file" "token_free"))) -}}
+{{- if and (ne $key (lower .name)) (or (hasKey $config $key) (has $key (list "config" "tls_certificate" "token_file"))) -}}
 {{- fail (printf "env has %s, which would override `config`, from which ports, probes and mounts are rendered; set it only in `config`" .name) -}}
 {{- end -}}
 {{- end -}}

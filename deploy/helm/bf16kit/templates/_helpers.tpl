@@ -33,12 +33,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end -}}
 {{- end -}}
 
-{{- /* A probe: a health check over gRPC. The kubelet can use neither TLS nor a token there; if the gRPC port requires one, the probe
-goes to the HTTP port, whose health pages need no token. */ -}}
+{{- /* A probe: a health check over gRPC. The kubelet cannot use TLS there; if the gRPC port has it, the probe goes to the
+HTTP port. */ -}}
 {{- define "bf16kit.probe" -}}
 {{- $config := .root.Values.config -}}
-{{- if or $config.tls_certificate (and $config.token_file (hasKey $config "token_free") (not (has "health" $config.token_free))) -}}
-httpGet: {path: {{ .path }}, port: {{ int $config.http_port }}, scheme: {{ ternary "HTTPS" "HTTP" (not (empty $config.tls_certificate)) }}}
+{{- if $config.tls_certificate -}}
+httpGet: {path: {{ .path }}, port: {{ int $config.http_port }}, scheme: HTTPS}
 {{- else -}}
 grpc: {port: {{ int $config.grpc_port }}, service: {{ .service }}}
 {{- end -}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import grpc
 
@@ -40,32 +39,20 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
-    """The tokens, and the calls that need one.
-
-    ``open_to_all`` names the groups that need none, out of ``health`` and ``reflection``.
-    """
-
-    tokens: TokenFile | None = None
-    open_to_all: frozenset[str] = frozenset({"health"})
-
-    def scope_of(self, group: Literal["health", "reflection"]) -> Scope | None:
-        return None if group in self.open_to_all else "read"
-
-
-@dataclass(frozen=True, slots=True)
 class RequiredScope:
     """The requirement of a call: one of ``tokens`` with this ``scope``. If either is None, there is no requirement."""
 
-    tokens: TokenFile | None
-    scope: Scope | None
+    tokens: TokenFile | None = None
+    scope: Scope | None = None
 
-    def check(self, metadata: Metadata) -> None:
-        """Raises :class:`Unauthenticated` without a known token, and :class:`Forbidden` without the scope."""
+    def check(self, authorization: str | bytes | None) -> None:
+        """Check the metadata ``authorization`` of a call.
+
+        Raises :class:`Unauthenticated` without a known token, and :class:`Forbidden` without the scope.
+        """
         if self.tokens is None or self.scope is None:
             return
-        given = next((value for name, value in metadata or () if name == "authorization"), None)
-        scopes = self.tokens.scopes(given) if isinstance(given, str) else None
+        scopes = self.tokens.scopes(authorization) if isinstance(authorization, str) else None
         if scopes is None:
             raise Unauthenticated("this call needs a valid token: send metadata 'authorization: Bearer …'")
         if self.scope not in scopes:

@@ -25,7 +25,6 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.config.certificates import CertificateFiles
 from service.config.logsettings import LogSettings
 from service.config.tokens import TokenFile
-from service.grpc.credentials import Access
 from service.grpc.handlers import SERVICE
 from service.grpc.server import Transport, TransportOptions
 from service.operations import Operations
@@ -50,7 +49,7 @@ class Nothing:
 
 @contextmanager
 def secured(
-    access: Access | None = None,
+    tokens: TokenFile | None = None,
     certificates: CertificateFiles | None = None,
     operations: Operations = Operations(),  # noqa: B008 - frozen
     **options: Any,
@@ -61,7 +60,7 @@ def secured(
         LoopbackRegistry([model]),
         log.refused,
         TransportOptions(port=0, **options),
-        access or Access(),
+        tokens,
         certificates,
         operations,
     )
@@ -101,19 +100,19 @@ def _services(channel: grpc.Channel, token: str | None = None) -> set[str]:
 
 class TestTokens:
     @pytest.fixture
-    def access(self, tmp_path: Path) -> Access:
+    def tokens(self, tmp_path: Path) -> TokenFile:
         file = tmp_path / "tokens"
         file.write_text(TOKENS)
         file.chmod(0o600)
-        return Access(TokenFile(file))
+        return TokenFile(file)
 
-    def test_each_call_needs_its_scope(self, access: Access) -> None:
+    def test_each_call_needs_its_scope(self, tokens: TokenFile) -> None:
         required = {
             "infer": ("ModelInfer", infer_request(x=X)),
             "read": ("ModelMetadata", pb.ModelMetadataRequest(name="echo")),
         }
         holders = {"application-0123456": {"infer"}, "scraper-0123456789": {"read"}}
-        with secured(access) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with secured(tokens) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             for token, scopes in {**holders, "operator-012345678": {"infer", "read"}}.items():
                 for scope, (method, message) in required.items():
                     if scope in scopes:
@@ -126,26 +125,26 @@ class TestTokens:
             assert log.refusals == ["forbidden", "forbidden"]
 
     @pytest.mark.parametrize("token", [None, "nobody-knows-this-1", "application-012345"])
-    def test_a_request_without_a_known_token_is_not_read(self, access: Access, token: str | None) -> None:
-        with secured(access) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    def test_a_request_without_a_known_token_is_not_read(self, tokens: TokenFile, token: str | None) -> None:
+        with secured(tokens) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             code, details = refusal(channel, "ModelInfer", infer_request(x=X), token)
             assert code is grpc.StatusCode.UNAUTHENTICATED
             assert not token or token not in details
             assert (log.refusals, log.seen) == (["unauthenticated"], [])
 
-    def test_only_a_client_with_the_scope_learns_that_an_rpc_is_not_served(self, access: Access) -> None:
+    def test_only_a_client_with_the_scope_learns_that_an_rpc_is_not_served(self, tokens: TokenFile) -> None:
         load = pb.RepositoryModelLoadRequest(model_name="echo")
-        with secured(access) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with secured(tokens) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             assert refusal(channel, "RepositoryModelLoad", load)[0] is grpc.StatusCode.UNAUTHENTICATED
             code, _ = refusal(channel, "RepositoryModelLoad", load, "scraper-0123456789")
             assert code is grpc.StatusCode.PERMISSION_DENIED
             code, _ = refusal(channel, "RepositoryModelLoad", load, "operator-012345678")
             assert code is grpc.StatusCode.UNIMPLEMENTED
 
-    def test_models_are_listed_with_one_scope_and_loaded_with_another(self, access: Access) -> None:
+    def test_models_are_listed_with_one_scope_and_loaded_with_another(self, tokens: TokenFile) -> None:
         load, unload = pb.RepositoryModelLoadRequest(model_name="m"), pb.RepositoryModelUnloadRequest(model_name="m")
         with (
-            secured(access, operations=Operations(control=Nothing())) as (port, _),
+            secured(tokens, operations=Operations(control=Nothing())) as (port, _),
             grpc.insecure_channel(f"127.0.0.1:{port}") as there,
         ):
             call(there, "RepositoryIndex", pb.RepositoryIndexRequest(), "scraper-0123456789")
@@ -154,7 +153,7 @@ class TestTokens:
                 assert (code, "lacks the scope 'manage'" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
                 call(there, rpc, message, "operator-012345678")
 
-    def test_shared_memory_rpcs_need_the_scope_manage(self, access: Access, tmp_path: Path) -> None:
+    def test_shared_memory_rpcs_need_the_scope_manage(self, tokens: TokenFile, tmp_path: Path) -> None:
         """The server opens files with its own permissions for the client that registers them."""
         operations = Operations(regions=RegionTable(RegionLimits("mem"), tmp_path))
         rpcs = {
@@ -163,17 +162,17 @@ class TestTokens:
             "SystemSharedMemoryUnregister": pb.SystemSharedMemoryUnregisterRequest(),
         }
         (tmp_path / "mem").write_bytes(b"1")
-        with secured(access, operations=operations) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as there:
+        with secured(tokens, operations=operations) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as there:
             for rpc, message in rpcs.items():
                 for token in ("application-0123456", "scraper-0123456789"):
                     code, details = refusal(there, rpc, message, token)
                     assert (code, "lacks the scope 'manage'" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
                 call(there, rpc, message, "operator-012345678")
 
-    def test_settings_are_read_with_one_scope_and_changed_with_another(self, access: Access) -> None:
+    def test_settings_are_read_with_one_scope_and_changed_with_another(self, tokens: TokenFile) -> None:
         quiet = pb.LogSettingsRequest(settings={"log_info": pb.LogSettingsRequest.SettingValue(bool_param=False)})
         operations = Operations(logs=LogSettings("info", "text"))
-        with secured(access, operations=operations) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as there:
+        with secured(tokens, operations=operations) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as there:
             code, _ = refusal(there, "LogSettings", pb.LogSettingsRequest(), "application-0123456")
             assert code is grpc.StatusCode.PERMISSION_DENIED
             seen = call(there, "LogSettings", pb.LogSettingsRequest(), "scraper-0123456789")
@@ -185,36 +184,21 @@ class TestTokens:
                 changed = call(there, "LogSettings", quiet, "operator-012345678")
             assert not changed.settings["log_info"].bool_param
 
-    def test_probes_need_no_token_unless_health_is_closed(self, access: Access) -> None:
-        for open_to_all in (frozenset({"health"}), frozenset[str]()):
-            with (
-                secured(Access(access.tokens, open_to_all)) as (port, _),
-                grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
-            ):
-                stub: Any = health_pb2_grpc.HealthStub(channel)
-                if open_to_all:
-                    assert call(channel, "ServerLive", pb.ServerLiveRequest()).live
-                    assert stub.Check(health_pb2.HealthCheckRequest(), timeout=20).status
-                else:
-                    code, _ = refusal(channel, "ServerReady", pb.ServerReadyRequest())
-                    assert code is grpc.StatusCode.UNAUTHENTICATED
-                    with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
-                        stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
-                    with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
-                        next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=20))
+    def test_probes_need_no_token(self, tokens: TokenFile) -> None:
+        with secured(tokens) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            assert call(channel, "ServerLive", pb.ServerLiveRequest()).live
+            assert call(channel, "ModelReady", pb.ModelReadyRequest(name="echo")).ready
+            assert stub.Check(health_pb2.HealthCheckRequest(), timeout=20).status
+            assert next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)).status
 
-    def test_reflection_needs_a_token_with_the_scope_read(self, access: Access) -> None:
-        with secured(access) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    def test_reflection_needs_a_token_with_the_scope_read(self, tokens: TokenFile) -> None:
+        with secured(tokens) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
                 _services(channel)
             with pytest.raises(grpc.RpcError, match="PERMISSION_DENIED"):
                 _services(channel, "application-0123456")  # infer
             assert SERVICE in _services(channel, "scraper-0123456789")
-
-    def test_reflection_needs_no_token_where_it_is_open(self, access: Access) -> None:
-        open_access = Access(access.tokens, frozenset({"reflection"}))
-        with secured(open_access) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            assert SERVICE in _services(channel)
 
 
 class TestTls:
@@ -259,12 +243,6 @@ class TestTls:
             until(answered, what="a connection with the new certificate")
 
 
-def test_a_unix_socket_is_served_in_addition_to_the_port(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    with secured(unix_socket=str(path)), grpc.insecure_channel(f"unix:{path}") as channel:
-        assert call(channel, "ModelInfer", infer_request(x=X)).model_name == "echo"
-
-
 def test_compressed_requests_are_read() -> None:
     with secured() as (port, _):
         options = [("grpc.default_compression_algorithm", 2)]
@@ -272,14 +250,12 @@ def test_compressed_requests_are_read() -> None:
             assert call(channel, "ModelInfer", MANY).outputs[0].shape == [8, 3]
 
 
-@pytest.mark.parametrize("compress", [True, False])
-@pytest.mark.parametrize("accepted", ["identity", "identity,deflate,gzip"])
-def test_responses_are_compressed_if_enabled_and_accepted_by_the_client(compress: bool, accepted: str) -> None:
-    with secured(compress=compress) as (port, _), RawConnection(port) as client:
+def test_responses_are_not_compressed() -> None:
+    with secured() as (port, _), RawConnection(port) as client:
         path, message = f"/{SERVICE}/ModelInfer", MANY.SerializeToString()
-        asked = client.call(path, message, ("grpc-accept-encoding", accepted))
+        asked = client.call(path, message, ("grpc-accept-encoding", "identity,deflate,gzip"))
         until(lambda: asked in client.ended, what="the response")
-        assert (asked in client.compressed) == (compress and "gzip" in accepted)
+        assert asked not in client.compressed
 
 
 def _channel(port: int, trusted: Authority, client: Pair | None = None) -> grpc.Channel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -19,11 +18,7 @@ from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array, Bounds
-from service.grpc.call import Rpc
-from service.grpc.credentials import RequiredScope
 from service.request import Cancellation
-from service.wire.inflate import Inflater
-from service.wire.skim import parser
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -89,22 +84,6 @@ def test_a_request_that_does_not_fit_is_an_invalid_argument_with_the_reason(serv
     assert words in details
 
 
-def test_an_empty_tensor_that_would_grow_in_the_model_is_rejected_before_it_runs() -> None:
-    """The tensor has no bytes in the request, but a sum over its empty dimension has 256 MiB."""
-    model = LoopbackModel(
-        run=lambda feeds: {"y": feeds["x"].sum(axis=1)},
-        inputs=[TensorSpec("x", "float32", ("n", "m"))],
-        outputs=[TensorSpec("y", "float32", ("n",))],
-        max_batch_size=0,
-    )
-    with serving(model) as served:
-        code, details = served.refusal("ModelInfer", infer_request(x=np.zeros((2**26, 0), np.float32)))
-        assert code is StatusCode.INVALID_ARGUMENT
-        assert details == "input 'x' has shape [67108864, 0]: too large, although it is empty"
-        assert model.calls == 0
-        assert served.call("ModelInfer", infer_request(x=np.zeros((4, 0), np.float32))).outputs[0].shape == [4]
-
-
 def test_a_response_over_its_limit_is_rejected_with_the_limit() -> None:
     """The response's size is known only after the run: no input has the dimension that makes it large."""
     grows = LoopbackModel(
@@ -115,7 +94,7 @@ def test_a_response_over_its_limit_is_rejected_with_the_limit() -> None:
     with serving(grows) as served:
         code, details = served.refusal("ModelInfer", infer_request(x=X[:1]))
         assert code is StatusCode.INVALID_ARGUMENT
-        assert "the response has 4000 bytes or more, expected at most 3999 (max_response_bytes" in details
+        assert "the response has 4000 bytes or more, expected at most 3999; ask for fewer" in details
         assert grows.calls == 1
 
 
@@ -156,41 +135,6 @@ def test_a_draining_server_is_unavailable(served: Served) -> None:
     assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
     assert not served.call("ServerReady", pb.ServerReadyRequest()).ready
     assert served.call("ServerLive", pb.ServerLiveRequest()).live
-
-
-def test_a_full_queue_is_resource_exhausted(gate: Gate) -> None:
-    model = LoopbackModel(run=gate, max_batch_size=0, max_queue=1)
-    with serving(model) as served:
-        infer = served.stub("ModelInfer")
-        running = infer.future(infer_request(x=X))
-        assert gate.started.wait(30)
-        waiting = [infer.future(infer_request(x=X)) for _ in range(2)]  # one waits, the queue rejects the other
-        refused = next(iter(_as_done(waiting)))
-        assert refused.code() is StatusCode.RESOURCE_EXHAUSTED
-        assert "queue is full" in refused.details()
-        gate.go.set()
-        assert running.result(30).id == ""
-
-
-def test_requests_beyond_max_in_flight_are_rejected(gate: Gate) -> None:
-    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
-        running = served.stub("ModelInfer").future(infer_request(x=X))
-        assert gate.started.wait(30)
-        code, details = served.refusal("ModelInfer", infer_request(x=X))
-        assert code is StatusCode.RESOURCE_EXHAUSTED
-        assert details == "1 requests in flight is the limit of this server; try again later"
-        assert served.call("ServerLive", pb.ServerLiveRequest()).live  # health RPCs have their own threads
-        gate.go.set()
-        running.result(30)
-
-
-def test_overload_is_unavailable_if_so_configured(gate: Gate) -> None:
-    with serving(LoopbackModel(run=gate), max_in_flight=1, overload="UNAVAILABLE") as served:
-        running = served.stub("ModelInfer").future(infer_request(x=X))
-        assert gate.started.wait(30)
-        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
-        gate.go.set()
-        running.result(30)
 
 
 def test_a_request_whose_timeout_passes_in_the_queue_is_never_run(gate: Gate) -> None:
@@ -254,23 +198,6 @@ def test_a_request_whose_client_leaves_the_queue_is_never_run(gate: Gate) -> Non
         running.result(30)
         until(lambda: ("echo", 1, "CANCELLED") in served.log.seen)
         assert model.calls == 1
-
-
-@pytest.mark.parametrize("error", [RuntimeFailure("node at /secret"), ValueError("/secret")])
-def test_a_failure_is_internal_and_its_text_stays_in_the_log(
-    error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
-        raise error
-
-    with serving(LoopbackModel(run=fail)) as served, caplog.at_level(logging.ERROR):
-        code, details = served.refusal("ModelInfer", infer_request(x=X))
-        assert code is StatusCode.INTERNAL
-        assert "secret" not in details
-        incident = details.split("incident ")[1].split(";")[0]
-        assert incident in caplog.text
-        assert "/secret" in caplog.text
-        assert served.log.seen == [("echo", 1, "INTERNAL")]
 
 
 def test_failed_requests_are_observed_with_their_times(gate: Gate) -> None:
@@ -355,35 +282,6 @@ def test_a_replaced_model_is_not_kept_alive_by_its_codec() -> None:
             return gone() is None
 
         until(is_gone, patience=1.0)
-
-
-def test_a_call_whose_client_left_before_it_had_a_thread_is_not_run(served: Served) -> None:
-    """gRPC then rejects the callback that would report the end of the call."""
-
-    class Gone:
-        def add_callback(self, callback: object) -> bool:
-            return False
-
-        def peer(self) -> str:
-            return "ipv4:203.0.113.7:1"
-
-        def time_remaining(self) -> float:
-            return 1e10
-
-        def abort(self, code: StatusCode, details: str) -> None:
-            raise RuntimeError(code)
-
-    infer = served.transport._services._servicer.ModelInfer
-    rpc = Rpc(
-        Inflater(1 << 20),
-        parser(pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]),
-        pb.ModelInferResponse.SerializeToString,
-        infer,
-    )
-    handler: Any = served.transport._lanes().inference.open(rpc, RequiredScope(None, None), None)
-    with pytest.raises(RuntimeError, match="CANCELLED"):
-        handler.stream_unary(iter([b"is not parsed either"]), Gone())
-    assert served.registry.find("echo", "").calls == 0
 
 
 def _first(served: Served) -> Cancellation:

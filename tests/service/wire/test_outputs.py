@@ -11,7 +11,7 @@ import pytest
 
 from bf16kit.messages.errors import InvalidRequest
 from service.contract import Array
-from service.wire.classes import top_classes
+from service.wire.outputs import top_classes
 
 
 def classes(array: Array, count: int, *, batched: bool = True) -> Any:

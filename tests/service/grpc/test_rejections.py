@@ -17,7 +17,6 @@ from rawgrpc import RawConnection, framed
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.grpc import server as server_module
-from service.grpc import services as services_module
 from service.grpc.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
@@ -55,7 +54,7 @@ def run_held(served: Served, gate: Gated, calls: int = 1) -> list[Any]:
     """
     begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(calls)]
     assert gate.started.wait(30)
-    until(lambda: served.transport._services.inference._shares.in_use == calls)
+    until(lambda: served.transport.pools["inference"].shares.in_use == calls)
     return begun
 
 
@@ -83,8 +82,8 @@ def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gated) -> No
     with serving(model, LoopbackModel("other")) as served, RawConnection(served.port) as another, gate:
         held = run_held(served, gate, calls=1)
         assert len(model.seen) == 1
-        limit = served.transport._services._servicer._shares._shares
-        limit._limit = 8
+        limit = served.transport._inference._shares
+        limit.limit = 8
         begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(6)]
         until(lambda: len(model.seen) == 7)
         stream = another.call(INFER, MESSAGE)
@@ -127,7 +126,7 @@ def test_responses_beyond_the_byte_limit_become_rejections() -> None:
     wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
     with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
         deaf.call(INFER, MESSAGE)
-        until(lambda: served.transport._services.inference.budget._in_use > 1 << 20)
+        until(lambda: served.transport.pools["inference"].budget.in_use > 1 << 20)
         assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
         assert served.log.refusals == ["bytes"]
         (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
@@ -164,7 +163,7 @@ def test_health_watches_beyond_max_watches_are_rejected() -> None:
 
 
 def test_reflection_streams_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services_module, "_REFLECTION_STREAMS", 1)
+    monkeypatch.setattr(server_module, "_REFLECTION_STREAMS", 1)
     stay = threading.Event()
 
     def questions() -> Iterator[reflection_pb2.ServerReflectionRequest]:
@@ -182,7 +181,7 @@ def test_reflection_streams_beyond_their_limit_are_rejected(monkeypatch: pytest.
 
 
 def test_calls_for_health_and_metadata_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services_module, "CONTROL_CALLS", 1)
+    monkeypatch.setattr(server_module, "_CONTROL_CALLS", 1)
     path = f"/{SERVICE}/ModelReady"
     question = pb.ModelReadyRequest(name="echo")
     with serving(LoopbackModel()) as served, RawConnection(served.port) as slow:
@@ -215,7 +214,7 @@ def test_calls_during_a_shutdown_are_rejected(gate: Gated, monkeypatch: pytest.M
         (held,) = run_held(served, gate)
         stopping = threading.Thread(target=served.transport.stop, args=(30.0,))
         stopping.start()
-        until(lambda: served.transport._services.inference._closed and served.transport._services.streams._closed)
+        until(lambda: all(served.transport.pools[name]._draining for name in ("inference", "streams")))
         assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
         assert served.log.refusals == ["draining"]
         assert refused(lambda: served.stub("ModelStreamInfer")(iter([]), timeout=30)) is StatusCode.UNAVAILABLE

@@ -1,12 +1,14 @@
-"""The RPCs that run a model: decode and check the request, run it, encode the response."""
+"""The RPCs that run a model: decode and check the request, run it, encode the response, observe all of it."""
 
 # ruff: noqa: N802 -- methods are named as the protocol names its RPCs, and found by that name
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import grpc
@@ -14,54 +16,64 @@ import grpc
 from bf16kit.messages.errors import Cancelled, Overloaded, RequestError, Unavailable
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Model, Registry, Slot
-from service.grpc.admission import FairShares
-from service.grpc.callcontext import CallContext
-from service.grpc.claims import ClaimedModel, claim_model
-from service.grpc.requestlog import log_request
-from service.grpc.scheduler import StreamScheduler, StreamTurns
-from service.grpc.status import Status, StatusTable
-from service.grpc.streamcall import StreamRequest
-from service.grpc.streams import OrderedResponses
-from service.request import REFUSALS, Observation, Reply, Request, Tracer
-from service.wire.memory import SharedMemory
-from service.wire.parameters import RequestParameters, check_request, wants_final_mark
-from service.wire.request import InferenceCodec
-from service.wire.skim import peek_model_and_version
+from service.grpc.admission import Shares
+from service.grpc.status import Status, status_of
+from service.grpc.stream import OrderedResponses, StreamRequest
+from service.request import REFUSALS, Cancellation, Observation, Reply, Request, Tracer
+from service.wire.codec import InferenceCodec, SharedMemory
+from service.wire.parameters import check_request, wants_final_mark
 
-# Features that make even a small message slow: megabytes to read or write, or 65,536 strings to create.
-_SLOW_FEATURES = (b"shared_memory_region", b"classification")
 _UNKNOWN_OUTCOME = grpc.StatusCode.INTERNAL
+_log = logging.getLogger(__name__)
 _StreamResult = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
 
 
-class InferenceServicer:
-    """One method per RPC, named as in the protocol. Errors leave only through :class:`StatusTable`.
+class CallContext(Protocol):
+    """One call as an RPC sees it, whether it comes from a gRPC server or from another source of messages.
 
-    ``shares`` keeps one model's requests from taking the places of all others. A stream's requests wait for a place and
-    for room in their model's queue, where other requests are rejected; meanwhile the stream is not read.
+    ``started`` and ``deadline`` are :func:`time.monotonic` seconds.
+    """
+
+    started: float
+    deadline: float | None
+    cancellation: Cancellation
+
+    @property
+    def client(self) -> str:
+        """The client, among those that share the server's places."""
+        ...
+
+    def metadata_value(self, key: str) -> str | bytes | None: ...
+
+    def reserve_more(self, nbytes: int) -> None:
+        """Count ``nbytes`` of a response or of shared memory until the call ends. Raises Overloaded if there is no
+        room."""
+        ...
+
+
+class InferenceServicer:
+    """One method per RPC, named as in the protocol. Errors leave only as a :class:`Status`.
+
+    ``max_in_flight`` is shared by models, so that one model's requests cannot take the places of all others. A stream's
+    request waits for room in its model's queue, where other requests are rejected; meanwhile the stream is not read.
     """
 
     def __init__(
         self,
         registry: Registry,
         count_refusal: Callable[[str], None],
-        statuses: StatusTable,
-        shares: FairShares,
-        stream_readers: Executor,
-        stream_workers: Executor,
-        scheduler: StreamScheduler,
+        max_in_flight: int,
+        stream_threads: Executor,
         stream_window: int,
         memory: SharedMemory = SharedMemory(),  # noqa: B008 -- frozen: it is off
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``stream_threads`` has ``stream_window`` + 1 threads for every stream."""
         self._registry = registry
         self._count_refusal = count_refusal
-        self._statuses = statuses
-        self._shares = shares
-        self._stream_readers = stream_readers
-        self._stream_workers = stream_workers
-        self._scheduler = scheduler
+        self._shares = Shares(max_in_flight)
+        self._stream_threads = stream_threads
         self._stream_window = stream_window
         self._memory = memory
         self._tracer = tracer
@@ -77,99 +89,67 @@ class InferenceServicer:
         for end in tuple(self._open):
             end()
 
-    # --- inference --------------------------------------------------------------------------------------------------
-
     def ModelInfer(self, message: pb.ModelInferRequest, call: CallContext) -> pb.ModelInferResponse | Status:
-        return self._respond(message, call, call.started, call.reserve_more)
-
-    def claim(self, data: bytes) -> ClaimedModel | None:
-        """Claim the model of the ModelInferRequest in ``data``, to answer it at once; None if it cannot be claimed.
-
-        Never blocks, and rejects nothing.
-        """
-        name, version = peek_model_and_version(data)
-        if not name or any(feature in data for feature in _SLOW_FEATURES):
-            return None
-        try:
-            return claim_model(self._registry, name, version, len(data))
-        except RequestError:
-            return None
+        return self._respond("ModelInfer", message, call, call.started, call.reserve_more)
 
     def ModelStreamInfer(
         self, requests: Iterator[StreamRequest], call: CallContext
     ) -> Iterator[pb.ModelStreamInferResponse | Status]:
-        turns = StreamTurns(self._scheduler, call.client)
-
         def respond(request: StreamRequest) -> _StreamResult:
             message: pb.ModelInferRequest = request.message
-            try:
-                return message, self._respond(message, call, request.arrived, request.reserve_more, waits_for_room=True)
-            finally:
-                turns.release(message.model_name)
+            return message, self._respond("ModelStreamInfer", message, call, request.arrived, request.reserve_more)
 
-        def end() -> None:
-            responses.close()
-            turns.close()
-
-        admitted_requests = turns.admitted(requests, lambda request: request.message.model_name)
-        responses = OrderedResponses(
-            admitted_requests, respond, self._stream_readers, self._stream_workers, self._stream_window
-        )
-        call.cancellation.subscribe(end)
+        responses = OrderedResponses(requests, respond, self._stream_threads, self._stream_window)
+        call.cancellation.subscribe(responses.close)
         ends_on_error = call.metadata_value("triton_grpc_error") == "true"
-        self._open.add(end)
+        self._open.add(responses.close)
         try:
             if self._draining:
-                end()
+                responses.close()
             for message, result in responses:
                 if ends_on_error and isinstance(result, Status):
                     yield result
                 yield _stream_response(message, result)
         finally:
-            self._open.discard(end)
+            self._open.discard(responses.close)
         if self._draining:
             raise Unavailable("the server is shutting down; open the stream again on another", "draining")
 
     def _respond(
         self,
+        rpc: str,
         message: pb.ModelInferRequest,
         call: CallContext,
         started: float,
         reserve_more: Callable[[int], None],
-        *,
-        waits_for_room: bool = False,
     ) -> pb.ModelInferResponse | Status:
         """Return the response to one request, or the status that rejects it. Observes either, and never raises."""
         model: Model | None = None
         request: Request | None = None
-        deadline = client_deadline = call.deadline
+        deadline = call.deadline
         code = _UNKNOWN_OUTCOME
         try:
-            claimed = call.claimed
-            with claimed or self._registry.acquire(message.model_name, message.model_version) as model:
+            with self._registry.acquire(message.model_name, message.model_version) as model:
                 codec = self._codec(model)
-                parameters = check_request(message.parameters) if message.parameters else RequestParameters()
-                deadline = _earlier(deadline, parameters.timeout, started)
-                request, output_options = codec.decode(
-                    message, parameters.priority, deadline, call.cancellation, reserve_more
-                )
-                request.waits_for_room = waits_for_room
-                request.nbytes = call.nbytes
+                timeout = check_request(message.parameters) if message.parameters else None
+                if timeout is not None:
+                    deadline = started + timeout if deadline is None else min(deadline, started + timeout)
+                request, output_options = codec.decode(message, deadline, call.cancellation, reserve_more)
                 request.client = call.client
-                request.claim = None if claimed is None else claimed.claim
+                request.waits_for_room = rpc == "ModelStreamInfer"
                 reply = self._infer(model, request)
                 if output_options.sinks and call.cancellation.cancelled:
                     # It may belong to other requests now.
                     raise Cancelled("the client left before its shared memory was written to")
                 response = codec.encode(message.id, reply, output_options, reserve_more)
-            code = self._client_code(call, client_deadline)
+            code = self._client_code(call)
             return response
         except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
             status = self._refusal(error, deadline, message, model)
             code = status.code
             return status
         finally:
-            self._observe(message, call, model, request, code, self._clock() - started)
+            self._observe(rpc, message, call, model, request, code, self._clock() - started)
 
     def _refusal(
         self, error: Exception, deadline: float | None, message: pb.ModelInferRequest, model: Model | None
@@ -180,20 +160,22 @@ class InferenceServicer:
             # gRPC reports a deadline that passed in the same way as a client that left
             return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
         name, version = _name_and_version(message, model)
-        return self._statuses.for_error(
-            error, {"model": name, "version": version or None, "request_id": message.id or None}
-        )
+        return status_of(error, {"model": name, "version": version or None, "request_id": message.id or None})
 
-    def _client_code(self, call: CallContext, client_deadline: float | None) -> grpc.StatusCode:
+    def _client_code(self, call: CallContext) -> grpc.StatusCode:
         """Return the code that the client sees: it may have stopped waiting while the request ran."""
-        if client_deadline is not None and self._clock() >= client_deadline:
+        if call.deadline is not None and self._clock() >= call.deadline:
             return grpc.StatusCode.DEADLINE_EXCEEDED
         return grpc.StatusCode.CANCELLED if call.cancellation.cancelled else grpc.StatusCode.OK
 
     def _infer(self, model: Model, request: Request) -> Reply:
         if request.waits_for_room:
             return model.infer(request)
-        self._shares.acquire(model.name)
+        if not self._shares.acquire(model.name):
+            raise Overloaded(
+                f"model {model.name!r} has its share of the {self._shares.limit} requests in flight; try again later",
+                "model_share",
+            )
         try:
             return model.infer(request)
         finally:
@@ -207,6 +189,7 @@ class InferenceServicer:
 
     def _observe(
         self,
+        rpc: str,
         message: pb.ModelInferRequest,
         call: CallContext,
         model: Model | None,
@@ -227,15 +210,32 @@ class InferenceServicer:
         )
         if served is not None:
             served.observe(observation)
-        log_request(observation)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log_request(observation)
         if trace is not None:
-            trace.end("ModelStreamInfer" if call.streams else "ModelInfer", observation)
+            trace.end(rpc, observation)
 
     def _find(self, message: pb.ModelInferRequest) -> Slot | None:
         try:
             return self._registry.find(message.model_name, message.model_version)
         except RequestError:
             return None
+
+
+def _log_request(observation: Observation) -> None:
+    """Log what was requested, the outcome and the time of each phase; never any tensors."""
+    timings = observation.timings
+    fields = {
+        "model": observation.model,
+        "version": observation.version or None,
+        "request_id": observation.request_id or None,
+        "code": observation.code,
+        "trace_id": observation.trace or None,
+        "total_s": observation.seconds,
+        "queue_s": timings and timings.queue,
+        "compute_s": timings and timings.compute,
+    }
+    _log.debug("request %s", "answered" if observation.succeeded else "not answered", extra=fields)
 
 
 def _stream_response(
@@ -252,9 +252,3 @@ def _stream_response(
 def _name_and_version(message: pb.ModelInferRequest, served: Model | Slot | None) -> tuple[str, str]:
     """Return the model and version that were used; without them, those that the client named."""
     return (served.name, str(served.version)) if served else (message.model_name, message.model_version)
-
-
-def _earlier(deadline: float | None, timeout: float | None, now: float) -> float | None:
-    if timeout is None:
-        return deadline
-    return now + timeout if deadline is None else min(deadline, now + timeout)

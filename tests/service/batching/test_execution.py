@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bf16kit.messages.errors import RuntimeFailure
-from service.batching.gather import gather, requested_outputs, signature, split
+from service.batching.execution import gather, requested_outputs, signature, split
 from service.request import Request
 
 

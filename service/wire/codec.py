@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from bf16kit.messages.errors import InvalidRequest
+from bf16kit.messages.errors import InvalidRequest, Unsupported
 from bf16kit.messages.wording import quoted
 from bf16kit.numerics.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Model
+from service.operations import Regions, RegionSlice
 from service.request import PRECISIONS, Cancellation, Precision, Reply, Request
-from service.wire.bounds import BoundsCheck, item_size
-from service.wire.classes import top_classes
-from service.wire.memory import Reserve, SharedMemory
-from service.wire.outputs import OutputOptions, Sink
+from service.wire.limits import BoundsCheck, Reserve, item_size
+from service.wire.outputs import OutputOptions, Sink, top_classes
 from service.wire.parameters import Parameters, RegionPlace, class_count, output_datatype, region_place
 from service.wire.tensors import (
     Array,
@@ -27,13 +27,38 @@ from service.wire.tensors import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Access to shared memory. ``regions`` is None if it is off; ``max_bytes`` limits one request's inputs."""
+
+    regions: Regions | None = None
+    max_bytes: int = 64 << 20
+
+    def lease(self, what: str, place: RegionPlace) -> RegionSlice:
+        """Return the bytes of ``what`` (an input or output, as messages name it).
+
+        Raises InvalidRequest or NotFound; Unsupported if shared memory is off.
+        """
+        if self.regions is None:
+            raise Unsupported(f"{what} is in shared memory, which is off; send it in the request")
+        return self.regions.lease(*place)
+
+    def check_size(self, nbytes: int) -> None:
+        """Raise InvalidRequest if ``nbytes``, those of a request's inputs in shared memory so far, are too many."""
+        if nbytes > self.max_bytes:
+            raise InvalidRequest(
+                f"the inputs have {nbytes} bytes or more in shared memory, expected at most {self.max_bytes}"
+                " (max_message_bytes, the largest request)"
+            )
+
+
 class InferenceCodec:
     """Turns ``ModelInferRequest`` into :class:`Request` and :class:`Reply` into ``ModelInferResponse`` for one model.
 
     It keeps the model's specs but not the model: a codec must not keep an unloaded model alive.
     """
 
-    def __init__(self, model: Model, memory: SharedMemory = SharedMemory()) -> None:  # noqa: B008 -- frozen: it is off
+    def __init__(self, model: Model, memory: SharedMemory = SharedMemory()) -> None:
         self._heads = {precision: _head(model, precision) for precision in PRECISIONS}
         self._specs = model.inputs
         self._inputs = {spec.name: (spec, BY_NAME[spec.dtype]) for spec in model.inputs}
@@ -49,9 +74,8 @@ class InferenceCodec:
     def decode(
         self,
         message: pb.ModelInferRequest,
-        priority: int,
-        deadline: float | None,
-        cancellation: Cancellation,
+        deadline: float | None = None,
+        cancellation: Cancellation | None = None,
         reserve: Reserve | None = None,
     ) -> tuple[Request, OutputOptions]:
         """Return the checked request in ``message``, and how to return its outputs. ``deadline``: monotonic seconds.
@@ -67,7 +91,7 @@ class InferenceCodec:
         sizes = check_feeds(self._specs, feeds)
         rows = self._rows(feeds)
         self._bounds.check_request(feeds, sizes, output_options.dtypes)
-        return Request(feeds, rows, wanted, deadline, cancellation, priority), output_options
+        return Request(feeds, rows, wanted, deadline, cancellation), output_options
 
     def encode(
         self, request_id: str, reply: Reply, output_options: OutputOptions, reserve: Reserve | None = None
@@ -140,7 +164,10 @@ class InferenceCodec:
         shape = tuple(tensor.shape)
         if place is not None:
             check_raw_size(name, dtype, shape, place.byte_size)  # before it is read
-            raw = self._memory.read(f"input {name!r}", place, reserve)
+            lease = self._memory.lease(f"input {name!r}", place)
+            if reserve is not None:
+                reserve(place.byte_size)  # before it is copied
+            raw = lease.read()
         if raw is None:
             array = decode_contents(name, dtype, shape, tensor.contents)
         elif tensor.HasField("contents") and tensor.contents.ListFields():  # MLServer's clients send them empty

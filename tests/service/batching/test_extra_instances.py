@@ -12,8 +12,7 @@ from waiting import until
 
 from service.batching import batcher as batching
 from service.batching.batcher import Batcher
-from service.batching.policy import BatchPolicy
-from service.batching.queue import LevelPolicy
+from service.batching.queue import BatchPolicy
 from service.contract import Array
 from service.request import Reply, Request, Timings
 
@@ -53,8 +52,8 @@ class Bench:
 
     def executed(self, requests: int, rows: int, timings: Timings) -> None: ...
 
-    def call(self, width: int, priority: int = 0) -> Future[Reply]:
-        asked = Request({"x": np.ones((1, width), np.float32)}, rows=1, priority=priority)
+    def call(self, width: int) -> Future[Reply]:
+        asked = Request({"x": np.ones((1, width), np.float32)}, rows=1)
         return self.callers.submit(self.batcher.submit, asked)
 
     def hold(self, width: int) -> Future[Reply]:
@@ -65,10 +64,10 @@ class Bench:
         until(lambda: len(self.run.begun) > begun)
         return held
 
-    def queue(self, width: int, priority: int = 0) -> Future[Reply]:
+    def queue(self, width: int) -> Future[Reply]:
         """Submit a request. Return its future once the request waits."""
         depth = self.depth
-        waiting = self.call(width, priority)
+        waiting = self.call(width)
         until(lambda: self.depth > depth)
         return waiting
 
@@ -91,7 +90,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     benches: list[Bench] = []
 
     def build(**policy: object) -> Bench:
-        defaults: dict[str, object] = {"axis": 0, "max_rows": 8, "beside": 1}
+        defaults: dict[str, object] = {"axis": 0, "max_rows": 8, "extra_instances": 1}
         benches.append(Bench(BatchPolicy(**{**defaults, **policy})))  # type: ignore[arg-type]  # its fields
         return benches[-1]
 
@@ -133,22 +132,11 @@ def test_no_request_overtakes_one_that_waits_for_its_shape(make: Make) -> None:
 
 def test_no_request_overtakes_where_callers_run_their_own_requests(make: Make) -> None:
     """As above: a request that arrives while another waits has to wait too."""
-    bench = make(inline=True, claimable=True)
+    bench = make(inline=True)
     bench.hold(4)
     bench.queue(4)
     bench.queue(8)
     assert bench.run.begun == [(1, 4)]
-
-
-def test_the_most_urgent_request_runs_next_beside_a_batch(make: Make) -> None:
-    bench = make(levels=(LevelPolicy(), LevelPolicy()))
-    bench.hold(64)
-    bench.hold(32)  # now no more batches may begin
-    bench.queue(8, priority=2)
-    bench.queue(4, priority=1)
-    bench.let_go(32)
-    until(lambda: len(bench.run.begun) == 4)
-    assert bench.run.begun[2:] == [(1, 4), (1, 8)]
 
 
 def test_no_more_batches_run_at_once_than_allowed(make: Make) -> None:
@@ -173,8 +161,8 @@ def test_an_executor_that_takes_a_batch_wakes_another_for_the_next_one_beside_it
     assert bench.run.begun == [(1, 64), (1, 64), (1, 4)]
 
 
-@pytest.mark.parametrize("policy", [{"beside": 0}, {"max_delay_s": 1e-3}, {"max_rows": 0}])
-def test_one_batch_runs_at_a_time_without_beside_with_a_delay_or_without_batching(
+@pytest.mark.parametrize("policy", [{"extra_instances": 0}, {"max_delay_s": 1e-3}, {"max_rows": 0}])
+def test_one_batch_runs_at_a_time_without_an_extra_one_with_a_delay_or_without_batching(
     make: Make, policy: dict[str, object]
 ) -> None:
     bench = make(**policy)
@@ -187,22 +175,11 @@ def test_one_batch_runs_at_a_time_without_beside_with_a_delay_or_without_batchin
 def test_a_quick_request_waits_for_the_running_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run shorter than ``_LONG_S`` gains nothing beside others: waking a thread for it takes as long."""
     monkeypatch.setattr(batching, "_LONG_S", 10.0)
-    bench = make(inline=True, claimable=True)
+    bench = make(inline=True)
     bench.call(4).result(20)
     bench.hold(64)
     bench.queue(4)
     assert bench.run.begun == [(1, 4), (1, 64)]
-
-
-def test_nothing_runs_beside_a_claim_whose_request_is_not_known_yet(make: Make) -> None:
-    bench = make(inline=True, claimable=True)
-    bench.batcher._predictor.observe(100, 1e-6)
-    claim = bench.batcher.claim(100)
-    assert claim is not None
-    waiting = bench.queue(4)
-    assert bench.run.begun == []
-    claim.release()
-    waiting.result(20)
 
 
 def test_a_batch_that_fails_gives_its_place_back(make: Make) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from service.config.periodic import PeriodicThread
-
-_TICK_S = 0.1
+#: Time for slow clients once half of the server's places are taken. Not shorter: the delay may be the server's own,
+#: with thousands of earlier calls on gRPC's one thread.
+SECONDS_UNDER_PRESSURE = 3.0
+TICK_SECONDS = 0.1  # how often timeouts are checked
 _LEAST_S = 1.0  # least time for a client while the server stops
 _log = logging.getLogger(__name__)
 
@@ -21,26 +22,27 @@ _log = logging.getLogger(__name__)
 class CallTimeouts:
     """The calls that keep the server waiting for one kind of event, and their timeout.
 
-    It is ``seconds``, or ``seconds_under_pressure`` while ``under_pressure`` returns True. At most ``max_slow`` calls
-    may take longer than the latter at any time.
+    It is ``seconds``, or ``under_pressure`` seconds while ``has_pressure`` returns True. At most ``max_slow`` calls may
+    take longer than the latter at any time.
     """
 
     def __init__(
         self,
         seconds: float,
-        seconds_under_pressure: float,
-        under_pressure: Callable[[], bool] = lambda: False,
+        under_pressure: float,
+        has_pressure: Callable[[], bool] = lambda: False,
         *,
-        max_slow: int | None = None,
+        max_slow: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds = seconds
-        self._seconds_under_pressure = min(seconds_under_pressure, seconds)
-        self._under_pressure = under_pressure
+        self._under_pressure = min(under_pressure, seconds)
+        self._has_pressure = has_pressure
         self._max_slow = max_slow
         self._clock = clock
         self._stopping: tuple[float, float] | None = None  # start and latest end of the stop
-        self._waiting: dict[object, tuple[float, Callable[[], None]]] = {}  # oldest first
+        # Oldest first. Single operations on a dict need no lock.
+        self._waiting: dict[object, tuple[float, Callable[[], None]]] = {}
 
     def start(self, call: object, on_timeout: Callable[[], None]) -> None:
         """Start the timeout of ``call``. ``on_timeout`` is called if it expires."""
@@ -59,22 +61,20 @@ class CallTimeouts:
         now = self._clock()
         self._stopping = now, now + grace
 
-    def end_expired(self) -> int:
-        """End the calls whose timeout has expired; return their number. Single operations on a dict need no lock."""
-        now, ended, slow = self._clock(), 0, 0
-        limit = self._seconds_under_pressure if self._under_pressure() else self._seconds
+    def end_expired(self) -> None:
+        """End the calls whose timeout has expired."""
+        now, slow = self._clock(), 0
+        limit = self._under_pressure if self._has_pressure() else self._seconds
         for call, (since, on_timeout) in self._waiting.copy().items():
             age = now - since
-            slow += age > self._seconds_under_pressure
-            expired = (
-                age > limit
-                or now > self._stop_deadline(since)
-                or (self._max_slow is not None and age > self._seconds_under_pressure and slow > self._max_slow)
-            )
+            slow += age > self._under_pressure
+            too_many = age > self._under_pressure and slow > self._max_slow
+            expired = age > limit or too_many or now > self._stop_deadline(since)
             if expired and self._waiting.pop(call, None) is not None:
-                on_timeout()
-                ended += 1
-        return ended
+                try:
+                    on_timeout()
+                except Exception:  # noqa: BLE001 -- the other timeouts are checked all the same
+                    _log.exception("an overdue call cannot be ended")
 
     def _stop_deadline(self, since: float) -> float:
         if self._stopping is None:
@@ -82,18 +82,3 @@ class CallTimeouts:
         started, until = self._stopping
         since = max(since, started)
         return since + max(_LEAST_S, (until - since) / 2)
-
-
-class Watchdog(PeriodicThread):
-    """One thread that checks all timeouts ten times a second."""
-
-    def __init__(self, timeouts: Sequence[CallTimeouts]) -> None:
-        super().__init__("grpc-watchdog", _TICK_S, self._check_all)
-        self._timeouts = timeouts
-
-    def _check_all(self) -> None:
-        for timeouts in self._timeouts:
-            try:
-                timeouts.end_expired()
-            except Exception:  # noqa: BLE001 -- the other timeouts are checked all the same
-                _log.exception("an overdue call cannot be ended")

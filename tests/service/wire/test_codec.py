@@ -1,0 +1,292 @@
+"""A whole request for one model: inputs and outputs by name, in the message or in shared memory, and the response."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from loopback import LoopbackModel, infer_request
+
+from bf16kit.messages.errors import InvalidRequest, NotFound, Overloaded, Unsupported
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.protocol import inference_pb2 as pb
+from service.operations import Region
+from service.regions.table import RegionLimits, RegionTable
+from service.request import Reply, Request
+from service.wire.codec import InferenceCodec, SharedMemory
+from service.wire.outputs import OutputOptions
+
+MODEL = LoopbackModel(
+    inputs=[TensorSpec("ids", "int64", ("batch", "seq")), TensorSpec("mask", "bool", ("batch", "seq"))],
+    outputs=[TensorSpec("a", "float32", ("batch", 2)), TensorSpec("b", "float32", ("batch",))],
+)
+IDS = np.arange(6, dtype=np.int64).reshape(2, 3)
+MASK = np.ones((2, 3), np.bool_)
+
+
+def decode(message: pb.ModelInferRequest, model: LoopbackModel = MODEL) -> Request:
+    return InferenceCodec(model).decode(message)[0]
+
+
+def refusal(message: pb.ModelInferRequest, model: LoopbackModel = MODEL) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        decode(message, model)
+    return str(refused.value)
+
+
+def test_inputs_may_come_in_any_order() -> None:
+    request = decode(infer_request(mask=MASK, ids=IDS))
+    np.testing.assert_array_equal(request.feeds["ids"], IDS)
+    np.testing.assert_array_equal(request.feeds["mask"], MASK)
+
+
+def test_rows_are_the_size_of_the_batch_axis() -> None:
+    assert decode(infer_request(ids=IDS, mask=MASK)).rows == 2
+    model = LoopbackModel(batch_axis=None, max_batch_size=0)
+    assert decode(infer_request(x=np.zeros((5, 3), np.float32)), model).rows == 1
+
+
+def test_zero_rows_are_legal() -> None:
+    assert decode(infer_request(ids=IDS[:0], mask=MASK[:0])).rows == 0
+
+
+def test_more_rows_than_max_batch_size_are_rejected() -> None:
+    words = refusal(infer_request(x=np.zeros((9, 3), np.float32)), LoopbackModel())
+    assert words == "input 'x' has 9 rows, expected at most 8 (the model's max_batch_size)"
+
+
+def test_a_missing_an_unknown_and_a_repeated_input_are_rejected() -> None:
+    assert "input 'mask' is missing" in refusal(infer_request(ids=IDS))
+    assert "unknown input 'z'; the model's inputs are ids, mask" in refusal(infer_request(ids=IDS, mask=MASK, z=IDS))
+    twice = infer_request(ids=IDS, mask=MASK)
+    twice.inputs.append(twice.inputs[0])
+    twice.raw_input_contents.append(twice.raw_input_contents[0])
+    assert refusal(twice) == "input 'ids' was sent twice"
+
+
+def test_dimensions_of_one_name_must_agree() -> None:
+    assert "input 'mask' has shape [2, 2]" in refusal(infer_request(ids=IDS, mask=MASK[:, :2]))
+
+
+def test_raw_and_typed_contents_do_not_mix() -> None:
+    beside = infer_request(ids=IDS, mask=MASK)
+    beside.inputs[0].contents.int64_contents.extend([1, 2, 3, 4, 5, 6])
+    assert "input 'ids' has contents beside raw_input_contents" in refusal(beside)
+    instead = infer_request(ids=IDS, mask=MASK)
+    instead.inputs[0].contents.int64_contents.extend([1, 2, 3, 4, 5, 6])
+    del instead.raw_input_contents[0]
+    assert "raw_input_contents has 1 entries for 2 inputs" in refusal(instead)
+
+
+def test_empty_contents_are_allowed_beside_raw_ones() -> None:
+    """MLServer's converters send empty contents with every input."""
+    beside = infer_request(ids=IDS, mask=MASK)
+    for tensor in beside.inputs:
+        tensor.contents.SetInParent()
+    assert decode(beside).feeds["ids"].tolist() == IDS.tolist()
+
+
+def test_typed_contents_alone_are_read() -> None:
+    message = infer_request(ids=IDS, mask=MASK)
+    del message.raw_input_contents[:]
+    message.inputs[0].contents.int64_contents.extend(IDS.ravel().tolist())
+    message.inputs[1].contents.bool_contents.extend(MASK.ravel().tolist())
+    np.testing.assert_array_equal(decode(message).feeds["ids"], IDS)
+
+
+def test_a_request_without_outputs_means_all_outputs() -> None:
+    assert decode(infer_request(ids=IDS, mask=MASK)).outputs is None
+
+
+def test_outputs_keep_the_order_of_the_request() -> None:
+    message = infer_request(ids=IDS, mask=MASK)
+    message.outputs.add(name="b")
+    message.outputs.add(name="a")
+    assert decode(message).outputs == ("b", "a")
+
+
+def test_an_unknown_and_a_repeated_output_are_rejected() -> None:
+    message = infer_request(ids=IDS, mask=MASK)
+    message.outputs.add(name="c")
+    assert "unknown output 'c'; the model's outputs are a, b" in refusal(message)
+    message.outputs[0].name = "a"
+    message.outputs.add(name="a")
+    assert "output 'a' was requested twice" in refusal(message)
+
+
+def test_the_response_has_id_version_and_raw_contents_in_order() -> None:
+    codec = InferenceCodec(LoopbackModel("m", version=7, inputs=MODEL.inputs, outputs=MODEL.outputs))
+    message = infer_request(ids=IDS, mask=MASK)
+    message.outputs.add(name="b").parameters["datatype"].string_param = "BF16"
+    message.outputs.add(name="a")
+    _, dtypes = codec.decode(message)
+    reply = Reply({"b": np.ones(2, np.float32), "a": np.zeros((2, 2), np.float32)}, "bf16")
+    answer = codec.encode("id-1", reply, dtypes)
+    assert (answer.model_name, answer.model_version, answer.id) == ("m", "7", "id-1")
+    assert [(o.name, o.datatype, list(o.shape)) for o in answer.outputs] == [("b", "BF16", [2]), ("a", "FP32", [2, 2])]
+    assert list(answer.raw_output_contents) == [b"\x80\x3f" * 2, bytes(16)]
+
+
+@pytest.mark.parametrize(("made", "told"), [("bf16", "bf16"), ("bf16-weights", "bf16"), ("fp32", "fp32")])
+def test_the_response_names_the_precision_that_computed_it(made: str, told: str) -> None:
+    """Also a response without an id, after one with an id."""
+    codec = InferenceCodec(MODEL)
+    _, answers = codec.decode(infer_request(ids=IDS, mask=MASK))
+    reply = Reply({"a": np.zeros((2, 2), np.float32), "b": np.ones(2, np.float32)}, made)
+    for request_id in ("id-1", ""):
+        answer = codec.encode(request_id, reply, answers)
+        assert answer.id == request_id
+        assert {key: value.string_param for key, value in answer.parameters.items()} == {"precision": told}
+
+
+def test_a_shape_of_huge_rank_is_rejected_before_its_sizes_are_multiplied() -> None:
+    """The product has millions of digits, and no other thread runs while Python computes it."""
+    message = infer_request(x=np.zeros((1, 3), np.float32))
+    message.inputs[0].shape[:] = [2**62] * 200_000
+    assert refusal(message, LoopbackModel()) == "input 'x' is of rank 200000, expected [batch,3]"
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+SHARING = LoopbackModel(
+    inputs=[TensorSpec(name, "float32", ("batch", 2)) for name in "abc"],
+    outputs=[TensorSpec(name, "float32", ("batch", 2)) for name in "yz"],
+)
+ROW = np.array([[1.0, 2.0]], np.float32)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "memory"
+    path.write_bytes(np.arange(64, dtype=np.float32).tobytes())
+    return path
+
+
+@pytest.fixture
+def regions(file: Path) -> RegionTable:
+    regions = RegionTable(RegionLimits(""), file.parent)
+    regions.register(Region("r", file.name, 0, 256))
+    return regions
+
+
+def place(
+    tensor: pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor,
+    offset: int,
+    byte_size: int = 8,
+) -> None:
+    tensor.parameters["shared_memory_region"].string_param = "r"
+    tensor.parameters["shared_memory_byte_size"].int64_param = byte_size
+    tensor.parameters["shared_memory_offset"].int64_param = offset
+
+
+def shared_request(*shared: str, **sent: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> pb.ModelInferRequest:
+    """Return a request for inputs a, b and c. Those of ``shared`` are in shared memory, 16 bytes apart."""
+    message = infer_request("echo", **sent)
+    for name in shared:
+        place(message.inputs.add(name=name, datatype="FP32", shape=[1, 2]), 16 * ord(name) - 16 * ord("a"))
+    message.inputs.sort(key=lambda tensor: tensor.name)
+    return message
+
+
+def decode_shared(
+    message: pb.ModelInferRequest, memory: SharedMemory, held: list[int] | None = None
+) -> tuple[Request, OutputOptions]:
+    reserve = None if held is None else held.append
+    return InferenceCodec(SHARING, memory).decode(message, reserve=reserve)
+
+
+@pytest.mark.parametrize("shared", ["a", "b", "c", "ab", "ac", "bc", "abc"])
+def test_the_message_has_an_entry_for_each_input_that_is_not_in_shared_memory(
+    regions: RegionTable, shared: str
+) -> None:
+    sent = {name: ROW * 100 * (1 + "abc".index(name)) for name in "abc" if name not in shared}
+    feeds = decode_shared(shared_request(*shared, **sent), SharedMemory(regions))[0].feeds
+    for index, name in enumerate("abc"):
+        expected = [[4.0 * index, 4.0 * index + 1]] if name in shared else sent[name]
+        np.testing.assert_array_equal(feeds[name], expected)
+
+
+def test_too_many_or_too_few_raw_entries_are_rejected(regions: RegionTable) -> None:
+    for sent in ({}, {"b": ROW}):
+        message = shared_request(*(name for name in "abc" if name not in sent), **sent)
+        message.raw_input_contents.append(ROW.tobytes())
+        with pytest.raises(InvalidRequest, match=rf"has {len(sent) + 1} entries for {len(sent)} inputs"):
+            decode_shared(message, SharedMemory(regions))
+    message = shared_request("a", b=ROW, c=ROW)
+    message.raw_input_contents.append(ROW.tobytes())  # as many as there are inputs, including the shared one
+    with pytest.raises(InvalidRequest, match="has 3 entries for 2 inputs"):
+        decode_shared(message, SharedMemory(regions))
+    del message.raw_input_contents[1:]
+    with pytest.raises(InvalidRequest, match="has 1 entries for 2 inputs"):
+        decode_shared(message, SharedMemory(regions))
+
+
+def test_typed_contents_and_shared_memory_mix_in_a_request_but_not_in_one_input(regions: RegionTable) -> None:
+    message = shared_request("a", "b", "c")
+    message.inputs[1].parameters.clear()
+    message.inputs[1].contents.fp32_contents.extend([7, 8])
+    assert decode_shared(message, SharedMemory(regions))[0].feeds["b"].tolist() == [[7, 8]]
+    message.inputs[0].contents.fp32_contents.extend([7, 8])
+    with pytest.raises(InvalidRequest, match="'a' has contents beside raw_input_contents or shared memory"):
+        decode_shared(message, SharedMemory(regions))
+
+
+def test_bytes_are_counted_before_they_are_read(regions: RegionTable, file: Path) -> None:
+    held: list[int] = []
+    decode_shared(shared_request("a", "c", b=ROW), SharedMemory(regions), held)
+    assert held == [8, 8]
+
+    def refuse(nbytes: int) -> None:
+        raise Overloaded("no room", "bytes")
+
+    file.write_bytes(b"")  # a read would now fail because the file has shrunk
+    with pytest.raises(Overloaded):
+        InferenceCodec(SHARING, SharedMemory(regions)).decode(shared_request("a", "b", "c"), reserve=refuse)
+
+
+def test_an_unknown_region_is_not_found_and_disabled_shared_memory_is_unsupported(regions: RegionTable) -> None:
+    with pytest.raises(Unsupported, match="input 'a' is in shared memory, which is off"):
+        decode_shared(shared_request("a", "b", "c"), SharedMemory())
+    regions.unregister("")
+    with pytest.raises(NotFound, match="'r'"):
+        decode_shared(shared_request("a", "b", "c"), SharedMemory(regions))
+
+
+def test_an_output_is_written_even_if_its_region_is_unregistered_meanwhile(regions: RegionTable, file: Path) -> None:
+    message = shared_request(a=ROW, b=ROW, c=ROW)
+    message.outputs.add(name="z")
+    place(message.outputs.add(name="y"), 128)
+    memory = SharedMemory(regions)
+    _, answers = decode_shared(message, memory)
+    regions.unregister("")
+    reply = Reply({"z": ROW, "y": ROW * 10}, "bf16")
+    response = InferenceCodec(SHARING, memory).encode("", reply, answers)
+    assert list(response.raw_output_contents) == [ROW.tobytes(), b""]
+    assert [(o.name, list(o.shape), sorted(o.parameters)) for o in response.outputs] == [
+        ("z", [1, 2], []),
+        ("y", [1, 2], ["shared_memory_byte_size", "shared_memory_offset", "shared_memory_region"]),
+    ]
+    assert np.frombuffer(file.read_bytes(), np.float32)[30:35].tolist() == [30, 31, 10, 20, 34]
+
+
+def test_one_output_may_be_classes_and_another_not() -> None:
+    message = shared_request(a=ROW, b=ROW, c=ROW)
+    message.outputs.add(name="y").parameters["classification"].int64_param = 1
+    message.outputs.add(name="z")
+    _, answers = decode_shared(message, SharedMemory())
+    response = InferenceCodec(SHARING).encode("", Reply({"y": ROW, "z": ROW}, "bf16"), answers)
+    assert [(o.name, o.datatype, list(o.shape)) for o in response.outputs] == [
+        ("y", "BYTES", [1, 1]),
+        ("z", "FP32", [1, 2]),
+    ]
+    assert response.raw_output_contents[0] == b"\x0a\0\0\x002.000000:1"
+
+
+@pytest.mark.parametrize("dtype", ["string", "bool"])
+def test_classes_of_a_string_or_bool_output_are_rejected(dtype: str) -> None:
+    model = LoopbackModel(outputs=[TensorSpec("y", dtype, ("batch", 2))])
+    message = infer_request(x=np.zeros((1, 3), np.float32))
+    message.outputs.add(name="y").parameters["classification"].int64_param = 1
+    with pytest.raises(InvalidRequest, match="only outputs of numbers have classes"):
+        InferenceCodec(model).decode(message)
