@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from bf16kit.messages.errors import ConfigError
-from service.config.credentials import Credentials
+from service.config.certificates import Credentials
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
 from service.contract import Registry
@@ -80,8 +80,8 @@ def open_tracing(
 
 
 def read_only_unless_enabled(config: ServerConfig, settings: Settings) -> Settings:
-    """Return ``settings``, read-only unless the configuration lets clients change them."""
-    return settings if config.change_settings else ReadOnly(settings, "start with change_settings: true")
+    """Return ``settings``, read-only unless clients manage the server."""
+    return settings if config.model_control == "explicit" else ReadOnly(settings, "start with --model-control explicit")
 
 
 def extensions(config: ServerConfig, *, explicit: bool) -> tuple[str, ...]:

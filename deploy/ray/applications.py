@@ -19,7 +19,7 @@ from deploy.ray.placement import Placement, place
 from deploy.ray.replica import Replica
 from deploy.ray.settings import Scaling, check
 from ray import serve
-from service.config.memory import MEMORY_DIVISOR
+from service.config.resources import MEMORY_DIVISOR
 from service.config.serverconfig import ServerConfig, explain
 from service.models.directory import Directory
 from service.models.plan import DesiredModel

@@ -22,7 +22,7 @@ from deploy.ray.calls import Rpc
 from deploy.ray.frames import Frame
 from deploy.ray.registry import FrontModels, FrontRegistry
 from deploy.ray.reports import ModelVersions, Report, Reports
-from service.config.credentials import Credentials
+from service.config.certificates import Credentials
 from service.config.logs import configure
 from service.config.periodic import PeriodicThread
 from service.config.serverconfig import ServerConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.messages.errors import ArtifactError
-from service.config.memory import MEMORY_DIVISOR
+from service.config.resources import MEMORY_DIVISOR
 from service.config.serverconfig import ServerConfig
 from service.models.plan import DesiredModel, Plan
 from service.shadow.memory import fp32_bytes

@@ -18,8 +18,8 @@ from bf16kit.system import controlgroup
 from deploy.ray.answering import RpcMethods
 from deploy.ray.calls import FRONT
 from ray import serve
-from service.config.heap import bound_heap
 from service.config.logs import configure
+from service.config.resources import bound_heap
 from service.config.serverconfig import LOOPBACK, ServerConfig
 from service.grpcport import build_direct_transport
 from service.models.plan import DesiredModel

@@ -1,11 +1,10 @@
-"""Files that are read again when they change on disk, and the limit of open files."""
+"""Files that are read again when they change on disk."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
-import resource
 import stat
 import threading
 import time
@@ -18,15 +17,6 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 CHECK_SECONDS = 1.0  # between two checks of the files
 HANG_SECONDS = 5.0  # a check takes microseconds; a volume that needs longer does not answer
-_MOST_OPEN_FILES = 65_536
-
-
-def raise_open_file_limit() -> None:
-    """Raise the soft limit of open files: the usual 1,024 would be used up by idle connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class ReloadedFiles(Generic[_T]):

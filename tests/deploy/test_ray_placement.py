@@ -10,7 +10,7 @@ import pytest
 from artifacts import write_mlp
 
 from deploy.ray.placement import REFERENCE_PROCESS_BYTES, Placement, place
-from service.config.memory import request_bytes
+from service.config.resources import request_bytes
 from service.config.serverconfig import ServerConfig
 from service.models.directory import Directory
 from service.shadow.memory import fp32_bytes

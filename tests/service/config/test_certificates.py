@@ -9,8 +9,7 @@ from waiting import until
 
 from bf16kit.messages.errors import ConfigError
 from service.config import reloadedfiles
-from service.config.certificates import CertificateFiles
-from service.config.credentials import Credentials
+from service.config.certificates import CertificateFiles, Credentials
 from service.config.serverconfig import ServerConfig
 
 

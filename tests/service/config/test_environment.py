@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.config.environment import unknown_variables
-from service.config.serverconfig import ServerConfig
+from service.config.serverconfig import ServerConfig, unknown_variables
 
 
 def test_a_misspelt_setting_is_reported_with_the_nearest_known_one() -> None:

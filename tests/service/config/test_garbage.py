@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.config import garbage
+from service.config import resources
 
 
 class Cyclic:
@@ -27,7 +27,7 @@ def thawed() -> Iterator[None]:
 
 def test_objects_that_stay_are_not_searched_again() -> None:
     kept = [Cyclic() for _ in range(1000)]
-    garbage.collect_and_freeze()
+    resources.collect_and_freeze()
     assert gc.get_freeze_count() >= 1000
     assert not any(found is kept[0] for found in gc.get_objects())
 
@@ -35,9 +35,9 @@ def test_objects_that_stay_are_not_searched_again() -> None:
 def test_a_frozen_object_that_became_garbage_is_freed() -> None:
     cyclic = Cyclic()
     seen = weakref.ref(cyclic)
-    garbage.collect_and_freeze()
+    resources.collect_and_freeze()
     del cyclic
     gc.collect()
     assert seen() is not None  # frozen: not collected
-    garbage.collect_and_freeze()
+    resources.collect_and_freeze()
     assert seen() is None

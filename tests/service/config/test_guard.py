@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.config.guard import Guard
+from service.config.periodic import Guard
 
 
 def test_an_error_is_logged_once_a_minute_with_its_traceback_and_the_next_steps_run(

@@ -10,13 +10,13 @@ import threading
 import pytest
 from waiting import until
 
-from service.config.heap import HeapTrimmer
+from service.config.resources import HeapTrimmer
 
 # Allocates and frees 64 times 4 MiB on eight threads, and prints how many MiB the C library keeps after malloc_trim.
 _CHURN = """
 import ctypes, sys, threading
 from pathlib import Path
-from service.config.heap import bound_heap
+from service.config.resources import bound_heap
 def resident_bytes():
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 if sys.argv[1] == "bound":

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from service.config.logwriter import LogWriter
+from service.config.logs import LogWriter
 
 _SLOW = 10.0  # seconds: a call that blocks on the pipe takes for ever, and a busy machine takes a second
 
@@ -31,7 +31,7 @@ def pipe() -> Iterator[tuple[int, io.FileIO]]:
 
 @pytest.fixture
 def log() -> Iterator[logging.Logger]:
-    log = logging.getLogger("test.logwriter")
+    log = logging.getLogger("test.logs")
     log.propagate = False
     log.setLevel(logging.DEBUG)
     yield log

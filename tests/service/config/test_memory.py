@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.system.controlgroup import Memory
-from service.config.memory import announce, fit_to_memory
+from service.config.resources import announce, fit_to_memory
 from service.config.serverconfig import ServerConfig, load_config
 
 MIB = 1 << 20

@@ -149,7 +149,7 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     """Tested in a separate process: a hard limit cannot be raised again."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
-        "from service.config.reloadedfiles import raise_open_file_limit; raise_open_file_limit()\n"
+        "from service.config.resources import raise_open_file_limit; raise_open_file_limit()\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, 512)"
     )
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 512:

@@ -8,7 +8,6 @@ from tlsfiles import Authority
 
 from bf16kit.messages.errors import ConfigError
 from service.config.certificates import CertificateFiles, Certificates
-from service.config.validity import name_of
 
 
 def signed(directory: Path, subject: str, names: str) -> Certificates:
@@ -32,9 +31,9 @@ def signed(directory: Path, subject: str, names: str) -> Certificates:
     ],
 )
 def test_the_name_is_one_that_a_client_may_use(tmp_path: Path, subject: str, names: str, name: str) -> None:
-    assert name_of(signed(tmp_path, subject, names)) == name
+    assert signed(tmp_path, subject, names).name() == name
 
 
 def test_a_certificate_without_a_host_name_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="names no host"):
-        name_of(signed(tmp_path, "/O=nobody", ""))
+        signed(tmp_path, "/O=nobody", "").name()
