@@ -201,7 +201,8 @@ def _feeds(opened: OpenedArtifact, samples: Path | None, shapes: tuple[str, ...]
         if name not in arrays:
             raise UsageError(f"--input {quoted(text)}: the inputs are {', '.join(arrays)}")
         arrays[name] = np.resize(arrays[name], tuple(map(int, re.split("[x,]", dims))))
-        origin += f", shaped by --input {text}"
+    if shapes:
+        origin += ", shaped by --input"
     try:
         check_feeds(opened.inputs, arrays)
         if axis is not None:

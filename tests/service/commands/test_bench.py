@@ -22,7 +22,7 @@ from service.commands.bench import update
 from service.models.policy import load_serving
 
 QUICK = ("--device", "cpu", "--seconds", "1", "--rows", "1,4")
-CHANGES = {"max_batch_size": 8, "instances": 2, "profile": "cpu"}
+CHANGES: dict[str, str | int] = {"max_batch_size": 8, "instances": 2, "profile": "cpu"}
 
 
 def test_every_setting_is_varied_and_the_suggestion_is_one_of_the_measured_ones(repository: Path, run: Run) -> None:
@@ -30,7 +30,7 @@ def test_every_setting_is_varied_and_the_suggestion_is_one_of_the_measured_ones(
     assert result.exit_code == 0, result.output
     found = read(result)
     assert (found["version"], found["model_version"], found["device"]) == (2, 2, "cpu")
-    assert found["inputs"] == "x[1, 16]: the golden samples, shaped by --input x=1x16"
+    assert found["inputs"] == "x[1, 16]: the golden samples, shaped by --input"
     assert found["now"] == {"profile": "cpu", "instances": 1, "max_batch_size": 32}
     assert set(found["steps"]) == {"profile", "instances", "max_batch_size"}
     assert {row["instances"] for row in found["steps"]["instances"]} >= {1, available_cpus()}
@@ -90,7 +90,7 @@ def test_a_model_without_a_batch_axis_has_no_batch_size(tmp_path: Path, run: Run
         (("mlp", "--rows", "0,4"), "--rows '0,4': expected sizes of 1 to 65536"),
         (("mlp", "--rows", "many"), "--rows 'many': expected sizes"),
         (("mlp", "--input", "z=1x16"), "--input 'z=1x16': the inputs are x"),
-        (("mlp", "--input", "x=1x17"), "shaped by --input x=1x17: input 'x'"),
+        (("mlp", "--input", "x=1x17"), "shaped by --input: input 'x'"),
         (("mlp", "--input", "x"), "--input 'x': expected NAME=SHAPE"),
         (("mlp", "--samples", "/no/such.npz"), "--samples /no/such.npz: No such file or directory"),
         (("mlp", "--samples", "/etc/hostname"), "--samples /etc/hostname: neither .npz nor .safetensors"),
