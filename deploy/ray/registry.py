@@ -92,7 +92,7 @@ def _overview_slot(slot: SlotState) -> OverviewSlot:
 
 
 class FrontModels(RegistryModels):
-    """Implements :class:`service.operations.Models`: statistics are sums over all replicas."""
+    """Implements :class:`service.operations.RegistryModels`: statistics are sums over all replicas."""
 
     def __init__(self, registry: FrontRegistry, reports: Reports) -> None:
         super().__init__(registry)

@@ -66,11 +66,8 @@ def test_a_file_that_cannot_be_read_keeps_the_last_value_and_is_reported_once(tm
     until(lambda: watched.current() == 3)
 
 
-def test_a_volume_that_hangs_blocks_nobody_and_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reloadedfiles, "HANG_SECONDS", 0.1)
-    path, told = tmp_path / "f", list[Exception]()
+def test_a_volume_that_hangs_blocks_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "f"
     path.write_text("1")
     reading, answering = threading.Event(), threading.Event()
 
@@ -81,16 +78,11 @@ def test_a_volume_that_hangs_blocks_nobody_and_is_reported_once(
             assert answering.wait(60)
         return found
 
-    watched = ReloadedFiles((path,), read, told.append)
+    watched = ReloadedFiles((path,), read, never)
     (tmp_path / "new").write_text("2")
     (tmp_path / "new").rename(path)
     assert reading.wait(20)
-    until(lambda: watched.current() == 1 and told)
-    for _ in range(100):
-        assert watched.current() == 1
-    (error,) = told
-    assert "reading takes over 0.1 s" in str(error)
-    assert str(path) in str(error)
+    assert watched.current() == 1
     answering.set()
     until(lambda: watched.current() == 2)
 
