@@ -6,7 +6,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,6 @@ from service.contract import Array
 from service.models import loading
 from service.models.generation import Generation
 from service.models.plan import Plan
-from service.models.profilechoice import skip_reason
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -96,7 +95,9 @@ class Bench:
 
     def run(self, sizes: Sequence[int], seconds: float) -> None:
         """Measure for about ``seconds``. ``sizes`` are the batch sizes; none if the model has no batch axis."""
-        profiles = dict.fromkeys((self.now.profile, *self._profiles()))
+        names, _ = runtimes.choose_profiles(self._opened.artifact, self._plan.serving.profile, self._config.device)
+        emulated = () if kernel.multiplies_bf16() else ("cpu-bf16",)  # slower than cpu on every processor
+        profiles = dict.fromkeys((self.now.profile, *(name for name in names if name not in emulated)))
         instances = {self.now.instances, 1, 2, 4}
         if self.info.device == "cpu":
             cores = min(available_cpus(), _MOST_INSTANCES)
@@ -159,17 +160,6 @@ class Bench:
             finally:
                 stop.set()  # Ctrl-C interrupts this thread only: end the others
         return latencies, time.perf_counter() - start
-
-    def _profiles(self) -> Iterator[str]:
-        """Yield the profiles that may serve here, the most accurate first; the reason for others is in ``skipped``."""
-        artifact, native = self._opened.artifact, kernel.multiplies_bf16()
-        names, _ = runtimes.choose_profiles(artifact, self._plan.serving.profile, self._config.device)
-        for name in names:
-            reason = skip_reason(artifact.manifest, name, self._opened.budget, native=native)
-            if name == names[0] or not reason:
-                yield name
-            else:
-                self.skipped.append(f"profile {name}: {reason}")
 
     def _open(self, setting: Setting) -> Generation | None:
         """Return the model with this setting; None, with the reason in ``skipped``, if it cannot be loaded."""
