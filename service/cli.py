@@ -9,26 +9,51 @@ import io
 import logging
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from bf16kit.messages.errors import Bf16kitError
-from service.commands.bench import bench
-from service.commands.check import check
-from service.commands.evidence import evidence
-from service.commands.health import health
-from service.commands.list import list_models
 
 if TYPE_CHECKING:
     from service.config.stop import Ending
 
+#: The commands: the module of each, and its line in --help.
+_COMMANDS = {
+    "bench": ("bench", "Measure MODEL without a network, and suggest its settings."),
+    "check": ("check", "Check whether a server with these options would serve."),
+    "evidence": ("evidencefile", "Fetch the evidence for MODEL's newest drift breach."),
+    "health": ("healthcheck", "Ask this machine's server whether it is ready."),
+    "list": ("list", "List models and versions, and which would be served."),
+}
 EXIT_UNCLEAN = 1  # requests were still in flight when drain_seconds ended
 EXIT_USAGE = 2
 
 
+class _Commands(click.Group):
+    """Imports a command's module when it is called, so that `--help` and `health` are quick."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        module = import_module(f"service.commands.{_COMMANDS[name][0]}")
+        command: click.Command = getattr(module, "list_models" if name == "list" else name)
+        if name == "check":  # it takes all options of the server
+            command.params.extend(each for each in self.params if each not in command.params)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
 @click.group(
+    cls=_Commands,
     invoke_without_command=True,
     subcommand_metavar="[COMMAND]",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -104,21 +129,12 @@ def _refuse_misplaced(context: click.Context) -> None:
             )
 
 
-# `check` takes all options of the server.
-check.params.extend(main.params)
-for _command in (check, list_models, bench, evidence, health):
-    main.add_command(_command)
-
-
 def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from bf16kit.runtime.ort import kernel
     from bf16kit.system import controlgroup
-    from service.config.environment import unknown_variables
-    from service.config.heap import bound_heap
     from service.config.logs import configure
-    from service.config.memory import announce, fit_to_memory
-    from service.config.reloadedfiles import raise_open_file_limit
-    from service.config.serverconfig import load_config
+    from service.config.resources import announce, bound_heap, fit_to_memory, raise_open_file_limit
+    from service.config.serverconfig import load_config, unknown_variables
     from service.config.stop import Stop
 
     bound_heap()  # before any thread starts: each thread chooses its malloc arena once

@@ -1,8 +1,6 @@
 """The contract between the transport (gRPC) and the core (models, batching, metrics). It imports neither.
 
-The transport turns protocol messages into :class:`~service.request.Request`, and :class:`~service.request.Reply` into
-protocol messages. The core owns everything between. Both raise the errors of :mod:`bf16kit.messages.errors`;
-``service.grpc.status`` maps them to gRPC codes.
+Both raise the errors of :mod:`bf16kit.messages.errors`; ``service.grpc.status`` maps them to gRPC codes.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.system import controlgroup
-from service.config.credentials import Credentials
-from service.config.memory import max_request_bytes
+from service.config.certificates import Credentials
+from service.config.resources import max_request_bytes
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
 from service.contract import Registry
@@ -65,8 +65,8 @@ def open_tracing(
 
 
 def read_only_unless_enabled(config: ServerConfig, settings: Settings) -> Settings:
-    """Return ``settings``, read-only unless the configuration lets clients change them."""
-    return settings if config.change_settings else ReadOnly(settings, "start with change_settings: true")
+    """Return ``settings``, read-only unless clients manage the server."""
+    return settings if config.model_control == "explicit" else ReadOnly(settings, "start with --model-control explicit")
 
 
 def extensions(config: ServerConfig, *, explicit: bool) -> tuple[str, ...]:

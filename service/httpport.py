@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from service.config.credentials import Credentials
+from service.config.certificates import Credentials
 from service.config.serverconfig import LOOPBACK, ServerConfig
 from service.http.httpserver import HttpServer
 from service.http.pages import Access, Routes

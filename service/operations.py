@@ -1,7 +1,6 @@
-"""The operations of a running server beside inference, as protocols. They import neither gRPC nor the models.
+"""The operations of a running server beside inference. They import neither gRPC nor the models.
 
-With one process, that process implements them. With several, the supervisor does, and asks all of them. The transport
-cannot tell the difference.
+With one process, that process does them. With several, the supervisor does, and asks all of them.
 """
 
 from __future__ import annotations
@@ -49,32 +48,22 @@ class Region:
     byte_size: int
 
 
-class Models(Protocol):
-    """The models that are served, and their statistics."""
+class RegistryModels:
+    """The models that are served, and their statistics: here what the registry of one process knows."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
 
     def index(self) -> Sequence[IndexEntry]:
         """Return every known model and version, sorted by name and version."""
-        ...
+        slots = self._registry.models()
+        return [IndexEntry(slot.name, str(slot.version), _STATES[slot.state], slot.reason) for slot in slots]
 
     def statistics(self, name: str, version: str) -> Sequence[VersionStatistics]:
         """Return the statistics of every ready version, or of those of ``name``, or of the one ``version``.
 
         Raises NotFound.
         """
-        ...
-
-
-class RegistryModels:
-    """The :class:`Models` of one process: what its registry knows, without the rest of the repository."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-
-    def index(self) -> Sequence[IndexEntry]:
-        slots = self._registry.models()
-        return [IndexEntry(slot.name, str(slot.version), _STATES[slot.state], slot.reason) for slot in slots]
-
-    def statistics(self, name: str, version: str) -> Sequence[VersionStatistics]:
         if version:
             found = [self._registry.get(name, version)]
         else:
@@ -175,7 +164,7 @@ class ReadOnly:
 class Operations:
     """The operations that this server offers. None: the operation is off, and its RPCs are rejected with a remedy."""
 
-    models: Models | None = None  # None: the registry's own
+    models: RegistryModels | None = None  # None: the registry's own
     control: ModelControl | None = None
     regions: Regions | None = None
     logs: Settings | None = None

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from service.config.credentials import Credentials
-from service.config.guard import Guard
-from service.config.heap import HeapTrimmer
+from service.config.certificates import Credentials
 from service.config.logsettings import LogSettings
+from service.config.periodic import Guard
+from service.config.resources import HeapTrimmer
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
 from service.drift.owner import FallbackOwner

@@ -19,16 +19,15 @@ def open_regions(config: ServerConfig) -> RegionTable | None:
     if not config.shared_memory:
         return None
     check_system()
-    prefix = config.shared_memory_prefix
-    _log.info("shared memory is on: clients may register files of /dev/shm whose names begin with %r", prefix)
-    if not prefix:
-        _log.warning(
-            "shared_memory_prefix is empty: clients may register every file there that this user may read and write"
-        )
+    _log.info(
+        "shared memory is on: clients may register files of /dev/shm whose names begin with %r",
+        config.region_prefix,
+    )
+    if not config.region_prefix:
+        _log.warning("shared_memory is *: clients may register every file there that this user may read and write")
     return new_table(config)
 
 
 def new_table(config: ServerConfig) -> RegionTable:
     """Return a table with the configured limits: for another process of a server that has shared memory on."""
-    limits = (config.shared_memory_prefix, config.shared_memory_max_regions, config.shared_memory_max_bytes)
-    return RegionTable(RegionLimits(*limits))
+    return RegionTable(RegionLimits(config.region_prefix))

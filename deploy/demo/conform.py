@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 # Enables everything that is off by default, so that the suite checks all that a client can ask for.
 ENABLED = {
     "BF16KIT_SHARED_MEMORY": "true",
-    "BF16KIT_CHANGE_SETTINGS": "true",
     "BF16KIT_MODEL_CONTROL": "explicit",
     "BF16KIT_LOAD_MODEL": '["*"]',
 }

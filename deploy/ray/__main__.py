@@ -63,9 +63,8 @@ def main(file: Path | None, **given: Any) -> None:
 
 def _run(file: Path | None, given: dict[str, Any]) -> None:
     from deploy.ray.settings import Scaling, check
-    from service.config.environment import unknown_variables
     from service.config.logs import configure
-    from service.config.serverconfig import load_config
+    from service.config.serverconfig import load_config, unknown_variables
     from service.config.stop import Stop
     from service.models.directory import Directory
 

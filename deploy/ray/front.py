@@ -24,7 +24,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from deploy.ray.models import RAY_ERRORS, RunningModels
 from deploy.ray.rpcs import RPCS, ByteBudget, HeldBytes, Rpc, Serialized, status_of
 from ray.serve.exceptions import BackPressureError
-from service.config.credentials import Credentials
+from service.config.certificates import Credentials
 from service.config.logs import configure
 from service.config.serverconfig import ServerConfig
 from service.grpc.credentials import RequiredScope

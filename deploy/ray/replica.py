@@ -16,8 +16,8 @@ from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.system import controlgroup
 from deploy.ray.models import Report
 from deploy.ray.rpcs import RPCS, ByteBudget, HeldBytes, status_of
-from service.config.heap import bound_heap
 from service.config.logs import configure
+from service.config.resources import bound_heap
 from service.config.serverconfig import LOOPBACK, ServerConfig
 from service.grpc.admission import FairShares
 from service.grpc.claims import ClaimedModel

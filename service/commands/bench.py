@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import click
+import numpy as np
+import yaml
 
+from bf16kit.messages.errors import Bf16kitError, ConfigError, UsageError
+from bf16kit.messages.wording import brief, quoted, table
+from bf16kit.numerics.tensors import check_feeds
+from bf16kit.runtime import available_cpus
+from bf16kit.runtime.ort import kernel
 from service.commands import output
+from service.commands.check import model_directories
+from service.commands.measuring import TURNS, Bench, Row
+from service.config.logs import configure
+from service.config.resources import bound_heap
+from service.config.serverconfig import load_config, read_mapping
+from service.contract import Array
+from service.models.directory import desired_model_of
+from service.models.firstruns import feeds_of, golden_of
+from service.models.opening import OpenedArtifact, open_artifact
+from service.models.policy import DEFAULT_MAX_BATCH_SIZE, FILE_NAME, load_serving
+
+_MOST_ROWS = 65_536  # the limit of serving.yaml
+_STEADY = 1.5  # the fastest turn is at most this many times the slowest, unless other programs use the machine
 
 
 @click.command()
 @click.argument("model")
-@click.option("--version", type=click.IntRange(min=1), metavar="N", help="Which version.  [default: the newest served]")
 @output.repository
 @output.config_file
 @click.option("--device", help="auto, cpu, or cuda:N.  [default: the server's]")
@@ -20,56 +44,183 @@ from service.commands import output
     type=click.FloatRange(min=1, max=3600),
     default=30.0,
     show_default=True,
-    help="About how long to measure; longer if single runs take longer.",
+    help="About how long to measure, without loading; longer if single runs take longer.",
 )
 @click.option("--rows", metavar="N,N,…", help="Batch sizes to measure.  [default: 1, 2, 4, … max_batch_size]")
-@click.option(
-    "--request-rows", type=click.IntRange(min=1), default=1, show_default=True, help="Rows of one client's request."
-)
-@click.option(
-    "--input", "shapes", multiple=True, metavar="NAME=SHAPE", help="The shape of an input, e.g. input_ids=1x128."
-)
+@click.option("--input", "shapes", multiple=True, metavar="NAME=SHAPE", help="Shape of an input: input_ids=1x128.")
 @click.option(
     "--samples",
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Inputs, .npz or .safetensors.  [default: the golden samples, or zeros]",
 )
-@click.option(
-    "--target-ms", type=click.FloatRange(min=0, min_open=True), help="Limit of the suggestion's p99 latency, in ms."
-)
-@click.option(
-    "--write", is_flag=True, help="Write the suggestion into the model's serving.yaml, and show what changed."
-)
+@click.option("--target-ms", type=click.FloatRange(min=0, min_open=True), help="The p99 latency to keep within, in ms.")
+@click.option("--write", is_flag=True, help="Write the suggestion into the model's serving.yaml.")
 @output.as_json
 def bench(
-    model: str, repository: str | None, file: Path | None, device: str | None, as_json: bool, **given: object
-) -> None:
-    """Measure MODEL without a network, and suggest max_batch_size, instances and threads.
+    model: str, repository: str | None, file: Path | None, device: str | None, seconds: float, rows: str | None,
+    shapes: tuple[str, ...], samples: Path | None, target_ms: float | None, write: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure MODEL without a network, and suggest profile, instances and max_batch_size.
 
-    Three tables: the runtime alone, by profile and batch size; the runtime alone, in as many batches at once as a
-    layout (instances × threads) has; and 1, 2, 4, … 64 clients that wait for each answer, through the server's own
-    batcher. Compared settings run in turn. Ctrl-C ends it, and nothing is written. Exit codes: 0; 1 the model cannot be
-    served; 2 wrong usage.
+    1, 4, 16 and 64 clients, which wait for each answer, send single rows through the server's own batcher. Each table
+    varies one setting and keeps the best; its settings run in turn. Ctrl-C ends it, and nothing is written. Exit codes:
+    0; 1 the model cannot be served; 2 wrong usage.
     """
-    from bf16kit.runtime.ort import kernel
-    from service.commands.benchresult import Options, text
-    from service.commands.benchtables import measure
-    from service.config.heap import bound_heap
-    from service.config.logs import configure
-    from service.config.serverconfig import load_config
-
     bound_heap()
     configure("error")
     with output.exit_on_errors("bench"):
         kernel.configured_kernel()
         config = load_config({"repository": repository, "device": device}, file)
-        options = Options.parse(model, config, **given)  # type: ignore[arg-type]  # click has checked them
-        found = measure(options)
-        if not as_json:
-            output.echo(text(found))
-        difference = found.write() if options.write else ""
+        (directory,) = model_directories(config.repository, (model,))
+        plan = desired_model_of(directory).plans[-1]
+        if plan.broken:
+            raise ConfigError(plan.broken)
+        opened = open_artifact(plan.path, plan.serving)
+        sizes = _sizes(rows, opened)
+        feeds, origin = _feeds(opened, samples, shapes)
+        with closing(Bench(plan, config, feeds, math.inf if target_ms is None else target_ms / 1e3)) as measured:
+            measured.run(sizes, seconds)
+        best, now = (measured.best_row(setting) for setting in (measured.best, measured.now))
+        suggested = best.setting._asdict()
+        if plan.serving.profile != "auto" or len({row.setting.profile for row in measured.steps["profile"]}) == 1:
+            del suggested["profile"]  # no other may serve
+        if not sizes:
+            del suggested["max_batch_size"]
+        result = {
+            "model": model,
+            "model_version": plan.version,
+            "device": measured.info.device,
+            "cores": available_cpus(),
+            "inputs": f"{', '.join(f'{name}{list(array.shape)}' for name, array in feeds.items())}: {origin}",
+            "skipped": measured.skipped,
+            "now": now.setting._asdict(),
+            "suggested": suggested,
+            "reason": _reason(best, now, target_ms),
+            "steady": max(best.rates) <= _STEADY * min(best.rates),
+        }
+        if write:
+            update(plan.path.parent / FILE_NAME, suggested)
     if as_json:
-        output.echo_json(found.record())
-    elif options.write:
-        output.echo(difference or f"{found.file} has these values already")
+        steps = {name: [_figures(row) for row in step] for name, step in measured.steps.items()}
+        output.echo_json({"version": 2, **result, "steps": steps})
+        return
+    for name, step in measured.steps.items():
+        figures = [[_short(value) for value in _figures(row).values()] for row in step]
+        output.echo(table(f"Varied: {name}; medians of {TURNS} turns", list(_figures(best)), figures) + "\n")
+    for name, value in result.items():
+        output.echo(f"{name}: {_short(value)}")
+    if not result["steady"]:
+        output.echo("the turns differ widely: something else used the machine; measure again when it is idle")
+    if write:
+        output.echo(f"written to {plan.path.parent / FILE_NAME}")
+
+
+def _figures(row: Row) -> dict[str, str | float]:
+    percentiles = {"p50_ms": row.percentile(0.5) * 1e3, "p99_ms": row.p99 * 1e3}
+    rates = {"rows_per_s": row.rate, "slowest": min(row.rates), "fastest": max(row.rates)}
+    return {**row.setting._asdict(), "clients": row.clients, **percentiles, **rates}
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {each}" for key, each in value.items())
+    if isinstance(value, list):
+        return "; ".join(value) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _reason(best: Row, now: Row, target_ms: float | None) -> str:
+    figures = f"{best.rate:.4g} rows/s with {best.clients} clients, p99 {best.p99 * 1e3:.3g} ms"
+    if target_ms is not None and best.p99 * 1e3 > target_ms:
+        return f"no setting keeps p99 within {target_ms:g} ms: the nearest gave {figures}"
+    if best.setting == now.setting:
+        return f"the current setting gave {figures}, and no other 3 % more"
+    return f"it gave {figures}; the current setting {now.rate:.4g} with {now.clients}"
+
+
+def update(file: Path, changes: Mapping[str, str | int]) -> None:
+    """Set top-level keys of a serving.yaml, replacing it in one step; other lines, comments included, stay.
+
+    Raises ConfigError if the file is invalid, is not written one key a line, or cannot be written.
+    """
+    load_serving(file.parent)  # an invalid file is not edited: the operator must fix it first
+    exists = os.path.lexists(file)
+    known = read_mapping(file) if exists else {}
+    text = file.read_text("utf-8") if exists else ""
+    for key, value in changes.items():
+        line = re.compile(rf"^({key}[ \t]*:)[ \t]*[^#\n]*?([ \t]*(?:#.*)?)$", re.MULTILINE)
+        text, found = line.subn(rf"\g<1> {value}\g<2>", text, count=1)
+        if not found and key not in known:
+            text += f"{'' if text[-1:] in ('', chr(10)) else chr(10)}{key}: {value}\n"
+    try:
+        edited = yaml.safe_load(text)
+    except yaml.YAMLError:
+        edited = None
+    if edited != {**known, **changes}:  # flow style, several documents, keys in quotes
+        raise ConfigError(
+            f"{file}: is not written one key a line, so it stays as it is; set {_short(changes)} yourself"
+        )
+    real = Path(os.path.realpath(file))
+    new = real.with_name(f".{real.name}.new")
+    try:
+        new.write_text(text, "utf-8")
+        new.chmod(real.stat().st_mode & 0o777 if exists else 0o644)
+        new.replace(real)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
+
+
+def _sizes(text: str | None, opened: OpenedArtifact) -> list[int]:
+    if opened.batch_axis is None:
+        if text is not None:
+            raise UsageError("this model has no batch axis; leave --rows out")
+        return []
+    if text is None:
+        most = max(DEFAULT_MAX_BATCH_SIZE, opened.max_batch_size)
+        return [1 << power for power in range(most.bit_length())]
+    sizes = sorted({int(size) if re.fullmatch("[0-9]{1,5}", size) else 0 for size in text.split(",")})
+    if sizes[0] < 1 or sizes[-1] > _MOST_ROWS:
+        raise UsageError(f"--rows {quoted(text)}: expected sizes of 1 to {_MOST_ROWS} separated by commas, as 1,8,32")
+    return sizes
+
+
+def _feeds(opened: OpenedArtifact, samples: Path | None, shapes: tuple[str, ...]) -> tuple[dict[str, Array], str]:
+    """Return one row of inputs, and where they come from: ``samples``, else the golden samples, else zeros.
+
+    An input with a shape in ``shapes`` gets that shape, filled with its values over and over. Raises UsageError for a
+    file that cannot be read, and for inputs that do not fit the model.
+    """
+    golden, axis = golden_of(opened.artifact), opened.batch_axis
+    arrays = dict(feeds_of(opened, 1, golden)) if samples is None else _read(samples)
+    origin = str(samples or ("zeros" if golden is None else "the golden samples"))
+    for text in shapes:
+        name, _, dims = text.rpartition("=")
+        if not re.fullmatch(r"[1-9][0-9]*([x,][1-9][0-9]*)*", dims):
+            raise UsageError(f"--input {quoted(text)}: expected NAME=SHAPE, for example input_ids=1x128")
+        if name not in arrays:
+            raise UsageError(f"--input {quoted(text)}: the inputs are {', '.join(arrays)}")
+        arrays[name] = np.resize(arrays[name], tuple(map(int, re.split("[x,]", dims))))
+    if shapes:
+        origin += ", shaped by --input"
+    try:
+        check_feeds(opened.inputs, arrays)
+        if axis is not None:
+            arrays = {name: np.ascontiguousarray(array.take([0], axis)) for name, array in arrays.items()}
+    except (Bf16kitError, IndexError) as error:  # IndexError: it has no row
+        raise UsageError(f"{origin}: {error}") from None
+    return arrays, origin
+
+
+def _read(file: Path) -> dict[str, Array]:
+    try:
+        if file.suffix == ".npz":
+            with np.load(file, allow_pickle=False) as found:
+                return {name: found[name] for name in found.files}
+        from safetensors.numpy import load_file
+
+        return {name.removeprefix("input:"): array for name, array in load_file(file).items()}
+    except OSError as error:
+        raise UsageError(f"--samples {file}: {error.strerror or brief(error)}") from None
+    except Exception as error:  # noqa: BLE001 - parsers raise many errors for a broken file
+        raise UsageError(f"--samples {file}: neither .npz nor .safetensors: {brief(error)}") from None

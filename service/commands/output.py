@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 
 import click
 
+from bf16kit.messages.errors import Bf16kitError, RequestError, UsageError
+from bf16kit.messages.wording import dumps, printable
+
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -27,22 +30,16 @@ config_file = click.option(
 
 def echo(text: str) -> None:
     """Write lines to standard output. Control characters, for example in a model's name, are escaped."""
-    from bf16kit.messages.wording import printable
-
     click.echo(printable(text))
 
 
 def echo_json(value: Any) -> None:
     """Write one JSON object to standard output."""
-    from bf16kit.messages.wording import dumps
-
     click.echo(dumps(value))
 
 
 def fail(command: str, reason: str, code: int) -> NoReturn:
     """Write one line to standard error, and exit with ``code``."""
-    from bf16kit.messages.wording import printable
-
     click.echo(f"bf16-serve {command}: {printable(reason, keep='')}", err=True)
     sys.exit(code)
 
@@ -50,8 +47,6 @@ def fail(command: str, reason: str, code: int) -> NoReturn:
 @contextmanager
 def exit_on_errors(command: str) -> Iterator[None]:
     """Turn expected errors into one line and an exit code: 2 for wrong usage, 130 for Ctrl-C, 1 for all others."""
-    from bf16kit.messages.errors import Bf16kitError, RequestError, UsageError
-
     try:
         yield
     except (UsageError, RequestError) as error:

@@ -1,18 +1,24 @@
-"""The server's TLS certificate, its key, and the CA for client certificates. The files are read again on change."""
+"""The credentials of both ports: TLS certificate, key, CA for client certificates, tokens. Files are read on change."""
 
 from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Self
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import os_error_text
 from service.config.reloadedfiles import ReloadedFiles, read_regular
+from service.config.serverconfig import ServerConfig
+from service.config.tokens import TokenFile
 
 _log = logging.getLogger(__name__)
 _LARGEST_FILE = 16 << 20  # bytes: a hundred times the usual bundle of all public authorities
+_MOST_ROUNDS = 10  # a TLS handshake has three or four
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,52 @@ class Certificates:
     key: bytes = field(repr=False)
     client_ca: bytes | None
     context: ssl.SSLContext = field(repr=False, compare=False)
+
+    def valid_until(self) -> datetime:
+        """Return the end of the certificate's validity. Raises ConfigError for one that no client would accept.
+
+        Whether real clients trust its issuer is not checked.
+        """
+        return datetime.fromtimestamp(ssl.cert_time_to_seconds(self._client_view()["notAfter"]), UTC)
+
+    def name(self) -> str:
+        """Return a name or address of the certificate. Raises ConfigError as :meth:`valid_until` does."""
+        view = self._client_view()
+        names = [name for kind, name in view.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+        names += [value for part in view.get("subject", ()) for key, value in part if key == "commonName"]
+        if not names:
+            raise ConfigError("tls_certificate: names no host, so no client would accept it; replace it")
+        return str(names[0]).replace("*", "any", 1)
+
+    def _client_view(self) -> Mapping[str, Any]:
+        """Return the certificate as a client that trusts this very certificate sees it, by a handshake in memory."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.load_verify_locations(cadata=self.certificate.decode("ascii"))
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = context.wrap_bio(to_client, to_server)
+        server = self.context.wrap_bio(to_server, to_client, server_side=True)
+        try:
+            for _ in range(_MOST_ROUNDS):
+                if all([_step(client), _step(server)]):
+                    break
+        except ssl.SSLError as error:
+            reason = getattr(error, "verify_message", None) or error.reason or "the handshake failed"
+            raise ConfigError(f"tls_certificate: no client would accept it: {reason}; replace it") from None
+        seen = client.getpeercert()
+        if not seen or "notAfter" not in seen:
+            raise ConfigError("tls_certificate: a TLS handshake with it never ends; replace it")
+        return seen
+
+
+def _step(side: ssl.SSLObject) -> bool:
+    """Continue the handshake of one side; return whether it is finished."""
+    try:
+        side.do_handshake()
+    except ssl.SSLWantReadError:
+        return False
+    return True
 
 
 class CertificateFiles:
@@ -72,6 +124,43 @@ class CertificateFiles:
 
     def _log_failure(self, error: Exception) -> None:
         _log.error("the TLS files cannot be read again; the old ones stay in force: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Certificates and tokens; each is None if the configuration names no file for it."""
+
+    certificates: CertificateFiles | None = None
+    tokens: TokenFile | None = None
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Self:
+        """Read the files that ``config`` names, those of the reference's CA included, which other processes read again.
+
+        Raises ConfigError for files that cannot be used.
+        """
+        reference_ca_of(config)
+        return cls(certificates_of(config), tokens_of(config))
+
+
+def certificates_of(config: ServerConfig) -> CertificateFiles | None:
+    """Return the server's certificates, or None. Raises ConfigError for files that cannot be used together."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    return CertificateFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+
+
+def reference_ca_of(config: ServerConfig) -> bytes | None:
+    """Return the CA certificates (PEM) that verify a remote reference over TLS; None: use those that come with gRPC.
+
+    Raises ConfigError for a file that cannot be used.
+    """
+    return None if config.reference_ca is None else read_authority("reference_ca", config.reference_ca)
+
+
+def tokens_of(config: ServerConfig) -> TokenFile | None:
+    """Return the token file, or None. Raises ConfigError for a file that cannot be used."""
+    return None if config.token_file is None else TokenFile(config.token_file)
 
 
 def read_authority(key: str, path: Path) -> bytes:

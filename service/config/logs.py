@@ -1,18 +1,22 @@
-"""The log: standard error, one event per line, times in UTC, as text or as JSON."""
+"""The log: standard error, one event per line, times in UTC, as text or as JSON.
+
+A write to a full pipe blocks for as long as nobody reads it. Lines are therefore written by a thread of their own.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import queue
 import re
+import select
 import sys
+import threading
 import time
 from collections.abc import Set
 from datetime import UTC, datetime
-from typing import Any, Literal
-
-from service.config.logwriter import LogWriter, Target
+from typing import Any, Literal, Protocol
 
 Format = Literal["text", "json"]
 
@@ -21,6 +25,11 @@ Format = Literal["text", "json"]
 FIELDS = ("model", "version", "request_id", "code", "incident", "trace_id", "worker")
 NUMERIC_FIELDS = ("total_s", "queue_s", "compute_s")  # numeric fields, in seconds: numbers in JSON
 _LONGEST_FIELD = 256  # characters: clients choose request ids
+_MOST_WAITING = 2000  # lines: some 1 MB, seconds of a busy debug log
+# A process may be killed or end itself right after an event, so the caller waits for its line to be written: a thousand
+# times longer than that takes. After one wait in vain nobody waits until all lines are written.
+_WRITE_SECONDS = 0.05
+_LAST_WRITE_SECONDS = 1.0  # for waiting lines at the end of the process
 # Terminal control characters, and characters that join or reorder text (Unicode's bidirectional controls).
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9._:/+-]+")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -66,6 +75,85 @@ class JsonFormatter(logging.Formatter):
 
 
 FORMATS: dict[Format, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
+
+
+class Target(Protocol):
+    """An unbuffered binary file. A blocked write to a buffered one would hold a lock that Python's end needs."""
+
+    def fileno(self) -> int: ...
+    def write(self, data: bytes, /) -> int | None: ...
+
+
+class LogWriter(logging.Handler):
+    """A handler that never blocks for long: at most :data:`_WRITE_SECONDS` once, until all lines are written again.
+
+    Lines wait in a queue of limited size. What finds no room, or is not taken by ``target``, is dropped and counted,
+    and the log says how many as soon as lines get through again. :meth:`flush` waits for the waiting lines, up to
+    :data:`_LAST_WRITE_SECONDS`.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self._target = target
+        self._lines: queue.Queue[str] = queue.Queue(_MOST_WAITING)
+        self._dropped = 0  # changed under the lock that Handler holds around emit
+        self._late = False  # a wait for a line was in vain, and lines are still waiting
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._lines.full():
+            self._dropped += 1
+            return
+        try:
+            line = f"{self.format(record)}\n"
+        except Exception as error:  # noqa: BLE001 -- logging's own way would write to standard error, and may block
+            line = f"an event of {record.name} cannot be logged: {type(error).__name__}: {error}\n"
+        self._late = self._late and self._lines.unfinished_tasks > 0
+        self._lines.put(line)  # there is room: nobody else adds lines
+        # A debug log has lines for each request, which would wait for the thread to wake.
+        if record.levelno > logging.DEBUG and not self._late:
+            self._late = not self._wait_written(_WRITE_SECONDS)
+
+    def flush(self) -> None:
+        self._wait_written(_LAST_WRITE_SECONDS)
+
+    def _wait_written(self, seconds: float) -> bool:
+        written = self._lines.all_tasks_done
+        with written:
+            return written.wait_for(lambda: not self._lines.unfinished_tasks, seconds)
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        refused = 0  # lines that the target did not take
+        told = 0  # lost lines that the log has told of
+        while True:
+            refused += not self._write(self._lines.get())
+            lost = refused + self._dropped - told
+            if lost and self._lines.empty() and self._write(self._note(lost)):
+                told += lost
+            self._lines.task_done()
+
+    def _write(self, line: str) -> bool:
+        """Write a line. Return False if the target takes none: its reader is gone, or its disk is full."""
+        data = line.encode("utf-8", "backslashreplace")
+        try:
+            while data:
+                written = self._target.write(data)
+                if written is None:  # another program has made the file non-blocking
+                    poll = select.poll()
+                    poll.register(self._target, select.POLLOUT)
+                    poll.poll()
+                else:
+                    data = data[written:]
+        except (OSError, ValueError):  # ValueError: it is closed
+            return False
+        return True
+
+    def _note(self, lost: int) -> str:
+        text = "%d log lines before this one are lost: standard error was full, or its reader was gone"
+        record = logging.getLogRecordFactory()(__name__, logging.WARNING, __file__, 0, text, (lost,), None)
+        return f"{self.format(record)}\n"
 
 
 def configure(level: str, kind: Format = "text", worker: int | None = None) -> None:

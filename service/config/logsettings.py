@@ -14,6 +14,12 @@ _log = logging.getLogger(__name__)
 #: Triton's names of the log formats, and our own. Triton's ISO8601 is our text, whose times are in ISO 8601.
 _FORMATS: Mapping[str, Format] = {"ISO8601": "text", "text": "text", "json": "json"}
 _NAMES: Mapping[Format, str] = {"text": "ISO8601", "json": "json"}
+_LEVELS = {
+    logging.INFO: "log_info",
+    logging.WARNING: "log_warning",
+    logging.ERROR: "log_error",
+    logging.DEBUG: "log_verbose_level",
+}
 _LARGEST_LEVEL = 2**32 - 1  # of Triton's uint32
 _Value = bool | int | str
 
@@ -27,15 +33,10 @@ class LogSettings:
     """
 
     def __init__(self, level: str, kind: Format) -> None:
-        number = logging.getLevelNamesMapping()[level.upper()]
-        self._defaults: dict[str, _Value] = {
-            "log_file": "",  # empty: standard error
-            "log_info": number <= logging.INFO,
-            "log_warning": number <= logging.WARNING,
-            "log_error": number <= logging.ERROR,
-            "log_verbose_level": int(number <= logging.DEBUG),
-            "log_format": _NAMES[kind],
-        }
+        lowest = logging.getLevelNamesMapping()[level.upper()]
+        self._defaults: dict[str, _Value] = {"log_file": ""}  # empty: standard error
+        self._defaults |= {name: lowest <= number for number, name in _LEVELS.items()}
+        self._defaults |= {"log_verbose_level": int(lowest <= logging.DEBUG), "log_format": _NAMES[kind]}
         self._values = dict(self._defaults)
         self._lock = threading.Lock()
 
@@ -62,33 +63,20 @@ class LogSettings:
         if len(values) > 1:
             raise InvalidRequest(f"{name} has {len(values)} values; give one, or none for its default, {default!r}")
         value = values[0] if values else default
-        if name == "log_file":
-            if value != default:
-                raise InvalidRequest("log_file cannot be changed over the network; redirect standard error to a file")
-        elif name == "log_format":
-            return _format(value, str(default))
-        elif isinstance(default, bool):
-            if not isinstance(value, bool):
-                raise InvalidRequest(f"{name} is {quoted(str(value))}; give true or false (bool_param)")
-        elif isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_LEVEL:
-            raise InvalidRequest(f"{name} is {quoted(str(value))}; give 0 (off) or more (uint32_param)")
+        if name == "log_format":
+            if value == "default":
+                return default
+            if value not in _FORMATS:
+                raise InvalidRequest(f"log_format is {quoted(str(value))}; give default, {', '.join(_FORMATS)}")
+            return _NAMES[_FORMATS[str(value)]]
+        if name == "log_file" and value != default:
+            raise InvalidRequest("log_file cannot be changed over the network; redirect standard error to a file")
+        if type(value) is not type(default) or (isinstance(value, int) and not 0 <= value <= _LARGEST_LEVEL):
+            expected = "true or false (bool_param)" if isinstance(default, bool) else "0 (off) or more (uint32_param)"
+            raise InvalidRequest(f"{name} is {quoted(str(value))}; give {expected}")
         return value
-
-
-def _format(value: _Value, default: str) -> str:
-    if value == "default":
-        return default
-    if not isinstance(value, str) or value not in _FORMATS:
-        raise InvalidRequest(f"log_format is {quoted(str(value))}; give default, {', '.join(_FORMATS)}")
-    return _NAMES[_FORMATS[value]]
 
 
 def _levels(values: Mapping[str, _Value]) -> frozenset[int]:
     """Return the levels that are logged."""
-    named = {
-        logging.DEBUG: "log_verbose_level",
-        logging.INFO: "log_info",
-        logging.WARNING: "log_warning",
-        logging.ERROR: "log_error",
-    }
-    return frozenset(level for level, name in named.items() if values[name])
+    return frozenset(level for level, name in _LEVELS.items() if values[name])

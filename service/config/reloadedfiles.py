@@ -1,11 +1,10 @@
-"""Files that are read again when they change on disk, and the limit of open files."""
+"""Files that are read again when they change on disk."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
-import resource
 import stat
 import threading
 import time
@@ -17,64 +16,38 @@ from typing import Generic, TypeVar
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 CHECK_SECONDS = 1.0  # between two checks of the files
-HANG_SECONDS = 5.0  # a check takes microseconds; a volume that needs longer does not answer
-_MOST_OPEN_FILES = 65_536
-
-
-def raise_open_file_limit() -> None:
-    """Raise the soft limit of open files: the usual 1,024 would be used up by idle connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class ReloadedFiles(Generic[_T]):
     """The value that ``read`` makes of ``paths``. The constructor reads it, and passes on what ``read`` raises.
 
-    A thread checks the files every :data:`CHECK_SECONDS`, and reads again if one has changed. So a volume that hangs
-    blocks nobody who needs the value. While it hangs and when reading fails the last good value stays in force, and
-    ``on_error`` is called once for each hang and each change. The value keeps its identity until the files change. The
-    thread ends when this object is no longer used.
+    A thread checks the files every :data:`CHECK_SECONDS`, and reads again if one has changed; so a volume that hangs
+    blocks nobody who needs the value. When reading fails the last good value stays in force, and ``on_error`` is called
+    once for each change. The value keeps its identity until the files change. The thread ends when this object is no
+    longer used.
     """
 
     def __init__(self, paths: tuple[Path, ...], read: Callable[[], _T], on_error: Callable[[Exception], None]) -> None:
         self._paths = paths
         self._read = read
         self._on_error = on_error
-        self._lock = threading.Lock()
-        self._check_started: float | None = None  # of the check in progress whose hang was not reported
         self._signature = self._current_signature()
         self._value = read()
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="files", daemon=True).start()
 
     def current(self) -> _T:
-        started = self._check_started
-        if started is not None and time.monotonic() - started >= HANG_SECONDS:
-            self._report_hang()
         return self._value
 
     def check(self) -> None:
         """Read again if a file has changed. For the watching thread."""
-        self._check_started = time.monotonic()
-        try:
-            signature = self._current_signature()
-            if signature != self._signature:
-                try:
-                    self._value = self._read()
-                except Exception as error:  # noqa: BLE001 -- a half-written file must not end the server
-                    self._on_error(error)
-                # The signature is older than the read: a change during the read causes another read.
-                self._signature = signature
-        finally:
-            self._check_started = None
-
-    def _report_hang(self) -> None:
-        with self._lock:
-            reported, self._check_started = self._check_started is None, None
-        if not reported:
-            names = ", ".join(map(str, self._paths))
-            self._on_error(TimeoutError(errno.ETIMEDOUT, f"reading takes over {HANG_SECONDS:g} s", names))
+        signature = self._current_signature()
+        if signature != self._signature:
+            try:
+                self._value = self._read()
+            except Exception as error:  # noqa: BLE001 -- a half-written file must not end the server
+                self._on_error(error)
+            # The signature is older than the read: a change during the read causes another read.
+            self._signature = signature
 
     def _current_signature(self) -> tuple[object, ...]:
         return tuple(_signature(path) for path in self._paths)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import ConfigError
-from bf16kit.messages.wording import brief, quoted
+from bf16kit.messages.wording import brief, first_few, os_error_text, quoted
 
 ENV_PREFIX = "BF16KIT_"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only programs on this machine can reach
@@ -28,15 +22,19 @@ Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says 
 _LARGEST_FILE = 1 << 20  # bytes
 _LONGEST_INTEGER = 100  # characters of YAML: 64 bits in base 2, with an underscore here and there
 Seconds = Annotated[float, Field(gt=0, le=2_000_000)]  # 23 days: what fits gRPC's milliseconds
-
-
+# Variables with our prefix that are no settings: read by the command line, the CPU kernel, `health`, the converter.
+_OTHER_VARIABLES = ("CONFIG", "HEALTH_CERTIFICATE", "HEALTH_KEY", "KERNEL_PATH", "TENSORFLOW_PYTHON", "TOKEN")
+# Variables that Kubernetes sets in every pod for a Service whose name begins with bf16kit: no typos.
+_KUBERNETES_SERVICE = re.compile(r".*_SERVICE_(HOST|PORT.*)|.*_PORT_\d+_(TCP|UDP|SCTP).*")
+_MIN_SIMILARITY = 0.8  # similarity, of 1: a missing or wrong letter, or two swapped ones
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _REPOSITORY = f"--repository DIRECTORY, or {ENV_PREFIX}REPOSITORY: the only setting without a default"
 
 
-class ServerConfig(BaseSettings):
+class ServerConfig(BaseModel):
     """The checked, frozen configuration. Every key can be in ``server.yaml`` or, prefixed, in the environment."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
     REMOVED: ClassVar[Mapping[str, str]] = {  # former keys, and what to do instead
         "http_max_connections": "it is 256: leave the key out",
         "http_request_seconds": "it is 5: leave the key out",
@@ -55,6 +53,10 @@ class ServerConfig(BaseSettings):
         "token_free": "health needs no token, and reflection needs one that may read; leave it out",
         "grpc_socket": "clients of this machine use the port at 127.0.0.1; leave it out",
         "compress": "responses are not compressed, and compressed requests are still read; leave it out",
+        "change_settings": "clients change log and trace settings if model_control is explicit",
+        "shared_memory_prefix": "give the prefix as shared_memory; * for every name",
+        "shared_memory_max_regions": "leave it out; 1024 regions are the limit",
+        "shared_memory_max_bytes": "leave it out; 1 GiB of all regions together is the limit",
     }
 
     repository: Path
@@ -67,7 +69,7 @@ class ServerConfig(BaseSettings):
 
     model_control: Literal["none", "poll", "explicit"] = "none"
     poll_seconds: float = Field(default=15.0, ge=1, le=86_400)  # between two reads of the repository
-    load_model: Annotated[tuple[str, ...], NoDecode] = ()  # to load at start with explicit control; "*" alone: all
+    load_model: tuple[str, ...] = ()  # to load at start with explicit control; "*" alone: all
 
     threads: int | None = Field(default=None, ge=1)  # per model, for one execution; None = the runtime's choice
     max_in_flight: int = Field(default=256, ge=1)  # requests; more are rejected at once
@@ -83,7 +85,6 @@ class ServerConfig(BaseSettings):
         default="", pattern=r"^(https?://[!-~]+)?$", description="http://HOST:PORT or https://…"
     )
     trace_rate: int = Field(default=1000, ge=1, le=2**31 - 1)  # one trace per so many requests
-    change_settings: bool = False  # by RPC, of log and traces; they can always be read
     evidence: bool = False  # keep a live sample of the newest breach in memory, for clients that may manage
 
     tls_certificate: Path | None = None  # PEM, with its chain; both ports speak TLS then
@@ -92,13 +93,8 @@ class ServerConfig(BaseSettings):
     reference_ca: Path | None = None  # PEM: CA of remote fp32 references over TLS; None: gRPC's roots
     token_file: Path | None = None  # lines of "token scope[,scope]"
 
-    shared_memory: bool = False  # clients on this machine may register parts of /dev/shm
-    # The prefix of the names of files that clients may register.
-    shared_memory_prefix: str = Field(
-        default="bf16kit", pattern=r"^[^/\x00]*$", description="the start of a name, no /"
-    )
-    shared_memory_max_regions: int = Field(default=1024, ge=1, le=16_384)
-    shared_memory_max_bytes: int = Field(default=1 << 30, ge=1)  # of all regions together
+    # Clients on this machine may register files of /dev/shm: none, those of our prefix, of another one, or "*".
+    shared_memory: bool | str = False
 
     @field_validator("repository", mode="before")
     @classmethod
@@ -131,6 +127,23 @@ class ServerConfig(BaseSettings):
             return json.loads(value)
         except (ValueError, RecursionError):
             raise ValueError("""give names with commas between them, or a list in JSON: ["a", "b"]""") from None
+
+    @field_validator("shared_memory", mode="before")
+    @classmethod
+    def _parse_prefix(cls, value: Any) -> Any:
+        """Parse true, false or a prefix; variables are text."""
+        if isinstance(value, bool) or str(value).lower() in _TRUE + _FALSE:
+            return value if isinstance(value, bool) else str(value).lower() in _TRUE
+        if not isinstance(value, str) or not re.fullmatch(r"[^/\0]+", value):
+            raise ValueError("give true, false, the start of a file's name without /, or * for every name")
+        return value
+
+    @property
+    def region_prefix(self) -> str:
+        """What the names of files begin with that clients may register, if ``shared_memory`` is on."""
+        if isinstance(self.shared_memory, bool):
+            return "bf16kit"
+        return self.shared_memory.removeprefix("*")
 
     @model_validator(mode="after")
     def _tls_is_complete(self) -> Self:
@@ -166,25 +179,19 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
 
     Raises :class:`ConfigError` for a file that cannot be read, an unknown key, or a value out of range.
     """
-    file_values = {} if file is None else read_mapping(file)
-
-    class Layered(ServerConfig):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, InitSettingsSource(settings_cls, file_values)
-
+    in_file = {} if file is None else read_mapping(file)
+    in_environment = _settings_of(os.environ)
     given = {key: value for key, value in flags.items() if value not in (None, ())}
     try:
-        config = Layered(**given)
+        config = ServerConfig(**{**in_file, **in_environment, **given})
     except ValidationError as error:
-        text = explain(error, ServerConfig, _source_of(error, given, file, file_values))
+        key = str(next(iter(error.errors()[0]["loc"]), ""))
+        source = "configuration"
+        if key in in_environment and key not in given:
+            source = f"{ENV_PREFIX}{key.upper()} in the environment"
+        elif key in in_file and key not in given:
+            source = str(file)
+        text = explain(error, ServerConfig, source)
         is_missing = error.errors()[0]["type"] == "missing"
         raise ConfigError(f"{text}; give {_REPOSITORY}" if is_missing else text) from None
     if not config.repository.is_dir():
@@ -194,22 +201,46 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
     return config
 
 
-def _source_of(
-    error: ValidationError, flags: Mapping[str, Any], file: Path | None, file_values: Mapping[str, Any]
-) -> str:
-    """Return the source of the bad value or unknown key: the variable, the file, or "configuration"."""
-    key = str(next(iter(error.errors()[0]["loc"]), ""))
-    variable = ENV_PREFIX + key.upper()
-    if key in flags:
-        return "configuration"
-    if key in ServerConfig.model_fields and os.environ.get(variable):
-        return f"{variable} in the environment"
-    return str(file) if key in file_values else "configuration"
+def _settings_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings in the environment. An empty variable was not set."""
+    given = {name.upper(): value for name, value in environment.items() if value}
+    return {key: given[name] for key in ServerConfig.model_fields if (name := ENV_PREFIX + key.upper()) in given}
+
+
+def unknown_variables(environment: Mapping[str, str]) -> str:
+    """Return a message that names the variables with our prefix that nothing reads: typos; "" if there are none.
+
+    Each is shown with what to do instead or the most similar known one, and without its value: it may be a secret.
+    """
+    known = [ENV_PREFIX + name.upper() for name in (*ServerConfig.model_fields, *_OTHER_VARIABLES)]
+    unknown = [
+        _with_remedy(name, known)
+        for name, value in sorted(environment.items())
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
+        if not _KUBERNETES_SERVICE.fullmatch(name) and not (name.endswith("_PORT") and "://" in value)
+    ]
+    if not unknown:
+        return ""
+    return f"unknown environment variables are ignored: {first_few(unknown)}; docs/operations.md names every setting"
+
+
+def _with_remedy(name: str, known: list[str]) -> str:
+    if (key := name.upper().removeprefix(ENV_PREFIX).lower()) in ServerConfig.REMOVED:
+        return f"{quoted(name)} (no setting any more: {ServerConfig.REMOVED[key]})"
+    similar = difflib.get_close_matches(name.upper(), known, 1, _MIN_SIMILARITY)
+    return f"{quoted(name)} ({similar[0]}?)" if similar else quoted(name)
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
     """Return the YAML mapping in ``file``, as :func:`parse_mapping` does. Also raises if it cannot be read."""
-    return parse_mapping(read_bounded(file, _LARGEST_FILE, ConfigError, "the limit"), file)
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_LARGEST_FILE + 1)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {os_error_text(error)}") from None
+    if len(data) > _LARGEST_FILE:
+        raise ConfigError(f"{file}: larger than {_LARGEST_FILE >> 20} MiB, the limit")
+    return parse_mapping(data, file)
 
 
 def parse_mapping(data: bytes, file: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from service.operations import IndexEntry, RegistryModels
 
 
 class RepositoryListing(RegistryModels):
-    """See :class:`service.operations.Models`. The index also has models in the repository that are not served."""
+    """The index also has models in the repository that are not served."""
 
     def __init__(self, repository: Repository, controller: Controller) -> None:
         super().__init__(repository)

@@ -16,7 +16,7 @@ from functools import partial
 
 from bf16kit.messages.errors import Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
-from service.config import garbage
+from service.config import resources
 from service.drift.gate import ProcessRank
 from service.drift.sampling import SampleSender
 from service.models import loading, loads
@@ -256,7 +256,7 @@ class Reconciler:
             )
             loaded = self._loads.run(slot.label, plan.digest, lambda on_step: load(on_step=on_step))
             if not self._pending and slot.model is None:  # before it answers; at a start, once for all models
-                garbage.collect_and_freeze()
+                resources.collect_and_freeze()
             replaced = self._publish(slot, plan, loaded, started)
         except Bf16kitError as error:
             if isinstance(error, BudgetExceeded) and slot.model is None:  # else the gate of what serves has not failed
@@ -271,7 +271,7 @@ class Reconciler:
             if replaced is not None:
                 replaced.close(time.monotonic() + self._unload_seconds)
                 del replaced
-                garbage.collect_and_freeze()
+                resources.collect_and_freeze()
             return ""
         self._changed()
         return reason
@@ -334,7 +334,7 @@ class Reconciler:
             for model in withdrawn:
                 model.close(time.monotonic() + self._unload_seconds)
             del models, withdrawn, model
-            garbage.collect_and_freeze()
+            resources.collect_and_freeze()
 
     def _unload(self, desired: DesiredModel) -> None:
         """Unload the versions of the model that are not needed."""
@@ -358,4 +358,4 @@ class Reconciler:
         with self._lock:
             self.unloading = tuple(slot for slot in self.unloading if slot not in removed)
         del surplus, removed, models, slot, model
-        garbage.collect_and_freeze()
+        resources.collect_and_freeze()

@@ -147,7 +147,7 @@ class RegionTable:
     def _not_usable(self, region: Region) -> InvalidRequest:
         return InvalidRequest(
             f"shared memory key {quoted(region.key)} cannot be used: expected a plain file in {self._directory} that"
-            f" the server may read and write, its name beginning with {self._limits.prefix!r} (shared_memory_prefix)"
+            f" the server may read and write, its name beginning with {self._limits.prefix!r} (shared_memory)"
         )
 
     def _check_new(self, name: str) -> None:
@@ -159,15 +159,14 @@ class RegionTable:
             self._check_new(region.name)
             if len(self._registered) >= self._limits.regions:
                 raise Overloaded(
-                    f"{self._limits.regions} shared memory regions are registered, which is the limit"
-                    " (shared_memory_max_regions); unregister some",
+                    f"{self._limits.regions} shared memory regions are registered, which is the limit; unregister some",
                     "regions",
                 )
             in_use = sum(known.region.byte_size for known in self._registered.values())
             if in_use + region.byte_size > self._limits.nbytes:
                 raise Overloaded(
                     f"{in_use} bytes of shared memory are registered, and {region.byte_size} more are over the limit of"
-                    f" {self._limits.nbytes} (shared_memory_max_bytes); unregister some",
+                    f" {self._limits.nbytes}; unregister some",
                     "regions",
                 )
             self._registered[region.name] = _Registered(region, file)

@@ -22,7 +22,7 @@ from bf16kit.messages.errors import ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import Runtime
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import release_free_memory
-from service.config.memory import request_bytes
+from service.config.resources import request_bytes
 from service.contract import Array
 
 _log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, NotFound
 from bf16kit.system.exit_with_parent import exit_with_parent
-from service.config.heap import HeapTrimmer, bound_heap
 from service.config.logs import configure
 from service.config.periodic import PeriodicThread
+from service.config.resources import HeapTrimmer, bound_heap
 from service.drift.evidence import EvidenceRecorder
 from service.drift.sampling import TokenBucket
 from service.drift.shadow import Shadow

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from bf16kit.messages.errors import RuntimeFailure, Unavailable
-from service.config.guard import Guard
+from service.config.periodic import Guard
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
 from service.models.plan import DesiredModel, Plan

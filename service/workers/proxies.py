@@ -19,7 +19,7 @@ _TIMEOUT_SECONDS = 30.0  # these requests are quick; the supervisor gives up on 
 
 
 class ModelsProxy(RegistryModels):
-    """A worker's :class:`service.operations.Models`: models are this worker's own, statistics the whole server's."""
+    """The models are this worker's own, the statistics the whole server's."""
 
     def __init__(self, registry: Registry, ask: Ask) -> None:
         super().__init__(registry)

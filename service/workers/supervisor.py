@@ -9,9 +9,9 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 from bf16kit.messages.errors import Unavailable
-from service.config.credentials import Credentials
-from service.config.guard import Guard
+from service.config.certificates import Credentials
 from service.config.logsettings import LogSettings
+from service.config.periodic import Guard
 from service.config.ports import ReservedPort
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, OnStarted, Stop

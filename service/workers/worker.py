@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
 from bf16kit.system.exit_with_parent import exit_with_parent
-from service.config.credentials import Credentials
-from service.config.heap import HeapTrimmer, bound_heap
+from service.config.certificates import Credentials
 from service.config.logs import configure
 from service.config.logsettings import LogSettings
+from service.config.resources import HeapTrimmer, bound_heap
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
 from service.drift.gate import ProcessRank

@@ -47,7 +47,6 @@ def opened(repository: Path, request: pytest.FixtureRequest) -> Iterator[ServerP
         repository,
         workers=request.param,
         shared_memory="true",
-        change_settings="true",
         model_control="explicit",
         load_model='["*"]',
     )

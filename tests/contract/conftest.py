@@ -67,7 +67,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def memory_address(repository: Path) -> Iterator[str]:
     """Yield the address of a server that lets clients register shared memory with names that begin with "contract"."""
-    with running(repository, *LOADED, shared_memory=True, shared_memory_prefix="contract") as where:
+    with running(repository, *LOADED, shared_memory="contract") as where:
         yield where
 
 

@@ -261,7 +261,7 @@ def test_any_client_can_read_log_settings_but_changes_must_be_enabled(client: An
     assert before["log_format"] == {"string_param": "ISO8601"}
     refused = refusal(lambda: client.update_log_settings({"log_verbose_level": 1}))
     assert refused.status() == "StatusCode.UNIMPLEMENTED"
-    assert "start with change_settings: true" in str(refused)
+    assert "start with --model-control explicit" in str(refused)
     assert client.get_log_settings(as_json=True)["settings"] == before
     assert {"logging", "trace"} <= set(client.get_server_metadata().extensions)
 

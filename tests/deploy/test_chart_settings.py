@@ -100,7 +100,7 @@ def test_chart_and_server_agree_on_combinations_of_settings(config: dict[str, An
 
 def test_large_numbers_in_a_values_file_stay_integers(tmp_path: Path) -> None:
     """Helm reads numbers of a file as floats; printed without conversion, one would be 5.36870912e+08."""
-    sizes = {"max_message_bytes": 536_870_912, "shared_memory_max_bytes": 8_589_934_592, "trace_rate": 1_000_000}
+    sizes = {"max_message_bytes": 67_108_864, "max_in_flight": 5_000_000, "trace_rate": 1_000_000}
     manifests = charted_by(tmp_path / "values.yaml", {"config": sizes})
     written = yaml.safe_load(one(manifests, "ConfigMap")["data"]["server.yaml"])
     assert {key: written[key] for key in sizes} == sizes

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
+import json
 import logging
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,8 @@ import numpy as np
 import onnx
 import pytest
 import tritonclient.grpc as triton
+from click.testing import CliRunner
+from ownlog import restored_log
 
 import graphs
 from bf16kit.artifact.artifact import Artifact, Golden
@@ -21,9 +23,7 @@ from bf16kit.messages.errors import ArtifactError, Bf16kitError, BudgetExceeded,
 from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.ort import kernel
 from converter.cli import run
-from service.commands.benchresult import Options, text
-from service.commands.benchtables import measure
-from service.config.serverconfig import load_config
+from service.cli import main
 from service.models import firstruns, loading
 from service.models.loading import LoadedModel
 from service.models.policy import Serving
@@ -198,15 +198,16 @@ def test_a_profile_is_checked_with_its_own_golden_samples(converted: Path, monke
     assert asked == ["cpu-bf16"]
 
 
-def test_bench_compares_the_profiles_and_names_the_line_for_serving_yaml(converted: Path, native: Native) -> None:
+def test_bench_measures_every_profile_that_may_serve_and_suggests_one(converted: Path, native: Native) -> None:
     native(True)
-    config = load_config({"repository": str(converted.parent.parent), "device": "cpu"}, None)
-    options = Options("m", config, None, 1.0, (1,), 1, (), None, None, write=False)
-    said = text(measure(options))
-    line = re.search(r"^fastest profile alone: (\S+) \(most rows/s: cpu \S+, cpu-bf16 \S+\); (.*)$", said, re.MULTILINE)
-    assert line is not None, said
-    assert line[1] in BOTH
-    assert line[2] == f"profile: {line[1]} in serving.yaml serves it"
+    asked = ["bench", "m", "--repository", str(converted.parent.parent), "--device", "cpu", "--seconds", "1", "--json"]
+    with restored_log():
+        done = CliRunner().invoke(main, [*asked, "--rows", "1"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["skipped"] == []
+    assert {row["profile"] for row in found["steps"]["profile"]} == set(BOTH)
+    assert found["suggested"]["profile"] in BOTH
 
 
 def test_log_model_config_metric_and_page_name_the_profile_and_the_reason(

@@ -306,8 +306,7 @@ def test_the_environment_and_a_file_configure_the_server(tmp_path: Path, serve: 
 
 def test_tritonclient_changes_the_log_settings_of_a_running_server(tmp_path: Path, serve: Serve) -> None:
     write_mlp(tmp_path / "mlp" / "1")
-    env = {**os.environ, "BF16KIT_CHANGE_SETTINGS": "true"}
-    server = serve("--repository", str(tmp_path), env=env).wait_ready()
+    server = serve("--repository", str(tmp_path), "--model-control", "explicit", "--load-model", "*").wait_ready()
     infer(server.target, rows(1))
     with triton.InferenceServerClient(server.target) as client:
         client.update_log_settings({"log_verbose_level": 1, "log_format": "json"})

@@ -32,6 +32,7 @@ from collector import collecting
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ASKED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+EXPLICIT = ("--model-control", "explicit", "--load-model", "*")  # clients may change settings
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
@@ -154,8 +155,8 @@ def _scraped(port: int, directory: Path) -> set[str]:
 @pytest.mark.long
 def test_tritonclient_changes_the_trace_settings(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
-        env = traced(endpoint, rate=2, BF16KIT_CHANGE_SETTINGS="true")
-        server = serve("--repository", str(repository), env=env).wait_ready()
+        env = traced(endpoint, rate=2)
+        server = serve("--repository", str(repository), *EXPLICIT, env=env).wait_ready()
         with connected(server) as client:
             assert "trace" in client.get_server_metadata().extensions
             assert client.get_trace_settings(as_json=True)["settings"]["trace_rate"] == {"value": ["2"]}
@@ -227,8 +228,8 @@ def test_an_unreachable_collector_affects_no_request_and_is_logged_once(
 
 def test_traces_are_off_unless_configured(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
-        env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "BF16KIT_CHANGE_SETTINGS": "true"}
-        server = serve("--repository", str(repository), env=env).wait_ready()
+        env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
+        server = serve("--repository", str(repository), *EXPLICIT, env=env).wait_ready()
         with connected(server) as client:
             ask(client, headers=ASKED)
             assert client.get_trace_settings(as_json=True)["settings"]["trace_level"] == {"value": ["OFF"]}
@@ -270,8 +271,8 @@ def test_every_worker_traces_its_own_requests(repository: Path, serve: Serve) ->
 def test_a_restarted_worker_has_the_log_and_trace_settings_of_the_others(repository: Path, serve: Serve) -> None:
     """A model's own settings apply to it; its other settings are the server's."""
     with collecting() as (collector, endpoint):
-        env = traced(endpoint, rate=1, BF16KIT_CHANGE_SETTINGS="true")
-        server = serve("--repository", str(repository), "--workers", "2", env=env).wait_ready()
+        env = traced(endpoint, rate=1)
+        server = serve("--repository", str(repository), "--workers", "2", *EXPLICIT, env=env).wait_ready()
         with anew(server) as client:
             client.update_log_settings({"log_verbose_level": 3})
             client.update_trace_settings("mlp", {"trace_count": "5"})

@@ -105,9 +105,7 @@ def test_a_server_whose_log_nobody_reads_answers_and_ends_on_sigterm(unread: Unr
 
 def test_the_log_says_how_many_lines_were_lost_while_nobody_read_it(unread: Unread) -> None:
     unread.infer(5000)
-    lost = int(
-        unread.read(re.compile(r"WARNING service.config.logwriter: (\d+) log lines before this one are lost"))[1]
-    )
+    lost = int(unread.read(re.compile(r"WARNING service.config.logs: (\d+) log lines before this one are lost"))[1])
     assert lost > 0
     assert unread.log.count("request answered") + lost >= 5000
     unread.infer(50)

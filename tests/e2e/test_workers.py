@@ -73,7 +73,7 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
     """Yield a server with two workers, for tests that leave it as it was: ready, with two workers."""
     repository = tmp_path_factory.mktemp("lasting")
     write_mlp(repository / "mlp" / "1")
-    env = {**os.environ, "BF16KIT_SHARED_MEMORY": "true", "BF16KIT_SHARED_MEMORY_PREFIX": "workers"}
+    env = {**os.environ, "BF16KIT_SHARED_MEMORY": "workers"}
     ports = ("--grpc-port", "0", "--http-port", "0")
     server = ServerProcess("--repository", str(repository), "--workers", "2", *ports, env=env)
     yield server.wait_ready()

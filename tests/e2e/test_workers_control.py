@@ -48,7 +48,7 @@ def server(tmp_path: Path, serve: Serve) -> ServerProcess:
     write_mlp(tmp_path / "models" / "mlp" / "1")
     write_mlp(tmp_path / "models" / "other" / "1")
     flags = ("--workers", "2", "--model-control", "explicit", "--load-model", "mlp")
-    environment = {**os.environ, "BF16KIT_SHARED_MEMORY": "true", "BF16KIT_CHANGE_SETTINGS": "true"}
+    environment = {**os.environ, "BF16KIT_SHARED_MEMORY": "true"}
     return serve("--repository", str(tmp_path / "models"), *flags, env=environment).wait_ready()
 
 

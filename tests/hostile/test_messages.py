@@ -50,7 +50,7 @@ def oracle(repository: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def target(repository: Path, oracle: Oracle) -> Iterator[Target]:
-    env = {**os.environ, "BF16KIT_SHARED_MEMORY": "true", "BF16KIT_SHARED_MEMORY_PREFIX": "nobody-has-such-a-file"}
+    env = {**os.environ, "BF16KIT_SHARED_MEMORY": "nobody-has-such-a-file"}
     process = ServerProcess("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", env=env)
     try:
         target = Target(process.wait_ready())

@@ -30,7 +30,7 @@ REFUSED = "StatusCode.INVALID_ARGUMENT"
 
 @pytest.fixture(scope="module")
 def target(attack: Callable[..., Target]) -> Target:
-    return attack(f"shared_memory: true\nshared_memory_prefix: {PREFIX}\n")
+    return attack(f"shared_memory: {PREFIX}\n")
 
 
 @pytest.fixture

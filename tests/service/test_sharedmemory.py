@@ -14,31 +14,28 @@ from service.regions import files
 from service.sharedmemory import open_regions
 
 
-def test_shared_memory_is_off_by_default(tmp_path: Path) -> None:
-    assert open_regions(load_config({"repository": tmp_path})) is None
-
-
-def test_an_empty_prefix_must_be_set_in_the_file_and_is_logged_as_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("text", "prefix"),
+    [("true", "bf16kit"), ("1", "bf16kit"), ("ours", "ours"), ("*", ""), ("false", None), ("", None)],
+)
+def test_a_variable_turns_it_on_for_names_with_a_prefix(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, text: str, prefix: str | None
 ) -> None:
-    monkeypatch.setenv("BF16KIT_SHARED_MEMORY_PREFIX", "")  # an empty variable counts as not set
+    monkeypatch.setenv("BF16KIT_SHARED_MEMORY", text)
     caplog.set_level(logging.INFO)
-    table = open_regions(load_config({"repository": tmp_path, "shared_memory": True}))
-    assert table is not None
-    with pytest.raises(InvalidRequest, match="its name beginning with 'bf16kit'"):
-        table.register(Region("r", "/other", 0, 1))
-    assert "begin with 'bf16kit'" in caplog.text
-    assert "WARNING" not in caplog.text
-    file = tmp_path / "server.yaml"
-    file.write_text('shared_memory: true\nshared_memory_prefix: ""\n')
-    open_regions(load_config({"repository": tmp_path}, file))
-    assert "shared_memory_prefix is empty" in caplog.text
+    table = open_regions(load_config({"repository": tmp_path}))
+    assert (table is None) is (prefix is None)
+    assert ("shared_memory is *: clients may register every file" in caplog.text) is (prefix == "")
+    if table is not None:
+        assert f"whose names begin with {prefix!r}" in caplog.text
+        with pytest.raises(InvalidRequest, match=f"its name beginning with '{prefix}'"):
+            table.register(Region("r", "/other-file-that-is-not-there", 0, 1))
 
 
-@pytest.mark.parametrize("prefix", ["/bf16kit", "a/b", "..\\0/"])
-def test_a_prefix_that_no_plain_file_name_can_begin_with_is_rejected(tmp_path: Path, prefix: str) -> None:
-    with pytest.raises(ConfigError, match="'shared_memory_prefix' is"):
-        load_config({"repository": tmp_path, "shared_memory_prefix": prefix})
+@pytest.mark.parametrize("prefix", ["/bf16kit", "a/b", "..\0/", "", 7, []])
+def test_a_prefix_that_no_plain_file_name_can_begin_with_is_rejected(tmp_path: Path, prefix: object) -> None:
+    with pytest.raises(ConfigError, match=r"'shared_memory' is .*give true, false, the start of a file's name"):
+        load_config({"repository": tmp_path, "shared_memory": prefix or [prefix]})
 
 
 def test_a_system_that_forbids_safe_copies_is_an_error_at_start(

@@ -86,32 +86,18 @@ def test_a_fallback_without_a_reference_is_found(how: tuple[str, ...], repositor
     assert "fallback is fp32, but the artifact has no fp32 reference" in failed(found)["model 'mlp' version 2"]
 
 
-def test_every_option_of_the_server_is_checked(repository: Path, run: Run) -> None:
+def test_options_and_environment_are_checked(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = read(run("check", "--repository", repository, "--workers", "-1", "--json"))
     assert "'workers' is -1" in failed(found)["configuration"]
-
-
-def test_the_environment_is_checked_too(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BF16KIT_KERNEL_PATH", "fast")
+    monkeypatch.setenv("BF16KIT_MAX_IN_FLIHT", "9")
+    result = run("check", "--repository", repository, *ANY_PORT, "--no-load")
+    assert result.exit_code == 1
+    assert "failed  CPU kernel: BF16KIT_KERNEL_PATH is 'fast'" in result.stdout
+    assert "note    environment: unknown environment variables are ignored: 'BF16KIT_MAX_IN_FLIHT'" in result.stdout
     monkeypatch.setenv("BF16KIT_MAX_IN_FLIGHT", "0")
     result = run("check", "--repository", repository)
-    assert result.exit_code == 1
     assert "failed  configuration: BF16KIT_MAX_IN_FLIGHT in the environment: 'max_in_flight' is '0'" in result.stdout
-
-
-def test_a_misspelt_variable_is_a_note(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BF16KIT_MAX_FLIGHT", "9")
-    result = run("check", "--repository", repository, *ANY_PORT, "--no-load")
-    assert result.exit_code == 0
-    line = (
-        "note    environment: unknown environment variables are ignored: 'BF16KIT_MAX_FLIGHT' (BF16KIT_MAX_IN_FLIGHT?)"
-    )
-    assert line in result.stdout
-
-
-def test_an_unknown_kernel_path_fails(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BF16KIT_KERNEL_PATH", "fast")
-    found = read(run("check", "--repository", repository, *ANY_PORT, "--no-load", "--json"))
-    assert "BF16KIT_KERNEL_PATH is 'fast'" in failed(found)["CPU kernel"]
 
 
 def test_a_port_in_use_fails_unless_no_ports_is_given(repository: Path, run: Run) -> None:
@@ -134,15 +120,6 @@ def test_tls_and_token_files_are_read(repository: Path, run: Run, tmp_path: Path
     assert "cannot be used" in failed(read(run(*asked, other.key)))["TLS"]
     tokens.write_text("short infer\n")
     assert "line 1: the token has 5 characters" in failed(read(run(*asked, pair.key)))["tokens"]
-
-
-def test_the_ca_file_of_a_reference_over_tls_is_read(repository: Path, run: Run, tmp_path: Path) -> None:
-    authority, file = Authority(tmp_path), tmp_path / "server.yaml"
-    asked = ("check", "--repository", repository, *ANY_PORT, "--no-load", "--json", "--config", file)
-    file.write_text(f"reference_ca: {authority.certificate}\n")
-    assert run(*asked).exit_code == 0
-    file.write_text(f"reference_ca: {file}\n")
-    assert f"reference_ca {file} cannot be used" in failed(read(run(*asked)))["reference over TLS"]
 
 
 def test_an_expired_certificate_fails(repository: Path, run: Run, tmp_path: Path) -> None:
@@ -181,17 +158,16 @@ def test_golden_samples_over_budget_fail_and_other_models_are_still_checked(repo
     assert run(*asked, "mlp").exit_code == 0
 
 
-def test_an_unknown_key_of_serving_yaml_fails(repository: Path, run: Run) -> None:
-    (repository / "mlp" / "serving.yaml").write_text("max_batch: 8\n")
-    found = read(run("check", "--repository", repository, *ANY_PORT, "--json"))
-    assert "unknown key 'max_batch'" in failed(found)["model 'mlp' version 2"]
-
-
-def test_a_directory_that_the_server_skips_is_a_note(repository: Path, run: Run) -> None:
+def test_an_unknown_key_of_serving_yaml_fails_and_a_directory_that_is_skipped_is_a_note(
+    repository: Path, run: Run
+) -> None:
     (repository / "lost+found").mkdir()
     result = run("check", "--repository", repository, *ANY_PORT, "--no-load")
     assert result.exit_code == 0
     assert "note    model 'lost+found':" in result.stdout
+    (repository / "mlp" / "serving.yaml").write_text("max_batch: 8\n")
+    found = read(run("check", "--repository", repository, *ANY_PORT, "--json"))
+    assert "unknown key 'max_batch'" in failed(found)["model 'mlp' version 2"]
 
 
 def test_in_explicit_mode_an_empty_repository_passes_but_a_missing_load_model_fails(tmp_path: Path, run: Run) -> None:
@@ -208,13 +184,10 @@ def test_an_empty_repository_fails_because_the_server_would_never_be_ready(tmp_p
     assert " checks failed: this server would not serve everything" in result.stdout.splitlines()[-1]
 
 
-def test_a_model_that_does_not_exist_is_wrong_usage(repository: Path, run: Run) -> None:
+def test_wrong_usage_is_one_line_and_exit_code_2(repository: Path, run: Run) -> None:
     result = run("check", "--repository", repository, *ANY_PORT, "--no-load", "nope")
     assert result.exit_code == 2
     assert "the repository has no model 'nope'; it has mlp" in one_line(result)
-
-
-def test_an_option_before_the_command_is_rejected_and_not_ignored(repository: Path, run: Run) -> None:
     result = run("--repository", repository, "check")
     assert result.exit_code == 2
     assert "--repository is given before the command; put it after check" in result.stderr

@@ -58,14 +58,11 @@ def test_damaged_artifacts_are_listed_with_the_reason_and_exit_code_1(repository
     assert "the manifest says" in result.stdout
 
 
-def test_a_damaged_version_that_is_not_served_is_not_a_failure(repository: Path, run: Run) -> None:
+def test_a_damaged_version_is_a_failure_only_if_it_is_served(repository: Path, run: Run) -> None:
     (repository / "mlp" / "1" / "manifest.json").unlink()
     result = run("list", "--repository", repository)
     assert result.exit_code == 0
     assert "it has no manifest.json" in result.stdout
-
-
-def test_a_newer_schema_is_named(repository: Path, run: Run) -> None:
     manifest = repository / "mlp" / "2" / "manifest.json"
     fields = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(fields | {"schema_version": 99}))
@@ -88,28 +85,21 @@ def test_weights_are_not_read(repository: Path, run: Run) -> None:
     assert rows(repository, run)["mlp", 2]["served"] is True
 
 
-def test_a_directory_that_is_not_a_model_is_listed_with_the_reason(repository: Path, run: Run) -> None:
-    (repository / "notes").mkdir()
+def test_a_directory_that_is_not_a_model_is_listed_with_the_reason_and_control_characters_escaped(
+    repository: Path, run: Run
+) -> None:
+    (repository / "a\x1b[2Jb").mkdir()
     result = run("list", "--repository", repository)
     assert result.exit_code == 0
-    assert "'notes': " in result.stdout
-    assert "it has no version directory" in result.stdout
+    assert "is skipped: a model's name may contain only letters" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert "\\x1b[2Jb" in result.stdout
 
 
-def test_control_characters_in_a_models_name_are_escaped(repository: Path, run: Run) -> None:
-    (repository / "mlp").rename(repository / "a\x1b[2Jb")
-    output = run("list", "--repository", repository).stdout
-    assert "\x1b" not in output
-    assert "\\x1b[2Jb" in output
-
-
-def test_an_empty_repository_is_not_a_failure(tmp_path: Path, run: Run) -> None:
+def test_an_empty_repository_is_no_failure_and_a_missing_one_is_wrong_usage(tmp_path: Path, run: Run) -> None:
     result = run("list", "--repository", tmp_path)
     assert result.exit_code == 0
     assert "has no model" in result.stdout
-
-
-def test_a_repository_that_does_not_exist_is_wrong_usage(tmp_path: Path, run: Run) -> None:
     result = run("list", "--repository", tmp_path / "gone")
     assert result.exit_code == 2
     assert "is not a directory" in one_line(result)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,7 @@ from waiting import until
 
 from bf16kit.messages.errors import ConfigError
 from service.config import reloadedfiles
-from service.config.certificates import CertificateFiles
-from service.config.credentials import Credentials
+from service.config.certificates import CertificateFiles, Certificates, Credentials
 from service.config.serverconfig import ServerConfig
 
 
@@ -44,8 +44,6 @@ def test_files_that_are_not_pem_or_missing_are_rejected(pair: Pair, tmp_path: Pa
 
 
 def test_an_encrypted_key_is_rejected_without_a_password_prompt(pair: Pair, tmp_path: Path) -> None:
-    import subprocess
-
     locked = tmp_path / "locked.key"
     command = ["openssl", "ec", "-in", str(pair.key), "-aes128", "-passout", "pass:secret", "-out", str(locked)]
     subprocess.run(command, check=True, capture_output=True)
@@ -79,3 +77,35 @@ def test_a_server_does_not_start_with_an_invalid_reference_authority(authority: 
         with pytest.raises(ConfigError, match=f"reference_ca .*{name}:? {reason}") as refused:
             Credentials.of(ServerConfig(repository=tmp_path, reference_ca=tmp_path / name))
         assert "secret text" not in str(refused.value)
+
+
+# --- as a client sees it ----------------------------------------------------------------------------------------------
+
+
+def signed(directory: Path, subject: str, names: str) -> Certificates:
+    """Return a self-signed certificate for ``names`` (a subjectAltName), or without any."""
+    Authority(directory)  # skips the test if openssl is missing
+    key, certificate = directory / "own.key", directory / "own.pem"
+    extra = ["-addext", f"subjectAltName={names}"] if names else []
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(key), "-out", str(certificate), "-days", "30", "-subj", subject, *extra]
+    subprocess.run(command, check=True, capture_output=True)
+    return CertificateFiles(certificate, key).current()
+
+
+@pytest.mark.parametrize(
+    ("subject", "names", "name"),
+    [
+        ("/CN=old", "DNS:models.example,DNS:other.example", "models.example"),
+        ("/CN=old", "IP:10.0.0.1", "10.0.0.1"),
+        ("/CN=models.example", "", "models.example"),
+        ("/CN=old", "DNS:*.models.example", "any.models.example"),
+    ],
+)
+def test_the_name_is_one_that_a_client_may_use(tmp_path: Path, subject: str, names: str, name: str) -> None:
+    assert signed(tmp_path, subject, names).name() == name
+
+
+def test_a_certificate_without_a_host_name_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names no host"):
+        signed(tmp_path, "/O=nobody", "").name()

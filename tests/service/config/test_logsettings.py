@@ -71,25 +71,16 @@ def test_the_format_can_be_changed_and_reset(stream: io.StringIO) -> None:
     assert settings.update({"log_format": ()})["log_format"] == ("ISO8601",)
 
 
-def test_a_setting_without_a_value_returns_to_its_start_value(stream: io.StringIO) -> None:
-    settings = LogSettings("debug", "json")
-    settings.update({"log_verbose_level": (0,), "log_info": (False,)})
-    back = settings.update({"log_verbose_level": (), "log_info": ()})
-    assert (back["log_verbose_level"], back["log_info"], back["log_format"]) == ((1,), (True,), ("json",))
-    assert len(heard(stream)) == len(LEVELS)
-
-
-def test_the_returned_settings_give_another_process_the_same_state() -> None:
+def test_the_returned_settings_give_another_process_the_same_state_and_a_change_is_logged() -> None:
     one, other = LogSettings("info", "text"), LogSettings("error", "json")
     assert one.update({}) == STARTED
     with own_log("error", "json") as stream:
         assert other.update(one.update({})) == STARTED
         assert heard(stream) == ["INFO", "WARNING", "ERROR", "CRITICAL"]
-
-
-def test_a_change_of_the_log_is_logged(stream: io.StringIO) -> None:
-    LogSettings("info", "text").update({"log_warning": (False,)})
-    assert "log settings changed: log_warning=False" in stream.getvalue()
+        other.update({"log_warning": (False,)})
+        assert "log settings changed: log_warning=False" in stream.getvalue()
+        back = other.update(dict.fromkeys(STARTED, ()))  # without values they return to those of the start
+    assert (back["log_info"], back["log_error"], back["log_format"]) == ((False,), (True,), ("json",))
 
 
 @pytest.mark.parametrize(
@@ -113,8 +104,5 @@ def test_one_wrong_setting_leaves_all_settings_unchanged(wrong: _Changes, why: s
         settings.update({"log_verbose_level": (1,), **wrong})
     assert settings.update({}) == STARTED
     assert heard(stream) == ["INFO", "WARNING", "ERROR", "CRITICAL"]
-
-
-def test_log_settings_of_a_model_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match="leave the model's name out"):
-        LogSettings("info", "text").update({}, "mlp")
+        settings.update({}, "mlp")

@@ -2,12 +2,8 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,40 +26,26 @@ def read_number(path: Path) -> int:
     return int(path.read_text())
 
 
-class Counted:
-    """A function that counts its calls."""
-
-    def __init__(self, read: Callable[[], int]) -> None:
-        self._read = read
-        self.calls = 0
-
-    def __call__(self) -> int:
-        self.calls += 1
-        return self._read()
-
-
-def test_a_file_is_read_again_only_after_it_was_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_text("1")
-    read = Counted(lambda: read_number(path))
-    watched = ReloadedFiles((path,), read, never)
-    watched.check()
-    assert (watched.current(), read.calls) == (1, 1)
-    (tmp_path / "new").write_text("2")
-    (tmp_path / "new").rename(path)
-    until(lambda: watched.current() == 2)
-    assert read.calls == 2
-
-
-def test_a_link_to_another_file_is_a_change_as_kubernetes_makes_it(tmp_path: Path) -> None:
-    link = tmp_path / "link"
+def test_a_file_is_read_again_only_after_a_change_as_kubernetes_makes_it(tmp_path: Path) -> None:
+    link, calls = tmp_path / "link", list[int]()
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("2")
     link.symlink_to("a")
-    watched = ReloadedFiles((link,), lambda: read_number(link), never)
+
+    def read() -> int:
+        calls.append(read_number(link))
+        return calls[-1]
+
+    watched = ReloadedFiles((link,), read, never)
+    watched.check()
+    assert (watched.current(), calls) == (1, [1])
     (tmp_path / "next").symlink_to("b")
     (tmp_path / "next").rename(link)
     until(lambda: watched.current() == 2)
+    (tmp_path / "new").write_text("3")
+    (tmp_path / "new").rename(tmp_path / "b")
+    until(lambda: watched.current() == 3)
+    assert calls == [1, 2, 3]
 
 
 def test_a_file_that_cannot_be_read_keeps_the_last_value_and_is_reported_once(tmp_path: Path) -> None:
@@ -84,11 +66,8 @@ def test_a_file_that_cannot_be_read_keeps_the_last_value_and_is_reported_once(tm
     until(lambda: watched.current() == 3)
 
 
-def test_a_volume_that_hangs_blocks_nobody_and_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reloadedfiles, "HANG_SECONDS", 0.1)
-    path, told = tmp_path / "f", list[Exception]()
+def test_a_volume_that_hangs_blocks_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "f"
     path.write_text("1")
     reading, answering = threading.Event(), threading.Event()
 
@@ -99,16 +78,11 @@ def test_a_volume_that_hangs_blocks_nobody_and_is_reported_once(
             assert answering.wait(60)
         return found
 
-    watched = ReloadedFiles((path,), read, told.append)
+    watched = ReloadedFiles((path,), read, never)
     (tmp_path / "new").write_text("2")
     (tmp_path / "new").rename(path)
     assert reading.wait(20)
-    until(lambda: watched.current() == 1 and told)
-    for _ in range(100):
-        assert watched.current() == 1
-    (error,) = told
-    assert "reading takes over 0.1 s" in str(error)
-    assert str(path) in str(error)
+    assert watched.current() == 1
     answering.set()
     until(lambda: watched.current() == 2)
 
@@ -143,15 +117,3 @@ def test_only_regular_files_are_read_and_no_other_is_waited_for(tmp_path: Path, 
         read_regular(path, 1)
     assert open_files() == before
     listener.close()
-
-
-def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
-    """Tested in a separate process: a hard limit cannot be raised again."""
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
-        "from service.config.reloadedfiles import raise_open_file_limit; raise_open_file_limit()\n"
-        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, 512)"
-    )
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 512:
-        pytest.skip("this system's hard limit is lower still")
-    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from service.config.serverconfig import load_config
+from service.config.serverconfig import ServerConfig, load_config, unknown_variables
 
 
 def write(path: Path, text: str) -> Path:
@@ -152,3 +152,51 @@ def test_an_invalid_list_is_reported(
     monkeypatch.setenv(f"BF16KIT_{name}", text)
     with pytest.raises(ConfigError, match=f"BF16KIT_{name} in the environment: {message}"):
         load_config({"repository": tmp_path, "model_control": "explicit"})
+
+
+# --- variables that nothing reads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"BF16KIT_GRPC_PROT": "9000", "PATH": "/bin", "BF16KIT_HTTP_PORT": "9001"},
+            "'BF16KIT_GRPC_PROT' (BF16KIT_GRPC_PORT?)",
+        ),
+        ({"BF16KIT_PASSWORD": "hunter2"}, "'BF16KIT_PASSWORD'"),
+        ({"BF16KIT_PORT": "9000"}, "'BF16KIT_PORT' (BF16KIT_HOST?)"),
+        (
+            {"BF16KIT_SHARED_MEMORY_PREFIX": ""},
+            "'BF16KIT_SHARED_MEMORY_PREFIX' (no setting any more: give the prefix as shared_memory; * for every name)",
+        ),
+    ],
+)
+def test_an_unknown_variable_is_reported_without_its_value(variables: dict[str, str], message: str) -> None:
+    assert unknown_variables(variables) == (
+        f"unknown environment variables are ignored: {message}; docs/operations.md names every setting"
+    )
+
+
+def test_many_unknown_variables_are_shortened_to_a_count() -> None:
+    assert "and 3 more" in unknown_variables({f"BF16KIT_X{number}": "" for number in range(8)})
+
+
+def test_every_setting_and_other_known_variable_is_accepted_and_those_of_kubernetes_are() -> None:
+    others = ("CONFIG", "KERNEL_PATH", "TOKEN", "HEALTH_CERTIFICATE", "HEALTH_KEY", "TENSORFLOW_PYTHON")
+    names = [f"BF16KIT_{name}".upper() for name in (*ServerConfig.model_fields, *others)]
+    kubernetes = {
+        "BF16KIT_SERVICE_HOST": "10.0.0.1",
+        "BF16KIT_METRICS_SERVICE_PORT_HTTP": "8002",
+        "BF16KIT_PORT": "tcp://10.0.0.1:8001",
+        "BF16KIT_PORT_8001_TCP_PROTO": "tcp",
+        "BF16KIT_METRICS_PORT_8002_TCP_ADDR": "10.0.0.2",
+    }
+    assert unknown_variables(dict.fromkeys([*names, "bf16kit_grpc_port"], "x") | kubernetes) == ""
+
+
+def test_a_removed_key_is_named_with_what_to_do_instead(tmp_path: Path) -> None:
+    file = write(tmp_path / "server.yaml", "change_settings: true\n")
+    message = "'change_settings' is not a setting any more: clients change log and trace settings if"
+    with pytest.raises(ConfigError, match=message):
+        load_config({"repository": tmp_path}, file)

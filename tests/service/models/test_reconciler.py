@@ -20,7 +20,7 @@ from controlled import Controlled
 from waiting import until
 
 from bf16kit.messages.errors import NotFound, Unavailable
-from service.config import garbage
+from service.config import resources
 from service.models import loading
 from service.models import loads as loading_threads
 from service.models.generation import Generation
@@ -661,13 +661,13 @@ def test_a_reload_stops_requests_once_and_frees_the_replaced_model(
     repository.load("m").result(60)
     replaced = weakref.ref(repository.get("m", ""))
     stops = []
-    settle = garbage.collect_and_freeze
+    settle = resources.collect_and_freeze
 
     def counted() -> None:
         stops.append(1)
         settle()
 
-    monkeypatch.setattr(garbage, "collect_and_freeze", counted)
+    monkeypatch.setattr(resources, "collect_and_freeze", counted)
     serving = tmp_path / "m" / "serving.yaml"
     serving.write_text(serving.read_text("utf-8") + "max_queue_delay_ms: 3\n", "utf-8")
     repository.load("m").result(60)
