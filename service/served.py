@@ -14,7 +14,7 @@ from service.config.logsettings import LogSettings
 from service.config.periodic import PeriodicThread
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
-from service.drift.owner import FallbackOwner
+from service.drift.fallbackcontroller import FallbackController
 from service.grpcport import RequestSource, drain, extensions, open_tracing, read_only_unless_enabled
 from service.http.evidence import evidence_route
 from service.http.pages import routes
@@ -49,7 +49,7 @@ class ModelServer:
     def __init__(self, config: ServerConfig, desired_models: Iterable[DesiredModel] | None = None) -> None:
         self.config = config
         self.metrics = Metrics()
-        self._owner = FallbackOwner(
+        self._owner = FallbackController(
             SingleProcess(lambda: self.repository), lambda *version: self._shadow.restart(*version)
         )
         self._counting = CombinedMetrics(

@@ -6,7 +6,7 @@ references follow from it. Limits that the operator sets are reserved in full.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from bf16kit.artifact.artifact import Artifact
@@ -54,9 +54,9 @@ def place(desired: DesiredModel, config: ServerConfig) -> Placement:
             refused = str(error)
             plans.append(plan)
             continue
-        plans.append(_bounded(plan, manifest))
-        base += _memory(plans[-1], manifest)
-        measured = measured or plan.serving.shadow.remote is not None or _has_reference(plan, manifest)
+        plans.append(plan)
+        base += _memory(plan, manifest)
+        measured = measured or _has_reference(plan, manifest)
     if measured:
         base += REFERENCE_PROCESS_BYTES
     share = base // (MEMORY_DIVISOR - 1)  # so that it is 1/MEMORY_DIVISOR of the total
@@ -76,17 +76,7 @@ def _limit(config: ServerConfig, key: str, share: int) -> int:
 def _has_reference(plan: Plan, manifest: Manifest) -> bool:
     """Return whether a process beside the replica runs this version's reference."""
     shadow = plan.serving.shadow
-    return shadow.on and shadow.remote is None and manifest.reference is not None
-
-
-def _bounded(plan: Plan, manifest: Manifest) -> Plan:
-    """Return ``plan`` with a memory limit for its reference, if it has a reference and no limit was given."""
-    shadow = plan.serving.shadow
-    if not _has_reference(plan, manifest) or shadow.reference_memory_bytes is not None:
-        return plan
-    bound = int(_FP32_LOADED * fp32_bytes(manifest)) + _REFERENCE_RUN_BYTES
-    shadow = shadow.model_copy(update={"reference_memory_bytes": bound})
-    return replace(plan, serving=plan.serving.model_copy(update={"shadow": shadow}))
+    return shadow.on and manifest.reference is not None
 
 
 def _memory(plan: Plan, manifest: Manifest) -> int:
@@ -96,7 +86,7 @@ def _memory(plan: Plan, manifest: Manifest) -> int:
     scripted = max((entry.bytes for name, entry in files.items() if name.endswith((".pt", ".pt2"))), default=0)
     memory = int(_AT_LOAD * max(weights, scripted)) + serving.max_response_bytes // 8
     if _has_reference(plan, manifest):
-        memory += serving.shadow.reference_memory_bytes or 0
+        memory += int(_FP32_LOADED * fp32_bytes(manifest)) + _REFERENCE_RUN_BYTES
     if serving.fallback.policy == "fp32" and manifest.reference is not None:
         memory += int(_FP32_LOADED * fp32_bytes(manifest))
     return memory

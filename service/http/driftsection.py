@@ -165,8 +165,10 @@ def _answers(drift: LiveDrift, running: RuntimeView, now: float) -> str:
         text += f" since {_moment(drift.fallback_since, now)}"
     if running.active_precision_reason:
         text += f": {escape(running.active_precision_reason)}"
-    if drift.falls:
-        text += f'<br><span class="muted">fell back {formatting.plural(drift.falls, "time")} since it was loaded</span>'
+    if drift.fallbacks:
+        text += (
+            f'<br><span class="muted">fell back {formatting.plural(drift.fallbacks, "time")} since it was loaded</span>'
+        )
     return text
 
 

@@ -60,7 +60,7 @@ class LiveDrift:
     gate_at: float | None
     fallback: bool  # fp32 answers
     fallback_since: float | None  # None: since it was loaded
-    falls: int  # since it was loaded
+    fallbacks: int  # since it was loaded
     answers: Mapping[str, int]  # by precision
 
     @classmethod
@@ -87,7 +87,7 @@ class LiveDrift:
             gate_at=_single_value(values, _AT),
             fallback=_single_value(values, ACTIVE) == 1,
             fallback_since=fallback_since,
-            falls=round(values.get(_FALLS, {}).get(("fp32",), 0)),
+            fallbacks=round(values.get(_FALLS, {}).get(("fp32",), 0)),
             answers={precision: round(count) for (precision,), count in values.get(_ANSWERS, {}).items()},
         )
 

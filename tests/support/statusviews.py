@@ -65,7 +65,7 @@ def live(*, output: str = "sentence_embedding", ratio: float = 0.36, **changes: 
         "gate_at": AT - 1_500,
         "fallback": over,
         "fallback_since": AT - 320 if over else None,
-        "falls": 1 if over else 0,
+        "fallbacks": 1 if over else 0,
         "answers": {"bf16": 80_000, "fp32": 8_000 if over else 0},
     }
     return LiveDrift(**(fields | changes))  # type: ignore[arg-type]

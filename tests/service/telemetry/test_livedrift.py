@@ -40,7 +40,7 @@ def test_a_new_model_has_no_known_drift() -> None:
     watched = Watched()
     watched.model()
     drift = watched.drift
-    assert (drift.over, drift.cause, drift.changes, drift.falls, drift.fallback) == (False, "", 0, 0, False)
+    assert (drift.over, drift.cause, drift.changes, drift.fallbacks, drift.fallback) == (False, "", 0, 0, False)
     assert (drift.reference_up, drift.gate_passed, drift.gate_at, drift.last_sample) == (None, None, None, None)
     assert (dict(drift.low), dict(drift.change_score), dict(drift.out_of_range)) == ({}, {}, {})
     assert drift.answers == {"bf16": 0, "fp32": 0}
@@ -89,7 +89,7 @@ def test_the_start_of_the_fallback_is_known_to_a_tick() -> None:
     watched.history.tick()
     watched.wall = 190.0
     watched.history.tick()
-    assert (watched.drift.fallback, watched.drift.fallback_since, watched.drift.falls) == (True, 150.0, 1)
+    assert (watched.drift.fallback, watched.drift.fallback_since, watched.drift.fallbacks) == (True, 150.0, 1)
     series.fallback(False)
     watched.wall = 200.0
     assert (watched.drift.fallback, watched.drift.fallback_since) == (False, 200.0), "a look is as good as a tick"
