@@ -13,7 +13,7 @@ from service.config.periodic import Guard
 from service.config.resources import HeapTrimmer
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
-from service.drift.owner import FallbackOwner
+from service.drift.fallbackcontroller import FallbackController
 from service.grpcport import RequestSource, drain, extensions, open_tracing, read_only_unless_enabled
 from service.http.pages import evidence_route, routes
 from service.http.statusreader import StatusReader
@@ -46,7 +46,7 @@ class ModelServer:
     def __init__(self, config: ServerConfig, desired_models: Iterable[DesiredModel] | None = None) -> None:
         self.config = config
         self.metrics = Metrics()
-        self._owner = FallbackOwner(
+        self._owner = FallbackController(
             SingleProcess(lambda: self.repository), lambda *version: self._shadow.restart(*version)
         )
         self._counting = CombinedMetrics(

@@ -67,8 +67,6 @@ def cases() -> list[Case]:
         case("exponential", 0.3, _skewed),
         case("neighbours correlated 0.8", 0.1, _sticky),
         case("drifting by 1.3 for good", 0.1, _normal, shift=1.3),
-        case("half rare, weight 1/100, drifting 1.35", 0.1, _normal, rare=1.35),
-        case("half rare, weight 1/100, drifting 3", 0.1, _normal, rare=3.0),
         case("calibrated by 50 rows", 0.1, _normal, rows=50),
     ]
 

@@ -24,8 +24,8 @@ from bf16kit.drift.budget import Budget
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from service.drift.comparison import Comparison
-from service.drift.sampling import Sample
-from service.drift.weighted import Z_ALWAYS
+from service.drift.intervals import Z_ALWAYS
+from service.drift.sampler import Sample
 from service.telemetry.pooling import moments
 
 BUDGET = 0.015  # relative_l2, the default

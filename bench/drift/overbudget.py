@@ -23,9 +23,9 @@ from bf16kit.numerics.tensors import TensorSpec
 from service.drift.calibration import Calibration
 from service.drift.comparison import Comparison
 from service.drift.detector import WEEK
+from service.drift.intervals import Z_ALWAYS, Z_RANKS, Z, ranks, student
 from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, REQUESTS
-from service.drift.sampling import Sample
-from service.drift.weighted import Z_ALWAYS, Z_RANKS, Z, ranks, student
+from service.drift.sampler import Sample
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -40,8 +40,8 @@ _HEALTHY_FIRST, _SIZE = 200, 16
 _PROMISE = 0.1  # false episodes a week: one in ten weeks
 _WEEKS = 40  # 37 without an episode show that there are fewer, with 95 % confidence
 _AT_THE_BORDER, _MORE_WEEKS = "1 row in 100 at 0.2", 200
-#: The sampler's weights for one class of sizes: 62 % of the samples stand for common requests, the rest for the fastest
-#: and the slowest, which are measured more often.
+#: Unequal weights, as of traffic that comes and goes: 62 % of the samples stand for busy times, the others for quiet
+#: ones, of which a larger share is measured.
 _COMMON, _WEIGHTS = 0.617, (1.46, 0.26)
 
 
@@ -111,7 +111,7 @@ def over(rows: Rows) -> Bools:
 
 
 def lower_ends(values: Floats, weights: Floats) -> tuple[Floats, Floats]:
-    """Return the lower ends of the mean's wide and narrow intervals after each row (:func:`weighted.mean`)."""
+    """Return the lower ends of the mean's wide and narrow intervals after each row (:func:`intervals.mean`)."""
     total, squares = _recent(weights, _DECAY), _recent(weights**2, _DECAY**2)
     mean, size = _recent(weights * values, _DECAY) / total, total**2 / squares
     crossed = _recent(weights**2 * values, _DECAY**2)
@@ -130,7 +130,7 @@ def lower_ends(values: Floats, weights: Floats) -> tuple[Floats, Floats]:
 
 def tail_breaches(beyond: Bools, weights: Floats) -> tuple[Bools, Bools]:
     """Return whether the p99's wide and narrow intervals begin above the bound, after each row
-    (:func:`weighted.quantile`). ``beyond``: which rows are over the bound."""
+    (:func:`intervals.quantile`). ``beyond``: which rows are over the bound."""
     total, squares = _recent(weights, _DECAY), _recent(weights**2, _DECAY**2)
     below, size = _recent(weights * ~beyond, _DECAY) / total, (total**2 / squares).astype(int)
 

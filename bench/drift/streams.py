@@ -19,8 +19,7 @@ Draw = Callable[[np.random.Generator, int, int], Floats]  # log drift about its 
 class Case:
     """A kind of traffic: how a row's log drift lies about what was measured, from ``rows`` rows.
 
-    ``shift`` is what live drift is of the measured. ``rare`` are drawn as often as common rows, speak for a hundredth
-    of them, and drift by so much (a factor); 1: there are none.
+    ``shift`` is what live drift is of the measured.
     """
 
     name: str
@@ -28,7 +27,6 @@ class Case:
     draw: Draw
     rows: int = 200
     shift: float = 1.0
-    rare: float = 1.0
 
 
 class Silent:
@@ -47,9 +45,9 @@ class Streams:
         self._threshold = threshold(1)
         self.sum = np.zeros(len(expected))
 
-    def add(self, log_drift: Floats, weight: Floats | float = 1.0) -> NDArray[np.bool_]:
+    def add(self, log_drift: Floats) -> NDArray[np.bool_]:
         """One request of each stream; which of them are at the threshold."""
-        step = self._root * weight * (np.clip(log_drift - self.centre, -CLIP, CLIP) - ALLOWANCE)
+        step = self._root * (np.clip(log_drift - self.centre, -CLIP, CLIP) - ALLOWANCE)
         self.sum = np.clip(self.sum + np.minimum(step, self._threshold / REQUESTS), 0.0, self._threshold)
         return np.asarray(self.sum >= self._threshold * (1 - 1e-9))
 
@@ -63,24 +61,19 @@ def start_streams(case: Case, streams: int, rng: np.random.Generator) -> Streams
 
 def traffic(
     case: Case, steps: int, streams: Streams, rng: np.random.Generator, factor: float = 1.0
-) -> Iterator[tuple[Floats, Floats | float]]:
-    """Live log drift and weights, a step at a time; ``factor``: how many times what it was it has become."""
+) -> Iterator[Floats]:
+    """Live log drift, a step at a time; ``factor``: how many times what it was it has become."""
     count = len(streams.sum)
     shift = np.log(4e-3 * case.shift * factor)
     for start in range(0, steps, 4096):
-        block = case.spread * case.draw(rng, min(4096, steps - start), count) + shift
-        if case.rare == 1.0:
-            yield from ((row, 1.0) for row in block)
-            continue
-        rare = rng.random(block.shape) < 0.5
-        yield from zip(block + np.where(rare, np.log(case.rare), 0.0), np.where(rare, 0.01, 1.0), strict=True)
+        yield from case.spread * case.draw(rng, min(4096, steps - start), count) + shift
 
 
 def false_alarms(case: Case, samples: int, streams: int, rng: np.random.Generator) -> int:
     """Alarms in so many healthy samples, of all streams together; each begins anew after one."""
     running, alarms = start_streams(case, streams, rng), 0
-    for log_drift, weight in traffic(case, samples // streams, running, rng):
-        over = running.add(log_drift, weight)
+    for log_drift in traffic(case, samples // streams, running, rng):
+        over = running.add(log_drift)
         alarms += int(over.sum())
         running.sum[over] = 0.0
     return alarms
@@ -89,11 +82,11 @@ def false_alarms(case: Case, samples: int, streams: int, rng: np.random.Generato
 def delays(case: Case, factor: float, streams: int, rng: np.random.Generator, most: int = 2000) -> Floats:
     """Samples until the alarm of each stream after drift has become ``factor`` times what it was; infinite: none."""
     running = start_streams(case, streams, rng)
-    for log_drift, weight in traffic(case, 300, running, rng):
-        running.add(log_drift, weight)
+    for log_drift in traffic(case, 300, running, rng):
+        running.add(log_drift)
     found = np.full(len(running.sum), np.inf)
-    for count, (log_drift, weight) in enumerate(traffic(case, most, running, rng, factor), 1):
-        over = running.add(log_drift, weight)
+    for count, log_drift in enumerate(traffic(case, most, running, rng, factor), 1):
+        over = running.add(log_drift)
         found[over & np.isinf(found)] = count
         if np.isfinite(found).all():
             break

@@ -1,16 +1,15 @@
 """Which requests live drift measures: simulated traffic, and what choosing costs the thread that answers.
 
-Ten minutes of 220 requests a second of two lengths, and once a minute a third, at the defaults; a round is a seed.
-Beside it a plain sample as it was before: each request with the same probability, behind the same bound per second.
+At the defaults. A round is a seed. docs/decisions/0055 has the same simulations of a sampler by strata.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 
 import numpy as np
@@ -18,147 +17,153 @@ import numpy as np
 from bench.core import models
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
-from bench.serving.traffic import INPUTS, Clock, arrivals
-from bf16kit.numerics.tensors import Array, TensorSpec
-from service.drift.observer import Outcome
-from service.drift.policy import ShadowPolicy
-from service.drift.sampling import Chooser, Sample, TokenBucket
+from bench.serving.traffic import Arrival, Clock, arrivals
+from bf16kit.drift.metrics import Budget, SampleDrift
+from bf16kit.numerics.tensors import Array
+from service.drift.driftpolicy import ShadowPolicy
+from service.drift.estimates import Estimate, estimates
+from service.drift.forwarder import SampleForwarder
+from service.drift.recent import RecentRows
+from service.drift.sampler import Outcome, OutcomeObserver, Sample
 from service.request import Reply, Request, Timings
 from service.shadow.samples import pack
 
-_RATES = {16: 200.0, 64: 20.0, 500: 1 / 60}
-_RARE = 500
-_FULL, _QUICK = (8, 600.0), (1, 60.0)  # rounds, seconds
+HEALTHY = 3.7e-3  # relative_l2, a quarter of the budget
+BOUNDS = Budget.from_dict({"relative_l2": 0.015, "relative_l2.p99": 0.1, "cosine_distance": 5e-4})
+RARE = 500  # the length of the rare kind of requests
+_BIAS = {"22 requests a second": {16: 20.0, 64: 2.0, RARE: 0.22}, "2 a second": {16: 1.8, 64: 0.18, RARE: 0.02}}
+_OF_KIND = {16: 1.0, 64: 2.0, RARE: 4.0}  # times the drift of a common request
+_OFTEN = {16: 18.0, 64: 1.8, RARE: 0.2}  # the rare kind is one request in a hundred
+Wrong = Callable[[Arrival, random.Random], float]  # relative_l2 of a request once the fault has begun
+FAULTS: Mapping[str, Wrong] = {
+    "a kind of 1 % destroyed": lambda each, chance: 1.4 if each.length == RARE else _healthy(chance),
+    "1 % of all requests destroyed": lambda each, chance: 1.4 if chance.random() < 0.01 else _healthy(chance),
+    "5 % of all requests destroyed": lambda each, chance: 1.4 if chance.random() < 0.05 else _healthy(chance),
+}
+_BURSTS = ((20, 0.1), (100, 0.1), (100, 5.0), (200, 20.0), (5000, 5.0))  # requests, in seconds
+_HEALTHY_S, _MOST_S = 300.0, 7200.0
 _AT_MOST_US = 2.0
 _CALLS, _TIMES = 2000, 30
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """``truth`` is the mean drift of all requests. Of the measured ones: what each weighs, its drift, whether it is
-    rare; when the first rare one was, in seconds after the first came."""
+def _healthy(chance: random.Random, spread: float = 0.1) -> float:
+    return HEALTHY * math.exp(spread * chance.gauss(0, 1))
 
-    truth: float
-    weights: Array
-    drifts: Array
-    waited: float
-    dropped: int
 
-    @property
-    def samples(self) -> int:
-        return self.weights.size
+class Samples:
+    """Receives the samples of a forwarder, all of which are measured at once, and counts those that it dropped."""
 
-    @property
-    def mean(self) -> float:
-        return float((self.weights * self.drifts).sum() / self.weights.sum())
+    def __init__(self, clock: Clock, seed: int, policy: ShadowPolicy = ShadowPolicy()) -> None:  # noqa: B008 -- frozen
+        draw = random.Random(seed).random  # noqa: S311 - simulated
+        self.forwarder = SampleForwarder(self, policy, self, batch_axis=0, draw=draw, clock=clock)
+        self.newest: Sample | None = None
+        self.dropped = 0
 
-    @property
-    def error(self) -> float:
-        """The standard error of :attr:`mean`."""
-        return float(np.sqrt((self.weights**2 * (self.drifts - self.mean) ** 2).sum()) / self.weights.sum())
+    def choose(self, request: Request, reply: Reply) -> Sample | None:
+        """Offer a request; return its sample if it was chosen."""
+        self.newest = None
+        self.forwarder.offer(request, reply)
+        return self.newest
 
-    @property
-    def effective(self) -> float:
-        """Kish's effective sample size."""
-        return float(self.weights.sum() ** 2 / (self.weights**2).sum())
+    def send(self, sample: Sample, observer: OutcomeObserver) -> None:
+        self.newest = sample
+        observer.sampled("measured", sample.rows)
+
+    def finish(self) -> None:
+        """Nothing to forget."""
+
+    def sampled(self, outcome: Outcome, samples: int) -> None:
+        self.dropped += samples * (outcome == "dropped")
+
+
+def add(recent: RecentRows, relative_l2: float, sample: Sample) -> None:
+    """Add a request of one row."""
+    drift = SampleDrift(relative_l2, min(relative_l2**2 / 2, 1.0), relative_l2, 60.0, 0, 0, 0)
+    recent.add([drift], 1 / sample.probability)
+
+
+def unbiased(rates: Mapping[int, float], seconds: float, seed: int) -> tuple[float, Estimate, float, int, float]:
+    """Return the error of the weighted mean in standard errors, its interval ÷ the truth, the share of effective
+    samples, how many there are, and the share of dropped ones. Drift follows from length and latency."""
+    clock, recent, chance = Clock(), RecentRows(), random.Random(seed)  # noqa: S311 - simulated
+    samples = Samples(clock, 1000 + seed)
+    everything, drifts, weights = [], [], []
+    for each in arrivals(clock, rates, seconds, seed):
+        slow = each.drift[0] / each.length  # 1.5 of slow requests
+        everything.append(_healthy(chance, 0.3) * _OF_KIND[each.length] * slow)
+        if (sample := samples.choose(each.request, each.reply)) is not None:
+            add(recent, everything[-1], sample)
+            drifts.append(everything[-1])
+            weights.append(1 / sample.probability)
+    y, w, truth = np.array(drifts), np.array(weights), float(np.mean(everything))
+    mean = float((w * y).sum() / w.sum())
+    error = float(np.sqrt((w**2 * (y - mean) ** 2).sum()) / w.sum())
+    (found,) = estimates(recent.window(), Budget.from_dict({"relative_l2": truth}))
+    effective = float(w.sum() ** 2 / (w**2).sum())
+    return (mean - truth) / error, found, effective / len(y), len(y), samples.dropped / (samples.dropped + len(y))
+
+
+def until_over(wrong: Wrong, seed: int, rates: Mapping[int, float] = _OFTEN, most: float = _MOST_S) -> float:
+    """Return the seconds from the beginning of a fault until a breach is established; infinite if it is not."""
+    clock, recent, chance = Clock(), RecentRows(), random.Random(seed)  # noqa: S311 - simulated
+    samples = Samples(clock, 1000 + seed)
+    for each in arrivals(clock, rates, _HEALTHY_S + most, seed):
+        faulty = clock.now > _HEALTHY_S
+        drift = wrong(each, chance) if faulty else _healthy(chance)
+        if (sample := samples.choose(each.request, each.reply)) is not None:
+            add(recent, drift, sample)
+            if faulty and any(found.lowest > 1 for found in estimates(recent.window(), BOUNDS)):
+                return clock.now - _HEALTHY_S
+    return math.inf
+
+
+def burst_weight(requests: int, seconds: float, seed: int) -> float:
+    """Return the weights of a burst's samples ÷ its requests, of ten bursts into a model that is idle otherwise."""
+    clock, chance, weight = Clock(), random.Random(seed), 0.0  # noqa: S311 - simulated
+    samples = Samples(clock, seed)
+    request, reply = Request({"x": np.zeros((1, 16), np.float32)}), Reply({"y": np.ones((1, 1))}, "bf16")
+    for start in range(0, 600, 60):
+        idle = [(start + at + chance.random(), False) for at in range(0, 35, 5)]
+        burst = [(start + 39 + seconds * chance.random(), True) for _ in range(requests)]
+        for clock.now, bursting in (*idle, *sorted(burst)):
+            sample = samples.choose(request, reply)
+            weight += 1 / sample.probability if bursting and sample is not None else 0.0
+    return weight / (10 * requests)
 
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
-    """Samples, their weights and errors; nanoseconds where a request is not chosen."""
-    rounds, seconds = _QUICK if quick else _FULL
-    measurements = [*_costs()]
-    for name, choosing in (("by strata", _by_strata), ("plain", _plain)):
-        found = [_simulated(choosing, seed, seconds) for seed in range(rounds)]
-        errors = [(each.mean - each.truth) / each.error for each in found]
-        measurements += [
-            Measurement(f"{name}: samples per second", median(each.samples for each in found) / seconds, "1/s"),
-            Measurement(f"{name}: dropped", 100 * _share(found), "% of the chosen"),
-            Measurement(
-                f"{name}: effective samples", 100 * median(each.effective / each.samples for each in found), "%"
-            ),
-            Measurement(f"{name}: until the rare shape is measured", median(each.waited for each in found), "s"),
+    """Samples, their weights and errors; microseconds where a request is not chosen."""
+    rounds, runs, seconds = (2, 1, 60.0) if quick else (400, 40, 300.0)
+    found = [*_costs()]
+    for name, rates in _BIAS.items():
+        told = [unbiased(rates, seconds, seed) for seed in range(rounds)]
+        errors, intervals, effective, counts, dropped = zip(*told, strict=True)
+        found += [
+            Measurement(f"{name}: samples per second", float(np.mean(counts)) / seconds, "1/s"),
+            Measurement(f"{name}: dropped", 100 * float(np.mean(dropped)), "% of the chosen"),
+            Measurement(f"{name}: effective samples", 100 * float(np.mean(effective)), "%"),
             Measurement(f"{name}: error of the mean, average", float(np.mean(errors)), "standard errors"),
             Measurement(f"{name}: error of the mean, spread", float(np.std(errors)), "standard errors"),
+            Measurement(
+                f"{name}: intervals above the truth", 100 * float(np.mean([i.low > 1 for i in intervals])), "%"
+            ),
+            Measurement(f"{name}: intervals below it", 100 * float(np.mean([i.high < 1 for i in intervals])), "%"),
         ]
+    for name, wrong in FAULTS.items():
+        delays = [until_over(wrong, seed, most=60.0 if quick else _MOST_S) for seed in range(runs)]
+        high = float(np.quantile(delays, 0.95, method="higher"))
+        detail = f"95th percentile {high:.0f}"
+        found.append(Measurement(f"{name}: until over budget, median", median(delays), "s", detail=detail))
+    for requests, length in _BURSTS:
+        weights = [burst_weight(requests, length, seed) for seed in range(runs)]
+        name = f"{requests} requests in {length:g} s: weight of their samples"
+        found.append(Measurement(name, float(np.mean(weights)), "of the requests"))
     return Result(
         "drift_sampling",
-        tuple(measurements),
-        settings={
-            "rates": {str(length): rate for length, rate in _RATES.items()},
-            "rounds": rounds,
-            "seconds": seconds,
-        },
-        notes=(
-            "simulated on a clock of its own; medians over rounds",
-            "until the rare shape is measured: from when it first comes; all that was simulated, where it never was",
-        ),
+        tuple(found),
+        settings={"rounds": rounds, "faults and bursts of each": runs, "seconds": seconds},
+        notes=("simulated on a clock of its own",),
     )
-
-
-def _share(found: list[_Round]) -> float:
-    dropped = sum(each.dropped for each in found)
-    return dropped / (dropped + sum(each.samples for each in found))
-
-
-# --- simulated --------------------------------------------------------------------------------------------------------
-
-
-class _Dropped:
-    """Counts what is dropped."""
-
-    def __init__(self) -> None:
-        self.samples = 0
-
-    def sampled(self, outcome: Outcome, samples: int) -> None:
-        self.samples += samples * (outcome == "dropped")
-
-
-_Choose = Callable[[Request, Reply], float | None]  # the probability of one that is chosen
-
-
-def _by_strata(clock: Clock, chance: random.Random, dropped: _Dropped) -> _Choose:
-    chooser = Chooser(ShadowPolicy(), dropped, 0, chance.random, INPUTS, clock)
-
-    def choose(request: Request, reply: Reply) -> float | None:
-        sample = chooser.choose(request, reply, lambda nbytes: True)
-        return None if sample is None else sample.probability
-
-    return choose
-
-
-def _plain(clock: Clock, chance: random.Random, dropped: _Dropped) -> _Choose:
-    policy = ShadowPolicy()
-    bucket = TokenBucket(policy.max_per_second, clock)
-
-    def choose(request: Request, reply: Reply) -> float | None:
-        if chance.random() >= policy.rate:
-            return None
-        if bucket.try_acquire():
-            return policy.rate
-        dropped.sampled("dropped", 1)
-        return None
-
-    return choose
-
-
-def _simulated(choosing: Callable[[Clock, random.Random, _Dropped], _Choose], seed: int, seconds: float) -> _Round:
-    clock, dropped = Clock(), _Dropped()
-    choose = choosing(clock, random.Random(1000 + seed), dropped)  # noqa: S311 - simulated
-    everything, drifts, weights = [], [], []
-    first_rare_at = first_sampled_at = None
-    for each in arrivals(clock, _RATES, seconds, seed):
-        everything.append(each.drift[0])
-        rare = each.length == _RARE
-        first_rare_at = clock.now if rare and first_rare_at is None else first_rare_at
-        probability = choose(each.request, each.reply)
-        if probability is not None:
-            drifts.append(each.drift[0])
-            weights.append(1 / probability)
-            first_sampled_at = clock.now if rare and first_sampled_at is None else first_sampled_at
-    waited = (
-        0.0 if first_rare_at is None else (seconds if first_sampled_at is None else first_sampled_at - first_rare_at)
-    )
-    return _Round(float(np.mean(everything)), np.array(weights), np.array(drifts), waited, dropped.samples)
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
@@ -172,13 +177,11 @@ def _costs() -> Iterator[Measurement]:
 
 
 def _cost(name: str, feeds: dict[str, Array], outputs: dict[str, Array]) -> Iterator[Measurement]:
-    inputs = [TensorSpec(key, "float32", ("batch", "seq")) for key in feeds]
     request, reply = Request(feeds, timings=Timings(arrived=time.monotonic())), Reply(outputs, "bf16")
 
     def offering(policy: ShadowPolicy) -> Callable[[], Sample | None]:
-        chooser = Chooser(policy, _Dropped(), 0, random.random, inputs)
-
-        return lambda: chooser.choose(request, reply, lambda nbytes: True)
+        samples = Samples(time.monotonic, 0, policy)  # type: ignore[arg-type]  # a real clock
+        return lambda: samples.choose(request, reply)
 
     everything = offering(ShadowPolicy(rate=1, max_per_second=1e9))
     sample = everything()

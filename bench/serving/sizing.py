@@ -16,7 +16,7 @@ from typing import Any
 from bench.core import models
 from bench.serving import wire
 from bf16kit.protocol import inference_pb2 as pb
-from service.drift.policy import ShadowPolicy
+from service.drift.driftpolicy import ShadowPolicy
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "scaling.md"

@@ -1,14 +1,19 @@
-"""The drift and the input ranges that an artifact's conversion measured, which live drift is compared with."""
+"""What an artifact's conversion measured, which live samples are compared with: drift, and the ranges of inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bf16kit.artifact.entries import drawn_at_random
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.drift.measurements import InputRange, Measurements
+from bf16kit.drift.metrics import has_slices
 from bf16kit.drift.slices import Scales
+from service.contract import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +56,25 @@ class Calibration:
             if profile in usable
         }
         return cls(rows, measurements.inputs, "too few samples were measured", scalars=scalars)
+
+
+def all_finite(output: Array) -> bool:
+    """Return whether no element is infinite or NaN; strings and integers are always finite."""
+    if not has_slices(output):
+        return True
+    with np.errstate(invalid="ignore"):  # casting a NaN of a narrow type raises the flag
+        return bool(np.isfinite(output.astype(np.float64, copy=False)).all())
+
+
+def rows_out_of_range(
+    ranges: Mapping[str, InputRange], feeds: Mapping[str, Array], rows: int, batch_axis: int | None
+) -> dict[str, NDArray[np.bool_]]:
+    """Return, for each input that has a range, a mask [rows] of the rows that hold a value outside it."""
+
+    def mask(array: Array, known: InputRange) -> NDArray[np.bool_]:
+        out = known.outside(array)
+        if batch_axis is None or batch_axis >= array.ndim or array.shape[batch_axis] != rows:
+            return np.full(rows, bool(out.any()))
+        return np.asarray(out.any(axis=tuple(i for i in range(array.ndim) if i != batch_axis)))
+
+    return {name: mask(feeds[name], known) for name, known in ranges.items() if name in feeds}

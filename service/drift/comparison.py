@@ -12,28 +12,57 @@ from __future__ import annotations
 import logging
 import math
 import time
-from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from bf16kit.drift.metrics import OF_VECTORS, Budget, OutputDrift, SampleDrift, compare
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.numerics.tensors import TensorSpec
 from service.contract import Array
-from service.drift.calibration import Calibration
-from service.drift.census import RangeChecker, all_finite
-from service.drift.corroboration import corroborated
+from service.drift.calibration import Calibration, all_finite, rows_out_of_range
 from service.drift.detector import LEARNING_ROWS, Detector, Expected
 from service.drift.diagnosis import diagnose, worst_cause
-from service.drift.liveslices import LiveSlices, estimate
-from service.drift.observer import DriftObserver
-from service.drift.recent import REQUESTS, Estimate, RecentRows, Window, estimates
-from service.drift.sampling import Sample
+from service.drift.estimates import Estimate, corroborated, estimates, slice_estimate
+from service.drift.recent import REQUESTS, LiveSlices, RecentRows, Window
+from service.drift.sampler import Sample
 from service.drift.verdict import Cause, DriftVerdict, State
 
 _log = logging.getLogger(__name__)
-_WEIGHTS = 256  # requests whose weights decide which weight is common
+Drifts = Mapping[str, Sequence[SampleDrift]]  # of each row, by output
+
+
+class DriftObserver(Protocol):
+    """Receives the drift of every sample (row) of every output, and the summary of recent samples."""
+
+    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
+        """One row's drift, which stands for ``weight`` answered rows. ``scalar``: the row is one number."""
+
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
+        """All rows of one request, if its drift counts in the verdict; each stands for ``weight`` answered rows."""
+
+    def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
+        """Recent drift ÷ budget of one bound, and its 95 % interval."""
+
+    def worst_slice(self, output: str, axis: int, index: int) -> None:
+        """The axis and the index of the slice with the largest error, if slices have a bound."""
+
+    def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
+        """The effective sample size of recent drift, and the detector's sum ÷ threshold (None: not calibrated yet)."""
+
+    def changed(self, output: str) -> None:
+        """The change detector has given the alarm."""
+
+    def out_of_range(self, name: str, rows: int) -> None:
+        """``rows`` measured rows of an input lie outside its calibrated range.
+
+        Called with 0 too, for an input with a range.
+        """
+
+    def reference_nonfinite(self, rows: int) -> None:
+        """``rows`` are left out of all drift, because an output of the reference is not finite for their request."""
+
+    def judged(self, state: str, cause: str) -> None:
+        """The state of recent drift and the diagnosed cause; see :class:`service.drift.verdict.DriftVerdict`."""
 
 
 class _OutputVerdict(NamedTuple):
@@ -85,25 +114,6 @@ class _Output:
         self.verdict = _OutputVerdict(found, over, cause, window.size)
 
 
-class _CommonWeight:
-    """The weights of the newest requests, sorted, to find the weight of a common request."""
-
-    def __init__(self) -> None:
-        self._newest: deque[float] = deque()
-        self._ordered: list[float] = []
-
-    def add(self, weight: float) -> None:
-        if len(self._newest) == _WEIGHTS:
-            del self._ordered[bisect_left(self._ordered, self._newest.popleft())]
-        self._newest.append(weight)
-        insort(self._ordered, weight)
-
-    @property
-    def high(self) -> float:
-        """The 90th percentile: the smallest weight with nine tenths of the others at or below it."""
-        return self._ordered[math.ceil(0.9 * (len(self._ordered) - 1))]
-
-
 class Comparison:
     """Live drift of one model version. For one thread only, except :meth:`verdict`."""
 
@@ -126,10 +136,8 @@ class Comparison:
         self._label = f"model {model!r} version {version}"
         self._calibration = calibration or Calibration()
         self._clock = clock
-        self._ranges = RangeChecker(self._calibration.ranges, batch_axis)
         self._profile: str | None = None
         self._outputs: dict[str, _Output] = {}
-        self._common = _CommonWeight()
         self._samples = self._requests = 0
         self._verdict = DriftVerdict.unknown(model, version)
 
@@ -147,11 +155,12 @@ class Comparison:
         self._samples = 0
         self._verdict = DriftVerdict.unknown(self._verdict.model, self._verdict.version)
 
-    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> bool:
+    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> Drifts | None:
         """Compare one request's outputs with the reference's. Outputs that the request did not ask for are skipped.
 
-        Returns False if they cannot be compared, because an output of the reference is not finite. Raises ArtifactError
-        if a reference output has no rows; then none of the request's outputs count.
+        Returns each output's drift, nothing of a request that is judged apart, and None if they cannot be compared
+        because an output of the reference is not finite. Raises ArtifactError if a reference output has no rows; then
+        none of the request's outputs count.
         """
         if self._profile != sample.profile:
             self._start_profile(sample.profile)
@@ -159,10 +168,9 @@ class Comparison:
         requested = [spec for spec in self._specs if spec.name in sample.outputs]
         if not all(all_finite(expected[s.name]) for s in requested if s.name not in self._calibration.infinite):
             observer.reference_nonfinite(sample.rows)
-            return False
+            return None
         drifts = {spec.name: self._drift(spec, expected, sample, outside) for spec in requested}
         weight = 1.0 / sample.probability
-        self._common.add(weight)
         self._requests += 1
         for name, found in drifts.items():
             output = self._outputs[name]
@@ -175,7 +183,7 @@ class Comparison:
         self._samples += sample.rows
         self._verdict = self._new_verdict()
         observer.judged(self._verdict.state, self._verdict.cause)
-        return True
+        return {} if outside else {name: found.rows for name, found in drifts.items()}
 
     def _drift(self, spec: TensorSpec, expected: Mapping[str, Array], sample: Sample, outside: bool) -> OutputDrift:
         reference, candidate = expected[spec.name], sample.outputs[spec.name]
@@ -211,7 +219,7 @@ class Comparison:
 
     def _is_outside(self, sample: Sample, observer: DriftObserver) -> bool:
         """Return whether any input of any row of the sample is outside its range."""
-        found = self._ranges.outside(sample.feeds, sample.rows)
+        found = rows_out_of_range(self._calibration.ranges, sample.feeds, sample.rows, self._batch_axis)
         for name, rows in found.items():
             observer.out_of_range(name, int(rows.sum()))  # report 0 as well: it shows that the input has a range
         return any(rows.any() for rows in found.values())
@@ -230,9 +238,7 @@ class Comparison:
         if not drift.scalar:
             observer.judged_rows(name, rows, weight)
         drifts = [getattr(row, output.metric) for row in rows]
-        change = detector.add(
-            drifts, self._detector_weight(weight), within_budget=drift.scalar or self._within_budget(rows)
-        )
+        change = detector.add(drifts, within_budget=drift.scalar or self._within_budget(rows))
         if change == "risen":  # as many remain as a breach needs to be established, or it would end with the change
             output.recent.keep_newest(max(detector.change_age, output.recent.fewest_to_judge()))
             observer.changed(name)
@@ -245,7 +251,7 @@ class Comparison:
         found = corroborated(window, self._budget, self._estimates(window, scalar=drift.scalar))
         worst, bound = output.slices.worst(), self._budget.bound("slice_error")
         if worst is not None and bound is not None:
-            found.append(estimate(self._budget.ratio("slice_error", worst.error), window.size))
+            found.append(slice_estimate(self._budget.ratio("slice_error", worst.error), window.size))
             observer.worst_slice(name, worst.axis, worst.index)
         output.update_verdict(window, found)
         for each in found:
@@ -261,13 +267,6 @@ class Comparison:
         bound = self._budget.bound("relative_l2")
         highest = math.inf if bound is None else bound
         return all(math.isfinite(row.relative_l2) and row.relative_l2 <= highest for row in rows)
-
-    def _detector_weight(self, weight: float) -> float:
-        """Return the weight of a request in the detector, at most 1.
-
-        A request of a kind that is sampled more often than a common one counts less, in proportion.
-        """
-        return min(1.0, weight / self._common.high)
 
     def _new_verdict(self) -> DriftVerdict:
         # An output that none of the last REQUESTS requests asked for has no recent drift.

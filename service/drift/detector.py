@@ -10,8 +10,7 @@ outputs).
 θ is the positive root of E[exp(θ g)] = 1 under the expected drift. With it, Σ exp(θ · the sum since each request) - n
 is a martingale (the Shiryaev-Roberts statistic; G. Lorden, Ann. Math. Stat. 42, 1971). The mean time to a false alarm
 is therefore at least HORIZON requests, whatever the shape of the distribution with this root. Taking the mean of
-dependent rows, a weight below 1 or an upper bound on one request's step keeps E[exp(…)] at or below 1, and so keeps the
-guarantee.
+dependent rows or an upper bound on one request's step keeps E[exp(…)] at or below 1, and so keeps the guarantee.
 """
 
 from __future__ import annotations
@@ -109,16 +108,16 @@ class Detector:
         """Forget the sum and the alarm. The expected drift is kept."""
         self._sum, self.change_age, self.recovery_age, self.alarm = 0.0, 0, 0, False
 
-    def add(self, relative_l2: Sequence[float], weight: float = 1.0, *, within_budget: bool = True) -> Change:
+    def add(self, relative_l2: Sequence[float], *, within_budget: bool = True) -> Change:
         """Add one request's rows. Return "risen" if they give the alarm, "ended" if the sum is 0 again, else "".
 
-        ``weight``, in (0, 1], is the request's weight. A request that is not ``within_budget`` is not learnt from.
+        A request that is not ``within_budget`` is not learnt from.
         """
         if self.expected is None:
             self._learn(relative_l2, within_budget)
             return ""
         deviation = np.clip(log_drift(np.asarray(relative_l2, np.float64)) - self.expected.centre, -CLIP, CLIP)
-        step = self.expected.root * weight * (float(deviation.mean()) - ALLOWANCE)
+        step = self.expected.root * (float(deviation.mean()) - ALLOWANCE)
         # A sum above the threshold would only keep the alarm up after its cause has ended.
         self._sum = min(max(0.0, self._sum + min(step, self._threshold / REQUESTS)), self._threshold)
         over = self._sum >= self._threshold * (1 - 1e-9)

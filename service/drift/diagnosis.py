@@ -19,9 +19,9 @@ from __future__ import annotations
 import math
 
 from service.drift.detector import DOUBLING, Expected, log_drift
+from service.drift.intervals import median
 from service.drift.recent import Window
 from service.drift.verdict import Cause
-from service.drift.weighted import median
 
 BROKEN = 4.0
 LOST = 0.3

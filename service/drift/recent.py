@@ -1,4 +1,4 @@
-"""Recent drift of one output, and each bound's drift ÷ budget with its intervals.
+"""Recent drift of one output: its rows, and the worst of its slices.
 
 Recent are the newest :data:`REQUESTS` measured requests, but none from before the last detected change. A request's
 weight halves with every :data:`HALF_LIFE` requests after it. A row's weight is 1 ÷ its sampling probability, so the
@@ -12,17 +12,18 @@ spaced, because a client may have sorted its rows, and share the weight of all r
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.drift.metrics import DISTRIBUTIONS, Budget, SampleDrift
-from service.drift import weighted
-from service.drift.weighted import Interval, Values
+from bf16kit.drift.metrics import DISTRIBUTIONS, OutputDrift, SampleDrift, compare
+from bf16kit.drift.slices import Scales, SliceError, SliceSums, Variation, limits_of, worst_slices
+from bf16kit.numerics.tensors import TensorSpec
+from service.contract import Array
+from service.drift.intervals import Values, effective_size
 
 HALF_LIFE = 400  # measured requests
 REQUESTS = 2048  # an older request would weigh less than a thirtieth
@@ -31,7 +32,6 @@ _ROWS = REQUESTS * PER_REQUEST  # capacity in rows: enough for all recent reques
 _DECAY = np.exp2(-np.arange(REQUESTS) / HALF_LIFE)  # the weight of a request by the number of requests after it
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 MIN_EFFECTIVE_SIZE = 8.0  # effective samples; below them no interval is given
-_QUANTILES = {"p50": 0.5, "p99": 0.99}
 _COLUMNS = (*DISTRIBUTIONS, "top1_matches", "top1_rows", "nonfinite")
 _WORSE_SIGN = {
     "relative_l2": 1,
@@ -40,31 +40,15 @@ _WORSE_SIGN = {
     "sqnr_db": -1,
     "nonfinite": 1,
 }  # 1: larger is worse; -1: smaller is worse
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """One bound's drift ÷ budget (over 1 is a breach), its 95 % interval, and the lower end of its wide one.
-
-    ``lowest`` over 1 establishes a breach although it is looked at after every sample (:mod:`service.drift.weighted`).
-    ``confirmable``: so many samples can show that the bound is met.
-    """
-
-    metric: str
-    ratio: float
-    low: float
-    high: float
-    lowest: float
-    confirmable: bool = True
-
-    @property
-    def within(self) -> bool:
-        """Whether the bound is met: with 95 % confidence, or by the estimate if no such samples could confirm it.
-
-        Otherwise a model whose requests differ much in size, so that samples are worth few, would never be within a
-        budget that bounds a p99.
-        """
-        return self.high <= 1 or (not self.confirmable and self.ratio <= 1)
+_EVERY = 16  # requests between two decays of a slice's sums
+_JUDGED = 8  # requests between two searches for the worst slice, once there are some
+_SLICE_DECAY = 2.0 ** (-_EVERY / HALF_LIFE)
+# Elements of a row that is kept to tell how the next one differs: half a megabyte. Larger rows vary within a
+# request of several rows alone, so their slices are mostly judged against the variation at conversion.
+_LARGEST_ROW = 1 << 16
+# Times its known variation that a slice's error counts in one request. A destroyed slice has 1.4. A single request of n
+# gives 4/√n, and the interval of that begins below the default bound for every n.
+_MOST_OF_ONE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +69,7 @@ class Window:
     def select(self, kept: NDArray[np.bool_]) -> Window:
         """Return only the rows where ``kept`` is true."""
         weights, clusters = self.weights[kept], self.clusters[kept]
-        size = weighted.effective_size(weights, clusters)
+        size = effective_size(weights, clusters)
         return Window(self.columns[:, kept], weights, clusters, self.clients[kept], size)
 
 
@@ -135,7 +119,7 @@ class RecentRows:
         requests = self._rows(self._requests, first_row)
         weights = self._rows(self._weights, first_row) * _DECAY[self._request - requests]
         clusters = requests - oldest
-        size = weighted.effective_size(weights, clusters)
+        size = effective_size(weights, clusters)
         return Window(
             self._rows(self._columns, first_row), weights, clusters, self._rows(self._clients, first_row), size
         )
@@ -164,86 +148,43 @@ def _select_rows(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], Values
     return np.concatenate((worst, spaced)), np.repeat((1.0, len(others) / room), (len(worst), room))
 
 
-def estimates(window: Window, budget: Budget) -> Iterator[Estimate]:
-    """Yield the estimate of every bound that the rows have a metric for, in the budget's order.
+class LiveSlices:
+    """Recent slice errors of one output. The requests measured count alike, whatever their sampling probability.
 
-    ``.worst``, ``max_abs`` and ``nonfinite`` bound the measured rows themselves, so their intervals have no width. If
-    none of n effective samples is over such a bound, at most 3 ÷ n of all answered rows are (with 95 % confidence).
+    A slice is judged against its variation in recent requests, or in the conversion's samples (``known``) if that was
+    larger: clients that send nearly the same input again and again show no variation, and that is no fault of bf16. A
+    slice that the conversion did not judge is not judged. No single request blinds the judge or raises the alarm: what
+    one adds to the variation and to the errors is limited.
     """
-    for bound in budget.as_dict():
-        found = _interval(window, bound)
-        if found is not None:
-            ratio, low, high, lowest, highest = (budget.ratio(bound, value) for value in _clipped(found, bound))
-            high, low = max(low, high), min(low, high)
-            confirmable = window.size < MIN_EFFECTIVE_SIZE or _is_confirmable(window, budget, bound, high)
-            yield Estimate(bound, ratio, low, high, min(lowest, highest), confirmable)
 
+    def __init__(self, spec: TensorSpec, batch_axis: int | None, known: Scales | None = None) -> None:
+        self._spec, self._batch_axis = spec, batch_axis
+        self._limits = limits_of(known, _MOST_OF_ONE)
+        self._variation = Variation(spec, batch_axis, known, largest=_LARGEST_ROW)
+        self.restart()
 
-def _is_confirmable(window: Window, budget: Budget, bound: str, high: float) -> bool:
-    """Return whether so many samples, were all of them good, could show with 95 % confidence that the bound is met."""
-    if bound == "top1_agreement":
-        return budget.ratio(bound, weighted.wilson(1.0, window.size)[0]) <= 1
-    return bound.partition(".")[2] not in _QUANTILES or math.isfinite(high)
+    def restart(self) -> None:
+        """Forget the errors, because another precision answers now or drift has changed; the variation is kept."""
+        self._noise = SliceSums(self._spec, self._batch_axis)
+        self._requests = 0
+        self._worst: SliceError | None = None
 
+    def compare(self, reference: Array, candidate: Array) -> OutputDrift:
+        """Measure one request's rows; the reference's count for the variation, the errors only once added."""
+        return compare(reference, candidate, self._spec, self._batch_axis, variation=self._variation)
 
-def _interval(window: Window, bound: str) -> Interval | None:
-    metric, _, part = bound.partition(".")
-    if metric == "slice_error":
-        return None  # of many rows together: see service.drift.liveslices
-    if metric == "nonfinite":
-        return Interval.exact(float(window["nonfinite"].sum()))
-    if metric == "top1_agreement":
-        return _agreement(window)
-    values = window[metric]
-    if part == "worst" or (metric == "max_abs" and not part):
-        return Interval.exact(float(values.min() if metric == "sqnr_db" else values.max()))
-    if part:
-        return _quantile(window, metric, _QUANTILES[part])
-    return _mean(window, metric)
+    def add(self, found: OutputDrift) -> None:
+        """Add one request's errors."""
+        if found.noise is None:
+            return
+        self._requests += 1
+        if self._requests % _EVERY == 0:
+            self._noise.scale(_SLICE_DECAY)
+            self._variation.scale(_SLICE_DECAY)
+        self._noise.merge(found.noise, self._limits)
+        if self._requests < _EVERY or self._requests % _JUDGED == 0:
+            self._worst = next(iter(worst_slices(self._noise, self._variation.scales())), None)
 
-
-def _mean(window: Window, metric: str) -> Interval:
-    """Return the mean as :class:`bf16kit.drift.metrics.DriftSummary` defines it.
-
-    It is infinite if the worst value is. Rows of +inf dB, which are exact, are left out.
-    """
-    values, weights, clusters, size = window[metric], window.weights, window.clusters, window.size
-    floor = metric == "sqnr_db"
-    worst = float(values.min() if floor else values.max())
-    if math.isinf(worst):
-        return Interval.exact(worst)
-    finite = np.isfinite(values)
-    if not finite.all():
-        values, weights, clusters = values[finite], weights[finite], clusters[finite]
-        size = weighted.effective_size(weights, clusters)
-    if min(window.size, size) < MIN_EFFECTIVE_SIZE:
-        return Interval.unbounded(float(np.average(values, weights=weights)))
-    return weighted.mean(values, weights, clusters, positive=not floor, size=size)
-
-
-def _quantile(window: Window, metric: str, share: float) -> Interval:
-    sign = -1.0 if metric == "sqnr_db" else 1.0  # the quantile is taken on the bad side
-    found = weighted.quantile(sign * window[metric], window.weights, share, max(window.size, 1.0))
-    if window.size < MIN_EFFECTIVE_SIZE:
-        found = Interval.unbounded(found.estimate)
-    return Interval(*(sign * value for value in found))
-
-
-def _agreement(window: Window) -> Interval | None:
-    """Return the share of rows with the same top-1.
-
-    The interval counts effective samples: rows of a request are dependent.
-    """
-    rows = float(np.dot(window.weights, window["top1_rows"]))
-    if not rows:
-        return None
-    share = min(1.0, float(np.dot(window.weights, window["top1_matches"])) / rows)
-    return weighted.proportion(share, window.size) if window.size >= MIN_EFFECTIVE_SIZE else Interval.unbounded(share)
-
-
-def _clipped(found: Interval, bound: str) -> Interval:
-    """Clip an interval at 0, because drift is never negative (decibels may be), and a share at 1."""
-    if bound.startswith("sqnr_db"):
-        return found
-    highest = 1.0 if bound == "top1_agreement" else math.inf
-    return Interval(*(min(max(0.0, value), highest) for value in found))
+    def worst(self) -> SliceError | None:
+        """Return the worst slice of recent requests, up to :data:`_JUDGED` ago; None while none can be judged."""
+        return self._worst

@@ -1,49 +1,46 @@
 """Live drift: samples of live requests are run again on the fp32 reference, and compared.
 
-Each model has one thread with a short queue, which has a low priority once it has loaded the reference. A sample that
-finds the queue full is dropped, and its ``on_outcome`` is called with that.
+Each model has one thread, which has a low priority once it has loaded the reference. A sample that finds no room is
+dropped, and its ``on_outcome`` is called with that.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
 from bf16kit.messages.wording import brief
 from service.contract import Array
-from service.drift.evidence import SampleComparer
-from service.drift.observer import Outcome, ReferenceObserver
-from service.drift.policy import ShadowPolicy
-from service.drift.sampling import MAX_IN_FLIGHT, Sample
+from service.drift.breachevidence import SampleComparer
+from service.drift.comparison import DriftObserver
+from service.drift.sampler import Outcome, Sample
 
 _log = logging.getLogger(__name__)
-QUEUE_SIZE = MAX_IN_FLIGHT
+QUEUE_SIZE = 64  # samples of one model that wait or are measured
+MAX_BYTES = 64 << 20  # their inputs and outputs: a slow reference must not fill the memory
 LONGEST_RUN_S = 60.0  # of one reference run: a longer one delays other samples too much to be worth it
 # A tenth of the share of a thread at 0, whatever the number of threads. With 19 or SCHED_IDLE, a full machine leaves
 # next to nothing (docs/decisions/0056), and a thread that then holds Python's lock keeps others waiting for it.
 NICENESS = 10
 
 OnOutcome = Callable[[Outcome], None]
-_Restart = Literal["restart"]
-_RESTART: Final = "restart"
 
 
-@dataclass(frozen=True, slots=True)
-class _QueuedSample:
-    sample: Sample
-    on_outcome: OnOutcome
+class ReferenceObserver(DriftObserver, Protocol):
+    """Also receives when the last sample was measured, and whether the reference answers."""
+
+    def reference_up(self, up: bool) -> None: ...
+    def last_sample(self, at: float) -> None: ...
 
 
 class Reference(Protocol):
-    """The model in fp32, wherever it runs: the part of :class:`bf16kit.runtime.Runtime` that the shadow needs.
+    """The model in fp32: the part of :class:`bf16kit.runtime.Runtime` that the shadow needs.
 
     ``up``: whether it answers, which may change with each run. It logs such a change itself.
     """
@@ -58,104 +55,82 @@ class Reference(Protocol):
 
 
 class Shadow:
-    """Measures one model's samples. :meth:`start` loads the reference in the background; :meth:`close` ends the thread.
+    """Measures one model's samples. :meth:`start`, before any sample, loads the reference in the background.
 
-    ``on_measured`` is called on that thread after each measured sample.
+    ``on_measured`` is called on the shadow's thread after each measured sample.
     """
 
     def __init__(
         self,
         load: Callable[[], Reference],
         comparison: SampleComparer,
-        policy: ShadowPolicy,
         observer: ReferenceObserver,
         *,
         name: str,
+        max_bytes: int = MAX_BYTES,
         on_measured: Callable[[], object] = lambda: None,
     ) -> None:
         self._load = load
         self._comparison = comparison
-        self._max_bytes = policy.max_bytes
         self._observer = observer
         self._name = name
+        self._max_bytes = max_bytes
         self._on_measured = on_measured
-        self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
-        self._queue: deque[_QueuedSample | _Restart] = deque()
-        self._samples = 0  # samples in the queue
-        self._bytes_in_use = 0  # bytes of the samples that wait or are measured
-        self._closed = False
+        self._thread = ThreadPoolExecutor(1, f"{name}-shadow")
+        self._lock = threading.Lock()  # of the four below
+        self._samples = self._bytes_in_use = 0  # of the samples that wait or are measured
+        self._started = self._stopped = False
+        self._reference: Reference | None = None  # on the thread alone, as is the next
         self._up = False
-        self._thread = threading.Thread(target=self._work, name=f"{name}-shadow", daemon=True)
 
     def start(self) -> None:
-        if self._thread.ident is None and not self._closed:
-            self._thread.start()
+        with self._lock:
+            if not self._started and not self._stopped:
+                self._started = True
+                self._thread.submit(self._open)
 
     def put(self, sample: Sample, on_outcome: OnOutcome) -> None:
         """Queue a sample. ``on_outcome`` is called with its outcome, on any thread: "dropped" if there is no room."""
         with self._lock:
             room = self._samples < QUEUE_SIZE and self._bytes_in_use + sample.nbytes <= self._max_bytes
-            if queued := room and not self._closed:
-                self._bytes_in_use += sample.nbytes
+            if queued := room and not self._stopped:
                 self._samples += 1
-                self._queue.append(_QueuedSample(sample, on_outcome))
-                self._wake.notify()
+                self._bytes_in_use += sample.nbytes
+                self._thread.submit(self._process, sample, on_outcome)
         if not queued:
             on_outcome("dropped")
 
     def restart(self) -> None:
         """Forget recent drift once the samples queued so far are measured: another precision answers from now on."""
         with self._lock:
-            self._queue.append(_RESTART)
-            self._wake.notify()
+            if not self._stopped:
+                self._thread.submit(self._comparison.restart)
 
     def stop(self) -> None:
-        """Tell the thread to end after its current sample. Does not wait for it."""
+        """Measure no further sample, drop those that wait, and free the reference. Waits for nothing."""
         with self._lock:
-            self._closed = True
-            dropped = [each for each in self._queue if each != _RESTART]
-            self._queue.clear()
-            self._wake.notify()
-        for each in dropped:
-            each.on_outcome("dropped")
-
-    def close(self, deadline: float = math.inf) -> bool:
-        """End the thread. Return False if it still runs at ``deadline``, in :func:`time.monotonic` seconds.
-
-        It is then left behind: a daemon thread in native code cannot be interrupted.
-        """
-        self.stop()
-        if self._thread.ident is None:
-            return True
-        self._thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-        return not self._thread.is_alive()
+            if self._started and not self._stopped:
+                self._thread.submit(self._close)
+            self._stopped = True
+            self._thread.shutdown(wait=False)
 
     # --- the shadow's thread ------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        reference = None if self._closed else self._load_reference()
+    def _open(self) -> None:
+        if not self._stopped:
+            self._reference = self._load_reference()
         lower_priority()  # not before: a full machine would load for minutes, and niceness cannot be taken back
-        while (item := self._next()) is not None:
-            if item == _RESTART:
-                self._comparison.restart()
-                continue
-            outcome = self._measure(reference, item.sample)
-            with self._lock:
-                self._bytes_in_use -= item.sample.nbytes
-            item.on_outcome(outcome)
-        if reference is not None:
-            reference.close()
 
-    def _next(self) -> _QueuedSample | _Restart | None:
-        """Return the oldest item of the queue; None once the shadow is closed."""
-        with self._wake:
-            self._wake.wait_for(lambda: self._queue or self._closed)
-            if self._closed:
-                return None
-            first = self._queue.popleft()
-            self._samples -= first != _RESTART
-            return first
+    def _close(self) -> None:
+        if self._reference is not None:
+            self._reference.close()
+
+    def _process(self, sample: Sample, on_outcome: OnOutcome) -> None:
+        outcome: Outcome = "dropped" if self._stopped else self._measure(sample)
+        with self._lock:
+            self._samples -= 1
+            self._bytes_in_use -= sample.nbytes
+        on_outcome(outcome)
 
     def _load_reference(self) -> Reference | None:
         start = time.monotonic()
@@ -175,18 +150,18 @@ class Shadow:
             self._up = up
             self._observer.reference_up(up)
 
-    def _measure(self, reference: Reference | None, sample: Sample) -> Outcome:
-        if reference is None:
+    def _measure(self, sample: Sample) -> Outcome:
+        if self._reference is None:
             return "failed"
         try:
-            return self._compare(reference, sample)
+            return self._compare(self._reference, sample)
         finally:
-            self._report_up(reference.up)
+            self._report_up(self._reference.up)
 
     def _compare(self, reference: Reference, sample: Sample) -> Outcome:
         try:
             expected = reference.run(sample.feeds, tuple(sample.outputs), seconds=LONGEST_RUN_S)
-            if not self._comparison.observe(expected, sample, self._observer):
+            if self._comparison.observe(expected, sample, self._observer) is None:
                 return "failed"  # counted apart as well: bf16kit_drift_reference_nonfinite_total
         except Unavailable:  # the reference logs this itself, once and not for each sample
             return "failed"

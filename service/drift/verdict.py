@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
 State = Literal["unknown", "within", "over"]
@@ -71,26 +71,15 @@ class DriftVerdict:
         }
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
         """Parse :meth:`to_json`'s output.
 
         Raises ValueError for an unknown state or cause, and KeyError for a missing field.
         """
-        if fields["state"] not in STATES or fields["cause"] not in CAUSES:
-            raise ValueError(f"a verdict of state {fields['state']!r} and cause {fields['cause']!r}")
-        return cls(
-            model=str(fields["model"]),
-            version=int(fields["version"]),
-            state=fields["state"],
-            cause=fields["cause"],
-            output=str(fields["output"]),
-            metric=str(fields["metric"]),
-            ratio=float(fields["ratio"]),
-            low=float(fields["low"]),
-            high=float(fields["high"]),
-            effective_samples=float(fields["effective_samples"]),
-            samples=int(fields["samples"]),
-            changed=bool(fields["changed"]),
-            at=float(fields["at"]),
-            plan=str(fields["plan"]),
-        )
+        if body["state"] not in STATES or body["cause"] not in CAUSES:
+            raise ValueError(f"a verdict of state {body['state']!r} and cause {body['cause']!r}")
+        return cls(**{each.name: _PARSERS.get(each.type, str)(body[each.name]) for each in fields(cls)})
+
+
+# By a field's annotation. Floats that are not finite are strings in JSON.
+_PARSERS: Mapping[Any, Callable[[Any], Any]] = {"float": float, "int": int, "bool": bool}

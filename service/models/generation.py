@@ -12,9 +12,8 @@ from bf16kit.runtime import Runtime, RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.queue import BatchPolicy
 from service.contract import ActivePrecision, Array, Bounds, TensorSemantics
+from service.drift.forwarder import Probe, SampleForwarder, SampleSender
 from service.drift.gate import ProcessRank
-from service.drift.probe import Probe
-from service.drift.sampling import SampleForwarder, SampleSender
 from service.models.engine import Engine, ParallelEngine, SwitchedEngine
 from service.models.goldengate import GoldenGate, OnVerdict, ignore_verdict
 from service.models.lease import Leases
@@ -199,11 +198,11 @@ class Generation:
     ) -> SampleForwarder | None:
         if sender is None or not serving.shadow.on:
             return None
-        if opened.artifact.manifest.reference is None and serving.shadow.remote is None:
+        if opened.artifact.manifest.reference is None:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
             return None
-        self._probe = Probe(self.label, self.info.precision, self._engine.bf16.run, sender, serving.shadow.max_bytes)
+        self._probe = Probe(self.label, self.info.precision, self._engine.bf16.run, sender)
         return SampleForwarder(
             self._probe, serving.shadow, self.metrics,
-            batch_axis=opened.batch_axis, inputs=opened.inputs, profile=self.info.profile,
+            batch_axis=opened.batch_axis, profile=self.info.profile,
         )  # fmt: skip

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.messages.wording import brief
-from service.drift.calibration import Calibration
-from service.drift.census import all_finite
+from service.drift.calibration import Calibration, all_finite
 from service.drift.comparison import Comparison
 from service.models.opening import OpenedArtifact
 

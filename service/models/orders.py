@@ -1,4 +1,4 @@
-"""The fallback owner's orders: which precision answers for each version, including versions that are loaded later."""
+"""The fallback controller's orders: which precision answers for each version, also for versions loaded later."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from bf16kit.messages.errors import Unavailable
-from service.drift.owner import PrecisionOrder
+from service.drift.fallbackcontroller import PrecisionOrder
 from service.models.slot import Slot
 
 

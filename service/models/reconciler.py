@@ -17,8 +17,8 @@ from functools import partial
 from bf16kit.messages.errors import Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 from service.config import resources
+from service.drift.forwarder import SampleSender
 from service.drift.gate import ProcessRank
-from service.drift.sampling import SampleSender
 from service.models import loading, loads
 from service.models.advice import AdviceLog
 from service.models.fp32 import load_fp32

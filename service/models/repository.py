@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.messages.wording import quoted, without_long_words
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
+from service.drift.fallbackcontroller import PrecisionOrder
 from service.drift.gate import ProcessRank
-from service.drift.owner import PrecisionOrder
 from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
 from service.models.goldengate import GoldenSchedule, OnVerdict, ignore_verdict

@@ -1,4 +1,4 @@
-"""The fallback owner's view of a server with one process."""
+"""The fallback controller's view of a server with one process."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from bf16kit.messages.errors import RequestError
-from service.drift.owner import ActivePlan, PrecisionOrder
+from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
 from service.models.repository import Repository
 from service.request import Precision
 
 
 class SingleProcess:
-    """See :class:`service.drift.owner.ServingProcesses`."""
+    """See :class:`service.drift.fallbackcontroller.ServingProcesses`."""
 
     def __init__(self, repository: Callable[[], Repository]) -> None:
         self._repository = repository

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from service.drift.evidence import EvidenceRecorder
-from service.drift.observer import Outcome
-from service.drift.policy import ShadowPolicy
-from service.drift.sampling import Sample, TokenBucket
-from service.drift.shadow import QUEUE_SIZE, OnOutcome, Shadow
+from service.drift.breachevidence import EvidenceRecorder
+from service.drift.driftpolicy import ShadowPolicy
+from service.drift.sampler import Outcome, Sample, TokenBucket
+from service.drift.shadow import MAX_BYTES, QUEUE_SIZE, OnOutcome, Shadow
 from service.drift.verdict import DriftVerdict
 from service.models.plan import Plan
 from service.peers.channel import Body
@@ -52,7 +51,7 @@ class MeasuredVersion:
             on_outcome("failed")
         elif self.shadow is not None:
             self.shadow.put(sample, on_outcome)
-        elif len(self.early) < QUEUE_SIZE and self._early_bytes + sample.nbytes <= self.policy.max_bytes:
+        elif len(self.early) < QUEUE_SIZE and self._early_bytes + sample.nbytes <= MAX_BYTES:
             self.early.append(EarlySample(sample, on_outcome))
         else:
             on_outcome("dropped")

@@ -1,15 +1,13 @@
-"""Opens the fp32 reference that a model's serving.yaml names: in this process, or at another server."""
+"""Opens a model's fp32 reference in this process."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.system import controlgroup
 from service.contract import Array
-from service.drift.policy import ShadowPolicy
 from service.drift.shadow import Reference
 from service.models.opening import OpenedArtifact
 from service.shadow.activity import ActivityTracker
@@ -20,40 +18,24 @@ _log = logging.getLogger(__name__)
 
 def open_reference(
     name: str,
-    policy: ShadowPolicy,
     opened: OpenedArtifact,
     memory: ReferenceMemory,
     tracker: ActivityTracker,
-    authority: Path | None = None,
 ) -> Reference:
-    """Load the reference here, or connect to another server, for the low-priority thread that will call it.
+    """Load the reference, for the low-priority thread that will call it.
 
-    ``authority``: PEM file to check that server's certificate against, over TLS; None: gRPC's own certificates. Raises
-    ConfigError if the reference exceeds its memory bound, and whatever loading raises. A server that cannot be reached
-    raises nothing; it is tried again later.
+    Raises ConfigError if it exceeds its memory bound, and whatever loading raises.
     """
-    if policy.remote is not None:
-        from service.shadow.remote import RemoteReference  # gRPC is needed for remote references only
-
-        remote = RemoteReference(name, policy.remote, opened.inputs, opened.outputs, policy.max_bytes, authority)
-        remote.connect()
-        return remote
     from bf16kit.runtime.loading import load_reference
     from bf16kit.runtime.memory import weights as _weights  # noqa: F401 -- as above
     from bf16kit.runtime.ort import onnx as _onnx  # noqa: F401 -- now: what the library takes is no reference's
 
     weights, room = fp32_bytes(opened.artifact.manifest), controlgroup.memory()
     if room is not None and not room.has_room(weights):
-        raise ConfigError(
-            f"its weights are {weights} bytes in fp32, and {room}; raise the container's limit, or have another server"
-            " run the reference (shadow.reference: grpc://…)"
-        )
-    bound = policy.reference_memory_bytes or default_bound(weights, room)
+        raise ConfigError(f"its weights are {weights} bytes in fp32, and {room}; raise the container's limit")
+    bound = default_bound(weights, room)
     if weights > bound:
-        raise ConfigError(
-            f"its weights are {weights} bytes in fp32, over shadow.reference_memory_bytes {bound}; raise that in"
-            " serving.yaml, or have another server run the reference (shadow.reference: grpc://…)"
-        )
+        raise ConfigError(f"its weights are {weights} bytes in fp32, over the {bound} that it may take")
     with tracker.track(name, "loading"):
         _log.info("%s: its fp32 reference is being loaded", name)  # logged first, in case loading kills the process
         reference = memory.load(name, bound, lambda: load_reference(opened.artifact, threads=1))

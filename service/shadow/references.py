@@ -21,8 +21,8 @@ from bf16kit.system.exit_with_parent import exit_with_parent
 from service.config.logs import configure
 from service.config.periodic import PeriodicThread
 from service.config.resources import HeapTrimmer, bound_heap
-from service.drift.evidence import EvidenceRecorder
-from service.drift.sampling import TokenBucket
+from service.drift.breachevidence import EvidenceRecorder
+from service.drift.sampler import TokenBucket
 from service.drift.shadow import Shadow
 from service.drift.verdict import DriftVerdict
 from service.models.directory import stamp_of
@@ -211,9 +211,8 @@ class References:
             model.recorder = EvidenceRecorder(comparison, opened.batch_axis, opened.budget)
             model.files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
         return Shadow(
-            lambda: open_reference(name, model.policy, opened, self._memory, self._tracker, self._reference_ca),
+            lambda: open_reference(name, opened, self._memory, self._tracker),
             model.recorder or comparison,
-            model.policy,
             model.metrics,
             name=name,
             on_measured=lambda: self._update_verdict(model, comparison.verdict),

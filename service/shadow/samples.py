@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bf16kit.numerics.tensors import BY_NAME, Array
-from service.drift.sampling import Sample
+from service.drift.sampler import Sample
 from service.peers.channel import Body
 from service.wire.tensors import decode_raw, encode_raw
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from bf16kit.messages.errors import Unavailable
-from service.drift.backgroundqueue import BackgroundQueue
-from service.drift.observer import Outcome, OutcomeObserver
-from service.drift.sampling import Sample
+from service.drift.sampler import Outcome, OutcomeObserver, Sample
 from service.models.plan import Plan
 from service.peers.channel import Body
 from service.shadow.samples import pack
@@ -18,12 +17,12 @@ from service.shadow.samples import pack
 _log = logging.getLogger(__name__)
 GATHER_S = 0.05  # time that samples wait, to be sent together
 _Item = tuple[Sample, OutcomeObserver]
-_PendingOutcome = tuple[int, OutcomeObserver]  # a sample's rows, and the observer of its outcome
+_Pending = Sequence[tuple[int, OutcomeObserver]]  # samples' rows, and the observers of their outcomes
 Ask = Callable[[str, Mapping[str, object], list[int]], Future[Body]]
 
 
 class PlanSampleSender:
-    """A :class:`service.drift.sampling.SampleSender` for one model, loaded by ``plan``.
+    """A :class:`service.drift.forwarder.SampleSender` for one model, loaded by ``plan``.
 
     ``ask`` sends a request to the leading process. ``on_finish`` is called when no more samples will come, with the
     model's name and the plan's digest. Samples are sent together a moment later, from a separate thread. The
@@ -44,44 +43,63 @@ class PlanSampleSender:
         self._plan = plan
         self._ask = ask
         self._on_finish = on_finish
+        self._gather_s = gather_s
         self._logged = False
-        self._queue = BackgroundQueue[_Item](f"{name}-samples", self._process, gather_s=gather_s)
+        self._lock = threading.Lock()  # guards what waits
+        self._waiting: list[_Item] = []
+        self._ended = threading.Event()
+        self._thread = ThreadPoolExecutor(1, f"{name}-samples")
 
     def send(self, sample: Sample, observer: OutcomeObserver) -> None:
-        """See :meth:`service.drift.sampling.SampleSender.send`."""
-        queued = False
-        try:
-            queued = self._queue.put((sample, observer))
-        except RuntimeError as error:  # the system has no thread left; the client gets its response all the same
-            self._log_first(error)
-        if not queued:
+        """See :meth:`service.drift.forwarder.SampleSender.send`."""
+        with self._lock:
+            if not (ended := self._ended.is_set()):
+                self._waiting.append((sample, observer))
+            first = len(self._waiting) == 1  # those that follow within a moment are sent with it
+        if ended:
             observer.sampled("dropped", sample.rows)
+        elif first:
+            try:
+                self._thread.submit(self._send_waiting)
+            except RuntimeError as error:  # no thread is left, or finish() was called; the client gets its response
+                self._log_first(error)
+                self._drop_waiting()
 
     def finish(self) -> None:
-        """See :meth:`service.drift.sampling.SampleSender.finish`."""
-        for sample, observer in self._queue.end():
-            observer.sampled("dropped", sample.rows)
-        self._queue.join()  # samples sent after on_finish() would have the model measured again
+        """See :meth:`service.drift.forwarder.SampleSender.finish`."""
+        with self._lock:
+            self._ended.set()
+        self._drop_waiting()
+        self._thread.shutdown()  # samples sent after on_finish() would have the model measured again
         self._on_finish(self._name, self._plan.digest)
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
+    def _take(self) -> list[_Item]:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        return waiting
 
-    def _process(self, items: Sequence[_Item]) -> None:
+    def _drop_waiting(self) -> None:
+        for sample, observer in self._take():
+            observer.sampled("dropped", sample.rows)
+
+    def _send_waiting(self) -> None:
+        """Send what waits, on the thread. Samples that cannot be sent count as failed."""
+        self._ended.wait(self._gather_s)
+        items = self._take()
+        if not items:
+            return
+        pending = [(sample.rows, observer) for sample, observer in items]  # without arrays, which can be freed
         try:
-            self._send(items)
+            model = {"model": self._name, "version": self._plan.version, "plan": self._plan.digest}
+            body, file = pack([sample for sample, _ in items])
+            try:
+                response = self._ask("samples", {**body, **model}, [file])
+            finally:
+                os.close(file)
+            response.add_done_callback(lambda done: _on_response(pending, done))
         except Exception as error:  # noqa: BLE001 -- for want of files or memory: the next are handed on
             self._log_first(error)
-            _report(_without_arrays(items), ["failed"] * len(items))
-
-    def _send(self, items: Sequence[_Item]) -> None:
-        pending = _without_arrays(items)
-        model = {"model": self._name, "version": self._plan.version, "plan": self._plan.digest}
-        body, file = pack([sample for sample, _ in items])
-        try:
-            response = self._ask("samples", {**body, **model}, [file])
-        finally:
-            os.close(file)
-        response.add_done_callback(lambda done: _on_response(pending, done))
+            _report(pending, ["failed"] * len(pending))
 
     def _log_first(self, error: Exception) -> None:
         """Log the first failure only: every affected sample is counted."""
@@ -90,12 +108,7 @@ class PlanSampleSender:
             _log.warning("model %r: samples for live drift cannot be handed on: %r", self._name, error)
 
 
-def _without_arrays(items: Sequence[_Item]) -> list[_PendingOutcome]:
-    """Return rows and observers without the samples' arrays, which can be freed before the samples are measured."""
-    return [(sample.rows, observer) for sample, observer in items]
-
-
-def _on_response(pending: Sequence[_PendingOutcome], done: Future[Body]) -> None:
+def _on_response(pending: _Pending, done: Future[Body]) -> None:
     error = done.exception()
     if error is None:
         _report(pending, done.result()["outcomes"])
@@ -103,6 +116,6 @@ def _on_response(pending: Sequence[_PendingOutcome], done: Future[Body]) -> None
         _report(pending, ["failed" if isinstance(error, (Unavailable, OSError)) else "dropped"] * len(pending))
 
 
-def _report(pending: Sequence[_PendingOutcome], outcomes: Sequence[Outcome]) -> None:
+def _report(pending: _Pending, outcomes: Sequence[Outcome]) -> None:
     for (rows, observer), outcome in zip(pending, outcomes, strict=True):
         observer.sampled(outcome, rows)

@@ -2,7 +2,7 @@
 
 The rules are in deploy/prometheus/rules/fleet.yml. A measured request has the weight W = Σw of its rows and the drift
 X = Σw·x. Rows of one request are alike, so squares are of requests and not of rows, as in
-:func:`service.drift.weighted.mean`. Sums of several replicas add up.
+:func:`service.drift.intervals.mean`. Sums of several replicas add up.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from bf16kit.messages.errors import Unavailable
 from bf16kit.messages.wording import brief
-from service.drift.owner import ActivePlan, PrecisionOrder
+from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
 from service.peers.channel import Body
 from service.request import Precision
 from service.workers.changes import died
@@ -21,7 +21,7 @@ _REMEMBERED = "precision"  # sent to a worker at its start; a running one is sen
 
 
 class WorkerProcesses:
-    """A :class:`service.drift.owner.ServingProcesses` of several workers."""
+    """A :class:`service.drift.fallbackcontroller.ServingProcesses` of several workers."""
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.time) -> None:
         self._fleet = fleet

@@ -15,7 +15,7 @@ from service.config.periodic import Guard
 from service.config.ports import ReservedPort
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, OnStarted, Stop
-from service.drift.owner import FallbackOwner
+from service.drift.fallbackcontroller import FallbackController
 from service.drift.verdict import DriftVerdict
 from service.http.pages import evidence_route, routes
 from service.http.statusreader import StatusReader
@@ -100,7 +100,7 @@ class Supervisor:
             find_plan=self.fleet.plan,
         )
         self._workers = WorkerProcesses(self.fleet)
-        self._owner = FallbackOwner(self._workers, self.shadow.restart)
+        self._owner = FallbackController(self._workers, self.shadow.restart)
         self._models = ModelChanges(self.fleet, self._changed)
         self._settings_of_all = FleetSettings(self.fleet)
         self._logs = LogSettings(config.log_level, config.log_format)

@@ -24,8 +24,8 @@ from service.config.logsettings import LogSettings
 from service.config.resources import HeapTrimmer, bound_heap
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
+from service.drift.fallbackcontroller import PrecisionOrder
 from service.drift.gate import ProcessRank
-from service.drift.owner import PrecisionOrder
 from service.grpcport import build_transport, drain, extensions, open_tracing, read_only_unless_enabled
 from service.models.plan import DesiredModel
 from service.models.repository import Repository

@@ -45,7 +45,7 @@ pytestmark = [
     ),
 ]
 SHADOW = "service.shadow.references"
-SERVING = "shadow: {rate: 1, max_per_second: 1000%s}\nfallback: {policy: fp32, min_stay_seconds: 600}\n"
+SERVING = "shadow: {rate: 1, max_per_second: 1000}\nfallback: {policy: fp32, min_stay_seconds: 600}\n"
 HEALTHY = 300 if LONG else 32  # requests before a fault
 PATIENCE_S = 1200 if LONG else 60  # until an alert fires: the longest `for:` of the rules as shipped is ten minutes
 MOST = 200  # samples until a fault is detected: the documented limit for the smallest fault
@@ -118,15 +118,14 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     scratch = tmp_path_factory.mktemp("faults")
     repository = scratch / "repository"
     sound = faultymodels.convert(repository, "sound", scratch / "source")
-    for name in ("scaled", "starved", "large"):
+    for name in ("scaled", "starved", "unreadable"):
         faultymodels.copied(sound, repository, name)
     for seed, name in enumerate(("flipped", "swapped", "slowly"), 1):  # own weights: the test finds them by their bytes
         faultymodels.convert(repository, name, scratch / name, seed)
     for damage in (faultymodels.accumulated_in_bf16, faultymodels.cancelling, faultymodels.not_a_number):
         faultymodels.damaged(sound, repository, damage.__name__, damage)
     for directory in repository.iterdir():
-        extra = {"starved": ", max_bytes: 64", "large": ", reference_memory_bytes: 1000"}.get(directory.name, "")
-        (directory / "serving.yaml").write_text(SERVING % extra, "utf-8")
+        (directory / "serving.yaml").write_text(SERVING, "utf-8")
     server = ServerProcess("--grpc-port", "0", "--http-port", "0", "--repository", str(repository))
     try:
         server.wait_ready()
@@ -299,31 +298,15 @@ def test_a_healthy_model_raises_no_alert(stand: Stand) -> None:
 
 
 @pytest.mark.long
-def test_a_reference_over_its_memory_limit_raises_an_alert(stand: Stand) -> None:
+def test_a_reference_that_cannot_be_loaded_raises_an_alert(stand: Stand) -> None:
     since = time.time()
-    stand.ask("large", rows(1, next(_seeds)))
-    until(lambda: "Bf16ReferenceDown" in stand.alerts("large"), PATIENCE_S, "the alert")
-    assert stand.ask("large", rows(1, next(_seeds)))[0] == "bf16"
-    alerts = stand.fired("large", since)
-    record(Row("a reference over its memory", "`reference_up` 0", "", alerts, "bf16 answers, unmeasured"))
-
-
-@pytest.mark.long
-def test_an_alert_reports_that_no_sample_is_measured(stand: Stand) -> None:
-    """No sample fits into ``max_bytes``, and the server answers as many requests as the rule requires."""
-    x, since = rows(1, next(_seeds)), time.time()
-
-    def told() -> bool:
-        for _ in range(500):
-            stand.ask("starved", x)
-        return bool(stand.alerts("starved"))
-
-    until(told, max(90, PATIENCE_S), "the alert")
-    assert stand.alerts("starved") == {"Bf16ShadowStarved"}
-    assert stand.measured("starved") == 0
-    assert stand.metric("drift_samples_total", "starved", outcome="dropped") > 0
-    alerts = stand.fired("starved", since)
-    record(Row("samples that have no room", "none is measured", "", alerts, "bf16 answers, unmeasured"))
+    artifact = stand.repository / "unreadable" / "1"
+    (artifact / "reference.onnx").rename(artifact / "another.onnx")
+    stand.ask("unreadable", rows(1, next(_seeds)))
+    until(lambda: "Bf16ReferenceDown" in stand.alerts("unreadable"), PATIENCE_S, "the alert")
+    assert stand.ask("unreadable", rows(1, next(_seeds)))[0] == "bf16"
+    alerts = stand.fired("unreadable", since)
+    record(Row("a reference that cannot be loaded", "`reference_up` 0", "", alerts, "bf16 answers, unmeasured"))
 
 
 @contextmanager
@@ -345,6 +328,46 @@ def slowed(process: int, times: int) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def stopped(server: ServerProcess) -> Iterator[None]:
+    """Stop the process that measures, and each that is started in its place."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(0.01):
+            for process in pids(server, SHADOW):
+                os.kill(process, signal.SIGSTOP)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        for process in pids(server, SHADOW):
+            os.kill(process, signal.SIGCONT)
+
+
+@pytest.mark.long
+def test_an_alert_reports_that_no_sample_is_measured(stand: Stand) -> None:
+    """Samples wait for a process that does nothing until there is no room, and the server answers all requests."""
+    x, since = rows(1, next(_seeds)), time.time()
+
+    def told() -> bool:
+        for _ in range(500):
+            stand.ask("starved", x)
+        return bool(stand.alerts("starved"))
+
+    with stopped(stand.server):
+        until(told, max(90, PATIENCE_S), "the alert")
+        assert stand.alerts("starved") == {"Bf16ShadowStarved"}
+    assert stand.measured("starved") == 0
+    assert stand.metric("drift_samples_total", "starved", outcome="dropped") > 0
+    alerts = stand.fired("starved", since)
+    record(Row("samples that have no room", "none is measured", "", alerts, "bf16 answers, unmeasured"))
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from waiting import until
 
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, Stop
-from service.drift.owner import FallbackOwner
+from service.drift.fallbackcontroller import FallbackController
 from service.shadow.process import ShadowProcess
 from service.singleprocess import serve_single_process
 
@@ -19,7 +19,7 @@ from service.singleprocess import serve_single_process
 def test_the_owner_of_the_fallback_is_called_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a version that replaces one served in fp32 would not return to bf16 until it is sampled."""
     tended = threading.Event()
-    monkeypatch.setattr(FallbackOwner, "maintain", lambda self: tended.set())
+    monkeypatch.setattr(FallbackController, "maintain", lambda self: tended.set())
     stop, config = Stop(), ServerConfig(repository=tmp_path, grpc_port=0, http_port=0, drain_seconds=1)
     thread = threading.Thread(target=serve_single_process, args=(config, stop, lambda *ports: None))
     thread.start()
@@ -31,7 +31,7 @@ def test_the_owner_of_the_fallback_is_called_at_intervals(tmp_path: Path, monkey
         stop.close()
 
 
-@pytest.mark.parametrize("part", [FallbackOwner, ShadowProcess])
+@pytest.mark.parametrize("part", [FallbackController, ShadowProcess])
 def test_an_error_in_the_periodic_work_does_not_end_the_server(
     part: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

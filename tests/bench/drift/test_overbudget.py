@@ -9,7 +9,8 @@ import pytest
 from bench.drift import overbudget
 from bench.drift.overbudget import BREACHES, WITHIN, Draw
 from bf16kit.drift.metrics import Budget, SampleDrift
-from service.drift.recent import RecentRows, estimates
+from service.drift.estimates import estimates
+from service.drift.recent import RecentRows
 
 
 @pytest.mark.parametrize("traffic", [overbudget.mixed(0.05, 0.15), overbudget.lognormal(0.5, 2.0)])

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from bf16kit.artifact.entries import DriftEntry
 from bf16kit.drift.measurements import InputRange, Measurements, ProfileMeasurements, SampleColumns
 from bf16kit.drift.metrics import SampleDrift
-from service.drift.calibration import Calibration
+from service.drift.calibration import Calibration, rows_out_of_range
 
+KNOWN = InputRange(low=-1.0, high=1.0)
 RANGES = {"x": InputRange(low=0.0, high=1.0)}
 
 
@@ -47,3 +49,29 @@ def test_an_artifact_without_measurements_sets_no_expectation() -> None:
     found = Calibration.of(Manifest({"cpu": entry("s.npz")}), None)  # type: ignore[arg-type]
     assert (found.rows, found.ranges) == ({}, {})
     assert "no measurements" in found.missing_reason
+
+
+def test_rows_out_of_range_are_reported_by_input() -> None:
+    feeds = {
+        "x": np.array([[0.0, 1.0], [0.0, 99.0], [np.nan, 0.0]], np.float32),
+        "ids": np.array([[1], [2], [3]]),
+        "text": np.array([["a"], ["b"], ["c"]], object),
+    }
+    found = rows_out_of_range({"x": KNOWN, "ids": InputRange(low=0.0, high=100.0)}, feeds, 3, 0)
+    assert {name: rows.tolist() for name, rows in found.items()} == {"x": [False, True, True], "ids": [False] * 3}
+
+
+def test_rows_are_counted_along_the_batch_axis() -> None:
+    feeds = {"x": np.array([[0.0, 99.0], [0.0, 0.0]])}
+    assert rows_out_of_range({"x": KNOWN}, feeds, 2, 1)["x"].tolist() == [False, True]
+
+
+@pytest.mark.parametrize(("axis", "rows"), [(None, 1), (0, 4), (7, 2)])
+def test_an_input_without_rows_counts_for_all_rows(axis: int | None, rows: int) -> None:
+    feeds = {"x": np.array([[0.0, 99.0], [0.0, 0.0]])}
+    assert rows_out_of_range({"x": KNOWN}, feeds, rows, axis)["x"].tolist() == [True] * rows
+
+
+def test_an_input_that_was_not_given_or_has_no_range_is_not_judged() -> None:
+    assert rows_out_of_range({"x": KNOWN}, {"other": np.ones((1, 1))}, 1, 0) == {}
+    assert rows_out_of_range({}, {"x": np.ones((1, 1))}, 1, 0) == {}

@@ -14,10 +14,10 @@ from bf16kit.messages.errors import ArtifactError
 from bf16kit.numerics.tensors import TensorSpec
 from service.contract import Array
 from service.drift.calibration import Calibration
-from service.drift.comparison import _WEIGHTS, Comparison, _CommonWeight
+from service.drift.comparison import Comparison
 from service.drift.detector import LEARNING_ROWS
 from service.drift.recent import HALF_LIFE, REQUESTS
-from service.drift.sampling import Sample
+from service.drift.sampler import Sample
 from service.drift.verdict import DriftVerdict
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"), TensorSpec("z", "float32", ("batch", 2), "logits"))
@@ -491,18 +491,6 @@ def test_each_profile_is_expected_to_drift_as_it_was_measured() -> None:
     assert comparison.verdict().samples == 100
 
 
-def test_requests_that_are_sampled_more_often_count_less_in_the_detector_too() -> None:
-    """Rare requests with more drift are sampled more often than common ones; that alone is not a change."""
-    live = Live()
-    for _ in range(100):
-        live.send(4e-3, probability=0.01)
-        live.send(1.2e-2, 3, probability=1.0)
-    assert live.heard.alarms == []
-    for _ in range(300):  # but it is a change if common requests drift more
-        live.send(8e-3, probability=0.01)
-    assert live.heard.alarms == ["y"]
-
-
 def test_an_output_that_is_no_longer_requested_leaves_the_verdict() -> None:
     comparison, heard = Comparison(SPECS, 0, BUDGET, calibration=CALIBRATION), Heard()
     for _ in range(20):
@@ -530,14 +518,6 @@ def test_without_a_batch_axis_a_request_is_one_row() -> None:
     many = Sample({"x": np.full((4, 3), 9.0)}, {"y": np.ones((4, 2))}, 1, 64, 1.0, "bf16", "cpu")
     comparison.observe({"y": np.ones((4, 2))}, many, heard)
     assert (heard.drifts, heard.out) == ([("y", 1.0)], {"x": 1})
-
-
-def test_the_common_weight_is_the_nine_tenths_quantile_of_the_newest_weights() -> None:
-    random, common, weights = np.random.default_rng(3), _CommonWeight(), list[float]()
-    for _ in range(3 * _WEIGHTS):
-        weights.append(float(random.choice([1.0, 2.0, 100.0, random.lognormal()])))
-        common.add(weights[-1])
-        assert common.high == np.quantile(weights[-_WEIGHTS:], 0.9, method="higher")
 
 
 class Sliced:

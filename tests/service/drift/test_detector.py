@@ -35,10 +35,10 @@ def calibrated(spread: float, seed: int = 0) -> Expected:
     return expected
 
 
-def samples_until_alarm(expected: Expected, drifts: NDArray[np.float64], weight: float = 1.0) -> float:
+def samples_until_alarm(expected: Expected, drifts: NDArray[np.float64]) -> float:
     detector = Detector(expected)
     for count, drift in enumerate(drifts, 1):
-        if detector.add([drift], weight) == "risen":
+        if detector.add([drift]) == "risen":
             return count
     return math.inf
 
@@ -124,13 +124,6 @@ def test_rows_of_one_request_count_as_their_mean() -> None:
         many.add([CENTRE, 2 * CENTRE, 4 * CENTRE] * 3)
     assert many.score == pytest.approx(one.score)
     assert 0 < (many.score or 0) < 5 / REQUESTS  # no step was clipped
-
-
-def test_a_request_with_half_the_weight_moves_the_score_half_as_far() -> None:
-    whole, half = (Detector(calibrated(0.3)) for _ in range(2))
-    whole.add([2 * CENTRE])
-    half.add([2 * CENTRE], 0.5)
-    assert whole.score == pytest.approx(2 * (half.score or 0))
 
 
 @pytest.mark.parametrize("rows", [[], [CENTRE] * (MIN_ROWS - 1), [CENTRE] * 50 + [math.inf] * 10])

@@ -15,7 +15,7 @@ from bf16kit.artifact.manifest import MANIFEST, MEASUREMENTS
 from bf16kit.artifact.publish import staging
 from bf16kit.drift.measurements import InputRange, Measurements, ProfileMeasurements, SampleColumns
 from bf16kit.drift.metrics import SampleDrift
-from service.drift.sampling import Sample
+from service.drift.sampler import Sample
 from service.models.livecomparison import new_comparison
 from service.models.opening import OpenedArtifact, open_artifact
 from service.models.policy import Serving

@@ -15,8 +15,8 @@ from artifacts import write_mlp
 from waiting import until
 
 from bf16kit.messages.errors import Unavailable
-from service.drift.fallbackpolicy import FallbackPolicy
-from service.drift.owner import FallbackOwner, PrecisionOrder
+from service.drift.driftpolicy import FallbackPolicy
+from service.drift.fallbackcontroller import FallbackController, PrecisionOrder
 from service.drift.verdict import DriftVerdict
 from service.models.directory import stamp_of
 from service.models.plan import DesiredModel, Plan
@@ -129,7 +129,7 @@ def test_a_plan_loaded_again_after_another_plan_begins_with_bf16(repository: Rep
     """
     policy = FallbackPolicy(policy="fp32", min_stay_seconds=0)
     plan, another = (replace(plan, serving=Serving(max_queue_size=size, fallback=policy)) for size in (1, 2))
-    owner = FallbackOwner(SingleProcess(lambda: repository), lambda *key: None)
+    owner = FallbackController(SingleProcess(lambda: repository), lambda *key: None)
     over = DriftVerdict("mlp", 1, "over", "rounding", "y", "relative_l2", 2.0, 1.5, 2.5, 300.0, 300, False, 0.0)
     repository.start()
     serve(repository, plan)

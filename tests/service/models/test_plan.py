@@ -18,7 +18,7 @@ def test_a_wish_is_the_same_after_it_was_written_and_read() -> None:
             "version_policy": {"specific": [1, 4]},
             "warmup": [1, 4],
             "shadow": {"rate": 0.5},
-            "fallback": {"policy": "fp32", "margin": 0.2},
+            "fallback": {"policy": "fp32", "clean_samples": 50},
             "budget": {"relative_l2": None, "max_abs": 0.1},
         }
     )

@@ -12,7 +12,6 @@ from artifacts import write_mlp
 from bf16kit.messages.errors import ConfigError
 from bf16kit.system import controlgroup
 from service.contract import Array
-from service.drift.policy import ShadowPolicy
 from service.models.opening import open_artifact
 from service.models.policy import Serving
 from service.shadow.activity import ActivityTracker
@@ -65,7 +64,7 @@ def test_the_board_shows_a_reference_that_is_being_loaded(tmp_path: Path, monkey
             return super().load(*arguments)  # type: ignore[arg-type]  # as they came
 
     opened = open_artifact(tmp_path / "m" / "1", Serving())
-    reference = open_reference(NAME, ShadowPolicy(), opened, Looking(), tracker)
+    reference = open_reference(NAME, opened, Looking(), tracker)
     assert seen == [{NAME: "loading"}]
     assert tracker.read([NAME]) == {}
     assert reference.run({"x": np.ones((1, 16), np.float32)}, ("y",), seconds=20.0)["y"].shape == (1, 16)
@@ -78,4 +77,4 @@ def test_a_reference_without_room_in_the_container_is_rejected(tmp_path: Path, m
     monkeypatch.setattr(controlgroup, "memory", lambda: controlgroup.Memory(limit=1 << 20, left=100))
     expected = r"its weights are \d+ bytes in fp32, and 0 MB are left of the 1 MB that this container may take; raise"
     with pytest.raises(ConfigError, match=expected):
-        open_reference(NAME, ShadowPolicy(), opened, ReferenceMemory(), ActivityTracker())
+        open_reference(NAME, opened, ReferenceMemory(), ActivityTracker())

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from service.drift.sampling import Sample
+from service.drift.sampler import Sample
 from service.shadow.samples import pack, unpack
 
 SAMPLE = Sample(

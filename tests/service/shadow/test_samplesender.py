@@ -17,7 +17,7 @@ from openfiles import no_more_files
 from waiting import until
 
 from bf16kit.messages.errors import Unavailable
-from service.drift.sampling import Sample
+from service.drift.sampler import Sample
 from service.models.plan import Plan
 from service.models.policy import Serving
 from service.peers.channel import Body
@@ -154,7 +154,7 @@ def test_an_unload_waits_for_samples_that_are_being_sent() -> None:
     sender.send(SAMPLE, Observer())
     assert sending.wait(20)
     threading.Thread(target=finish).start()
-    until(lambda: sender._queue.ended)
+    until(lambda: sender._ended.is_set())
     assert not forgot.wait(0.05)
     go.set()
     assert forgot.wait(20)

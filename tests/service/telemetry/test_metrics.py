@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from service.drift import weighted
+from service.drift import intervals
 from service.request import REFUSALS, Observation, Timings
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
@@ -277,12 +277,12 @@ def test_the_sums_of_requests_give_their_mean_and_its_error(metric: str) -> None
     found = moments(metrics, metric)
     mean = found["drift"] / found["weight"]
     squared = found["drift_squared"] - 2 * mean * found["weight_drift"] + mean**2 * found["weight_squared"]
-    expected = weighted.mean(values, weights, clusters, positive=False)
-    size = weighted.effective_size(weights, clusters)
+    expected = intervals.mean(values, weights, clusters, positive=False)
+    size = intervals.effective_size(weights, clusters)
     assert found["weight"] ** 2 / found["weight_squared"] == pytest.approx(size)
     error = math.sqrt(squared * size / (size - 1)) / found["weight"]
     assert mean == pytest.approx(expected.estimate)
-    assert error * weighted.student(size - 1) == pytest.approx(expected.high - expected.estimate)
+    assert error * intervals.student(size - 1) == pytest.approx(expected.high - expected.estimate)
 
 
 def test_a_destroyed_row_leaves_sums_that_later_rows_still_change() -> None:

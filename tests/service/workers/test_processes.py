@@ -13,7 +13,7 @@ import pytest
 
 from bf16kit.messages.errors import ArtifactError, Unavailable
 from service.config.serverconfig import ServerConfig
-from service.drift.owner import PrecisionOrder
+from service.drift.fallbackcontroller import PrecisionOrder
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.peers.peer import ENDED

@@ -2,46 +2,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
+from bench.drift.streams import Silent
 from bf16kit.artifact.evidence import Evidence
-from bf16kit.drift.metrics import Budget, SampleDrift, compare
+from bf16kit.drift.metrics import Budget, compare
 from bf16kit.messages.errors import NotFound
 from bf16kit.numerics.tensors import Array, TensorSpec
-from service.drift.comparison import Comparison
-from service.drift.evidence import HALF_LIFE, EvidenceRecorder
-from service.drift.observer import DriftObserver
-from service.drift.sampling import Sample
+from service.drift.breachevidence import HALF_LIFE, EvidenceRecorder
+from service.drift.comparison import Comparison, DriftObserver, Drifts
+from service.drift.sampler import Sample
 from service.drift.verdict import STATES, Cause, DriftVerdict, State
 
 Y, Z = TensorSpec("y", "float32", ("batch", 8)), TensorSpec("z", "float32", ("batch", 4), "logits")
 BUDGET = Budget({"relative_l2": 0.01, "top1_agreement": 0.99, "nonfinite": 0.0})
 FILES = {"cpu.onnx": "ab" * 32}
 COUNT = itertools.count()
-
-
-class Ignoring:
-    """An observer that keeps the drift of each row and ignores the rest."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, SampleDrift, float]] = []
-
-    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
-        self.heard.append((output, sample, weight))
-
-    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None: ...
-    def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None: ...
-    def worst_slice(self, output: str, axis: int, index: int) -> None: ...
-    def recent(self, output: str, effective_samples: float, change_score: float | None) -> None: ...
-    def changed(self, output: str) -> None: ...
-    def out_of_range(self, name: str, rows: int) -> None: ...
-    def reference_nonfinite(self, rows: int) -> None: ...
-    def judged(self, state: str, cause: str) -> None: ...
 
 
 class Told:
@@ -55,12 +35,12 @@ class Told:
     def say(self, state: State, cause: Cause = "none", output: str = "y", metric: str = "relative_l2") -> None:
         self.says = replace(self.says, state=state, cause=cause, output=output, metric=metric)
 
-    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> bool:
-        for spec in self.specs:
-            if spec.name in sample.outputs:
-                for row in compare(expected[spec.name], sample.outputs[spec.name], spec, self.axis).rows:
-                    observer.drift(spec.name, row, 1 / sample.probability)
-        return True
+    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> Drifts:
+        return {
+            spec.name: compare(expected[spec.name], sample.outputs[spec.name], spec, self.axis).rows
+            for spec in self.specs
+            if spec.name in sample.outputs
+        }
 
     def verdict(self) -> DriftVerdict:
         return self.says
@@ -81,7 +61,7 @@ def asked(*drifts: float, axis: int = 0) -> tuple[dict[str, Array], Sample]:
 
 def put(recorder: EvidenceRecorder, *drifts: float, axis: int = 0) -> Sample:
     expected, sample = asked(*drifts, axis=axis)
-    recorder.observe(expected, sample, Ignoring())
+    recorder.observe(expected, sample, Silent())
     return sample
 
 
@@ -218,7 +198,7 @@ def test_the_row_is_the_worst_in_the_metric_that_the_verdict_names() -> None:
     served = {"y": reference["y"] * np.array([[9], [1]], np.float32), "z": reference["z"].copy()}
     served["z"][1, 2] = 3.02
     x = np.array([[1], [2]], np.float32)
-    recorder.observe(reference, Sample({"x": x}, served, 2, 0, profile="cpu"), Ignoring())
+    recorder.observe(reference, Sample({"x": x}, served, 2, 0, profile="cpu"), Silent())
     assert kept(recorder).feeds["x"].tolist() == [[2]]
 
 
@@ -283,18 +263,6 @@ def test_a_restart_is_passed_on_and_the_next_breach_is_a_new_one() -> None:
     assert relative_l2(kept(recorder)) == pytest.approx(0.9)
     put(recorder, 0.2)
     assert relative_l2(kept(recorder)) == pytest.approx(0.2), "what answers is another: this is another breach"
-
-
-def test_a_witness_does_not_change_what_the_observer_gets() -> None:
-    """The metrics are the same with and without a witness."""
-    heard: list[Any] = []
-    for watched in (False, True):
-        comparison, observer = Comparison([Y], 0, BUDGET, model="m", version=1), Ignoring()
-        subject = EvidenceRecorder(comparison, 0, BUDGET) if watched else comparison
-        for drift in (0.002, 0.004):
-            subject.observe(*asked(drift, drift), observer)
-        heard.append((observer.heard, replace(subject.verdict(), at=0.0)))
-    assert heard[0] == heard[1]
 
 
 def test_a_real_comparison_that_goes_over_budget_leaves_evidence() -> None:

@@ -1,4 +1,13 @@
-"""Decides which precision answers for each model: one place per server, however many processes serve."""
+"""Decides whether bf16 or fp32 answers for each model: one place per server, however many processes serve.
+
+    bf16 ── over the budget beyond chance ────▶ warming ── the reference is loaded and warm ──▶ fp32
+      ▲                                            │ it cannot be loaded                          │
+      └────────────────────────────────────────────┘                                              │
+      └── a minimum stay is over, and enough clean samples are clearly below the budget ──────────┘
+
+A model near its budget does not flap. It falls back when drift is over the budget beyond chance, and returns when the
+95 % interval lies below the budget by a margin. A model that falls back again stays twice as long.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +17,24 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from bf16kit.messages.errors import Bf16kitError, RuntimeFailure
 from bf16kit.messages.wording import brief
-from service.drift.fallback import Fallback
-from service.drift.fallbackpolicy import FallbackPolicy
+from service.drift.driftpolicy import LONGEST_STAY_S, FallbackPolicy
 from service.drift.verdict import DriftVerdict
 from service.request import Precision
 
 _log = logging.getLogger(__name__)
+MARGIN = 0.1  # of the budget: a model whose drift is nearer to it would come and go
+RETRY_S = 60.0  # after the reference could not be loaded: memory may be free by then, and a try costs seconds
+
+Phase = Literal["bf16", "warming", "fp32"]
 _Key = tuple[str, int]
+_CAUSE_TEXTS = {
+    "rounding": "of the size that rounding explains",
+    "broken": "more than rounding explains: something is broken",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +89,87 @@ class ServingProcesses(Protocol):
         ...
 
 
+class Fallback:
+    """The phase of one generation of a model: the decision alone. Times are seconds of one clock, which the caller
+    reads.
+
+    ``reason`` explains the phase to a person; it is empty if there is nothing to explain.
+    """
+
+    def __init__(self, policy: FallbackPolicy, now: float) -> None:
+        self.phase: Phase = "bf16"
+        self.reason = ""
+        self._policy = policy
+        self._since = now  # when this phase began
+        self._over_at = now  # when a verdict "over" last came while fp32 answered
+        self._fallbacks = 0  # in a row
+        self._retry_at = now
+
+    @property
+    def stay(self) -> float:
+        """The minimum time that fp32 answers, in seconds, counted from when bf16 was last over its budget."""
+        return min(LONGEST_STAY_S, self._policy.min_stay_seconds * 2.0 ** min(self._fallbacks - 1, 64))
+
+    def receive(self, verdict: DriftVerdict, now: float) -> bool:
+        """Apply a verdict. Return whether the phase or the reason changed."""
+        if self._policy.policy == "off" or self.phase == "warming":
+            return False
+        if self.phase == "fp32":
+            return self._return(verdict, now)
+        if verdict.state == "over":
+            return self._fall_back(verdict, now)
+        if verdict.state == "within" and self.reason:
+            self.reason = ""
+            return True
+        return False
+
+    def warmed(self, now: float) -> None:
+        """Enter phase fp32: the reference is loaded and answers from now on."""
+        if now - self._since >= LONGEST_STAY_S:
+            self._fallbacks = 0
+        self._fallbacks += 1
+        self.phase, self._since, self._over_at = "fp32", now, now
+
+    def failed(self, error: str, now: float) -> None:
+        """Return to phase bf16, because fp32 cannot answer. A later verdict triggers the next attempt."""
+        self.phase, self._retry_at = "bf16", now + RETRY_S
+        self.reason = f"{self.reason}; fp32 cannot answer: {error}"
+
+    def _fall_back(self, verdict: DriftVerdict, now: float) -> bool:
+        new = not self.reason
+        if new:
+            self.reason = describe(verdict)
+        if self._policy.policy == "fp32" and now >= self._retry_at:
+            self.phase, self.reason = "warming", describe(verdict)
+            return True
+        return new
+
+    def _return(self, verdict: DriftVerdict, now: float) -> bool:
+        if verdict.state == "over":
+            self._over_at = now
+        clean = (
+            verdict.state == "within"
+            and not verdict.changed
+            and verdict.effective_samples >= self._policy.clean_samples
+            and verdict.high < 1 - MARGIN
+        )
+        if not clean or now - self._over_at < self.stay:
+            return False
+        self.phase, self._since, self.reason = "bf16", now, ""
+        return True
+
+
+def describe(verdict: DriftVerdict) -> str:
+    """Describe a breach: which bound is over, by how much, and the kind of fault it looks like."""
+    if not verdict.metric:
+        return "the golden samples can no longer be run"  # see service.drift.gate.breach_verdict
+    text = (
+        f"{verdict.metric} of output {verdict.output!r} is {verdict.ratio:.3g} times its budget"
+        f" (95 %: {verdict.low:.3g} to {verdict.high:.3g}, {verdict.effective_samples:.0f} effective samples)"
+    )
+    return f"{text}, {_CAUSE_TEXTS[verdict.cause]}" if verdict.cause in _CAUSE_TEXTS else text
+
+
 @dataclass(slots=True)
 class _State:
     active: ActivePlan
@@ -80,7 +177,7 @@ class _State:
     ordered_at: float = 0.0  # when fp32 was last ordered
 
 
-class FallbackOwner:
+class FallbackController:
     """Receives verdicts, decides by :class:`Fallback` and sends orders. Any thread may call; nothing blocks.
 
     ``restart`` has the shadow begin its measurement anew, so that the next verdicts rest on samples after the change.
@@ -111,9 +208,8 @@ class FallbackOwner:
             if state is None or verdict.plan != state.active.plan or verdict.at < state.active.since:
                 return
             before = state.fallback.phase
-            if not state.fallback.receive(verdict, now):
-                return
-            self._apply(key, state, before)
+            if state.fallback.receive(verdict, now):
+                self._apply(key, state, before)
 
     def maintain(self) -> None:
         """Called at intervals. Two cases need it.
@@ -124,12 +220,10 @@ class FallbackOwner:
         now = self._clock()
         with self._lock:
             for key, state in list(self._states.items()):
-                if (
-                    state.fallback.phase != "fp32"
-                    or self._state(key, self._processes.active_plan(*key), now) is not state
-                ):
+                if state.fallback.phase != "fp32":
                     continue
-                if now - state.ordered_at >= state.active.policy.retry_seconds:
+                current = self._state(key, self._processes.active_plan(*key), now)
+                if current is state and now - state.ordered_at >= RETRY_S:
                     state.ordered_at = now
                     self._order(key, state, "fp32")
 
@@ -148,7 +242,7 @@ class FallbackOwner:
             self._order(key, state, "bf16")
         return state
 
-    def _apply(self, key: _Key, state: _State, before: str) -> None:
+    def _apply(self, key: _Key, state: _State, before: Phase) -> None:
         """Log the new phase or reason, and order what follows from it."""
         label, fallback = f"model {key[0]!r} version {key[1]}", state.fallback
         if fallback.phase == "warming":
@@ -177,8 +271,7 @@ class FallbackOwner:
                 return
             # A runtime's error text belongs in the log; remote clients must not see it.
             public = isinstance(error, Bf16kitError) and not isinstance(error, RuntimeFailure)
-            retry = state.active.policy.retry_seconds
-            _log.error("%s: fp32 cannot answer; trying again in %g s or later: %s", label, retry, brief(error))
+            _log.error("%s: fp32 cannot answer; trying again in %g s or later: %s", label, RETRY_S, brief(error))
             state.fallback.failed(brief(error) if public else "the server's log says why", self._clock())
             self._order(key, state, "bf16")
 

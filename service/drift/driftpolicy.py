@@ -1,0 +1,75 @@
+"""``serving.yaml``'s sections on live drift: how much of it is measured, and the action when it is over the budget."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+
+LONGEST_STAY_S = 86_400.0  # after a day in bf16, what led to the last fallback is another story
+
+#: Former keys of ``serving.yaml``, and what to do instead.
+REMOVED_KEYS = {
+    "shadow.min_per_second": "at least 0.5 samples a second are measured, if so many requests come and max_per_second"
+    " allows it; delete it",
+    "shadow.max_bytes": "the samples that wait have at most 64 MiB; delete it, or lower shadow.max_rows for large rows",
+    "shadow.reference": "a process of the server runs the reference; delete it, or set shadow.rate: 0 instead of off",
+    "fallback.longest_stay_seconds": "it is a day; delete it",
+    "fallback.margin": "it is 0.1; delete it, or replace a bound by `budget`",
+    "fallback.retry_seconds": "it is 60; delete it",
+}
+
+
+class ShadowPolicy(BaseModel):
+    """The policy that selects the live requests to run again on the fp32 reference.
+
+    ``rate`` of the requests, but at least 0.5 a second while so many come, and at most ``max_per_second``, which wins
+    over the floor. So a quiet model is measured whole, and a busy one costs little. ``rate`` 0 turns the shadow off;
+    the reference is then never loaded.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rate: float = Field(default=0.01, ge=0, le=1)
+    max_per_second: float = Field(default=1.0, gt=0)
+    max_rows: PositiveInt = 8  # per request; further rows of a larger request are not measured
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is measured."""
+        return self.rate > 0
+
+
+class FallbackPolicy(BaseModel):
+    """The action when a model's drift is over its budget: ``off``, ``alert`` or ``fp32``.
+
+    ``off`` only measures. ``alert`` reports it in the log and in every description of the model. ``fp32`` also has the
+    fp32 reference answer until bf16 is within budget again.
+
+    The numbers apply to ``fp32`` only. fp32 answers for at least ``min_stay_seconds`` after bf16 was last over. That
+    time doubles each time bf16 falls again within :data:`LONGEST_STAY_S`, which is also its maximum. bf16 answers
+    again once there are ``clean_samples`` effective samples since the fallback and their whole interval is clearly
+    below the budget.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: Literal["off", "alert", "fp32"] = "alert"
+    min_stay_seconds: float = Field(default=300.0, ge=0, le=LONGEST_STAY_S)
+    clean_samples: int = Field(default=200, ge=1, le=1000)  # effective samples; recent drift holds at most 1,090
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_scalar(cls, value: Any) -> Any:
+        return {"policy": value} if isinstance(value, (str, bool)) else value
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        if value is False:  # YAML reads the word off as False
+            return "off"
+        if value == "none":
+            raise ValueError("'none' is called 'off' now; the policies are off, alert and fp32")
+        if value is True:
+            raise ValueError("'on' is not a policy; use off, alert or fp32")
+        return value

@@ -1,0 +1,176 @@
+"""Each bound's recent drift ÷ budget with its intervals, and whether it shows in the requests of one client alone.
+
+The answer to a breach concerns all clients. A single one can send inputs whose drift is far over the budget, with
+values that nearly overflow or cancel out, and the model of all others is sound. A client that sends over nine
+tenths of the rows counts by itself: a few requests of others, as of a prober, say nothing about what it gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bf16kit.drift.metrics import Budget
+from service.drift import intervals
+from service.drift.intervals import Z_ALWAYS, Interval, Z
+from service.drift.recent import MIN_EFFECTIVE_SIZE, Window
+
+_QUANTILES = {"p50": 0.5, "p99": 0.99}
+_TRIED = 4  # clients, those with the most drift; a breach that one of the others causes alone does not exist
+_MOST_ROWS = 0.9  # share of the rows above which a client counts by itself
+_MOST = 1e6  # relative_l2 that a row counts at most: an infinite one would make all clients with one equal
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One bound's drift ÷ budget (over 1 is a breach), its 95 % interval, and the lower end of its wide one.
+
+    ``lowest`` over 1 establishes a breach although it is looked at after every sample (:mod:`service.drift.weighted`).
+    ``confirmable``: so many samples can show that the bound is met.
+    """
+
+    metric: str
+    ratio: float
+    low: float
+    high: float
+    lowest: float
+    confirmable: bool = True
+
+    @property
+    def within(self) -> bool:
+        """Whether the bound is met: with 95 % confidence, or by the estimate if no such samples could confirm it.
+
+        Otherwise a model whose requests differ much in size, so that samples are worth few, would never be within a
+        budget that bounds a p99.
+        """
+        return self.high <= 1 or (not self.confirmable and self.ratio <= 1)
+
+
+def estimates(window: Window, budget: Budget) -> Iterator[Estimate]:
+    """Yield the estimate of every bound that the rows have a metric for, in the budget's order.
+
+    ``.worst``, ``max_abs`` and ``nonfinite`` bound the measured rows themselves, so their intervals have no width. If
+    none of n effective samples is over such a bound, at most 3 ÷ n of all answered rows are (with 95 % confidence).
+    """
+    for bound in budget.as_dict():
+        found = _interval(window, bound)
+        if found is not None:
+            ratio, low, high, lowest, highest = (budget.ratio(bound, value) for value in _clipped(found, bound))
+            high, low = max(low, high), min(low, high)
+            confirmable = window.size < MIN_EFFECTIVE_SIZE or _is_confirmable(window, budget, bound, high)
+            yield Estimate(bound, ratio, low, high, min(lowest, highest), confirmable)
+
+
+def _is_confirmable(window: Window, budget: Budget, bound: str, high: float) -> bool:
+    """Return whether so many samples, were all of them good, could show with 95 % confidence that the bound is met."""
+    if bound == "top1_agreement":
+        return budget.ratio(bound, intervals.wilson(1.0, window.size)[0]) <= 1
+    return bound.partition(".")[2] not in _QUANTILES or math.isfinite(high)
+
+
+def _interval(window: Window, bound: str) -> Interval | None:
+    metric, _, part = bound.partition(".")
+    if metric == "slice_error":
+        return None  # of many rows together: see slice_estimate
+    if metric == "nonfinite":
+        return Interval.exact(float(window["nonfinite"].sum()))
+    if metric == "top1_agreement":
+        return _agreement(window)
+    values = window[metric]
+    if part == "worst" or (metric == "max_abs" and not part):
+        return Interval.exact(float(values.min() if metric == "sqnr_db" else values.max()))
+    if part:
+        return _quantile(window, metric, _QUANTILES[part])
+    return _mean(window, metric)
+
+
+def _mean(window: Window, metric: str) -> Interval:
+    """Return the mean as :class:`bf16kit.drift.metrics.DriftSummary` defines it.
+
+    It is infinite if the worst value is. Rows of +inf dB, which are exact, are left out.
+    """
+    values, weights, clusters, size = window[metric], window.weights, window.clusters, window.size
+    floor = metric == "sqnr_db"
+    worst = float(values.min() if floor else values.max())
+    if math.isinf(worst):
+        return Interval.exact(worst)
+    finite = np.isfinite(values)
+    if not finite.all():
+        values, weights, clusters = values[finite], weights[finite], clusters[finite]
+        size = intervals.effective_size(weights, clusters)
+    if min(window.size, size) < MIN_EFFECTIVE_SIZE:
+        return Interval.unbounded(float(np.average(values, weights=weights)))
+    return intervals.mean(values, weights, clusters, positive=not floor, size=size)
+
+
+def _quantile(window: Window, metric: str, share: float) -> Interval:
+    sign = -1.0 if metric == "sqnr_db" else 1.0  # the quantile is taken on the bad side
+    found = intervals.quantile(sign * window[metric], window.weights, share, max(window.size, 1.0))
+    if window.size < MIN_EFFECTIVE_SIZE:
+        found = Interval.unbounded(found.estimate)
+    return Interval(*(sign * value for value in found))
+
+
+def _agreement(window: Window) -> Interval | None:
+    """Return the share of rows with the same top-1.
+
+    The interval counts effective samples: rows of a request are dependent.
+    """
+    rows = float(np.dot(window.weights, window["top1_rows"]))
+    if not rows:
+        return None
+    share = min(1.0, float(np.dot(window.weights, window["top1_matches"])) / rows)
+    return intervals.proportion(share, window.size) if window.size >= MIN_EFFECTIVE_SIZE else Interval.unbounded(share)
+
+
+def _clipped(found: Interval, bound: str) -> Interval:
+    """Clip an interval at 0, because drift is never negative (decibels may be), and a share at 1."""
+    if bound.startswith("sqnr_db"):
+        return found
+    highest = 1.0 if bound == "top1_agreement" else math.inf
+    return Interval(*(min(max(0.0, value), highest) for value in found))
+
+
+def slice_estimate(ratio: float, effective: float) -> Estimate:
+    """Return the slice error's ``ratio`` to its bound with an interval for ``effective`` samples.
+
+    A mean square over n requests has a relative standard error of √(2/n). The slice error is the root of a ratio of
+    two, so the logarithm's is 1/√n. It is the largest of up to thousands of slices: the interval's lower end takes the
+    4.5 standard errors of Z_ALWAYS, which chance exceeds in less than one of a hundred thousand.
+    """
+    if effective < MIN_EFFECTIVE_SIZE:
+        least = -math.inf if ratio else 0.0
+        return Estimate("slice_error", ratio, least, math.inf, least)
+    spread = 1 / math.sqrt(effective)
+    low = ratio * math.exp(-Z_ALWAYS * spread)
+    return Estimate("slice_error", ratio, low, ratio * math.exp(Z * spread), low)
+
+
+def corroborated(window: Window, budget: Budget, found: Sequence[Estimate]) -> list[Estimate]:
+    """Return ``found``, where a breach that one client alone causes has 1 as its lower ends: it is undecided.
+
+    It is that client's alone if others sent a tenth of the rows at least, and the estimate for these is within the
+    budget. Bounds of which the window has no rows, those on slices, are left as they are.
+    """
+    judged = list(found)
+    if not any(each.low > 1 for each in judged):
+        return judged
+    clients, at = np.unique(window.clients, return_inverse=True)
+    if len(clients) == 1:
+        return judged
+    drift = np.bincount(at, window.weights * np.minimum(window["relative_l2"], _MOST))
+    share = np.bincount(at, window.weights) / window.weights.sum()
+    for client in np.argsort(drift)[::-1][:_TRIED]:
+        if share[client] > _MOST_ROWS:
+            continue
+        others = {each.metric: each.ratio for each in estimates(window.select(at != client), budget)}
+        judged = [
+            replace(each, low=min(each.low, 1.0), lowest=min(each.lowest, 1.0))
+            if others.get(each.metric, math.inf) <= 1
+            else each
+            for each in judged
+        ]
+    return judged
