@@ -37,11 +37,10 @@ class Bounds:
 class TensorSemantics:
     """The meaning of a model's tensors, as ``serving.yaml`` declares it, by tensor name.
 
-    ``labels`` has the class labels of an output, the first for index 0; ``formats`` the image layouts of inputs.
+    ``labels`` has the class labels of an output, the first for index 0.
     """
 
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    formats: Mapping[str, Literal["NCHW", "NHWC"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +55,10 @@ class QueueBounds:
 class Scheduling:
     """The queue limits of a model and the versions of it to serve, as ``serving.yaml`` declares them.
 
-    ``by_level`` has the limits of single priority levels; ``bounds`` applies to all others. ``versions`` is the number
-    of newest versions to serve, or a tuple of versions, or None for all.
+    ``versions`` is the number of newest versions to serve, or a tuple of versions, or None for all.
     """
 
     bounds: QueueBounds = QueueBounds()
-    priority_levels: int = 0
-    default_level: int = 1
-    by_level: Mapping[int, QueueBounds] = field(default_factory=dict)
     versions: int | tuple[int, ...] | None = 1
 
 

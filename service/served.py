@@ -21,12 +21,8 @@ from service.http.pages import routes
 from service.http.views import StatusReader
 from service.httpport import open_http
 from service.models.controller import Controller
-from service.models.listing import RepositoryListing
 from service.models.plan import DesiredModel
-from service.models.poll import RepositoryPoller
-from service.models.repository import Repository
-from service.models.retries import Retries
-from service.models.singleprocess import SingleProcess
+from service.models.repository import Repository, RepositoryListing
 from service.operations import Operations, RegistryModels
 from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import ShadowProcess
@@ -49,9 +45,6 @@ class ModelServer:
     def __init__(self, config: ServerConfig, desired_models: Iterable[DesiredModel] | None = None) -> None:
         self.config = config
         self.metrics = Metrics()
-        self._owner = FallbackOwner(
-            SingleProcess(lambda: self.repository), lambda *version: self._shadow.restart(*version)
-        )
         self._counting = CombinedMetrics(
             self.metrics,
             lambda: self._shadow.ask_counts(),
@@ -61,7 +54,7 @@ class ModelServer:
             config,
             self._counting.receive,
             self._counting.process_died,
-            self._owner.receive,
+            lambda verdict: self._owner.receive(verdict),
             on_forget=self._counting.forget,
         )
         self.repository = Repository(
@@ -72,8 +65,9 @@ class ModelServer:
             new_sender=lambda name, plan: PlanSampleSender(
                 name, plan, partial(self._shadow.ask, plan), self._shadow.forget
             ),
-            on_verdict=self._owner.receive,
+            on_verdict=lambda verdict: self._owner.receive(verdict),
         )
+        self._owner = FallbackOwner(self.repository, self._shadow.restart)
         self._controller, self._poll = None, None
         if desired_models is None:
             self._controller = Controller(
@@ -82,12 +76,11 @@ class ModelServer:
                 self.repository.apply_all,
                 config.model_control,
                 config.load_model,
-                Retries(self.repository.models),
                 self.repository.models,
             )
             self._controller.apply_initial()
             if config.model_control == "poll":
-                self._poll = RepositoryPoller(self._controller, config.poll_seconds)
+                self._poll = PeriodicThread("repository-poll", config.poll_seconds, self._controller.poll)
         else:
             self.repository.apply_all(desired_models)
         self.credentials = Credentials.of(config)
@@ -130,7 +123,7 @@ class ModelServer:
         self._history_thread.stop()
         self._heap.stop()
         if self._poll is not None:
-            self._poll.stop()
+            self._poll.stop(wait=False)  # reading a network file system may never end
         config = self.config
         if config.lame_duck_seconds:
             _log.info("stopping: not ready, but still serving for another %g s", config.lame_duck_seconds)

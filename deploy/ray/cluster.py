@@ -28,7 +28,7 @@ from service.config.stop import Stop
 from service.contract import State
 from service.models.directory import Directory
 from service.models.plan import DesiredModel
-from service.models.retries import Retries
+from service.models.rollouts import Retries
 from service.workers.view import SlotState
 
 _log = logging.getLogger(__name__)

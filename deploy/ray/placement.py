@@ -14,6 +14,7 @@ from bf16kit.artifact.manifest import Manifest
 from bf16kit.messages.errors import ArtifactError
 from service.config.memory import MEMORY_DIVISOR
 from service.config.serverconfig import ServerConfig
+from service.contract import Bounds
 from service.models.plan import DesiredModel, Plan
 from service.shadow.memory import fp32_bytes
 
@@ -94,7 +95,7 @@ def _memory(plan: Plan, manifest: Manifest) -> int:
     serving, files = plan.serving, manifest.files
     weights = sum(entry.bytes for name, entry in files.items() if name.startswith("weights."))
     scripted = max((entry.bytes for name, entry in files.items() if name.endswith((".pt", ".pt2"))), default=0)
-    memory = int(_AT_LOAD * max(weights, scripted)) + serving.max_response_bytes // 8
+    memory = int(_AT_LOAD * max(weights, scripted)) + Bounds().response_bytes // 8
     if _has_reference(plan, manifest):
         memory += serving.shadow.reference_memory_bytes or 0
     if serving.fallback.policy == "fp32" and manifest.reference is not None:

@@ -197,7 +197,7 @@ class Queue(Generic[Work]):
         if self._nbytes + job.nbytes > self._policy.max_bytes:
             raise Overloaded(
                 f"the queue is full: inputs of {self._nbytes} bytes are waiting, the limit is"
-                f" {self._policy.max_bytes} (max_queue_bytes in serving.yaml); try again later",
+                f" {self._policy.max_bytes}; try again later",
                 "queue_bytes",
             )
         # One batch per instance may always wait: so little shows that batches run now, not that a queue builds up.

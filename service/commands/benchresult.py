@@ -18,7 +18,7 @@ from service.commands.servingfile import update
 from service.config.serverconfig import ServerConfig
 from service.models.loading import LoadedModel
 from service.models.plan import Plan
-from service.models.policy import FILE_NAME
+from service.models.serving import FILE_NAME
 
 VERSION = 1  # of the format of `bench --json`
 _STEADY = 1.5  # the fastest turn is at most this many times the slowest, unless other programs use the machine
@@ -72,7 +72,7 @@ class BenchResult:
     alone: dict[tuple[str, int], Cell] = field(default_factory=dict)  # by profile and rows
     bare: dict[tuple[Layout, int], Cell] = field(default_factory=dict)  # by layout and rows
     served: dict[tuple[Layout, int, int], Cell] = field(default_factory=dict)  # by layout, max_batch_size and clients
-    current: tuple[Layout, int] | None = None  # the current settings; None: chosen at load (instances: auto)
+    current: tuple[Layout, int] | None = None  # the current settings
     skipped: list[str] = field(default_factory=list)  # profiles that were not measured, and why
 
     def write(self) -> str:
@@ -96,9 +96,7 @@ class BenchResult:
         """Return the advice as keys of serving.yaml."""
         advice = self.advice
         keys = {"max_batch_size": advice.max_rows} if self.batches else {}
-        return {**keys, "instances": advice.layout.instances} | (
-            {"threads": advice.layout.threads} if advice.layout.threads else {}
-        )
+        return {**keys, "instances": advice.layout.instances}
 
     @property
     def steady(self) -> bool:
@@ -141,7 +139,7 @@ def text(measured: BenchResult) -> str:
     info, advice = measured.loaded.info, measured.advice
     label = f"model {measured.options.model!r} version {measured.plan.version}"
     shapes = ", ".join(f"{name}{shape}" for name, shape in measured.inputs.shapes.items())
-    now = "instances: auto" if measured.current is None else _setting(measured, *measured.current)
+    now = "" if measured.current is None else _setting(measured, *measured.current)
     rows = measured.options.request_rows
     return "\n".join(
         [

@@ -15,7 +15,6 @@ from bf16kit.messages.errors import ConfigError, NotFound, UsageError
 from bf16kit.messages.wording import quoted
 from bf16kit.runtime import Runtime, available_cpus
 from bf16kit.runtime import loading as runtimes
-from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore
 from bf16kit.runtime.ort import kernel
 from service.commands.benchresult import BenchResult, Options
 from service.commands.inputs import inputs_of
@@ -23,12 +22,12 @@ from service.commands.interleaved import ROUNDS, Cell, measure_in_turns, sequent
 from service.commands.layouts import Layout, layouts, smallest_worthwhile
 from service.commands.parallel import concurrent_calls
 from service.contract import Array
-from service.models import loading, profilechoice
+from service.models import loading
 from service.models.directory import desired_model_of, directories_in
 from service.models.generation import Generation
 from service.models.loading import LoadedModel
 from service.models.plan import Plan
-from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
+from service.models.serving import DEFAULT_MAX_BATCH_SIZE, Serving
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -41,9 +40,8 @@ _Feeds = Mapping[int, Mapping[str, Array]]
 def measure(options: Options) -> BenchResult:
     """Load the model as the server does, and measure it. Raises NotFound, or the error that prevents loading it."""
     plan = _plan(options)
-    store = CachingWeightStore(PRIVATE_STORE)
     config = options.config
-    loaded = loading.load(plan.path, plan.serving, device=config.device, threads=config.threads, weights=store)
+    loaded = loading.load(plan.path, plan.serving, device=config.device, threads=config.threads)
     with ExitStack() as stack:
         stack.callback(loaded.close)
         opened = loaded.opened
@@ -51,7 +49,7 @@ def measure(options: Options) -> BenchResult:
         measured = BenchResult(options, plan, loaded, inputs)
 
         def load(profile: str, threads: int | None) -> Runtime:
-            runtime = runtimes.load(opened.artifact, profile, device=loaded.info.device, threads=threads, weights=store)
+            runtime = runtimes.load(opened.artifact, profile, device=loaded.info.device, threads=threads)
             stack.callback(runtime.close)
             return runtime
 
@@ -73,13 +71,11 @@ def measure(options: Options) -> BenchResult:
 def _measure_alone(measured: BenchResult, load: Callable[[str, int | None], Runtime], feeds: _Feeds) -> None:
     """Measure one run at a time, on each profile that may serve, with the server's number of threads."""
     opened, serving, config = measured.loaded.opened, measured.plan.serving, measured.options.config
-    threads = serving.threads or config.threads
+    threads = loading.threads_of_a_run(serving.instances, config.threads)
     names, _ = runtimes.choose_profiles(opened.artifact, serving.profile, config.device)
     for number, name in enumerate(names):
         native = kernel.multiplies_bf16()
-        reason = (
-            profilechoice.skip_reason(opened.artifact.manifest, name, opened.budget, native=native) if number else ""
-        )
+        reason = loading.skip_reason(opened.artifact.manifest, name, opened.budget, native=native) if number else ""
         if reason:
             measured.skipped.append(f"profile {name} is skipped: {reason}")
             continue
@@ -171,16 +167,11 @@ def _rows(options: Options, loaded: LoadedModel) -> tuple[int, ...]:
 
 
 def _current_settings(measured: BenchResult) -> tuple[Layout, int] | None:
-    """Return the layout and batch size of the server's current settings.
-
-    None if they are no layout: with ``instances: auto`` a batch that runs alone may have more threads than others.
-    """
-    if measured.loaded.narrow is not None:
-        return None
+    """Return the layout and batch size of the server's current settings."""
     serving, config = measured.plan.serving, measured.options.config
     on_cpu = measured.loaded.info.device == "cpu"
-    threads = (serving.threads or config.threads or available_cpus()) if on_cpu else 0
-    return Layout(measured.loaded.instances, threads), measured.loaded.opened.max_batch_size
+    threads = (loading.threads_of_a_run(serving.instances, config.threads) or available_cpus()) if on_cpu else 0
+    return Layout(serving.instances, threads), measured.loaded.opened.max_batch_size
 
 
 def _batch(measured: BenchResult, layout: Layout) -> int:
@@ -198,16 +189,13 @@ def _generation(measured: BenchResult, runtime: Runtime, layout: Layout, max_row
     """Return the model as it would be served with these settings, with a queue that has room for all clients."""
     changes: dict[str, object] = {
         "instances": layout.instances,
-        "threads": layout.threads or None,
         "max_batch_size": max_rows,
         "max_queue_size": max(CLIENTS),
         "max_queue_ms": 3_600_000.0,
-        "max_queue_bytes": 1 << 40,
-        "priority_queue_policy": {},
         "shadow": measured.plan.serving.shadow.model_copy(update={"rate": 0.0}),
     }
     serving: Serving = measured.plan.serving.model_copy(update=changes)
     opened = replace(measured.loaded.opened, max_batch_size=max_rows)
-    loaded = replace(measured.loaded, opened=opened, runtime=runtime, instances=layout.instances, narrow=None)
+    loaded = replace(measured.loaded, opened=opened, runtime=runtime)
     name, version = measured.options.model, measured.plan.version
     return Generation(name, version, loaded, serving, partial(Metrics().add, name, version))

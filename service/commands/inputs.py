@@ -12,8 +12,8 @@ from bf16kit.messages.errors import InvalidRequest, UsageError
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from service.contract import Array
-from service.models.firstruns import golden_of
-from service.models.opening import OpenedArtifact
+from service.models.goldengate import golden_of
+from service.models.opened import OpenedArtifact
 
 _SHAPE = re.compile(r"(?P<name>.+)=(?P<dims>\d+(?:[x,]\d+)*)")
 

@@ -15,8 +15,8 @@ from bf16kit.drift.verdicts import DriftRow, format_budget_ratio, rows_of, tight
 from bf16kit.messages.errors import Bf16kitError, ConfigError
 from bf16kit.messages.wording import brief, size, table
 from service.models.directory import desired_model_of, directories_in, versions_in
-from service.models.opening import weight_bytes
-from service.models.policy import Serving
+from service.models.opened import weight_bytes
+from service.models.serving import Serving
 
 VERSION = 1  # of the format of `list --json`
 _SHORT = 12  # hexadecimal digits of a digest: enough to tell sources apart

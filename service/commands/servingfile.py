@@ -13,7 +13,7 @@ import yaml
 
 from bf16kit.messages.errors import ConfigError
 from service.config.serverconfig import read_mapping
-from service.models.policy import load_serving
+from service.models.serving import load_serving
 
 
 def update(file: Path, changes: Mapping[str, int]) -> str:

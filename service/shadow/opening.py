@@ -11,7 +11,7 @@ from bf16kit.system import controlgroup
 from service.contract import Array
 from service.drift.policy import ShadowPolicy
 from service.drift.shadow import Reference
-from service.models.opening import OpenedArtifact
+from service.models.opened import OpenedArtifact
 from service.shadow.activity import ActivityTracker
 from service.shadow.memory import ReferenceMemory, default_bound, fp32_bytes
 

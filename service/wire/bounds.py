@@ -50,8 +50,8 @@ class BoundsCheck:
         bound = self._bounds.response_bytes
         if nbytes > bound:
             raise InvalidRequest(
-                f"the response has {nbytes} bytes or more, expected at most {bound} (max_response_bytes of the model's"
-                " serving.yaml); ask for fewer rows, shorter inputs or fewer outputs"
+                f"the response has {nbytes} bytes or more, expected at most {bound}; ask for fewer rows,"
+                " shorter inputs or fewer outputs"
             )
 
     def _check_empty(self, feeds: Mapping[str, Array]) -> None:

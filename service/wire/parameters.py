@@ -3,7 +3,7 @@
 | parameter | type | meaning here |
 |---|---|---|
 | timeout | int64 or uint64, microseconds | the request is not run later than this; 0 = no limit |
-| priority | int64 or uint64 | 1 = the most urgent, 0 = the model's default; ignored where it has no `priority_levels` |
+| priority | int64 or uint64 | 1 = the most urgent, 0 = the default; checked, and ignored |
 | sequence_id | int64, uint64 or string | refused unless 0 or empty: models keep no state between requests |
 | sequence_start, sequence_end | bool | refused unless false |
 | binary_data_output, headers | bool; string | checked and ignored |

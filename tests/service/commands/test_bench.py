@@ -18,8 +18,7 @@ from waiting import until
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import available_cpus
 from service.commands.layouts import Layout, layouts, smallest_worthwhile
-from service.models import parallelism
-from service.models.policy import load_serving
+from service.models.serving import load_serving
 
 QUICK = ("--device", "cpu", "--seconds", "1", "--rows", "1,4")
 
@@ -98,18 +97,6 @@ def test_requests_larger_than_max_batch_size_are_measured_with_larger_batches(re
     )
     assert found["now"]["max_batch_size"] == 2
     assert {row["max_batch_size"] for row in found["served"]} == {4}
-
-
-@pytest.mark.long
-def test_instances_auto_is_not_mistaken_for_a_layout(
-    repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``LEAST_GAIN`` is 0, so two instances count as worth it on any machine, however small the gain."""
-    monkeypatch.setattr(parallelism, "LEAST_GAIN", 0.0)
-    (repository / "mlp" / "serving.yaml").write_text("instances: auto\nthreads: 2\n")
-    found = read(run("bench", "mlp", "--repository", repository, *QUICK, "--json"))
-    assert found["now"] is None
-    assert {row["max_batch_size"] for row in found["served"]} <= {1, 4}
 
 
 @pytest.mark.parametrize(

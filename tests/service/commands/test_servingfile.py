@@ -10,7 +10,7 @@ import yaml
 from bf16kit.messages.errors import ConfigError
 from service.commands.servingfile import update
 
-CHANGES = {"max_batch_size": 8, "instances": 2, "threads": 1}
+CHANGES = {"max_batch_size": 8, "instances": 2, "max_queue_size": 1}
 
 
 @pytest.fixture
@@ -25,10 +25,11 @@ def test_a_missing_file_is_created(file: Path) -> None:
 
 
 def test_comments_and_other_keys_stay_as_they_are(file: Path) -> None:
-    file.write_text("# first\ninstances: 4   # four\nshadow:\n  rate: 0.5\n# instances: 9\nthreads:\nwarmup: [1, 2]")
+    text = "# first\ninstances: 4   # four\nshadow:\n  rate: 0.5\n# instances: 9\nmax_queue_size:\nwarmup: [1, 2]"
+    file.write_text(text)
     update(file, CHANGES)
     assert file.read_text() == (
-        "# first\ninstances: 2   # four\nshadow:\n  rate: 0.5\n# instances: 9\nthreads: 1\nwarmup: [1, 2]\n"
+        "# first\ninstances: 2   # four\nshadow:\n  rate: 0.5\n# instances: 9\nmax_queue_size: 1\nwarmup: [1, 2]\n"
         "max_batch_size: 8\n"
     )
 

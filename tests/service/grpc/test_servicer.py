@@ -115,7 +115,7 @@ def test_a_response_over_its_limit_is_rejected_with_the_limit() -> None:
     with serving(grows) as served:
         code, details = served.refusal("ModelInfer", infer_request(x=X[:1]))
         assert code is StatusCode.INVALID_ARGUMENT
-        assert "the response has 4000 bytes or more, expected at most 3999 (max_response_bytes" in details
+        assert "the response has 4000 bytes or more, expected at most 3999;" in details
         assert grows.calls == 1
 
 

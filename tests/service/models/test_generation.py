@@ -15,7 +15,7 @@ from artifacts import write_counting, write_mlp
 from bf16kit.runtime.loading import load_reference
 from service.models import loading
 from service.models.generation import Generation
-from service.models.policy import load_serving
+from service.models.serving import load_serving
 from service.request import Observation, Request
 from service.telemetry.metrics import Metrics
 

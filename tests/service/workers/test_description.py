@@ -18,16 +18,16 @@ ALIKE = (
 def test_a_description_leaves_out_labels() -> None:
     """There may be many, each report would have them, and only the process that answers needs them."""
     model = LoopbackModel("m")
-    model.semantics = TensorSemantics({"y": ("cat", "dog")}, {"x": "NHWC"})
+    model.semantics = TensorSemantics({"y": ("cat", "dog")})
     told = json.dumps(describe(model))
     assert "cat" not in told
     there = ModelDescription("m", 1, json.loads(told), SummedStatistics(StatisticsSnapshot))
-    assert there.semantics == TensorSemantics({}, {"x": "NHWC"})
+    assert there.semantics == TensorSemantics()
 
 
 def test_a_model_description_is_unchanged_by_json() -> None:
     model = LoopbackModel("m")
-    model.scheduling = Scheduling(QueueBounds(7), 2, 1, {2: QueueBounds(3)}, (1, 4))
+    model.scheduling = Scheduling(QueueBounds(7), (1, 4))
     told = json.loads(json.dumps(describe(model)))
     there = ModelDescription("m", 1, told, SummedStatistics(lambda: StatisticsSnapshot(inference_count=5)))
     for name in ALIKE:
