@@ -35,11 +35,10 @@ class Bounds:
 class TensorSemantics:
     """The meaning of a model's tensors, as ``serving.yaml`` declares it, by tensor name.
 
-    ``labels`` has the class labels of an output, the first for index 0; ``formats`` the image layouts of inputs.
+    ``labels`` has the class labels of an output, the first for index 0.
     """
 
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    formats: Mapping[str, Literal["NCHW", "NHWC"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

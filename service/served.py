@@ -9,7 +9,7 @@ from functools import partial
 
 from service.config.certificates import Credentials
 from service.config.logsettings import LogSettings
-from service.config.periodic import Guard
+from service.config.periodic import Guard, PeriodicThread
 from service.config.resources import HeapTrimmer
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
@@ -19,12 +19,8 @@ from service.http.pages import evidence_route, routes
 from service.http.statusreader import StatusReader
 from service.httpport import open_http
 from service.models.controller import Controller
-from service.models.listing import RepositoryListing
 from service.models.plan import DesiredModel
-from service.models.poll import RepositoryPoller
-from service.models.repository import Repository
-from service.models.retries import Retries
-from service.models.singleprocess import SingleProcess
+from service.models.repository import Repository, RepositoryListing
 from service.operations import Operations, RegistryModels
 from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import ShadowProcess
@@ -46,9 +42,6 @@ class ModelServer:
     def __init__(self, config: ServerConfig, desired_models: Iterable[DesiredModel] | None = None) -> None:
         self.config = config
         self.metrics = Metrics()
-        self._owner = FallbackController(
-            SingleProcess(lambda: self.repository), lambda *version: self._shadow.restart(*version)
-        )
         self._counting = CombinedMetrics(
             self.metrics,
             lambda: self._shadow.ask_counts(),
@@ -58,7 +51,7 @@ class ModelServer:
             config,
             self._counting.receive,
             self._counting.process_died,
-            self._owner.receive,
+            lambda verdict: self._owner.receive(verdict),
             on_forget=self._counting.forget,
         )
         self.repository = Repository(
@@ -69,8 +62,9 @@ class ModelServer:
             new_sender=lambda name, plan: PlanSampleSender(
                 name, plan, partial(self._shadow.ask, plan), self._shadow.forget
             ),
-            on_verdict=self._owner.receive,
+            on_verdict=lambda verdict: self._owner.receive(verdict),
         )
+        self._owner = FallbackController(self.repository, self._shadow.restart)
         self._controller, self._poll = None, None
         if desired_models is None:
             self._controller = Controller(
@@ -79,12 +73,11 @@ class ModelServer:
                 self.repository.apply_all,
                 config.model_control,
                 config.load_model,
-                Retries(self.repository.models),
                 self.repository.models,
             )
             self._controller.apply_initial()
             if config.model_control == "poll":
-                self._poll = RepositoryPoller(self._controller, config.poll_seconds)
+                self._poll = PeriodicThread("repository-poll", config.poll_seconds, self._controller.poll)
         else:
             self.repository.apply_all(desired_models)
         self.credentials = Credentials.of(config)
@@ -123,7 +116,7 @@ class ModelServer:
         """Report not ready, then reject new requests, then wait for those in flight. HTTP is served until the end."""
         self._heap.stop()
         if self._poll is not None:
-            self._poll.stop()
+            self._poll.stop(wait=False)  # reading a network file system may never end
         config = self.config
         if config.lame_duck_seconds:
             _log.info("stopping: not ready, but still serving for another %g s", config.lame_duck_seconds)

@@ -34,7 +34,7 @@ _ONE_AT_MOST, _FOUR_AT_MOST = 0.53, 0.20
 _SERVERS = 4
 _BIG_LAYERS, _QUICK_BIG_LAYERS = 16, 6
 # The shadow would load the fp32 reference, from the residual where there is one, and the MLP has one.
-_SERVING = "profile: cpu\nweights: mapped\nshadow:\n  rate: 0\n"
+_SERVING = "profile: cpu\nshadow:\n  rate: 0\n"
 _REPEATS, _QUICK_REPEATS = FEWEST_PROCESSES, 1
 _MB = 1e6
 _KINDS = ("ours", "unpacked", "fp32")
@@ -54,7 +54,7 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
         settings={
             "one_process": f"{LAYERS} layers of 4096×4096, one run, {repeats} processes of each kind",
             "servers": f"{_SERVERS} of each kind at once on {big} layers of 4096×4096, each asked twice: bf16-serve"
-            " with `weights: mapped` and no shadow, and bench/serving/bare.py's handler around ONNX Runtime fp32",
+            " without a shadow, and bench/serving/bare.py's handler around ONNX Runtime fp32",
             "baseline": "the same processes serving a 16→64→16 MLP",
         },
         notes=(

@@ -53,8 +53,7 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     cores = len(os.sched_getaffinity(0))
     layouts = {
         "defaults": "",
-        "an instance for each core": f"instances: {cores}\nthreads: 1\n",
-        "instances: auto": "instances: auto\n",
+        "an instance for each core": f"instances: {cores}\n",
     }
     messages = [wire.infer_request("minilm", models.minilm_feeds(1, tokens)) for tokens in _LENGTHS]
     messages = [messages[at] for at in np.random.default_rng(0).permutation(len(messages))]

@@ -22,18 +22,18 @@ from bf16kit.messages.errors import Cancelled, InvalidRequest, NotFound, Overloa
 from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
 from deploy.ray.models import RAY_ERRORS, RunningModels
-from deploy.ray.rpcs import RPCS, ByteBudget, HeldBytes, Rpc, Serialized, status_of
+from deploy.ray.rpcs import RPCS, ByteBudget, HeldBytes, Rpc, Serialized
 from ray.serve.exceptions import BackPressureError
 from service.config.certificates import Credentials
 from service.config.logs import configure
 from service.config.serverconfig import ServerConfig
-from service.grpc.credentials import RequiredScope
+from service.grpc import control
+from service.grpc.access import RequiredScope
 from service.grpc.handlers import SERVICE
 from service.grpc.health import LIVE
-from service.grpc.status import Status
+from service.grpc.status import Status, status_of
 from service.models.repository import parse_version
 from service.wire import metadata
-from service.wire.repository import check_repository
 
 _log = logging.getLogger(__name__)
 _UPDATE_SECONDS = 5.0  # the longest that one look at the cluster takes; Ray replaces a front that is silent for longer
@@ -154,7 +154,7 @@ class Front:
 
     def _check(self, rpc: Rpc, context: Any) -> None:
         """Raise if the call has no token for the RPC."""
-        RequiredScope(self._tokens, rpc.scope).check(context.invocation_metadata())
+        RequiredScope(self._tokens, rpc.scope).check(dict(context.invocation_metadata()).get("authorization"))
 
     async def _answer(self, rpc: Rpc, data: bytes, context: Any, held: HeldBytes) -> bytes | Status:
         if rpc.method in ("ModelInfer", "ModelMetadata", "ModelConfig"):
@@ -177,7 +177,7 @@ class Front:
             case "ServerMetadata":
                 return metadata.server_metadata()
             case "RepositoryIndex":
-                check_repository(message.repository_name)
+                control.check_repository(message.repository_name)
                 return metadata.repository_index(models.index(), message.ready)
             case "ModelStatistics":
                 return metadata.model_statistics(await models.statistics(message.name, message.version))

@@ -15,16 +15,13 @@ import ray
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.system import controlgroup
 from deploy.ray.models import Report
-from deploy.ray.rpcs import RPCS, ByteBudget, HeldBytes, status_of
+from deploy.ray.rpcs import RPCS, ByteBudget, HeldBytes
 from service.config.logs import configure
 from service.config.resources import bound_heap
 from service.config.serverconfig import LOOPBACK, ServerConfig
-from service.grpc.admission import FairShares
-from service.grpc.claims import ClaimedModel
 from service.grpc.control import ControlServicer
-from service.grpc.scheduler import StreamScheduler
-from service.grpc.servicer import InferenceServicer
-from service.grpc.status import Status, StatusTable
+from service.grpc.inference import InferenceServicer
+from service.grpc.status import Status, status_of
 from service.models.plan import DesiredModel
 from service.operations import Operations, RegistryModels
 from service.request import Cancellation
@@ -39,17 +36,12 @@ _CHECK_SECONDS = 0.05
 class ReplicaCall:
     """One call of the front, as the servicers see it. Ray tells no deadline: it cancels the call when it has passed."""
 
-    claimed: ClaimedModel | None = None
     deadline: float | None = None
 
-    def __init__(
-        self, rpc: str, nbytes: int, client: str, metadata: Mapping[str, str | bytes], held: HeldBytes
-    ) -> None:
+    def __init__(self, rpc: str, client: str, metadata: Mapping[str, str | bytes], held: HeldBytes) -> None:
         self.started = time.monotonic()
         self.cancellation = Cancellation()
-        self.nbytes = nbytes
         self.client = client
-        self.metadata = tuple(metadata.items())
         self.metadata_value = metadata.get
         self.streams = rpc == "ModelStreamInfer"
         self.held = held
@@ -78,11 +70,8 @@ class Replica:
         self._inference = InferenceServicer(
             served.repository,
             served.metrics.refused,
-            StatusTable(),
-            FairShares(calls, "model", "model_share"),
+            calls,
             self._threads,
-            self._threads,
-            StreamScheduler(calls),
             1,
             tracer=served.tracing,
         )
@@ -104,7 +93,7 @@ class Replica:
     async def answer(self, rpc: str, data: bytes, client: str, metadata: Mapping[str, str | bytes]) -> bytes | Status:
         """Return the response to a request. If Ray cancels this, the request leaves the model's queue."""
         with HeldBytes(self._budget) as held:
-            call = ReplicaCall(rpc, len(data), client, metadata, held)
+            call = ReplicaCall(rpc, client, metadata, held)
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, rpc, data, call)
             finally:
@@ -122,7 +111,7 @@ class Replica:
         if isinstance(response, Status):
             return response
         if not call.streams:
-            return response.SerializeToString()
+            return bytes(response.SerializeToString())
         if wants_final_mark(message.parameters):
             response.parameters["triton_final_response"].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response).SerializeToString()

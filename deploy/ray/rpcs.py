@@ -8,20 +8,18 @@ from typing import Any, Literal, NamedTuple, Self
 
 import grpc
 from google.protobuf import descriptor_pool
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from bf16kit.messages.errors import InvalidRequest, Overloaded
+from bf16kit.messages.errors import Overloaded
 from bf16kit.protocol import inference_pb2 as pb
 from service.grpc.handlers import SERVICE
 from service.grpc.reflection import public_file
-from service.grpc.status import StatusTable
-from service.wire.skim import parser
+from service.wire.limits import MessageReader
 
-status_of = StatusTable().for_error  # the status for a client, of any exception
 FRONT = "bf16kit"  # the application that gets every request: the only one with a route, which Ray's proxies need
 SERVICER_FUNCTION = "deploy.ray.rpcs.add_services"
 _WITHOUT_TENSORS = 64 << 10  # bytes: largest request without tensors, as in bf16-serve
+_WITH_TENSORS = 1 << 31  # bytes: Ray's proxies apply max_message_bytes, and a message of protobuf has 2 GiB at most
 _PROBES = ("ServerLive", "ServerReady", "ModelReady", "Check", "Watch")
 _HANDLERS: Mapping[str, Any] = {
     "unary": grpc.unary_unary_rpc_method_handler,
@@ -53,19 +51,8 @@ def _rpc(service: str, method: Any) -> Rpc:
     infers = method.name in ("ModelInfer", "ModelStreamInfer")
     kind: Any = "stream" if method.client_streaming else "watch" if method.server_streaming else "unary"
     scope: Any = None if method.name in _PROBES else "infer" if infers else "read"
-    return Rpc(service, method.name, kind, scope, _parser(method.input_type, None if infers else _WITHOUT_TENSORS))
-
-
-def _parser(kind: Any, most: int | None) -> Callable[[bytes, Callable[[int], None]], Any]:
-    decode = parser(kind, most)
-
-    def parse(data: bytes, reserve: Callable[[int], None]) -> Any:
-        try:
-            return decode(data, reserve)
-        except DecodeError:
-            raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
-
-    return parse
+    most = _WITH_TENSORS if infers else _WITHOUT_TENSORS
+    return Rpc(service, method.name, kind, scope, MessageReader(method.input_type, most))
 
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]

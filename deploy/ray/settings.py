@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.messages.errors import ArtifactError, ConfigError
-from service.config.memory import MEMORY_DIVISOR
+from service.config.resources import MEMORY_DIVISOR
 from service.config.serverconfig import ServerConfig, explain
+from service.contract import Bounds
 from service.models.plan import DesiredModel, Plan
 from service.shadow.memory import fp32_bytes
 
@@ -130,7 +131,7 @@ def _own_bytes(plan: Plan, manifest: Manifest) -> int:
     files = manifest.files.items()
     weights = sum(entry.bytes for name, entry in files if name.startswith("weights."))
     scripted = max((entry.bytes for name, entry in files if name.endswith((".pt", ".pt2"))), default=0)
-    memory = int(_AT_LOAD * max(weights, scripted)) + plan.serving.max_response_bytes // 8
+    memory = int(_AT_LOAD * max(weights, scripted)) + Bounds().response_bytes // 8
     if plan.serving.fallback.policy == "fp32" and manifest.reference is not None:
         memory += int(_FP32_LOADED * fp32_bytes(manifest))
     return memory

@@ -26,9 +26,10 @@ from service.config.resources import bound_heap
 from service.config.serverconfig import load_config, read_mapping
 from service.contract import Array
 from service.models.directory import desired_model_of
-from service.models.firstruns import feeds_of, golden_of
-from service.models.opening import OpenedArtifact, open_artifact
-from service.models.policy import DEFAULT_MAX_BATCH_SIZE, FILE_NAME, load_serving
+from service.models.goldengate import golden_of
+from service.models.loading import feeds_of
+from service.models.opened import OpenedArtifact, open_artifact
+from service.models.serving import DEFAULT_MAX_BATCH_SIZE, FILE_NAME, load_serving
 
 _MOST_ROWS = 65_536  # the limit of serving.yaml
 _STEADY = 1.5  # the fastest turn is at most this many times the slowest, unless other programs use the machine

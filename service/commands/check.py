@@ -28,7 +28,7 @@ from service.models import loading
 from service.models.controller import Controller
 from service.models.directory import Directory, desired_model_of, directories_in
 from service.models.loads import Loads
-from service.models.opening import open_artifact
+from service.models.opened import open_artifact
 from service.models.plan import DesiredModel, Plan
 from service.models.repository import Repository
 from service.regions.files import check_system

@@ -20,8 +20,8 @@ from bf16kit.messages.wording import brief, size, table
 from service.commands import output
 from service.config.serverconfig import load_config
 from service.models.directory import desired_model_of, directories_in, versions_in
-from service.models.opening import weight_bytes
-from service.models.policy import Serving
+from service.models.opened import weight_bytes
+from service.models.serving import Serving
 
 _SHORT = 12  # hexadecimal digits of a digest: enough to tell sources apart
 _COLUMNS = (

@@ -45,10 +45,10 @@ class PeriodicThread:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread; a tick that runs is waited for. May be called without :meth:`start`."""
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread. With ``wait``, a tick that runs is waited for. May be called without :meth:`start`."""
         self._stopped.set()
-        if self._thread.ident is not None:
+        if wait and self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:

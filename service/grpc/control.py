@@ -99,14 +99,14 @@ class ControlServicer:
         return metadata.model_statistics(self._models.statistics(message.name, message.version))
 
     def RepositoryIndex(self, message: pb.RepositoryIndexRequest, call: CallContext) -> pb.RepositoryIndexResponse:
-        _check_repository(message.repository_name)
+        check_repository(message.repository_name)
         return metadata.repository_index(self._models.index(), message.ready)
 
     def RepositoryModelLoad(
         self, message: pb.RepositoryModelLoadRequest, call: CallContext
     ) -> pb.RepositoryModelLoadResponse:
         """Respond once the model is served."""
-        _check_repository(message.repository_name)
+        check_repository(message.repository_name)
         name = message.model_name
         try:
             change = self._control.load(name, _load_config(message.parameters))
@@ -124,7 +124,7 @@ class ControlServicer:
 
         No model depends on another here, so ``unload_dependents`` changes nothing.
         """
-        _check_repository(message.repository_name)
+        check_repository(message.repository_name)
         _check_parameters("unload", "unload_dependents", "bool_param", message.parameters)
         name = message.model_name
         self._wait(self._control.unload(name), call, f"unloading model {quoted(name)}")
@@ -220,7 +220,7 @@ class ControlServicer:
         return self._operations.regions
 
 
-def _check_repository(name: str) -> None:
+def check_repository(name: str) -> None:
     """Raise Unsupported for a named repository: there is one only, without a name."""
     if name:
         raise Unsupported("named repositories are not supported; leave repository_name empty")

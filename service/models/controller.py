@@ -5,7 +5,9 @@ It knows directories and desired models, and neither loads nor runs models: it a
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,26 +16,25 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from bf16kit.messages.errors import ConfigError, NotFound
-from service.models.contents import Contents
 from service.models.directory import Directory
-from service.models.override import ConfigOverride
+from service.models.modelconfig import with_config
 from service.models.plan import DesiredModel
-from service.models.retries import Retries, SlotLike
-from service.models.rollouts import ApplyAll, Rollouts
+from service.models.rollouts import ApplyAll, Retries, Rollouts, SlotLike
 from service.operations import IndexEntry
 
 _log = logging.getLogger(__name__)
 Mode: TypeAlias = Literal["none", "poll", "explicit"]
 ALL = "*"  # as the only name in ``load_model``: load every model at start
+FRESH_S = 1.0  # with 3,000 models a listing takes 0.1 to 0.3 s, which all other threads feel
+SETTLE_S = 1.0  # a model that still changes after this time is left for the next poll
 
 
 class Controller:
     """Decides what is wanted, and passes it to ``apply`` (one model) and ``apply_all`` (all models).
 
     With one process these are the methods of :class:`~service.models.reconciler.Reconciler`. ``start_up`` names the
-    models that ``explicit`` loads at start. ``retries`` tells :meth:`poll` which failed models to try again. ``slots``
-    returns the server's slots: without it, no older version serves in place of one that cannot be loaded. ``clock``
-    counts the seconds for which :meth:`index` remembers the repository.
+    models that ``explicit`` loads at start. ``slots`` returns the server's slots: without it, no older version serves
+    in place of one that cannot be loaded, and no load is tried again. ``clock`` counts seconds.
     :meth:`load` and :meth:`unload`: see :class:`service.operations.ModelControl`.
     """
 
@@ -44,19 +45,21 @@ class Controller:
         apply_all: ApplyAll,
         mode: Mode = "none",
         start_up: Sequence[str] = (),
-        retries: Retries | None = None,
-        slots: Callable[[], Iterable[SlotLike]] = tuple,
+        slots: Callable[[], Iterable[SlotLike]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mode = mode
         self._directory = Directory(root)
-        self._contents = Contents(self._directory, clock)
         self._start_up = start_up
-        self._retries = retries
+        self._retries = None if slots is None else Retries(slots, clock)
         self._lock = threading.RLock()  # held from scan to apply, so that the newest scan is applied last
-        self._rollouts = Rollouts(apply, apply_all, slots, self._directory.older, self._lock)
+        self._rollouts = Rollouts(apply, apply_all, slots or tuple, self._directory.older, self._lock)
         self._desired_models: dict[str, DesiredModel] = {}
         self._notes: set[str] = set()
+        self._clock = clock
+        self._listing: Mapping[str, Sequence[int]] = {}  # the versions of each model on disk, for the index
+        self._listed_at = -math.inf
+        self._listing_lock = threading.Lock()  # callers at the same time wait for one listing and share it
 
     @property
     def desired_models(self) -> Mapping[str, DesiredModel]:
@@ -77,10 +80,9 @@ class Controller:
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
         with self._lock:
-            override = None if config is None else ConfigOverride(name, config)
-            desired = self._directory.desired_model(name, None if override is None else override.change)
-            if override is not None:
-                override.check(desired)
+            desired = self._directory.desired_model(name)
+            if config is not None:
+                desired = with_config(desired, config)
             self._remember({**self._desired_models, name: desired})
             return self._rollouts.apply(desired, loads_older=False)  # the caller is told, and decides
 
@@ -93,17 +95,19 @@ class Controller:
             self._remember({known: desired for known, desired in self._desired_models.items() if known != name})
             return self._rollouts.apply(DesiredModel(name))
 
-    def poll(self, settle: Callable[[], object]) -> None:
+    def poll(self, settle: Callable[[], object] = lambda: time.sleep(SETTLE_S)) -> None:
         """Apply what the repository holds now.
 
         Models that have changed are read again after ``settle``; those that still change, such as a copy in progress,
         are left for the next poll. Models that have not changed but could not be loaded are tried again when that is
-        due.
+        due. Changes are seen by size, inode and time of files, so that any file system will do.
         """
         with self._lock:
             try:
-                first = self._scan()
-                second = first if first == self._desired_models else self._rescan(settle)
+                first = second = self._scan()
+                if first != self._desired_models:
+                    settle()
+                    second = self._scan()
             except ConfigError as error:
                 self._log_new([str(error)])
                 return
@@ -123,7 +127,7 @@ class Controller:
         second, and after each change of what is desired.
         """
         lines = list(served)
-        names = self._contents.versions()
+        names = self._versions()
         known = {(line.name, line.version) for line in lines}
         for name, versions in names.items():
             past = [str(v) for v in versions if v in self._rollouts.versions(name)]
@@ -146,10 +150,6 @@ class Controller:
         self._log_new(scan.notes)
         return scan.desired_models
 
-    def _rescan(self, settle: Callable[[], object]) -> dict[str, DesiredModel]:
-        settle()
-        return self._scan()
-
     def _log_new(self, notes: Sequence[str]) -> None:
         """Log the notes that the previous scan did not have."""
         for note in notes:
@@ -163,4 +163,15 @@ class Controller:
 
     def _remember(self, desired_models: Mapping[str, DesiredModel]) -> None:
         self._desired_models = dict(desired_models)
-        self._contents.outdate()
+        with self._listing_lock:
+            self._listed_at = -math.inf  # the listing may lack what is loaded or unloaded now
+
+    def _versions(self) -> Mapping[str, Sequence[int]]:
+        """Return the versions of each model on disk, as of a second ago at most; none if it cannot be listed."""
+        asked = self._clock()
+        with self._listing_lock:
+            if asked - self._listed_at >= FRESH_S:
+                self._listed_at, self._listing = self._clock(), {}
+                with contextlib.suppress(ConfigError):
+                    self._listing = self._directory.versions()
+            return self._listing

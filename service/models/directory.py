@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,13 +14,12 @@ from bf16kit.artifact.manifest import MANIFEST
 from bf16kit.messages.errors import ConfigError, NotFound
 from bf16kit.messages.wording import os_error_text, quoted
 from service.models.plan import DesiredModel, Plan
-from service.models.policy import Serving, load_serving
+from service.models.serving import Serving, load_serving
 
 # Names become metric labels, health services and log lines.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 LONGEST_VERSION = 18  # digits: what fits 64 bits
 _VERSION_NAME = re.compile(rf"[1-9][0-9]{{0,{LONGEST_VERSION - 1}}}")
-Change = Callable[[Serving], Serving]
 
 
 class RepositoryScan(NamedTuple):
@@ -43,27 +42,21 @@ class Directory:
 
     def nothing_to_serve(self, mode: str) -> str:
         """Return why no model is served, and a remedy, for the log. ``mode`` is the server's model_control."""
+        found = "cannot be listed any more"
+        with contextlib.suppress(OSError):  # it was listed a moment ago
+            found = "holds no model" if any(self.root.iterdir()) else "is empty"
+        if _holds_manifest(self.root):
+            found = f"is an artifact itself, with its {MANIFEST}"
         restart = " and restart" if mode == "none" else ""
         return (
-            f"repository {self.root} {self._emptiness()}: serving, but not ready;"
-            f" put artifacts under <model>/<version>/{restart}"
+            f"repository {self.root} {found}: serving, but not ready; put artifacts under <model>/<version>/{restart}"
         )
 
-    def _emptiness(self) -> str:
-        if _holds_manifest(self.root):
-            return f"is an artifact itself, with its {MANIFEST}"
-        with contextlib.suppress(OSError):  # it was listed a moment ago
-            return "holds no model" if any(self.root.iterdir()) else "is empty"
-        return "cannot be listed any more"
-
-    def holds(self, name: str) -> bool:
-        return _MODEL_NAME.fullmatch(name) is not None and bool(_any_versions_in(self.root / name))
-
-    def desired_model(self, name: str, change: Change | None = None) -> DesiredModel:
-        """Return what model ``name`` asks for; ``change`` is applied to its ``serving.yaml``. Raises NotFound."""
-        if not self.holds(name):
+    def desired_model(self, name: str) -> DesiredModel:
+        """Return what model ``name`` asks for. Raises NotFound."""
+        if not _MODEL_NAME.fullmatch(name) or not _any_versions_in(self.root / name):
             raise NotFound(f"the repository has no model {quoted(name)}")
-        return desired_model_of(self.root / name, change)
+        return desired_model_of(self.root / name)
 
     def older(self, desired: DesiredModel) -> Iterator[Plan]:
         """Yield the plans of the model's complete versions that are older than all of ``desired``, the newest first.
@@ -117,12 +110,22 @@ def versions_in(directory: Path) -> list[int]:
         raise ConfigError(f"{directory} is skipped: it cannot be listed: {os_error_text(error)}") from None
 
 
-def desired_model_of(directory: Path, change: Change | None = None) -> DesiredModel:
-    """Return what a model's directory asks for; ``change`` is applied to its ``serving.yaml``.
+def desired_model_of(directory: Path) -> DesiredModel:
+    """Return what a model's directory asks for.
 
     Raises ConfigError if it is not a model's directory, which is passed over then.
     """
-    return _desired_model(directory, _check(directory, versions_in(directory)), change)
+    return _desired_model(directory, _check(directory, versions_in(directory)))
+
+
+def with_serving(desired: DesiredModel, serving: Serving) -> DesiredModel:
+    """Return ``desired``, whose directory was just read, with other settings; they choose its versions anew.
+
+    Raises ConfigError for a version that does not exist, or if the model's directory cannot be listed.
+    """
+    directory = desired.plans[0].path.parent
+    versions = serving.version_policy.choose(versions_in(directory))
+    return DesiredModel(desired.name, tuple(_plan(directory, version, serving) for version in versions))
 
 
 def _finished(directory: Path, previous: DesiredModel) -> DesiredModel:
@@ -135,10 +138,9 @@ def _finished(directory: Path, previous: DesiredModel) -> DesiredModel:
     versions = _check(directory, _versions_in(directory))
     usable = [version for version in versions if version in wanted or stamp_of(directory / str(version))]
     if not usable:
-        unreadable = [version for version in versions if not _may_be_read(directory / str(version))]
-        if unreadable:
-            reason = f"user {os.geteuid()} may not read {directory / str(unreadable[-1])}"
-            raise ConfigError(f"{directory} is skipped: {reason}")
+        for version in reversed(versions):
+            if not os.access(path := directory / str(version), os.R_OK | os.X_OK, effective_ids=True):
+                raise ConfigError(f"{directory} is skipped: user {os.geteuid()} may not read {path}")
         raise ConfigError(f"{directory} is skipped: none of its versions has a {MANIFEST} yet")
     desired = _desired_model(directory, usable)
     plans = (plan if plan.finished else wanted.get(plan.version, plan) for plan in desired.plans)
@@ -160,10 +162,10 @@ def _check(directory: Path, versions: list[int]) -> list[int]:
     )
 
 
-def _desired_model(directory: Path, versions: list[int], change: Change | None = None) -> DesiredModel:
+def _desired_model(directory: Path, versions: list[int]) -> DesiredModel:
     serving, broken = Serving(), ""
     try:
-        serving = load_serving(directory) if change is None else change(load_serving(directory))
+        serving = load_serving(directory)
         versions = serving.version_policy.choose(versions)
     except ConfigError as error:
         broken, versions = str(error), versions[-1:]
@@ -180,24 +182,16 @@ def stamp_of(path: Path) -> str:
     digest, manifest = hashlib.sha256(), False
     try:
         for file in sorted(path.iterdir()):
-            status, name = _stat(file), file.name
+            name = file.name
+            try:
+                status = file.stat()
+            except FileNotFoundError:  # a dangling link
+                status = file.lstat()
             digest.update(f"{name}\0{status.st_ino} {status.st_size} {status.st_mtime_ns}\0".encode(errors="replace"))
             manifest = manifest or name == MANIFEST
     except OSError:  # removed meanwhile: the next scan will see that
         return ""
     return digest.hexdigest() if manifest else ""
-
-
-def _stat(path: Path) -> os.stat_result:
-    """Return the status of a link's target, or of the link itself if it is dangling."""
-    try:
-        return path.stat()
-    except FileNotFoundError:
-        return path.lstat()
-
-
-def _may_be_read(directory: Path) -> bool:
-    return os.access(directory, os.R_OK | os.X_OK, effective_ids=True)
 
 
 def _holds_manifest(directory: Path) -> bool:

@@ -1,118 +1,213 @@
-"""Engines run a model's batches and report the precision that made the outputs."""
+"""The engine that runs a generation's batches: in bf16, or in fp32 while the reference is switched on."""
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
 
+from bf16kit.messages.errors import Bf16kitError, Unavailable
+from bf16kit.messages.wording import brief
 from bf16kit.runtime import Runtime
-from service.contract import Array
+from service.contract import ActivePrecision, Array
+from service.models.plan import complete
+from service.request import Precision
+
+_log = logging.getLogger(__name__)
+_Leased = TypeVar("_Leased")
+
+
+class Leases:
+    """Counts the holders of one object, and grants no lease after :meth:`end`.
+
+    ``unused`` is called once after that, when the last one is released, on the thread that releases it.
+    """
+
+    def __init__(self, unused: Callable[[], object] = lambda: None) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._unused = unused
+        self._count = 1  # one until the end
+        self._ended = False
+
+    def acquire(self) -> bool:
+        """Get a lease. Returns False after :meth:`end`."""
+        with self._changed:
+            if not self._ended:
+                self._count += 1
+            return not self._ended
+
+    def release(self) -> None:
+        with self._changed:
+            self._count -= 1
+            last = not self._count
+            if last:
+                self._changed.notify_all()
+        if last:
+            self._unused()
+
+    @contextmanager
+    def context(self, leased: _Leased) -> Iterator[_Leased]:
+        """Return a context that has ``leased``. It releases the lease, which the caller has acquired."""
+        try:
+            yield leased
+        finally:
+            self.release()
+
+    def end(self) -> None:
+        """Grant no more leases. Those that are in use stay valid."""
+        with self._changed:
+            if self._ended:
+                return
+            self._ended = True
+        self.release()
+
+    def wait(self, deadline: float) -> bool:
+        """After :meth:`end`, wait for the last lease; return False if one is still in use at ``deadline``.
+
+        ``deadline`` is in :func:`time.monotonic` seconds; inf means no limit.
+        """
+        with self._changed:
+            timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(lambda: not self._count, timeout)
 
 
 class Engine:
-    """The runtime behind the batcher."""
+    """Runs batches on ``bf16``, or on the fp32 reference while that was ordered: :meth:`order`.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    Each batch runs wholly on one of them, chosen when it begins. A switch fails no batch: batches that began on the
+    reference end on it. While bf16 answers, the reference takes no memory; ``load`` loads it, warm, on a thread of its
+    own. ``changed`` is called, on any thread, after every change of :attr:`active_precision`; ``failed`` when the
+    reference could not be loaded.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        bf16: Runtime,
+        load: Callable[[], Runtime],
+        changed: Callable[[ActivePrecision], None],
+        failed: Callable[[], None],
+    ) -> None:
+        self.active_precision = ActivePrecision()
+        self._label = label
+        self._bf16 = bf16
+        self._fp32: tuple[Runtime, Leases] | None = None  # replaced as a whole: runs read it without the lock
+        self._load = load
+        self._changed = changed
+        self._failed = failed
+        self._lock = threading.Lock()  # guards what follows, and switches
+        self._wanted: Precision = "bf16"
+        self._reason = ""
+        self._pending: list[Future[None]] = []
+        self._loading = self._closed = False
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
         """Return the outputs (None: all) and the precision that made them. Raises as :meth:`Runtime.run` does."""
-        return self._runtime.run(feeds, outputs), self._runtime.info.precision
-
-    def close(self) -> None:
-        self._runtime.close()
-
-
-class SwitchedEngine:
-    """Runs batches on the bf16 engine, or on the fp32 reference while that is switched on.
-
-    Each batch runs wholly on one of them, chosen when it begins. A switch fails no batch: batches that began on the
-    reference end on it.
-    """
-
-    def __init__(self, bf16: Engine) -> None:
-        self.bf16 = bf16
-        self._fp32: _SharedRuntime | None = None
-
-    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
-        """See :meth:`Engine.run`."""
         fp32 = self._fp32
-        if fp32 is None or not fp32.acquire():
-            return self.bf16.run(feeds, outputs)
-        try:
-            return fp32.runtime.run(feeds, outputs), fp32.runtime.info.precision
-        finally:
-            fp32.release()
+        if fp32 is None or not fp32[1].acquire():
+            return self.run_bf16(feeds, outputs)
+        runtime, leases = fp32
+        with leases.context(runtime):
+            return runtime.run(feeds, outputs), runtime.info.precision
 
-    @property
-    def switched(self) -> bool:
-        """Whether fp32 answers."""
-        return self._fp32 is not None
+    def run_bf16(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
+        """Run in bf16, whatever is switched on."""
+        return self._bf16.run(feeds, outputs), self._bf16.info.precision
 
-    def switch(self, fp32: Runtime | None) -> None:
-        """Have the next batches run on ``fp32``, or on bf16 for None. Not for several threads at once.
+    def order(self, precision: Precision, reason: str) -> Future[None]:
+        """Have ``precision`` answer; return a future that ends when it does.
 
-        The previous fp32 runtime is closed when its last batch has ended.
+        The future fails with the error of loading the reference, or with Unavailable if another order came first or the
+        model is unloaded.
         """
-        previous, self._fp32 = self._fp32, None if fp32 is None else _SharedRuntime(fp32)
+        future: Future[None] = Future()
+        superseded: list[Future[None]] = []
+        error: Exception | None = None
+        with self._lock:
+            if self._closed:
+                future.set_exception(Unavailable(f"{self._label} is unloaded"))
+                return future
+            self._wanted, self._reason = precision, reason
+            if precision == "bf16":
+                superseded, self._pending = self._pending, []
+                self._switch(None)
+            elif self._fp32 is not None:
+                self._update()
+            else:
+                error = self._start_loading()
+                if error is None:
+                    self._pending.append(future)
+                    return future
+        complete(superseded, Unavailable(f"{self._label} is to answer in bf16 instead"))
+        if error is not None:
+            self._report(error)
+        complete([future], error)
+        return future
+
+    def stop(self) -> None:
+        """Switch no more. A reference that is still being loaded is closed when it is there."""
+        with self._lock:
+            self._closed = True
+            pending, self._pending = self._pending, []
+        complete(pending, Unavailable(f"{self._label} is unloaded"))
+
+    def close(self) -> None:
+        """Free both runtimes, after :meth:`stop`; a run in fp32 that has not ended keeps its own."""
+        fp32, self._fp32 = self._fp32, None
+        if fp32 is not None:
+            fp32[1].end()
+        self._bf16.close()
+
+    # --- inside: with the lock held, but for the loading thread -------------------------------------------------------
+
+    def _switch(self, fp32: Runtime | None) -> None:
+        """Have the next batches run on ``fp32``; the previous one is closed when its last batch has ended."""
+        previous, self._fp32 = self._fp32, None if fp32 is None else (fp32, Leases(fp32.close))
         if previous is not None:
-            previous.end()
+            previous[1].end()
+        self._update()
 
-    def close(self) -> None:
-        self.switch(None)
-        self.bf16.close()
+    def _update(self) -> None:
+        active = ActivePrecision("bf16" if self._fp32 is None else "fp32", self._reason)
+        if active != self.active_precision:
+            self.active_precision = active
+            self._changed(active)
 
+    def _start_loading(self) -> RuntimeError | None:
+        """Start the thread that loads the reference, unless it runs; return the error if it cannot be started."""
+        if not self._loading:
+            try:
+                threading.Thread(target=self._load_reference, name=f"{self._label}-fp32", daemon=True).start()
+            except RuntimeError as error:
+                return error
+            self._loading = True
+        return None
 
-class _SharedRuntime:
-    """A runtime that is closed when its last run has ended after :meth:`end`."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self._lock = threading.Lock()
-        self._runs = 1  # runs in progress, plus 1 until end()
-
-    def acquire(self) -> bool:
-        """Begin a run. Returns False if the runtime has ended."""
-        with self._lock:
-            if self._runs:
-                self._runs += 1
-            return self._runs > 0
-
-    def release(self) -> None:
-        with self._lock:
-            self._runs -= 1
-            last = not self._runs
-        if last:
-            self.runtime.close()
-
-    end = release
-
-
-class ParallelEngine(Engine):
-    """Runs a batch on all threads if no other batch runs; otherwise on ``narrow``, which has few threads.
-
-    Threads that share a batch wait for each other at every operator. With work for all cores, several batches side by
-    side have more throughput (docs/decisions/0052). A single client's batch should not wait for others that do not
-    come.
-    """
-
-    def __init__(self, runtime: Runtime, narrow: Runtime) -> None:
-        super().__init__(runtime)
-        self._narrow = narrow
-        self._lock = threading.Lock()
-        self._running = 0
-
-    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
-        """See :meth:`Engine.run`."""
-        with self._lock:
-            alone = self._running == 0
-            self._running += 1
+    def _load_reference(self) -> None:
+        error: Exception | None = None
+        runtime: Runtime | None = None
         try:
-            return (self._runtime if alone else self._narrow).run(feeds, outputs), self._runtime.info.precision
-        finally:
-            with self._lock:
-                self._running -= 1
+            runtime = self._load()
+        except Exception as caught:  # noqa: BLE001 - bf16 goes on, and the callers get the error
+            error = caught
+            self._report(caught)
+        with self._lock:
+            self._loading = False
+            pending, self._pending = self._pending, []
+            if runtime is not None and self._wanted == "fp32" and not self._closed:
+                self._switch(runtime)
+                runtime = None
+        if runtime is not None:
+            runtime.close()  # it was not switched on: no longer wanted
+        complete(pending, error)
 
-    def close(self) -> None:
-        super().close()
-        self._narrow.close()
+    def _report(self, error: Exception) -> None:
+        bug = None if isinstance(error, Bf16kitError) else error
+        text = "%s: the fp32 reference cannot be loaded to answer: %s"
+        _log.error(text, self._label, brief(error), exc_info=bug)
+        self._failed()

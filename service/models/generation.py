@@ -14,19 +14,20 @@ from service.batching.queue import BatchPolicy
 from service.contract import ActivePrecision, Array, Bounds, TensorSemantics
 from service.drift.forwarder import Probe, SampleForwarder, SampleSender
 from service.drift.gate import ProcessRank
-from service.models.engine import Engine, ParallelEngine, SwitchedEngine
-from service.models.goldengate import GoldenGate, OnVerdict, ignore_verdict
-from service.models.lease import Leases
+from service.models.engine import Engine, Leases
+from service.models.goldengate import GoldenGate, OnVerdict
 from service.models.loading import LoadedModel
-from service.models.opening import OpenedArtifact, baseline
-from service.models.policy import Serving
-from service.models.standby import ReferenceStandby
+from service.models.opened import baseline
+from service.models.serving import Serving
 from service.request import Observation, Precision, Reply, Request, Timings
 from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.statistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
 _LEAST_CLOSE_S = 0.2  # the least time for idle threads to end, even after the deadline
+_QUEUE_BYTES = 256 << 20  # of all waiting inputs, as 128 requests of 2 MiB: waiting must not fill the memory
+#: One more batch at once, of another shape: a short sentence does not wait for a long one (docs/decisions/0061).
+_EXTRA_INSTANCES = 1
 
 
 def _no_reference() -> Runtime:
@@ -44,7 +45,7 @@ class Generation:
         serving: Serving,
         new_metrics: Callable[[], ModelMetrics],
         sender: SampleSender | None = None,
-        on_verdict: OnVerdict = ignore_verdict,
+        on_verdict: OnVerdict = lambda verdict: None,
         rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
         *,
         fp32: Callable[[], Runtime] = _no_reference,
@@ -58,39 +59,36 @@ class Generation:
         called, on any thread, when another precision answers. Raises RuntimeError if the system cannot start its
         threads; ``loaded`` is left open then.
         """
-        opened, info = loaded.opened, loaded.info
+        opened = loaded.opened
         self.since = time.time()
-        self.name = name
-        self.version = version
+        self.name, self.version = name, version
+        self.label = f"model {name!r} version {version}"
         self.inputs, self.outputs = opened.inputs, opened.outputs
         self.batch_axis, self.max_batch_size = opened.batch_axis, opened.max_batch_size
         self.max_queue_delay_s = serving.max_queue_delay_ms / 1e3
-        self.instances = loaded.instances
+        self.instances = serving.instances
         self.bounds = Bounds(serving.max_dims)
-        self.semantics = TensorSemantics(serving.labels, serving.formats)
+        self.semantics = TensorSemantics(serving.labels)
         self.scheduling = serving.scheduling()
-        self.info: RuntimeInfo = info
+        self.info: RuntimeInfo = loaded.info
         self.budget = opened.budget.as_dict()
         self.statistics = ModelStatistics(opened.weight_bytes)
         self.leases = Leases()
-        bf16 = Engine(loaded.runtime) if loaded.narrow is None else ParallelEngine(loaded.runtime, loaded.narrow)
-        self._engine = SwitchedEngine(bf16)
-        self._batcher = self._new_batcher(loaded, serving)
+        self._changed = changed
+        self._engine = Engine(self.label, loaded.runtime, fp32, self._on_switch, lambda: self.metrics.fallback_failed())
+        self._batcher = Batcher(self._run, self._batching(loaded), self, name=f"{name}-{version}")
         self._batcher.start()
         metrics = self.metrics = new_metrics()
-        self._standby = ReferenceStandby(self.label, self._engine, fp32, self._on_switch, metrics.fallback_failed)
-        self._changed = changed
         self._probe: Probe | None = None
-        self._shadow = self._new_shadow(opened, serving, sender)
+        self._shadow: SampleForwarder | None = None
+        if sender is not None and serving.shadow.on:
+            self._measure(loaded, serving, sender)
         metrics.opened(opened.weight_bytes, opened.outputs)
-        metrics.loaded(info, baseline(opened.artifact.manifest, info.profile), self.budget)
+        metrics.loaded(self.info, baseline(opened.artifact.manifest, self.info.profile), self.budget)
         self.gate = GoldenGate(
-            name, version, loaded, metrics, seconds=serving.golden_seconds, rank=rank, on_verdict=on_verdict
-        )
-
-    @property
-    def label(self) -> str:
-        return f"model {self.name!r} version {self.version}"
+            name, version, opened, loaded.runtime, loaded.samples, loaded.golden, metrics,
+            seconds=serving.golden_seconds, rank=rank, on_verdict=on_verdict,
+        )  # fmt: skip
 
     @property
     def golden(self) -> str:
@@ -112,15 +110,11 @@ class Generation:
     @property
     def active_precision(self) -> ActivePrecision:
         """See :class:`service.contract.Model`."""
-        return self._standby.active_precision
+        return self._engine.active_precision
 
     def switch_precision(self, precision: Precision, reason: str) -> Future[None]:
-        """See :meth:`service.models.standby.ReferenceStandby.order`."""
-        return self._standby.order(precision, reason)
-
-    def _on_switch(self, active: ActivePrecision) -> None:
-        self.metrics.fallback(active.precision == "fp32")
-        self._changed()
+        """See :meth:`service.models.engine.Engine.order`."""
+        return self._engine.order(precision, reason)
 
     def observe(self, seen: Observation) -> None:
         """See :meth:`service.contract.Model.observe`."""
@@ -134,7 +128,7 @@ class Generation:
         is left behind, and logged.
         """
         self.leases.end()
-        self._standby.close()
+        self._engine.stop()
         for drift_part in (self._shadow, self._probe):
             if drift_part is not None:
                 drift_part.stop()
@@ -164,10 +158,10 @@ class Generation:
         self.statistics.execution(requests, rows if self.max_batch_size else requests, timings)
         self.metrics.executed(rows, timings.compute)
 
-    # --- what the batcher runs ----------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
-        """See :meth:`Engine.run`. After a failure that no input caused, have the golden gate check the device."""
+        """Run a batch. After a failure that no input caused, have the golden gate check the device."""
         try:
             return self._engine.run(feeds, outputs)
         except InputRefused:
@@ -176,33 +170,33 @@ class Generation:
             self.gate.note_failed_run()
             raise
 
-    # --- its parts ----------------------------------------------------------------------------------------------------
+    def _on_switch(self, active: ActivePrecision) -> None:
+        self.metrics.fallback(active.precision == "fp32")
+        self._changed()
 
-    def _new_batcher(self, loaded: LoadedModel, serving: Serving) -> Batcher:
+    def _batching(self, loaded: LoadedModel) -> BatchPolicy:
         # torch's thread pools and CUDA's handles belong to one thread each, so there only executors may run batches.
         any_thread = self.info.backend == "onnxruntime" and self.info.device == "cpu"
-        policy = BatchPolicy(
+        bounds = self.scheduling.bounds
+        return BatchPolicy(
             axis=self.batch_axis,
             max_rows=self.max_batch_size,
             max_delay_s=self.max_queue_delay_s,
-            max_requests=serving.max_queue_size,
-            max_wait_s=serving.max_queue_ms / 1e3,
+            max_requests=bounds.max_requests,
+            max_wait_s=bounds.max_wait_s,
             instances=self.instances,
             extra_instances=int(any_thread),  # one: what it pays, and for whom, is in docs/decisions/0061
             inline=any_thread,
         )
-        return Batcher(self._run, policy, self, name=f"{self.name}-{self.version}")
 
-    def _new_shadow(
-        self, opened: OpenedArtifact, serving: Serving, sender: SampleSender | None
-    ) -> SampleForwarder | None:
-        if sender is None or not serving.shadow.on:
-            return None
+    def _measure(self, loaded: LoadedModel, serving: Serving, sender: SampleSender) -> None:
+        """Have live drift measured, if there is a reference to measure it against."""
+        opened = loaded.opened
         if opened.artifact.manifest.reference is None:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
-            return None
-        self._probe = Probe(self.label, self.info.precision, self._engine.bf16.run, sender)
-        return SampleForwarder(
+            return
+        self._probe = Probe(self.label, self.info.precision, self._engine.run_bf16, sender)
+        self._shadow = SampleForwarder(
             self._probe, serving.shadow, self.metrics,
             batch_axis=opened.batch_axis, profile=self.info.profile,
         )  # fmt: skip

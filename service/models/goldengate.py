@@ -1,81 +1,118 @@
-"""The golden gate of a ready model: runs its golden samples again, on the runtimes that answer requests.
+"""The golden gate: runs a model's golden samples before it is ready, and again while it serves.
 
-:func:`service.models.firstruns.check_golden` is the gate before a model is ready. A loaded model can be damaged later:
-in memory, on its device, or in a mapped file.
+A model that passed when it was loaded can be damaged later, in memory or on its device.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
+from bf16kit.artifact.artifact import Artifact, Golden
 from bf16kit.drift.metrics import Breach
-from bf16kit.messages.errors import Bf16kitError
+from bf16kit.messages.errors import ArtifactError, Bf16kitError, BudgetExceeded, InvalidRequest
 from bf16kit.messages.wording import brief
-from service.contract import GATE_FAILED
-from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict
-from service.drift.shadow import lower_priority
+from bf16kit.numerics.tensors import check_feeds
+from bf16kit.runtime import Runtime
+from service.contract import GATE_FAILED, Array
+from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict, judge, run_in_parts
 from service.drift.verdict import DriftVerdict
-from service.models.firstruns import judge_golden
-from service.models.lease import Lease
-from service.models.loading import LoadedModel
+from service.models.opened import OpenedArtifact
 from service.telemetry.modelmetrics import ModelMetrics
 
-if TYPE_CHECKING:
-    from service.models.generation import Generation
-
 _log = logging.getLogger(__name__)
-_CHECK_SECONDS = 1.0  # how often the schedule is checked
+#: Golden samples in one run, of up to 64 that there are: attention over long sequences takes gigabytes for so many.
+GOLDEN_ROWS = 8
+_RUN_SECONDS = 300.0  # time limit of one run; another thread answers requests meanwhile
 _REMEDY = (
     "its results changed since it was loaded; load it again (restart the server, or unload and load the"
     " model); if it happens again, check the machine's memory and the device"
 )
+Run: TypeAlias = Callable[[Mapping[str, Array]], dict[str, Array]]
+OnVerdict: TypeAlias = Callable[[DriftVerdict], object]
 
-OnVerdict = Callable[[DriftVerdict], None]
+
+def golden_of(artifact: Artifact, profile: str | None = None) -> Golden | None:
+    """Return the artifact's golden samples, or None. A profile's own samples take precedence.
+
+    Raises ArtifactError if the inputs do not fit the model.
+    """
+    manifest = artifact.manifest
+    name = manifest.golden_of(profile)
+    if name is None:
+        return None
+    golden, path, axis = artifact.golden(profile), artifact.path / name, manifest.batch_axis
+    try:
+        check_feeds([entry.spec() for entry in manifest.inputs], golden.inputs)
+    except InvalidRequest as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    for name, array in golden.inputs.items():
+        if axis is not None and axis < array.ndim and not array.shape[axis]:
+            raise ArtifactError(f"{path}: input {name!r} has shape {list(array.shape)}, which is less than one sample")
+    return golden
 
 
-def ignore_verdict(verdict: DriftVerdict) -> None:
-    """Ignore the verdict of a golden gate."""
+def check_golden(run: Run, opened: OpenedArtifact, golden: Golden | None) -> str:
+    """Run the golden samples and check their drift against the budget; return a summary for the log.
+
+    Raises :class:`BudgetExceeded` naming the output, the metric, the measured value and the bound.
+    """
+    if golden is None:
+        return "no golden samples in the artifact, accuracy not checked"
+    breaches, summary = _judge(run, opened, golden)
+    if breaches:
+        raise BudgetExceeded(f"golden samples are over the drift budget: {'; '.join(map(str, breaches))}")
+    return f"golden samples within budget ({summary})"
+
+
+def _judge(run: Run, opened: OpenedArtifact, golden: Golden) -> tuple[list[Breach], str]:
+    """Run the golden samples, a few rows at a time; return what :func:`judge` finds in all of them."""
+    most_rows = min(opened.max_batch_size or GOLDEN_ROWS, GOLDEN_ROWS)
+    outputs = run_in_parts(run, golden.inputs, opened.batch_axis, most_rows)
+    return judge(golden.outputs, outputs, opened.outputs, opened.batch_axis, opened.golden_budget, golden.scales)
 
 
 class GoldenGate:
     """The golden gate of one generation. :meth:`run` is for one thread, the rest for any.
 
-    ``on_verdict`` receives the verdict of every gate that failed, and of a gate that could not be run twice in a row,
-    since a single error may be a short lack of memory. Passed gates are not reported.
+    ``passed`` says how the samples came out at load. ``seconds`` is the time between two scheduled runs. ``on_verdict``
+    receives the verdict of every gate that failed, and of a gate that could not be run twice in a row, since a single
+    error may be a short lack of memory.
     """
 
     def __init__(
         self,
         name: str,
         version: int,
-        loaded: LoadedModel,
+        opened: OpenedArtifact,
+        runtime: Runtime,
+        golden: Golden | None,
+        passed: str,
         metrics: ModelMetrics,
         *,
         seconds: float,
-        rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
-        on_verdict: OnVerdict = ignore_verdict,
+        rank: ProcessRank,
+        on_verdict: OnVerdict,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._name = name
-        self._version = version
-        self._opened = loaded.opened
-        self._golden = loaded.samples
-        self._runtimes = [loaded.runtime, *([] if loaded.narrow is None else [loaded.narrow])]
+        self.description = passed
+        self._name, self._version = name, version
+        self._label = f"model {name!r} version {version}"
+        self._opened = opened
+        self._run = partial(runtime.run, seconds=_RUN_SECONDS)
+        self._golden = golden
         self._metrics = metrics
         self._on_verdict = on_verdict
         self._clock = clock
         self._errors = 0
         self._outcome: Outcome = "passed"
-        self.description = loaded.golden
-        self.timetable = Timetable(seconds if self._golden is not None else 0.0, rank, time.monotonic(), random.random)
-        if self._golden is not None:
+        self.timetable = Timetable(0.0 if golden is None else seconds, rank, time.monotonic(), random.random)
+        if golden is not None:
             metrics.gate("passed", clock())  # loading has checked the samples already
 
     def note_failed_run(self) -> None:
@@ -85,10 +122,10 @@ class GoldenGate:
 
     def run(self, reason: str) -> Outcome:
         """Run and judge the golden samples; record, log and report the outcome. ``reason`` is for the log."""
-        breaches: list[Breach] = []
-        description = error = ""
+        golden, breaches, summary, error = self._golden, list[Breach](), "", ""
+        assert golden is not None  # noqa: S101 -- nothing is due without
         try:
-            description = self._judge(breaches)
+            breaches, summary = _judge(self._run, self._opened, golden)
         except Bf16kitError as found:
             error = brief(found)
         except Exception as bug:  # noqa: BLE001 -- the gates of other models must go on
@@ -97,101 +134,29 @@ class GoldenGate:
         outcome: Outcome = "error" if error else "failed" if breaches else "passed"
         self._errors = self._errors + 1 if error else 0
         at = self._clock()
-        moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
-        if outcome == "passed":
-            self.description = f"golden samples within budget ({description}), run again {moment}"
-            _log.log(
-                logging.INFO if self._outcome != "passed" else logging.DEBUG,
-                "%s: golden gate passed %s (%s)", self._label, reason, description,
-            )  # fmt: skip
-        else:
-            self._log_failure(outcome, reason, moment, breaches, error)
+        self._describe(outcome, reason, at, "; ".join(map(str, breaches)) or error or summary)
         self._outcome = outcome
         self._metrics.gate(outcome, at)
         if outcome == "failed" or self._errors > 1:
-            self._on_verdict(breach_verdict(self._name, self._version, breaches, self._opened.budget, self._rows, at))
+            axis = self._opened.batch_axis
+            rows = 1 if axis is None else int(next(iter(golden.inputs.values())).shape[axis])
+            self._on_verdict(breach_verdict(self._name, self._version, breaches, self._opened.budget, rows, at))
         return outcome
 
-    @property
-    def _label(self) -> str:
-        return f"model {self._name!r} version {self._version}"
-
-    @property
-    def _rows(self) -> int:
-        axis, golden = self._opened.batch_axis, self._golden
-        if axis is None or golden is None:
-            return 1
-        return int(next(iter(golden.inputs.values())).shape[axis])
-
-    def _judge(self, breaches: list[Breach]) -> str:
-        """Run the samples on every runtime, and add to ``breaches``. Returns the last run's drift as text."""
-        assert self._golden is not None  # noqa: S101 -- nothing is due without
-        opened, description = self._opened, ""
-        for runtime in self._runtimes:
-            run = partial(runtime.run, seconds=opened.first_run_seconds)
-            found, description = judge_golden(run, opened, self._golden)
-            breaches += found
-        return description
-
-    def _log_failure(self, outcome: Outcome, reason: str, moment: str, breaches: list[Breach], error: str) -> None:
-        """Log a gate that was not passed, and set :attr:`description`.
+    def _describe(self, outcome: Outcome, reason: str, at: float, found: str) -> None:
+        """Log the outcome, and set :attr:`description`.
 
         The text of an error goes to the log alone: clients can read the description in the metadata.
         """
-        if outcome == "error":
+        label, moment = self._label, datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+        if outcome == "passed":
+            self.description = f"golden samples within budget ({found}), run again {moment}"
+            level = logging.INFO if self._outcome != "passed" else logging.DEBUG
+            _log.log(level, "%s: golden gate passed %s (%s)", label, reason, found)
+        elif outcome == "error":
             self.description = f"{GATE_FAILED} {moment}: the golden samples could not be run; the server's log says why"
-            _log.error("%s: golden gate %s: the golden samples could not be run: %s", self._label, reason, error)
-            return
-        found = "; ".join(map(str, breaches))
-        self.description = f"{GATE_FAILED} {moment}: golden samples are over the drift budget: {found}"
-        _log.error(
-            "%s: golden gate failed %s: golden samples are over the drift budget: %s; %s",
-            self._label, reason, found, _REMEDY,
-        )  # fmt: skip
-
-
-class GoldenSchedule:
-    """Runs the gates that are due, one model after another, on one thread of low priority.
-
-    ``serving`` returns the generations that answer; ``changed`` is called after each gate. A model that is unloaded
-    during its gate is freed when the gate is over.
-    """
-
-    def __init__(
-        self,
-        serving: Callable[[], Iterable[Generation]],
-        changed: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._serving = serving
-        self._changed = changed
-        self._clock = clock
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="golden-gate", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Begin no more gates. A gate that is running holds a lease, so unloading its model waits for it."""
-        self._stopped.set()
-
-    def run_due(self) -> None:
-        """Run the gates that are due."""
-        for model in self._serving():
-            reason = model.gate.timetable.due_reason(self._clock())
-            if not reason or self._stopped.is_set() or not model.leases.acquire():
-                continue
-            with Lease(model.leases, model):
-                model.gate.timetable.begin()
-                outcome = model.gate.run(reason)
-                model.gate.timetable.end(self._clock(), outcome)
-            self._changed()
-
-    def _work(self) -> None:
-        lower_priority()
-        while not self._stopped.wait(_CHECK_SECONDS):
-            try:
-                self.run_due()
-            except Exception:  # noqa: BLE001 -- this thread must live on
-                _log.exception("the golden gate's schedule failed; it will run again")
+            _log.error("%s: golden gate %s: the golden samples could not be run: %s", label, reason, found)
+        else:
+            over = f"golden samples are over the drift budget: {found}"
+            self.description = f"{GATE_FAILED} {moment}: {over}"
+            _log.error("%s: golden gate failed %s: %s; %s", label, reason, over, _REMEDY)

@@ -9,31 +9,43 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
 
 from bf16kit.artifact.artifact import Golden
-from bf16kit.messages.errors import (
-    Bf16kitError,
-    BudgetExceeded,
-    RuntimeFailure,
-)
+from bf16kit.artifact.manifest import MANIFEST, Manifest
+from bf16kit.drift.metrics import Budget
+from bf16kit.messages.errors import ArtifactError, Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure
 from bf16kit.messages.wording import brief
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec, describe
 from bf16kit.runtime import Runtime, RuntimeInfo, available_cpus
-from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore, WeightStore
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 from bf16kit.runtime.ort import kernel
-from service.models import profilechoice
-from service.models.firstruns import OnStep, check_golden, feeds_of, golden_of, ignore_step, warm_up
-from service.models.memorycheck import check_room
-from service.models.opening import OpenedArtifact, open_artifact
-from service.models.parallelism import ROWS, Clock, Parallelism, choose_parallelism
-from service.models.policy import AUTO, Serving
+from service.contract import Array
+from service.models.goldengate import check_golden, golden_of
+from service.models.opened import OpenedArtifact, drift_at_conversion, open_artifact
+from service.models.serving import Serving
 
 _log = logging.getLogger(__name__)
 #: A step of a load, as opening a session is given up after this time, plus the time to read the artifact from a slow
 #: disk. Others load meanwhile, so it is generous: it is for what never ends.
 STEP_SECONDS = 600.0
 _SLOWEST_DISK = 20e6  # bytes a second
+#: Time limit of a run at load: a graph may never end. ONNX Runtime checks it between two operators.
+FIRST_RUN_SECONDS = 300.0
+_GRACE_SECONDS = 10.0  # for a run to end after that
+#: Called when a load begins a step, with what it does, as "creating the session of cpu.onnx", and the seconds it may
+#: take. It raises if the load was given up.
+OnStep: TypeAlias = Callable[[str, float], None]
+
+
+def ignore_step(step: str, seconds: float) -> None:
+    """Do nothing: nobody waits for this load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +61,11 @@ class LoadedModel:
     info: RuntimeInfo
     golden: str
     summary: str
-    instances: int = 1
-    narrow: Runtime | None = None  # for batches that run beside others, if that has more throughput
     samples: Golden | None = None  # the golden samples
 
     def close(self) -> None:
-        """Free the runtimes of a model that is not going to be served."""
+        """Free the runtime of a model that is not going to be served."""
         self.runtime.close()
-        if self.narrow is not None:
-            self.narrow.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Resources:
-    """Where a runtime runs: its device, the threads of one execution, and the store of its copied weights.
-
-    ``on_step`` is told what is done there; a step takes ``seconds`` at most.
-    """
-
-    device: str
-    threads: int | None
-    weights: WeightStore
-    on_step: OnStep
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A runtime that may answer, and its verdict on the golden samples."""
-
-    runtime: Runtime
-    golden: Golden | None
-    verdict: str
 
 
 def load(
@@ -91,93 +76,189 @@ def load(
     threads: int | None,
     weights: WeightStore = PRIVATE_STORE,
     on_step: OnStep = ignore_step,
-    clock: Clock = time.perf_counter,
 ) -> LoadedModel:
     """Load and check the artifact at ``path``. A failure leaves nothing behind.
 
-    ``device`` is the server's ``--device``. ``threads`` is the number of threads of one execution if ``serving.yaml``
-    sets none (None = the runtime's choice). ``weights`` stores copied weights. ``on_step`` is called before every step
-    that may take long. ``clock`` times ``instances: auto``.
+    ``device`` and ``threads`` are those of the server (:func:`threads_of_a_run`). ``weights`` stores copied weights.
+    ``on_step`` is called before every step that may take long.
     """
     from bf16kit.runtime import loading
 
     seconds = STEP_SECONDS + _bytes_on_disk(path) / _SLOWEST_DISK
     on_step(f"reading and checking the files of {path}", seconds)
     opened = open_artifact(path, serving)
-    profiles, chosen_device = loading.choose_profiles(opened.artifact, serving.profile, device)
+    manifest = opened.artifact.manifest
+    profiles, device = loading.choose_profiles(opened.artifact, serving.profile, device)
     native = len(profiles) > 1 and kernel.multiplies_bf16()
-    order, reason = profilechoice.in_order(opened.artifact.manifest, profiles, opened.budget, native=native)
+    order, reason = profile_order(manifest, profiles, opened.budget, native=native)
     if weights is PRIVATE_STORE:  # in a shared store the weights may be in memory already
-        check_room(opened, order[0])
-    if serving.instances == AUTO:
-        weights = CachingWeightStore(weights)
-    threads = threads if serving.threads is None else serving.threads
-    resources = _Resources(chosen_device, threads, weights, on_step, seconds)
-    chosen, skipped = _load_first(opened, serving, order, resources)
-    parallelism = Parallelism()
+        opened.check_room(order[0])
+
+    def candidate(profile: str) -> tuple[Runtime, Golden | None, str]:
+        on_step(f"creating the session of {manifest.profiles[profile].graph}", seconds)
+        try:
+            runtime = loading.load(
+                opened.artifact,
+                profile,
+                device=device,
+                threads=threads_of_a_run(serving.instances, threads),
+                weights=weights,
+            )
+        except MemoryError as error:
+            raise RuntimeFailure(f"profile {profile} cannot be loaded: {str(error) or 'out of memory'}") from error
+        golden, verdict = _check(runtime, opened, serving, profile, on_step)
+        return runtime, golden, verdict
+
+    *preferred, last = order
+    for profile in preferred:  # only the failure of the last one is the model's
+        try:
+            runtime, golden, verdict = candidate(profile)
+            break
+        except BudgetExceeded as error:
+            reason = f"auto: {profile} was skipped, {error}"
+        except Bf16kitError as error:  # a runtime's text is for the log, never for clients
+            _log.warning("%s: profile %s was skipped: %s", path, profile, brief(error))
+            reason = f"auto: {profile} was skipped, it does not run here (the log says why)"
+    else:
+        runtime, golden, verdict = candidate(last)
     try:
-        parallelism = _parallelism(chosen, opened, serving, resources, clock)
+        info = replace(runtime.info, choice=reason)
         on_step(f"checking the files of {path} again", seconds)
         opened.artifact.verify()  # again: files may have been replaced while they were loaded
     except BaseException:
-        chosen.runtime.close()
-        parallelism.close()
+        runtime.close()
         raise
-    info = replace(chosen.runtime.info, choice=skipped or reason)
     batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
-    summary = "; ".join(filter(None, [_describe(info), batches, parallelism.reason, chosen.verdict]))
-    return LoadedModel(
-        opened,
-        chosen.runtime,
-        info,
-        chosen.verdict,
-        summary,
-        parallelism.instances,
-        parallelism.narrow,
-        chosen.golden,
-    )
+    summary = "; ".join([_describe(info), batches, verdict])
+    return LoadedModel(opened, runtime, info, verdict, summary, golden)
 
 
-def _load_first(
-    opened: OpenedArtifact, serving: Serving, order: tuple[str, ...], resources: _Resources
-) -> tuple[_Candidate, str]:
-    """Load the first profile of ``order`` that runs here. Returns it, and why the one before was skipped, if any.
+def load_fp32(
+    label: str, opened: OpenedArtifact, serving: Serving, *, threads: int | None, weights: WeightStore
+) -> Runtime:
+    """Return the fp32 reference of ``opened`` to answer requests: warm, and checked on the golden samples.
 
-    Only the failure of the last one is the model's.
+    Its large weights are in ``weights`` if processes share that store. Otherwise ONNX Runtime packs its own copy, which
+    is faster for a few rows. Raises what loading a model raises; ArtifactError if the files are not those that were
+    loaded.
     """
-    *preferred, last = order
-    skipped = ""
-    for profile in preferred:
-        try:
-            return _load_candidate(opened, serving, profile, resources), skipped
-        except BudgetExceeded as error:
-            reason = str(error)
-        except Bf16kitError as error:  # a runtime's text is for the log, never for clients
-            _log.warning("%s: profile %s was skipped: %s", opened.artifact.path, profile, brief(error))
-            reason = "it does not run here (the log says why)"
-        skipped = f"auto: {profile} was skipped, {reason}"
-    return _load_candidate(opened, serving, last, resources), skipped
+    from bf16kit.runtime.loading import load_reference
+
+    artifact, started = opened.artifact, time.monotonic()
+    if artifact.manifest.reference is None:
+        raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
+    shared = None if weights is PRIVATE_STORE else weights
+    runtime = load_reference(artifact, threads=threads_of_a_run(serving.instances, threads), weights=shared)
+    _, verdict = _check(runtime, opened, serving, None, ignore_step)
+    _log.info("%s: the fp32 reference is warm after %.2f s: %s", label, time.monotonic() - started, verdict)
+    return runtime
 
 
-def _load_candidate(opened: OpenedArtifact, serving: Serving, profile: str, resources: _Resources) -> _Candidate:
-    """Load ``profile``, warm it up and check its golden samples."""
-    from bf16kit.runtime import loading
+def threads_of_a_run(instances: int, threads: int | None) -> int | None:
+    """Return the threads of one execution: an equal part of the server's ``threads``, or else of the processors.
 
-    graph = opened.artifact.manifest.profiles[profile].graph
-    resources.on_step(f"creating the session of {graph}", resources.seconds)
-    try:
-        runtime = loading.load(
-            opened.artifact, profile, device=resources.device, threads=resources.threads, weights=resources.weights
-        )
-    except MemoryError as error:
-        raise RuntimeFailure(f"profile {profile} cannot be loaded: {str(error) or 'out of memory'}") from error
+    None, for a single instance on a server that sets none, leaves the number to the runtime.
+    """
+    return threads if instances == 1 else max(1, (threads or available_cpus()) // instances)
+
+
+# --- the choice of a profile ------------------------------------------------------------------------------------------
+
+
+def profile_order(
+    manifest: Manifest, profiles: tuple[str, ...], budget: Budget, *, native: bool
+) -> tuple[tuple[str, ...], str]:
+    """Return the profiles to try, and why the first of them is the one to serve; "" if there is no choice.
+
+    ``profiles`` are those for the device, the most accurate first. The others need fewer bits and are faster, so the
+    last of them that nothing rules out (:func:`skip_reason`) goes first. It is a rule that needs no measurement, so
+    every process, restart and replica serves the same profile on processors of one kind (docs/decisions/0035).
+    """
+    first, *others = profiles
+    reason = ""
+    for profile in reversed(others):
+        skipped = skip_reason(manifest, profile, budget, native=native)
+        if not skipped:
+            return (profile, first), f"auto: {profile} is within budget, and this processor multiplies bf16"
+        reason = f"auto: {profile} was skipped, {skipped}"
+    return (first,), reason
+
+
+def skip_reason(manifest: Manifest, profile: str, budget: Budget, *, native: bool) -> str:
+    """Return why ``auto`` does not try ``profile``, which is not the most accurate; "" if it does.
+
+    ``budget`` is the drift budget in force, which may be stricter than the artifact's. ``native``: the processor has
+    the instructions that the profile needs.
+    """
+    measured = drift_at_conversion(manifest, profile)
+    if not measured:
+        return "its drift was never measured"
+    breaches = [str(each) for output, found in sorted(measured.items()) for each in budget.breaches(output, found)]
+    if breaches:
+        return f"its drift is over budget: {'; '.join(breaches)}"
+    return "" if native else "this processor emulates it"
+
+
+# --- the first runs ---------------------------------------------------------------------------------------------------
+
+
+def _check(
+    runtime: Runtime, opened: OpenedArtifact, serving: Serving, profile: str | None, on_step: OnStep
+) -> tuple[Golden | None, str]:
+    """Warm up, then check the golden samples; return these and the verdict. Closes ``runtime`` if anything fails."""
     try:
         golden = golden_of(opened.artifact, profile)
-        warm_up(runtime, opened, serving.warmup, golden, resources.on_step)
-        return _Candidate(runtime, golden, check_golden(runtime, opened, golden, resources.on_step))
+        run = partial(_first_run, runtime, opened, on_step)
+        for rows in serving.warmup:  # so that no client waits for the allocations of a first run
+            if rows > 1 and opened.batch_axis is None:
+                raise ConfigError(f"warmup asks for {rows} rows, but this model has no batch axis; leave warmup at [1]")
+            run(feeds_of(opened, rows, golden))
+        return golden, check_golden(run, opened, golden)
     except BaseException:
         runtime.close()
         raise
+
+
+def _first_run(
+    runtime: Runtime, opened: OpenedArtifact, on_step: OnStep, feeds: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Run once, and check the outputs' dtypes and ranks against the manifest, which clients rely on.
+
+    Raises ArtifactError naming the output.
+    """
+    profile = opened.artifact.manifest.profiles.get(runtime.info.profile)
+    graph = opened.artifact.manifest.reference if profile is None else profile.graph
+    on_step(f"running {graph} for the first time", FIRST_RUN_SECONDS + _GRACE_SECONDS)
+    try:
+        outputs = runtime.run(feeds, seconds=FIRST_RUN_SECONDS)
+    except RuntimeFailure as error:
+        raise RuntimeFailure(f"{graph}, run for the first time: {error}") from error
+    for spec in opened.outputs:
+        array = outputs[spec.name]
+        if array.dtype != BY_NAME[spec.dtype].numpy or len(array.shape) != len(spec.shape):
+            raise ArtifactError(
+                f"{opened.artifact.path / MANIFEST}: output {spec.name!r} is declared as"
+                f" {spec.dtype}{describe(spec.shape)}, and the model gives"
+                f" {array.dtype.name}{list(array.shape)}; convert the checkpoint again"
+            )
+    return outputs
+
+
+def feeds_of(opened: OpenedArtifact, rows: int, golden: Golden | None) -> Mapping[str, Array]:
+    """Return feeds of ``rows`` rows: the first golden row repeated, or zeros without golden samples."""
+    axis = opened.batch_axis
+    if golden is not None:
+        if axis is None:
+            return golden.inputs
+        return {name: np.repeat(array.take([0], axis), rows, axis) for name, array in golden.inputs.items()}
+
+    def shape(spec: TensorSpec) -> Sequence[int]:
+        return [dim if isinstance(dim, int) else rows if at == axis else 1 for at, dim in enumerate(spec.shape)]
+
+    return {spec.name: np.zeros(shape(spec), BY_NAME[spec.dtype].numpy) for spec in opened.inputs}
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
 
 
 def _bytes_on_disk(path: Path) -> int:
@@ -186,23 +267,6 @@ def _bytes_on_disk(path: Path) -> int:
         return sum(512 * entry.stat().st_blocks for entry in os.scandir(path))
     except OSError:
         return 0  # opening it reports the error
-
-
-def _parallelism(
-    chosen: _Candidate, opened: OpenedArtifact, serving: Serving, resources: _Resources, clock: Clock
-) -> Parallelism:
-    """Return how many batches run at once: as ``serving`` says, or as measured here for ``auto``."""
-    if serving.instances != AUTO:
-        return Parallelism(serving.instances)
-    rows, profile = min(opened.max_batch_size, ROWS) or 1, chosen.runtime.info.profile
-    resources.on_step("measuring instances: auto", resources.seconds)
-    return choose_parallelism(
-        chosen.runtime,
-        lambda threads: _load_candidate(opened, serving, profile, replace(resources, threads=threads)).runtime,
-        feeds_of(opened, rows, chosen.golden),
-        resources.threads or available_cpus(),
-        clock=clock,
-    )
 
 
 def _describe(info: RuntimeInfo) -> str:

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 
 from bf16kit.messages.errors import Unavailable
-from service.models.firstruns import OnStep
-from service.models.loading import LoadedModel
+from service.models.loading import LoadedModel, OnStep
 
 _log = logging.getLogger(__name__)
 SLOW_SECONDS = 30.0  # after which the log says what a load is doing
@@ -34,7 +33,7 @@ class _Attempt:
         self.label = label
         self.begun = self.step_begun = time.monotonic()
         self.superseded_at = math.inf
-        self.step, self.seconds, self.due = "beginning", math.inf, math.inf
+        self.step, self.seconds = "beginning", math.inf
         self.ended = self.given_up = False
         self.loaded: LoadedModel | None = None
         self.error: BaseException | None = None
@@ -103,17 +102,17 @@ class Loads:
         """Wait until the load has ended, or give it up."""
         told = ""  # the step that was logged last
         while not attempt.ended:
-            now, latest = time.monotonic(), min(attempt.due, attempt.superseded_at, self._stop_at)
+            now = time.monotonic()
+            latest = min(attempt.step_begun + attempt.seconds, attempt.superseded_at, self._stop_at)
             if now >= latest:
                 attempt.given_up = True
                 raise Unavailable(self._reason(attempt, now))
             slow_at = SLOW_SECONDS + (attempt.step_begun if told else attempt.begun)
-            if attempt.step == told:
-                slow_at = math.inf
-            elif now >= slow_at:
-                slow_at, told = math.inf, attempt.step
-                _log.warning("%s has been loading for %.0f s: %s", attempt.label, now - attempt.begun, attempt.step)
-            self._wake.wait(min(latest - now, slow_at - now, threading.TIMEOUT_MAX))
+            if attempt.step != told and now >= slow_at:
+                told = attempt.step
+                _log.warning("%s has been loading for %.0f s: %s", attempt.label, now - attempt.begun, told)
+            wait = latest if attempt.step == told else min(latest, slow_at)
+            self._wake.wait(min(wait - now, threading.TIMEOUT_MAX))
 
     def _reason(self, attempt: _Attempt, now: float) -> str:
         if now >= self._stop_at:
@@ -133,7 +132,6 @@ class Loads:
                 if attempt.given_up:
                     raise Unavailable(f"{GIVEN_UP} before this step: {step}")
                 attempt.step, attempt.seconds, attempt.step_begun = step, seconds, time.monotonic()
-                attempt.due = attempt.step_begun + seconds
                 self._wake.notify_all()
 
         loaded: LoadedModel | None = None

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from service.models.policy import Serving
+from pydantic import TypeAdapter
+
+from service.models.serving import Serving
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """A SHA-256 in hexadecimal that is equal for equal plans, in every process."""
-        return hashlib.sha256(json.dumps(_plan_to_dict(self), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(_PLAN.dump_python(self, mode="json"), sort_keys=True).encode()).hexdigest()
 
     def without_labels(self) -> Plan:
         """Return the plan without the labels of classes, which are many, and only needed to answer requests."""
@@ -83,27 +86,24 @@ class DesiredModel:
         return f"versions {served} serve instead" if len(self.plans) > 1 else f"version {served} serves instead"
 
     def to_json(self) -> str:
-        failed = [{"plan": _plan_to_dict(each.plan), "reason": each.reason} for each in self.failed]
-        return json.dumps({"name": self.name, "plans": [*map(_plan_to_dict, self.plans)], "failed": failed})
+        return _DESIRED.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> DesiredModel:
         """Return what :meth:`to_json` wrote. The text comes from a process of this server, and is trusted."""
-        written = json.loads(text)
-        failed = tuple(FailedVersion(_plan_of(each["plan"]), each["reason"]) for each in written["failed"])
-        return cls(written["name"], tuple(map(_plan_of, written["plans"])), failed)
+        return _DESIRED.validate_json(text)
 
 
-def _plan_to_dict(plan: Plan) -> dict[str, Any]:
-    return {
-        "version": plan.version,
-        "path": str(plan.path),
-        "serving": plan.serving.model_dump(mode="json"),
-        "stamp": plan.stamp,
-        "broken": plan.broken,
-    }
+_DESIRED = TypeAdapter(DesiredModel)
+_PLAN = TypeAdapter(Plan)
 
 
-def _plan_of(written: dict[str, Any]) -> Plan:
-    serving = Serving.model_validate(written["serving"])
-    return Plan(written["version"], Path(written["path"]), serving, written["stamp"], written["broken"])
+def complete(futures: Iterable[Future[None]], error: BaseException | None) -> None:
+    """End the futures of callers: with ``error``, or successfully for None."""
+    for future in futures:
+        if not future.set_running_or_notify_cancel():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

@@ -12,24 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias, TypedDict, Unpack
 
 from bf16kit.messages.errors import Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure, Unavailable
+from bf16kit.runtime import RuntimeInfo
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 from service.config import resources
 from service.drift.forwarder import SampleSender
 from service.drift.gate import ProcessRank
 from service.models import loading, loads
-from service.models.advice import AdviceLog
-from service.models.fp32 import load_fp32
 from service.models.generation import Generation
-from service.models.goldengate import OnVerdict, ignore_verdict
+from service.models.goldengate import OnVerdict
 from service.models.loads import STOPPING, Loads
-from service.models.orders import PrecisionOrders
-from service.models.pending import PendingChange, complete
-from service.models.plan import DesiredModel, Plan
-from service.models.slot import Slot
-from service.models.slottable import Slots, SlotTable
+from service.models.plan import DesiredModel, Plan, complete
+from service.models.slot import Slot, Slots, SlotTable
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
 
@@ -41,7 +39,34 @@ CHANGES_AT_ONCE = 4
 _LAST_LOADS_SECONDS = 5.0  # how long a stop waits for loads, whose results it discards
 UNLOAD_SECONDS = 30.0  # how long an unload waits for requests in flight
 #: Returns, for a model's name and plan, the sender of its samples to the process with the fp32 references.
-NewSender = Callable[[str, Plan], SampleSender]
+NewSender: TypeAlias = Callable[[str, Plan], SampleSender]
+
+
+class Options(TypedDict, total=False):
+    """How models run and are served; every key has a default.
+
+    ``device`` and ``threads`` are the server's, ``weights`` the store of copied weights. ``new_sender`` creates the
+    sender of a model's samples; None: drift is not measured. ``on_verdict`` receives the verdicts of golden gates that
+    are not passed; ``rank`` is this process's among those that serve the same models. ``ready_when_empty``: the server
+    is ready without models, as when clients load them.
+    """
+
+    device: str
+    threads: int | None
+    weights: WeightStore
+    unload_seconds: float
+    ready_when_empty: bool
+    new_sender: NewSender | None
+    on_verdict: OnVerdict
+    rank: ProcessRank
+
+
+@dataclass(slots=True)
+class _PendingChange:
+    """A desired model that waits for a thread, and the futures that end when it is applied or has failed."""
+
+    desired: DesiredModel
+    futures: list[Future[None]] = field(default_factory=list)
 
 
 class Reconciler:
@@ -50,37 +75,21 @@ class Reconciler:
     ``changed`` is called, on any thread, after every change of a slot.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        changed: Callable[[], None],
-        *,
-        device: str = "auto",
-        threads: int | None = None,
-        weights: WeightStore = PRIVATE_STORE,
-        unload_seconds: float = UNLOAD_SECONDS,
-        ready_when_empty: bool = False,
-        new_sender: NewSender | None = None,
-        on_verdict: OnVerdict = ignore_verdict,
-        rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
-    ) -> None:
-        self.orders = PrecisionOrders()
+    def __init__(self, metrics: Metrics, changed: Callable[[], None], **options: Unpack[Options]) -> None:
         self.unloading: tuple[Slot, ...] = ()  # replaced as a whole: removed slots whose last requests are in flight
-        self._table = SlotTable(metrics, ready_when_empty=ready_when_empty)
+        self._table = SlotTable(metrics, ready_when_empty=options.get("ready_when_empty", False))
         self._metrics = metrics
         self._changed = changed
-        self._device = device
-        self._threads_per_run = threads
-        self._weights = weights
-        self._new_sender = new_sender
-        self._on_verdict, self._rank = on_verdict, rank
-        self._unload_seconds = unload_seconds
-        self._lock = threading.Lock()
+        self._threads_per_run = options.get("threads")
+        self._weights = options.get("weights", PRIVATE_STORE)
+        self._options = options
+        self._unload_seconds = options.get("unload_seconds", UNLOAD_SECONDS)
+        self._lock = threading.Lock()  # guards the table, and what follows
         self._wake = threading.Condition(self._lock)
-        self._pending: dict[str, PendingChange] = {}
+        self._pending: dict[str, _PendingChange] = {}
         self._in_progress: dict[str, tuple[DesiredModel, float]] = {}  # by model; and when it began
         self._closed = False
-        self._advice = AdviceLog()
+        self._advised: set[str] = set()  # remedies in the log; other models on this machine usually need the same one
         self._loads = Loads()
         self._threads = [
             threading.Thread(target=self._work, name=f"reconciler-{number}", daemon=True)
@@ -107,33 +116,8 @@ class Reconciler:
         The future ends when that is done. It fails with Unavailable if a version cannot be loaded (with the
         reason), if the server shuts down, or if the opposite was wanted before a thread came to it.
         """
-        future = self._enqueue(desired)
-        assert future is not None  # noqa: S101 - for the type checker
-        return future
-
-    def _enqueue(self, desired: DesiredModel, *, unless_tried: bool = False) -> Future[None] | None:
-        """Queue ``desired``. With ``unless_tried``, return None if that would only repeat an attempt."""
         future: Future[None] = Future()
-        with self._lock:
-            if self._closed:
-                future.set_exception(Unavailable(STOPPING, "draining"))
-                return future
-            if unless_tried and self._was_tried(desired):
-                return None
-            earlier = self._pending.get(desired.name, PendingChange(desired))
-            same = bool(earlier.desired.plans) == bool(desired.plans)
-            self._pending[desired.name] = PendingChange(desired, [*(earlier.futures if same else ()), future])
-            superseded = [] if same else earlier.futures
-            self._table.add(desired, awaited=self._threads[0].ident is None or not self.ready)
-            self._wake.notify_all()
-            begun = self._in_progress.get(desired.name)
-        for plan in () if begun is None else begun[0].plans:
-            self._loads.supersede(plan.digest, wanted=plan in desired.plans)
-        complete(
-            superseded,
-            Unavailable(f"model {desired.name!r} is being {'loaded' if desired.plans else 'unloaded'} instead"),
-        )
-        self._changed()
+        self._enqueue(desired, future)
         return future
 
     def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
@@ -147,15 +131,36 @@ class Reconciler:
             known = (*self.slots, *self._pending)
         for name in known:
             wanted.setdefault(name, DesiredModel(name))
-        futures = {name: self._enqueue(wanted[name], unless_tried=True) for name in sorted(wanted)}
-        return {name: future for name, future in futures.items() if future is not None}
+        futures: dict[str, Future[None]] = {name: Future() for name in sorted(wanted)}
+        return {
+            name: future for name, future in futures.items() if self._enqueue(wanted[name], future, unless_tried=True)
+        }
 
-    def _was_tried(self, desired: DesiredModel) -> bool:
-        """Return whether ``desired`` was tried already, or is being tried. Call it with the lock held."""
-        if desired.name in self._pending or not self._table.of(desired.name).keys() >= desired.reported_versions:
-            return False
-        begun = self._in_progress.get(desired.name)
-        return (begun is not None and begun[0] == desired) or self._table.was_tried(desired)
+    def _enqueue(self, desired: DesiredModel, future: Future[None], *, unless_tried: bool = False) -> bool:
+        """Queue ``desired``. With ``unless_tried``, return False if that would only repeat an attempt."""
+        with self._lock:
+            if self._closed:
+                future.set_exception(Unavailable(STOPPING, "draining"))
+                return True
+            begun = self._in_progress.get(desired.name)
+            if unless_tried and desired.name not in self._pending:
+                in_progress = begun is not None and begun[0] == desired
+                if in_progress or self._table.was_tried(desired):
+                    return False
+            earlier = self._pending.get(desired.name, _PendingChange(desired))
+            same = bool(earlier.desired.plans) == bool(desired.plans)
+            self._pending[desired.name] = _PendingChange(desired, [*(earlier.futures if same else ()), future])
+            self._table.add(desired, awaited=self._threads[0].ident is None or not self.ready)
+            self._wake.notify_all()
+        for plan in () if begun is None else begun[0].plans:
+            self._loads.supersede(plan.digest, wanted=plan in desired.plans)
+        instead = "loaded" if desired.plans else "unloaded"
+        complete(
+            () if same else earlier.futures,
+            Unavailable(f"model {desired.name!r} is being {instead} instead"),
+        )
+        self._changed()
+        return True
 
     def close(self, deadline: float = math.inf) -> bool:
         """Unload everything, in parallel. Returns False if something was still running at ``deadline``.
@@ -173,11 +178,11 @@ class Reconciler:
             complete(change.futures, Unavailable(STOPPING, "draining"))
         with ThreadPoolExecutor(max(1, len(models)), "unload") as unloading:
             clean = all(list(unloading.map(lambda model: model.close(deadline), models)))
-        loaded = self._loads.stop(min(deadline, time.monotonic() + _LAST_LOADS_SECONDS))
+        ended = self._loads.stop(min(deadline, time.monotonic() + _LAST_LOADS_SECONDS))
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-        ended = loaded and not any(thread.is_alive() for thread in self._threads)
+                ended = ended and not thread.is_alive()
         if not ended:
             _log.warning("a model is still being loaded or unloaded; stopping without waiting for it")
         for slot in slots:
@@ -201,7 +206,7 @@ class Reconciler:
                 self._wake.notify_all()
             complete(change.futures, error)
 
-    def _next(self) -> PendingChange | None:
+    def _next(self) -> _PendingChange | None:
         """Block until a change may begin, and return it; None when the reconciler is closed.
 
         It is the oldest one whose model is not being changed, once every change in progress has had its time alone.
@@ -210,9 +215,8 @@ class Reconciler:
             while not self._closed:
                 now = time.monotonic()
                 name = next((name for name in self._pending if name not in self._in_progress), None)
-                wait = max(
-                    (begun + loads.PATIENCE_SECONDS - now for _, begun in self._in_progress.values()), default=0.0
-                )
+                newest = max((begun for _, begun in self._in_progress.values()), default=-math.inf)
+                wait = newest + loads.PATIENCE_SECONDS - now
                 if name is not None and wait <= 0:
                     change = self._pending.pop(name)
                     self._in_progress[name] = change.desired, now
@@ -250,7 +254,7 @@ class Reconciler:
                 loading.load,
                 plan.path,
                 plan.serving,
-                device=self._device,
+                device=self._options.get("device", "auto"),
                 threads=self._threads_per_run,
                 weights=self._weights,
             )
@@ -267,23 +271,19 @@ class Reconciler:
             reason = slot.fail("an unexpected error, see the server's log")
         else:
             self._changed()
-            self._advice.log(slot.label, loaded.runtime.info)
-            if replaced is not None:
-                replaced.close(time.monotonic() + self._unload_seconds)
-                del replaced
-                resources.collect_and_freeze()
+            self._advise(slot.label, loaded.runtime.info)
+            self._close(replaced)
             return ""
         self._changed()
         return reason
 
-    def _publish(self, slot: Slot, plan: Plan, loaded: loading.LoadedModel, started: float) -> Generation | None:
-        """Put what was loaded into the slot. Returns the generation that it replaces, if any."""
+    def _publish(self, slot: Slot, plan: Plan, loaded: loading.LoadedModel, started: float) -> list[Generation | None]:
+        """Put what was loaded into the slot. Returns the generation that it replaces, if any, for closing."""
         with self._lock:
-            if self._closed:
-                loaded.close()
-                raise Unavailable("the server was shut down before it was loaded")
-            replaced = slot.model
+            replaced = [slot.model]
             try:
+                if self._closed:
+                    raise Unavailable("the server was shut down before it was loaded")
                 model = self._generation(slot, plan, loaded)
             except BaseException:
                 loaded.close()
@@ -293,11 +293,11 @@ class Reconciler:
             # before it is published: the log has the line when clients see the model ready
             _log.info("%s is ready after %.2f s: %s", slot.label, seconds, loaded.summary)
             slot.publish(model, plan)
-            self.orders.on_published(slot)
             return replaced
 
     def _generation(self, slot: Slot, plan: Plan, loaded: loading.LoadedModel) -> Generation:
-        digest = plan.digest
+        digest, options = plan.digest, self._options
+        on_verdict, new_sender = options.get("on_verdict"), options.get("new_sender")
 
         def new_metrics() -> ModelMetrics:
             if slot.model is not None:
@@ -310,14 +310,27 @@ class Reconciler:
             loaded,
             plan.serving,
             new_metrics,
-            None if self._new_sender is None else self._new_sender(slot.name, plan),
-            lambda verdict: self._on_verdict(verdict.with_plan(digest)),
-            self._rank,
+            None if new_sender is None else new_sender(slot.name, plan),
+            lambda verdict: None if on_verdict is None else on_verdict(verdict.with_plan(digest)),
+            options.get("rank", ProcessRank()),
             fp32=partial(
-                load_fp32, slot.label, loaded.opened, plan.serving, threads=self._threads_per_run, weights=self._weights
+                loading.load_fp32,
+                slot.label,
+                loaded.opened,
+                plan.serving,
+                threads=self._threads_per_run,
+                weights=self._weights,
             ),
             changed=self._changed,
         )
+
+    def _advise(self, label: str, info: RuntimeInfo) -> None:
+        """Log warnings about the numerics and the speed of a loaded model: each remedy once."""
+        if info.accumulation != "fp32":
+            _log.warning("%s: the accumulation probe found %s, not fp32", label, info.accumulation)
+        if info.advice and info.note not in self._advised:
+            self._advised.add(info.note)
+            _log.warning("%s: %s", info.note, info.advice)
 
     def _set_aside(self, desired: DesiredModel) -> None:
         """Report the versions that failed as unavailable. One that serves here failed in another process."""
@@ -325,16 +338,13 @@ class Reconciler:
             return
         with self._lock:
             slots = {} if self._closed else self._table.of(desired.name)
-            failed = [(slots[each.plan.version], each) for each in desired.failed if each.plan.version in slots]
-            for slot, _ in failed:
-                self.orders.forget(slot)
-            models = [slot.set_aside(each.plan, f"{each.reason}; {desired.instead}") for slot, each in failed]
+            models = [
+                slots[each.plan.version].set_aside(each.plan, f"{each.reason}; {desired.instead}")
+                for each in desired.failed
+                if each.plan.version in slots
+            ]
         self._changed()
-        if withdrawn := [model for model in models if model is not None]:
-            for model in withdrawn:
-                model.close(time.monotonic() + self._unload_seconds)
-            del models, withdrawn, model
-            resources.collect_and_freeze()
+        self._close(models)
 
     def _unload(self, desired: DesiredModel) -> None:
         """Unload the versions of the model that are not needed."""
@@ -344,18 +354,25 @@ class Reconciler:
             removed = [slot for slot in surplus if newer is None or slot.version not in newer.desired.reported_versions]
             if not removed:
                 return
-            for slot in removed:
-                self.orders.forget(slot)
             self._table.remove(desired.name, removed)
             models = [slot.withdraw("unloaded") for slot in removed]
             self.unloading += tuple(removed)
         self._changed()
-        for slot, model in zip(removed, models, strict=True):
-            if model is not None:
-                model.close(time.monotonic() + self._unload_seconds)
+        self._close(models)
+        for slot in removed:
             self._metrics.remove(slot.series)
             _log.info("%s is unloaded", slot.label)
         with self._lock:
             self.unloading = tuple(slot for slot in self.unloading if slot not in removed)
-        del surplus, removed, models, slot, model
-        resources.collect_and_freeze()
+
+    def _close(self, models: list[Generation | None]) -> None:
+        """Close generations that no longer answer, once their last requests have. Empties the list, to free them."""
+        closed = False
+        while models:
+            model = models.pop()
+            if model is not None:
+                model.close(time.monotonic() + self._unload_seconds)
+                closed = True
+            del model
+        if closed:
+            resources.collect_and_freeze()

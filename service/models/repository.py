@@ -6,20 +6,21 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Unpack
 
-from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
+from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError, Unavailable
 from bf16kit.messages.wording import quoted, without_long_words
-from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
-from service.drift.fallbackcontroller import PrecisionOrder
-from service.drift.gate import ProcessRank
+from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
+from service.models.controller import Controller
 from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
-from service.models.goldengate import GoldenSchedule, OnVerdict, ignore_verdict
-from service.models.lease import Lease
+from service.models.goldenschedule import golden_schedule
+from service.models.loads import STOPPING
 from service.models.plan import DesiredModel
-from service.models.reconciler import UNLOAD_SECONDS, NewSender, Reconciler
-from service.models.slot import Slot
-from service.models.slottable import Slots
+from service.models.reconciler import Options, Reconciler
+from service.models.slot import Slot, Slots
+from service.operations import IndexEntry, RegistryModels
 from service.request import Precision
 from service.telemetry.metrics import Metrics
 
@@ -31,42 +32,15 @@ class Repository:
     """The models of one process: see :class:`service.contract.Registry`.
 
     Say with :meth:`apply` and :meth:`apply_all`, before or after :meth:`start`, which models to serve. To end, call
-    :meth:`drain`, then :meth:`close`.
-
-    ``ready_when_empty``: the server is ready without models, as when clients load them. ``new_sender`` creates the
-    sender of a model's samples to the process with the fp32 references; None: drift is not measured. ``on_verdict``
-    receives the verdicts of golden gates that are not passed. ``rank`` is the rank of this process among those that
-    serve the same models.
+    :meth:`drain`, then :meth:`close`. It is also the :class:`service.drift.fallbackcontroller.ServingProcesses` of a
+    server with this one process.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        *,
-        device: str = "auto",
-        threads: int | None = None,
-        weights: WeightStore = PRIVATE_STORE,
-        unload_seconds: float = UNLOAD_SECONDS,
-        ready_when_empty: bool = False,
-        new_sender: NewSender | None = None,
-        on_verdict: OnVerdict = ignore_verdict,
-        rank: ProcessRank = ProcessRank(),  # noqa: B008 -- frozen
-    ) -> None:
+    def __init__(self, metrics: Metrics, **options: Unpack[Options]) -> None:
         self._callbacks: list[Callable[[], None]] = []
         self._stopping = self._retired = False
-        self._reconciler = Reconciler(
-            metrics,
-            self._notify,
-            device=device,
-            threads=threads,
-            weights=weights,
-            unload_seconds=unload_seconds,
-            ready_when_empty=ready_when_empty,
-            new_sender=new_sender,
-            on_verdict=on_verdict,
-            rank=rank,
-        )
-        self._schedule = GoldenSchedule(self._serving, self._notify)
+        self._reconciler = Reconciler(metrics, self._notify, **options)
+        self._schedule = golden_schedule(self._serving, self._notify)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -79,23 +53,13 @@ class Repository:
         """See :meth:`Reconciler.apply`."""
         if self._stopping:
             refused: Future[None] = Future()
-            refused.set_exception(Unavailable("the server is shutting down; try another", "draining"))
+            refused.set_exception(Unavailable(STOPPING, "draining"))
             return refused
         return self._reconciler.apply(desired)
 
     def apply_all(self, desired_models: Iterable[DesiredModel]) -> Mapping[str, Future[None]]:
         """See :meth:`Reconciler.apply_all`; does nothing once the server stops."""
         return {} if self._stopping else self._reconciler.apply_all(desired_models)
-
-    def order(self, order: PrecisionOrder) -> Future[None]:
-        """See :meth:`service.models.orders.PrecisionOrders.apply`."""
-        return self._reconciler.orders.apply(order, self._slots.get(order.model, {}).get(order.version))
-
-    def transition(self, model: str, version: int, to: Precision) -> None:
-        """Count that another precision answers for this version, if it is served here."""
-        slot = self._slots.get(model, {}).get(version)
-        if slot is not None:
-            slot.series.transition(to)
 
     def retire(self) -> None:
         """Report not ready from now on, so that load balancers send no more requests. Requests are still answered."""
@@ -110,8 +74,36 @@ class Repository:
     def close(self, timeout: float | None = None) -> bool:
         """Free all models, in parallel. Returns False if something was still running after ``timeout`` seconds."""
         self._stopping = True
-        self._schedule.stop()
+        self._schedule.stop(wait=False)  # a gate that runs holds a lease
         return self._reconciler.close(math.inf if timeout is None else time.monotonic() + timeout)
+
+    # --- the precision that answers -----------------------------------------------------------------------------------
+
+    def active_plan(self, model: str, version: int) -> ActivePlan | None:
+        """See :meth:`service.drift.fallbackcontroller.ServingProcesses.active_plan`."""
+        try:
+            loaded = self.find(model, str(version)).loaded
+        except RequestError:  # it was unloaded
+            return None
+        if loaded is None:
+            return None
+        generation, plan = loaded
+        return ActivePlan(plan.digest, generation.since, plan.serving.fallback)
+
+    def order(self, order: PrecisionOrder) -> Future[None]:
+        """See :meth:`Slot.order`. The future fails with Unavailable without a slot, too."""
+        slot = self._slots.get(order.model, {}).get(order.version)
+        if slot is not None:
+            return slot.order(order)
+        failed: Future[None] = Future()
+        failed.set_exception(Unavailable(f"model {order.model!r} version {order.version} is not loaded here"))
+        return failed
+
+    def transition(self, model: str, version: int, to: Precision) -> None:
+        """Count that another precision answers for this version, if it is served here."""
+        slot = self._slots.get(model, {}).get(version)
+        if slot is not None:
+            slot.series.transition(to)
 
     # --- the registry -------------------------------------------------------------------------------------------------
 
@@ -123,7 +115,7 @@ class Repository:
     def ready(self) -> bool:
         return not (self._stopping or self._retired) and self._reconciler.ready
 
-    def acquire(self, name: str, version: str) -> Lease[Generation]:
+    def acquire(self, name: str, version: str) -> AbstractContextManager[Generation]:
         while True:
             try:
                 model = self.get(name, version)
@@ -132,13 +124,13 @@ class Repository:
                     self.find(name, version).series.rejected(error.reason)
                 raise
             if model.leases.acquire():
-                return Lease(model.leases, model)
+                return model.leases.context(model)
             # The model was replaced or unloaded between the two calls: look again.
 
     def get(self, name: str, version: str) -> Generation:
         slot = self.find(name, version)
         if self._stopping:
-            raise Unavailable("the server is shutting down; try another", "draining")
+            raise Unavailable(STOPPING, "draining")
         model = slot.model
         if model is not None:
             return model
@@ -152,8 +144,8 @@ class Repository:
         wanted = parse_version(version)
         if versions is None:
             raise NotFound(f"unknown model {quoted(name)}")
-        if wanted is None:
-            return max(versions.values(), key=_preference)
+        if wanted is None:  # ready before loading before unavailable, and then the newest
+            return max(versions.values(), key=lambda slot: (_PREFERENCE[slot.state], slot.version))
         if wanted not in versions:
             raise NotFound(
                 f"model {name!r} has no version {without_long_words(version)}; it has {', '.join(map(str, versions))}"
@@ -193,6 +185,23 @@ class Repository:
             callback()
 
 
+class RepositoryListing(RegistryModels):
+    """See :class:`service.operations.Models`. The index also has models in the repository that are not served."""
+
+    def __init__(self, repository: Repository, controller: Controller) -> None:
+        super().__init__(repository)
+        self._repository = repository
+        self._controller = controller
+
+    def index(self) -> Sequence[IndexEntry]:
+        served = super().index()
+        known = {(line.name, line.version) for line in served}
+        unloading = [IndexEntry(slot.name, str(slot.version), "UNLOADING") for slot in self._repository.unloading()]
+        return self._controller.index(
+            [*served, *(line for line in unloading if (line.name, line.version) not in known)]
+        )
+
+
 def parse_version(version: str) -> int | None:
     """Return the version that a client names, or None for "", which selects the newest. Raises InvalidRequest."""
     if version == "":
@@ -204,8 +213,3 @@ def parse_version(version: str) -> int | None:
         )
     digits = version.lstrip("0")
     return int(digits or "0") if len(digits) <= LONGEST_VERSION else _NO_VERSION  # no directory has a longer name
-
-
-def _preference(slot: Slot) -> tuple[int, int]:
-    """Order slots: ready before loading before unavailable, and then the newest version."""
-    return _PREFERENCE[slot.state], slot.version

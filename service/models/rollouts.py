@@ -7,17 +7,35 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
+from service.contract import State
+from service.models.loads import GIVEN_UP
 from service.models.plan import DesiredModel, FailedVersion, Plan
-from service.models.policy import Serving
-from service.models.retries import SlotLike
+from service.models.serving import Serving
 
 _log = logging.getLogger(__name__)
-ApplyAll = Callable[[Iterable[DesiredModel]], Mapping[str, Future[None]]]
+FIRST_RETRY_SECONDS = 30.0  # from the poll that finds a model not loaded to the first retry
+LONGEST_RETRY_SECONDS = 3600.0  # longest pause between two retries
+ApplyAll: TypeAlias = Callable[[Iterable[DesiredModel]], Mapping[str, Future[None]]]
+
+
+class SlotLike(Protocol):
+    """The part of :class:`service.contract.Slot` that is needed here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def state(self) -> State: ...
+    @property
+    def reason(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -67,13 +85,13 @@ class Rollouts:
         self._rollouts = {}
         for wanted in desired_models:
             known = before.get(wanted.name)
-            same = known is not None and known.wanted == wanted
-            self._rollouts[wanted.name] = known if known is not None and same else _Rollout(wanted, wanted, True)
-            self._remember(self._rollouts[wanted.name].applied)
+            rollout = known if known is not None and known.wanted == wanted else _Rollout(wanted, wanted, True)
+            self._rollouts[wanted.name] = rollout
+            self._remember(rollout.applied)
         futures = self._apply_all([rollout.applied for rollout in self._rollouts.values()])
         for name, future in futures.items():
-            if (rollout := self._rollouts.get(name)) is not None:
-                self._watch(rollout, future)
+            if (applied := self._rollouts.get(name)) is not None:
+                self._watch(applied, future)
 
     def _follow(self, rollout: _Rollout) -> Future[None]:
         self._remember(rollout.applied)
@@ -149,6 +167,43 @@ def instead_of(
     plans = tuple(sorted((*kept, *chosen), key=lambda plan: plan.version))
     failed = tuple(FailedVersion(plan, _reason(slots.get(plan.version))) for plan in failing)
     return DesiredModel(tried.name, plans, tried.failed + failed)
+
+
+class Retries:
+    """Decides when to try again to load a model whose files have not changed. For one thread, at every poll.
+
+    A full disk, a lack of memory, a busy device: such causes pass, and nothing in the repository shows it. So every
+    failed load is tried again, with growing pauses, except what ``serving.yaml`` rules out, and loads that were given
+    up, whose threads cannot be ended. ``clock`` returns seconds.
+    """
+
+    def __init__(self, slots: Callable[[], Iterable[SlotLike]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._slots = slots
+        self._clock = clock
+        #: By name: the model, when it is due, and the pause after that.
+        self._waiting: dict[str, tuple[DesiredModel, float, float]] = {}
+
+    def due(self, desired_models: Mapping[str, DesiredModel]) -> list[DesiredModel]:
+        """Return the ``desired_models`` to try again now. One that has changed starts again with the first pause."""
+        now = self._clock()
+        served = {(slot.name, slot.version): slot for slot in self._slots()}
+        before, self._waiting = self._waiting, {}
+        found = []
+        for name, desired in desired_models.items():
+            slots = [served.get((name, plan.version)) for plan in desired.plans]
+            if all(_serves(slot) and not slot.reason for slot in slots if slot is not None) and None not in slots:
+                continue  # as desired: a reason beside a ready model says that its replacement failed
+            if any(plan.broken for plan in desired.plans) or any(slot and GIVEN_UP in slot.reason for slot in slots):
+                continue
+            known, due, pause = before.get(name, (None, 0.0, 0.0))
+            if known != desired:
+                due, pause = now + FIRST_RETRY_SECONDS, FIRST_RETRY_SECONDS
+            elif now >= due and not any(slot is not None and slot.state == "loading" for slot in slots):
+                pause = min(2 * pause, LONGEST_RETRY_SECONDS)
+                due = now + pause
+                found.append(desired)
+            self._waiting[name] = desired, due, pause
+        return found
 
 
 def _serves(slot: SlotLike | None) -> bool:

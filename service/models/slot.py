@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+from bf16kit.messages.errors import Unavailable
 from bf16kit.messages.wording import brief
 from service.contract import State
+from service.drift.fallbackcontroller import PrecisionOrder
 from service.models.generation import Generation
-from service.models.plan import Plan
+from service.models.plan import DesiredModel, Plan
 from service.request import Observation
+from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
@@ -27,19 +34,17 @@ class _Status:
 
 
 class Slot:
-    """See :class:`service.contract.Slot`. One thread of the reconciler at a time changes it."""
+    """See :class:`service.contract.Slot`. One thread of the reconciler at a time changes it; any thread may read it."""
 
     def __init__(self, name: str, version: int, series: ModelMetrics, *, awaited: bool = True) -> None:
-        self.name = name
-        self.version = version
+        self.name, self.version = name, version
+        self.label = f"model {name!r} version {version}"
         self.series = series  # the generation's metrics; before there is one, they count rejected requests
         self.awaited = awaited  # the server is not ready without it
         self.tried: Plan | None = None  # the newest plan that was loaded, or failed to load
         self._status = _Status("loading", "loading")
-
-    @property
-    def label(self) -> str:
-        return f"model {self.name!r} version {self.version}"
+        self._order: PrecisionOrder | None = None  # the newest one; guarded by the lock, as is its use
+        self._order_lock = threading.Lock()
 
     @property
     def state(self) -> State:
@@ -67,6 +72,28 @@ class Slot:
         """Return whether the generation that answers was loaded by this very plan."""
         return self._status.plan == plan
 
+    def order(self, order: PrecisionOrder) -> Future[None]:
+        """Have the order's precision answer.
+
+        The future fails with Unavailable if another generation answers, or none. The order is remembered, and carried
+        out when the generation that it is for is published.
+        """
+        with self._order_lock:
+            self._order = order
+            future = self._carry_out()
+        if future is None:
+            future = Future()
+            future.set_exception(Unavailable(f"{self.label} is not loaded here"))
+        return future
+
+    def _carry_out(self) -> Future[None] | None:
+        order, loaded = self._order, self.loaded
+        if order is None or loaded is None or loaded[1].digest != order.plan:
+            return None
+        return loaded[0].switch_precision(order.precision, order.reason)
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
     def clear_reason(self) -> None:
         """Clear the reason: the generation that answers is the one wanted, even if a replacement failed before."""
         self._status = replace(self._status, reason="")
@@ -79,8 +106,14 @@ class Slot:
             self._status = _Status("loading", "loading")
 
     def publish(self, model: Generation, plan: Plan) -> None:
-        """Let ``model`` answer from now on."""
+        """Let ``model`` answer from now on, in the precision that was ordered for its plan.
+
+        An order for another plan is dropped: that plan, loaded again, is a new generation, of which nothing is known.
+        """
         self._status = _Status("ready", "", model, plan)
+        with self._order_lock:
+            if self._carry_out() is None:
+                self._order = None
 
     def fail(self, reason: str, public: str = "") -> str:
         """Note that a load failed. The previous generation goes on answering; without one, the slot is unavailable.
@@ -109,9 +142,93 @@ class Slot:
         self.tried, self.awaited = plan, False
         self.series.ready(False)
         self.series.replacement_failed(False)
+        with self._order_lock:
+            self._order = None
         return self.withdraw(reason)
 
     def withdraw(self, reason: str) -> Generation | None:
         """Let nothing answer from now on. Returns the generation that did, for closing."""
         model, self._status = self._status.model, _Status("unavailable", reason)
         return model
+
+
+Slots: TypeAlias = Mapping[str, Mapping[int, Slot]]
+
+
+class SlotTable:
+    """All slots by name and version. Requests read it without a lock; it is changed under the reconciler's lock.
+
+    ``ready_when_empty``: the server needs no ready model to be ready.
+    """
+
+    def __init__(self, metrics: Metrics, *, ready_when_empty: bool = False) -> None:
+        self.slots: Slots = {}  # by name and version, ascending; replaced as a whole, so that readers need no lock
+        self._metrics = metrics
+        self._ready_when_empty = ready_when_empty
+
+    @property
+    def ready(self) -> bool:
+        """Whether all slots are ready that the server waits for, and at least one unless it may be empty.
+
+        Slots added to a ready server are not waited for: neither a slow load nor a half-copied directory may make
+        clients lose a server that serves them.
+        """
+        slots = self.all()
+        if not self._ready_when_empty and not any(slot.state == "ready" for slot in slots):
+            return False
+        return all(slot.state == "ready" for slot in slots if slot.awaited)
+
+    def all(self) -> list[Slot]:
+        return [slot for versions in self.slots.values() for slot in versions.values()]
+
+    def of(self, name: str) -> Mapping[int, Slot]:
+        """Return the slots of one model, by version."""
+        return self.slots.get(name, {})
+
+    def was_tried(self, desired: DesiredModel) -> bool:
+        """Return whether ``desired`` has been tried as far as possible.
+
+        That is so if each plan was the last one tried in its slot, and nothing is left to unload.
+        """
+        slots = self.of(desired.name)
+        return (
+            slots.keys() >= desired.reported_versions
+            and all(slots[plan.version].tried == plan for plan in desired.plans)
+            and all(slots[version].model is None for version in desired.failed_versions)
+            and not self.surplus(desired)
+        )
+
+    def surplus(self, desired: DesiredModel) -> list[Slot]:
+        """Return the slots of the model that are not needed for ``desired``, once its plans have been tried.
+
+        If none of them is served, all others stay. With the policy ``latest``, as many others stay as were not loaded.
+        """
+        slots = self.of(desired.name)
+        others = [slot for version, slot in slots.items() if version not in desired.reported_versions]
+        if not desired.plans:
+            return others
+        if not any(slots[plan.version].serves(plan) for plan in desired.plans):
+            return []
+        missing = sum(slots[plan.version].state != "ready" for plan in desired.plans)
+        if missing and desired.plans[0].serving.version_policy.tries_older:
+            instead = [slot for slot in others if slot.state == "ready"][-missing:]
+            return [slot for slot in others if slot not in instead]
+        return others
+
+    def add(self, desired: DesiredModel, *, awaited: bool) -> None:
+        """Add a slot for every version of ``desired`` that has none."""
+        known = self.of(desired.name)
+        versions = [version for version in desired.reported_versions if version not in known]
+        new = {v: Slot(desired.name, v, self._metrics.add(desired.name, v), awaited=awaited) for v in versions}
+        for each in desired.failed:
+            if (slot := new.get(each.plan.version)) is not None:
+                slot.set_aside(each.plan, f"{each.reason}; {desired.instead}")
+        if new:
+            all_versions = dict(sorted({**known, **new}.items()))
+            self.slots = dict(sorted({**self.slots, desired.name: all_versions}.items()))
+
+    def remove(self, name: str, gone: Iterable[Slot]) -> None:
+        """Remove these slots of a model."""
+        removed = tuple(gone)
+        kept = {version: slot for version, slot in self.of(name).items() if slot not in removed}
+        self.slots = {each: versions for each, versions in {**self.slots, name: kept}.items() if versions}

@@ -9,7 +9,7 @@ from bf16kit.messages.errors import ConfigError
 from bf16kit.system import controlgroup
 from service.contract import Array
 from service.drift.shadow import Reference
-from service.models.opening import OpenedArtifact
+from service.models.opened import OpenedArtifact
 from service.shadow.activity import ActivityTracker
 from service.shadow.memory import ReferenceMemory, default_bound, fp32_bytes
 

@@ -26,8 +26,7 @@ from service.drift.sampler import TokenBucket
 from service.drift.shadow import Shadow
 from service.drift.verdict import DriftVerdict
 from service.models.directory import stamp_of
-from service.models.livecomparison import new_comparison
-from service.models.opening import OpenedArtifact, open_artifact
+from service.models.opened import OpenedArtifact, new_comparison, open_artifact
 from service.models.plan import DesiredModel
 from service.peers.channel import Body, Channel
 from service.peers.peer import Message, Peer

@@ -55,7 +55,7 @@ def model_config(model: Model) -> pb.ModelConfigResponse:
         platform=_PLATFORMS.get(model.info.backend, model.info.backend),
         backend=_BACKENDS.get(model.info.backend, model.info.backend),
         max_batch_size=model.max_batch_size if batched else 0,
-        input=[_model_input(model, spec, axis) for spec in model.inputs],
+        input=[_model_input(spec, axis) for spec in model.inputs],
         output=[pb.ModelOutput(name=s.name, data_type=_data_type(s), dims=_dims(s, axis)) for s in model.outputs],
         instance_group=[_instance_group(model)],
         version_policy=_version_policy(model.scheduling.versions),
@@ -115,9 +115,18 @@ def regions_status(regions: Iterable[Region]) -> pb.SystemSharedMemoryStatusResp
     )
 
 
-def _model_input(model: Model, spec: TensorSpec, axis: int | None) -> pb.ModelInput:
-    image_format = f"FORMAT_{model.semantics.formats.get(spec.name, 'NONE')}"
-    return pb.ModelInput(name=spec.name, data_type=_data_type(spec), dims=_dims(spec, axis), format=image_format)
+def _model_input(spec: TensorSpec, axis: int | None) -> pb.ModelInput:
+    dims = _dims(spec, axis)
+    return pb.ModelInput(name=spec.name, data_type=_data_type(spec), dims=dims, format=_image_format(dims))
+
+
+def _image_format(dims: Sequence[int]) -> pb.ModelInput.Format:
+    """Return the layout of an input that may be an image of one or three colours; Triton's image_client needs it."""
+    if len(dims) != 3:
+        return pb.ModelInput.FORMAT_NONE
+    if dims[0] in (1, 3):
+        return pb.ModelInput.FORMAT_NCHW
+    return pb.ModelInput.FORMAT_NHWC if dims[2] in (1, 3) else pb.ModelInput.FORMAT_NONE
 
 
 def _tensor_metadata(spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:

@@ -33,7 +33,6 @@ def describe(model: Model) -> dict[str, Any]:
         "bounds": {"dims": dict(model.bounds.dims), "response_bytes": model.bounds.response_bytes},
         "info": asdict(model.info),
         "scheduling": asdict(model.scheduling),
-        "formats": dict(model.semantics.formats),  # labels are only needed for responses, and there are many
         "golden": model.golden,
         "answering": asdict(model.active_precision),
         "budget": dict(model.budget),
@@ -59,7 +58,7 @@ class ModelDescription:
         self.max_queue_delay_s: float = fields["max_queue_delay_s"]
         self.instances: int = fields["instances"]
         self.bounds = Bounds(**fields["bounds"])
-        self.semantics = TensorSemantics(formats=fields["formats"])
+        self.semantics = TensorSemantics()  # labels are only needed for responses, and there are many
         self.info = RuntimeInfo(**fields["info"])
         self.scheduling = _scheduling(fields["scheduling"])
         self.golden: str = fields["golden"]

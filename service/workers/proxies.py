@@ -9,7 +9,7 @@ from typing import Any
 
 from bf16kit.messages.errors import Unavailable
 from service.contract import Registry
-from service.models.pending import complete
+from service.models.plan import complete
 from service.operations import IndexEntry, RegistryModels, Setting, Settings, VersionStatistics
 from service.peers.channel import Body
 from service.workers.statistics import from_json

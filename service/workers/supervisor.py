@@ -11,7 +11,7 @@ from typing import Any
 from bf16kit.messages.errors import Unavailable
 from service.config.certificates import Credentials
 from service.config.logsettings import LogSettings
-from service.config.periodic import Guard
+from service.config.periodic import Guard, PeriodicThread
 from service.config.ports import ReservedPort
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, OnStarted, Stop
@@ -21,8 +21,6 @@ from service.http.pages import evidence_route, routes
 from service.http.statusreader import StatusReader
 from service.httpport import announce, open_http
 from service.models.controller import Controller
-from service.models.poll import RepositoryPoller
-from service.models.retries import Retries
 from service.operations import IndexEntry
 from service.peers.channel import Body
 from service.peers.peer import Answer, Message
@@ -110,11 +108,12 @@ class Supervisor:
             self._models.apply_all,
             config.model_control,
             config.load_model,
-            Retries(lambda: self.fleet.view.slots.values()),
             lambda: self.fleet.view.slots.values(),
         )
         self.controller.apply_initial()
-        self._poll = RepositoryPoller(self.controller, config.poll_seconds) if config.model_control == "poll" else None
+        self._poll = None
+        if config.model_control == "poll":
+            self._poll = PeriodicThread("repository-poll", config.poll_seconds, self.controller.poll)
         self._answering = ThreadPoolExecutor(_ANSWERING, "answering")
         self._guard = Guard()
 
@@ -125,7 +124,7 @@ class Supervisor:
     def stop(self) -> None:
         """Start no further changes."""
         if self._poll is not None:
-            self._poll.stop()
+            self._poll.stop(wait=False)  # reading a network file system may never end
         self._models.close()
         self._answering.shutdown(wait=False)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from service.config.serverconfig import ServerConfig
-from service.models.policy import Serving
+from service.models.serving import Serving
 from service.request import REFUSALS
 from service.telemetry.metrics import Metrics
 

@@ -432,26 +432,15 @@ def test_a_configuration_sent_with_a_load_applies_until_a_load_without_one(
 def test_the_configuration_that_the_server_shows_is_complete_and_may_be_sent_back(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
-    put(tmp_path, version=3)
-    config = {
-        "max_batch_size": "8",
-        "versionPolicy": {"all": {}},
-        "dynamic_batching": {
-            "max_queue_delay_microseconds": "1500",
-            "default_queue_policy": {"max_queue_size": 9, "default_timeout_microseconds": 7000},
-        },
-        "instance_group": [{"count": 2, "kind": "KIND_CPU"}],
-        "input": [{"name": "x", "dataType": "TYPE_FP32", "dims": ["16"], "format": "FORMAT_NHWC"}],
-    }
-    load(client, config)
+    serving = "max_queue_delay_ms: 1.5\nmax_queue_size: 9\nmax_queue_ms: 7\ninstances: 2\n"
+    put(tmp_path, version=3, serving=LAST + serving)
+    load(client, {"max_batch_size": "8", "versionPolicy": {"all": {}}})
     shown = client.get_model_config("mlp", as_json=True)["config"]
-    batching = shown["dynamic_batching"]
     assert (shown["max_batch_size"], shown["version_policy"]) == (8, {"all": {}})
-    assert batching["max_queue_delay_microseconds"] == "1500"
-    assert "priority_levels" not in batching  # all requests wait in one queue
-    bounds = {"default_timeout_microseconds": "7000", "allow_timeout_override": True}
-    assert batching["default_queue_policy"] == bounds | {"max_queue_size": 9}
-    assert (shown["instance_group"][0]["count"], shown["input"][0]["format"]) == (2, "FORMAT_NHWC")
+    assert shown["dynamic_batching"]["max_queue_delay_microseconds"] == "1500"
+    bounds = {"default_timeout_microseconds": "7000", "allow_timeout_override": True, "max_queue_size": 9}
+    assert shown["dynamic_batching"]["default_queue_policy"] == bounds
+    assert shown["instance_group"][0]["count"] == 2
     client.unload_model("mlp")
     load(client, shown)
     assert client.get_model_config("mlp", as_json=True)["config"] == shown
@@ -489,32 +478,10 @@ def test_files_unknown_parameters_and_named_repositories_are_rejected(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ("max_batch_size: 3", "is not JSON"),
-        ("[" * 60_000, "is not JSON"),
         ("[]", "expected a JSON object"),
-        ({"max_batch_size": -1}, "'max_batch_size' is '-1'"),
         ({"maxBatchSize": 100_000}, "'max_batch_size' is 100000"),
-        ({"sequence_batching": {"max_sequence_idle_microseconds": 1}}, "'sequence_batching' is not supported"),
-        (
-            {"dynamic_batching": {"preferred_batch_size": [4]}},
-            "'dynamic_batching.preferred_batch_size' is not supported",
-        ),
-        ({"dynamic_batching": {"color": 1}}, "'dynamic_batching.color' is not supported"),
-        ({"dynamic_batching": {"max_queue_delay_microseconds": 10**400}}, "'dynamic_batching.max_queue_delay_micro"),
-        ({"dynamic_batching": {"max_queue_delay_microseconds": 10**18}}, "'max_queue_delay_ms' is 1000000000000000"),
-        ({"version_policy": {"specific": {"versions": [0]}}}, "'version_policy.specific.0' is 0"),
-        ({"instance_group": [{"count": 0}]}, "'instances' is 0"),
-        ({"parameters": {"config": {"max_batch_size": "16"}}}, "'parameters.config.max_batch_size' is not supported"),
-        ({"name": "other"}, "its name is 'other'"),
-        ({"parameters": {"color": {"string_value": "red"}}}, "parameter 'color'"),
         ({"version_policy": {"specific": {"versions": [7]}}}, "asks for version 7; the versions are [1]"),
-        ({"dynamic_batching": {"default_priority_level": 3}}, "priority level 3"),
-        ({"instance_group": [{"count": 1}, {"count": 2}]}, "'instance_group'"),
-        ({"backend": "tensorflow"}, "'backend'"),
-        ({"input": [{"name": "z"}]}, "the model has no input 'z'"),
-        ({"input": [{"name": "x", "dataType": "TYPE_INT8"}]}, "has data_type 'TYPE_INT8', the model's is TYPE_FP32"),
-        ({"output": [{"name": "y", "dims": [17]}]}, "has dims [17], the model's are [16]"),
-        ({"dynamic_batching": {"default_queue_policy": {"timeout_action": "DELAY"}}}, "timeout_action"),
+        ({"instance_group": [{"count": 2}]}, "'instance_group.0.count' is '2', the model has '1': a load can change"),
     ],
 )
 def test_an_invalid_configuration_is_rejected_and_the_model_continues_to_serve(

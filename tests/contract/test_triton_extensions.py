@@ -27,7 +27,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     _write_same(root / "same" / "1")
     write_mlp(root / "classes" / "1", logits=True)
     (root / "classes" / "labels.txt").write_text("tabby\ntiger cat\n")
-    (root / "classes" / "serving.yaml").write_text("labels: {y: labels.txt}\nformats: {x: NHWC}\n")
+    (root / "classes" / "serving.yaml").write_text("labels: {y: labels.txt}\n")
     with running(root, "sums", "same", "classes") as address, triton.InferenceServerClient(address) as client:
         yield client
 
@@ -103,11 +103,6 @@ def test_streams_return_classes_too(client: Any) -> None:
     client.stop_stream()
     assert error is None
     assert result.as_numpy("y").shape == (2, 2)
-
-
-def test_the_format_of_an_image_is_reported(client: Any) -> None:
-    config = client.get_model_config("classes", as_json=True)["config"]
-    assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "format": "FORMAT_NHWC", "dims": ["16"]}]
 
 
 def test_strings_may_be_sent_as_raw_or_typed_contents(client: Any) -> None:

@@ -15,7 +15,7 @@ from artifacts import write_mlp
 from bf16kit.messages.errors import ConfigError
 from bf16kit.system.controlgroup import Memory
 from deploy.ray.settings import REFERENCE_PROCESS_BYTES, Placement, Scaling, check, place
-from service.config.memory import request_bytes
+from service.config.resources import request_bytes
 from service.config.serverconfig import ServerConfig
 from service.models.directory import Directory
 from service.shadow.memory import fp32_bytes

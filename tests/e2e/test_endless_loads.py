@@ -31,9 +31,11 @@ def serve_impatiently() -> Iterator[Impatient]:
     """Yield a function that serves a repository with short limits; end these servers after the test."""
     servers: list[ServerProcess] = []
 
-    def start(repository: Path, *arguments: str, step_seconds: float = 600.0) -> ServerProcess:
+    def start(
+        repository: Path, *arguments: str, step_seconds: float = 600.0, run_seconds: float = 300.0
+    ) -> ServerProcess:
         given = ("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", "--device", "cpu")
-        env = os.environ | {"STEP_SECONDS": str(step_seconds)}
+        env = os.environ | {"STEP_SECONDS": str(step_seconds), "FIRST_RUN_SECONDS": str(run_seconds)}
         servers.append(ServerProcess(*given, *arguments, env=env, program=Path(impatient.__file__)))
         return servers[-1]
 
@@ -42,9 +44,9 @@ def serve_impatiently() -> Iterator[Impatient]:
         server.close()
 
 
-def put(root: Path, name: str, write: Write, serving: str = "") -> None:
+def put(root: Path, name: str, write: Write) -> None:
     write(root / name / "1")
-    (root / name / "serving.yaml").write_text(f"shadow: {{rate: 0}}\n{serving}")
+    (root / name / "serving.yaml").write_text("shadow: {rate: 0}\n")
 
 
 def is_ready(server: ServerProcess, name: str) -> bool:
@@ -73,18 +75,17 @@ def test_others_load_beside_a_load_that_does_not_end_and_the_server_stops_meanwh
 
 
 @pytest.mark.parametrize(
-    ("write", "serving", "reason"),
+    ("write", "limits", "reason"),
     [
-        (write_folding, "", f"{FOLDING} took longer than 3 s"),
-        (write_endless_script, "first_run_seconds: 1", f"{RUNNING} took longer than 11 s"),
+        (write_folding, {"step_seconds": 3.0}, f"{FOLDING} took longer than 3 s"),
+        (write_endless_script, {"run_seconds": 1.0}, f"{RUNNING} took longer than 11 s"),
     ],
 )
 def test_a_load_that_does_not_end_is_given_up_and_asking_for_it_says_why(
-    tmp_path: Path, serve_impatiently: Impatient, write: Write, serving: str, reason: str
+    tmp_path: Path, serve_impatiently: Impatient, write: Write, limits: dict[str, float], reason: str
 ) -> None:
-    put(tmp_path, "endless", write, serving)
+    put(tmp_path, "endless", write)
     put(tmp_path, "good", write_mlp)
-    limits = {"step_seconds": 3.0} if write is write_folding else {}
     server = serve_impatiently(tmp_path, "--model-control", "explicit", **limits)
     with triton.InferenceServerClient(server.target) as client:
         with pytest.raises(triton.InferenceServerException, match="failed to load 'endless'") as refused:

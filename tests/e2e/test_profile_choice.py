@@ -24,9 +24,9 @@ from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.ort import kernel
 from converter.cli import run
 from service.cli import main
-from service.models import firstruns, loading
+from service.models import goldengate, loading
 from service.models.loading import LoadedModel
-from service.models.policy import Serving
+from service.models.serving import Serving
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 BOTH = ("cpu", "cpu-bf16")
@@ -140,12 +140,12 @@ def test_a_profile_that_fails_the_golden_gate_is_skipped_and_the_model_serves(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     native(True)
-    check = firstruns.check_golden
+    check = goldengate.check_golden
 
-    def judged(runtime: Any, *rest: Any) -> str:
-        if runtime.info.profile == "cpu-bf16":
+    def judged(*given: Any) -> str:
+        if opened[-1].info.profile == "cpu-bf16":
             raise error
-        return check(runtime, *rest)
+        return check(*given)
 
     monkeypatch.setattr(loading, "check_golden", judged)
     with caplog.at_level(logging.WARNING):

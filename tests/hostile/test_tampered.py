@@ -125,15 +125,14 @@ def test_tampered_artifacts_are_served_or_rejected_with_one_clear_line(server: S
 def test_a_graph_that_never_ends_is_abandoned_and_the_next_model_is_loaded(server: Server, tmp_path: Path) -> None:
     for name, write in (("t9001", write_endless), ("t9002", write_mlp)):
         write(tmp_path / name / "1")
-        (tmp_path / name / "serving.yaml").write_text("first_run_seconds: 1\n")
     with server.target.stays_healthy(), RequestLoop(server.target.address, "good", FEEDS, server.right) as asking:
         (tmp_path / "t9001").rename(server.repository / "t9001")
         until(lambda: server.target.process.metric('bf16kit_model_ready{model="t9001",version="1"}') == 0, what="t9001")
         (tmp_path / "t9002").rename(server.repository / "t9002")
-        until(lambda: server.verdicts().keys() >= {"t9001", "t9002"}, 30, "a verdict on both")
+        until(lambda: server.verdicts().keys() >= {"t9001", "t9002"}, 60, "a verdict on both")
     endless, good = server.verdicts()["t9001"][0], server.verdicts()["t9002"][0]
     assert endless[0] == "unavailable"
-    assert "cpu.onnx, run for the first time: ONNX Runtime was not done after 1 s" in endless[1]
+    assert "cpu.onnx, run for the first time: ONNX Runtime was not done after 5 s" in endless[1]
     assert good[0] == "ready"
     assert (asking.wrong, set(asking.codes)) == ([], {"OK"})
 

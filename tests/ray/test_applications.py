@@ -15,6 +15,7 @@ from raycluster import PATIENCE
 from bf16kit.messages.errors import ConfigError
 from service.config.serverconfig import ServerConfig
 from service.models.directory import Directory
+from service.models.plan import DesiredModel
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 

@@ -68,8 +68,7 @@ def write_image(target: Path, *, batched: bool = True) -> Artifact:
         batch_axis=0 if batched else None,
     )
     (target.parent / "labels.txt").write_text("".join(f"label {i}\n" for i in range(_LABELS)), "utf-8")
-    serving = "labels: {fc6_1: labels.txt}\nformats: {data_0: NCHW}\n"
-    (target.parent / "serving.yaml").write_text(serving, "utf-8")
+    (target.parent / "serving.yaml").write_text("labels: {fc6_1: labels.txt}\n", "utf-8")
     return artifact
 
 

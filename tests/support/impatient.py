@@ -8,8 +8,14 @@ from service.cli import main
 from service.models import loading, loads
 
 if __name__ == "__main__":
-    assert {loads.SLOW_SECONDS, loads.PATIENCE_SECONDS, loading.STEP_SECONDS} == {30.0, 10.0, 600.0}
+    assert {loads.SLOW_SECONDS, loads.PATIENCE_SECONDS, loading.STEP_SECONDS, loading.FIRST_RUN_SECONDS} == {
+        30.0,
+        10.0,
+        600.0,
+        300.0,
+    }
     loads.PATIENCE_SECONDS = 1.0
     loads.SLOW_SECONDS = 2.0
     loading.STEP_SECONDS = float(os.environ["STEP_SECONDS"])
+    loading.FIRST_RUN_SECONDS = float(os.environ["FIRST_RUN_SECONDS"])
     main()

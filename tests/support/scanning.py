@@ -9,9 +9,11 @@ import time
 from bf16kit.messages.errors import ConfigError
 from service import served
 from service.cli import main
+from service.models import loading
 from service.models.controller import Controller
 
 PAUSE_S = 0.1
+FIRST_RUN_S = 5.0  # the real one is 300 s
 
 
 class Scanning(Controller):
@@ -31,4 +33,5 @@ class Scanning(Controller):
 if __name__ == "__main__":
     assert vars(served)["Controller"] is Controller  # otherwise the next line would have no effect
     setattr(served, "Controller", Scanning)  # noqa: B010 - the name under which the server's wiring finds the class
+    loading.FIRST_RUN_SECONDS = FIRST_RUN_S
     main()

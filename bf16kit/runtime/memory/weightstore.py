@@ -65,23 +65,6 @@ class PrivateWeightStore:
 PRIVATE_STORE = PrivateWeightStore()
 
 
-class CachingWeightStore:
-    """A :class:`WeightStore` that asks another one only once per key and size.
-
-    It is for sessions of one model that are loaded together. Drop it after loading: the arrays stay with the sessions.
-    """
-
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
-        self.arrays: dict[tuple[str, int], NDArray[np.uint8]] = {}
-
-    def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
-        """See :class:`WeightStore`."""
-        if (key, size) not in self.arrays:
-            self.arrays[key, size] = self._store.get(key, size, fill)
-        return self.arrays[key, size]
-
-
 class UnfitMemory(Exception):
     """A descriptor is not sealed memory of the expected size; the message says what is wrong."""
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from architectures import Mlp
 from converting import MLP, ONNX_ONLY
+from keptweights import KeptWeights
 from onnx import TensorProto, helper
 from peaks import measured_alone
 
@@ -22,7 +23,7 @@ from bf16kit.messages.errors import ArtifactDamaged
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.memory.weights import gathered_weights
-from bf16kit.runtime.memory.weightstore import LARGE_PAGE, PRIVATE_STORE, CachingWeightStore
+from bf16kit.runtime.memory.weightstore import LARGE_PAGE, PRIVATE_STORE
 from bf16kit.runtime.ort.kernel import LIBRARY
 from bf16kit.runtime.ort.onnxgraph import check_locations
 from converter.cli import run
@@ -91,9 +92,9 @@ def test_a_file_with_several_tensors_is_copied_once(tmp_path: Path) -> None:
         assert [array.nbytes for array in weights.files.values()] == [size + -size % 64]
 
 
-@pytest.mark.parametrize("store", [None, CachingWeightStore(PRIVATE_STORE)], ids=["a file", "a store"])
+@pytest.mark.parametrize("store", [None, KeptWeights()], ids=["a file", "a store"])
 def test_loading_a_reference_from_changed_or_truncated_files_fails(
-    product: Artifact, tmp_path: Path, store: CachingWeightStore | None
+    product: Artifact, tmp_path: Path, store: KeptWeights | None
 ) -> None:
     """The process must not crash, and must not load a reference with other weights or keep these in the store."""
     with (product.path / "weights.bf16").open("r+b") as file:
@@ -204,7 +205,7 @@ def test_tables_in_the_store_give_the_same_outputs_as_tables_in_the_file(
     feeds = {"ids": np.arange(32 * WIDTH)}
     right = load(Artifact.open(path), "cpu", threads=1).run(feeds)["y"]
     assert len(np.unique(right)) > 1000
-    store = CachingWeightStore(PRIVATE_STORE)
+    store = KeptWeights()
     runtime = load(Artifact.open(path, copies=True), "cpu", threads=1, scratch=tmp_path, weights=store)
     np.testing.assert_array_equal(runtime.run(feeds)["y"], right)
     assert [size for _, size in store.arrays] == [32 * WIDTH * 2]
@@ -213,7 +214,7 @@ def test_tables_in_the_store_give_the_same_outputs_as_tables_in_the_file(
 @KERNEL
 def test_the_key_of_a_copy_depends_only_on_its_content(tmp_path: Path) -> None:
     """Artifacts with other names but the same bytes in the same places get the same key; other bytes get another."""
-    store, sizes = CachingWeightStore(PRIVATE_STORE), []
+    store, sizes = KeptWeights(), []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         path = artifacts.write_product(tmp_path / name / "1", width=WIDTH, seed=seed).path
         load(Artifact.open(path, copies=True), "cpu", threads=1, scratch=tmp_path, weights=store)
@@ -225,7 +226,7 @@ def test_the_key_of_a_copy_depends_only_on_its_content(tmp_path: Path) -> None:
 def test_weights_that_changed_before_the_copy_are_not_stored(product: Artifact, tmp_path: Path) -> None:
     with (product.path / "weights.bf16").open("r+b") as file:
         file.write(bytes(64))
-    store = CachingWeightStore(PRIVATE_STORE)
+    store = KeptWeights()
     with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: its sha256 is"):
         load(product, "cpu", threads=1, scratch=tmp_path, weights=store)
     assert store.arrays == {}

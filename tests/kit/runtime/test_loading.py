@@ -11,13 +11,13 @@ import artifacts
 import numpy as np
 import pytest
 import torch
+from keptweights import KeptWeights
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest, ProfileEntry
 from bf16kit.messages.errors import ArtifactError, ConfigError, DeviceUnavailable
 from bf16kit.runtime.loading import choose_profiles, load, load_reference
-from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, CachingWeightStore
 from bf16kit.runtime.ort.session import has_cuda
 
 WIDTH = 64
@@ -94,7 +94,7 @@ def test_a_reference_on_one_thread_gives_the_same_outputs_on_the_callers(mlp: Ar
 
 def test_references_with_one_store_share_one_copy_of_their_weights(mlp: Artifact) -> None:
     """Several workers share their weights in this way. Sharing does not change the outputs."""
-    store = CachingWeightStore(PRIVATE_STORE)
+    store = KeptWeights()
     golden = mlp.golden()
     for reference in (load_reference(mlp, weights=store), load_reference(mlp, weights=store)):
         np.testing.assert_allclose(reference.run(golden.inputs)["y"], golden.outputs["y"], rtol=1e-5, atol=1e-6)

@@ -19,7 +19,7 @@ from bf16kit.messages.errors import ConfigError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import available_cpus
 from service.commands.bench import update
-from service.models.policy import load_serving
+from service.models.serving import load_serving
 
 QUICK = ("--device", "cpu", "--seconds", "1", "--rows", "1,4")
 CHANGES: dict[str, str | int] = {"max_batch_size": 8, "instances": 2, "profile": "cpu"}

@@ -8,7 +8,7 @@ import pytest
 
 from bf16kit.messages.errors import ConfigError
 from service.drift.driftpolicy import REMOVED_KEYS, FallbackPolicy, ShadowPolicy
-from service.models.policy import load_serving
+from service.models.serving import load_serving
 
 
 @pytest.mark.parametrize("policy", [ShadowPolicy(rate=0.5, max_rows=2), FallbackPolicy(clean_samples=7)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -280,17 +279,6 @@ def test_a_skipped_directory_is_logged_once(
 
 
 # --- load and unload --------------------------------------------------------------------------------------------------
-
-
-def test_a_configuration_applies_to_one_load_only(control: Control, told: Told, put: Put) -> None:
-    put("m", serving="max_batch_size: 16\nmax_queue_size: 7")
-    explicit = control("explicit")
-    explicit.apply_initial()
-    explicit.load("m", json.dumps({"max_batch_size": 4}))
-    (plan,) = told.wanted["m"].plans
-    assert (plan.serving.max_batch_size, plan.serving.max_queue_size) == (4, 7)
-    explicit.load("m")
-    assert told.wanted["m"].plans[0].serving.max_batch_size == 16
 
 
 def test_a_manifest_that_is_a_pipe_does_not_block_a_load_with_inputs(control: Control, told: Told, put: Put) -> None:

@@ -1,54 +1,145 @@
-"""Each batch runs on one runtime to its end, even if the engine is switched meanwhile, and never on a closed one."""
+"""The engine: each batch runs on one runtime to its end, whatever is switched, and the reference is there when ordered.
+
+Leases keep a runtime, or a generation, until its last holder has released it.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 
 import pytest
 from heldruntime import BlockableRuntime
 from waiting import until
 
-from service.models.engine import Engine, SwitchedEngine
+from bf16kit.messages.errors import ArtifactError, Unavailable
+from bf16kit.runtime import Runtime
+from service.contract import ActivePrecision
+from service.models.engine import Engine, Leases
+
+
+class Rig:
+    """An engine whose reference is loaded while ``go`` is set, or fails with ``error``."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.made: list[BlockableRuntime] = []
+        self.begun = 0
+        self.error: Exception | None = None
+        self.told: list[ActivePrecision] = []
+        self.failures = 0
+        self.bf16 = BlockableRuntime("bf16")
+        self.engine = Engine("the model", self.bf16, self._load, self.told.append, self._failed)
+
+    @property
+    def precision(self) -> str:
+        return self.engine.run({}, None)[1]
+
+    def _load(self) -> Runtime:
+        self.begun += 1
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+        self.made.append(BlockableRuntime("fp32"))
+        return self.made[-1]
+
+    def _failed(self) -> None:
+        self.failures += 1
 
 
 @pytest.fixture
-def bf16() -> BlockableRuntime:
-    return BlockableRuntime("bf16")
+def rig() -> Rig:
+    return Rig()
 
 
-@pytest.fixture
-def engine(bf16: BlockableRuntime) -> SwitchedEngine:
-    return SwitchedEngine(Engine(bf16))
+def test_an_ordered_precision_serves_and_is_reported_with_its_reason(rig: Rig) -> None:
+    for precision, reason in (("fp32", "drift"), ("fp32", "drift"), ("bf16", "")):
+        rig.engine.order(precision, reason).result(30)  # type: ignore[arg-type]  # one of its literals
+        assert rig.precision == precision
+    assert not rig.made[0].open, "nothing of it stays in memory"
+    assert rig.told == [ActivePrecision("fp32", "drift"), ActivePrecision("bf16", "")]
+    assert (rig.begun, rig.engine.active_precision) == (1, ActivePrecision())
 
 
-def precision(engine: SwitchedEngine) -> str:
-    return engine.run({}, None)[1]
+def test_bf16_serves_until_fp32_is_warm(rig: Rig) -> None:
+    rig.go.clear()
+    told = rig.engine.order("fp32", "drift")
+    until(lambda: rig.begun == 1, 30, "being loaded")
+    assert (told.done(), rig.precision) == (False, "bf16")
+    again = rig.engine.order("fp32", "drift")
+    rig.go.set()
+    told.result(30)
+    again.result(30)
+    assert (rig.precision, rig.begun) == ("fp32", 1)
 
 
-def test_fp32_serves_while_it_is_switched_on_and_is_closed_afterwards(
-    engine: SwitchedEngine, bf16: BlockableRuntime
+def test_a_new_reason_is_reported_while_bf16_goes_on(rig: Rig) -> None:
+    rig.engine.order("bf16", "y is over").result(30)
+    assert rig.told == [ActivePrecision("bf16", "y is over")]
+
+
+@pytest.mark.parametrize("error", [ArtifactError("no residual"), RuntimeError("a bug")])
+def test_a_reference_that_cannot_be_loaded_is_logged_and_counted_and_bf16_goes_on(
+    rig: Rig, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fp32 = BlockableRuntime("fp32")
-    assert (precision(engine), engine.switched) == ("bf16", False)
-    engine.switch(fp32)
-    assert (precision(engine), engine.switched) == ("fp32", True)
-    engine.switch(None)
-    assert (precision(engine), engine.switched) == ("bf16", False)
-    assert not fp32.open
-    assert bf16.open
+    rig.error = error
+    assert rig.engine.order("fp32", "drift").exception(30) is error
+    assert (rig.precision, rig.failures, rig.told) == ("bf16", 1, [])
+    assert f"the model: the fp32 reference cannot be loaded to answer: {error}" in caplog.text
+    assert ("Traceback" in caplog.text) == isinstance(error, RuntimeError)
+    rig.error = None
+    rig.engine.order("fp32", "drift").result(30)
+    assert rig.precision == "fp32"
 
 
-def test_a_running_batch_ends_on_the_runtime_on_which_it_began(engine: SwitchedEngine) -> None:
-    fp32, seen = BlockableRuntime("fp32"), list[str]()
-    engine.switch(fp32)
+@pytest.mark.parametrize("end", ["order", "stop"])
+def test_a_reference_that_is_no_longer_wanted_when_loaded_is_closed(rig: Rig, end: str) -> None:
+    rig.go.clear()
+    told = rig.engine.order("fp32", "drift")
+    if end == "order":
+        rig.engine.order("bf16", "").result(30)
+    else:
+        rig.engine.stop()
+    with pytest.raises(Unavailable):
+        told.result(30)
+    rig.go.set()
+    until(lambda: bool(rig.made) and not rig.made[0].open, 30, "closed")
+    assert rig.precision == "bf16"
+
+
+def test_an_order_for_an_unloaded_model_is_rejected(rig: Rig) -> None:
+    rig.engine.stop()
+    with pytest.raises(Unavailable, match="the model is unloaded"):
+        rig.engine.order("fp32", "drift").result(30)
+
+
+def test_an_order_fails_if_no_thread_can_be_started_and_can_be_tried_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            rig.engine.order("fp32", "drift").result(0)
+    assert (rig.precision, rig.failures) == ("bf16", 1)
+    rig.engine.order("fp32", "drift").result(30)
+    assert (rig.precision, rig.failures) == ("fp32", 1)
+
+
+def test_a_running_batch_ends_on_the_runtime_on_which_it_began(rig: Rig) -> None:
+    rig.engine.order("fp32", "").result(30)
+    fp32, seen = rig.made[0], list[str]()
     fp32.go.clear()
-    threads = [threading.Thread(target=lambda: seen.append(precision(engine))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: seen.append(rig.precision)) for _ in range(3)]
     for thread in threads:
         thread.start()
     until(lambda: fp32.running == 3, 30, "three runs")
-    engine.switch(None)
-    assert precision(engine) == "bf16"
-    assert fp32.open
+    rig.engine.order("bf16", "").result(30)
+    assert (rig.precision, fp32.open) == ("bf16", True)
     fp32.go.set()
     for thread in threads:
         thread.join()
@@ -56,30 +147,64 @@ def test_a_running_batch_ends_on_the_runtime_on_which_it_began(engine: SwitchedE
     assert not fp32.open, "the last of them has closed it"
 
 
-def test_no_run_fails_however_often_it_is_switched(engine: SwitchedEngine) -> None:
+def test_no_run_fails_however_often_it_is_switched(rig: Rig) -> None:
     failed, over = list[BaseException](), threading.Event()
 
     def ask() -> None:
         try:
             while not over.is_set():
-                precision(engine)
+                assert rig.precision in ("bf16", "fp32")
         except BaseException as error:  # noqa: BLE001 - the test checks it
             failed.append(error)
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for _ in range(300):
-        engine.switch(BlockableRuntime("fp32"))
-        engine.switch(None)
+    for _ in range(100):
+        rig.engine.order("fp32", "").result(30)
+        rig.engine.order("bf16", "").result(30)
     over.set()
     for thread in threads:
         thread.join()
     assert failed == []
 
 
-def test_closing_the_engine_closes_both_runtimes(engine: SwitchedEngine, bf16: BlockableRuntime) -> None:
-    fp32 = BlockableRuntime("fp32")
-    engine.switch(fp32)
-    engine.close()
-    assert (bf16.open, fp32.open) == (False, False)
+def test_closing_the_engine_closes_both_runtimes(rig: Rig) -> None:
+    rig.engine.order("fp32", "").result(30)
+    rig.engine.stop()
+    rig.engine.close()
+    assert (rig.bf16.open, rig.made[0].open) == (False, False)
+
+
+# --- leases -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_held_until_its_context_ends_even_by_an_error() -> None:
+    leases = Leases()
+    assert leases.acquire()
+
+    def work() -> None:
+        with leases.context("model") as held:
+            leases.end()
+            assert (held, leases.acquire(), leases.wait(time.monotonic())) == ("model", False, False)
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        work()
+    leases.end()  # once more, which changes nothing
+    assert leases.wait(time.monotonic())
+
+
+def test_waiting_ends_with_the_last_holder_and_what_was_leased_is_freed_once() -> None:
+    freed: list[int] = []
+    leases = Leases(lambda: freed.append(1))
+    assert leases.acquire()
+    assert leases.acquire()
+    leases.end()
+    waiting = threading.Thread(target=leases.wait, args=(math.inf,))
+    waiting.start()
+    leases.release()
+    assert (waiting.is_alive(), freed) == (True, [])
+    leases.release()
+    waiting.join(30)
+    assert (waiting.is_alive(), freed) == (False, [1])

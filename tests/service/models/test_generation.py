@@ -14,7 +14,7 @@ from artifacts import write_mlp
 
 from service.models import loading
 from service.models.generation import Generation
-from service.models.policy import load_serving
+from service.models.serving import load_serving
 from service.request import Observation, Request
 from service.telemetry.metrics import Metrics
 

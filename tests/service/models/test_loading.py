@@ -1,27 +1,29 @@
+"""Opening and loading an artifact: what is checked, which profile serves, and the fp32 reference that can."""
+
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from artifacts import write_artifact, write_endless, write_mlp, write_product
+from artifacts import write_artifact, write_endless, write_mlp
+from keptweights import KeptWeights
 from onnx import helper
 from safetensors.numpy import save_file
-from waiting import until
 
-from bf16kit.artifact.manifest import DriftEntry
+from bf16kit.artifact.manifest import DriftEntry, Manifest, Source, SpecEntry
 from bf16kit.artifact.reading import Digests
-from bf16kit.drift.metrics import DriftSummary, SampleDrift
+from bf16kit.drift.metrics import Budget, DriftSummary, SampleDrift
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, BudgetExceeded, ConfigError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.loading import load
+from bf16kit.runtime import available_cpus
+from bf16kit.runtime.memory.weightstore import PRIVATE_STORE
 from service.models import loading
-from service.models.firstruns import check_golden, golden_of, warm_up
-from service.models.loading import LoadedModel
-from service.models.opening import OpenedArtifact, baseline, open_artifact
-from service.models.policy import Serving
+from service.models.loading import LoadedModel, load_fp32, profile_order, skip_reason
+from service.models.opened import OpenedArtifact, baseline, open_artifact
+from service.models.serving import Serving
 
 
 @pytest.fixture
@@ -47,31 +49,14 @@ def opened(path: Path, **serving: object) -> OpenedArtifact:
 def test_a_model_without_a_batch_axis_is_not_batched(without_batch_axis: Path) -> None:
     found = opened(without_batch_axis)
     assert (found.batch_axis, found.max_batch_size) == (None, 0)
-    runtime = load(found.artifact, "cpu", threads=1)
-    warm_up(runtime, found, (1,), golden_of(found.artifact))
-    assert "within budget" in check_golden(runtime, found, golden_of(found.artifact))
+    assert "within budget" in whole_gate(without_batch_axis).golden
 
 
 def test_batching_a_model_without_a_batch_axis_is_an_error(without_batch_axis: Path) -> None:
     with pytest.raises(ConfigError, match="declares no batch axis"):
         opened(without_batch_axis, max_batch_size=4)
-    found = opened(without_batch_axis)
     with pytest.raises(ConfigError, match="warmup asks for 2 rows"):
-        warm_up(load(found.artifact, "cpu", threads=1), found, (2,), None)
-
-
-@pytest.mark.parametrize("shape", [("batch",), ("batch", 16, "more")])
-def test_an_output_of_another_rank_than_declared_keeps_a_model_from_serving(
-    tmp_path: Path, shape: tuple[int | str, ...]
-) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    found = opened(tmp_path / "mlp" / "1")
-    runtime = load(found.artifact, "cpu", threads=1)
-    lied_about = replace(found, outputs=(TensorSpec("y", "float32", shape),))
-    with pytest.raises(ArtifactError, match=r"output 'y' is declared as .*, and the model gives float32\[1, 16\]"):
-        warm_up(runtime, lied_about, (1,), None)
-    with pytest.raises(ArtifactError, match=r"the model gives float32\[4, 16\]"):
-        check_golden(runtime, lied_about, golden_of(found.artifact))
+        whole_gate(without_batch_axis, warmup=(2,))
 
 
 def test_max_dims_for_an_unknown_dimension_is_an_error(tmp_path: Path, without_batch_axis: Path) -> None:
@@ -83,13 +68,11 @@ def test_max_dims_for_an_unknown_dimension_is_an_error(tmp_path: Path, without_b
         opened(without_batch_axis, max_dims={"seq": 4})
 
 
-def test_labels_and_formats_for_unknown_tensors_are_an_error(tmp_path: Path) -> None:
+def test_labels_for_an_unknown_output_are_an_error(tmp_path: Path) -> None:
     write_mlp(tmp_path / "mlp" / "1")
-    opened(tmp_path / "mlp" / "1", labels={"y": ("a", "b")}, formats={"x": "NCHW"})
+    opened(tmp_path / "mlp" / "1", labels={"y": ("a", "b")})
     with pytest.raises(ConfigError, match="has labels for unknown 'x'; the model has y"):
         opened(tmp_path / "mlp" / "1", labels={"x": ("a", "b")})
-    with pytest.raises(ConfigError, match="has formats for unknown 'y'; the model has x"):
-        opened(tmp_path / "mlp" / "1", formats={"y": "NCHW"})
 
 
 def test_a_batch_axis_that_an_output_does_not_share_is_not_used(tmp_path: Path) -> None:
@@ -106,25 +89,6 @@ def test_a_batch_axis_that_an_output_does_not_share_is_not_used(tmp_path: Path) 
         {"x": np.ones((2, 4), np.float32)},
     )
     assert opened(tmp_path / "sum" / "1").batch_axis is None
-
-
-def test_warming_up_works_without_golden_samples(tmp_path: Path) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    found = opened(tmp_path / "mlp" / "1")
-    runtime = load(found.artifact, "cpu", threads=1)
-    warm_up(runtime, found, (1, 3), None)
-    assert "accuracy not checked" in check_golden(runtime, found, None)
-
-
-def test_the_budget_is_the_manifests_with_the_owners_changes(tmp_path: Path) -> None:
-    write_mlp(tmp_path / "mlp" / "1", spoil=0.5)
-    strict = opened(tmp_path / "mlp" / "1")
-    assert strict.budget.bound("relative_l2") == 1.5e-2
-    runtime = load(strict.artifact, "cpu", threads=1)
-    with pytest.raises(BudgetExceeded, match=r"relative_l2 is .*; output 'y': cosine_distance is"):
-        check_golden(runtime, strict, golden_of(strict.artifact))
-    wide = opened(tmp_path / "mlp" / "1", budget={"relative_l2": 10, "cosine_distance": None})
-    assert "within budget" in check_golden(runtime, wide, golden_of(wide.artifact))
 
 
 def test_the_baseline_holds_the_statistics_that_a_budget_bounds(tmp_path: Path) -> None:
@@ -186,57 +150,140 @@ def test_an_fp32_fallback_needs_an_artifact_with_a_reference(tmp_path: Path) -> 
     opened(write_mlp(tmp_path / "mlp" / "2").path, fallback="fp32")
 
 
-def test_an_artifact_that_is_changed_while_it_is_loaded_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_artifact_that_is_changed_while_it_is_loaded_is_rejected(tmp_path: Path) -> None:
     """The loaded model might be neither the old one nor the new one."""
     path = tampered(tmp_path / "mlp" / "1")
 
-    def warm_up_meanwhile(*given: Any) -> None:
-        with (path / "residual.bin").open("r+b") as file:
-            file.write(b"\xff\xff")
+    def meanwhile(step: str, seconds: float) -> None:
+        if step.startswith("running"):
+            with (path / "residual.bin").open("r+b") as file:
+                file.write(b"\xff\xff")
 
-    monkeypatch.setattr(loading, "warm_up", warm_up_meanwhile)
     with pytest.raises(ArtifactDamaged, match=r"residual\.bin: its sha256 is"):
-        whole_gate(path)
-
-
-def test_weights_are_mapped_where_serving_yaml_says_so(tmp_path: Path) -> None:
-    write_product(tmp_path / "product" / "1", width=256)
-    kept = whole_gate(tmp_path / "product" / "1")
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-    shared = whole_gate(tmp_path / "product" / "1", weights="mapped")
-    assert str(tmp_path / "product" / "1" / "weights.bf16") in Path("/proc/self/maps").read_text()
-    x = np.ones((1, 256), np.float32)
-    np.testing.assert_array_equal(kept.runtime.run({"x": x})["y"], shared.runtime.run({"x": x})["y"])
+        loading.load(path, Serving(), device="cpu", threads=1, on_step=meanwhile)
 
 
 def whole_gate(path: Path, **serving: object) -> LoadedModel:
     return loading.load(path, Serving.model_validate(serving), device="cpu", threads=1)
 
 
-def test_a_graph_that_never_ends_is_stopped(tmp_path: Path) -> None:
+def test_a_graph_that_never_ends_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it would keep every other model from being loaded."""
+    monkeypatch.setattr(loading, "FIRST_RUN_SECONDS", 0.2)
     write_endless(tmp_path / "endless" / "1")
     with pytest.raises(RuntimeFailure, match=r"cpu\.onnx, run for the first time: .* was not done after 0\.2 s"):
-        whole_gate(tmp_path / "endless" / "1", first_run_seconds=0.2)
+        whole_gate(tmp_path / "endless" / "1")
 
 
-def test_threads_in_serving_yaml_override_those_of_the_server(tmp_path: Path) -> None:
-    """A session of four threads starts three of its own; the calling thread is the fourth."""
-    path = write_mlp(tmp_path / "mlp" / "1").path
+@pytest.mark.parametrize(
+    ("instances", "server", "threads"), [(1, None, None), (1, 4, 4), (2, 4, 2), (3, 4, 1), (8, 4, 1)]
+)
+def test_instances_share_the_threads_of_the_server(instances: int, server: int | None, threads: int | None) -> None:
+    """Two instances of all threads each would wait for each other at every operator."""
+    assert loading.threads_of_a_run(instances, server) == threads
 
-    def threads() -> set[str]:
-        return {task.name for task in Path("/proc/self/task").iterdir()}
 
-    def starts(count: int, serving: Serving, server: int | None) -> None:
-        before = threads()
-        loaded = loading.load(path, serving, device="cpu", threads=server)
-        # Threads that hash files end by themselves.
-        until(lambda: len(threads() - before) == count, 20, f"{count} threads more")
-        loaded.runtime.close()
+def test_without_a_number_of_the_server_instances_share_the_processors() -> None:
+    assert loading.threads_of_a_run(2, None) == max(1, available_cpus() // 2)
 
-    loading.load(path, Serving(), device="cpu", threads=1).runtime.close()  # libraries start some threads once
-    starts(3, Serving(threads=4), 1)
-    starts(0, Serving(threads=1), 4)
-    starts(3, Serving(), 4)
+
+@pytest.mark.parametrize("shape", [("batch",), ("batch", 16, "more")])
+def test_an_output_of_another_rank_than_declared_keeps_a_model_from_serving(
+    tmp_path: Path, shape: tuple[int | str, ...]
+) -> None:
+    declared = SpecEntry(name="y", dtype="float32", shape=list(shape))
+    path = tampered(tmp_path / "mlp" / "1", outputs=[declared], golden=None)
+    with pytest.raises(ArtifactError, match=r"output 'y' is declared as .*, and the model gives float32\[1, 16\]"):
+        whole_gate(path)
+
+
+# --- the fp32 reference that can answer ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mlp(tmp_path: Path) -> OpenedArtifact:
+    write_mlp(tmp_path / "mlp" / "1")
+    return open_artifact(tmp_path / "mlp" / "1", Serving())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_reference_matches_the_golden_samples_and_takes_its_weights_from_the_store(
+    mlp: OpenedArtifact, shared: bool
+) -> None:
+    store = KeptWeights()
+    runtime = load_fp32("m", mlp, Serving(), threads=1, weights=store if shared else PRIVATE_STORE)
+    golden = mlp.artifact.golden()
+    np.testing.assert_allclose(runtime.run(golden.inputs)["y"], golden.outputs["y"], rtol=1e-5, atol=1e-6)
+    assert runtime.info.precision == "fp32"
+    assert len(store.arrays) == shared
+
+
+def test_the_reference_is_warmed_up_and_checked_before_it_serves(mlp: OpenedArtifact, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="warmup asks for 2 rows"):
+        load_fp32("m", replace(mlp, batch_axis=None), Serving(warmup=(2,)), threads=1, weights=PRIVATE_STORE)
+    spoilt = write_mlp(tmp_path / "mlp" / "2", spoil=1.0).path
+    with pytest.raises(BudgetExceeded):
+        load_fp32("m", open_artifact(spoilt, Serving()), Serving(), threads=1, weights=PRIVATE_STORE)
+
+
+def test_an_artifact_that_was_replaced_in_place_is_rejected(mlp: OpenedArtifact) -> None:
+    """The served weights were copied when they were loaded; the reference would be another model's."""
+    with (mlp.artifact.path / "weights.bf16").open("r+b") as file:
+        file.write(b"\xff\xff")
+    with pytest.raises(ArtifactError, match=r"weights\.bf16"):
+        load_fp32("m", mlp, Serving(), threads=1, weights=PRIVATE_STORE)
+
+
+def test_an_artifact_without_a_reference_is_an_error(mlp: OpenedArtifact) -> None:
+    manifest = mlp.artifact.manifest.model_copy(update={"reference": None})
+    bare = replace(mlp, artifact=replace(mlp.artifact, manifest=manifest))
+    with pytest.raises(ArtifactError, match="no fp32 reference"):
+        load_fp32("m", bare, Serving(), threads=1, weights=PRIVATE_STORE)
+
+
+# --- which profile auto serves, by the budget in force and the processor ---------------------------------------------
+
+BOTH = ("cpu", "cpu-bf16")
+
+
+def manifest(relative_l2: float | None) -> Manifest:
+    drift = {} if relative_l2 is None else {"y": {"relative_l2": {"mean": relative_l2}}}
+    entry = DriftEntry(samples=16, source="random", outputs=drift)
+    source = Source(format="onnx", sha256="", bytes=0, tensors=0)
+    return Manifest(model="m", inputs=[], outputs=[], profiles={}, drift={"cpu-bf16": entry}, source=source)
+
+
+def test_the_profile_with_fewer_bits_serves_where_it_is_within_budget_and_native() -> None:
+    order, why = profile_order(manifest(6e-3), BOTH, Budget(), native=True)
+    assert (order, why) == (
+        ("cpu-bf16", "cpu"),
+        "auto: cpu-bf16 is within budget, and this processor multiplies bf16",
+    )
+
+
+@pytest.mark.parametrize(("drift", "native"), [(6e-3, False), (None, True), (0.5, True)])
+def test_a_profile_that_is_ruled_out_is_not_loaded(drift: float | None, native: bool) -> None:
+    order, why = profile_order(manifest(drift), BOTH, Budget(), native=native)
+    assert order == ("cpu",)
+    assert why == f"auto: cpu-bf16 was skipped, {skip_reason(manifest(drift), 'cpu-bf16', Budget(), native=native)}"
+
+
+def test_a_single_profile_needs_no_reason() -> None:
+    assert profile_order(manifest(None), ("cpu-bf16",), Budget(), native=False) == (("cpu-bf16",), "")
+
+
+def test_a_profile_within_budget_is_tried_where_the_processor_has_the_instructions() -> None:
+    assert skip_reason(manifest(6e-3), "cpu-bf16", Budget(), native=True) == ""
+    assert skip_reason(manifest(6e-3), "cpu-bf16", Budget(), native=False) == "this processor emulates it"
+
+
+def test_a_profile_over_the_budget_in_force_is_not_tried() -> None:
+    """``serving.yaml`` may set a stricter budget than the artifact's."""
+    why = skip_reason(manifest(6e-3), "cpu-bf16", Budget().override({"relative_l2": 5e-3}), native=True)
+    assert why == "its drift is over budget: output 'y': relative_l2 is 0.006, the budget allows at most 0.005"
+    assert "over budget" in skip_reason(manifest(math.nan), "cpu-bf16", Budget(), native=True)
+
+
+def test_a_profile_whose_drift_was_never_measured_is_not_tried() -> None:
+    assert skip_reason(manifest(None), "cpu-bf16", Budget(), native=True) == "its drift was never measured"
+    assert skip_reason(manifest(None), "torchscript", Budget(), native=True) == "its drift was never measured"

@@ -20,9 +20,8 @@ from service.drift.fallbackcontroller import FallbackController, PrecisionOrder
 from service.drift.verdict import DriftVerdict
 from service.models.directory import stamp_of
 from service.models.plan import DesiredModel, Plan
-from service.models.policy import Serving
 from service.models.repository import Repository
-from service.models.singleprocess import SingleProcess
+from service.models.serving import Serving
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -66,7 +65,7 @@ def test_an_ordered_precision_serves_and_a_replacement_begins_with_bf16(
 ) -> None:
     repository.start()
     serve(repository, plan)
-    server = SingleProcess(lambda: repository)
+    server = repository
     before = server.active_plan("mlp", 1)
     assert before is not None
     assert (before.plan, before.policy) == (plan.digest, plan.serving.fallback)
@@ -96,11 +95,12 @@ def test_an_order_given_before_the_load_is_applied_after_it(repository: Reposito
         if slot.model is not None and slot.model.active_precision.precision == "fp32" and not done.done():
             done.set_result(None)
 
+    loading = repository.apply(DesiredModel("mlp", (plan,)))
     with pytest.raises(Unavailable):
         repository.order(order(plan)).result(0)
     repository.subscribe(look)
     repository.start()
-    serve(repository, plan)
+    loading.result(60)
     done.result(60)
     with repository.acquire("mlp", "1") as model:
         assert model.active_precision.reason == "drift"
@@ -115,7 +115,7 @@ def test_a_model_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
     serve(repository, plan)
     repository.order(order(plan)).result(60)
     serve(repository)
-    assert SingleProcess(lambda: repository).active_plan("mlp", 1) is None
+    assert repository.active_plan("mlp", 1) is None
     serve(repository, plan)
     assert "model 'mlp' version 1-fp32" not in [thread.name for thread in threading.enumerate()], "nothing is loaded"
     assert precision(repository) == "bf16"
@@ -129,7 +129,7 @@ def test_a_plan_loaded_again_after_another_plan_begins_with_bf16(repository: Rep
     """
     policy = FallbackPolicy(policy="fp32", min_stay_seconds=0)
     plan, another = (replace(plan, serving=Serving(max_queue_size=size, fallback=policy)) for size in (1, 2))
-    owner = FallbackController(SingleProcess(lambda: repository), lambda *key: None)
+    owner = FallbackController(repository, lambda *key: None)
     over = DriftVerdict("mlp", 1, "over", "rounding", "y", "relative_l2", 2.0, 1.5, 2.5, 300.0, 300, False, 0.0)
     repository.start()
     serve(repository, plan)

@@ -9,7 +9,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,11 @@ from artifacts import write_mlp
 from controlled import Controlled
 from waiting import until
 
-from bf16kit.messages.errors import NotFound, Unavailable
+from bf16kit.messages.errors import Unavailable
 from service.config import resources
 from service.models import loading
 from service.models import loads as loading_threads
-from service.models.generation import Generation
-from service.models.plan import DesiredModel
-from service.models.reconciler import CHANGES_AT_ONCE, Reconciler
+from service.models.reconciler import CHANGES_AT_ONCE
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -96,14 +94,6 @@ def rows_run(metrics: Metrics) -> float | None:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def test_loading_a_model_waits_until_it_is_ready(tmp_path: Path, repository: Controlled) -> None:
-    put(tmp_path)
-    with pytest.raises(NotFound):
-        repository.get("m", "")
-    repository.load("m").result(60)
-    assert repository.get("m", "").infer(ONE).outputs["y"].shape == (1, 16)
-
-
 def test_models_are_loaded_one_after_another_by_name_and_version(tmp_path: Path, metrics: Metrics, loads: Held) -> None:
     for name, version in (("b", 1), ("a", 10), ("a", 9), ("c", 1)):
         put(tmp_path, name, version)
@@ -154,18 +144,6 @@ def test_a_model_whose_load_hangs_can_be_replaced_and_what_is_loaded_late_is_clo
     assert repository.get("m", "") is model
 
 
-def test_a_model_that_cannot_be_loaded_fails_its_future_and_does_not_affect_others(
-    tmp_path: Path, repository: Controlled
-) -> None:
-    put(tmp_path, "good")
-    put(tmp_path, "bad", spoil=0.5)
-    bad, good = repository.load("bad"), repository.load("good")
-    with pytest.raises(Unavailable, match="version 1 cannot be loaded: golden samples are over the drift budget"):
-        bad.result(60)
-    good.result(60)
-    assert states(repository) == {("bad", 1): "unavailable", ("good", 1): "ready"}
-
-
 def test_a_bug_while_loading_does_not_stop_later_loads(
     tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,17 +171,6 @@ def test_loading_an_unchanged_model_does_nothing_and_a_failed_one_is_tried_again
     repository.scan()  # like a poll: it loads only models that have changed
     repository.load("m").result(60)
     assert loads.begun == ["m/1", "bad/1", "bad/1"]
-
-
-@pytest.mark.parametrize("name", ["nobody", "", "..", "../m", "/", "m/1"])
-def test_a_name_that_is_not_a_model_of_the_repository_is_not_found(
-    tmp_path: Path, repository: Controlled, name: str
-) -> None:
-    put(tmp_path)
-    with pytest.raises(NotFound):
-        repository.load(name)
-    repository.unload(name).result(60)
-    assert not repository.models()
 
 
 @pytest.mark.parametrize("replacing", [False, True])
@@ -267,32 +234,6 @@ def test_a_new_artifact_replaces_the_old_one_which_finishes_its_requests_first(
     assert states(repository) == {("m", 1): "ready"}
 
 
-@pytest.mark.long
-def test_a_model_always_responds_while_it_is_replaced(tmp_path: Path, repository: Controlled) -> None:
-    put(tmp_path)
-    repository.load("m").result(60)
-    ended = threading.Event()
-
-    def ask() -> int:
-        answered = 0
-        while not ended.is_set():
-            with repository.acquire("m", "") as model:
-                model.infer(ONE)
-            answered += 1
-        return answered
-
-    with ThreadPoolExecutor(4) as clients:
-        asking = [clients.submit(ask) for _ in range(4)]
-        seen: set[Generation] = {repository.get("m", "")}
-        for _ in range(5):
-            put(tmp_path)
-            repository.load("m").result(60)
-            seen.add(repository.get("m", ""))
-        ended.set()
-        assert all(client.result(60) for client in asking)
-    assert len(seen) == 6
-
-
 def test_an_artifact_that_cannot_be_loaded_never_replaces_the_served_one(
     tmp_path: Path, repository: Controlled, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,19 +252,6 @@ def test_an_artifact_that_cannot_be_loaded_never_replaces_the_served_one(
     assert rows_run(metrics) == 1
     assert b'bf16kit_model_ready{model="m",version="1"} 1.0' in metrics.expose()[0]
     assert caplog.text.count("the previously loaded version still serves") == 2
-
-
-@pytest.mark.long
-def test_a_version_is_unloaded_only_when_a_newer_one_serves(tmp_path: Path, repository: Controlled) -> None:
-    latest = "version_policy: {latest: 1}\nshadow: {rate: 0}"
-    put(tmp_path, version=1, serving=latest)
-    repository.load("m").result(60)
-    put(tmp_path, version=2, serving=latest, spoil=0.5)
-    assert isinstance(repository.load("m").exception(60), Unavailable)
-    assert states(repository) == {("m", 1): "ready", ("m", 2): "unavailable"}
-    put(tmp_path, version=2, serving=latest)
-    repository.load("m").result(60)
-    assert states(repository) == {("m", 2): "ready"}
 
 
 @pytest.mark.long
@@ -417,25 +345,6 @@ def test_a_server_is_not_ready_until_all_models_it_starts_with_are_ready(
 
 
 @pytest.mark.long
-def test_unloading_waits_for_requests_and_removes_the_model_and_its_series(
-    tmp_path: Path, repository: Controlled, metrics: Metrics
-) -> None:
-    put(tmp_path)
-    repository.load("m").result(60)
-    with repository.acquire("m", "") as model:
-        unloaded = repository.unload("m")
-        until(lambda: not repository.models())
-        assert not unloaded.done()
-        model.infer(ONE)
-        with pytest.raises(NotFound):
-            repository.acquire("m", "")
-    unloaded.result(60)
-    assert b'model="m"' not in metrics.expose()[0]
-    with pytest.raises(Unavailable):
-        model.infer(ONE)
-
-
-@pytest.mark.long
 def test_a_version_loaded_while_its_old_generation_unloads_keeps_its_series(
     tmp_path: Path, repository: Controlled, metrics: Metrics
 ) -> None:
@@ -467,51 +376,6 @@ def test_an_unload_stops_waiting_for_a_request_after_its_limit_and_logs_it(
             model.infer(ONE)
     assert "unloaded before these had ended: requests" in caplog.text
     assert repository.close()
-
-
-@pytest.mark.long
-def test_a_scan_unloads_removed_models_and_loads_new_ones(tmp_path: Path, repository: Controlled, loads: Held) -> None:
-    put(tmp_path, "stays")
-    put(tmp_path, "goes")
-    repository.scan()
-    until(lambda: repository.ready)
-    model = repository.get("stays", "")
-    shutil.rmtree(tmp_path / "goes")
-    put(tmp_path, "comes")
-    repository.scan()
-    until(lambda: states(repository) == {("comes", 1): "ready", ("stays", 1): "ready"})
-    assert repository.get("stays", "") is model
-    assert loads.begun == ["goes/1", "stays/1", "comes/1"]
-
-
-def test_the_newest_of_opposite_wishes_counts(tmp_path: Path, repository: Controlled, loads: Held) -> None:
-    put(tmp_path, "first")
-    put(tmp_path)
-    loads.go.clear()
-    first = repository.load("first")
-    until(lambda: loads.begun)
-    load, again = repository.load("m"), repository.load("m")
-    unload = repository.unload("m")
-    for overtaken in (load, again):
-        assert isinstance(overtaken.exception(60), Unavailable)
-    loads.go.set()
-    first.result(60)
-    unload.result(60)
-    assert states(repository) == {("first", 1): "ready"}
-    assert loads.begun == ["first/1"]
-
-
-def test_equal_wishes_are_fulfilled_once(tmp_path: Path, repository: Controlled, loads: Held) -> None:
-    put(tmp_path, "first")
-    put(tmp_path)
-    loads.go.clear()
-    waiting: list[Future[None]] = [repository.load("first")]
-    until(lambda: loads.begun)
-    waiting += [repository.load("m") for _ in range(3)]
-    loads.go.set()
-    for future in waiting:
-        future.result(60)
-    assert loads.begun == ["first/1", "m/1"]
 
 
 # --- closing ----------------------------------------------------------------------------------------------------------
@@ -574,18 +438,6 @@ def test_closing_one_model_does_not_wait_for_another(tmp_path: Path, repository:
         assert closing.result(60)
 
 
-def test_closing_waits_for_requests_in_flight(tmp_path: Path, repository: Controlled) -> None:
-    put(tmp_path)
-    repository.load("m").result(60)
-    with ThreadPoolExecutor(1) as closer:
-        with repository.acquire("m", "") as model:
-            closing = closer.submit(repository.close, 60.0)
-            until(lambda: repository.models()[0].state == "unavailable")
-            assert model.infer(ONE).precision == "bf16-weights"
-            assert not closing.done()
-        assert closing.result(60)
-
-
 @pytest.mark.long
 def test_a_version_that_replaces_another_one_is_loaded(tmp_path: Path, repository: Controlled) -> None:
     """Neither set of versions contains the other."""
@@ -595,32 +447,6 @@ def test_a_version_that_replaces_another_one_is_loaded(tmp_path: Path, repositor
     (tmp_path / "m" / "1").rename(tmp_path / "m" / "2")
     repository.scan()
     until(lambda: states(repository) == {("m", 2): "ready"})
-
-
-def test_a_model_that_fails_to_load_during_a_scan_is_not_tried_again_by_that_scan(
-    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scan finds that the model waits to be loaded. The load could begin and fail before the scan continues."""
-    put(tmp_path, "a")
-    put(tmp_path, "m", spoil=0.5)
-    loads.go.clear()
-    repository.scan()
-    until(lambda: loads.begun == ["a/1"])
-    real = Reconciler._was_tried
-
-    def look(reconciler: Reconciler, desired: DesiredModel) -> bool:
-        found = real(reconciler, desired)
-        loads.go.set()
-        with contextlib.suppress(AssertionError):  # no load begins meanwhile, because the scan holds the lock
-            until(lambda: desired.name == "a" or loads.begun == ["a/1", "m/1"], 0.5)
-        return found
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Reconciler, "_was_tried", look)
-        repository.scan()
-    put(tmp_path, "z")
-    repository.load("z").result(60)
-    assert loads.begun == ["a/1", "m/1", "z/1"]
 
 
 def test_a_reason_has_at_most_1000_characters(

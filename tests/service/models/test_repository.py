@@ -199,12 +199,6 @@ def test_one_bad_model_does_not_keep_another_from_serving(tmp_path: Path, load: 
     assert not repository.ready
 
 
-def test_a_broken_serving_yaml_keeps_its_model_not_ready_and_names_the_key(tmp_path: Path, load: Open) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    serving(tmp_path, "max_batch: 3")
-    assert "serving.yaml: unknown key 'max_batch'" in only(load()).reason
-
-
 def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     serving(tmp_path, "max_batch_size: 2\nwarmup: [1, 2]\nmax_queue_delay_ms: 1.5\ninstances: 2")
@@ -214,45 +208,7 @@ def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open)
         model.infer(Request({"x": np.zeros((3, 16), np.float32)}, rows=3))
 
 
-def test_max_batch_size_0_turns_batching_off(tmp_path: Path, load: Open) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    serving(tmp_path, "max_batch_size: 0")
-    model = answering(only(load()))
-    assert model.max_batch_size == 0
-    assert model.infer(Request({"x": np.zeros((50, 16), np.float32)}, rows=50)).outputs["y"].shape == (50, 16)
-
-
 # --- the registry --------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_repository_is_live_but_not_ready_which_is_logged(
-    load: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    repository = load()
-    assert repository.live
-    assert not repository.ready
-    assert "is empty: serving, but not ready" in caplog.text
-
-
-def test_models_are_known_and_not_ready_before_they_are_loaded(tmp_path: Path, scan: Open) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    repository = scan()
-    assert only(repository).state == "loading"
-    assert not repository.ready
-    with pytest.raises(Unavailable, match="is loading"):
-        repository.get("mlp", "")
-
-
-def test_subscribers_are_notified_of_a_change_of_state(tmp_path: Path, scan: Open) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    repository = scan()
-    seen: list[bool] = []
-    repository.subscribe(lambda: seen.append(repository.ready))
-    repository.start()
-    until(lambda: seen)
-    assert seen == [True]
-    repository.drain()
-    assert seen == [True, False]
 
 
 def test_versions_follow_the_policy_and_the_newest_ready_one_serves(tmp_path: Path, load: Open) -> None:
@@ -286,11 +242,6 @@ def test_a_version_that_does_not_exist_is_not_found(tmp_path: Path, scan: Open, 
     with pytest.raises(NotFound, match=f"model 'mlp' has no version {version[:30]}[9…]*; it has 1"):
         repository.get("mlp", version)
     assert repository.find("mlp", "0" * 30 + "1").version == 1
-
-
-def test_a_model_that_does_not_exist_is_not_found(scan: Open) -> None:
-    with pytest.raises(NotFound, match="unknown model 'nobody'"):
-        scan().get("nobody", "")
 
 
 def test_draining_rejects_new_requests_and_counts_them(tmp_path: Path, load: Open, metrics: Metrics) -> None:

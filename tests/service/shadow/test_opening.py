@@ -12,8 +12,8 @@ from artifacts import write_mlp
 from bf16kit.messages.errors import ConfigError
 from bf16kit.system import controlgroup
 from service.contract import Array
-from service.models.opening import open_artifact
-from service.models.policy import Serving
+from service.models.opened import open_artifact
+from service.models.serving import Serving
 from service.shadow.activity import ActivityTracker
 from service.shadow.memory import ReferenceMemory
 from service.shadow.opening import TrackedReference, open_reference

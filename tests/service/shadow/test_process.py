@@ -14,7 +14,7 @@ from waiting import until
 
 from service.config.serverconfig import ServerConfig
 from service.models.plan import Plan
-from service.models.policy import Serving
+from service.models.serving import Serving
 from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message

@@ -19,7 +19,7 @@ from waiting import until
 from bf16kit.messages.errors import Unavailable
 from service.drift.sampler import Sample
 from service.models.plan import Plan
-from service.models.policy import Serving
+from service.models.serving import Serving
 from service.peers.channel import Body
 from service.shadow.samples import unpack
 from service.shadow.samplesender import PlanSampleSender

@@ -9,7 +9,7 @@ import bf16kit
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
-from service.contract import ActivePrecision, BatchStatistics, Duration, StatisticsSnapshot, TensorSemantics
+from service.contract import ActivePrecision, BatchStatistics, Duration, StatisticsSnapshot
 from service.operations import IndexEntry, RegistryModels
 from service.wire.metadata import model_config, model_metadata, model_statistics, repository_index, server_metadata
 
@@ -75,14 +75,11 @@ def test_every_dtype_has_a_number_in_the_configuration(dtype: str) -> None:
     assert pb.DataType.Name(config.input[0].data_type) == expected
 
 
-def test_an_image_input_has_its_format() -> None:
-    shape = ("batch", 3, 8, 8)
-    model = LoopbackModel(
-        inputs=[TensorSpec("image", "float32", shape), TensorSpec("mask", "float32", shape)],
-        semantics=TensorSemantics(formats={"image": "NCHW"}),
-    )
-    formats = [spec.format for spec in model_config(model).config.input]
-    assert formats == [pb.ModelInput.FORMAT_NCHW, pb.ModelInput.FORMAT_NONE]
+def test_an_input_that_may_be_an_image_has_its_format() -> None:
+    shapes = {"NCHW": (3, 8, 9), "NHWC": (8, 9, 1), "NONE": (8, 9, 2)}
+    model = LoopbackModel(inputs=[TensorSpec(name, "float32", ("batch", *dims)) for name, dims in shapes.items()])
+    found = {spec.name: pb.ModelInput.Format.Name(spec.format) for spec in model_config(model).config.input}
+    assert found == {name: f"FORMAT_{name}" for name in shapes}
 
 
 def test_a_model_on_a_gpu_has_its_device_number() -> None:

@@ -12,7 +12,7 @@ from waiting import until
 from bf16kit.messages.errors import Bf16kitError, Unavailable
 from service.contract import State
 from service.models.plan import DesiredModel, FailedVersion, Plan
-from service.models.policy import Serving
+from service.models.serving import Serving
 from service.peers.channel import Body
 from service.workers.changes import ModelChanges
 from service.workers.view import SlotState, View

@@ -18,11 +18,11 @@ ALIKE = (
 def test_a_description_leaves_out_labels() -> None:
     """There may be many, each report would have them, and only the process that answers needs them."""
     model = LoopbackModel("m")
-    model.semantics = TensorSemantics({"y": ("cat", "dog")}, {"x": "NHWC"})
+    model.semantics = TensorSemantics({"y": ("cat", "dog")})
     told = json.dumps(describe(model))
     assert "cat" not in told
     there = ModelDescription("m", 1, json.loads(told), SummedStatistics(StatisticsSnapshot))
-    assert there.semantics == TensorSemantics({}, {"x": "NHWC"})
+    assert there.semantics == TensorSemantics()
 
 
 def test_a_model_description_is_unchanged_by_json() -> None:

@@ -15,7 +15,7 @@ from bf16kit.messages.errors import ArtifactError, Unavailable
 from service.config.serverconfig import ServerConfig
 from service.drift.fallbackcontroller import PrecisionOrder
 from service.models.plan import DesiredModel, Plan
-from service.models.policy import Serving
+from service.models.serving import Serving
 from service.peers.peer import ENDED
 from service.workers.fleet import Fleet
 from service.workers.processes import WorkerProcesses

@@ -8,7 +8,7 @@ import pytest
 
 from bf16kit.messages.errors import ConfigError
 from service.drift.driftpolicy import FallbackPolicy
-from service.models.policy import Serving, VersionPolicy, load_serving
+from service.models.serving import Serving, VersionPolicy, load_serving
 
 
 def load(directory: Path, text: str) -> Serving:
@@ -75,12 +75,11 @@ def test_by_default_a_breach_only_raises_an_alert(tmp_path: Path) -> None:
         ("version_policy: {latest: 1, all: true}", "give exactly one of"),
         ("version_policy: {specific: [1], strict: true}", "strict: true needs latest: N"),
         ("version_policy: {oldest: 1}", r"unknown key 'version_policy\.oldest'"),
-        ("instances: 0", "'instances' is 0: give 1 to 64, or auto"),
+        ("instances: auto", "'instances' is 'auto': give 1 to 64; `bf16-serve bench MODEL --write` measures the best"),
+        ("instances: 0", "'instances' is 0: input should be greater than"),
         ("instances: 65", "'instances' is 65"),
         ("instances: many", "'instances' is 'many'"),
-        ("threads: 0", "'threads' is 0"),
         ("max_dims: {seq: 0}", r"'max_dims\.seq' is 0"),
-        ("max_response_bytes: 3000000000", "'max_response_bytes' is 3000000000"),
         ("max_queue_delay_ms: -1", "'max_queue_delay_ms' is -1"),
         ("budget: {relative_l2: much}", r"'budget\.relative_l2' is 'much'"),
     ],
@@ -90,11 +89,17 @@ def test_the_error_names_the_wrong_key_or_value(tmp_path: Path, text: str, messa
         load(tmp_path, text)
 
 
+@pytest.mark.parametrize("key", Serving.REMOVED)
+def test_a_former_key_is_an_error_that_says_what_to_do_instead(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, f"{key}: 1")
+    assert f"'{key}' is not a setting any more: {Serving.REMOVED[key]}" in str(refused.value)
+
+
 def test_labels_are_the_lines_of_a_file_beside_it(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("tabby cat\nt\u00eate\n\nlast\n\n")
-    found = load(tmp_path, "labels: {logits: classes.txt}\nformats: {image: NHWC}\n")
+    found = load(tmp_path, "labels: {logits: classes.txt}\n")
     assert found.labels == {"logits": ("tabby cat", "t\u00eate", "", "last")}
-    assert found.formats == {"image": "NHWC"}
 
 
 @pytest.mark.parametrize(

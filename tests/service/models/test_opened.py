@@ -1,4 +1,4 @@
-"""The expected live drift is the drift that the artifact's conversion measured."""
+"""An opened artifact: whether a container has room for it, and what its live responses are compared with."""
 
 from __future__ import annotations
 
@@ -15,11 +15,67 @@ from bf16kit.artifact.manifest import MANIFEST, MEASUREMENTS
 from bf16kit.artifact.publish import staging
 from bf16kit.drift.measurements import InputRange, Measurements, ProfileMeasurements, SampleColumns
 from bf16kit.drift.metrics import SampleDrift
+from bf16kit.messages.errors import ConfigError, RuntimeFailure
+from bf16kit.system import controlgroup
+from bf16kit.system.controlgroup import RESERVE, Memory
 from service.drift.sampler import Sample
-from service.models.livecomparison import new_comparison
-from service.models.opening import OpenedArtifact, open_artifact
-from service.models.policy import Serving
+from service.models import loading
+from service.models.opened import OpenedArtifact, new_comparison, open_artifact
+from service.models.serving import Serving
 from service.telemetry.metrics import Metrics
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    path = tmp_path / "m" / "1"
+    write_mlp(path)
+    return path
+
+
+def let(monkeypatch: pytest.MonkeyPatch, left: int, limit: int = 100_000_000) -> None:
+    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit, left))
+
+
+def test_a_model_that_does_not_fit_is_rejected_with_the_sizes_and_a_remedy(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_artifact(artifact, Serving())
+    let(monkeypatch, RESERVE + opened.weight_bytes - 1)
+    expected = (
+        r"^it needs 67 MB of memory at least, and 67 MB are left of the 100 MB that this container may take; raise"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        loading.load(artifact, Serving(), device="cpu", threads=1)
+
+
+def test_the_log_states_the_weights_and_the_memory_left_before_a_load(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the last line of the log if the load ends the container."""
+    caplog.set_level(logging.INFO)
+    opened = open_artifact(artifact, Serving())
+    let(monkeypatch, RESERVE + opened.weight_bytes)
+    opened.check_room("cpu")
+    assert caplog.messages == [
+        f"{artifact}: 0 MB of weights are loaded now; 67 MB are left of the 100 MB that this container may take"
+    ]
+
+
+def test_without_a_limit_nothing_is_logged(artifact: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    open_artifact(artifact, Serving()).check_room("cpu")
+    assert not caplog.messages
+
+
+def test_a_lack_of_memory_during_a_load_is_a_runtime_failure(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bf16kit.runtime import loading as runtimes
+
+    def refused(*arguments: object, **named: object) -> None:
+        raise MemoryError("no room for 45 MB of weights: 1 MB are left of the 10 MB that this container may take")
+
+    monkeypatch.setattr(runtimes, "load", refused)
+    with pytest.raises(RuntimeFailure, match=r"profile cpu cannot be loaded: no room for 45 MB of weights: 1 MB are"):
+        loading.load(artifact, Serving(profile="cpu"), device="cpu", threads=1)
 
 
 def measured_artifact(tmp_path: Path, data: bytes) -> OpenedArtifact:

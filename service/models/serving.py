@@ -7,16 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    ValidationError,
-    field_serializer,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from bf16kit.artifact.entries import plain_name
 from bf16kit.artifact.reading import read_bounded
@@ -28,20 +19,18 @@ from service.drift.driftpolicy import REMOVED_KEYS, FallbackPolicy, ShadowPolicy
 
 FILE_NAME = "serving.yaml"
 DEFAULT_MAX_BATCH_SIZE = 32
-AUTO = 0  # how ``instances: auto`` is stored
 # Bytes. A file with every key has 3 KiB; Python reads YAML slowly, 1 MiB in ten seconds.
 _LARGEST_FILE, _LARGEST_LABELS = 64 << 10, 16 << 20
+_MEASURE = "`bf16-serve bench MODEL --write` measures the best number of instances, and writes it"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class VersionPolicy(_Part):
+class VersionPolicy(BaseModel):
     """Which versions of a model are served: ``all``, ``{latest: 2}`` or ``{specific: [1, 4]}``.
 
     If one of the latest cannot be loaded, an older version serves instead, unless ``strict`` is set.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     latest: PositiveInt | None = None
     strict: bool = False
@@ -80,65 +69,47 @@ class VersionPolicy(_Part):
         return existing[-self.latest :] if self.latest is not None else existing
 
 
-class LevelBounds(_Part):
-    """Queue limits of one priority level. A key that is left out has the limit of the whole queue."""
-
-    max_queue_size: PositiveInt | None = None
-    max_queue_ms: float | None = Field(default=None, gt=0, le=3_600_000)
-
-
-class Serving(_Part):
+class Serving(BaseModel):
     """The whole of ``serving.yaml``."""
 
-    REMOVED: ClassVar[Mapping[str, str]] = REMOVED_KEYS
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    REMOVED: ClassVar[Mapping[str, str]] = REMOVED_KEYS | {  # former keys, and what to do instead
+        "beside": "leave it out; one batch of another shape always runs beside `instances` on a CPU",
+        "default_priority_level": "leave it out; a request's priority is checked and ignored",
+        "first_run_seconds": "leave it out; a run of a model that is being loaded may take 300 s",
+        "formats": "leave it out; it was only shown to clients",
+        "max_queue_bytes": "leave it out; the waiting inputs may have 256 MiB, and max_queue_size bounds them further",
+        "max_response_bytes": "leave it out; the outputs of one response may have 256 MiB",
+        "priority_levels": "leave it out; a request's priority is checked and ignored",
+        "priority_queue_policy": "leave it out; a request's priority is checked and ignored",
+        "threads": "set `threads` of the server, which the model's `instances` share equally, or `instances` here",
+        "weights": "leave it out; weights are always copied, and checked, so that nobody can change them later",
+    }
 
     # Rows; 0 = no batching; None = 32 where there is a batch axis.
     max_batch_size: int | None = Field(default=None, ge=0, le=65_536)
     max_queue_delay_ms: float = Field(default=0.0, ge=0, le=60_000)  # 0: batch what is waiting, never wait for more
     max_queue_size: PositiveInt = 128  # requests
     max_queue_ms: float = Field(default=100.0, gt=0, le=3_600_000)  # expected wait, from the measured pace
-    max_queue_bytes: PositiveInt = 256 << 20  # of all waiting inputs
-    priority_levels: Annotated[int, Field(ge=0, le=64)] = 0  # 0: a request's priority is checked and ignored
-    default_priority_level: PositiveInt = 1  # for requests that set none; 1 is the most urgent
-    priority_queue_policy: dict[PositiveInt, LevelBounds] = {}  # limits of single levels
     max_dims: dict[str, PositiveInt] = {}  # the largest sizes of free dimensions, by name
-    max_response_bytes: Annotated[int, Field(ge=1, le=2_000_000_000)] = 256 << 20  # protobuf holds 2 GiB
-    instances: Annotated[int, Field(ge=0, le=64)] = 1  # batches at once; AUTO: measured when the model is loaded
-    beside: Annotated[int, Field(ge=0, le=64)] = 1  # more batches at once, of other shapes; on CPUs
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of one execution; None = the server's --threads
+    instances: Annotated[int, Field(ge=1, le=64)] = 1  # batches at once; the server's threads are divided among them
     profile: Literal["auto", "cpu", "cpu-bf16", "cuda", "torchscript", "pt2"] = "auto"
     version_policy: VersionPolicy = VersionPolicy(latest=1)
-    # Mapped weights share the page cache. Changing their file in place corrupts responses or crashes the server.
-    weights: Literal["copied", "mapped"] = "copied"
-    first_run_seconds: float = Field(default=300.0, gt=0, le=86_400)  # limit of a run at load: a graph may never end
-    golden_seconds: float = Field(
-        default=3600.0, ge=0, le=2_000_000
-    )  # between two runs of the golden samples; 0: at load
+    # Seconds between two runs of the golden samples; 0: only at load.
+    golden_seconds: float = Field(default=3600.0, ge=0, le=2_000_000)
     warmup: tuple[PositiveInt, ...] = (1,)  # rows of the executions before ready; () = none
     shadow: ShadowPolicy = ShadowPolicy()
     fallback: FallbackPolicy = FallbackPolicy()
     labels: dict[str, tuple[str, ...]] = {}  # of an output's classes; the YAML names a file with one per line
-    formats: dict[str, Literal["NCHW", "NHWC"]] = {}  # image layouts of inputs: only told to clients
     budget: dict[str, float | None] = {}  # replaces single bounds of the manifest's budget; null = no bound
 
     @field_validator("instances", mode="before")
     @classmethod
-    def _number_or_auto(cls, value: Any) -> Any:
-        if value == 0 and value is not False:
-            raise ValueError("give 1 to 64, or auto")
-        return AUTO if value == "auto" else value
-
-    @field_serializer("instances")
-    def _instances(self, value: int) -> int | str:
-        return "auto" if value == AUTO else value
-
-    @model_validator(mode="after")
-    def _levels_exist(self) -> Serving:
-        levels = max(self.priority_levels, 1)
-        for level in (self.default_priority_level, *self.priority_queue_policy):
-            if level > levels:
-                raise ValueError(f"priority level {level} is asked for, but priority_levels is {self.priority_levels}")
-        return self
+    def _no_auto(cls, value: Any) -> Any:
+        if value == "auto":
+            raise ValueError(f"give 1 to 64; {_MEASURE}")
+        return value
 
     @model_validator(mode="after")
     def _fallback_is_measured(self) -> Serving:
@@ -150,10 +121,8 @@ class Serving(_Part):
 
     def scheduling(self) -> Scheduling:
         """Return the queue limits and served versions as the contract has them."""
-        return Scheduling(
-            QueueBounds(self.max_queue_size, self.max_queue_ms / 1e3),
-            self.version_policy.latest or self.version_policy.specific,
-        )
+        versions = self.version_policy.latest or self.version_policy.specific
+        return Scheduling(QueueBounds(self.max_queue_size, self.max_queue_ms / 1e3), versions)
 
 
 def load_serving(model_dir: Path) -> Serving:
