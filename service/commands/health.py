@@ -21,7 +21,6 @@ _FILE = click.Path(path_type=Path)
 @click.option("--tls-certificate", type=_FILE, metavar="FILE", help="The server's certificate, which is trusted.")
 @click.option("--tls-key", type=_FILE, metavar="FILE", help="The server's key.")
 @click.option("--tls-client-ca", type=_FILE, metavar="FILE", help="The server's authority for client certificates.")
-@click.option("--token-file", type=_FILE, metavar="FILE", help="The server's token file.")
 @click.option(
     "--certificate",
     type=_FILE,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from service.config.serverconfig import load_config
+from service.config.serverconfig import ServerConfig, load_config
 
 
 def write(path: Path, text: str) -> Path:
@@ -153,3 +153,13 @@ def test_an_invalid_list_is_reported(
     monkeypatch.setenv(f"BF16KIT_{name}", text)
     with pytest.raises(ConfigError, match=f"BF16KIT_{name} in the environment: {message}"):
         load_config({"repository": tmp_path, "model_control": "explicit"})
+
+
+@pytest.mark.parametrize("key", ServerConfig.REMOVED)
+def test_a_former_key_is_named_with_what_to_do_instead(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(f"{key}: 1\n")
+    with pytest.raises(ConfigError) as refused:
+        load_config({"repository": tmp_path}, file)
+    assert str(refused.value) == f"{file}: '{key}' is not a setting any more: {ServerConfig.REMOVED[key]}"
+    assert key not in ServerConfig.model_fields
