@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
+from typing import TypeVar
 
 from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unsupported
 from bf16kit.messages.wording import quoted
@@ -16,7 +17,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Registry
 from service.grpc.access import RequiredScope
 from service.grpc.inference import CallContext
-from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Setting, Settings
+from service.operations import Operations, Region, RegistryModels, Setting, Settings
 from service.wire import metadata
 
 # Begins like Triton's message.
@@ -44,6 +45,7 @@ CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
 MANAGING = tuple(name for name in _OPTIONAL if name not in ("TraceSetting", "LogSettings"))
 # Part of a call's remaining time, in seconds and as a share, that is left for its client to read the outcome.
 _RESPONSE_S, _RESPONSE_PART = 0.25, 0.1
+T = TypeVar("T")
 _LoadParameters = Mapping[str, pb.ModelRepositoryParameter]
 
 
@@ -109,7 +111,7 @@ class ControlServicer:
         check_repository(message.repository_name)
         name = message.model_name
         try:
-            change = self._control.load(name, _load_config(message.parameters))
+            change = _on(self._operations.control).load(name, _load_config(message.parameters))
             self._wait(change, call, f"loading model {quoted(name)}")
         except (InvalidRequest, NotFound, Unavailable) as error:
             named = copy(error)  # other calls may wait for the same change and raise the same error
@@ -127,14 +129,8 @@ class ControlServicer:
         check_repository(message.repository_name)
         _check_parameters("unload", "unload_dependents", "bool_param", message.parameters)
         name = message.model_name
-        self._wait(self._control.unload(name), call, f"unloading model {quoted(name)}")
+        self._wait(_on(self._operations.control).unload(name), call, f"unloading model {quoted(name)}")
         return pb.RepositoryModelUnloadResponse()
-
-    @property
-    def _control(self) -> ModelControl:
-        if self._operations.control is None:
-            raise Unsupported(_NOT_EXPLICIT)
-        return self._operations.control
 
     def _wait(self, change: Future[None], call: CallContext, doing: str) -> None:
         """Return when ``change`` is done, or raise its error.
@@ -177,27 +173,25 @@ class ControlServicer:
     def _update(
         self, target: Settings | None, call: CallContext, changes: Mapping[str, Sequence[Setting]], model: str = ""
     ) -> Mapping[str, Sequence[Setting]]:
-        if target is None:
-            raise Unsupported("there are no such settings")  # unreachable: see off_reason()
         if changes:
             self._manage.check(call.metadata_value("authorization"))
-        return target.update(changes, model)
+        return _on(target).update(changes, model)
 
     def SystemSharedMemoryStatus(
         self, message: pb.SystemSharedMemoryStatusRequest, call: CallContext
     ) -> pb.SystemSharedMemoryStatusResponse:
-        return metadata.regions_status(self._regions.status(message.name))
+        return metadata.regions_status(_on(self._operations.regions).status(message.name))
 
     def SystemSharedMemoryRegister(
         self, message: pb.SystemSharedMemoryRegisterRequest, call: CallContext
     ) -> pb.SystemSharedMemoryRegisterResponse:
-        self._regions.register(Region(message.name, message.key, message.offset, message.byte_size))
+        _on(self._operations.regions).register(Region(message.name, message.key, message.offset, message.byte_size))
         return pb.SystemSharedMemoryRegisterResponse()
 
     def SystemSharedMemoryUnregister(
         self, message: pb.SystemSharedMemoryUnregisterRequest, call: CallContext
     ) -> pb.SystemSharedMemoryUnregisterResponse:
-        self._regions.unregister(message.name)
+        _on(self._operations.regions).unregister(message.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     def CudaSharedMemoryStatus(
@@ -213,11 +207,12 @@ class ControlServicer:
     ) -> pb.CudaSharedMemoryUnregisterResponse:
         return pb.CudaSharedMemoryUnregisterResponse()
 
-    @property
-    def _regions(self) -> Regions:
-        if self._operations.regions is None:
-            raise Unsupported(_NO_MEMORY)
-        return self._operations.regions
+
+def _on(part: T | None) -> T:
+    """Return a part of the operations. Its RPCs reach their methods only if it is there: see ``off_reason``."""
+    if part is None:
+        raise Unsupported("this operation is off")
+    return part
 
 
 def check_repository(name: str) -> None:

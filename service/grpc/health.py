@@ -140,7 +140,11 @@ class HealthServicer:
         self._end(watcher)  # an open stream would delay the drain
 
     def _end(self, watcher: _Watcher) -> None:
-        self._forget(watcher)
+        """End a watch, once: two threads may be about to."""
+        with self._lock:
+            if watcher not in self._watchers:
+                return
+            self._watchers.discard(watcher)
         watcher.send(None)
 
     def _work(self) -> None:

@@ -14,7 +14,7 @@ from service.operations import Regions, RegionSlice
 from service.request import PRECISIONS, Cancellation, Precision, Reply, Request
 from service.wire.limits import BoundsCheck, Reserve, item_size
 from service.wire.outputs import OutputOptions, Sink, top_classes
-from service.wire.parameters import Parameters, RegionPlace, class_count, output_datatype, region_place
+from service.wire.parameters import RegionPlace, class_count, output_datatype, region_place
 from service.wire.tensors import (
     Array,
     check_raw_size,
@@ -203,28 +203,17 @@ class InferenceCodec:
             if name in dtypes:
                 raise InvalidRequest(f"output {name!r} was requested twice")
             dtypes[name] = native
-            if output.parameters:
-                dtypes[name] = BY_OIP[output_datatype(name, native.oip, output.parameters)]
-                self._add_output_options(name, output.parameters, dtypes, sinks, classes)
+            if not output.parameters:
+                continue
+            dtypes[name] = BY_OIP[output_datatype(name, native.oip, output.parameters)]
+            if count := class_count(name, output.parameters):
+                if native.oip in ("BYTES", "BOOL"):
+                    raise InvalidRequest(f"output {name!r} is {native.oip}; only outputs of numbers have classes")
+                classes[name], dtypes[name] = count, BY_OIP["BYTES"]
+            place = region_place(f"output {name!r}", output.parameters)
+            if place is not None:
+                sinks[name] = Sink(place, self._memory.lease(f"output {name!r}", place))
         return OutputOptions(dtypes, sinks, classes)
-
-    def _add_output_options(
-        self,
-        name: str,
-        parameters: Parameters,
-        dtypes: dict[str, DType],
-        sinks: dict[str, Sink],
-        classes: dict[str, int],
-    ) -> None:
-        """Record whether an output goes into shared memory, or is returned as classes."""
-        count = class_count(name, parameters)
-        if count:
-            if dtypes[name].oip in ("BYTES", "BOOL"):
-                raise InvalidRequest(f"output {name!r} is {dtypes[name].oip}; only outputs of numbers have classes")
-            classes[name], dtypes[name] = count, BY_OIP["BYTES"]
-        place = region_place(f"output {name!r}", parameters)
-        if place is not None:
-            sinks[name] = Sink(place, self._memory.lease(f"output {name!r}", place))
 
 
 def _head(model: Model, precision: Precision) -> bytes:

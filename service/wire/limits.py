@@ -206,7 +206,7 @@ class BoundsCheck:
         known = {dim for spec in model.inputs for dim in spec.shape if isinstance(dim, str)}
         self._dims = {name: bound for name, bound in self._bounds.dims.items() if name in known}
         self._empty = {spec.name: max(_fixed(spec), _MAX_EMPTY_ELEMENTS) for spec in model.inputs}
-        self._outputs = {spec.name: _size_of(spec) for spec in model.outputs if known.issuperset(_free(spec))}
+        self._outputs = {s.name: (_fixed(s), _free(s)) for s in model.outputs if known.issuperset(_free(s))}
 
     def check_request(self, feeds: Mapping[str, Array], sizes: Mapping[str, int], wanted: Mapping[str, DType]) -> None:
         """Raise InvalidRequest if a dimension is too large, or if the response is known to become too large.
@@ -254,8 +254,3 @@ def _free(spec: TensorSpec) -> Sequence[str]:
 
 def _fixed(spec: TensorSpec) -> int:
     return math.prod(dim for dim in spec.shape if isinstance(dim, int))
-
-
-def _size_of(spec: TensorSpec) -> tuple[int, Sequence[str]]:
-    """Return the product of the fixed dimensions, and the names of the free ones."""
-    return _fixed(spec), _free(spec)

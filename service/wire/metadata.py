@@ -9,7 +9,7 @@ from typing import cast
 import bf16kit
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Duration, Model, QueueBounds, StatisticsSnapshot
+from service.contract import BatchStatistics, Model, QueueBounds, StatisticsSnapshot
 from service.operations import IndexEntry, Region, VersionStatistics
 
 SERVER_NAME = "bf16kit"
@@ -17,6 +17,8 @@ SERVER_NAME = "bf16kit"
 EXTENSIONS = ("classification", "model_configuration", "parameters", "schedule_policy", "statistics")
 
 _ANY = -1
+_PHASES = ("compute_input", "compute_infer", "compute_output")
+_PROPERTIES = ("profile", "precision", "accumulation", "kernel", "device", "note", "choice")  # of RuntimeInfo
 _PLATFORMS = {"onnxruntime": "onnxruntime_onnx", "torchscript": "pytorch_libtorch", "torchexport": "pytorch_export"}
 _BACKENDS = {"onnxruntime": "onnxruntime", "torchscript": "pytorch", "torchexport": "pytorch"}
 
@@ -158,15 +160,8 @@ def _instance_group(model: Model) -> pb.ModelInstanceGroup:
 
 
 def _properties(model: Model) -> dict[str, str]:
-    info = model.info
     return {
-        "profile": info.profile,
-        "precision": info.precision,
-        "accumulation": info.accumulation,
-        "kernel": info.kernel,
-        "device": info.device,
-        "note": info.note,
-        "choice": info.choice,
+        **{name: getattr(model.info, name) for name in _PROPERTIES},
         "golden": model.golden,
         "active_precision": model.active_precision.precision,
         "active_precision_reason": model.active_precision.reason,
@@ -181,22 +176,12 @@ def _statistics(model: VersionStatistics, snapshot: StatisticsSnapshot) -> pb.Mo
         inference_count=snapshot.inference_count,
         execution_count=snapshot.execution_count,
         inference_stats=pb.InferStatistics(
-            success=_duration(snapshot.success),
-            fail=_duration(snapshot.fail),
-            queue=_duration(snapshot.queue),
-            compute_input=_duration(snapshot.compute_input),
-            compute_infer=_duration(snapshot.compute_infer),
-            compute_output=_duration(snapshot.compute_output),
+            **_durations(snapshot, "success", "fail", "queue", *_PHASES),
             cache_hit=pb.StatisticDuration(),
             cache_miss=pb.StatisticDuration(),
         ),
         batch_stats=[
-            pb.InferBatchStatistics(
-                batch_size=batch.batch_size,
-                compute_input=_duration(batch.compute_input),
-                compute_infer=_duration(batch.compute_infer),
-                compute_output=_duration(batch.compute_output),
-            )
+            pb.InferBatchStatistics(batch_size=batch.batch_size, **_durations(batch, *_PHASES))
             for batch in snapshot.batches
         ],
         memory_usage=_memory(model, snapshot),
@@ -213,5 +198,6 @@ def _memory(model: VersionStatistics, snapshot: StatisticsSnapshot) -> Sequence[
     )
 
 
-def _duration(duration: Duration) -> pb.StatisticDuration:
-    return pb.StatisticDuration(count=duration.count, ns=duration.ns)
+def _durations(snapshot: StatisticsSnapshot | BatchStatistics, *names: str) -> dict[str, pb.StatisticDuration]:
+    found = {name: getattr(snapshot, name) for name in names}
+    return {name: pb.StatisticDuration(count=duration.count, ns=duration.ns) for name, duration in found.items()}

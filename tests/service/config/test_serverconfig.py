@@ -200,3 +200,13 @@ def test_a_removed_key_is_named_with_what_to_do_instead(tmp_path: Path) -> None:
     message = "'change_settings' is not a setting any more: clients change log and trace settings if"
     with pytest.raises(ConfigError, match=message):
         load_config({"repository": tmp_path}, file)
+
+
+@pytest.mark.parametrize("key", ServerConfig.REMOVED)
+def test_a_former_key_is_named_with_what_to_do_instead(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(f"{key}: 1\n")
+    with pytest.raises(ConfigError) as refused:
+        load_config({"repository": tmp_path}, file)
+    assert str(refused.value) == f"{file}: '{key}' is not a setting any more: {ServerConfig.REMOVED[key]}"
+    assert key not in ServerConfig.model_fields
