@@ -299,12 +299,12 @@ class HttpServer:
     async def _respond(self, request: Request) -> Response:
         path = request.scope["path"]
         route = self._pages.get(path)
-        if request.method not in ("GET", "HEAD"):
-            return Refused(405, "this port answers GET and HEAD only", "http_malformed", {"Allow": "GET, HEAD"})
         state = request.scope["state"]
         if route is None or not route.probe or not state["first"]:
             async with self._turn:
                 await asyncio.sleep(0)  # the place is free again one turn later
+        if request.method not in ("GET", "HEAD"):
+            return Refused(405, "this port answers GET and HEAD only", "http_malformed", {"Allow": "GET, HEAD"})
         if route is not None and route.probe:
             return self._make(path, route, "")
         scope, header = "read" if route is None else route.scope, request.headers

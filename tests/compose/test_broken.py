@@ -52,7 +52,7 @@ def test_log_health_check_and_alert_report_a_flipped_bit_in_the_volume(
     watched.compose("restart", "server")
     try:
         until(lambda: watched.get("/readyz")[0] == 503, 60, "the server's answer that it is not ready")
-        until(lambda: "its sha256 is" in watched.get("/")[1], 60, "the reason on the status page")
+        until(lambda: "its sha256 is" in watched.get("/status.json")[1], 60, "the reason on the status page")
         error = next(line for line in watched.log("server").splitlines() if "its sha256 is" in line)
         assert "ERROR" in error
         assert _WEIGHTS in error

@@ -92,7 +92,7 @@ def test_fp32_serves_for_a_damaged_model_until_a_healthy_copy_is_loaded(tmp_path
         properties = client.call("ModelMetadata", pb.ModelMetadataRequest(name="mlp")).properties
         assert properties["active_precision"] == "fp32"
         assert "times its budget" in properties["active_precision_reason"]
-        assert "times its budget" in server.get("/")[1]
+        assert "times its budget" in server.get("/status.json")[1]
         assert server.log.count("is over its drift budget") == 1
         measured = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
         before = server.metric(measured)
@@ -233,7 +233,7 @@ def test_policy_alert_reports_the_breach_and_bf16_keeps_serving(tmp_path: Path, 
     server = serve("--repository", str(tmp_path)).wait_ready()
     with Asking(server) as asking:
         until(lambda: "is over its drift budget: " in server.log, 60, "said")
-        until(lambda: "times its budget" in server.get("/")[1], 60, "on the page")
+        until(lambda: "times its budget" in server.get("/status.json")[1], 60, "on the page")
     assert {precision for precision, _ in asking.answers} == {"bf16"}
     server.terminate()
     assert server.exit_code() == 0

@@ -72,7 +72,7 @@ def test_scheduled_gate_detects_damage_in_memory_and_every_interface_reports_it(
     assert "output 'y': relative_l2 is" in properties(server)
     assert "golden gate failed on schedule" in server.log
     assert "load it again (restart the server" in server.log
-    assert "FAILED 20" in server.get("/")[1]
+    assert "FAILED 20" in server.get("/status.json")[1]
     assert server.get("/readyz")[0] == 200, "it goes on serving: who calls is told by metrics, log and page"
     assert not np.array_equal(answer(server), before), "for the weights that answer were damaged"
     server.terminate()

@@ -36,7 +36,7 @@ def check_version_1_serves(server: ServerProcess) -> None:
     values = [server.metric(series) for series in (ready(1), passed(1), ready(2), passed(2))]
     assert values == [1, 1, 0, 0]
     assert server.metric(FAILED) >= 1
-    assert INSTEAD in server.get("/")[1]
+    assert INSTEAD in server.get("/status.json")[1]
     with triton.InferenceServerClient(server.target) as client:
         assert client.is_model_ready("m")
         assert client.get_model_metadata("m").versions == ["1"]

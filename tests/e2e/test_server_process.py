@@ -97,7 +97,7 @@ def test_models_over_budget_or_damaged_are_never_ready_and_the_log_says_why(tmp_
     (said,) = [line for line in server.lines if "model 'damaged' version 1 is unavailable" in line]
     assert "weights.bf16" in said
     assert server.get("/readyz")[0] == 503
-    assert "golden samples are over the drift budget" in server.get("/")[1]
+    assert "golden samples are over the drift budget" in server.get("/status.json")[1]
     for name in ("spoilt", "damaged"):
         with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
             infer(server.target, rows(1), name)
@@ -108,7 +108,7 @@ def test_a_server_with_an_empty_repository_is_live_but_not_ready_and_logs_it(tmp
     assert server.get("/livez")[0] == 200
     assert server.get("/readyz")[0] == 503
     assert "is empty: serving, but not ready" in server.log
-    assert "Nothing is served" in server.get("/")[1]
+    assert json.loads(server.get("/status.json")[1])["models"] == []
     with triton.InferenceServerClient(server.target) as client:
         assert client.is_server_live()
         assert not client.is_server_ready()

@@ -195,13 +195,6 @@ def test_every_setting_and_other_known_variable_is_accepted_and_those_of_kuberne
     assert unknown_variables(dict.fromkeys([*names, "bf16kit_grpc_port"], "x") | kubernetes) == ""
 
 
-def test_a_removed_key_is_named_with_what_to_do_instead(tmp_path: Path) -> None:
-    file = write(tmp_path / "server.yaml", "change_settings: true\n")
-    message = "'change_settings' is not a setting any more: clients change log and trace settings if"
-    with pytest.raises(ConfigError, match=message):
-        load_config({"repository": tmp_path}, file)
-
-
 @pytest.mark.parametrize("key", ServerConfig.REMOVED)
 def test_a_former_key_is_named_with_what_to_do_instead(tmp_path: Path, key: str) -> None:
     file = tmp_path / "server.yaml"
