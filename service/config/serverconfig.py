@@ -98,25 +98,15 @@ class ServerConfig(BaseModel):
     http_idle_seconds: float = Field(default=15.0, gt=0, le=3_600)  # between requests, and to send a response
     http_max_header_bytes: int = Field(default=16 << 10, ge=1 << 10, le=1 << 20)
 
-    @field_validator("repository", mode="before")
-    @classmethod
-    def _not_empty(cls, value: Any) -> Any:
-        """Reject an empty path: with --repository "$UNSET" it would be the current directory, as Path("") is."""
-        if value == "":
-            raise ValueError("give the directory of the models")
-        return value
-
     @field_validator(
-        "tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file", "grpc_socket", mode="before"
-    )
+        "repository", "tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file", "grpc_socket",
+        mode="before",
+    )  # fmt: skip
     @classmethod
     def _path_not_empty(cls, value: Any) -> Any:
-        """Reject an empty path, which comes from an unset variable.
-
-        To treat it as absent would switch the protection off.
-        """
+        """Reject an empty path, which comes from an unset variable: as absent, it would switch the protection off."""
         if value == "":
-            raise ValueError("give the path of a file, or leave the key out")
+            raise ValueError("give a path; leave the key out for none")
         return value
 
     @field_validator("load_model", "token_free", mode="before")
