@@ -96,23 +96,14 @@ class ServerConfig(BaseModel):
     # Clients on this machine may register files of /dev/shm: none, those of our prefix, of another one, or "*".
     shared_memory: bool | str = False
 
-    @field_validator("repository", mode="before")
-    @classmethod
-    def _not_empty(cls, value: Any) -> Any:
-        """Reject an empty path: with --repository "$UNSET" it would be the current directory, as Path("") is."""
-        if value == "":
-            raise ValueError("give the directory of the models")
-        return value
-
-    @field_validator("tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file", mode="before")
+    @field_validator(
+        "repository", "tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file", mode="before"
+    )
     @classmethod
     def _path_not_empty(cls, value: Any) -> Any:
-        """Reject an empty path, which comes from an unset variable.
-
-        To treat it as absent would switch the protection off.
-        """
+        """Reject an empty path, which comes from an unset variable: as absent, it would switch the protection off."""
         if value == "":
-            raise ValueError("give the path of a file, or leave the key out")
+            raise ValueError("give a path; leave the key out for none")
         return value
 
     @field_validator("load_model", mode="before")
