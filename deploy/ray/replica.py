@@ -79,7 +79,7 @@ class Replica:
             served.repository,
             served.metrics.refused,
             StatusTable(),
-            FairShares(calls, "model", "model_share"),
+            FairShares(2 * calls, "model", "model_share"),  # more than Ray sends: its one model may have all
             self._threads,
             self._threads,
             StreamScheduler(calls),
