@@ -70,7 +70,7 @@ class Replica:
         self._inference = InferenceServicer(
             served.repository,
             served.metrics.refused,
-            calls,
+            2 * calls,  # more than Ray sends: its one model may have all
             self._threads,
             1,
             tracer=served.tracing,

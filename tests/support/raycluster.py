@@ -57,10 +57,19 @@ def empty(method: str) -> bytes:
 
 def replicas(model: str, raylet: int | None = None) -> list[int]:
     """Return the processes that serve ``model``. ``raylet``, a node's process, restricts them to its children."""
+    return _processes(f"ServeReplica:bf16kit.{model}:", raylet)
+
+
+def fronts(raylet: int) -> list[int]:
+    """Return the processes of fronts on the node of ``raylet``."""
+    return _processes("ServeReplica:bf16kit:Front", raylet)
+
+
+def _processes(title: str, raylet: int | None) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"ServeReplica:bf16kit.{model}:" in (entry / "cmdline").read_text():
+            if entry.name.isdigit() and title in (entry / "cmdline").read_text():
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 found += [int(entry.name)] if raylet in (None, parent) else []
         except OSError:
