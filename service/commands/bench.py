@@ -45,7 +45,7 @@ from service.commands import output
 def bench(
     model: str, repository: str | None, file: Path | None, device: str | None, as_json: bool, **given: object
 ) -> None:
-    """Measure MODEL without a network, and suggest max_batch_size, instances and threads.
+    """Measure MODEL without a network, and suggest max_batch_size and instances.
 
     Three tables: the runtime alone, by profile and batch size; the runtime alone, in as many batches at once as a
     layout (instances × threads) has; and 1, 2, 4, … 64 clients that wait for each answer, through the server's own
