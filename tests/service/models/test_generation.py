@@ -61,16 +61,6 @@ def test_without_batching_a_request_is_one_inference_whatever_its_number_of_rows
 
 
 @pytest.mark.parametrize("model", [8], indirect=True)
-def test_with_batching_each_row_is_one_inference(model: Generation, metrics: Metrics) -> None:
-    for count in (1, 3, 3):
-        model.infer(rows(count))
-    seen = model.statistics.snapshot()
-    assert (seen.inference_count, seen.execution_count) == (7, 3)
-    assert [batch.batch_size for batch in seen.batches] == [1, 3]
-    assert sample(metrics, "bf16kit_rows_total") == 7
-
-
-@pytest.mark.parametrize("model", [8], indirect=True)
 def test_one_observation_is_counted_once_in_the_statistics_and_in_the_metrics(
     model: Generation, metrics: Metrics
 ) -> None:

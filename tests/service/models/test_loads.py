@@ -132,22 +132,6 @@ def test_a_slow_load_is_logged_with_its_model_and_step(
     assert future.result(20) is held.loaded
 
 
-def test_each_slow_step_is_logged_once(
-    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loads, "SLOW_SECONDS", 0.01)
-
-    def load(on_step: Callable[[str, float], None]) -> Any:
-        for step in ("opening", "running", "running"):
-            on_step(step, FOREVER)
-            until(lambda step=step: f": {step}" in caplog.text)  # type: ignore[misc]
-        return Loaded()
-
-    bench.loads.run("m", "key", load)
-    logged = [record.getMessage().partition(": ")[2] for record in caplog.records]
-    assert [step for step in logged if step != "beginning"] == ["opening", "running"]  # the thread may begin slowly
-
-
 def test_what_was_given_up_is_not_loaded_again_while_its_thread_runs(bench: Bench) -> None:
     held = bench.leave_behind("key")
     with pytest.raises(Unavailable, match="loading was given up before, and still runs: change the model's files"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from artifacts import write_lookup, write_mlp, write_product
+from artifacts import write_mlp, write_product
 from controlled import Controlled
 from waiting import until
 
@@ -189,16 +189,6 @@ def test_a_flipped_bit_in_any_file_is_rejected_with_the_files_name(tmp_path: Pat
     assert file in model.reason
 
 
-def test_one_bad_model_does_not_keep_another_from_serving(tmp_path: Path, load: Open) -> None:
-    write_mlp(tmp_path / "good" / "1")
-    (tmp_path / "bad" / "1").mkdir(parents=True)
-    repository = load()
-    assert {m.name: m.state for m in repository.models()} == {"good": "ready", "bad": "unavailable"}
-    assert "it has no manifest.json" in repository.find("bad", "").reason
-    assert repository.get("good", "").name == "good"
-    assert not repository.ready
-
-
 def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     serving(tmp_path, "max_batch_size: 2\nwarmup: [1, 2]\nmax_queue_delay_ms: 1.5\ninstances: 2")
@@ -270,34 +260,7 @@ def test_directories_that_are_not_models_are_skipped_and_a_bad_name_is_logged(
     assert "hidden" not in caplog.text
 
 
-def test_closing_removes_every_series(tmp_path: Path, load: Open, metrics: Metrics) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    load().close()
-    assert b'model="mlp"' not in metrics.expose()[0]
-
-
 # --- requests ------------------------------------------------------------------------------------------------------
-
-
-def test_requests_show_in_statistics_and_metrics(tmp_path: Path, load: Open, metrics: Metrics) -> None:
-    write_lookup(tmp_path / "lookup" / "1")
-    model = answering(only(load()))
-    answered = Request({"ids": np.array([[1, 2], [3, 4]])}, rows=2)
-    model.infer(answered)
-    model.observe(Observation("lookup", "1", "", "OK", 0.1, answered.timings))
-    refused = Request({"ids": np.array([[99]])}, rows=1)
-    with pytest.raises(InvalidRequest, match="idx=99"):
-        model.infer(refused)
-    model.observe(Observation("lookup", "1", "", "INVALID_ARGUMENT", 0.1, refused.timings))
-    seen = model.statistics.snapshot()
-    assert (seen.success.count, seen.fail.count, seen.inference_count, seen.execution_count) == (1, 1, 2, 1)
-    assert seen.weight_bytes == 80
-    text = metrics.expose()[0].decode()
-    assert 'bf16kit_rows_total{model="lookup",version="1"} 2.0' in text
-    assert 'bf16kit_requests_total{code="INVALID_ARGUMENT",model="lookup",version="1"} 1.0' in text
-    assert 'bf16kit_queue_duration_seconds_count{model="lookup",version="1"} 2.0' in text
-    assert 'bf16kit_requests_in_flight{model="lookup",version="1"} 0.0' in text
-    assert 'bf16kit_model_weight_bytes{model="lookup",version="1"} 80.0' in text
 
 
 def test_a_request_for_a_version_that_is_not_ready_is_counted(tmp_path: Path, load: Open, metrics: Metrics) -> None:
