@@ -30,7 +30,7 @@ from service.models.singleprocess import SingleProcess
 from service.operations import Operations, RegistryModels
 from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import ShadowProcess
-from service.shadow.samplesender import PlanSampleSender
+from service.shadow.samples import PlanSampleSender
 from service.sharedmemory import open_regions
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics

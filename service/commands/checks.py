@@ -15,7 +15,7 @@ from bf16kit.messages.errors import Bf16kitError, ConfigError, NotFound
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.runtime.ort import kernel
 from service.config import ports
-from service.config.credentials import certificates_of, reference_ca_of, tokens_of
+from service.config.credentials import certificates_of, tokens_of
 from service.config.environment import unknown_variables
 from service.config.serverconfig import ServerConfig, load_config
 from service.config.tokens import SCOPES
@@ -82,8 +82,6 @@ class Checks:
         yield _attempt("CPU kernel", _kernel)
         yield _attempt("TLS", lambda: _tls(config))
         yield _attempt("tokens", lambda: _tokens(config))
-        if config.reference_ca is not None:
-            yield _attempt("reference over TLS", lambda: _reference(config))
         yield _attempt("shared memory", lambda: _shared_memory(config))
         if self._ports:
             yield _attempt("gRPC port", lambda: _port(config.host, config.grpc_port, "--grpc-port"))
@@ -167,11 +165,6 @@ def _tls(config: ServerConfig) -> str:
     return f"{config.tls_certificate} fits its key and is valid until {ends:%Y-%m-%d %H:%M} UTC{clients}"
 
 
-def _reference(config: ServerConfig) -> str:
-    reference_ca_of(config)
-    return f"remote fp32 references (grpcs://) are verified with {config.reference_ca}"
-
-
 def _tokens(config: ServerConfig) -> str:
     return "no token is required" if tokens_of(config) is None else f"{config.token_file}, of {', '.join(SCOPES)}"
 
@@ -190,7 +183,7 @@ def _port(host: str, port: int, flag: str) -> str:
 
 def _traces(config: ServerConfig) -> str:
     _, tracing = open_tracing(config, Repository(Metrics()), lambda outcome, count: None)
-    return "off" if tracing is None else f"{config.trace_exporter}, one of {config.trace_rate} requests"
+    return "off" if tracing is None else f"one of {config.trace_rate} requests, by OTLP"
 
 
 def _repository(config: ServerConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from service.config.certificates import CertificateFiles, read_authority
+from service.config.certificates import CertificateFiles
 from service.config.serverconfig import ServerConfig
 from service.config.tokens import TokenFile
 
@@ -19,11 +19,7 @@ class Credentials:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """Read the files that ``config`` names, those of the reference's CA included, which other processes read again.
-
-        Raises ConfigError for files that cannot be used.
-        """
-        reference_ca_of(config)
+        """Read the files that ``config`` names. Raises ConfigError for files that cannot be used."""
         return cls(certificates_of(config), tokens_of(config))
 
 
@@ -32,14 +28,6 @@ def certificates_of(config: ServerConfig) -> CertificateFiles | None:
     if config.tls_certificate is None or config.tls_key is None:
         return None
     return CertificateFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
-
-
-def reference_ca_of(config: ServerConfig) -> bytes | None:
-    """Return the CA certificates (PEM) that verify a remote reference over TLS; None: use those that come with gRPC.
-
-    Raises ConfigError for a file that cannot be used.
-    """
-    return None if config.reference_ca is None else read_authority("reference_ca", config.reference_ca)
 
 
 def tokens_of(config: ServerConfig) -> TokenFile | None:

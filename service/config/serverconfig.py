@@ -37,7 +37,11 @@ class ServerConfig(BaseSettings):
     """The checked, frozen configuration. Every key can be in ``server.yaml`` or, prefixed, in the environment."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
-    REMOVED: ClassVar[Mapping[str, str]] = {}  # former keys, and what to do instead
+    REMOVED: ClassVar[Mapping[str, str]] = {  # former keys, and what to do instead
+        "trace_exporter": "give trace_rate, one trace per so many requests; 0 turns traces off",
+        "trace_endpoint": "set the variable OTEL_EXPORTER_OTLP_ENDPOINT",
+        "reference_ca": "leave it out; fp32 references run in a process of this server",
+    }
 
     repository: Path
     # Error messages show `description`, not the pattern.
@@ -69,19 +73,14 @@ class ServerConfig(BaseSettings):
     drain_seconds: float = Field(default=25.0, ge=0, le=86_400)  # less than the 30 s after which Kubernetes kills a pod
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
-    trace_exporter: Literal["none", "otlp"] = "none"
-    # The collector's address; "": as the OTEL_… variables say.
-    trace_endpoint: str = Field(
-        default="", pattern=r"^(https?://[!-~]+)?$", description="http://HOST:PORT or https://…"
-    )
-    trace_rate: int = Field(default=1000, ge=1, le=2**31 - 1)  # one trace per so many requests
+    # One trace per so many requests, to the collector that the OTEL_EXPORTER_OTLP_… variables name. 0: no traces.
+    trace_rate: int = Field(default=0, ge=0, le=2**31 - 1)
     change_settings: bool = False  # by RPC, of log and traces; they can always be read
     evidence: bool = False  # keep a live sample of the newest breach in memory, for clients that may manage
 
     tls_certificate: Path | None = None  # PEM, with its chain; both ports speak TLS then
     tls_key: Path | None = None
     tls_client_ca: Path | None = None  # the CA of client certificates (mTLS)
-    reference_ca: Path | None = None  # PEM: CA of remote fp32 references over TLS; None: gRPC's roots
     token_file: Path | None = None  # lines of "token scope[,scope]"
     # Services on the gRPC port that need no token.
     token_free: Annotated[tuple[Literal["health", "reflection"], ...], NoDecode] = ("health",)
@@ -109,9 +108,7 @@ class ServerConfig(BaseSettings):
             raise ValueError("give the directory of the models")
         return value
 
-    @field_validator(
-        "tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file", "grpc_socket", mode="before"
-    )
+    @field_validator("tls_certificate", "tls_key", "tls_client_ca", "token_file", "grpc_socket", mode="before")
     @classmethod
     def _path_not_empty(cls, value: Any) -> Any:
         """Reject an empty path, which comes from an unset variable.

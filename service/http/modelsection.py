@@ -9,9 +9,9 @@ from service.http.driftsection import MOST_OUTPUTS, drift_part, golden
 from service.http.markup import code, details, fact, figure, grouped_table, table
 from service.http.sparkline import sparkline
 from service.http.views import SPAN_SECONDS, WINDOW_SECONDS, ModelView, RuntimeView
+from service.telemetry.families import SECONDS
 from service.telemetry.history import TICKS, RecentActivity
 from service.telemetry.quantiles import Durations
-from service.telemetry.vocabulary import SECONDS
 
 _SPAN = f"last {formatting.duration(SPAN_SECONDS)}"
 _PROOFS = {

@@ -24,7 +24,7 @@ from service.models.policy import Serving
 from service.models.standby import ReferenceStandby
 from service.request import Claim, Observation, Precision, Reply, Request, Timings
 from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.statistics import ModelStatistics
+from service.telemetry.modelstatistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
 _LEAST_CLOSE_S = 0.2  # the least time for idle threads to end, even after the deadline
@@ -205,7 +205,7 @@ class Generation:
     ) -> SampleForwarder | None:
         if sender is None or not serving.shadow.on:
             return None
-        if opened.artifact.manifest.reference is None and serving.shadow.remote is None:
+        if opened.artifact.manifest.reference is None:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
             return None
         self._probe = Probe(self.label, self.info.precision, self._engine.bf16.run, sender, serving.shadow.max_bytes)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -26,7 +26,7 @@ from service.batching.queue import LevelPolicy
 from service.config.serverconfig import explain, parse_mapping
 from service.contract import QueueBounds, Scheduling
 from service.drift.fallbackpolicy import FallbackPolicy
-from service.drift.policy import OFF, ShadowPolicy
+from service.drift.policy import ShadowPolicy
 
 FILE_NAME = "serving.yaml"
 DEFAULT_MAX_BATCH_SIZE = 32
@@ -92,6 +92,11 @@ class LevelBounds(_Part):
 class Serving(_Part):
     """The whole of ``serving.yaml``."""
 
+    REMOVED: ClassVar[Mapping[str, str]] = {  # former keys, and what to do instead
+        "shadow.reference": "leave it out, or set shadow.rate: 0 to measure nothing; other servers run no reference",
+        "shadow.reference_memory_bytes": "leave it out; the container's memory limit bounds the references",
+    }
+
     # Rows; 0 = no batching; None = 32 where there is a batch axis.
     max_batch_size: int | None = Field(default=None, ge=0, le=65_536)
     max_queue_delay_ms: float = Field(default=0.0, ge=0, le=60_000)  # 0: batch what is waiting, never wait for more
@@ -142,10 +147,10 @@ class Serving(_Part):
 
     @model_validator(mode="after")
     def _fallback_is_measured(self) -> Serving:
-        off = "rate is 0" if self.shadow.rate == 0 else "reference is off" if self.shadow.reference == OFF else ""
-        if self.fallback.policy == "fp32" and off:
+        if self.fallback.policy == "fp32" and not self.shadow.on:
             raise ValueError(
-                f"fallback: fp32 needs live drift measurement, but shadow.{off}; turn shadow on, or set fallback: alert"
+                "fallback: fp32 needs live drift measurement, but shadow.rate is 0; turn shadow on, or set fallback:"
+                " alert"
             )
         return self
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.request import REFUSALS
-from service.telemetry import vocabulary
+from service.telemetry import families as vocabulary
 from service.telemetry.livedrift import ACTIVE, LiveDrift
 from service.telemetry.quantiles import Durations, durations, quantiles
 from service.telemetry.readings import (

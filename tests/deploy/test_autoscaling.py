@@ -19,7 +19,7 @@ from serverprocess import ServerProcess
 from waiting import until
 
 import graphs
-from service.telemetry.vocabulary import SECONDS
+from service.telemetry.families import SECONDS
 
 RULES = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.yaml").read_text("utf-8"))["rules"]["custom"]
 SCALER = DEPLOY / "kubernetes" / "components" / "autoscaling" / "horizontalpodautoscaler.yaml"

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from artifacts import write_mlp
 
+from deploy.ray import placement
 from deploy.ray.placement import REFERENCE_PROCESS_BYTES, Placement, place
 from service.config.memory import request_bytes
 from service.config.serverconfig import ServerConfig
 from service.models.directory import Directory
-from service.shadow.memory import fp32_bytes
+from service.shadow.referencememory import fp32_bytes
 
 MIB = 1 << 20
 
@@ -32,10 +33,6 @@ def placed(root: Path, serving: str = "", **given: Any) -> Placement:
     return place(Directory(root).desired_model("m"), ServerConfig(repository=root, **given))
 
 
-def bound(found: Placement) -> int | None:
-    return found.desired.plans[0].serving.shadow.reference_memory_bytes
-
-
 def test_requests_get_a_quarter_of_the_reserved_memory(tmp_path: Path) -> None:
     """The limit is computed as for a container, because several replicas may share one."""
     from bf16kit.system.controlgroup import Memory
@@ -45,8 +42,9 @@ def test_requests_get_a_quarter_of_the_reserved_memory(tmp_path: Path) -> None:
     assert found.config.max_message_bytes == 64 * MIB
 
 
-def test_requests_of_a_large_replica_get_the_usual_maximum(tmp_path: Path) -> None:
-    found = placed(tmp_path, f"shadow: {{reference_memory_bytes: {8 << 30}}}")
+def test_requests_of_a_large_replica_get_the_usual_maximum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "PROCESS_BYTES", 8 << 30)
+    found = placed(tmp_path)
     assert found.memory > 8 << 30
     assert found.config.max_request_bytes == 512 * MIB
 
@@ -61,30 +59,12 @@ def test_configured_request_limits_are_kept_and_reserved(tmp_path: Path) -> None
     assert alone.memory == base + 256 * MIB, "one request is let in however large it is"
 
 
-def test_the_references_limit_equals_its_reserved_memory(tmp_path: Path) -> None:
+def test_memory_is_reserved_for_the_reference_that_measures_drift(tmp_path: Path) -> None:
     measured, unmeasured = placed(tmp_path), placed(tmp_path, "shadow: {rate: 0}")
-    own = bound(measured)
-    assert own is not None
     manifest_bytes = fp32_bytes(write_mlp(tmp_path / "same" / "1").manifest)
-    assert own > 1.33 * manifest_bytes
     freed = measured.memory - measured.config.max_request_bytes
     freed -= unmeasured.memory - unmeasured.config.max_request_bytes
-    assert freed == own + REFERENCE_PROCESS_BYTES
-    assert bound(unmeasured) is None
-
-
-def test_a_configured_reference_limit_is_reserved(tmp_path: Path) -> None:
-    default, given = placed(tmp_path), placed(tmp_path, f"shadow: {{reference_memory_bytes: {900 * MIB}}}")
-    assert bound(given) == 900 * MIB
-    more = given.memory - given.config.max_request_bytes - default.memory + default.config.max_request_bytes
-    assert more == 900 * MIB - (bound(default) or 0)
-
-
-def test_a_reference_on_another_server_reserves_no_memory_for_weights(tmp_path: Path) -> None:
-    here, there = placed(tmp_path), placed(tmp_path, "shadow: {reference: 'grpc://other:8001/m'}")
-    assert bound(there) is None
-    saved = here.memory - here.config.max_request_bytes - there.memory + there.config.max_request_bytes
-    assert saved == bound(here), "and who asks it is a process here"
+    assert freed > 1.33 * manifest_bytes + REFERENCE_PROCESS_BYTES
 
 
 def test_a_model_with_fp32_fallback_reserves_memory_for_it(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import faultymodels
 import numpy as np
 import prometheusprocess
 import pytest
+from artifacts import write_greedy
 from drifttable import LONG, Row, listed, named, record
 from faultymodels import rows
 from loopback import infer_request
@@ -118,14 +119,15 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     scratch = tmp_path_factory.mktemp("faults")
     repository = scratch / "repository"
     sound = faultymodels.convert(repository, "sound", scratch / "source")
-    for name in ("scaled", "starved", "large"):
+    write_greedy(repository / "large" / "1", width=faultymodels.WIDTH)
+    for name in ("scaled", "starved"):
         faultymodels.copied(sound, repository, name)
     for seed, name in enumerate(("flipped", "swapped", "slowly"), 1):  # own weights: the test finds them by their bytes
         faultymodels.convert(repository, name, scratch / name, seed)
     for damage in (faultymodels.accumulated_in_bf16, faultymodels.cancelling, faultymodels.not_a_number):
         faultymodels.damaged(sound, repository, damage.__name__, damage)
     for directory in repository.iterdir():
-        extra = {"starved": ", max_bytes: 64", "large": ", reference_memory_bytes: 1000"}.get(directory.name, "")
+        extra = ", max_bytes: 64" if directory.name == "starved" else ""
         (directory / "serving.yaml").write_text(SERVING % extra, "utf-8")
     server = ServerProcess("--grpc-port", "0", "--http-port", "0", "--repository", str(repository))
     try:

@@ -15,7 +15,6 @@ from raycluster import PATIENCE
 from bf16kit.messages.errors import ConfigError
 from service.config.serverconfig import ServerConfig
 from service.models.directory import Directory
-from service.models.plan import DesiredModel
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 
@@ -74,10 +73,9 @@ def test_the_reserved_memory_limits_the_replica(repository: Path) -> None:
     for arguments in (told, {"config": {"repository": str(repository)}, "model": "a"}):
         deployed = applications.model(arguments)._bound_deployment
         reserved = deployed._replica_config.ray_actor_options["memory"]
-        given, wished = deployed._replica_config.init_args
+        given, _ = deployed._replica_config.init_args
         assert reserved == place(desired, config).memory
         assert given["max_request_bytes"] == reserved // 4 == told["config"]["max_request_bytes"]
-        assert DesiredModel.from_json(wished).plans[0].serving.shadow.reference_memory_bytes
 
 
 def test_the_fronts_request_limit_fits_its_reserved_memory(repository: Path) -> None:

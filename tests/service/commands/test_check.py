@@ -134,15 +134,6 @@ def test_tls_and_token_files_are_read(repository: Path, run: Run, tmp_path: Path
     assert "line 1: the token has 5 characters" in failed(read(run(*asked, pair.key)))["tokens"]
 
 
-def test_the_ca_file_of_a_reference_over_tls_is_read(repository: Path, run: Run, tmp_path: Path) -> None:
-    authority, file = Authority(tmp_path), tmp_path / "server.yaml"
-    asked = ("check", "--repository", repository, *ANY_PORT, "--no-load", "--json", "--config", file)
-    file.write_text(f"reference_ca: {authority.certificate}\n")
-    assert run(*asked).exit_code == 0
-    file.write_text(f"reference_ca: {file}\n")
-    assert f"reference_ca {file} cannot be used" in failed(read(run(*asked)))["reference over TLS"]
-
-
 def test_an_expired_certificate_fails(repository: Path, run: Run, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     asked = ("check", "--repository", repository, *ANY_PORT, "--no-load", "--json")

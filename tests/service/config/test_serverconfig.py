@@ -52,7 +52,6 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path
         ({"tls_certificate": "c"}, "tls_certificate is given without tls_key; TLS needs both"),
         ({"tls_client_ca": "a"}, "tls_client_ca is given without tls_certificate"),
         ({"token_file": ""}, "'token_file' is '': give the path of a file, or leave the key out"),
-        ({"reference_ca": ""}, "'reference_ca' is '': give the path of a file, or leave the key out"),
         ({"http_max_connections": 1}, "'http_max_connections' is 1"),
         ({"http_request_seconds": 0}, "'http_request_seconds' is 0"),
         ({"model_control": "all"}, "'model_control' is 'all'"),

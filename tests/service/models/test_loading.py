@@ -180,9 +180,9 @@ def test_an_invalid_budget_is_an_error_of_the_manifest(tmp_path: Path) -> None:
 def test_an_fp32_fallback_needs_an_artifact_with_a_reference(tmp_path: Path) -> None:
     path = tampered(tmp_path / "mlp" / "1", reference=None)
     for policy in ("off", "alert"):
-        opened(path, fallback=policy, shadow={"reference": "grpc://h:1/m"})
+        opened(path, fallback=policy)
     with pytest.raises(ConfigError, match="fallback is fp32, but the artifact has no fp32 reference; set fallback: al"):
-        opened(path, fallback="fp32", shadow={"reference": "grpc://h:1/m"})
+        opened(path, fallback="fp32")
     opened(write_mlp(tmp_path / "mlp" / "2").path, fallback="fp32")
 
 

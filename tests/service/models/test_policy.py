@@ -68,9 +68,10 @@ def test_by_default_a_breach_only_raises_an_alert(tmp_path: Path) -> None:
             "fallback: fp32\nshadow: {rate: 0}",
             r"needs live drift measurement, but shadow\.rate is 0; turn shadow on, or set",
         ),
+        ("shadow: {reference: off}", r"'shadow\.reference' is not a setting any more: .*set shadow\.rate: 0"),
         (
-            "fallback: fp32\nshadow: {reference: off}",
-            r"live drift measurement, but shadow\.reference is off; turn shadow on",
+            "shadow: {reference_memory_bytes: 9}",
+            r"'shadow\.reference_memory_bytes' is not a setting any more: leave it out",
         ),
         ("max_batch: 3", "unknown key 'max_batch'; known keys are .*max_batch_size"),
         ("shadow: {rat: 1}", r"unknown key 'shadow\.rat'; known keys are .*max_per_second, .*min_per_second, rate"),

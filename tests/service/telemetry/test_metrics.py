@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import replace
 
 import numpy as np
+import prometheus_client
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +17,9 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
 from service.drift import weighted
 from service.request import REFUSALS, Observation, Timings
+from service.telemetry.families import CODES, MOMENTS, POOLED
 from service.telemetry.metrics import Metrics
-from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.pooling import METRICS, MOMENTS
-from service.telemetry.vocabulary import CODES
+from service.telemetry.modelmetrics import Histogram, ModelMetrics
 
 #: Design §8: name → type and the labels in addition to model and version.
 DESIGN = {
@@ -259,7 +259,7 @@ def moments(metrics: Metrics, metric: str) -> dict[str, float]:
     return {each: samples[f"bf16kit_drift_pooled_total{{{labels.format(each)}}}"] for each in MOMENTS}
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", POOLED)
 def test_the_sums_of_requests_give_their_mean_and_its_error(metric: str) -> None:
     """The error is that of requests, whose rows are alike; it is larger than that of as many rows."""
     metrics = Metrics()
@@ -422,7 +422,10 @@ CALLS: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("method", [name for name in vars(ModelMetrics) if not name.startswith("_")])
+@pytest.mark.parametrize(
+    "method",
+    [name for name in vars(ModelMetrics) if not name.startswith("_") and name not in ("copy", "take_changed")],
+)
 def test_a_report_has_models_series_after_every_change_and_only_the_processs_own_without_one(method: str) -> None:
     """Collecting the series of idle models takes a millisecond each."""
     metrics = Metrics()
@@ -498,6 +501,36 @@ def test_a_scraper_that_accepts_openmetrics_gets_it() -> None:
     body, content_type = Metrics().expose("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
+
+
+BOUNDS = (0.5, 1.0, 2.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 4) | st.sampled_from(BOUNDS), st.floats(0.01, 1e4)), min_size=1, max_size=30))
+def test_counts_of_weighted_rows_are_integers_never_fall_and_are_within_half_a_row(
+    seen: list[tuple[float, float]],
+) -> None:
+    histogram = Histogram(BOUNDS)
+    before = [0.0] * (len(BOUNDS) + 1)
+    for at, (value, weight) in enumerate(seen):
+        histogram.observe(value, weight)
+        now = histogram.copy().counts
+        assert all(count == int(count) and count >= was for count, was in zip(now, before, strict=True))
+        for count, bound in zip(now, (*BOUNDS, math.inf), strict=True):
+            assert abs(count - math.fsum(w for v, w in seen[: at + 1] if v <= bound)) < 0.5 + 1e-6
+        before = now
+    assert histogram.copy().total == pytest.approx(math.fsum(v * w for v, w in seen))
+
+
+@given(st.lists(st.floats(0, 4) | st.sampled_from(BOUNDS), max_size=20))
+def test_with_weights_of_one_buckets_and_sum_are_the_librarys(values: list[float]) -> None:
+    ours, theirs = Histogram(BOUNDS), prometheus_client.Histogram("h", "Text.", registry=None, buckets=BOUNDS)
+    for value in values:
+        ours.observe(value)
+        theirs.observe(value)
+    (family,) = theirs.collect()
+    expected = [sample.value for sample in family.samples if sample.name in ("h_bucket", "h_sum")]
+    assert [*ours.copy().counts, ours.copy().total] == expected
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

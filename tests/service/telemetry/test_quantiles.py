@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.telemetry.families import SECONDS
 from service.telemetry.quantiles import Durations, durations, quantiles
-from service.telemetry.vocabulary import SECONDS
 
 
 def cumulative(values: list[float]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

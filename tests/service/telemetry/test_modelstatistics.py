@@ -8,8 +8,8 @@ import pytest
 
 from service.contract import BatchStatistics, Duration
 from service.request import Observation, Timings
-from service.telemetry import statistics as statistics_module
-from service.telemetry.statistics import ModelStatistics
+from service.telemetry import modelstatistics as statistics_module
+from service.telemetry.modelstatistics import ModelStatistics
 
 
 def test_a_new_model_has_zero_counts() -> None:
