@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, replace
-from operator import itemgetter
 
 from service.contract import BatchStatistics, Duration, StatisticsSnapshot
 from service.request import Observation, Timings
@@ -13,33 +11,24 @@ from service.request import Observation, Timings
 _SIZES_APART = 128  # rows; larger batches are counted with those up to the next power of two
 
 
-@dataclass(slots=True)
-class _Tally:
-    count: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.seconds += seconds
-
-    def freeze(self) -> Duration:
-        return _duration(self.count, self.seconds)
-
-
-@dataclass(slots=True)
 class _Phases:
     """The three phases of a batch. They are always counted together, so one count is enough."""
 
-    count: int = 0
-    gather: float = 0.0
-    run: float = 0.0
-    split: float = 0.0
+    def __init__(self) -> None:
+        self._count, self._gather, self._run, self._split = 0, 0.0, 0.0, 0.0
 
     def add(self, times: int, timings: Timings) -> None:
-        self.count += times
-        self.gather += timings.compute_input * times
-        self.run += timings.compute_infer * times
-        self.split += timings.compute_output * times
+        self._count += times
+        self._gather += timings.compute_input * times
+        self._run += timings.compute_infer * times
+        self._split += timings.compute_output * times
+
+    def freeze(self) -> dict[str, Duration]:
+        return {
+            "compute_input": _duration(self._count, self._gather),
+            "compute_infer": _duration(self._count, self._run),
+            "compute_output": _duration(self._count, self._split),
+        }
 
 
 class ModelStatistics:
@@ -53,67 +42,50 @@ class ModelStatistics:
         self.weight_bytes = weight_bytes
         self._lock = threading.Lock()
         self._last_inference = 0.0  # seconds since the epoch
-        self._rows = 0
-        self._executions = 0
-        self._success, self._fail, self._queue = _Tally(), _Tally(), _Tally()
+        self._rows = self._executions = 0
+        self._counts = {"success": 0, "fail": 0, "queue": 0}
+        self._seconds = {"success": 0.0, "fail": 0.0, "queue": 0.0}
         self._phases = _Phases()
         self._by_size: dict[int, _Phases] = {}
 
     def execution(self, requests: int, rows: int, timings: Timings) -> None:
         """Count a batch of ``requests`` requests that has run."""
-        now, size = time.time(), _size_bucket(rows)
+        now, size = time.time(), rows if rows <= _SIZES_APART else 1 << (rows - 1).bit_length()
         with self._lock:
             self._last_inference = now
             self._rows += rows
             self._executions += 1
             self._phases.add(requests, timings)
-            same_size = self._by_size.get(size)
-            if same_size is None:
+            if (same_size := self._by_size.get(size)) is None:
                 same_size = self._by_size[size] = _Phases()
             same_size.add(1, timings)
 
     def request(self, observation: Observation) -> None:
         """Count a request that is over. As in Triton, queue time counts for answered requests only."""
+        outcome, timings = "success" if observation.succeeded else "fail", observation.timings
         with self._lock:
-            if not observation.succeeded:
-                self._fail.add(observation.seconds)
-                return
-            self._success.add(observation.seconds)
-            if observation.timings is not None:
-                self._queue.add(observation.timings.queue)
+            self._counts[outcome] += 1
+            self._seconds[outcome] += observation.seconds
+            if observation.succeeded and timings is not None:
+                self._counts["queue"] += 1
+                self._seconds["queue"] += timings.queue
 
     def snapshot(self) -> StatisticsSnapshot:
-        """Return one consistent view, sorted by batch size. Requests wait only while the counters are copied."""
+        """Return one consistent view, sorted by batch size."""
         with self._lock:
-            totals = StatisticsSnapshot(
+            return StatisticsSnapshot(
                 last_inference_ms=int(self._last_inference * 1e3),
                 inference_count=self._rows,
                 execution_count=self._executions,
-                success=self._success.freeze(),
-                fail=self._fail.freeze(),
-                queue=self._queue.freeze(),
-                compute_input=_duration(self._phases.count, self._phases.gather),
-                compute_infer=_duration(self._phases.count, self._phases.run),
-                compute_output=_duration(self._phases.count, self._phases.split),
+                **{name: _duration(count, self._seconds[name]) for name, count in self._counts.items()},
+                **self._phases.freeze(),
                 weight_bytes=self.weight_bytes,
+                batches=tuple(
+                    BatchStatistics(batch_size=size, **phases.freeze())
+                    for size, phases in sorted(self._by_size.items())
+                ),
             )
-            by_size = [(size, replace(phases)) for size, phases in self._by_size.items()]
-        by_size.sort(key=itemgetter(0))
-        return replace(totals, batches=tuple(_freeze(size, phases) for size, phases in by_size))
-
-
-def _size_bucket(rows: int) -> int:
-    return rows if rows <= _SIZES_APART else 1 << (rows - 1).bit_length()
 
 
 def _duration(count: int, seconds: float) -> Duration:
     return Duration(count, round(seconds * 1e9))
-
-
-def _freeze(size: int, phases: _Phases) -> BatchStatistics:
-    return BatchStatistics(
-        batch_size=size,
-        compute_input=_duration(phases.count, phases.gather),
-        compute_infer=_duration(phases.count, phases.run),
-        compute_output=_duration(phases.count, phases.split),
-    )

@@ -1,6 +1,6 @@
 """Percentiles from a histogram's buckets, computed like Prometheus' ``histogram_quantile``.
 
-The true percentile is in the same bucket. With :data:`service.telemetry.vocabulary.SECONDS` the error is at most a
+The true percentile is in the same bucket. With :data:`service.telemetry.families.SECONDS` the error is at most a
 factor of 2.5. Means are exact, because they come from sums.
 """
 

@@ -12,7 +12,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from opentelemetry import trace as api
 from opentelemetry.context import Context
@@ -110,21 +111,16 @@ class _Ids(RandomIdGenerator):
 class Trace:
     """A :class:`service.request.Trace`, whose spans are made when its request ends."""
 
-    __slots__ = ("_context", "_record", "_trace_id", "id")
+    __slots__ = ("_make_spans", "id")
 
-    def __init__(self, record: Callable[[_FinishedRequest], None], context: Context, trace_id: int) -> None:
-        self._record = record
-        self._context = context
-        self._trace_id = trace_id
+    def __init__(self, trace_id: int, make_spans: Callable[[str, Observation], None]) -> None:
         self.id = f"{trace_id:032x}"
+        self._make_spans = make_spans
 
     def end(self, rpc: str, observation: Observation) -> None:
         """See :meth:`service.request.Trace.end`."""
-        finished = _FinishedRequest(
-            self._context, self._trace_id, rpc, observation, time.time_ns(), time.monotonic()
-        )  # fmt: skip
         try:
-            self._record(finished)
+            self._make_spans(rpc, observation)
         except Exception:  # noqa: BLE001 -- the request was answered, and must not fail for want of its trace
             _log.exception("a request could not be traced")
 
@@ -162,7 +158,8 @@ class Tracing:
         parent = api.get_current_span(context).get_span_context()
         if not self._settings.sampled(model, bool(parent.trace_flags.sampled) if parent.is_valid else None):
             return None
-        return Trace(self._make_spans, context, parent.trace_id or random.getrandbits(128))
+        trace_id = parent.trace_id or random.getrandbits(128)
+        return Trace(trace_id, partial(self._make_spans, context, trace_id))
 
     def close(self, seconds: float) -> None:
         """Export waiting traces, for at most ``seconds``. The rest is lost."""
@@ -174,22 +171,28 @@ class Tracing:
             self._exporter.shutdown()  # aborts an export in progress
             closing.join(_GIVE_UP_S)
 
-    def _make_spans(self, request: _FinishedRequest) -> None:
-        observation, phases = request.observation, list(_phases(request))
-        self._ids.drawn.trace = request.trace_id
-        start_ns = min([request.at(request.ended_at - observation.seconds), *(start for _, start, _ in phases)])
+    def _make_spans(self, context: Context, trace_id: int, rpc: str, observation: Observation) -> None:
+        ended_ns, ended = time.time_ns(), time.monotonic()
+
+        def at(moment: float) -> int:
+            """Convert a moment on the clock of Timings to ns since the epoch."""
+            return ended_ns - round((ended - moment) * 1e9)
+
+        phases = list(_phases(observation.timings))
+        self._ids.drawn.trace = trace_id
+        begun = min([ended - observation.seconds, *(begin for _, begin, _ in phases)])
         server = self._tracer.start_span(
-            f"{_SERVICE}/{request.rpc}", request.context, api.SpanKind.SERVER, _attributes(request), start_time=start_ns
+            f"{_SERVICE}/{rpc}", context, api.SpanKind.SERVER, _attributes(rpc, observation), start_time=at(begun)
         )
         if observation.code in _ERRORS:
             server.set_status(api.Status(api.StatusCode.ERROR, observation.code))
         inside = api.set_span_in_context(server, Context())
-        for name, start, end in phases:
+        for name, begin, end in phases:
             batch: dict[str, Any] = {}
             if name == "run" and observation.timings is not None:
                 batch = self._batch_details(observation, observation.timings, server)
-            self._tracer.start_span(name, inside, start_time=start, **batch).end(end)
-        server.end(request.ended_ns)
+            self._tracer.start_span(name, inside, start_time=at(begin), **batch).end(at(end))
+        server.end(ended_ns)
 
     def _batch_details(self, observation: Observation, timings: Timings, server: Any) -> dict[str, Any]:
         """Return the attributes and links of a run's span.
@@ -207,42 +210,25 @@ class Tracing:
         return {"attributes": {"bf16kit.batch.rows": timings.rows} if timings.rows else {}, "links": links}
 
 
-class _FinishedRequest(NamedTuple):
-    """A finished traced request. ``context`` is its parent's."""
-
-    context: Context
-    trace_id: int
-    rpc: str
-    observation: Observation
-    ended_ns: int  # since the epoch
-    ended_at: float  # the same moment on the clock of Timings, in seconds
-
-    def at(self, moment: float) -> int:
-        """Convert a moment on that clock to ns since the epoch."""
-        return self.ended_ns - round((self.ended_at - moment) * 1e9)
-
-
-def _phases(request: _FinishedRequest) -> Iterator[tuple[str, int, int]]:
-    """Yield the phases of a request that took time: name, begin and end in ns since the epoch."""
-    timings = request.observation.timings
+def _phases(timings: Timings | None) -> Iterator[tuple[str, float, float]]:
+    """Yield the phases of a request that took time: name, begin and end on the clock of Timings."""
     if timings is None:
         return
     if timings.queue > 0:
-        yield "queue", request.at(timings.arrived), request.at(timings.arrived + timings.queue)
+        yield "queue", timings.arrived, timings.arrived + timings.queue
     moment = timings.batch_started
     parts = ("gather", timings.compute_input), ("run", timings.compute_infer), ("split", timings.compute_output)
     for name, seconds in parts:
         if seconds > 0:
-            yield name, request.at(moment), request.at(moment + seconds)
+            yield name, moment, moment + seconds
         moment += seconds
 
 
-def _attributes(request: _FinishedRequest) -> dict[str, str | int]:
-    observation = request.observation
+def _attributes(rpc: str, observation: Observation) -> dict[str, str | int]:
     known: dict[str, str | int] = {
         "rpc.system": "grpc",
         "rpc.service": _SERVICE,
-        "rpc.method": request.rpc,
+        "rpc.method": rpc,
         "rpc.grpc.status_code": _CODES.index(observation.code),
         "bf16kit.model.name": observation.model,
     }
