@@ -18,8 +18,8 @@ from service.grpc.server import Transport, TransportOptions
 from service.models.repository import Repository
 from service.operations import MODEL_CONTROL, Operations, ReadOnly, Settings
 from service.request import Tracer
+from service.telemetry.families import TraceOutcome
 from service.telemetry.tracesettings import TraceSettings
-from service.telemetry.vocabulary import TraceOutcome
 
 if TYPE_CHECKING:
     from service.telemetry.tracing import Tracing
@@ -51,17 +51,18 @@ def open_tracing(
 
     Raises ConfigError if OpenTelemetry is not installed.
     """
-    exports = config.trace_exporter != "none" and os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
-    settings = TraceSettings(exports=exports, rate=config.trace_rate, find=lambda model: registry.find(model, ""))
-    if not exports:
+    disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    rate = 0 if disabled else config.trace_rate
+    settings = TraceSettings(rate, find=lambda model: registry.find(model, ""))
+    if not rate:
         return settings, None
     try:
-        from service.telemetry.tracing import OtlpExporter, Tracing
+        from service.telemetry.tracing import CountedExporter, Tracing
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise
-        raise ConfigError("trace_exporter: otlp needs OpenTelemetry: pip install 'bf16kit[otel]'") from None
-    return settings, Tracing(settings, OtlpExporter(config.trace_endpoint), count_traces)
+        raise ConfigError(f"trace_rate {rate} needs OpenTelemetry: pip install 'bf16kit[otel]'") from None
+    return settings, Tracing(settings, CountedExporter(count_traces))
 
 
 def read_only_unless_enabled(config: ServerConfig, settings: Settings) -> Settings:

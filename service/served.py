@@ -24,7 +24,7 @@ from service.models.repository import Repository, RepositoryListing
 from service.operations import Operations, RegistryModels
 from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import ShadowProcess
-from service.shadow.samplesender import PlanSampleSender
+from service.shadow.samples import PlanSampleSender
 from service.sharedmemory import open_regions
 from service.telemetry.metrics import Metrics
 

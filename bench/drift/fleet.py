@@ -26,7 +26,7 @@ from bf16kit.numerics.tensors import TensorSpec
 from service.drift.comparison import Comparison
 from service.drift.intervals import Z_ALWAYS
 from service.drift.sampler import Sample
-from service.telemetry.pooling import moments
+from service.telemetry.modelmetrics import moments
 
 BUDGET = 0.015  # relative_l2, the default
 REPLICAS = 50

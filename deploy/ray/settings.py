@@ -17,7 +17,7 @@ from service.config.resources import MEMORY_DIVISOR
 from service.config.serverconfig import ServerConfig, explain
 from service.contract import Bounds
 from service.models.plan import DesiredModel, Plan
-from service.shadow.memory import fp32_bytes
+from service.shadow.referencememory import fp32_bytes
 
 
 class Scaling(BaseModel):

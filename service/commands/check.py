@@ -147,7 +147,7 @@ def _port(host: str, port: int, flag: str) -> str:
 
 def _traces(config: ServerConfig) -> str:
     _, tracing = open_tracing(config, Repository(Metrics()), lambda outcome, count: None)
-    return "off" if tracing is None else f"{config.trace_exporter}, one of {config.trace_rate} requests"
+    return "off" if tracing is None else f"one of {config.trace_rate} requests, by OTLP"
 
 
 def _repository(config: ServerConfig) -> str:

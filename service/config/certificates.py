@@ -139,7 +139,6 @@ class Credentials:
 
         Raises ConfigError for files that cannot be used.
         """
-        reference_ca_of(config)
         return cls(certificates_of(config), tokens_of(config))
 
 
@@ -148,14 +147,6 @@ def certificates_of(config: ServerConfig) -> CertificateFiles | None:
     if config.tls_certificate is None or config.tls_key is None:
         return None
     return CertificateFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
-
-
-def reference_ca_of(config: ServerConfig) -> bytes | None:
-    """Return the CA certificates (PEM) that verify a remote reference over TLS; None: use those that come with gRPC.
-
-    Raises ConfigError for a file that cannot be used.
-    """
-    return None if config.reference_ca is None else read_authority("reference_ca", config.reference_ca)
 
 
 def tokens_of(config: ServerConfig) -> TokenFile | None:

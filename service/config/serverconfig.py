@@ -57,6 +57,9 @@ class ServerConfig(BaseModel):
         "shared_memory_prefix": "give the prefix as shared_memory; * for every name",
         "shared_memory_max_regions": "leave it out; 1024 regions are the limit",
         "shared_memory_max_bytes": "leave it out; 1 GiB of all regions together is the limit",
+        "trace_exporter": "give trace_rate, one trace per so many requests; 0 turns traces off",
+        "trace_endpoint": "set the variable OTEL_EXPORTER_OTLP_ENDPOINT",
+        "reference_ca": "leave it out; fp32 references run in a process of this server",
     }
 
     repository: Path
@@ -79,26 +82,19 @@ class ServerConfig(BaseModel):
     drain_seconds: float = Field(default=25.0, ge=0, le=86_400)  # less than the 30 s after which Kubernetes kills a pod
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
-    trace_exporter: Literal["none", "otlp"] = "none"
-    # The collector's address; "": as the OTEL_… variables say.
-    trace_endpoint: str = Field(
-        default="", pattern=r"^(https?://[!-~]+)?$", description="http://HOST:PORT or https://…"
-    )
-    trace_rate: int = Field(default=1000, ge=1, le=2**31 - 1)  # one trace per so many requests
+    # One trace per so many requests, to the collector that the OTEL_EXPORTER_OTLP_… variables name. 0: no traces.
+    trace_rate: int = Field(default=0, ge=0, le=2**31 - 1)
     evidence: bool = False  # keep a live sample of the newest breach in memory, for clients that may manage
 
     tls_certificate: Path | None = None  # PEM, with its chain; both ports speak TLS then
     tls_key: Path | None = None
     tls_client_ca: Path | None = None  # the CA of client certificates (mTLS)
-    reference_ca: Path | None = None  # PEM: CA of remote fp32 references over TLS; None: gRPC's roots
     token_file: Path | None = None  # lines of "token scope[,scope]"
 
     # Clients on this machine may register files of /dev/shm: none, those of our prefix, of another one, or "*".
     shared_memory: bool | str = False
 
-    @field_validator(
-        "repository", "tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file", mode="before"
-    )
+    @field_validator("repository", "tls_certificate", "tls_key", "tls_client_ca", "token_file", mode="before")
     @classmethod
     def _path_not_empty(cls, value: Any) -> Any:
         """Reject an empty path, which comes from an unset variable: as absent, it would switch the protection off."""

@@ -21,7 +21,7 @@ from service.models.opened import baseline
 from service.models.serving import Serving
 from service.request import Observation, Precision, Reply, Request, Timings
 from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.statistics import ModelStatistics
+from service.telemetry.modelstatistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
 _LEAST_CLOSE_S = 0.2  # the least time for idle threads to end, even after the deadline

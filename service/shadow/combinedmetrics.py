@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from itertools import chain
-from typing import Any
 
 from service.peers.channel import Body
 from service.peers.peer import Message, when_received
-from service.shadow.activity import Key
-from service.shadow.process import NAME
-from service.telemetry.merged import Family, MergedMetrics, merge
+from service.shadow.process import NAME, Key
+from service.telemetry.merged import Family, MergedMetrics, Series, merge
 from service.telemetry.metrics import Metrics, expose
 
 _TIMEOUT_SECONDS = 2.0  # wait for the shadow's current counts; without them its last ones are used
@@ -47,10 +45,9 @@ class CombinedMetrics:
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """See :meth:`Metrics.expose`; asks the shadow for its current counts first."""
         self._refresh()
-        measured = self._shadow.families()
-        return expose(merge(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
+        return expose(merge(self._own.snapshot(), self._shadow.families()), accept)
 
-    def samples(self, names: Iterable[str]) -> Iterator[Any]:
+    def samples(self, names: Iterable[str]) -> Iterator[Series]:
         """See :meth:`Metrics.samples`; asks the shadow for its current counts first.
 
         A series may appear twice if both count it; its value is the sum.

@@ -1,6 +1,7 @@
 """Leads the process with the fp32 references, for a server of one process or a supervisor.
 
-The process starts when it is first needed and is kept running from then on. Nothing here depends on workers.
+The process starts when it is first needed and is kept running from then on, unless it dies again and again. Nothing
+here depends on workers.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-from bf16kit.messages.errors import Unavailable
+from bf16kit.messages.errors import NotFound, Unavailable
 from service.config.serverconfig import ServerConfig
 from service.drift.shadow import QUEUE_SIZE
 from service.drift.verdict import DriftVerdict
@@ -22,10 +24,7 @@ from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body
 from service.peers.child import Child
 from service.peers.peer import ENDED, Handler, Message, Peer
-from service.shadow.activity import Key, label_of
-from service.shadow.crashtracker import CrashTracker
-from service.shadow.fetching import fetch_evidence
-from service.shadow.gauges import LastGauges
+from service.telemetry.families import OF_MODEL
 
 _log = logging.getLogger(__name__)
 REFERENCES = "service.shadow.references"
@@ -33,8 +32,14 @@ NAME = "the shadow"
 # Longest time without an answer. A measuring thread may hold Python's lock without a turn on a processor for a while;
 # nobody waits for the process meanwhile.
 SILENT_SECONDS = 120.0
+EVIDENCE_SECONDS = 10.0  # longest wait for evidence
+# So many deaths in so many seconds, and the shadow stays off: what kills it is loaded and run again after each.
+DEATHS, DEATH_SECONDS = 3, 600.0
 _MAX_BYTES = 256 << 20  # of samples sent to it and not yet measured
 _MAX_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs
+_UP, _LAST_SAMPLE = "bf16kit_drift_reference_up", "bf16kit_drift_last_sample_timestamp_seconds"
+Key = tuple[str, int]  # a model's name and version
+FamilyJson = Sequence[Any]  # a family, as :meth:`service.telemetry.merged.Family.as_json` returns it
 #: Returns the plan of this digest by which a model's version is to be served; None if there is none.
 FindPlan = Callable[[str, int, str], Plan | None]
 
@@ -44,19 +49,15 @@ class _EarlyMessage(NamedTuple):
     file: int
     outcomes: Future[Body]
 
-    @property
-    def key(self) -> Key:
-        return _key(self.body)
-
 
 class ShadowProcess:
     """Runs the process from the first sample on, for as long as the leading thread calls :meth:`maintain`.
 
-    ``counts`` receives its counts, ``process_died`` its death, and ``verdicts`` the verdicts on models' recent drift.
+    ``counts`` receives its counts, ``on_death`` its death, and ``verdicts`` the verdicts on models' recent drift.
     ``on_forget`` is called when some of a model's versions will not be counted any more. These callbacks run on threads
     that must not block. ``shared``: several processes choose samples, and the policy's rate applies to all of them
     together. ``find_plan`` then knows the plans that they serve, because a sample may arrive after its model was
-    unloaded everywhere else.
+    unloaded everywhere else. ``clock`` is in seconds.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ShadowProcess:
         on_forget: Callable[[str, Collection[int]], None] = lambda model, versions: None,
         shared: bool = False,
         find_plan: FindPlan | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._counts = counts
@@ -76,6 +78,7 @@ class ShadowProcess:
         self._on_forget = on_forget
         self._shared = shared
         self._find_plan = find_plan
+        self._clock = clock
         self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
         self._bytes_in_flight = 0
         self._in_flight: Counter[Key] = Counter()  # samples
@@ -85,13 +88,11 @@ class ShadowProcess:
         self._early: list[_EarlyMessage] = []  # samples that came before it had started
         self._started: Peer | None = None  # the peer to which the start has been sent, which must come first
         self._plans: dict[Key, Plan] = {}  # of the versions that it measures
-        self._off: dict[Key, str] = {}  # versions that stay off because they kill it again and again, and why
-        self._gauges = LastGauges()
-        self._crashes = CrashTracker()
-        handlers: dict[str, Handler] = {
-            "counts": self._receive_counts,
-            "verdict": lambda message: verdicts(DriftVerdict.from_json(message.body)),
-        }
+        self._last_sample: FamilyJson | None = None  # the last report of the time of each model's last sample
+        self._unanswered: set[str] = set()  # what the process was doing when it died
+        self._deaths: deque[tuple[float, set[str]]] = deque(maxlen=DEATHS)  # when, and doing what
+        self._off = ""  # why it stays off
+        handlers: dict[str, Handler] = {"verdict": lambda message: verdicts(DriftVerdict.from_json(message.body))}
         self._child = Child(
             NAME, REFERENCES, handlers, self._start, self._handle_death, silent_seconds=SILENT_SECONDS, expendable=True
         )
@@ -105,14 +106,13 @@ class ShadowProcess:
         """Ask for its current counts; None if it does not run or has not answered yet, also since the last request."""
         if (peer := self.peer) is None or not self._responding or not self._counts_request.done():
             return None
-        counts: Future[Body] = Future()
-        self._counts_request = counts
-        peer.ask("counts").add_done_callback(lambda done: self._forward_counts(done, counts))
-        return counts
+        self._counts_request = peer.ask("counts")
+        self._counts_request.add_done_callback(self._note_last_sample)
+        return self._counts_request
 
     def off_reason(self, model: str, version: int) -> str:
-        """Return why a reference stays off, for users; "" if it does not."""
-        return self._off.get((model, version), "")
+        """Return why a version's drift is no longer measured, for users; "" if it is, or was never to be."""
+        return self._off if (model, version) in self._plans else ""
 
     def maintain(self) -> None:
         if self._plans or self._child.pid is not None:
@@ -123,11 +123,7 @@ class ShadowProcess:
         self._child.retire()
         self._child.kill()
         self._child.wait(0.0)
-        with self._lock:
-            early, self._early = self._early, []
-        for each in early:
-            os.close(each.file)
-            each.outcomes.set_exception(Unavailable(f"{NAME} of this server has ended", ENDED))
+        self._end_early(Unavailable(f"{NAME} of this server has ended", ENDED))
 
     def forward(self, message: Message) -> Future[Body]:
         """Forward a worker's samples to the process.
@@ -159,8 +155,7 @@ class ShadowProcess:
             gone = [key for key, known in self._plans.items() if is_gone(key, known.digest)]
             for key in gone:
                 del self._plans[key]
-                self._off.pop(key, None)
-            early = [each for each in self._early if is_gone(each.key, each.body["plan"])]
+            early = [each for each in self._early if is_gone(_key(each.body), each.body["plan"])]
             self._early = [each for each in self._early if each not in early]
             peer = self.peer
             request = peer.ask("forget", {"keys": gone}) if peer is not None and gone else None
@@ -182,10 +177,25 @@ class ShadowProcess:
             peer.tell("restart", {"model": model, "version": version})
 
     def evidence(self, model: str, version: int) -> bytes:
-        """See :func:`service.shadow.fetching.fetch_evidence`."""
-        return fetch_evidence(lambda: self.peer, model, version)
+        """Return the evidence of the model's newest breach, as the bytes of a file.
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+        It comes in anonymous memory, never in a message. Raises NotFound if there is none, and Unavailable if the
+        process does not answer.
+        """
+        if (peer := self.peer) is None:
+            raise NotFound(no_evidence(model, version))
+        file = os.memfd_create("bf16kit-evidence", os.MFD_CLOEXEC)
+        try:
+            answer = peer.ask("evidence", {"model": model, "version": version}, [file]).result(EVIDENCE_SECONDS)
+            return os.pread(file, int(answer["bytes"]), 0)
+        except TimeoutError:
+            raise Unavailable(
+                f"{NAME} of this server did not answer within {EVIDENCE_SECONDS:g} s; try again"
+            ) from None
+        finally:
+            os.close(file)
+
+    # --- samples ------------------------------------------------------------------------------------------------------
 
     def _forward(self, body: Mapping[str, Any], file: int, find_plan: Callable[[], Plan | None]) -> Future[Body]:
         outcomes: Future[Body] = Future()
@@ -207,11 +217,10 @@ class ShadowProcess:
         """Return the outcome of these samples if they are not to be sent, else "". The caller holds the lock."""
         known = self._plans.get(key)
         if known is None or known.digest != plan.digest:
-            self._off.pop(key, None)  # it applied to the version loaded before
             self._plans[key] = plan
             if (peer := self.peer) is not None:
-                _measure(peer, key, plan)
-        if key in self._off:
+                self._measure(peer, key, plan)
+        if self._off:
             return "failed"
         room = self._bytes_in_flight + int(body["nbytes"]) <= _MAX_BYTES and self._in_flight[key] < _MAX_SAMPLES
         return "" if room else "dropped"
@@ -227,17 +236,15 @@ class ShadowProcess:
             self._send(peer, body, file, outcomes)
 
     def _send(self, peer: Peer, body: Body, file: int, outcomes: Future[Body]) -> None:
-        request = peer.ask("samples", body, [file])
-        request.add_done_callback(partial(self._complete, body, outcomes))
+        peer.ask("samples", body, [file]).add_done_callback(partial(self._complete, body, outcomes))
 
     def _complete(self, body: Body, outcomes: Future[Body], done: Future[Body]) -> None:
         self._release(body)
         error = done.exception()
         if error is None:
-            with self._lock:
-                self._responding = True
             outcomes.set_result(done.result())
         else:
+            self._note_unanswered(_key(body), "running", error)
             outcomes.set_exception(error)
 
     def _release(self, body: Body) -> None:
@@ -245,79 +252,110 @@ class ShadowProcess:
             self._bytes_in_flight -= int(body["nbytes"])
             self._in_flight[_key(body)] -= len(body["samples"])
 
-    def _start(self, peer: Peer) -> None:
-        config, tracker_memory = self._config, self._crashes.process_started()
-        settings = config.model_dump(mode="json", include={"log_level", "log_format", "evidence", "reference_ca"})
-        try:
-            peer.tell("start", {**settings, "one_by_one": self._crashes.one_by_one}, [tracker_memory])
-        finally:
-            os.close(tracker_memory)
+    def _end_early(self, error: Unavailable) -> None:
         with self._lock:
             early, self._early = self._early, []
+        for each in early:
+            os.close(each.file)
+            self._release(each.body)
+            each.outcomes.set_exception(error)
+
+    # --- the process --------------------------------------------------------------------------------------------------
+
+    def _start(self, peer: Peer) -> None:
+        peer.tell("start", self._config.model_dump(mode="json", include={"log_level", "log_format", "evidence"}))
+        with self._lock:
+            self._unanswered = set()
+            early, self._early = self._early, []
             for key, plan in self._plans.items():
-                if key not in self._off:
-                    _measure(peer, key, plan)
+                self._measure(peer, key, plan)
+            peer.ask("counts").add_done_callback(self._receive_counts)  # with a series of each of them
             for each in early:  # a concurrent "forget" for a model follows them
-                if each.key not in self._off:
-                    self._send(peer, each.body, each.file, each.outcomes)
-                else:
-                    self._release(each.body)
-                    each.outcomes.set_result({"outcomes": ["failed"] * len(each.body["samples"])})
+                self._send(peer, each.body, each.file, each.outcomes)
                 os.close(each.file)
             self._started = peer
 
-    def _receive_counts(self, message: Message) -> None:
-        with self._lock:  # _report_gauges() meanwhile would look like counters that restart
-            self._responding = True
-            self._counts(Message(self._with_gauges(message.body)))
+    def _measure(self, peer: Peer, key: Key, plan: Plan) -> None:
+        """Have the process measure the version loaded by this plan, whose digest samples name.
 
-    def _forward_counts(self, done: Future[Body], counts: Future[Body]) -> None:
-        error = done.exception()
-        if error is None:
-            counts.set_result(self._with_gauges(done.result()))
-        else:
-            counts.set_exception(error)
+        It answers once the reference is loaded or cannot be.
+        """
+        desired = DesiredModel(key[0], (plan.without_labels(),)).to_json()
+        request = peer.ask("measure", {"desired": desired, "plan": plan.digest})
+        request.add_done_callback(lambda done: self._note_unanswered(key, "being loaded", done.exception()))
 
-    def _with_gauges(self, counts: Body) -> Body:
-        """Return its counts, with expected references that it does not mention marked as down."""
-        if not counts["complete"]:  # nothing has changed
-            return counts
-        self._gauges.keep(counts["metrics"])
-        return {**counts, "metrics": self._gauges.with_missing_down(counts["metrics"], self._known())}
-
-    def _known(self) -> list[Key]:
-        with self._lock:
-            return list(self._plans)
+    def _note_unanswered(self, key: Key, doing: str, error: BaseException | None) -> None:
+        if isinstance(error, Unavailable):
+            with self._lock:
+                self._unanswered.add(f"{label_of(key)} ({doing})")
 
     def _handle_death(self) -> None:
-        """Handle its death: its counts and its list of models are kept, and a reference that killed it stays off."""
-        culprit = self._crashes.process_died(self._known())
-        if culprit is not None:
-            _log.error("%s: no live drift: %s", label_of(culprit.key), culprit.reason)
+        """Handle its death: its counts and its list of models are kept, and it is started again, unless it stays off.
+
+        All requests to it have failed before.
+        """
         with self._lock:
-            if culprit is not None:
-                self._off[culprit.key] = culprit.reason
+            self._deaths.append((self._clock(), self._unanswered))
+            self._unanswered = set()
+            if len(self._deaths) == DEATHS and self._deaths[-1][0] - self._deaths[0][0] <= DEATH_SECONDS:
+                self._turn_off()
             self._responding = False
             self._on_death()
             self._report_gauges()
 
+    def _turn_off(self) -> None:
+        each_time = set.intersection(*(doing for _, doing in self._deaths))
+        found = ", ".join(sorted(each_time or self._deaths[-1][1])) or "nothing"
+        self._off = (
+            f"{NAME}, the process that measures drift, died {DEATHS} times within {DEATH_SECONDS / 60:g} minutes and"
+            f" stays off: no drift is measured. Its fp32 references at work {'each' if each_time else 'the last'} time:"
+            f" {found}. Set shadow.rate: 0 for the model that ends it, and restart the server to try again"
+        )
+        _log.error("%s", self._off)
+        self._child.retire()
+        self._end_early(Unavailable(f"{NAME} of this server stays off", ENDED))
+
+    # --- its counts ---------------------------------------------------------------------------------------------------
+
+    def _receive_counts(self, done: Future[Body]) -> None:
+        self._note_last_sample(done)
+        if done.exception() is None:
+            with self._lock:  # _report_gauges() meanwhile would look like counters that restart
+                self._responding = True
+                self._counts(Message(done.result()))
+
+    def _note_last_sample(self, done: Future[Body]) -> None:
+        if done.exception() is None:
+            for family in done.result()["metrics"]:
+                if family[0] == _LAST_SAMPLE:
+                    self._last_sample = family
+
     def _report_gauges(self) -> None:
         """Report what outlives it for its models, unless it reports itself. The caller holds the lock."""
-        if not self._responding:
-            families = self._gauges.after_death(self._known())
-            self._counts(Message({"metrics": families, "complete": True, "statistics": []}))
+        if self._responding:
+            return
+        text, mode = OF_MODEL["drift_reference_up"].text, OF_MODEL["drift_reference_up"].mode
+        down = [[_UP, {"model": name, "version": str(version)}, 0.0, None] for name, version in self._plans]
+        families: list[FamilyJson] = [[_UP, "gauge", text, mode, down]]
+        if self._last_sample is not None:
+            *head, series = self._last_sample
+            families.append([*head, [each for each in series if _key(each[1]) in self._plans]])
+        self._counts(Message({"metrics": families, "complete": True, "statistics": []}))
 
     def _forget(self, model: str, versions: Collection[int], done: Future[Body]) -> None:
-        if done.exception() is None:
-            self._receive_counts(Message(done.result()))  # without that model
+        self._receive_counts(done)  # without that model
         self._on_forget(model, versions)
 
 
-def _measure(peer: Peer, key: Key, plan: Plan) -> None:
-    """Have the process measure the version that was loaded by this plan. Samples name it by its digest."""
-    desired = DesiredModel(key[0], (plan.without_labels(),)).to_json()
-    peer.tell("measure", {"desired": desired, "plan": plan.digest})
+def label_of(key: Key) -> str:
+    """Return a version's name in the log."""
+    return f"model {key[0]!r} version {key[1]}"
 
 
-def _key(body: Mapping[str, Any]) -> Key:
-    return body["model"], int(body["version"])
+def no_evidence(model: str, version: int) -> str:
+    """Return the error of a version without evidence."""
+    return f"{label_of((model, version))}: no live sample has been measured, so there is no evidence"
+
+
+def _key(fields: Mapping[str, Any]) -> Key:
+    return fields["model"], int(fields["version"])

@@ -11,10 +11,10 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, NotFound
 from bf16kit.system.exit_with_parent import exit_with_parent
@@ -22,26 +22,66 @@ from service.config.logs import configure
 from service.config.periodic import PeriodicThread
 from service.config.resources import HeapTrimmer, bound_heap
 from service.drift.breachevidence import EvidenceRecorder
-from service.drift.sampler import TokenBucket
-from service.drift.shadow import Shadow
+from service.drift.sampler import Outcome, Sample, TokenBucket
+from service.drift.shadow import MAX_BYTES, QUEUE_SIZE, OnOutcome, Reference, Shadow
 from service.drift.verdict import DriftVerdict
 from service.models.directory import stamp_of
 from service.models.opened import OpenedArtifact, new_comparison, open_artifact
-from service.models.plan import DesiredModel
+from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body, Channel
 from service.peers.peer import Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
-from service.shadow.activity import ActivityTracker, Key, label_of
-from service.shadow.fetching import EVIDENCE, send_evidence
-from service.shadow.measuredversion import MeasuredVersion, Outcomes
-from service.shadow.memory import ReferenceMemory
-from service.shadow.opening import open_reference
+from service.shadow.process import Key, label_of, no_evidence
+from service.shadow.referencememory import ReferenceMemory, fp32_bytes
 from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
+from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 _VERDICT_SECONDS = 1.0  # between two verdicts of the same status
 MEASURED = "bf16kit_drift_"  # prefix of the metrics counted here; serving processes count the others
+
+
+@dataclass(eq=False)
+class _MeasuredVersion:
+    """A version whose samples are measured."""
+
+    plan: Plan  # without labels
+    digest: str  # of the plan with them, which samples and verdicts name
+    metrics: ModelMetrics
+    tokens: TokenBucket
+    early: list[tuple[Sample, OnOutcome]] = field(
+        default_factory=list
+    )  # samples that came before its artifact was open
+    loaded: Future[Body] = field(default_factory=Future)  # ends once its reference is loaded, or will not be
+    shadow: Shadow | None = None
+    failed: bool = False
+    verdict: DriftVerdict | None = None  # the newest
+    reported: DriftVerdict | None = None  # the last verdict that the server was sent
+    recorder: EvidenceRecorder | None = None  # set if evidence is kept
+    files: Mapping[str, str] = field(default_factory=dict)  # the artifact's files and their sha256
+
+    def put(self, sample: Sample, on_outcome: OnOutcome) -> None:
+        """Queue a sample; see :meth:`Shadow.put`. The caller holds the lock."""
+        if self.failed:
+            on_outcome("failed")
+        elif self.shadow is not None:
+            self.shadow.put(sample, on_outcome)
+        elif len(self.early) < QUEUE_SIZE and sum(each.nbytes for each, _ in self.early) + sample.nbytes <= MAX_BYTES:
+            self.early.append((sample, on_outcome))
+        else:
+            on_outcome("dropped")
+
+    def fail(self, outcome: Outcome) -> None:
+        """Measure nothing more. Early samples have this outcome. The caller holds the lock."""
+        self.failed = True
+        early, self.early = self.early, []
+        for _, on_outcome in early:
+            on_outcome(outcome)
+        if self.shadow is not None:
+            self.shadow.stop()  # its thread frees the reference after its current sample
+        if not self.loaded.done():
+            self.loaded.set_result({})
 
 
 class References:
@@ -52,14 +92,12 @@ class References:
 
     def __init__(self, end: socket.socket) -> None:
         self._metrics = Metrics()
-        self._memory = ReferenceMemory(limit=True)
-        self._tracker = ActivityTracker()  # private until the server sends the shared one
-        self._models: dict[Key, MeasuredVersion] = {}
+        self._memory = ReferenceMemory()
+        self._models: dict[Key, _MeasuredVersion] = {}
         self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
         self._opening = ThreadPoolExecutor(1, "opening")
         self._ended = threading.Event()
         self._keeps_evidence = False
-        self._reference_ca: Path | None = None
         handlers = {
             "start": self._start,
             "ping": lambda message: None,
@@ -67,7 +105,7 @@ class References:
             "samples": self._receive_samples,
             "restart": self._restart,
             "forget": self._forget,
-            EVIDENCE: lambda message: send_evidence(message, self._evidence_of),
+            "evidence": self._send_evidence,
             "counts": lambda message: self._counts(),
         }
         self._peer = Peer(Channel(end), "the server", handlers, self._ended.set)
@@ -90,42 +128,31 @@ class References:
         families, complete = self._metrics.report(MEASURED)
         return {"metrics": [family.as_json() for family in families], "complete": complete, "statistics": []}
 
-    def _evidence_of(self, name: str, version: int) -> bytes:
-        """Raises NotFound if there is none."""
-        with self._lock:
-            model = self._models.get((name, version))
-        if model is None or model.recorder is None:
-            raise NotFound(
-                f"model {name!r} version {version}: no live sample has been measured, so there is no evidence"
-            )
-        return model.recorder.evidence(model.files).dumps()
-
     # --- messages from the server -------------------------------------------------------------------------------------
 
     def _start(self, message: Message) -> None:
         configure(message.body["log_level"], message.body["log_format"])
         self._keeps_evidence = message.body["evidence"]
-        if (path := message.body["reference_ca"]) is not None:
-            self._reference_ca = Path(path)
-        self._tracker = ActivityTracker(message.files[0], one_by_one=message.body["one_by_one"])
-        self._peer.tell("counts", self._counts())  # from now on it answers when it is asked
 
-    def _measure(self, message: Message) -> None:
-        """Measure a version. It replaces the same version loaded by another plan."""
+    def _measure(self, message: Message) -> Future[Body]:
+        """Measure a version, in place of the same version loaded by another plan.
+
+        Answers once its reference is loaded, or will not be.
+        """
         desired, digest = DesiredModel.from_json(message.body["desired"]), message.body["plan"]
         (plan,) = desired.plans
         key = desired.name, plan.version
         with self._lock:
             known = self._models.get(key)
             if known is not None and known.digest == digest:
-                return
+                return known.loaded
             if known is not None:
-                self._close(known)
+                known.fail("dropped")
             tokens = TokenBucket(plan.serving.shadow.max_per_second)
-            model = MeasuredVersion(plan, digest, self._metrics.add(*key), tokens)
+            model = self._models[key] = _MeasuredVersion(plan, digest, self._metrics.add(*key), tokens)
             model.metrics.reference_up(False)
-            self._models[key] = model
             self._opening.submit(self._open, key, model)
+        return model.loaded
 
     def _receive_samples(self, message: Message) -> Future[Body]:
         body = message.body
@@ -153,41 +180,37 @@ class References:
         with self._lock:
             for name, version in message.body["keys"]:
                 if (model := self._models.pop((name, version), None)) is not None:
-                    self._close(model)
+                    model.fail("dropped")
                     self._metrics.remove(model.metrics)
-        # All of them, changed or not: the server keeps series of references that are off, which this process never had.
+        # All of them, changed or not: the server keeps series of references that this process never had.
         return {"metrics": [family.as_json() for family in self._metrics.snapshot(MEASURED)], "complete": True}
 
-    # --- models, with the lock held -----------------------------------------------------------------------------------
-
-    def _close(self, model: MeasuredVersion) -> None:
-        """Stop measuring a model. Its thread frees the reference after its current sample."""
-        model.failed = True
-        early, model.early = model.early, []
-        for each in early:
-            each.on_outcome("dropped")
-        if model.shadow is not None:
-            model.shadow.stop()
+    def _send_evidence(self, message: Message) -> Body:
+        """Write a version's evidence to the file sent with the message. Raises NotFound if there is none."""
+        name, version = message.body["model"], int(message.body["version"])
+        with self._lock:
+            model = self._models.get((name, version))
+        if model is None or model.recorder is None:
+            raise NotFound(no_evidence(name, version))
+        data = model.recorder.evidence(model.files).dumps()
+        with os.fdopen(os.dup(message.files[0]), "wb") as file:
+            file.write(data)
+        return {"bytes": len(data)}
 
     # --- on other threads ---------------------------------------------------------------------------------------------
 
-    def _open(self, key: Key, model: MeasuredVersion) -> None:
-        label = label_of(key)
+    def _open(self, key: Key, model: _MeasuredVersion) -> None:
         try:
-            with self._tracker.track(label, "loading"):
-                opened = self._open_unchanged(model)
+            if stamp_of(model.plan.path) != model.plan.stamp:
+                raise ArtifactError("its files have changed since it was loaded")
+            opened = open_artifact(model.plan.path, model.plan.serving)
             model.metrics.opened(opened.weight_bytes, opened.outputs)
             shadow = self._new_shadow(key, model, opened)
         except Exception as error:  # noqa: BLE001 -- whoever waits for what becomes of a sample must be told
-            if isinstance(error, (Bf16kitError, OSError)):
-                _log.error("%s: no live drift: %s", label, error)
-            else:
-                _log.exception("%s: no live drift", label)
+            expected = isinstance(error, (Bf16kitError, OSError))
+            _log.error("%s: no live drift: %s", label_of(key), error, exc_info=not expected)
             with self._lock:
-                model.failed = True
-                early, model.early = model.early, []
-            for each in early:
-                each.on_outcome("failed")
+                model.fail("failed")
             return
         with self._lock:
             if model.failed:  # forgotten meanwhile
@@ -195,29 +218,41 @@ class References:
             model.shadow = shadow
             shadow.start()
             early, model.early = model.early, []
-            for each in early:
-                shadow.put(each.sample, each.on_outcome)
+            for sample, on_outcome in early:
+                shadow.put(sample, on_outcome)
 
-    def _open_unchanged(self, model: MeasuredVersion) -> OpenedArtifact:
-        if stamp_of(model.plan.path) != model.plan.stamp:
-            raise ArtifactError("its files have changed since it was loaded")
-        return open_artifact(model.plan.path, model.plan.serving)
-
-    def _new_shadow(self, key: Key, model: MeasuredVersion, opened: OpenedArtifact) -> Shadow:
-        name = label_of(key)
+    def _new_shadow(self, key: Key, model: _MeasuredVersion, opened: OpenedArtifact) -> Shadow:
         comparison = new_comparison(*key, opened)
         if self._keeps_evidence:
             model.recorder = EvidenceRecorder(comparison, opened.batch_axis, opened.budget)
             model.files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
         return Shadow(
-            lambda: open_reference(name, opened, self._memory, self._tracker),
+            lambda: self._load(key, model, opened),
             model.recorder or comparison,
             model.metrics,
-            name=name,
+            name=label_of(key),
             on_measured=lambda: self._update_verdict(model, comparison.verdict),
         )
 
-    def _update_verdict(self, model: MeasuredVersion, verdict: Callable[[], DriftVerdict]) -> None:
+    def _load(self, key: Key, model: _MeasuredVersion, opened: OpenedArtifact) -> Reference:
+        """Load a version's reference, on its own thread.
+
+        Raises ConfigError for want of memory, and whatever loading raises.
+        """
+        from bf16kit.runtime.loading import load_reference
+        from bf16kit.runtime.memory import weights as _weights  # noqa: F401 -- now: what the
+        from bf16kit.runtime.ort import onnx as _onnx  # noqa: F401 -- libraries take is no reference's
+
+        _log.info("%s: its fp32 reference is being loaded", label_of(key))  # first, in case loading ends the process
+        try:
+            weights = fp32_bytes(opened.artifact.manifest)
+            return self._memory.load(label_of(key), weights, lambda: load_reference(opened.artifact, threads=1))
+        finally:
+            with self._lock:
+                if not model.loaded.done():
+                    model.loaded.set_result({})
+
+    def _update_verdict(self, model: _MeasuredVersion, verdict: Callable[[], DriftVerdict]) -> None:
         """Update the verdict after each sample.
 
         Changes are reported at once, everything else once a second.
@@ -226,13 +261,31 @@ class References:
         if model.reported is None or model.verdict.status != model.reported.status:
             self._report_verdict(model)
 
-    def _report_verdict(self, model: MeasuredVersion) -> None:
+    def _report_verdict(self, model: _MeasuredVersion) -> None:
         with self._lock:
             verdict, live = model.verdict, model in self._models.values()
             news = live and verdict is not None and verdict is not model.reported
             model.reported = verdict
         if news and verdict is not None:
             self._peer.tell("verdict", verdict.to_json())
+
+
+class Outcomes:
+    """Collects the outcomes of samples that came in one message, and completes ``response`` once the last is known."""
+
+    def __init__(self, count: int) -> None:
+        self.response = Future[Body]()
+        self._outcomes: list[Outcome | None] = [None] * count
+        self._remaining = count
+        self._lock = threading.Lock()
+
+    def record(self, at: int, outcome: Outcome) -> None:
+        with self._lock:
+            self._outcomes[at] = outcome
+            self._remaining -= 1
+            last = not self._remaining
+        if last:
+            self.response.set_result({"outcomes": self._outcomes})
 
 
 def main() -> None:

@@ -1,159 +1,154 @@
-"""Every metric of the server: its name, its type, its labels, and how several processes' gauges combine."""
+"""Every metric of the server: its name, type, labels and buckets, and how several processes' gauges combine.
+
+No label's value comes from a client, so there are few. Independent of prometheus_client.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-from service.telemetry import vocabulary
+from service.request import REFUSALS
 from service.telemetry.merged import Mode
-from service.telemetry.weighted import WeightedHistogram
 
-LABELS = ("model", "version")
-AnyFamily = Counter | Gauge | Histogram | WeightedHistogram
-# How to combine those gauges of prometheus_client's own collectors that are not summed. All others are: a server's
-# memory, for example, is the sum over its processes.
-_PROCESS_MODES: Mapping[str, Mode] = {
-    "process_start_time_seconds": "min",
-    "process_max_fds": "min",
-    "python_info": "max",
+# 100 µs (a small MLP on the machine itself) to 10 s.
+SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+# One row to 1,024.
+ROWS = tuple(float(2**k) for k in range(11))
+# From a hundredth of bf16's unit roundoff to the loss of the whole output. The default budget, 1.5e-2, is a bound.
+RELATIVE_L2 = (3e-5, 1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 7.5e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3, 1.0)
+# About the square of the above; the default budget, 5e-4, is a bound. 2 = opposite directions.
+COSINE = (1e-8, 1e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 0.1, 1.0, 2.0)
+# In the output's own unit, hence decades: from probabilities to unscaled regressions.
+MAX_ABS = tuple(10.0**k for k in range(-6, 5))
+
+CODES = (
+    "OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND",
+    "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE",
+)  # fmt: skip
+REJECTIONS = ("queue_full", "queue_wait", "queue_bytes", "deadline", "cancelled", "draining")
+Outcome = Literal["measured", "dropped", "failed"]
+OUTCOMES: tuple[Outcome, ...] = ("measured", "dropped", "failed")
+GateOutcome = Literal["passed", "failed", "error"]
+GATE_OUTCOMES: tuple[GateOutcome, ...] = ("passed", "failed", "error")
+Precision = Literal["bf16", "fp32"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+CAUSES = ("rounding", "broken", "out_of_range")  # causes of a breach: see service.drift.diagnosis
+TraceOutcome = Literal["exported", "failed"]
+TRACE_OUTCOMES: tuple[TraceOutcome, ...] = ("exported", "failed")
+POOLED = ("relative_l2", "cosine_distance")  # the metrics whose budget is on the mean, which replicas pool
+MOMENTS = ("weight", "drift", "weight_squared", "weight_drift", "drift_squared")  # ΣW, ΣX, ΣW², ΣWX, ΣX²
+LARGEST_DRIFT = 1e9  # one infinite value would make a sum infinite for good, and no rate could be computed from it
+
+LATE: Sequence[str] = ()  # no value yet: the series appear when they have one
+
+
+def finite(drift: float) -> float:
+    """Return ``drift``, or the largest drift in its place if it is larger or not finite."""
+    return drift if math.isfinite(drift) and drift < LARGEST_DRIFT else LARGEST_DRIFT
+
+
+class Metric(NamedTuple):
+    """One metric. ``labels`` come after the model's, if it has one.
+
+    ``values``: the values of its only label that have a series with value 0 from the start; ("",) if it has no label.
+    """
+
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    labels: tuple[str, ...]
+    values: Sequence[str]
+    mode: Mode = "sum"
+    buckets: tuple[float, ...] = ()
+
+
+def _counter(text: str, *labels: str, values: Sequence[str] | None = None) -> Metric:
+    return Metric("counter", text, labels, _start(labels, values))
+
+
+def _gauge(text: str, *labels: str, mode: Mode, values: Sequence[str] | None = None) -> Metric:
+    return Metric("gauge", text, labels, _start(labels, values), mode)
+
+
+def _histogram(text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric("histogram", text, labels, _start(labels, None), buckets=buckets)
+
+
+def _start(labels: Sequence[str], values: Sequence[str] | None) -> Sequence[str]:
+    """Return the values of a metric's series at the start: by default the only one of a metric without labels."""
+    return values if values is not None else LATE if labels else ("",)
+
+
+#: The metrics of a model, by their names without the prefix ``bf16kit_``.
+OF_MODEL: Mapping[str, Metric] = {
+    "requests_total": _counter("Requests answered, by gRPC status code.", "code", values=CODES),
+    "rows_total": _counter("Rows run: the sum of all batch sizes."),
+    "executions_total": _counter("Batches run."),
+    "rejected_total": _counter("Requests rejected or dropped before they ran.", "reason", values=REJECTIONS),
+    "request_duration_seconds": _histogram("Time from arrival to response, of answered requests.", SECONDS),
+    "queue_duration_seconds": _histogram("Time a request waited for its batch.", SECONDS),
+    "compute_duration_seconds": _histogram("Time one batch took to run.", SECONDS),
+    "batch_rows": _histogram("Rows in one batch.", ROWS),
+    "queue_depth": _gauge("Requests waiting for a batch.", mode="sum"),
+    "requests_in_flight": _gauge("Requests waiting or running.", mode="sum"),
+    "model_ready": _gauge("1 while the model is ready, else 0.", mode="min"),
+    "model_replacement_failed": _gauge(
+        "1 while the newest change of a version that serves failed to load.", mode="max"
+    ),
+    "model_load_seconds": _gauge("Time from opening the artifact to ready.", mode="max"),
+    "model_weight_bytes": _gauge("Bytes of stored weights that the model maps.", mode="max"),
+    "model_info": _gauge(
+        "Always 1; the labels say how the model runs.",
+        "backend",
+        "device",
+        "profile",
+        "precision",
+        "accumulation",
+        mode="max",
+    ),
+    "drift_relative_l2": _histogram("Relative L2 error of live rows.", RELATIVE_L2, "output"),
+    "drift_cosine_distance": _histogram("Cosine distance of live rows.", COSINE, "output"),
+    "drift_max_abs": _histogram("Largest difference of live rows.", MAX_ABS, "output"),
+    "drift_pooled_total": _counter(
+        "Sums over judged requests, to pool drift over replicas.", "output", "metric", "moment"
+    ),
+    "drift_top1_matches_total": _counter("Rows of logits with fp32's top class.", "output"),
+    "drift_top1_rows_total": _counter("Rows of logits compared.", "output"),
+    "drift_nonfinite_total": _counter("Elements not finite where fp32's are finite.", "output"),
+    "drift_samples_total": _counter("Samples taken from live requests, by outcome.", "outcome", values=OUTCOMES),
+    "drift_out_of_range_total": _counter("Measured rows with values outside the calibrated range.", "input"),
+    "drift_reference_nonfinite_total": _counter("Measured rows not compared, because fp32's output is not finite."),
+    "drift_last_sample_timestamp_seconds": _gauge("Unix time of the last drift measurement.", mode="max", values=LATE),
+    "drift_reference_up": _gauge("1 while the fp32 reference is loaded and answers, else 0.", mode="max", values=LATE),
+    "drift_budget": _gauge("The bounds of the drift budget.", "metric", mode="max"),
+    "drift_baseline": _gauge("Drift measured at conversion.", "output", "metric", mode="max"),
+    "drift_budget_ratio": _gauge(
+        "Recent drift as a share of its budget; over 1 is a breach.", "output", "metric", mode="max"
+    ),
+    "drift_budget_ratio_low": _gauge("Lower end of the ratio's 95 % interval.", "output", "metric", mode="max"),
+    "drift_budget_ratio_high": _gauge("Upper end of the ratio's 95 % interval.", "output", "metric", mode="max"),
+    "drift_worst_slice_axis": _gauge("Axis of the slice of the output with the largest error.", "output", mode="max"),
+    "drift_worst_slice_index": _gauge("First index of that slice along its axis.", "output", mode="max"),
+    "drift_effective_samples": _gauge("Effective sample size of recent drift.", "output", mode="max"),
+    "drift_over_budget": _gauge("1 while drift is over budget beyond chance.", mode="max"),
+    "drift_within_budget": _gauge("1 while drift is within budget: every bound is met.", mode="max"),
+    "drift_cause": _gauge("1 for the diagnosed cause, 0 for the others.", "cause", mode="max", values=CAUSES),
+    "drift_change_score": _gauge(
+        "The change detector's sum as a share of its threshold; 1 is an alarm.", "output", mode="max"
+    ),
+    "drift_changes_total": _counter("Alarms of the change detector.", "output"),
+    "answers_total": _counter("Requests answered, by the precision that answered.", "precision", values=PRECISIONS),
+    "fallback_active": _gauge("1 while fp32 answers instead of bf16.", mode="max"),
+    "fallback_transitions_total": _counter("Switches between bf16 and fp32.", "to", values=PRECISIONS),
+    "fallback_failures_total": _counter("Times that fp32 could not be loaded to answer."),
+    "golden_gate_passed": _gauge("1 if the last golden gate passed, else 0.", mode="min", values=LATE),
+    "golden_gate_runs_total": _counter("Runs of the golden gate.", "outcome", values=GATE_OUTCOMES),
+    "golden_gate_timestamp_seconds": _gauge("Unix time of the last golden gate run.", mode="min", values=LATE),
 }
-
-
-class FamilyFactory:
-    """Makes the metric families of one registry. All of them have the model's labels."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self.modes: dict[str, Mode] = dict(_PROCESS_MODES)  # by name: how to combine several processes' gauges
-
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"bf16kit_{name}", text, (*LABELS, *labels), registry=self._registry)
-
-    def gauge(self, name: str, text: str, *labels: str, mode: Mode) -> Gauge:
-        self.modes[f"bf16kit_{name}"] = mode
-        return Gauge(f"bf16kit_{name}", text, (*LABELS, *labels), registry=self._registry)
-
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"bf16kit_{name}", text, (*LABELS, *labels), registry=self._registry, buckets=buckets)
-
-    def weighted(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> WeightedHistogram:
-        return WeightedHistogram(f"bf16kit_{name}", text, (*LABELS, *labels), registry=self._registry, buckets=buckets)
-
-
-class Families:
-    """The metrics of models, registered once per process. Each gauge states how several workers' values combine."""
-
-    def __init__(self, factory: FamilyFactory) -> None:
-        self._add_request_families(factory)
-        self._add_model_families(factory)
-        self._add_drift_families(factory)
-        self._add_verdict_families(factory)
-        self._add_action_families(factory)
-
-    def _add_request_families(self, factory: FamilyFactory) -> None:
-        counter, gauge, histogram = factory.counter, factory.gauge, factory.histogram
-        self.requests = counter("requests_total", "Requests answered, by gRPC status code.", "code")
-        self.rows = counter("rows_total", "Rows run: the sum of all batch sizes.")
-        self.executions = counter("executions_total", "Batches run.")
-        self.rejected = counter("rejected_total", "Requests rejected or dropped before they ran.", "reason")
-        self.request_seconds = histogram(
-            "request_duration_seconds", "Time from arrival to response, of answered requests.", vocabulary.SECONDS
-        )
-        self.queue_seconds = histogram(
-            "queue_duration_seconds", "Time a request waited for its batch.", vocabulary.SECONDS
-        )
-        self.compute_seconds = histogram("compute_duration_seconds", "Time one batch took to run.", vocabulary.SECONDS)
-        self.batch_rows = histogram("batch_rows", "Rows in one batch.", vocabulary.ROWS)
-        self.queue_depth = gauge("queue_depth", "Requests waiting for a batch.", mode="sum")
-        self.in_flight = gauge("requests_in_flight", "Requests waiting or running.", mode="sum")
-
-    def _add_model_families(self, factory: FamilyFactory) -> None:
-        gauge = factory.gauge
-        self.ready = gauge("model_ready", "1 while the model is ready, else 0.", mode="min")
-        self.replacement_failed = gauge(
-            "model_replacement_failed", "1 while the newest change of a version that serves failed to load.", mode="max"
-        )
-        self.load_seconds = gauge("model_load_seconds", "Time from opening the artifact to ready.", mode="max")
-        self.weight_bytes = gauge("model_weight_bytes", "Bytes of stored weights that the model maps.", mode="max")
-        self.info = gauge(
-            "model_info", "Always 1; the labels say how the model runs.",
-            "backend", "device", "profile", "precision", "accumulation", mode="max",
-        )  # fmt: skip
-
-    def _add_drift_families(self, factory: FamilyFactory) -> None:
-        counter, gauge, weighted = factory.counter, factory.gauge, factory.weighted
-        self.relative_l2 = weighted(
-            "drift_relative_l2", "Relative L2 error of live rows.", vocabulary.RELATIVE_L2, "output"
-        )
-        self.cosine = weighted("drift_cosine_distance", "Cosine distance of live rows.", vocabulary.COSINE, "output")
-        self.max_abs = weighted("drift_max_abs", "Largest difference of live rows.", vocabulary.MAX_ABS, "output")
-        self.pooled = counter(
-            "drift_pooled_total", "Sums over judged requests, to pool drift over replicas.",
-            "output", "metric", "moment",
-        )  # fmt: skip
-        self.top1_matches = counter("drift_top1_matches_total", "Rows of logits with fp32's top class.", "output")
-        self.top1_rows = counter("drift_top1_rows_total", "Rows of logits compared.", "output")
-        self.nonfinite = counter("drift_nonfinite_total", "Elements not finite where fp32's are finite.", "output")
-        self.samples = counter("drift_samples_total", "Samples taken from live requests, by outcome.", "outcome")
-        self.out_of_range = counter(
-            "drift_out_of_range_total", "Measured rows with values outside the calibrated range.", "input"
-        )
-        self.reference_nonfinite = counter(
-            "drift_reference_nonfinite_total", "Measured rows not compared, because fp32's output is not finite."
-        )
-        self.last_sample = gauge(
-            "drift_last_sample_timestamp_seconds", "Unix time of the last drift measurement.", mode="max"
-        )
-        self.reference_up = gauge(
-            "drift_reference_up", "1 while the fp32 reference is loaded and answers, else 0.", mode="max"
-        )
-        self.budget = gauge("drift_budget", "The bounds of the drift budget.", "metric", mode="max")
-        self.baseline = gauge("drift_baseline", "Drift measured at conversion.", "output", "metric", mode="max")
-
-    def _add_verdict_families(self, factory: FamilyFactory) -> None:
-        counter, gauge = factory.counter, factory.gauge
-        self.budget_ratio = gauge(
-            "drift_budget_ratio", "Recent drift as a share of its budget; over 1 is a breach.",
-            "output", "metric", mode="max",
-        )  # fmt: skip
-        self.budget_ratio_low = gauge(
-            "drift_budget_ratio_low", "Lower end of the ratio's 95 % interval.", "output", "metric", mode="max"
-        )
-        self.budget_ratio_high = gauge(
-            "drift_budget_ratio_high", "Upper end of the ratio's 95 % interval.", "output", "metric", mode="max"
-        )
-        self.worst_slice_axis = gauge(
-            "drift_worst_slice_axis", "Axis of the slice of the output with the largest error.", "output", mode="max"
-        )
-        self.worst_slice_index = gauge(
-            "drift_worst_slice_index", "First index of that slice along its axis.", "output", mode="max"
-        )
-        self.effective_samples = gauge(
-            "drift_effective_samples", "Effective sample size of recent drift.", "output", mode="max"
-        )
-        self.over_budget = gauge("drift_over_budget", "1 while drift is over budget beyond chance.", mode="max")
-        self.within_budget = gauge(
-            "drift_within_budget", "1 while drift is within budget: every bound is met.", mode="max"
-        )
-        self.cause = gauge("drift_cause", "1 for the diagnosed cause, 0 for the others.", "cause", mode="max")
-        self.change_score = gauge(
-            "drift_change_score", "The change detector's sum as a share of its threshold; 1 is an alarm.",
-            "output", mode="max",
-        )  # fmt: skip
-        self.changes = counter("drift_changes_total", "Alarms of the change detector.", "output")
-
-    def _add_action_families(self, factory: FamilyFactory) -> None:
-        counter, gauge = factory.counter, factory.gauge
-        self.answers = counter("answers_total", "Requests answered, by the precision that answered.", "precision")
-        self.fallback_active = gauge("fallback_active", "1 while fp32 answers instead of bf16.", mode="max")
-        self.fallback_transitions = counter("fallback_transitions_total", "Switches between bf16 and fp32.", "to")
-        self.fallback_failures = counter("fallback_failures_total", "Times that fp32 could not be loaded to answer.")
-        self.gate_passed = gauge("golden_gate_passed", "1 if the last golden gate passed, else 0.", mode="min")
-        self.gate_runs = counter("golden_gate_runs_total", "Runs of the golden gate.", "outcome")
-        self.gate_at = gauge("golden_gate_timestamp_seconds", "Unix time of the last golden gate run.", mode="min")
-
-    def all(self) -> Iterable[AnyFamily]:
-        families: dict[str, AnyFamily] = vars(self)
-        return families.values()
+#: The metrics without a model.
+OF_SERVER: Mapping[str, Metric] = {
+    "refused_total": _counter("Requests rejected before they reached a model.", "reason", values=REFUSALS),
+    "traces_total": _counter("Traced requests, by outcome of the export.", "outcome", values=TRACE_OUTCOMES),
+    "worker_restarts_total": _counter("Workers that ended and were replaced."),
+}

@@ -1,157 +1,181 @@
 """The metrics of a server: when their series appear and disappear, and how they are exposed.
 
-The families are in :mod:`service.telemetry.families`. The rest of the server reports events to
+All metrics are in :mod:`service.telemetry.families`. The rest of the server reports events to
 :class:`~service.telemetry.modelmetrics.ModelMetrics`. A model's series appear with value 0 when it is loaded, start
 anew when another generation replaces it, and disappear when it is unloaded. Nothing that a client sends becomes a
-label.
+label. Series are made from the plain values when they are collected, in prometheus_client's types, which only this file
+knows.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    GCCollector,
-    PlatformCollector,
-    ProcessCollector,
-)
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as PrometheusExemplar
-from prometheus_client.samples import Sample, Timestamp
+from prometheus_client.utils import floatToGoString
 
-from service.request import REFUSALS
-from service.telemetry import vocabulary
-from service.telemetry.families import Families, FamilyFactory
-from service.telemetry.merged import Exemplar, Family, Mode, Series
-from service.telemetry.modelmetrics import Changes, ModelMetrics
+from service.telemetry.families import OF_MODEL, OF_SERVER, Metric, TraceOutcome
+from service.telemetry.merged import Family, Mode, Series
+from service.telemetry.modelmetrics import Buckets, Labels, ModelMetrics
+
+# How to combine those gauges of prometheus_client's own collectors that are not summed. All others are: a server's
+# memory, for example, is the sum over its processes.
+_PROCESS_MODES: Mapping[str, Mode] = {
+    "process_start_time_seconds": "min",
+    "process_max_fds": "min",
+    "python_info": "max",
+}
 
 
 class Metrics:
-    """All models' metrics on one registry. Each server (and each test) needs its own."""
+    """All models' metrics. Each server (and each test) needs its own."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self._registry = registry or CollectorRegistry()
+    def __init__(self) -> None:
         self._process = CollectorRegistry()  # of this process itself
-        self._changes = Changes()
-        factory = FamilyFactory(self._registry)
-        self._modes, self._families = factory.modes, Families(factory)
-        self._models: dict[tuple[str, int], ModelMetrics] = {}
-        refused = Counter(
-            "bf16kit_refused_total",
-            "Requests rejected before they reached a model.",
-            ["reason"],
-            registry=self._registry,
-        )
-        self._refused = {reason: refused.labels(reason) for reason in REFUSALS}
-        traced = Counter(
-            "bf16kit_traces_total", "Traced requests, by outcome of the export.", ["outcome"], registry=self._registry
-        )
-        self._traced = {outcome: traced.labels(outcome) for outcome in vocabulary.TRACE_OUTCOMES}
-        self._worker_restarts = Counter(
-            "bf16kit_worker_restarts_total", "Workers that ended and were replaced.", registry=self._registry
-        )
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
+        self._lock = threading.Lock()  # guards all that follow
+        self._changed = True  # a model came or went, or a count of the server changed
+        self._models: dict[tuple[str, int], ModelMetrics] = {}
+        self._counts: dict[str, dict[Labels, float]] = {
+            name: {(value,) if metric.labels else (): 0.0 for value in metric.values}
+            for name, metric in OF_SERVER.items()
+        }
 
     def add(self, model: str, version: int) -> ModelMetrics:
         """Create this model version's series, all with value 0, in place of existing ones.
 
         A holder of the replaced series may still count on them, but they are not exposed any more.
         """
-        self._drop(model, version)
-        series = self._models[model, version] = ModelMetrics(self._families, model, version, self._changes)
-        self._changes.pending = True
+        series = ModelMetrics(model, version)
+        with self._lock:
+            self._models.pop((model, version), None)
+            self._models[model, version] = series
+            self._changed = True
         return series
 
     def remove(self, series: ModelMetrics) -> None:
         """Remove these series, unless others have replaced them."""
-        if self._models.get((series.model, series.version)) is series:
-            self._drop(series.model, series.version)
+        with self._lock:
+            if self._models.get((series.model, series.version)) is series:
+                del self._models[series.model, series.version]
+                self._changed = True
 
-    def _drop(self, model: str, version: int) -> None:
-        series = self._models.pop((model, version), None)
-        if series is not None:
-            with self._changes.lock:
-                series.exposed = False
-                for family in self._families.all():
-                    family.remove_by_labels({"model": model, "version": str(version)})
-            self._changes.pending = True
-
-    def traced(self, outcome: vocabulary.TraceOutcome, traces: int) -> None:
+    def traced(self, outcome: TraceOutcome, traces: int) -> None:
         """Count the outcome of traced requests."""
-        self._traced[outcome].inc(traces)
-        self._changes.pending = True
+        self._count("traces_total", traces, outcome)
 
     def worker_restarted(self) -> None:
         """Count a worker that has ended, and is started again."""
-        self._worker_restarts.inc()
-        self._changes.pending = True
+        self._count("worker_restarts_total", 1)
 
     def refused(self, reason: str) -> None:
-        """Count a rejection before a model was known. A reason outside :data:`REFUSALS` counts as ``other``."""
-        self._refused.get(reason, self._refused["other"]).inc()
-        self._changes.pending = True
+        """Count a rejection before a model was known. An unknown reason counts as ``other``."""
+        self._count("refused_total", 1, reason if (reason,) in self._counts["refused_total"] else "other")
 
-    def samples(self, names: Iterable[str]) -> Iterator[Sample]:
-        """Yield the current samples of these names. Much cheaper than :meth:`expose`."""
-        for family in self._registry.restricted_registry(names).collect():
-            yield from family.samples
+    def samples(self, names: Iterable[str]) -> Iterator[Series]:
+        """Yield the current samples of these names. Cheaper than :meth:`expose`."""
+        wanted = set(names)
+        for family in self._families(wanted):
+            yield from (series for series in family.series if series.name in wanted)
 
     def snapshot(self, prefix: str = "") -> list[Family]:
         """Return all families whose names begin with ``prefix``, to be added to other processes'."""
-        return self._snapshot(prefix, self._registry, self._process)
+        families = [*self._families(), *self._of_process()]
+        return [family for family in families if family.name.startswith(prefix)]
 
     def report(self, prefix: str = "") -> tuple[list[Family], bool]:
         """Return :meth:`snapshot`, and whether it is complete.
 
-        If nothing has changed since the last call, it has only the families of the process itself.
+        If nothing has changed since the last call, it has only the families of the process itself: collecting those of
+        an idle model takes a part of a millisecond, and merging them more.
         """
-        if self._changes.take():
+        with self._lock:
+            changed, self._changed = self._changed, False
+            models = list(self._models.values())
+        changed |= any([model.take_changed() for model in models])  # noqa: C419 -- of each of them
+        if changed:
             return self.snapshot(prefix), True
-        return self._snapshot(prefix, self._process), False
-
-    def _snapshot(self, prefix: str, *registries: CollectorRegistry) -> list[Family]:
-        return [
-            _family(metric, self._modes.get(metric.name, "sum"))
-            for metric in _WithoutCreationTimes(*registries).collect()
-            if metric.name.startswith(prefix)
-        ]
+        return [family for family in self._of_process() if family.name.startswith(prefix)], False
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """Return the metrics in the format that an Accept header requests, and their content type.
 
         An invalid Accept header is treated as a missing one.
         """
-        return _encoded(_WithoutCreationTimes(self._registry, self._process), accept)
+        return expose(self.snapshot(), accept)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _count(self, name: str, amount: float, *labels: str) -> None:
+        with self._lock:
+            self._counts[name][labels] += amount
+            self._changed = True
+
+    def _families(self, names: Collection[str] | None = None) -> Iterator[Family]:
+        """Yield the families; with ``names``, those that may have samples of these names."""
+        with self._lock:
+            models = list(self._models.values())
+            counts = {name: dict(series) for name, series in self._counts.items()}
+        copied = [({"model": model.model, "version": str(model.version)}, *model.copy()) for model in models]
+        for name, metric in OF_MODEL.items():
+            if names is not None and not any(each.startswith(f"bf16kit_{name}") for each in names):
+                continue
+            series: list[Series] = []
+            for of_model, values, histograms in copied:
+                for labels, value in values.get(name, {}).items():
+                    series.append(_series(name, metric, of_model, labels, value))
+                for labels, buckets in histograms.get(name, {}).items():
+                    series += _bucket_series(name, metric, of_model, labels, buckets)
+            yield _family(name, metric, series)
+        for name, metric in OF_SERVER.items():
+            yield _family(
+                name, metric, [_series(name, metric, {}, labels, value) for labels, value in counts[name].items()]
+            )
+
+    def _of_process(self) -> Iterator[Family]:
+        for metric in self._process.collect():
+            series = [Series(each.name, dict(each.labels), each.value) for each in metric.samples]
+            mode = _PROCESS_MODES.get(metric.name, "sum")
+            yield Family(metric.name, metric.type, metric.documentation, mode, series)
 
 
 def expose(families: Iterable[Family], accept: str = "") -> tuple[bytes, str]:
-    """Like :meth:`Metrics.expose`, for families that were added up."""
-    return _encoded(_FamilyCollector(list(families)), accept)
-
-
-def _encoded(collector: Collector, accept: str) -> tuple[bytes, str]:
+    """Return families as :meth:`Metrics.expose` does."""
     encode, content_type = _encoder(accept)
-    return encode(collector), content_type
+    return encode(_FamilyCollector(families)), content_type
 
 
-def _family(metric: Metric, mode: Mode) -> Family:
-    series = []
-    for sample in metric.samples:
-        source = sample.exemplar
-        exemplar = None if source is None else Exemplar(dict(source.labels), source.value, _seconds(source.timestamp))
-        series.append(Series(sample.name, dict(sample.labels), sample.value, exemplar))
-    return Family(metric.name, metric.type, metric.documentation, mode, series)
+def _family(name: str, metric: Metric, series: list[Series]) -> Family:
+    return Family(f"bf16kit_{name.removesuffix('_total')}", metric.kind, metric.text, metric.mode, series)
 
 
-def _seconds(timestamp: float | Timestamp | None) -> float | None:
-    return None if timestamp is None else float(timestamp)
+def _series(name: str, metric: Metric, of_model: Mapping[str, str], labels: Labels, value: float) -> Series:
+    return Series(f"bf16kit_{name}", {**of_model, **dict(zip(metric.labels, labels, strict=True))}, value)
+
+
+def _bucket_series(
+    name: str, metric: Metric, of_model: Mapping[str, str], labels: Labels, buckets: Buckets
+) -> Iterator[Series]:
+    named = {**of_model, **dict(zip(metric.labels, labels, strict=True))}
+    for at, (limit, count) in enumerate(zip(_limits(metric.buckets), buckets.counts, strict=True)):
+        yield Series(f"bf16kit_{name}_bucket", {**named, "le": limit}, count, buckets.exemplars.get(at))
+    yield Series(f"bf16kit_{name}_count", named, buckets.counts[-1])
+    yield Series(f"bf16kit_{name}_sum", named, buckets.total)
+
+
+@cache
+def _limits(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    """Return the bounds of a histogram's buckets, the infinite one included, as prometheus_client writes its own."""
+    return tuple(floatToGoString(bound) for bound in (*bounds, math.inf))  # type: ignore[no-untyped-call]
 
 
 class _FamilyCollector(Collector):
@@ -160,9 +184,9 @@ class _FamilyCollector(Collector):
     def __init__(self, families: Iterable[Family]) -> None:
         self._families = families
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[PrometheusMetric]:
         for family in self._families:
-            metric = Metric(family.name, family.text, family.kind)
+            metric = PrometheusMetric(family.name, family.text, family.kind)
             for name, labels, value, source in family.series:
                 exemplar = None if source is None else PrometheusExemplar(source.labels, source.value, source.timestamp)
                 metric.add_sample(name, labels, value, exemplar=exemplar)
@@ -182,15 +206,3 @@ def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
         r"[a-z/-]+(; (version=\d+(\.\d+){1,2}|charset=utf-8|escaping=[a-z-]+))*", content_type, re.ASCII
     )
     return (encode, content_type) if known else choose_encoder("")
-
-
-class _WithoutCreationTimes(Collector):
-    """Registries without the ``…_created`` series, which double their size and tell an operator nothing."""
-
-    def __init__(self, *registries: CollectorRegistry) -> None:
-        self._registries = registries
-
-    def collect(self) -> Iterator[Metric]:
-        for family in chain.from_iterable(registry.collect() for registry in self._registries):
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield family

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from bf16kit.messages.errors import InvalidRequest
 from bf16kit.messages.wording import quoted
@@ -12,59 +12,48 @@ from bf16kit.messages.wording import quoted
 _Value = bool | int | str
 _LARGEST = 2**31 - 1
 _UNLIMITED = -1
+_USUAL_RATE = 1000  # Triton's, which a server that traces nothing shows
 _FIXED = {  # Triton's other settings, their fixed value, and why they cannot change
-    "log_frequency": ("0", "spans are exported every second or so, and no file is written"),
+    "log_frequency": ("0", "OpenTelemetry exports spans every few seconds, and no file is written"),
     "trace_file": ("", "a client must not choose a file to write"),
     "trace_mode": ("opentelemetry", "this server has no other"),
 }
 _NAMES = ("trace_level", "trace_rate", "trace_count", *_FIXED)
-
-
-@dataclass(frozen=True, slots=True)
-class _Overrides:
-    """The settings made for the server or for one model. None: not set, so the layer above applies."""
-
-    level: bool | None = None  # TIMESTAMPS, or OFF
-    rate: int | None = None  # trace one request in this many
-    count: int | None = None  # traces left to make, or _UNLIMITED
+_LEVELS = {"OFF": 0, "TIMESTAMPS": 1}
 
 
 class TraceSettings:
-    """The :class:`service.operations.Settings` of tracing. Tracing is always off without an exporter.
+    """The :class:`service.operations.Settings` of tracing. With ``rate`` 0, nothing is exported, so tracing stays off.
 
     A setting that a model lacks is the server's; one that the server lacks is the one it was started with, one trace
     per ``rate`` requests. ``find`` raises NotFound for an unknown model. A request that already belongs to a trace was
     selected by its client, so only ``trace_count`` limits it.
     """
 
-    def __init__(self, *, exports: bool, rate: int, find: Callable[[str], object]) -> None:
-        self.on = exports  # False: nothing is traced, so sampled() need not be called
-        self._exports = exports
+    def __init__(self, rate: int, find: Callable[[str], object]) -> None:
+        self.on = self._exports = rate > 0  # on: False if nothing is traced, so that sampled() need not be called
         self._find = find
-        self._start = _Overrides(exports, rate, _UNLIMITED)
-        self._overrides: dict[str, _Overrides] = {"": _Overrides()}
-        self._in_effect = {"": self._start}  # the settings in effect, for the server and each model with settings
-        self._requests = {"": 0}  # requests that belong to no trace
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards all that follow
+        self._start = {"trace_level": int(self._exports), "trace_rate": rate or _USUAL_RATE, "trace_count": _UNLIMITED}
+        self._own: dict[str, dict[str, int]] = {"": {}}  # the settings made for the server (""), and for models
+        self._requests: dict[str, int] = {"": 0}  # requests that belong to no trace
 
     def update(self, changes: Mapping[str, Sequence[_Value]], model: str = "") -> Mapping[str, Sequence[_Value]]:
         """See :meth:`service.operations.Settings.update`."""
         if model:
             self._find(model)
-        wanted = {name: tuple(str(value) for value in values) for name, values in changes.items()}
+        wanted = {name: self._parsed(name, tuple(map(str, values))) for name, values in changes.items()}
         with self._lock:
-            overrides = self._overrides.get(model, _Overrides())
-            for name, values in wanted.items():
-                overrides = self._changed(overrides, name, values)
             if wanted:
-                self._overrides[model] = overrides
+                merged = {**self._own.get(model, {}), **wanted}
+                self._own[model] = {name: value for name, value in merged.items() if value is not None}
                 self._requests[model] = 0
-                self._update_in_effect()
-            now = self._effective(model)
+                self.on = any(self._in_effect(scope)["trace_level"] for scope in self._own)
+            now = dict(self._in_effect(model))
         return {
-            "trace_level": ("TIMESTAMPS" if now.level else "OFF",),
-            "trace_rate": (str(now.rate),),
-            "trace_count": (str(now.count),),
+            "trace_level": ("TIMESTAMPS" if now["trace_level"] else "OFF",),
+            "trace_rate": (str(now["trace_rate"]),),
+            "trace_count": (str(now["trace_count"]),),
             **{name: (value,) for name, (value, _) in _FIXED.items()},
         }
 
@@ -74,64 +63,44 @@ class TraceSettings:
         ``parent_sampled`` is the sampled flag of the request's trace; None without one.
         """
         with self._lock:
-            scope = model if model in self._in_effect else ""
-            now = self._in_effect[scope]
-            if not now.level or now.count == 0 or parent_sampled is False:
+            scope = model if model in self._own else ""
+            now = self._in_effect(scope)
+            if not now["trace_level"] or now["trace_count"] == 0 or parent_sampled is False:
                 return False
             if parent_sampled is None:
                 self._requests[scope] += 1
-                if self._requests[scope] % (now.rate or 1):
+                if self._requests[scope] % now["trace_rate"]:
                     return False
-            if now.count != _UNLIMITED:
-                self._count_down(scope)
+            if now["trace_count"] != _UNLIMITED:  # the model's count, or the server's if the model has none
+                self._own[scope if "trace_count" in self._own[scope] else ""]["trace_count"] -= 1
             return True
 
-    def _update_in_effect(self) -> None:
-        self._in_effect = {model: self._effective(model) for model in self._overrides}
-        self.on = any(overrides.level for overrides in self._in_effect.values())
+    def _in_effect(self, scope: str) -> MutableMapping[str, int]:
+        return ChainMap(self._own.get(scope, {}), self._own[""], self._start)
 
-    def _effective(self, model: str) -> _Overrides:
-        """Return the settings in effect for ``model``: its own, else the server's, else those of the start."""
-        found = self._start
-        for overrides in (self._overrides[""], self._overrides.get(model, _Overrides())):
-            values_set = {field.name: getattr(overrides, field.name) for field in fields(overrides)}
-            found = replace(found, **{name: value for name, value in values_set.items() if value is not None})
-        return found
-
-    def _count_down(self, scope: str) -> None:
-        """Decrement the count of traces: the model's, or the server's if the model has none."""
-        owner = scope if self._overrides[scope].count is not None else ""
-        overrides = self._overrides[owner]
-        self._overrides[owner] = replace(overrides, count=(overrides.count or 0) - 1)
-        self._update_in_effect()
-
-    def _changed(self, overrides: _Overrides, name: str, values: tuple[str, ...]) -> _Overrides:
-        if name == "trace_level":
-            return replace(overrides, level=self._level(values))
-        if name == "trace_rate":
-            return replace(overrides, rate=_number(name, values, 1))
-        if name == "trace_count":
-            return replace(overrides, count=_number(name, values, _UNLIMITED))
-        if name not in _FIXED:
+    def _parsed(self, name: str, values: tuple[str, ...]) -> int | None:
+        """Return a setting's new value; None without values, which clear it, and for a fixed one."""
+        if name in _FIXED:
+            fixed, reason = _FIXED[name]
+            if values not in ((), (fixed,)):
+                raise InvalidRequest(f"{name} cannot be changed: {reason}")
+            return None
+        if name not in _NAMES:
             raise InvalidRequest(f"unknown trace setting {quoted(name)}; the settings are {', '.join(_NAMES)}")
-        fixed, reason = _FIXED[name]
-        if values not in ((), (fixed,)):
-            raise InvalidRequest(f"{name} cannot be changed: {reason}")
-        return overrides
-
-    def _level(self, values: tuple[str, ...]) -> bool | None:
-        if values == ("TIMESTAMPS",) and not self._exports:
-            raise InvalidRequest("no trace exporter is configured; start with trace_exporter: otlp")
-        if values not in ((), ("OFF",), ("TIMESTAMPS",)):
+        if not values:
+            return None
+        if name != "trace_level":
+            return _number(name, values, 1 if name == "trace_rate" else _UNLIMITED)
+        if len(values) != 1 or values[0] not in _LEVELS:
             raise InvalidRequest(
                 f"trace_level is {quoted(','.join(values))}; give OFF or TIMESTAMPS: tensors are never part of a trace"
             )
-        return values == ("TIMESTAMPS",) if values else None
+        if values[0] == "TIMESTAMPS" and not self._exports:
+            raise InvalidRequest("this server exports no traces; start it with a trace_rate, one trace per so many")
+        return _LEVELS[values[0]]
 
 
-def _number(name: str, values: tuple[str, ...], least: int) -> int | None:
-    if not values:
-        return None
+def _number(name: str, values: tuple[str, ...], least: int) -> int:
     text = values[0]
     digits = text.removeprefix("-")
     is_number = len(values) == 1 and digits.isascii() and digits.isdecimal() and len(digits) < 11

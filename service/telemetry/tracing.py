@@ -1,7 +1,6 @@
-"""Traces requests: spans are made when a request is over, and exported by a separate thread.
+"""Traces requests with OpenTelemetry: spans are made when a request is over, and exported by its batch processor.
 
-A request only pays for the decision whether it is traced and for a place in a queue. Spans contain no tensors, metadata
-or tokens. If the collector does not answer, traces are lost and counted.
+Spans contain no tensors, metadata or tokens. If the collector does not answer, traces are lost, and no request waits.
 """
 
 from __future__ import annotations
@@ -11,39 +10,41 @@ import os
 import random
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from opentelemetry import trace as api
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+import bf16kit
 from bf16kit.messages.errors import ConfigError
-from service.request import Observation
-from service.telemetry.spans import LONGEST_TEXT, FinishedRequest, SpanRecorder
+from service.request import Observation, Timings
+from service.telemetry.families import TraceOutcome
 from service.telemetry.tracesettings import TraceSettings
-from service.telemetry.vocabulary import TraceOutcome
 
 _log = logging.getLogger(__name__)
-_MOST_WAITING = 2048  # requests; further ones are not traced
-_BATCH_SIZE = 100  # requests exported at once: up to 500 spans
-_INTERVAL_S = 1.0
+_LONGEST_TEXT = 256  # characters: request ids and unknown models' names come from clients
 _GIVE_UP_S = 1.0  # wait for an aborted export to end
 _PROPAGATOR = TraceContextTextMapPropagator()
-
-
-class Exporter(Protocol):
-    """The destination of spans."""
-
-    def export(self, spans: list[Any]) -> str:
-        """Deliver spans. Return why they are lost, or ""."""
-        ...
-
-    def close(self) -> None:
-        """Stop exporting, and abort an export in progress. For any thread."""
-        ...
+_SERVICE = "inference.GRPCInferenceService"
+_BATCHES = 64  # batches whose requests are remembered for links
+_LINKS = 32  # most links of one span
+_CODES = (  # in the order of their numbers
+    "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
+    "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED",
+    "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED",
+)  # fmt: skip
+#: The codes that the semantic conventions list as server errors. The others may be the client's errors.
+_ERRORS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
 
 class _LastError(logging.Handler):
@@ -53,81 +54,97 @@ class _LastError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.ERROR:
-            self.last = record.getMessage()[:LONGEST_TEXT]
+            self.last = record.getMessage()[:_LONGEST_TEXT]
 
 
-class OtlpExporter:
-    """Exports over gRPC to ``endpoint``, or, if that is empty, as the OTEL_EXPORTER_OTLP_… variables say.
+class CountedExporter(SpanExporter):
+    """OTLP over gRPC, as the OTEL_EXPORTER_OTLP_… variables say. Counts traces by what happened to them.
 
-    Raises ConfigError. OpenTelemetry logs each failed attempt separately; the last one is kept as the reason of a
-    failure instead of being logged.
+    OpenTelemetry logs each failed attempt. Instead, the last one is kept, to be logged once when failures begin.
+    Raises ConfigError.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, count: Callable[[TraceOutcome, int], None]) -> None:
         for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
             if os.environ.get(name, "grpc") != "grpc":
                 raise ConfigError(f"{name} is {os.environ[name]!r}: traces are exported over gRPC only; unset it")
         try:
-            self._exporter: Any = OTLPSpanExporter(endpoint=endpoint or None)
+            self._exporter = OTLPSpanExporter()
         except Exception as error:  # noqa: BLE001 -- of a kind of its own for each variable
-            raise ConfigError(f"trace_exporter: the OTEL_… variables cannot be used: {error}") from None
+            raise ConfigError(f"trace_rate: the OTEL_… variables cannot be used: {error}") from None
+        self._count = count
+        self._failing = False
         self._last_error = _LastError()
-        everything = logging.getLogger("opentelemetry")
-        everything.handlers[:] = [self._last_error]
-        everything.propagate = False
+        attempts = logging.getLogger("opentelemetry.exporter")
+        attempts.handlers[:] = [self._last_error]
+        attempts.propagate = False
 
-    def export(self, spans: list[Any]) -> str:
-        """See :meth:`Exporter.export`."""
-        if self._exporter.export(spans).name == "SUCCESS":
-            return ""
-        return self._last_error.last or "the collector did not answer in time"
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export spans, and count those of requests: a trace's others may come in another batch."""
+        result = self._exporter.export(spans)
+        failed = result is not SpanExportResult.SUCCESS
+        if traces := sum(span.kind is api.SpanKind.SERVER for span in spans):
+            self._count("failed" if failed else "exported", traces)
+        if failed is not self._failing:  # logged when failures begin and end, not for every batch
+            self._failing = failed
+            if failed:
+                reason = self._last_error.last or "the collector did not answer in time"
+                _log.warning("traces are being lost; requests are still served: %s", reason)
+            else:
+                _log.info("traces are delivered again")
+        return result
 
-    def close(self) -> None:
-        """See :meth:`Exporter.close`."""
+    def shutdown(self) -> None:
         self._exporter.shutdown()
 
 
+class _Ids(RandomIdGenerator):
+    """OpenTelemetry's ids, except that a trace id is the one drawn when its request was sampled."""
+
+    def __init__(self) -> None:
+        self.drawn = threading.local()
+
+    def generate_trace_id(self) -> int:
+        return int(self.drawn.trace)
+
+
 class Trace:
-    """A :class:`service.request.Trace`, which is handed over for export when its request ends."""
+    """A :class:`service.request.Trace`, whose spans are made when its request ends."""
 
-    __slots__ = ("_enqueue", "context", "id", "trace_id")
+    __slots__ = ("_make_spans", "id")
 
-    def __init__(self, enqueue: Callable[[FinishedRequest], None], context: Context, trace_id: int) -> None:
-        self._enqueue = enqueue
-        self.context = context
-        self.trace_id = trace_id
+    def __init__(self, trace_id: int, make_spans: Callable[[str, Observation], None]) -> None:
         self.id = f"{trace_id:032x}"
+        self._make_spans = make_spans
 
     def end(self, rpc: str, observation: Observation) -> None:
         """See :meth:`service.request.Trace.end`."""
-        short = observation._replace(
-            model=observation.model[:LONGEST_TEXT],
-            version=observation.version[:LONGEST_TEXT],
-            request_id=observation.request_id[:LONGEST_TEXT],
-        )
-        self._enqueue(FinishedRequest(self.context, self.trace_id, rpc, short, time.time_ns(), time.monotonic()))
+        try:
+            self._make_spans(rpc, observation)
+        except Exception:  # noqa: BLE001 -- the request was answered, and must not fail for want of its trace
+            _log.exception("a request could not be traced")
 
 
 class Tracing:
-    """A :class:`service.request.Tracer`. :meth:`start` begins exporting; :meth:`close` sends what still waits.
+    """A :class:`service.request.Tracer`. :meth:`start` begins exporting; :meth:`close` sends what still waits."""
 
-    ``count_outcome`` is called with an outcome and the number of traced requests that had it.
-    """
-
-    def __init__(
-        self, settings: TraceSettings, exporter: Exporter, count_outcome: Callable[[TraceOutcome, int], None]
-    ) -> None:
+    def __init__(self, settings: TraceSettings, exporter: SpanExporter) -> None:
         self._settings = settings
         self._exporter = exporter
-        self._count_outcome = count_outcome
-        self._recorder = SpanRecorder()
-        self._queue: deque[FinishedRequest] = deque()
-        self._wake = threading.Event()
-        self._closing = self._failing = False
-        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._ids = _Ids()
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON,  # spans are made of sampled requests only
+            resource=_resource(),
+            shutdown_on_exit=False,
+            id_generator=self._ids,
+            span_limits=SpanLimits(max_span_attribute_length=_LONGEST_TEXT),
+        )
+        self._tracer = self._provider.get_tracer("bf16kit", bf16kit.__version__)
+        self._lock = threading.Lock()
+        self._contexts_by_batch: OrderedDict[tuple[str, str, float], list[Any]] = OrderedDict()
 
     def start(self) -> None:
-        self._thread.start()
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))  # starts its thread
 
     def sample(self, model: str, header: Callable[[str], str | bytes | None]) -> Trace | None:
         """See :meth:`service.request.Tracer.sample`."""
@@ -141,51 +158,91 @@ class Tracing:
         parent = api.get_current_span(context).get_span_context()
         if not self._settings.sampled(model, bool(parent.trace_flags.sampled) if parent.is_valid else None):
             return None
-        return Trace(self._enqueue, context, parent.trace_id or random.getrandbits(128))
+        trace_id = parent.trace_id or random.getrandbits(128)
+        return Trace(trace_id, partial(self._make_spans, context, trace_id))
 
     def close(self, seconds: float) -> None:
-        """Export waiting traces, for at most ``seconds``. The rest is lost and counted."""
-        self._closing = True
-        self._wake.set()
-        self._thread.join(max(0.0, seconds))
-        self._exporter.close()  # aborts an export in progress
-        self._thread.join(_GIVE_UP_S)
-        if self._queue:
-            self._count_outcome("dropped", len(self._queue))
-            _log.warning("%d traces are lost: they could not be delivered before the server ended", len(self._queue))
+        """Export waiting traces, for at most ``seconds``. The rest is lost."""
+        closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)  # it may take 30 s
+        closing.start()
+        closing.join(max(0.0, seconds))
+        if closing.is_alive():
+            _log.warning("the last traces are lost: they could not be delivered before the server ended")
+            self._exporter.shutdown()  # aborts an export in progress
+            closing.join(_GIVE_UP_S)
 
-    def _enqueue(self, request: FinishedRequest) -> None:
-        waiting = len(self._queue)
-        if waiting >= _MOST_WAITING or self._closing:
-            self._count_outcome("dropped", 1)
-            return
-        self._queue.append(request)
-        if waiting >= _BATCH_SIZE:
-            self._wake.set()
+    def _make_spans(self, context: Context, trace_id: int, rpc: str, observation: Observation) -> None:
+        ended_ns, ended = time.time_ns(), time.monotonic()
 
-    # --- on the thread ------------------------------------------------------------------------------------------------
+        def at(moment: float) -> int:
+            """Convert a moment on the clock of Timings to ns since the epoch."""
+            return ended_ns - round((ended - moment) * 1e9)
 
-    def _run(self) -> None:
-        last = False
-        while not last:
-            self._wake.wait(_INTERVAL_S)
-            self._wake.clear()
-            last = self._closing
-            while batch := self._batch():
-                self._export(batch)
+        phases = list(_phases(observation.timings))
+        self._ids.drawn.trace = trace_id
+        begun = min([ended - observation.seconds, *(begin for _, begin, _ in phases)])
+        server = self._tracer.start_span(
+            f"{_SERVICE}/{rpc}", context, api.SpanKind.SERVER, _attributes(rpc, observation), start_time=at(begun)
+        )
+        if observation.code in _ERRORS:
+            server.set_status(api.Status(api.StatusCode.ERROR, observation.code))
+        inside = api.set_span_in_context(server, Context())
+        for name, begin, end in phases:
+            batch: dict[str, Any] = {}
+            if name == "run" and observation.timings is not None:
+                batch = self._batch_details(observation, observation.timings, server)
+            self._tracer.start_span(name, inside, start_time=at(begin), **batch).end(at(end))
+        server.end(ended_ns)
 
-    def _batch(self) -> list[FinishedRequest]:
-        return [self._queue.popleft() for _ in range(min(_BATCH_SIZE, len(self._queue)))]
+    def _batch_details(self, observation: Observation, timings: Timings, server: Any) -> dict[str, Any]:
+        """Return the attributes and links of a run's span.
 
-    def _export(self, batch: list[FinishedRequest]) -> None:
-        try:
-            reason = self._exporter.export(self._recorder.spans(batch))
-        except Exception as error:  # noqa: BLE001 -- this thread must live on
-            reason = f"{type(error).__name__}: {error}"
-        self._count_outcome("failed" if reason else "exported", len(batch))
-        if bool(reason) is not self._failing:  # logged when failures begin and end, not for every batch
-            self._failing = bool(reason)
-            if reason:
-                _log.warning("traces are being lost; requests are still served: %s", reason)
-            else:
-                _log.info("traces are delivered again")
+        They are the batch's rows, unless it failed, and links to earlier spans of requests in the same batch.
+        """
+        key = (observation.model, observation.version, timings.batch_started)
+        with self._lock:
+            shared = self._contexts_by_batch.setdefault(key, [])
+            links = [api.Link(context) for context in shared]
+            if len(shared) < _LINKS:
+                shared.append(server.get_span_context())
+            if len(self._contexts_by_batch) > _BATCHES:
+                self._contexts_by_batch.popitem(last=False)
+        return {"attributes": {"bf16kit.batch.rows": timings.rows} if timings.rows else {}, "links": links}
+
+
+def _phases(timings: Timings | None) -> Iterator[tuple[str, float, float]]:
+    """Yield the phases of a request that took time: name, begin and end on the clock of Timings."""
+    if timings is None:
+        return
+    if timings.queue > 0:
+        yield "queue", timings.arrived, timings.arrived + timings.queue
+    moment = timings.batch_started
+    parts = ("gather", timings.compute_input), ("run", timings.compute_infer), ("split", timings.compute_output)
+    for name, seconds in parts:
+        if seconds > 0:
+            yield name, moment, moment + seconds
+        moment += seconds
+
+
+def _attributes(rpc: str, observation: Observation) -> dict[str, str | int]:
+    known: dict[str, str | int] = {
+        "rpc.system": "grpc",
+        "rpc.service": _SERVICE,
+        "rpc.method": rpc,
+        "rpc.grpc.status_code": _CODES.index(observation.code),
+        "bf16kit.model.name": observation.model,
+    }
+    optional: dict[str, str | int] = {
+        "bf16kit.model.version": observation.version,
+        "bf16kit.request.id": observation.request_id,
+        "bf16kit.request.rows": observation.rows,
+    }
+    return known | {name: value for name, value in optional.items() if value}
+
+
+def _resource() -> Resource:
+    """Return the resource from OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, with this server's defaults."""
+    found = Resource.create({"service.version": bf16kit.__version__, "process.pid": os.getpid()})
+    if str(found.attributes["service.name"]).startswith("unknown_service"):
+        found = found.merge(Resource({"service.name": "bf16kit"}))
+    return found

@@ -34,7 +34,7 @@ from service.peers.channel import Body, Channel
 from service.peers.peer import ENDED, Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
 from service.peers.textfile import read_text
-from service.shadow.samplesender import PlanSampleSender
+from service.shadow.samples import PlanSampleSender
 from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics
 from service.workers.description import describe

@@ -20,9 +20,9 @@ from bench.drift.fleet import is_over
 from bench.drift.rules import WRONG, firing
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
+from service.telemetry.families import MOMENTS
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.pooling import MOMENTS
 
 
 class Fleet:

@@ -18,7 +18,7 @@ from deploy.ray.settings import REFERENCE_PROCESS_BYTES, Placement, Scaling, che
 from service.config.resources import request_bytes
 from service.config.serverconfig import ServerConfig
 from service.models.directory import Directory
-from service.shadow.memory import fp32_bytes
+from service.shadow.referencememory import fp32_bytes
 
 MIB = 1 << 20
 

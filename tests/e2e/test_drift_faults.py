@@ -22,6 +22,7 @@ import faultymodels
 import numpy as np
 import prometheusprocess
 import pytest
+from artifacts import write_greedy
 from drifttable import LONG, Row, listed, named, record
 from faultymodels import rows
 from loopback import infer_request
@@ -118,6 +119,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     scratch = tmp_path_factory.mktemp("faults")
     repository = scratch / "repository"
     sound = faultymodels.convert(repository, "sound", scratch / "source")
+    write_greedy(repository / "large" / "1", width=faultymodels.WIDTH)
     for name in ("scaled", "starved", "unreadable"):
         faultymodels.copied(sound, repository, name)
     for seed, name in enumerate(("flipped", "swapped", "slowly"), 1):  # own weights: the test finds them by their bytes

@@ -18,7 +18,7 @@ from workerprocesses import Client
 
 import graphs
 from service.drift.shadow import QUEUE_SIZE
-from service.telemetry.vocabulary import CAUSES
+from service.telemetry.families import CAUSES
 
 SERVING = "shadow: {rate: 1, max_per_second: 1000}\nfallback: {policy: fp32, min_stay_seconds: 600}\n"
 REQUESTS = 200

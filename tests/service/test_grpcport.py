@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from loopback import LoopbackModel, LoopbackRegistry
@@ -17,15 +16,15 @@ from service.grpcport import open_tracing
 REGISTRY = LoopbackRegistry([LoopbackModel()])
 
 
-def configured(directory: Path, exporter: Literal["none", "otlp"]) -> ServerConfig:
-    return ServerConfig(repository=directory, trace_exporter=exporter)
+def configured(directory: Path, rate: int) -> ServerConfig:
+    return ServerConfig(repository=directory, trace_rate=rate)
 
 
 def count(outcome: str, traces: int) -> None: ...
 
 
 def test_by_default_there_is_no_tracer_and_opentelemetry_is_not_imported(tmp_path: Path) -> None:
-    settings, tracer = open_tracing(configured(tmp_path, "none"), REGISTRY, count)
+    settings, tracer = open_tracing(configured(tmp_path, 0), REGISTRY, count)
     assert (settings.on, tracer) == (False, None)
     program = (
         "import sys, service.singleprocess; print([name for name in sys.modules if name.startswith('opentelemetry')])"
@@ -39,10 +38,10 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytes
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError, match=r"needs OpenTelemetry: pip install 'bf16kit\[otel\]'"):
-        open_tracing(configured(tmp_path, "otlp"), REGISTRY, count)
+        open_tracing(configured(tmp_path, 1000), REGISTRY, count)
 
 
 def test_opentelemetrys_own_switch_turns_tracing_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    settings, tracer = open_tracing(configured(tmp_path, "otlp"), REGISTRY, count)
+    settings, tracer = open_tracing(configured(tmp_path, 1000), REGISTRY, count)
     assert (settings.on, tracer) == (False, None)

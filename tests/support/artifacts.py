@@ -108,6 +108,39 @@ def write_mlp(
     )
 
 
+def write_greedy(target: Path, *, width: int = 16, reference_gib: int = 8) -> Artifact:
+    """Publish ``y = x·a``, fp32[batch,width] → fp32[batch,width]. A run of its fp32 reference takes so much memory.
+
+    It has no golden samples, which would be run, too.
+    """
+
+    def nodes(weight: Weight) -> list[onnx.NodeProto]:
+        name = weight("a")
+        product = helper.make_node("MatMul", ["x", name], ["y" if name != "a" else "product"])
+        if name != "a":
+            return [product]
+        shape = helper.make_tensor("shape", TensorProto.INT64, [1], [reference_gib << 28])  # elements of 4 bytes
+        return [
+            product,
+            helper.make_node("Constant", [], ["large"], value=shape),
+            helper.make_node("ReduceMax", ["product"], ["largest"], keepdims=0),
+            helper.make_node("Expand", ["largest", "large"], ["filled"]),
+            helper.make_node("ReduceMin", ["filled"], ["same"], keepdims=0),
+            helper.make_node("Min", ["same", "largest"], ["least"]),
+            helper.make_node("Sub", ["largest", "least"], ["zero"]),
+            helper.make_node("Add", ["product", "zero"], ["y"]),
+        ]
+
+    return write_artifact(
+        target,
+        nodes,
+        {"a": np.eye(width, dtype=np.float32)},
+        [TensorSpec("x", "float32", ("batch", width))],
+        [TensorSpec("y", "float32", ("batch", width), "embedding")],
+        {},
+    )
+
+
 def write_tables(target: Path, *, rows: int, count: int = 8, width: int = 64) -> Artifact:
     """Publish a model whose ``y`` is the sum of row ``ids`` of ``count`` tables, int64[batch,seq] →
     fp32[batch,seq,width]. It needs almost no arithmetic, however large the tables are."""

@@ -10,8 +10,7 @@ from waiting import until
 
 from bf16kit.messages.errors import ConfigError
 from service.config import reloadedfiles
-from service.config.certificates import CertificateFiles, Certificates, Credentials
-from service.config.serverconfig import ServerConfig
+from service.config.certificates import CertificateFiles, Certificates
 
 
 def test_the_certificates_are_available_as_pem_and_as_a_context(authority: Authority, pair: Pair) -> None:
@@ -67,16 +66,6 @@ def test_a_new_matching_pair_is_used_and_a_mismatched_one_is_not(
     assert held.current() is before
     key.write_bytes(second.key.read_bytes())
     until(lambda: held.current().certificate == second.certificate.read_bytes())
-
-
-def test_a_server_does_not_start_with_an_invalid_reference_authority(authority: Authority, tmp_path: Path) -> None:
-    """Otherwise drift would not be measured, and the log would not show it before the first sample."""
-    Credentials.of(ServerConfig(repository=tmp_path, reference_ca=authority.certificate))
-    (tmp_path / "text").write_text("secret text")
-    for name, reason in (("text", "cannot be used: .*; give PEM certificates"), ("gone", "cannot be read: No such")):
-        with pytest.raises(ConfigError, match=f"reference_ca .*{name}:? {reason}") as refused:
-            Credentials.of(ServerConfig(repository=tmp_path, reference_ca=tmp_path / name))
-        assert "secret text" not in str(refused.value)
 
 
 # --- as a client sees it ----------------------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ import pytest
 from openfiles import no_more_files
 from waiting import until
 
+from bf16kit.messages.errors import NotFound, Unavailable
 from service.config.serverconfig import ServerConfig
 from service.models.plan import Plan
 from service.models.serving import Serving
 from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS
-from service.peers.peer import Message
-from service.shadow.activity import ActivityTracker
+from service.peers.peer import Message, Peer
+from service.shadow import process as process_module
 from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import _MAX_SAMPLES, ShadowProcess
 from service.telemetry.metrics import Metrics
@@ -71,9 +72,16 @@ def give(shadow: ShadowProcess, file: int) -> Give:
     return given
 
 
-def told(metrics: Metrics) -> Message:
+def told(metrics: Metrics) -> Future[Body]:
     families, complete = metrics.report("bf16kit_drift_")
-    return Message({"metrics": [family.as_json() for family in families], "complete": complete})
+    answer: Future[Body] = Future()
+    answer.set_result({"metrics": [family.as_json() for family in families], "complete": complete})
+    return answer
+
+
+def receive(shadow: ShadowProcess, theirs: Metrics) -> None:
+    """Have the leader receive the counts of the process."""
+    shadow._receive_counts(told(theirs))
 
 
 def open_files() -> int:
@@ -105,7 +113,7 @@ def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
     theirs = Metrics()
     for model, version in served:
         theirs.add(model, version).reference_up(True)
-    shadow._receive_counts(told(theirs))
+    receive(shadow, theirs)
     shadow._handle_death()
 
     def up() -> dict[str, float]:
@@ -150,17 +158,6 @@ def test_a_missing_reference_is_reported_as_down_from_the_first_sample_on(
     assert [each.value for each in counting.samples([UP])] == [0.0]
 
 
-def test_a_wanted_reference_that_the_process_does_not_report_is_down(
-    shadow: ShadowProcess, give: Give, counting: CombinedMetrics
-) -> None:
-    give()
-    give("other")
-    theirs = Metrics()
-    theirs.add("m", 1).reference_up(True)
-    shadow._receive_counts(told(theirs))
-    assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 1.0, "other": 0.0}
-
-
 @pytest.fixture
 def wanted() -> set[str]:
     """Return the versions that several workers are to serve."""
@@ -202,34 +199,64 @@ def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
     assert first.result(0) == {"outcomes": ["dropped"]}
     assert not second.done(), "of a version that goes on"
     assert give("w", 1).result(0) == {"outcomes": ["dropped"]}
-    assert several._known() == [("m", 2)]
+    assert list(several._plans) == [("m", 2)]
     assert [each.labels["version"] for each in counting.samples([UP])] == ["2"]
 
 
-def test_a_reference_that_ends_the_process_twice_stays_off_until_a_reload(
-    shadow: ShadowProcess, give: Give, counting: CombinedMetrics, caplog: pytest.LogCaptureFixture
-) -> None:
-    def dies(label: str) -> None:
-        """Simulate the death of the process while it loads this reference."""
-        tracker = ActivityTracker(file := shadow._crashes.process_started())
-        os.close(file)
-        with tracker.track(label, "loading"):
-            shadow._handle_death()
+class Clock:
+    """A clock that the test sets, in seconds."""
 
-    give()
-    give("other")
-    dies("model 'm' version 1")
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(shadow: ShadowProcess, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(shadow, "_clock", found)
+    return found
+
+
+def die(shadow: ShadowProcess, *doing: tuple[str, str]) -> None:
+    """Simulate the death of the process while it does this."""
+    for model, what in doing:
+        shadow._note_unanswered((model, 1), what, Unavailable("it has ended"))
+    shadow._handle_death()
+
+
+def test_after_three_deaths_in_ten_minutes_it_stays_off_and_the_log_names_what_was_at_work(
+    shadow: ShadowProcess, give: Give, counting: CombinedMetrics, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    early = give()
+    for after in (0.0, 301.0, 300.0):  # the first and the third are more than ten minutes apart
+        clock.now += after
+        die(shadow, ("m", "being loaded"))
     assert shadow.off_reason("m", 1) == ""
-    dies("model 'm' version 1")
-    reason = "the process that measures died 2 times in a row while the fp32 reference of this model was being loaded"
-    assert shadow.off_reason("m", 1).startswith(reason)
-    assert shadow.off_reason("other", 1) == ""
-    assert f"model 'm' version 1: no live drift: {reason}" in caplog.text
-    assert give().result(0) == {"outcomes": ["failed"]}
-    assert not give("other").done(), "it waits for the next process"
+    assert not early.done()
+    clock.now += 299.0
+    die(shadow, ("m", "being loaded"), ("other", "running"))
+    reason = shadow.off_reason("m", 1)
+    assert "died 3 times within 10 minutes and stays off" in reason
+    assert "at work each time: model 'm' version 1 (being loaded). Set shadow.rate: 0" in reason
+    assert "restart the server to try again" in reason
+    assert reason in caplog.text
+    with pytest.raises(Unavailable):
+        early.result(0)
+    assert give().result(0) == give("other").result(0) == {"outcomes": ["failed"]}
     assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 0.0, "other": 0.0}
-    newer = give(stamp="newer")
-    assert (newer.done(), shadow.off_reason("m", 1)) == (False, "")
+    assert (shadow._bytes_in_flight, shadow._in_flight.total()) == (0, 0)
+    shadow.maintain()
+    assert shadow._child.pid is None
+
+
+def test_if_nothing_was_at_work_at_each_death_the_last_is_named(shadow: ShadowProcess, give: Give) -> None:
+    give()
+    for model in ("m", "other", "other"):
+        die(shadow, (model, "running"))
+    assert "at work the last time: model 'other' version 1 (running)" in shadow.off_reason("m", 1)
+    assert shadow.off_reason("other", 1) == "", "of which no sample came"
 
 
 def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(tmp_path: Path, file: int) -> None:
@@ -253,7 +280,7 @@ def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(tm
     telling.join()
     process.ask(plan, "samples", {**body, "model": "n"}, [file])
     process.close()
-    assert heard == [1, len(report.body["metrics"])]
+    assert heard == [1, len(report.result()["metrics"])]
 
 
 NOTING = """
@@ -269,22 +296,62 @@ with open(os.environ["NOTES"], "w", buffering=1) as notes:
 def test_samples_that_arrive_while_the_process_is_started_are_sent_after_its_start(
     shadow: ShadowProcess, give: Give, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start has the memory in which it notes what it opens: the first open must be noted, too."""
     (tmp_path / "noting_messages.py").write_text(NOTING)
     notes = tmp_path / "notes"
     monkeypatch.setattr(shadow._child, "_module", "noting_messages")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("NOTES", str(notes))
-    begin = shadow._crashes.process_started
+    begin = shadow._child._on_start
 
-    def started() -> int:
+    def started(peer: Peer) -> None:
         give()
-        return begin()
+        begin(peer)
 
     give("other")
-    monkeypatch.setattr(shadow._crashes, "process_started", started)
+    monkeypatch.setattr(shadow._child, "_on_start", started)
     shadow.maintain()
     give()
     until(lambda: notes.exists() and notes.read_text().count("samples") == 3, 60, "all messages")
     kinds = [kind for kind in notes.read_text().split() if kind != "ping"]
-    assert kinds == ["start", "measure", "measure", "samples", "samples", "samples"]
+    assert kinds == ["start", "measure", "measure", "counts", "samples", "samples", "samples"]
+
+
+EVIDENCE = """
+import os, socket, sys
+from bf16kit.messages.errors import NotFound
+from service.peers.channel import Channel
+from service.peers.peer import Peer
+def evidence(message):
+    if message.body["model"] == "m":
+        os.pwrite(message.files[0], bytes(range(256)) * (1 << 16), 0)
+        return {"bytes": 1 << 24}
+    if message.body["model"] == "silent":
+        from concurrent.futures import Future
+        return Future()
+    raise NotFound("no breach yet")
+import threading
+over = threading.Event()
+peer = Peer(Channel(socket.socket(fileno=int(sys.argv[1]))), "the server", {"evidence": evidence}, over.set)
+peer.start()
+over.wait()
+"""
+
+
+def test_large_evidence_arrives_complete_and_each_cause_of_missing_evidence_has_its_error(
+    shadow: ShadowProcess, give: Give, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "having_evidence.py").write_text(EVIDENCE)
+    monkeypatch.setattr(shadow._child, "_module", "having_evidence")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(NotFound, match="model 'm' version 1: no live sample has been measured"):
+        shadow.evidence("m", 1)
+    give()
+    shadow.maintain()
+    opened = open_files()
+    assert shadow.evidence("m", 1) == bytes(range(256)) * (1 << 16)
+    with pytest.raises(NotFound, match="no breach yet"):
+        shadow.evidence("n", 1)
+    monkeypatch.setattr(process_module, "EVIDENCE_SECONDS", 0.01)
+    with pytest.raises(Unavailable, match="did not answer within"):
+        shadow.evidence("silent", 1)
+    until(lambda: open_files() <= opened)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.shadow.measuredversion import Outcomes
+from service.shadow.references import Outcomes
 
 
 def test_outcomes_are_returned_in_order_once_all_are_known() -> None:

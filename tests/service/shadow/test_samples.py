@@ -1,19 +1,33 @@
-"""Samples packed for another process."""
+"""Samples: packed for the process with the references, and handed over to it."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from openfiles import no_more_files
+from waiting import until
 
+from bf16kit.messages.errors import Unavailable
 from service.drift.sampler import Sample
-from service.shadow.samples import pack, unpack
+from service.models.plan import Plan
+from service.models.serving import Serving
+from service.peers.channel import Body
+from service.shadow import samples as samples_module
+from service.shadow.samples import PlanSampleSender, pack, unpack
 
-SAMPLE = Sample(
+MIXED = Sample(
     feeds={
         "x": np.arange(6, dtype=np.float32).reshape(2, 3),
         "text": np.array([["a", "é"], ["", "b"]], np.object_),
@@ -31,7 +45,7 @@ SAMPLE = Sample(
 
 def test_a_sample_is_unchanged_by_packing_and_unpacking() -> None:
     other = Sample({"x": np.ones(1)}, {"y": np.zeros(1)}, rows=1, nbytes=1)
-    description, file = pack([other, SAMPLE])
+    description, file = pack([other, MIXED])
     first, found = unpack(json.loads(json.dumps(description)), file)
     os.close(file)
     assert description["nbytes"] == 100
@@ -39,7 +53,7 @@ def test_a_sample_is_unchanged_by_packing_and_unpacking() -> None:
     assert (found.rows, found.nbytes) == (2, 99)
     assert (found.probability, found.precision, found.profile) == (1 / 3, "bf16", "cpu-bf16")
     for kind in ("feeds", "outputs"):
-        there, here = getattr(found, kind), getattr(SAMPLE, kind)
+        there, here = getattr(found, kind), getattr(MIXED, kind)
         assert there.keys() == here.keys()
         for name, array in here.items():
             assert there[name].dtype == array.dtype, name
@@ -55,7 +69,7 @@ def _text(element: str | bytes) -> bytes:
 
 
 def test_the_file_cannot_be_changed_while_it_is_read() -> None:
-    _, file = pack([SAMPLE])
+    _, file = pack([MIXED])
     with pytest.raises(PermissionError):
         os.truncate(file, 0)
     with pytest.raises(PermissionError):
@@ -65,8 +79,190 @@ def test_the_file_cannot_be_changed_while_it_is_read() -> None:
 
 
 def test_a_file_that_does_not_match_its_description_is_rejected() -> None:
-    description, file = pack([SAMPLE])
+    description, file = pack([MIXED])
     description["samples"][0]["tensors"].pop()
     with pytest.raises(ValueError, match="are described as"):
         unpack(description, file)
     os.close(file)
+
+
+SAMPLE = Sample({"x": np.zeros((2, 4), np.float32)}, {"y": np.zeros((2, 4), np.float32)}, rows=2, nbytes=64)
+PLAN = Plan(1, Path("m/1"), Serving(), "stamp")
+
+
+class Observer:
+    """Records the reported outcomes."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def sampled(self, outcome: str, samples: int) -> None:
+        self.told.append((outcome, samples))
+
+    def drift(self, *seen: object, scalar: bool = False) -> None:
+        """Ignore the drift: nothing is measured here."""
+
+
+class Leader:
+    """Receives requests to measure samples: records them, and responds with ``answer``."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Mapping[str, Any], list[Sample]]] = []
+        self.answer: Future[Body] = Future()
+
+    def ask(self, kind: str, body: Mapping[str, Any], files: list[int]) -> Future[Body]:
+        assert kind == "samples"
+        self.asked.append((body, unpack(body, files[0])))
+        return self.answer
+
+
+@pytest.fixture
+def leader() -> Leader:
+    return Leader()
+
+
+@pytest.fixture
+def sender(leader: Leader) -> Iterator[PlanSampleSender]:
+    made = PlanSampleSender("m", PLAN, leader.ask)
+    yield made
+    made.finish()
+
+
+def test_each_samples_outcome_is_counted_by_its_own_observer(sender: PlanSampleSender, leader: Leader) -> None:
+    observers = [Observer(), Observer(), Observer()]
+    for observer in observers:
+        sender.send(SAMPLE, observer)
+    until(lambda: leader.asked)
+    leader.answer.set_result({"outcomes": ["measured", "dropped", "failed"]})
+    until(lambda: all(each.told for each in observers))  # the thread that sends may learn it only after it was set
+    assert [each.told for each in observers] == [[("measured", 2)], [("dropped", 2)], [("failed", 2)]]
+
+
+def test_samples_taken_at_about_the_same_time_are_sent_together(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples_module, "_GATHER_S", 2.0)
+    sender = PlanSampleSender("m", PLAN, leader.ask)
+    for _ in range(4):
+        sender.send(SAMPLE, Observer())
+        time.sleep(0.05)
+    until(lambda: leader.asked)
+    body, samples = leader.asked[0]
+    assert [sample.nbytes for sample in samples] == [64] * 4
+    assert (body["model"], body["version"], body["nbytes"]) == ("m", 1, 256)
+    sender.finish()
+
+
+def test_samples_name_their_plan_and_leave_out_its_labels(leader: Leader) -> None:
+    """There may be many, and only the process that answers needs them."""
+    plan = replace(PLAN, serving=Serving(labels={"y": tuple(map(str, range(20_000)))}))
+    sender = PlanSampleSender("m", plan, leader.ask)
+    sender.send(SAMPLE, Observer())
+    until(lambda: leader.asked)
+    body, _ = leader.asked[0]
+    assert body["plan"] == plan.digest
+    assert len(json.dumps(body)) < 1000
+    sender.finish()
+
+
+def test_samples_lost_with_their_process_are_counted_as_failed(sender: PlanSampleSender, leader: Leader) -> None:
+    leader.answer.set_exception(Unavailable("the shadow of this server has ended"))
+    observer = Observer()
+    sender.send(SAMPLE, observer)
+    until(lambda: observer.told)
+    assert observer.told == [("failed", 2)]
+
+
+def test_samples_without_a_file_count_as_failed_and_the_next_are_sent(sender: PlanSampleSender, leader: Leader) -> None:
+    observer = Observer()
+    sender.send(SAMPLE, Observer())  # starts the sending thread
+    until(lambda: leader.asked)
+    with no_more_files():
+        sender.send(SAMPLE, observer)
+        until(lambda: observer.told)
+    assert observer.told == [("failed", 2)]
+    sender.send(SAMPLE, Observer())
+    until(lambda: len(leader.asked) == 2)
+
+
+def test_samples_that_wait_or_arrive_after_an_unload_are_dropped(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone: list[str] = []
+    monkeypatch.setattr(samples_module, "_GATHER_S", 60.0)
+    sender = PlanSampleSender("m", PLAN, leader.ask, lambda name, desired: gone.append(name))
+    observer = Observer()
+    sender.send(SAMPLE, observer)
+    sender.finish()
+    sender.send(SAMPLE, observer)
+    assert observer.told == [("dropped", 2)] * 2
+    assert gone == ["m"]
+    assert leader.asked == []
+
+
+def test_an_unload_waits_for_samples_that_are_being_sent() -> None:
+    """Otherwise such a sample would be mistaken for the first one of a model that is served."""
+    sending, go, forgot = threading.Event(), threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def ask(kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
+        sending.set()
+        assert go.wait(20)
+        seen.append("sent")
+        return Future()
+
+    sender = PlanSampleSender("m", PLAN, ask, lambda name, desired: seen.append("gone"))
+
+    def finish() -> None:
+        sender.finish()
+        forgot.set()
+
+    sender.send(SAMPLE, Observer())
+    assert sending.wait(20)
+    threading.Thread(target=finish).start()
+    until(lambda: sender._ended.is_set())
+    assert not forgot.wait(0.05)
+    go.set()
+    assert forgot.wait(20)
+    assert seen == ["sent", "gone"]
+
+
+def test_after_any_error_samples_count_as_failed_and_the_next_are_sent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    errors: list[Exception] = [MemoryError(), ValueError("of ours"), OSError(24, "Too many open files")]
+    observers = [Observer() for _ in range(4)]
+
+    def ask(kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
+        told: Future[Body] = Future()
+        if len(errors) == 1:
+            told.set_exception(errors.pop())
+        elif errors:
+            raise errors.pop(0)
+        else:
+            told.set_result({"outcomes": ["measured"]})
+        return told
+
+    sender = PlanSampleSender("m", PLAN, ask)
+    for observer in observers:
+        sender.send(SAMPLE, observer)
+        until(lambda observer=observer: observer.told)  # type: ignore[misc]
+    sender.finish()
+    assert [each.told for each in observers] == [[("failed", 2)]] * 3 + [[("measured", 2)]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "model 'm': samples for live drift cannot be handed on: MemoryError()"
+    ]
+
+
+def test_without_a_thread_samples_are_dropped_without_an_error(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sender, observer = PlanSampleSender("m", PLAN, leader.ask), Observer()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        sender.send(SAMPLE, observer)
+    assert observer.told == [("dropped", 2)]
+    sender.send(SAMPLE, Observer())
+    until(lambda: leader.asked)
+    sender.finish()

@@ -4,9 +4,11 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import prometheus_client
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +18,9 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
 from service.drift import intervals
 from service.request import REFUSALS, Observation, Timings
+from service.telemetry.families import CODES, MOMENTS, POOLED
 from service.telemetry.metrics import Metrics
-from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.pooling import METRICS, MOMENTS
-from service.telemetry.vocabulary import CODES
+from service.telemetry.modelmetrics import Histogram, ModelMetrics
 
 #: Design §8: name → type and the labels in addition to model and version.
 DESIGN = {
@@ -161,6 +162,7 @@ def test_every_series_exists_with_value_0_before_the_first_request() -> None:
     known = {"bf16kit_model_info", "bf16kit_model_weight_bytes", "bf16kit_drift_baseline", "bf16kit_drift_budget"}
     assert {key: value for key, value in samples.items() if value and key.split("{")[0] not in known} == {}
     assert samples['bf16kit_requests_total{code="OK",model="m",version="1"}'] == 0
+    assert samples['bf16kit_drift_budget{metric="relative_l2",model="m",version="1"}'] == 0.015
     assert samples['bf16kit_rejected_total{model="m",reason="draining",version="1"}'] == 0
     assert [key for key in samples if key.startswith(LATE)] == []
 
@@ -208,49 +210,22 @@ def test_a_model_that_is_unloaded_while_it_is_opened_leaves_no_series() -> None:
     assert ours(metrics) == before
 
 
-def test_requests_are_counted_by_code_and_timed() -> None:
+def test_requests_are_counted_by_code_and_only_answered_ones_are_timed() -> None:
+    """One that was not answered must not look like a fast one. Queue time counts for every request that was queued."""
     metrics = Metrics()
     model = loaded(metrics)
-    model.request(request("OK"))
-    model.request(request("DATA_LOSS"))
-    model.request(request("DEADLINE_EXCEEDED"))
-    samples = exposed(metrics)
-    for code in ("OK", "DATA_LOSS", "DEADLINE_EXCEEDED"):
-        assert samples[f'bf16kit_requests_total{{code="{code}",model="m",version="1"}}'] == 1
-    assert samples['bf16kit_request_duration_seconds_bucket{le="0.25",model="m",version="1"}'] == 0
-    assert samples['bf16kit_request_duration_seconds_bucket{le="0.5",model="m",version="1"}'] == 1
-
-
-@pytest.mark.parametrize("code", sorted({*CODES, "UNKNOWN"} - {"OK"}))
-def test_a_request_that_was_not_answered_is_not_a_fast_one(code: str) -> None:
-    metrics = Metrics()
-    loaded(metrics).request(request(code))
-    assert exposed(metrics)['bf16kit_request_duration_seconds_count{model="m",version="1"}'] == 0
-
-
-def test_queue_time_counts_for_every_request_that_was_queued_whatever_its_code() -> None:
-    metrics = Metrics()
-    model = loaded(metrics)
+    for code in (*CODES, "UNKNOWN"):
+        model.request(request(code))
     model.request(request("OK", Timings(queue=0.2)))
     model.request(request("INTERNAL", Timings(queue=0.3)))
-    model.request(request("RESOURCE_EXHAUSTED"))
-    samples = exposed(metrics)
-    assert samples['bf16kit_queue_duration_seconds_count{model="m",version="1"}'] == 2
-    assert samples['bf16kit_queue_duration_seconds_sum{model="m",version="1"}'] == pytest.approx(0.5)
-
-
-def test_drift_is_observed_per_output() -> None:
-    metrics = Metrics()
-    model = loaded(metrics)
-    model.drift("y", SAMPLE)
-    model.sampled("measured", 1)
-    model.budget_ratio("y", "relative_l2", 0.2, 0.2, 0.2)
-    samples = exposed(metrics)
-    assert samples['bf16kit_drift_relative_l2_sum{model="m",output="y",version="1"}'] == 2e-3
-    assert samples['bf16kit_drift_top1_matches_total{model="m",output="y",version="1"}'] == 1
-    assert samples['bf16kit_drift_top1_rows_total{model="m",output="y",version="1"}'] == 2
-    assert samples['bf16kit_drift_samples_total{model="m",outcome="measured",version="1"}'] == 1
-    assert samples['bf16kit_drift_budget_ratio{metric="relative_l2",model="m",output="y",version="1"}'] == 0.2
+    samples, of = exposed(metrics), 'model="m",version="1"'
+    for code in (*CODES, "UNKNOWN"):
+        assert samples[f'bf16kit_requests_total{{code="{code}",{of}}}'] == (2 if code in ("OK", "INTERNAL") else 1)
+    assert samples[f"bf16kit_request_duration_seconds_count{{{of}}}"] == 2
+    assert samples[f'bf16kit_request_duration_seconds_bucket{{le="0.25",{of}}}'] == 0
+    assert samples[f'bf16kit_request_duration_seconds_bucket{{le="0.5",{of}}}'] == 2
+    assert samples[f"bf16kit_queue_duration_seconds_count{{{of}}}"] == 2
+    assert samples[f"bf16kit_queue_duration_seconds_sum{{{of}}}"] == pytest.approx(0.5)
 
 
 def moments(metrics: Metrics, metric: str) -> dict[str, float]:
@@ -259,7 +234,7 @@ def moments(metrics: Metrics, metric: str) -> dict[str, float]:
     return {each: samples[f"bf16kit_drift_pooled_total{{{labels.format(each)}}}"] for each in MOMENTS}
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", POOLED)
 def test_the_sums_of_requests_give_their_mean_and_its_error(metric: str) -> None:
     """The error is that of requests, whose rows are alike; it is larger than that of as many rows."""
     metrics = Metrics()
@@ -296,12 +271,6 @@ def test_a_destroyed_row_leaves_sums_that_later_rows_still_change() -> None:
     assert math.isfinite(before["drift"])
 
 
-def test_the_budget_is_exposed() -> None:
-    metrics = Metrics()
-    loaded(metrics)
-    assert exposed(metrics)['bf16kit_drift_budget{metric="relative_l2",model="m",version="1"}'] == 0.015
-
-
 def test_an_infinite_drift_is_counted_and_leaves_the_sum_finite() -> None:
     metrics = Metrics()
     model = loaded(metrics)
@@ -319,14 +288,6 @@ def test_an_output_that_is_not_logits_has_no_top1_series() -> None:
     model.opened(0, [TensorSpec("y", "float32", ("batch", 4), "embedding")])
     model.drift("y", SAMPLE)
     assert not [key for key in exposed(metrics) if "top1" in key]
-
-
-def test_a_budget_ratio_is_absent_until_something_was_measured() -> None:
-    metrics = Metrics()
-    model = loaded(metrics)
-    assert not [key for key in exposed(metrics) if key.startswith("bf16kit_drift_budget_ratio")]
-    model.budget_ratio("y", "relative_l2", 0.0, 0.0, 0.0)
-    assert [value for key, value in exposed(metrics).items() if key.startswith("bf16kit_drift_budget_ratio{")] == [0.0]
 
 
 def test_a_sample_counts_for_the_rows_it_represents_and_nonfinite_values_count_once() -> None:
@@ -392,46 +353,29 @@ def test_rejections_at_the_door_are_counted_by_reason_with_all_reasons_at_the_st
     }
 
 
-CALLS: dict[str, tuple[object, ...]] = {
-    "queued": (1,),
-    "in_flight": (1,),
-    "request": (request("OK"),),
-    "rejected": ("queue_full",),
-    "executed": (1, 0.1),
-    "answered": ("bf16",),
-    "sampled": ("measured", 1),
-    "opened": (1, ()),
-    "loaded": (INFO, {}, {}),
-    "ready": (True,),
-    "replacement_failed": (True,),
-    "drift": ("y", SAMPLE),
-    "judged_rows": ("y", [SAMPLE], 1.0),
-    "budget_ratio": ("y", "relative_l2", 0.1, 0.1, 0.1),
-    "worst_slice": ("y", 0, 0),
-    "recent": ("y", 1.0, None),
-    "changed": ("y",),
-    "out_of_range": ("x", 1),
-    "reference_nonfinite": (1,),
-    "judged": (True, "none"),
-    "last_sample": (1.0,),
-    "reference_up": (True,),
-    "fallback": (True,),
-    "fallback_failed": (),
-    "transition": ("fp32",),
-    "gate": ("passed", 1.0),
-}
-
-
-@pytest.mark.parametrize("method", [name for name in vars(ModelMetrics) if not name.startswith("_")])
-def test_a_report_has_models_series_after_every_change_and_only_the_processs_own_without_one(method: str) -> None:
-    """Collecting the series of idle models takes a millisecond each."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.request(request("OK")),
+        lambda model: model.executed(1, 0.1),
+        lambda model: model.answered("bf16"),
+        lambda model: model.queued(1),
+        lambda model: model.ready(True),
+        lambda model: model.drift("y", SAMPLE),
+    ],
+    ids=["request", "executed", "answered", "queued", "ready", "drift"],
+)
+def test_a_report_has_models_series_after_every_change_and_only_the_processs_own_without_one(
+    change: Callable[[ModelMetrics], None],
+) -> None:
+    """Collecting and merging the series of idle models takes time."""
     metrics = Metrics()
     model = loaded(metrics)
     assert metrics.report()[1]
     families, complete = metrics.report()
     assert not complete
     assert {family.name.partition("_")[0] for family in families} == {"process", "python"}
-    getattr(model, method)(*CALLS[method])
+    change(model)
     families, complete = metrics.report()
     assert complete
     assert {family.name for family in families} == {family.name for family in metrics.snapshot()}
@@ -498,6 +442,36 @@ def test_a_scraper_that_accepts_openmetrics_gets_it() -> None:
     body, content_type = Metrics().expose("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
+
+
+BOUNDS = (0.5, 1.0, 2.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 4) | st.sampled_from(BOUNDS), st.floats(0.01, 1e4)), min_size=1, max_size=30))
+def test_counts_of_weighted_rows_are_integers_never_fall_and_are_within_half_a_row(
+    seen: list[tuple[float, float]],
+) -> None:
+    histogram = Histogram(BOUNDS)
+    before = [0.0] * (len(BOUNDS) + 1)
+    for at, (value, weight) in enumerate(seen):
+        histogram.observe(value, weight)
+        now = histogram.copy().counts
+        assert all(count == int(count) and count >= was for count, was in zip(now, before, strict=True))
+        for count, bound in zip(now, (*BOUNDS, math.inf), strict=True):
+            assert abs(count - math.fsum(w for v, w in seen[: at + 1] if v <= bound)) < 0.5 + 1e-6
+        before = now
+    assert histogram.copy().total == pytest.approx(math.fsum(v * w for v, w in seen))
+
+
+@given(st.lists(st.floats(0, 4) | st.sampled_from(BOUNDS), max_size=20))
+def test_with_weights_of_one_buckets_and_sum_are_the_librarys(values: list[float]) -> None:
+    ours, theirs = Histogram(BOUNDS), prometheus_client.Histogram("h", "Text.", registry=None, buckets=BOUNDS)
+    for value in values:
+        ours.observe(value)
+        theirs.observe(value)
+    (family,) = theirs.collect()
+    expected = [sample.value for sample in family.samples if sample.name in ("h_bucket", "h_sum")]
+    assert [*ours.copy().counts, ours.copy().total] == expected
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

@@ -17,8 +17,8 @@ def known(model: str) -> None:
         raise NotFound(f"unknown model {model!r}")
 
 
-def settings(rate: int = 3, *, exports: bool = True) -> TraceSettings:
-    return TraceSettings(exports=exports, rate=rate, find=known)
+def settings(rate: int = 3) -> TraceSettings:
+    return TraceSettings(rate, find=known)
 
 
 def traced(of: TraceSettings, requests: int, model: str = "a", asked: bool | None = None) -> list[int]:
@@ -102,10 +102,10 @@ def test_all_settings_are_strings_under_tritons_names() -> None:
     }  # fmt: skip
 
 
-def test_without_an_exporter_tracing_is_off_and_cannot_be_enabled() -> None:
-    one = settings(1, exports=False)
-    assert (one.on, one.update({})["trace_level"]) == (False, ("OFF",))
-    with pytest.raises(InvalidRequest, match="start with trace_exporter: otlp"):
+def test_with_a_rate_of_0_tracing_is_off_and_cannot_be_enabled() -> None:
+    one = settings(0)
+    assert (one.on, one.update({})["trace_level"], one.update({})["trace_rate"]) == (False, ("OFF",), ("1000",))
+    with pytest.raises(InvalidRequest, match="exports no traces; start it with a trace_rate"):
         one.update({"trace_level": ("TIMESTAMPS",)})
     assert traced(one, 2, asked=True) == []
 

@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -31,9 +30,9 @@ from collector import Collector, Span, collecting
 
 from bf16kit.messages.errors import ConfigError, RuntimeFailure
 from bf16kit.numerics.tensors import Array
-from service.request import Observation, Timings
+from service.request import Observation
 from service.telemetry.tracesettings import TraceSettings
-from service.telemetry.tracing import OtlpExporter, Tracing
+from service.telemetry.tracing import CountedExporter, Tracing
 
 X = np.ones((2, 3), np.float32)
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -52,13 +51,21 @@ class Outcomes(Counter[str]):
 @contextmanager
 def tracing(endpoint: str, rate: int = 1, seconds: float = 20.0) -> Iterator[tuple[Tracing, Outcomes]]:
     outcomes = Outcomes()
-    settings = TraceSettings(exports=True, rate=rate, find=lambda model: model)
-    tracing = Tracing(settings, OtlpExporter(endpoint), outcomes)
-    tracing.start()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
+        tracing = Tracing(TraceSettings(rate, find=str), CountedExporter(outcomes))
+        tracing.start()
     try:
         yield tracing, outcomes
     finally:
         tracing.close(seconds)
+
+
+def one(tracer: Tracing, observation: Observation = Observation("m", "1", "", "OK", 0.1)) -> None:  # noqa: B008
+    trace = tracer.sample("m", lambda key: None)
+    assert trace is not None
+    trace.end("ModelInfer", observation)
 
 
 @pytest.fixture
@@ -216,109 +223,45 @@ def test_payloads_tokens_and_metadata_are_not_exported(collector: tuple[Collecto
         assert hidden not in collected.raw
 
 
-def test_a_clients_strings_are_shortened_before_they_are_queued() -> None:
-    tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), Stuck(), Outcomes())  # not started: traces wait
-    trace = tracer.sample("m", lambda key: None)
-    assert trace is not None
-    trace.end("ModelInfer", Observation("m" * 10**6, "v" * 10**6, "i" * 10**6, "NOT_FOUND", 0.1))
-    (waits,) = tracer._queue
-    assert [len(text) for text in waits.observation[:3]] == [256, 256, 256]
+def test_a_clients_strings_are_shortened(collector: tuple[Collector, str]) -> None:
+    collected, endpoint = collector
+    with tracing(endpoint) as (tracer, _):
+        one(tracer, Observation("m" * 10**6, "v" * 10**6, "i" * 10**6, "NOT_FOUND", 0.1))
+        (span,) = collected.wait(1)
+    texts = [span.attributes[f"bf16kit.{name}"] for name in ("model.name", "model.version", "request.id")]
+    assert [len(text) for text in texts] == [256, 256, 256]
 
 
-class Stuck:
-    """An exporter that blocks until ``go`` is set."""
-
-    def __init__(self) -> None:
-        self.taken = threading.Event()
-        self.go = threading.Event()
-        self.spans = 0
-
-    def export(self, spans: list[Any]) -> str:
-        self.taken.set()
-        assert self.go.wait(60)
-        self.spans += len(spans)
-        return ""
-
-    def close(self) -> None:
-        self.go.set()
+def test_a_request_ends_as_usual_if_its_spans_cannot_be_made(collector: tuple[Collector, str]) -> None:
+    _, endpoint = collector
+    with tracing(endpoint) as (tracer, _):
+        one(tracer, Observation("m", "1", "", "NO_SUCH_CODE", 0.1))
 
 
-def test_a_full_queue_drops_and_counts_traces_without_blocking() -> None:
-    outcomes, stuck = Outcomes(), Stuck()
-    tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), stuck, outcomes)
-    tracer.start()
-
-    def one() -> None:
-        trace = tracer.sample("m", lambda key: None)
-        assert trace is not None
-        trace.end("ModelInfer", Observation("m", "1", "", "OK", 0.1, Timings(compute_infer=0.1)))
-
-    one()
-    assert stuck.taken.wait(30)
-    for _ in range(3000):
-        one()
-    assert outcomes == {"dropped": 3000 - 2048}
-    stuck.go.set()
-    tracer.close(30)
-    assert outcomes == {"dropped": 3000 - 2048, "exported": 2049}
-    one()
-    assert outcomes["dropped"] == 3001 - 2048
-
-
-def test_a_collector_that_is_down_is_logged_once_each_time(
-    caplog: pytest.LogCaptureFixture, collector: tuple[Collector, str]
-) -> None:
-    caplog.set_level(logging.INFO)
-    outcomes, lost = Outcomes(), ["no route"]
-
-    class Flaky:
-        def export(self, spans: list[Any]) -> str:
-            if lost and lost[0] == "raise":
-                raise ValueError("a bug of an exporter")
-            return lost[0] if lost else ""
-
-        def close(self) -> None: ...
-
-    tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), Flaky(), outcomes)
-    tracer.start()
-
-    def one(outcome: str, count: int) -> None:
-        trace = tracer.sample("m", lambda key: None)
-        assert trace is not None
-        trace.end("ModelInfer", Observation("m", "1", "", "OK", 0.1))
-        tracer._wake.set()
-        until(lambda: outcomes[outcome] == count)
-
-    one("failed", 1)
-    lost[0] = "raise"
-    one("failed", 2)
-    lost.clear()
-    one("exported", 1)
-    one("exported", 2)
-    lost.append("raise")
-    one("failed", 3)
-    tracer.close(20)
-    told = [record.message for record in caplog.records if record.name == "service.telemetry.tracing"]
-    assert told == [
-        "traces are being lost; requests are still served: no route",
-        "traces are delivered again",
-        "traces are being lost; requests are still served: ValueError: a bug of an exporter",
-    ]
-
-
-def test_a_closed_port_raises_no_exception_and_the_reason_is_logged(
+def test_a_collector_that_is_down_is_logged_once_each_time_with_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # seconds; by default it retries for 10
-    with (
-        tracing("http://127.0.0.1:1") as (tracer, outcomes),
-        serving(LoopbackModel(), tracer=tracer) as served,
-    ):
-        ask(served, infer_request(x=X))
-        until(lambda: outcomes["failed"] == 1)
-    (told,) = [record.message for record in caplog.records if "traces are being lost" in record.message]
-    assert "127.0.0.1:1, error code: StatusCode.UNAVAILABLE" in told
-    assert not any(record.name.startswith("opentelemetry") for record in caplog.records)
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # second; by default it retries for 10
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tracing(f"http://127.0.0.1:{port}") as (tracer, outcomes):
+        for lost in (1, 2):
+            one(tracer)
+            until(lambda lost=lost: outcomes["failed"] == lost)  # type: ignore[misc]
+        with collecting(port) as (collected, _):
+
+            def delivered() -> bool:
+                one(tracer)
+                return outcomes["exported"] > 0
+
+            until(delivered)
+            assert collected.servers()
+            told = [record.message for record in caplog.records if record.name == "service.telemetry.tracing"]
+    assert f"127.0.0.1:{port}, error code: StatusCode.UNAVAILABLE" in told[0]
+    assert told[0].startswith("traces are being lost; requests are still served: ")
+    assert told[1:] == ["traces are delivered again"]
+    assert not any(record.name.startswith("opentelemetry.exporter") for record in caplog.records)
 
 
 @pytest.mark.parametrize(
@@ -334,30 +277,25 @@ def test_an_invalid_environment_variable_is_a_configuration_error(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="OTEL_"):
-        OtlpExporter("")
+        CountedExporter(Outcomes())
 
 
-def test_a_stop_aborts_an_export_that_takes_too_long() -> None:
-    """The collector accepts connections and never responds: the exporter would wait for 10 s."""
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        outcomes = Outcomes()
-        exporter = OtlpExporter(f"http://127.0.0.1:{deaf.getsockname()[1]}")
-        tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), exporter, outcomes)
-        tracer.start()
-        trace = tracer.sample("m", lambda key: None)
-        assert trace is not None
-        trace.end("ModelInfer", Observation("m", "1", "", "OK", 0.1))
-        until(lambda: not tracer._queue, what="the export")
+def test_a_stop_aborts_an_export_that_takes_too_long(caplog: pytest.LogCaptureFixture) -> None:
+    """The collector accepts connections and never responds: the exporter would wait for 10 s, and a stop for 30."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as deaf,
+        tracing(f"http://127.0.0.1:{deaf.getsockname()[1]}", seconds=0.1) as (tracer, _),
+    ):
+        one(tracer)
+        deaf.accept()[0].close()  # the export has begun
         begun = time.monotonic()
-        tracer.close(0.1)
-        until(lambda: not tracer._thread.is_alive(), 5)
-        assert time.monotonic() - begun < 8
-    assert outcomes == {"failed": 1}
+    assert time.monotonic() - begun < 8
+    assert "the last traces are lost" in caplog.text
 
 
 def test_any_traceparent_is_accepted_and_only_an_unsampled_one_is_not_traced() -> None:
     """With a rate of 1 every request is traced, unless its header is valid and has the sampled flag cleared."""
-    tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), Stuck(), Outcomes())
+    tracer = Tracing(TraceSettings(1, find=str), CountedExporter(Outcomes()))  # not started
 
     @given(st.text() | st.sampled_from(["00", "02", "fe", "01", "ff", "0", "g0"]), st.text())
     def holds(text: str, state: str) -> None:

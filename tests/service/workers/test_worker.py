@@ -29,7 +29,7 @@ def damaged(field: str, value: object) -> Callable[[dict[str, object]], dict[str
     ("damage", "error"),
     [
         (damaged("number", "x"), "TypeError"),
-        (damaged("config", {"repository": "/", "log_level": "info", "trace_endpoint": 3}), "ValidationError"),
+        (damaged("config", {"repository": "/", "log_level": "info", "trace_rate": "often"}), "ValidationError"),
     ],
 )
 def test_a_worker_whose_start_fails_ends_and_is_restarted_after_growing_pauses(

@@ -19,7 +19,7 @@ ignore a setting. */ -}}
 {{- end -}}
 {{- end -}}
 {{- $named := list -}}
-{{- range list "tls_certificate" "tls_key" "tls_client_ca" "reference_ca" "token_file" -}}
+{{- range list "tls_certificate" "tls_key" "tls_client_ca" "token_file" -}}
 {{- if hasPrefix "/etc/bf16kit-secret/" (get $config . | toString) -}}
 {{- $named = append $named . -}}
 {{- end -}}

@@ -1,15 +1,10 @@
 from __future__ import annotations
 
-import threading
 import time
-from typing import Any
 
-import pytest
-
-from service.contract import BatchStatistics, Duration
+from service.contract import Duration
 from service.request import Observation, Timings
-from service.telemetry import statistics as statistics_module
-from service.telemetry.statistics import ModelStatistics
+from service.telemetry.modelstatistics import ModelStatistics
 
 
 def test_a_new_model_has_zero_counts() -> None:
@@ -48,28 +43,6 @@ def test_sizes_of_large_batches_are_rounded_up_to_the_next_power_of_two() -> Non
     assert list(batches) == [*range(1, 129), 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
     assert set(list(batches.values())[:128]) == {1}
     assert [batches[256], batches[512], batches[65_536]] == [128, 256, 32_768]
-
-
-def test_a_snapshot_is_consistent_and_blocks_requests_only_for_a_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    statistics = ModelStatistics()
-    statistics.execution(1, 4, Timings())
-    freeze, waited = statistics_module._freeze, []
-
-    def while_a_batch_ends(size: int, phases: Any) -> BatchStatistics:
-        ends = threading.Thread(target=statistics.execution, args=(1, 4, Timings()), daemon=True)
-        ends.start()
-        ends.join(5)
-        waited.append(ends.is_alive())
-        frozen: BatchStatistics = freeze(size, phases)
-        return frozen
-
-    monkeypatch.setattr(statistics_module, "_freeze", while_a_batch_ends)
-    seen = statistics.snapshot()
-    assert waited == [False]
-    assert (seen.execution_count, seen.batches[0].compute_infer.count) == (1, 1)
-    assert statistics.snapshot().execution_count == 2
 
 
 def test_successes_and_failures_are_counted_with_their_time() -> None:

@@ -1,0 +1,85 @@
+"""The memory of fp32 references: one that does not fit is not loaded, and one that takes too much fails alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from artifacts import write_greedy, write_mlp
+
+from bf16kit.messages.errors import ConfigError
+from bf16kit.system import controlgroup
+from service.shadow import referencememory
+from service.shadow.referencememory import ReferenceMemory, fp32_bytes
+
+GIB = 1 << 30
+# In a process of its own, because the limit stays in force. The second reference is loaded after the first.
+PROGRAM = """
+import sys
+from pathlib import Path
+import numpy as np
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.messages.errors import Unavailable
+from bf16kit.runtime.loading import load_reference
+from service.shadow.referencememory import ReferenceMemory, fp32_bytes
+memory, x = ReferenceMemory(), {"x": np.ones((1, 16), np.float32)}
+def loaded(path):
+    artifact = Artifact.open(Path(path))
+    return memory.load(path, fp32_bytes(artifact.manifest), lambda: load_reference(artifact, threads=1))
+greedy, mlp = map(loaded, sys.argv[1:])
+assert mlp.run(x, ("y",), seconds=60)
+for _ in range(2):
+    try:
+        greedy.run(x, ("y",), seconds=60)
+    except Unavailable:
+        print("unavailable", greedy.up)
+assert mlp.run(x, ("y",), seconds=60) and mlp.up
+mlp.close()
+assert loaded(sys.argv[2]).run(x, ("y",), seconds=60)
+try:
+    np.ones(4 << 30, np.uint8)
+except MemoryError:
+    print("refused")
+"""
+
+
+def test_a_run_that_takes_too_much_memory_fails_and_other_references_go_on(tmp_path: Path) -> None:
+    greedy, mlp = write_greedy(tmp_path / "greedy" / "1"), write_mlp(tmp_path / "mlp" / "1")
+    command = [sys.executable, "-c", PROGRAM, str(greedy.path), str(mlp.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "unavailable False\nunavailable False\nrefused\n", done.stderr
+    assert done.stderr.count("a run of it exceeded the memory that all references may take") == 1
+    assert "give the server more memory, or set shadow.rate: 0" in done.stderr
+
+
+def test_the_bytes_of_the_weights_in_fp32(tmp_path: Path) -> None:
+    assert fp32_bytes(write_mlp(tmp_path / "mlp" / "1", width=512).manifest) == 2 * 512 * 512 * 4
+
+
+@pytest.mark.parametrize(
+    ("limit", "left", "weights", "refused"),
+    [
+        (4 * GIB, 2 * GIB, GIB, False),
+        (4 * GIB, 2 * GIB, GIB + 1, True),  # a quarter of the container is kept for requests
+        (GIB // 8, GIB // 8, GIB // 16, False),
+        (GIB // 8, GIB // 8, GIB // 16 + 1, True),  # and at least what runs need
+    ],
+)
+def test_a_reference_without_room_in_the_container_is_not_loaded(
+    limit: int, left: int, weights: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controlgroup, "memory", lambda: controlgroup.Memory(limit, left))
+    if not refused:
+        assert referencememory._room(weights) >= weights
+        return
+    expected = rf"its weights are {weights} bytes in fp32, and \d+ MB are left of the \d+ MB .* set shadow.rate: 0"
+    with pytest.raises(ConfigError, match=expected):
+        ReferenceMemory().load("m", weights, lambda: pytest.fail("it is loaded"))
+
+
+def test_a_reference_larger_than_the_machines_memory_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controlgroup, "memory", lambda: None)
+    with pytest.raises(ConfigError, match="MB are available on this machine"):
+        ReferenceMemory().load("m", 1 << 60, lambda: pytest.fail("it is loaded"))
