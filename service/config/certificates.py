@@ -135,10 +135,7 @@ class Credentials:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """Read the files that ``config`` names, those of the reference's CA included, which other processes read again.
-
-        Raises ConfigError for files that cannot be used.
-        """
+        """Read the files that ``config`` names. Raises ConfigError for files that cannot be used."""
         return cls(certificates_of(config), tokens_of(config))
 
 
