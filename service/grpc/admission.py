@@ -190,8 +190,10 @@ class RpcPool(ThreadPoolExecutor):
         *,
         max_slow: float = _SLOW_CALLS,
         budget: ByteBudget | None = None,
+        threads: int | None = None,
     ) -> None:
-        super().__init__(limit + _SPARE_THREADS, name)
+        """``threads``: fewer than one for each call, for calls that need one only for a moment."""
+        super().__init__(threads or limit + _SPARE_THREADS, name)
         self.shares = Shares(limit)
         self.budget = budget or ByteBudget()
         self.count_refusal = count_refusal

@@ -67,7 +67,6 @@ class InferenceServicer:
         stream_window: int,
         memory: SharedMemory = SharedMemory(),  # noqa: B008 -- frozen: it is off
         tracer: Tracer | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``stream_threads`` has ``stream_window`` + 1 threads for every stream."""
         self._registry = registry
@@ -77,7 +76,6 @@ class InferenceServicer:
         self._stream_window = stream_window
         self._memory = memory
         self._tracer = tracer
-        self._clock = clock
         # Weak: a codec must not keep an unloaded model alive, nor be found for the model loaded in its place.
         self._codecs: WeakKeyDictionary[Model, InferenceCodec] = WeakKeyDictionary()
         self._open: set[Callable[[], None]] = set()  # functions that end a stream
@@ -149,14 +147,14 @@ class InferenceServicer:
             code = status.code
             return status
         finally:
-            self._observe(rpc, message, call, model, request, code, self._clock() - started)
+            self._observe(rpc, message, call, model, request, code, time.monotonic() - started)
 
     def _refusal(
         self, error: Exception, deadline: float | None, message: pb.ModelInferRequest, model: Model | None
     ) -> Status:
         if isinstance(error, Overloaded) and error.reason in REFUSALS:  # a model counts what its queue rejects
             self._count_refusal(error.reason)
-        if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
+        if isinstance(error, Cancelled) and deadline is not None and time.monotonic() >= deadline:
             # gRPC reports a deadline that passed in the same way as a client that left
             return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
         name, version = _name_and_version(message, model)
@@ -164,7 +162,7 @@ class InferenceServicer:
 
     def _client_code(self, call: CallContext) -> grpc.StatusCode:
         """Return the code that the client sees: it may have stopped waiting while the request ran."""
-        if call.deadline is not None and self._clock() >= call.deadline:
+        if call.deadline is not None and time.monotonic() >= call.deadline:
             return grpc.StatusCode.DEADLINE_EXCEEDED
         return grpc.StatusCode.CANCELLED if call.cancellation.cancelled else grpc.StatusCode.OK
 

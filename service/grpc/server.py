@@ -192,7 +192,7 @@ def _pools(
         return RpcPool(f"grpc-{name}", limit, what, reason, count_refusal, *times, **more)
 
     streams = pool("open-stream", options.max_streams, "open streams", "streams", (receive, send), budget=budget)
-    watches = pool("watch", options.max_watches, "health watches", "watches", (receive, send))
+    watches = pool("watch", options.max_watches, "health watches", "watches", (receive, send), threads=_CONTROL_CALLS)
     idle = options.stream_idle_seconds  # also while many are open: streams are idle by nature
     streams.receive_timeouts = CallTimeouts(idle, idle)
     watches.send_timeouts = CallTimeouts(SECONDS_UNDER_PRESSURE, _SLOW_WATCHER_SECONDS, lambda: health.has_backlog)
