@@ -27,10 +27,10 @@ from service.config.logs import configure
 from service.config.periodic import PeriodicThread
 from service.config.serverconfig import ServerConfig
 from service.grpc.status import Status
-from service.grpcport import build_direct_transport
 from service.http.pages import Routes, routes
 from service.http.views import StatusReader
 from service.operations import Operations
+from service.server import build_direct_transport
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 

@@ -21,9 +21,8 @@ from ray import serve
 from service.config.heap import bound_heap
 from service.config.logs import configure
 from service.config.serverconfig import LOOPBACK, ServerConfig
-from service.grpcport import build_direct_transport
 from service.models.plan import DesiredModel
-from service.served import ModelServer
+from service.server import ModelServer, build_direct_transport
 from service.workers.description import describe
 from service.workers.statistics import as_json
 from service.workers.view import SlotState

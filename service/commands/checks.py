@@ -20,7 +20,6 @@ from service.config.environment import unknown_variables
 from service.config.serverconfig import ServerConfig, load_config
 from service.config.tokens import SCOPES
 from service.config.validity import valid_until
-from service.grpcport import open_tracing
 from service.models import loading
 from service.models.controller import Controller
 from service.models.directory import Directory, desired_model_of, directories_in
@@ -29,6 +28,7 @@ from service.models.opening import open_artifact
 from service.models.plan import DesiredModel, Plan
 from service.models.repository import Repository
 from service.regions.files import check_system
+from service.server import open_tracing
 from service.telemetry.metrics import Metrics
 
 _LONGEST = 1000  # characters of a reason, as in the server's log

@@ -16,12 +16,12 @@ from bf16kit.messages.errors import RuntimeFailure, Unavailable
 from service.config.guard import Guard
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
+from service.leader import open_regions
 from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS, Child
 from service.peers.peer import ENDED, Answer, Handler, Message, Peer
 from service.peers.textfile import text_file
-from service.sharedmemory import open_regions
 from service.workers.placement import VISIBLE, gpu_for, gpus
 from service.workers.regions import FleetRegions
 from service.workers.view import Key, Report, View

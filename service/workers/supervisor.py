@@ -21,7 +21,7 @@ from service.drift.verdict import DriftVerdict
 from service.http.evidence import evidence_route
 from service.http.pages import routes
 from service.http.views import StatusReader
-from service.httpport import announce, open_http
+from service.leader import announce, open_http
 from service.models.controller import Controller
 from service.models.poll import RepositoryPoller
 from service.models.retries import Retries
@@ -46,7 +46,7 @@ _MAINTAIN_SECONDS = 0.1
 _ANSWERING = 8  # threads for workers' requests; loading a model occupies none of them
 
 
-def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted) -> Ending:
+def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda grpc_port, http_port: None) -> Ending:
     """Serve with ``config.workers`` processes until ``stop`` is set, then drain them all.
 
     Raises ConfigError if a port is in use. The calling thread must live as long as the workers.

@@ -26,7 +26,7 @@ from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
 from service.drift.gate import ProcessRank
 from service.drift.owner import PrecisionOrder
-from service.grpcport import build_transport, drain, extensions, open_tracing, read_only_unless_enabled
+from service.leader import new_table
 from service.models.plan import DesiredModel
 from service.models.repository import Repository
 from service.operations import Operations, Settings
@@ -34,8 +34,8 @@ from service.peers.channel import Body, Channel
 from service.peers.peer import ENDED, Message, Peer
 from service.peers.signals import leave_signals_to_the_parent
 from service.peers.textfile import read_text
+from service.server import build_transport, drain, extensions, open_tracing, read_only_unless_enabled
 from service.shadow.samplesender import PlanSampleSender
-from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics
 from service.workers.description import describe
 from service.workers.placement import threads_of

@@ -15,9 +15,9 @@ from serverprocess import ServerProcess
 
 from service.config.serverconfig import ServerConfig
 from service.grpc.server import TransportOptions
-from service.grpcport import transport_options
 from service.http.connection import Limits
-from service.httpport import http_limits
+from service.leader import http_limits
+from service.server import transport_options
 
 RENAMED = {"port": "grpc_port", "unix_socket": "grpc_socket", "overload": "overload_status"}
 NOT_CONFIGURED = {"stream_window", "share_port"}

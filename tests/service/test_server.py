@@ -12,8 +12,8 @@ from waiting import until
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, Stop
 from service.drift.owner import FallbackOwner
+from service.server import serve_single_process
 from service.shadow.process import ShadowProcess
-from service.singleprocess import serve_single_process
 
 
 def test_the_owner_of_the_fallback_is_called_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

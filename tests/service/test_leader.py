@@ -9,9 +9,9 @@ import pytest
 
 from bf16kit.messages.errors import ConfigError, InvalidRequest
 from service.config.serverconfig import load_config
+from service.leader import open_regions
 from service.operations import Region
 from service.regions import files
-from service.sharedmemory import open_regions
 
 
 def test_shared_memory_is_off_by_default(tmp_path: Path) -> None:

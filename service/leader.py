@@ -1,4 +1,4 @@
-"""Build the HTTP port from the configuration: probes, metrics and the status page. It knows nothing of gRPC."""
+"""The part of the process that leads a server that knows nothing of gRPC: the HTTP port, and clients' shared memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from service.config.serverconfig import LOOPBACK, ServerConfig
 from service.http.connection import Limits
 from service.http.pages import Access, Routes
 from service.http.server import HttpServer
+from service.regions.files import check_system
+from service.regions.table import RegionLimits, RegionTable
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -50,3 +52,26 @@ def announce(config: ServerConfig, grpc_port: int, http_port: int) -> None:
     )
     if config.token_file and not config.tls_certificate and config.host not in LOOPBACK:
         _log.warning("tokens pass over the network unencrypted: give tls_certificate and tls_key, or put TLS in front")
+
+
+def open_regions(config: ServerConfig) -> RegionTable | None:
+    """Return the table of regions, or None if shared memory is off.
+
+    Raises ConfigError if the system does not allow shared memory.
+    """
+    if not config.shared_memory:
+        return None
+    check_system()
+    prefix = config.shared_memory_prefix
+    _log.info("shared memory is on: clients may register files of /dev/shm whose names begin with %r", prefix)
+    if not prefix:
+        _log.warning(
+            "shared_memory_prefix is empty: clients may register every file there that this user may read and write"
+        )
+    return new_table(config)
+
+
+def new_table(config: ServerConfig) -> RegionTable:
+    """Return a table with the configured limits: for another process of a server that has shared memory on."""
+    limits = (config.shared_memory_prefix, config.shared_memory_max_regions, config.shared_memory_max_bytes)
+    return RegionTable(RegionLimits(*limits))

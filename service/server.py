@@ -1,25 +1,32 @@
-"""Everything that one process serves: its models, their metrics and drift, and the HTTP port, but not the gRPC port."""
+"""One process that serves models: wires its models, their metrics and drift, its ports, and its drain."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
+from bf16kit.messages.errors import ConfigError
 from service.config.credentials import Credentials
 from service.config.guard import Guard
 from service.config.heap import HeapTrimmer
 from service.config.logsettings import LogSettings
 from service.config.periodic import PeriodicThread
 from service.config.serverconfig import ServerConfig
-from service.config.stop import Ending
+from service.config.stop import Ending, OnStarted, Stop
+from service.contract import Registry
 from service.drift.owner import FallbackOwner
-from service.grpcport import RequestSource, drain, extensions, open_tracing, read_only_unless_enabled
+from service.grpc.credentials import Access
+from service.grpc.direct import DirectTransport
+from service.grpc.options import TransportOptions
+from service.grpc.server import Transport
 from service.http.evidence import evidence_route
 from service.http.pages import routes
 from service.http.views import StatusReader
-from service.httpport import open_http
+from service.leader import announce, open_http, open_regions
 from service.models.controller import Controller
 from service.models.listing import RepositoryListing
 from service.models.plan import DesiredModel
@@ -27,16 +34,52 @@ from service.models.poll import RepositoryPoller
 from service.models.repository import Repository
 from service.models.retries import Retries
 from service.models.singleprocess import SingleProcess
-from service.operations import Operations, RegistryModels
+from service.operations import MODEL_CONTROL, Operations, ReadOnly, RegistryModels, Settings
+from service.request import Tracer
 from service.shadow.combinedmetrics import CombinedMetrics
 from service.shadow.process import ShadowProcess
 from service.shadow.samplesender import PlanSampleSender
-from service.sharedmemory import open_regions
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
+from service.telemetry.tracesettings import TraceSettings
+from service.telemetry.vocabulary import TraceOutcome
+
+if TYPE_CHECKING:
+    from service.telemetry.tracing import Tracing
 
 _log = logging.getLogger(__name__)
+_MAINTAIN_SECONDS = 0.1
 _LAST_TRACES_SECONDS = 3.0  # the longest that a stop waits to export the last traces
+
+
+def serve_single_process(
+    config: ServerConfig, stop: Stop, on_started: OnStarted = lambda grpc_port, http_port: None
+) -> Ending:
+    """Serve until ``stop`` is set, then drain. The server is live at once, and ready when its models are loaded.
+
+    Raises ConfigError for a port in use.
+    """
+    served = ModelServer(config)
+    try:
+        transport = build_transport(
+            config, served.repository, served.metrics.refused, served.credentials, served.operations, served.tracing
+        )
+        port = transport.start()
+    except BaseException:
+        served.http.close()
+        raise
+
+    def listening() -> None:
+        announce(config, port, served.http.port)
+        on_started(port, served.http.port)
+
+    try:
+        served.start(port, listening)
+        while not stop.wait(_MAINTAIN_SECONDS):
+            served.maintain()
+        return served.drain(transport)
+    finally:
+        served.close()
 
 
 class ModelServer:
@@ -166,3 +209,100 @@ class ModelServer:
             traces=read_only_unless_enabled(config, self._traces),
             extensions=extensions(config, explicit=explicit),
         )
+
+
+class RequestSource(Protocol):
+    """The source of requests that a drain stops: a :class:`Transport` or a :class:`DirectTransport`."""
+
+    def stop(self, grace: float) -> bool: ...
+
+
+def build_transport(
+    config: ServerConfig,
+    registry: Registry,
+    count_refusal: Callable[[str], None],
+    credentials: Credentials,
+    operations: Operations = Operations(),  # noqa: B008 -- frozen: nothing but inference and looking
+    tracer: Tracer | None = None,
+) -> Transport:
+    """Return a transport that is not started yet. Several workers share its port."""
+    access = Access(credentials.tokens, frozenset(config.token_free))
+    options = transport_options(config)
+    return Transport(registry, count_refusal, options, access, credentials.certificates, operations, tracer)
+
+
+def build_direct_transport(
+    config: ServerConfig,
+    registry: Registry,
+    count_refusal: Callable[[str], None],
+    credentials: Credentials,
+    operations: Operations,
+    tracer: Tracer | None = None,
+) -> DirectTransport:
+    """Return the same RPCs without a port, for a caller that brings requests by another way."""
+    access = Access(credentials.tokens, frozenset(config.token_free))
+    return DirectTransport(registry, count_refusal, transport_options(config), access, operations, tracer)
+
+
+def open_tracing(
+    config: ServerConfig, registry: Registry, count_traces: Callable[[TraceOutcome, int], None]
+) -> tuple[TraceSettings, Tracing | None]:
+    """Return the trace settings, and the tracing that exports spans, not started yet; None if spans are not exported.
+
+    Raises ConfigError if OpenTelemetry is not installed.
+    """
+    exports = config.trace_exporter != "none" and os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
+    settings = TraceSettings(exports=exports, rate=config.trace_rate, find=lambda model: registry.find(model, ""))
+    if not exports:
+        return settings, None
+    try:
+        from service.telemetry.tracing import OtlpExporter, Tracing
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("opentelemetry"):
+            raise
+        raise ConfigError("trace_exporter: otlp needs OpenTelemetry: pip install 'bf16kit[otel]'") from None
+    return settings, Tracing(settings, OtlpExporter(config.trace_endpoint), count_traces)
+
+
+def read_only_unless_enabled(config: ServerConfig, settings: Settings) -> Settings:
+    """Return ``settings``, read-only unless the configuration lets clients change them."""
+    return settings if config.change_settings else ReadOnly(settings, "start with change_settings: true")
+
+
+def extensions(config: ServerConfig, *, explicit: bool) -> tuple[str, ...]:
+    """Return the protocol's optional extensions that are on. ``explicit``: clients load and unload models."""
+    memory = ("system_shared_memory",) if config.shared_memory else ()
+    return ("logging", "trace", *memory, *(MODEL_CONTROL if explicit else ()))
+
+
+def drain(repository: Repository, source: RequestSource, seconds: float) -> Ending:
+    """Reject new requests, and give those in flight ``seconds`` to finish. Returns how that ended."""
+    until = time.monotonic() + seconds
+    repository.drain()
+    completed = source.stop(seconds)
+    freed = repository.close(max(1.0, until - time.monotonic()))
+    return Ending(completed, freed and completed)
+
+
+def transport_options(config: ServerConfig) -> TransportOptions:
+    """Return the part of the configuration that the transport needs."""
+    return TransportOptions(
+        host=config.host,
+        port=config.grpc_port,
+        unix_socket=str(config.grpc_socket or ""),
+        compress=config.compress,
+        max_connections=config.max_connections,
+        max_in_flight=config.max_in_flight,
+        max_streams=config.max_streams,
+        max_watches=config.max_watches,
+        max_message_bytes=config.max_message_bytes,
+        max_request_bytes=config.max_request_bytes,
+        receive_seconds=config.receive_seconds,
+        send_seconds=config.send_seconds,
+        stream_idle_seconds=config.stream_idle_seconds,
+        keepalive_seconds=config.keepalive_seconds,
+        max_connection_idle_seconds=config.max_connection_idle_seconds,
+        max_connection_age_seconds=config.max_connection_age_seconds,
+        overload=config.overload_status,
+        share_port=config.workers > 1,
+    )
