@@ -29,7 +29,7 @@ from service.contract import State
 from service.models.directory import Directory
 from service.models.plan import DesiredModel
 from service.models.retries import Retries
-from service.workers.view import SlotState
+from service.workers.state import SlotState
 
 _log = logging.getLogger(__name__)
 _ADDRESS = "RAY_ADDRESS"  # Ray's own variable

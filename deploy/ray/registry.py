@@ -8,12 +8,9 @@ from typing import NoReturn
 from bf16kit.messages.errors import NotFound, Unavailable
 from bf16kit.messages.wording import quoted
 from deploy.ray.reports import RANK, Reports
-from service.contract import Model, Slot, StatisticsSnapshot
+from service.contract import Model, Slot
 from service.models.repository import parse_version
 from service.operations import RegistryModels, VersionStatistics
-from service.workers.description import ModelDescription, SummedStatistics
-from service.workers.overview import OverviewSlot
-from service.workers.view import SlotState
 
 
 class FrontRegistry:
@@ -69,7 +66,7 @@ class FrontRegistry:
             return False
 
     def models(self) -> Sequence[Slot]:
-        return [_overview_slot(slot) for slot in self._reports.slots().values()]
+        return list(self._reports.slots().values())
 
     def versions(self, name: str) -> list[int]:
         return [slot.version for slot in self.models() if slot.name == name and slot.state == "ready"]
@@ -82,13 +79,6 @@ def _not_ready(slot: Slot, version: str) -> NotFound:
     """Return the same error as a single server. The reason is only in the index and in the log."""
     which = f"version {slot.version}" if version else "no version"
     return NotFound(f"{which} of model {slot.name!r} is {'not ' if version else ''}ready; its replicas' log says why")
-
-
-def _overview_slot(slot: SlotState) -> OverviewSlot:
-    model = None
-    if slot.model is not None:
-        model = ModelDescription(slot.name, slot.version, slot.model, SummedStatistics(StatisticsSnapshot))
-    return OverviewSlot(slot.name, slot.version, slot.state, slot.reason, model)
 
 
 class FrontModels(RegistryModels):

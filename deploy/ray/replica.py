@@ -22,10 +22,10 @@ from service.config.heap import bound_heap
 from service.config.logs import configure
 from service.config.serverconfig import LOOPBACK, ServerConfig
 from service.models.plan import DesiredModel
+from service.operations import RegistryModels, VersionStatistics
+from service.peers.channel import to_json
 from service.server import ModelServer, build_direct_transport
-from service.workers.description import describe
-from service.workers.statistics import as_json
-from service.workers.view import SlotState
+from service.workers.state import SlotState
 
 _log = logging.getLogger(__name__)
 _MAINTAIN_SECONDS = 0.1
@@ -119,15 +119,14 @@ class Replica(RpcMethods):
         self._send({**self._made_report(), "gone": True}, 0.0, last=True)
 
     def _made_report(self) -> dict[str, Any]:
-        slots = []
-        statistics = {}
-        for slot in self._served.repository.models():
-            model = slot.model
-            described = None if model is None else describe(model)
-            slots.append(list(SlotState(slot.name, slot.version, slot.state, slot.reason, described)))
-            if model is not None:
-                statistics[model.name, model.version] = model.statistics.snapshot()
-        return {"replica": self._name, "target": self._target(), "slots": slots, "statistics": as_json(statistics)}
+        repository = self._served.repository
+        statistics = tuple(RegistryModels(repository).statistics("", ""))
+        return {
+            "replica": self._name,
+            "target": self._target(),
+            "slots": [to_json(SlotState.of(slot)) for slot in repository.models()],
+            "statistics": to_json(statistics, tuple[VersionStatistics, ...]),
+        }
 
     def _send(self, report: Mapping[str, Any], held: float, *, last: bool = False) -> float | None:
         """Send a report. Return when the next one is due, with the seconds for which the front may hold its reply.

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from service.contract import GATE_FAILED, State, StatisticsSnapshot
-from service.workers.statistics import add, from_json
-from service.workers.view import Key, SlotState
+from service.operations import VersionStatistics
+from service.peers.channel import from_json
+from service.telemetry.counts import add
+from service.workers.state import Key, SlotState
 
 _log = logging.getLogger(__name__)
 RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
@@ -40,8 +42,10 @@ class Report:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Report:
-        slots = tuple(SlotState(*slot) for slot in fields["slots"])
-        return cls(fields["replica"], fields["target"], slots, from_json(fields["statistics"]))
+        counted = from_json(tuple[VersionStatistics, ...], fields["statistics"])
+        statistics = {(each.name, each.version): each.snapshot for each in counted}
+        slots = from_json(tuple[SlotState, ...], fields["slots"])
+        return cls(fields["replica"], fields["target"], slots, statistics)
 
 
 class _LatestReport(NamedTuple):
@@ -243,4 +247,4 @@ def _better(slot: SlotState, other: SlotState) -> bool:
     """Return whether ``slot`` is to be shown rather than ``other``; of equals, one whose golden gate failed."""
     if RANK[slot.state] != RANK[other.state]:
         return RANK[slot.state] < RANK[other.state]
-    return slot.model is not None and slot.model.get("golden", "").startswith(GATE_FAILED)
+    return slot.model is not None and slot.model.golden.startswith(GATE_FAILED)

@@ -11,7 +11,7 @@ from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.messages.wording import quoted, without_long_words
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 from service.drift.gate import ProcessRank
-from service.drift.owner import PrecisionOrder
+from service.drift.owner import ActivePlan, PrecisionOrder
 from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
 from service.models.goldengate import GoldenSchedule, OnVerdict, ignore_verdict
@@ -86,6 +86,15 @@ class Repository:
     def apply_all(self, desired_models: Iterable[DesiredModel]) -> Mapping[str, Future[None]]:
         """See :meth:`Reconciler.apply_all`; does nothing once the server stops."""
         return {} if self._stopping else self._reconciler.apply_all(desired_models)
+
+    def active_plan(self, model: str, version: int) -> ActivePlan | None:
+        """See :meth:`service.drift.owner.ServingProcesses.active_plan`."""
+        slot = self._slots.get(model, {}).get(version)
+        loaded = None if slot is None else slot.loaded
+        if loaded is None:
+            return None
+        generation, plan = loaded
+        return ActivePlan(plan.digest, generation.since, plan.serving.fallback)
 
     def order(self, order: PrecisionOrder) -> Future[None]:
         """See :meth:`service.models.orders.PrecisionOrders.apply`."""

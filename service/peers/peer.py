@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from service.peers.channel import LONGEST, Body, Channel, MessageTooLarge, close
 _log = logging.getLogger(__name__)
 _WAITING = 4096  # messages not sent yet; a process that leaves more of them unread counts as dead
 _WAITING_BYTES = 2 * LONGEST  # the same limit in bytes
+_QUICK_SECONDS = 20.0  # for what takes no time: a process that does not answer is killed earlier
 _ANSWER = "answer"  # the kind of message that answers another
 ENDED = "ended"  # the reason of an Unavailable: the process has ended, or has not begun
 _INTERNAL = "an unexpected error; the server's log has it"
@@ -244,6 +245,25 @@ def when_received(response: Future[Body], receive: Callable[[Body], object]) -> 
 
     response.add_done_callback(finish)
     return received
+
+
+def answers(pending: Mapping[str, Future[Body]]) -> dict[str, Body]:
+    """Wait for the answers of several processes, by name. Those of processes that died meanwhile are left out.
+
+    Raises the first error of one that still runs, or Unavailable if one does not answer.
+    """
+    done, late = wait(pending.values(), _QUICK_SECONDS)
+    errors = [error for future in done if (error := future.exception()) is not None and not died(error)]
+    if errors:
+        raise errors[0]
+    if late:
+        raise Unavailable("a process of this server did not answer; try again")
+    return {name: future.result() for name, future in pending.items() if future.exception() is None}
+
+
+def died(error: BaseException) -> bool:
+    """Whether ``error`` says that a process ended before it answered, or had not started."""
+    return isinstance(error, Unavailable) and error.reason == ENDED
 
 
 def _duplicated(files: Sequence[int]) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, NotFound
-from bf16kit.system.exit_with_parent import exit_with_parent
 from service.config.heap import HeapTrimmer, bound_heap
 from service.config.logs import configure
 from service.config.periodic import PeriodicThread
@@ -30,8 +28,8 @@ from service.models.livecomparison import new_comparison
 from service.models.opening import OpenedArtifact, open_artifact
 from service.models.plan import DesiredModel
 from service.peers.channel import Body, Channel
+from service.peers.child import socket_to_parent
 from service.peers.peer import Message, Peer
-from service.peers.signals import leave_signals_to_the_parent
 from service.shadow.activity import ActivityTracker, Key, label_of
 from service.shadow.fetching import EVIDENCE, send_evidence
 from service.shadow.measuredversion import MeasuredVersion, Outcomes
@@ -239,10 +237,8 @@ class References:
 
 def main() -> None:
     """Entry point: ``python -m service.shadow.references DESCRIPTOR PARENT``."""
-    leave_signals_to_the_parent()
-    exit_with_parent(int(sys.argv[2]))
     bound_heap()
-    References(socket.socket(fileno=int(sys.argv[1]))).run()
+    References(socket_to_parent()).run()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -29,7 +30,7 @@ from service.config.serverconfig import ServerConfig
 from service.contract import StatisticsSnapshot
 from service.grpc.handlers import SERVICE
 from service.grpc.status import Status
-from service.workers.view import SlotState
+from service.workers.state import SlotState
 
 INFER = f"/{SERVICE}/ModelInfer"
 
@@ -192,10 +193,10 @@ class TestReports:
         reports = Reports()
         reports.set_models({"m": [1]})
         for name, golden in (("a", "fine"), ("b", "FAILED: over budget"), ("c", "fine")):
-            reports.store(report(name, SlotState("m", 1, "ready", "", {"golden": golden})))
+            reports.store(report(name, SlotState("m", 1, "ready", "", SimpleNamespace(golden=golden)))  # type: ignore[arg-type])
         found = reports.slots()["m", 1].model
         assert found is not None
-        assert found["golden"].startswith("FAILED")
+        assert found.golden.startswith("FAILED")
 
     @pytest.mark.long
     def test_statistics_sum_all_replicas_and_keep_the_counts_of_removed_ones(self) -> None:

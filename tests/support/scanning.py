@@ -7,7 +7,7 @@ import threading
 import time
 
 from bf16kit.messages.errors import ConfigError
-from service import served
+from service import leader
 from service.cli import main
 from service.models.controller import Controller
 
@@ -29,6 +29,6 @@ class Scanning(Controller):
 
 
 if __name__ == "__main__":
-    assert vars(served)["Controller"] is Controller  # otherwise the next line would have no effect
-    setattr(served, "Controller", Scanning)  # noqa: B010 - the name under which the server's wiring finds the class
+    assert vars(leader)["Controller"] is Controller  # otherwise the next line would have no effect
+    setattr(leader, "Controller", Scanning)  # noqa: B010 - the name under which the server's wiring finds the class
     main()

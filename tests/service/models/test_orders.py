@@ -22,7 +22,6 @@ from service.models.directory import stamp_of
 from service.models.plan import DesiredModel, Plan
 from service.models.policy import Serving
 from service.models.repository import Repository
-from service.models.singleprocess import SingleProcess
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -66,7 +65,7 @@ def test_an_ordered_precision_serves_and_a_replacement_begins_with_bf16(
 ) -> None:
     repository.start()
     serve(repository, plan)
-    server = SingleProcess(lambda: repository)
+    server = repository
     before = server.active_plan("mlp", 1)
     assert before is not None
     assert (before.plan, before.policy) == (plan.digest, plan.serving.fallback)
@@ -115,7 +114,7 @@ def test_a_model_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
     serve(repository, plan)
     repository.order(order(plan)).result(60)
     serve(repository)
-    assert SingleProcess(lambda: repository).active_plan("mlp", 1) is None
+    assert repository.active_plan("mlp", 1) is None
     serve(repository, plan)
     assert "model 'mlp' version 1-fp32" not in [thread.name for thread in threading.enumerate()], "nothing is loaded"
     assert precision(repository) == "bf16"
@@ -129,7 +128,7 @@ def test_a_plan_loaded_again_after_another_plan_begins_with_bf16(repository: Rep
     """
     policy = FallbackPolicy(policy="fp32", min_stay_seconds=0)
     plan, another = (replace(plan, serving=Serving(max_queue_size=size, fallback=policy)) for size in (1, 2))
-    owner = FallbackOwner(SingleProcess(lambda: repository), lambda *key: None)
+    owner = FallbackOwner(repository, lambda *key: None)
     over = DriftVerdict("mlp", 1, "over", "rounding", "y", "relative_l2", 2.0, 1.5, 2.5, 300.0, 300, False, 0.0)
     repository.start()
     serve(repository, plan)

@@ -20,7 +20,7 @@ from service.models.policy import Serving
 from service.models.repository import Repository
 from service.models.retries import FIRST_SECONDS, LONGEST_SECONDS, Retries
 from service.telemetry.metrics import Metrics
-from service.workers.view import SlotState
+from service.workers.state import SlotState
 
 
 def desired(*versions: int, stamp: str = "1", broken: str = "") -> DesiredModel:

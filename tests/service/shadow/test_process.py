@@ -19,8 +19,8 @@ from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message
 from service.shadow.activity import ActivityTracker
-from service.shadow.combinedmetrics import CombinedMetrics
-from service.shadow.process import _MAX_SAMPLES, ShadowProcess
+from service.shadow.process import _MAX_SAMPLES, NAME, ShadowProcess
+from service.telemetry.counts import Counting
 from service.telemetry.metrics import Metrics
 
 UP = "bf16kit_drift_reference_up"
@@ -39,14 +39,17 @@ def served() -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def counting(served: list[tuple[str, int]]) -> CombinedMetrics:
-    return CombinedMetrics(Metrics(), lambda: None, lambda: served)
+def counting(served: list[tuple[str, int]]) -> Counting:
+    return Counting(Metrics(), dict, lambda: served)
 
 
 @pytest.fixture
-def shadow(tmp_path: Path, counting: CombinedMetrics) -> Iterator[ShadowProcess]:
+def shadow(tmp_path: Path, counting: Counting) -> Iterator[ShadowProcess]:
     process = ShadowProcess(
-        ServerConfig(repository=tmp_path), counting.receive, counting.process_died, on_forget=counting.forget
+        ServerConfig(repository=tmp_path),
+        lambda message: counting.receive(NAME, message.body),
+        lambda: counting.process_died(NAME),
+        on_forget=counting.forget,
     )
     yield process
     process.close()
@@ -98,7 +101,7 @@ def test_samples_that_wait_for_the_process_are_dropped_when_their_model_is_unloa
 
 
 def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
-    shadow: ShadowProcess, give: Give, counting: CombinedMetrics, served: list[tuple[str, int]]
+    shadow: ShadowProcess, give: Give, counting: Counting, served: list[tuple[str, int]]
 ) -> None:
     give()
     give("other")
@@ -134,7 +137,7 @@ def test_the_process_may_be_silent_for_longer_than_a_worker(shadow: ShadowProces
 
 
 def test_a_missing_reference_is_reported_as_down_from_the_first_sample_on(
-    give: Give, counting: CombinedMetrics, shadow: ShadowProcess, monkeypatch: pytest.MonkeyPatch
+    give: Give, counting: Counting, shadow: ShadowProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This also holds if the process never starts: an alert needs a value."""
 
@@ -151,7 +154,7 @@ def test_a_missing_reference_is_reported_as_down_from_the_first_sample_on(
 
 
 def test_a_wanted_reference_that_the_process_does_not_report_is_down(
-    shadow: ShadowProcess, give: Give, counting: CombinedMetrics
+    shadow: ShadowProcess, give: Give, counting: Counting
 ) -> None:
     give()
     give("other")
@@ -168,7 +171,7 @@ def wanted() -> set[str]:
 
 
 @pytest.fixture
-def several(tmp_path: Path, counting: CombinedMetrics, wanted: set[str]) -> Iterator[ShadowProcess]:
+def several(tmp_path: Path, counting: Counting, wanted: set[str]) -> Iterator[ShadowProcess]:
     config = ServerConfig(repository=tmp_path)
 
     def find(model: str, version: int, digest: str) -> Plan | None:
@@ -176,8 +179,8 @@ def several(tmp_path: Path, counting: CombinedMetrics, wanted: set[str]) -> Iter
 
     process = ShadowProcess(
         config,
-        counting.receive,
-        counting.process_died,
+        lambda message: counting.receive(NAME, message.body),
+        lambda: counting.process_died(NAME),
         shared=True,
         find_plan=find,
     )
@@ -186,7 +189,7 @@ def several(tmp_path: Path, counting: CombinedMetrics, wanted: set[str]) -> Iter
 
 
 def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
-    several: ShadowProcess, wanted: set[str], counting: CombinedMetrics, served: list[tuple[str, int]], file: int
+    several: ShadowProcess, wanted: set[str], counting: Counting, served: list[tuple[str, int]], file: int
 ) -> None:
     """Such a sample may come from a worker that was killed: everything it had sent is still read."""
 
@@ -207,7 +210,7 @@ def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
 
 
 def test_a_reference_that_ends_the_process_twice_stays_off_until_a_reload(
-    shadow: ShadowProcess, give: Give, counting: CombinedMetrics, caplog: pytest.LogCaptureFixture
+    shadow: ShadowProcess, give: Give, counting: Counting, caplog: pytest.LogCaptureFixture
 ) -> None:
     def dies(label: str) -> None:
         """Simulate the death of the process while it loads this reference."""
