@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 from bf16kit.messages.errors import Unavailable
 from service.contract import Registry
@@ -37,10 +37,10 @@ class ForwardedOperations(RegistryModels):
         return [replace(total.get((each.name, each.version), each), device=each.device) for each in found]
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
-        return _without_result(self._ask("load", {"name": name, "config": config}))
+        return cast("Future[None]", self._ask("load", {"name": name, "config": config}))
 
     def unload(self, name: str) -> Future[None]:
-        return _without_result(self._ask("unload", {"name": name}))
+        return cast("Future[None]", self._ask("unload", {"name": name}))
 
 
 class ForwardedRegions:
@@ -88,19 +88,3 @@ def _result(future: Future[Body]) -> Body:
         return future.result(_TIMEOUT_SECONDS)
     except TimeoutError:
         raise Unavailable("the server's supervisor has not answered in time; try again") from None
-
-
-def _without_result(future: Future[Body]) -> Future[None]:
-    """Return a future with the same end but without a result."""
-    done: Future[None] = Future()
-
-    def finish(answered: Future[Body]) -> None:
-        if not done.set_running_or_notify_cancel():
-            return
-        if (error := answered.exception()) is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    future.add_done_callback(finish)
-    return done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from bf16kit.messages.errors import Unavailable, Unsupported
@@ -163,26 +163,16 @@ class Supervisor:
         def answer(worker: str, message: Message) -> Future[Body]:
             result: Future[Body] = Future()
 
-            def finish(done: Future[Any]) -> None:
-                error = CancelledError() if done.cancelled() else done.exception()
-                if error is None:
-                    result.set_result(done.result() or {})
-                else:
+            def end(done: Future[Any]) -> None:
+                if (error := done.exception()) is not None:
                     result.set_exception(error)
-
-            def run() -> None:
-                try:
-                    found = work(message.body)
-                except BaseException as error:  # noqa: BLE001 -- the worker that asked gets it
-                    result.set_exception(error)
-                    return
-                if isinstance(found, Future):
-                    found.add_done_callback(finish)
+                elif isinstance(found := done.result(), Future):
+                    found.add_done_callback(end)
                 else:
                     result.set_result(found or {})
 
             try:
-                self._answering.submit(run)
+                self._answering.submit(work, message.body).add_done_callback(end)
             except RuntimeError:
                 result.set_exception(Unavailable("the server is shutting down; try another", "draining"))
             return result

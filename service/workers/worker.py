@@ -74,10 +74,10 @@ class Worker:
         self._settled = threading.Event()  # nothing is being loaded
         self._reporting = threading.Lock()
         handlers: dict[str, Callable[[_Served, Message], Answer]] = {
-            "apply": lambda served, message: _done(
-                served.repository.apply(DesiredModel.from_json(read_text(message.files[0])))
+            "apply": lambda served, message: served.repository.apply(
+                DesiredModel.from_json(read_text(message.files[0]))
             ),
-            "precision": lambda served, message: _done(served.repository.order(PrecisionOrder.from_json(message.body))),
+            "precision": lambda served, message: served.repository.order(PrecisionOrder.from_json(message.body)),
             "transition": lambda served, message: served.repository.transition(**message.body),
             "retire": lambda served, message: served.repository.retire(),
             "settings": _set,
@@ -214,10 +214,6 @@ def _forget(served: _Served, message: Message) -> None:
     """Remove a region, or all of them, that the supervisor has unregistered."""
     if served.regions is not None:
         served.regions.table.unregister(message.body["name"])
-
-
-def _done(future: Future[None]) -> Future[Body]:
-    return future  # type: ignore[return-value]  # None is sent as an empty body
 
 
 @contextmanager

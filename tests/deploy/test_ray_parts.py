@@ -193,7 +193,8 @@ class TestReports:
         reports = Reports()
         reports.set_models({"m": [1]})
         for name, golden in (("a", "fine"), ("b", "FAILED: over budget"), ("c", "fine")):
-            reports.store(report(name, SlotState("m", 1, "ready", "", SimpleNamespace(golden=golden)))  # type: ignore[arg-type])
+            described: Any = SimpleNamespace(golden=golden)
+            reports.store(report(name, SlotState("m", 1, "ready", "", described)))
         found = reports.slots()["m", 1].model
         assert found is not None
         assert found.golden.startswith("FAILED")
