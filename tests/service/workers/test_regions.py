@@ -96,15 +96,6 @@ def test_a_region_is_available_in_all_workers_before_the_response(server: Server
             worker.lease("r", 0, 2)
 
 
-def test_a_worker_started_later_gets_the_same_files_even_if_they_were_renamed(server: Server) -> None:
-    server.start().register(REGION)
-    (server.directory / "mem").unlink()
-    (server.directory / "mem").write_bytes(bytes(64))
-    late = server.start()
-    until(lambda: late.status(""))
-    assert late.lease("r", 0, 2).read() == bytes([8, 9])
-
-
 def test_the_supervisors_errors_keep_their_type_and_reason(server: Server) -> None:
     one, other = server.start(), server.start()
     one.register(REGION)
