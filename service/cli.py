@@ -148,6 +148,8 @@ def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     announce(config, memory)
     if ignored := unknown_variables(os.environ):
         logging.getLogger(__name__).warning("%s", ignored)
-    from service.app import run
-
-    return run(config, stop)
+    if config.workers > 1:
+        from service.workers.supervisor import supervise as serve
+    else:  # gRPC and the runtimes, which a supervisor does not need
+        from service.server import serve_single_process as serve
+    return serve(config, stop)

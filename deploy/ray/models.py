@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from service.models.repository import parse_version
 from service.operations import IndexEntry, VersionStatistics
-from service.workers.statistics import add
+from service.telemetry.counts import add
 
 _log = logging.getLogger(__name__)
 RAY_ERRORS = (RayError, RayServeException, TimeoutError)

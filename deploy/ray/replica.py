@@ -25,7 +25,7 @@ from service.grpc.status import Status, status_of
 from service.models.plan import DesiredModel
 from service.operations import Operations, RegistryModels
 from service.request import Cancellation
-from service.served import ModelServer
+from service.server import ModelServer
 from service.wire.parameters import wants_final_mark
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from service.config.ports import listen
 from service.config.resources import bound_heap
 from service.config.serverconfig import ENV_PREFIX, ServerConfig, load_config, unknown_variables
 from service.config.tokens import SCOPES
-from service.grpcport import open_tracing
 from service.models import loading
 from service.models.controller import Controller
 from service.models.directory import Directory, desired_model_of, directories_in
@@ -32,6 +31,7 @@ from service.models.opened import open_artifact
 from service.models.plan import DesiredModel, Plan
 from service.models.repository import Repository
 from service.regions.files import check_system
+from service.server import open_tracing
 from service.telemetry.metrics import Metrics
 
 _LONGEST = 1000  # characters of a reason, as in the server's log

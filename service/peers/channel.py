@@ -1,7 +1,8 @@
 """Messages between the processes of one server: JSON of limited size over a socket pair, with open files.
 
 A message is its length in bytes and its number of files, four bytes each, then a JSON object. Files travel as
-``SCM_RIGHTS``. Nothing is unpickled.
+``SCM_RIGHTS``. Long texts travel as files too (:func:`text_file`): no limit of messages applies to them. Values of
+dataclasses become JSON by :func:`to_json`. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from bf16kit.messages.errors import RuntimeFailure
 
 LONGEST = 64 << 20  # bytes of one message; tensors travel in files
 MOST_FILES = 64
 _HEAD = struct.Struct("!II")
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}  # by type: each takes a moment to make
 _ANCILLARY = socket.CMSG_SPACE(MOST_FILES * array.array("i").itemsize)
 
 Body = dict[str, Any]
@@ -118,3 +123,36 @@ def close_all(files: Sequence[int]) -> None:
     for file in files:
         with contextlib.suppress(OSError):
             os.close(file)
+
+
+@contextmanager
+def text_file(text: str) -> Iterator[int]:
+    """Yield the descriptor of memory that holds ``text``. Raises OSError if no descriptor is left."""
+    file = os.memfd_create("bf16kit-text", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(file, "wb", closefd=False) as writing:
+            writing.write(text.encode())
+        yield file
+    finally:
+        os.close(file)
+
+
+def read_text(file: int) -> str:
+    """Return the text, whatever has been read of the file before."""
+    os.lseek(file, 0, os.SEEK_SET)
+    with os.fdopen(file, "rb", closefd=False) as reading:
+        return reading.read().decode()
+
+
+def to_json(value: object, kind: Any = None) -> Any:
+    """Return a value of dataclasses as JSON, for :func:`from_json`. ``kind`` is its type, if that has parameters."""
+    return _adapter(type(value) if kind is None else kind).dump_python(value)
+
+
+def from_json(kind: Any, written: Any) -> Any:
+    """Return the value of this type that :func:`to_json` wrote. It comes from a process of this server."""
+    return _adapter(kind).validate_python(written)
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return _ADAPTERS.get(kind) or _ADAPTERS.setdefault(kind, TypeAdapter(kind))

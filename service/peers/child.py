@@ -10,13 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from bf16kit.system import controlgroup
-from service.peers.activity import ThreadSeconds, active_seconds, grown
+from bf16kit.system.exit_with_parent import exit_with_parent
 from service.peers.channel import Channel
 from service.peers.peer import Handler, Peer
 
 _log = logging.getLogger(__name__)
+#: Seconds per thread, by thread id. The counts of different moments can be compared with :func:`grown`.
+ThreadSeconds = Mapping[int, float]
 PING_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # without an answer, after which it counts as hung and is killed
 # Until the first answer a process imports: 2 s of processor time, which take long where processors are scarce.
@@ -29,6 +33,35 @@ _BUSY_SHARE = 0.1
 # A process that has answered for at least this long is restarted at once; otherwise the pause grows with each failure.
 _SETTLED_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 30.0
+
+
+def active_seconds(pid: int) -> ThreadSeconds:
+    """Return for how long each thread of a process has run, or was ready to run and waited for a processor.
+
+    A kernel without ``schedstat`` (CONFIG_SCHED_INFO) tells only how long the whole process has run. Empty if the
+    process has ended.
+    """
+    found: dict[int, float] = {}
+    with suppress(OSError, ValueError):  # it has ended, or one of its threads has
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError, ValueError):
+                # /proc/PID/schedstat has the main thread only.
+                ran, waited, _ = (task / "schedstat").read_text().split()
+                found[int(task.name)] = (int(ran) + int(waited)) / 1e9
+    return found or _cpu_seconds(pid)
+
+
+def grown(before: ThreadSeconds, after: ThreadSeconds) -> float:
+    """Return by how many seconds the counts have grown. A thread that has ended meanwhile counts as 0."""
+    return sum(max(0.0, seconds - before.get(thread, 0.0)) for thread, seconds in after.items())
+
+
+def _cpu_seconds(pid: int) -> ThreadSeconds:
+    try:
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    except (OSError, ValueError):
+        return {}
+    return {pid: (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")}
 
 
 class Child:
@@ -233,3 +266,14 @@ def _signal_name(number: int) -> str:
     except ValueError:  # of the real-time signals, Python names the first and the last
         is_real_time = signal.SIGRTMIN < number < signal.SIGRTMAX
         return f"SIGRTMIN+{number - signal.SIGRTMIN}" if is_real_time else f"signal {number}"
+
+
+def socket_to_parent() -> socket.socket:
+    """Return the child's end of the channel, for its ``main``. The process ends with its parent from now on.
+
+    It ignores SIGTERM and SIGINT: Ctrl-C and systemd signal every process of a server, and the parent stops the others.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    exit_with_parent(int(sys.argv[2]))
+    return socket.socket(fileno=int(sys.argv[1]))

@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,11 @@ from bf16kit.messages.errors import Bf16kitError, ConfigError, RequestError, Run
 from service.peers.channel import LONGEST, Body, Channel, MessageTooLarge, close_all, written
 
 _log = logging.getLogger(__name__)
-_WAITING = 4096  # messages not sent yet; a process that leaves more of them unread counts as dead
-_WAITING_BYTES = 2 * LONGEST  # the same limit in bytes
+# Of messages not sent yet; a process that leaves more of them unread counts as dead. Each message counts at least
+# _LEAST bytes, because it takes an entry in the queue and may hold open files.
+_MOST_WAITING = 2 * LONGEST
+_LEAST = _MOST_WAITING // 4096
+_QUICK_SECONDS = 20.0  # for what takes no time: a process that does not answer is killed earlier
 _ANSWER = "answer"  # the kind of message that answers another
 ENDED = "ended"  # the reason of an Unavailable: the process has ended, or has not begun
 _INTERNAL = "an unexpected error; the server's log has it"
@@ -34,7 +37,7 @@ class Message:
     files: tuple[int, ...] = ()
 
 
-Answer = Mapping[str, Any] | Future[Body] | None
+Answer = Mapping[str, Any] | Future[Body] | Future[None] | None
 Handler = Callable[[Message], Answer]
 
 
@@ -51,7 +54,7 @@ class Peer:
         self._channel = channel
         self._handlers = handlers
         self._ended = ended
-        self._outgoing: queue.Queue[tuple[bytes, list[int]] | None] = queue.Queue(_WAITING)
+        self._outgoing: queue.SimpleQueue[tuple[bytes, list[int]] | None] = queue.SimpleQueue()
         self._waiting = 0  # bytes in _outgoing, and of the message that is being sent
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Body]] = {}
@@ -111,8 +114,7 @@ class Peer:
         with self._lock:
             self._closed = True
         self._channel.close()
-        with contextlib.suppress(queue.Full):
-            self._outgoing.put_nowait(None)
+        self._outgoing.put(None)
 
     def _fail_pending(self) -> None:
         with self._lock:
@@ -133,9 +135,9 @@ class Peer:
         with self._lock:
             if self._closed:
                 return
-            if self._waiting + len(text) <= _WAITING_BYTES and not self._outgoing.full():
-                self._outgoing.put_nowait((text, _duplicated(files)))
-                self._waiting += len(text)
+            if self._waiting + max(_LEAST, len(text)) <= _MOST_WAITING:
+                self._outgoing.put((text, _duplicated(files)))
+                self._waiting += max(_LEAST, len(text))
                 return
         _log.error("%s does not read its messages; closing the connection", self.name)
         self.close()
@@ -152,7 +154,7 @@ class Peer:
             finally:
                 close_all(files)
             with self._lock:
-                self._waiting -= len(text)
+                self._waiting -= max(_LEAST, len(text))
             if self._closed:
                 break
 
@@ -201,7 +203,7 @@ class Peer:
         else:
             self._reply(number, kind, answer)
 
-    def _reply_later(self, number: int | None, kind: str, done: Future[Body]) -> None:
+    def _reply_later(self, number: int | None, kind: str, done: Future[Any]) -> None:
         error = done.exception()
         self._reply(number, kind, None if error else done.result(), error)
 
@@ -244,6 +246,25 @@ def when_received(response: Future[Body], receive: Callable[[Body], object]) -> 
 
     response.add_done_callback(finish)
     return received
+
+
+def answers(pending: Mapping[str, Future[Body]]) -> dict[str, Body]:
+    """Wait for the answers of several processes, by name. Those of processes that died meanwhile are left out.
+
+    Raises the first error of one that still runs, or Unavailable if one does not answer.
+    """
+    done, late = wait(pending.values(), _QUICK_SECONDS)
+    errors = [error for future in done if (error := future.exception()) is not None and not died(error)]
+    if errors:
+        raise errors[0]
+    if late:
+        raise Unavailable("a process of this server did not answer; try again")
+    return {name: future.result() for name, future in pending.items() if future.exception() is None}
+
+
+def died(error: BaseException) -> bool:
+    """Whether ``error`` says that a process ended before it answered, or had not started."""
+    return isinstance(error, Unavailable) and error.reason == ENDED
 
 
 def _duplicated(files: Sequence[int]) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, NotFound
-from bf16kit.system.exit_with_parent import exit_with_parent
 from service.config.logs import configure
 from service.config.periodic import PeriodicThread
 from service.config.resources import HeapTrimmer, bound_heap
@@ -29,8 +27,8 @@ from service.models.directory import stamp_of
 from service.models.opened import OpenedArtifact, new_comparison, open_artifact
 from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body, Channel
+from service.peers.child import socket_to_parent
 from service.peers.peer import Message, Peer
-from service.peers.signals import leave_signals_to_the_parent
 from service.shadow.process import Key, label_of, no_evidence
 from service.shadow.referencememory import ReferenceMemory, fp32_bytes
 from service.shadow.samples import unpack
@@ -290,10 +288,8 @@ class Outcomes:
 
 def main() -> None:
     """Entry point: ``python -m service.shadow.references DESCRIPTOR PARENT``."""
-    leave_signals_to_the_parent()
-    exit_with_parent(int(sys.argv[2]))
     bound_heap()
-    References(socket.socket(fileno=int(sys.argv[1]))).run()
+    References(socket_to_parent()).run()
 
 
 if __name__ == "__main__":

@@ -113,24 +113,17 @@ class MergedMetrics:
 
     def families(self) -> list[Family]:
         """Return the whole server's families, in the order of their first report."""
-        return self._merged(None)
-
-    def _merged(self, names: Collection[str] | None) -> list[Family]:
-        """Return the families, with all series or with those of these names."""
         with self._lock:
             live = {each.model for families in self._latest.values() for f in families.values() for each in f.series}
             needed = live | {None} | set(self._served())
             self._drop(lambda key: key not in needed)
             kept = [replace(family, series=[series]) for family, series in self._kept.values()]
-            reports = [kept, *(list(families.values()) for families in self._latest.values())]
-        if names is not None:
-            reports = [[_only(family, names) for family in families] for families in reports]
-        return merge(*reports)
+            return merge(kept, *(list(families.values()) for families in self._latest.values()))
 
     def samples(self, names: Iterable[str]) -> Iterator[Series]:
         """Yield the series with these sample names."""
-        for family in self._merged(set(names)):
-            yield from family.series
+        wanted = set(names)
+        return (series for family in self.families() for series in family.series if series.name in wanted)
 
     def _keep(self, family: Family, now: Mapping[tuple[str, ...], float]) -> None:
         """Keep the values of ``family``'s series that fell or are missing in ``now``. The caller holds the lock."""
@@ -144,36 +137,20 @@ class MergedMetrics:
         self._kept = {key: kept for key, kept in self._kept.items() if not condition(kept[1].model)}
 
 
-def _only(family: Family, names: Collection[str]) -> Family:
-    return replace(family, series=[series for series in family.series if series.name in names])
-
-
 def merge(*many: Iterable[Family]) -> list[Family]:
     """Combine several processes' families into one list, in the order given."""
-    merged: dict[str, _MergedFamily] = {}
+    merged: dict[str, tuple[Family, dict[tuple[str, ...], Series]]] = {}
     for family in chain.from_iterable(many):
-        into = merged.setdefault(family.name, _MergedFamily(family))
+        first, series = merged.setdefault(family.name, (family, {}))
+        combine = _MERGE["sum" if first.cumulative else first.mode]
         for each in family.series:
-            into.add(each)
-    return [each.family() for each in merged.values()]
+            before = series.get(each.key)
+            series[each.key] = each if before is None else _combined(before, each, combine)
+    return [replace(family, series=list(series.values())) for family, series in merged.values()]
 
 
-class _MergedFamily:
-    """Combines one family of several processes."""
-
-    def __init__(self, template: Family) -> None:
-        self._template = template
-        self._merge = _MERGE["sum" if template.cumulative else template.mode]
-        self._series: dict[tuple[str, ...], Series] = {}
-
-    def add(self, series: Series) -> None:
-        before = self._series.get(series.key)
-        if before is not None:
-            exemplars = [each for each in (before.exemplar, series.exemplar) if each is not None]
-            newest = max(exemplars, key=lambda each: each.timestamp or 0.0, default=None)
-            series = Series(series.name, series.labels, self._merge(before.value, series.value), newest)
-        self._series[series.key] = series
-
-    def family(self) -> Family:
-        template = self._template
-        return Family(template.name, template.kind, template.text, template.mode, list(self._series.values()))
+def _combined(a: Series, b: Series, combine: Callable[[float, float], float]) -> Series:
+    """Return one series of two: it has the newest exemplar."""
+    exemplars = [each for each in (a.exemplar, b.exemplar) if each is not None]
+    newest = max(exemplars, key=lambda each: each.timestamp or 0.0, default=None)
+    return Series(b.name, b.labels, combine(a.value, b.value), newest)

@@ -1,4 +1,4 @@
-"""Operators' changes while several workers serve: applied to all workers or to none.
+"""The models of several workers: changed in all of them or in none, and answered with the same precision.
 
 Models are changed side by side, a few at a time, so that a load that takes long holds up no other model. One worker
 tries a change first. If it cannot be made, only that worker fails, and the others go on serving what they served. If
@@ -9,38 +9,51 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, wait
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
+from bf16kit.messages.wording import brief
+from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
 from service.models.plan import DesiredModel
 from service.models.reconciler import CHANGES_AT_ONCE
-from service.peers.peer import ENDED
+from service.peers.channel import Body
+from service.peers.peer import died
+from service.request import Precision
 from service.workers.fleet import Fleet
-from service.workers.sequences import Sequences
+from service.workers.state import Key
 
 _log = logging.getLogger(__name__)
 Changed = Callable[[str, Collection[int]], None]
 _STOPPING = "draining"  # the reason of an Unavailable
-_AT_ONCE_SECONDS = 20.0  # for quick requests: a worker that does not answer is killed earlier
+_PRECISION = "precision"  # the kind of an order; a worker gets it at its start, too
 
 
-class ModelChanges:
-    """Applies desired models to all workers. :meth:`apply` and :meth:`apply_all` are called by the controller.
+class WorkerModels:
+    """A :class:`service.leader.ServedModels` of several workers.
 
     ``changed`` is called with a model's name and those of its versions that all workers have reloaded or unloaded.
     """
 
-    def __init__(self, fleet: Fleet, changed: Changed = lambda model, versions: None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        changed: Changed = lambda model, versions: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._fleet = fleet
         self._on_changed = changed
+        self._clock = clock
         self._newest: dict[str, DesiredModel] = {}  # the newest change of each model
         self._failed: dict[str, DesiredModel] = {}  # what a worker failed to apply; its slots hold the reason
         self._starting: dict[str, tuple[DesiredModel, Future[None]]] = {}  # by model: what the workers begin with
-        self._sequences = Sequences(CHANGES_AT_ONCE, "changes")
+        self._since: dict[Key, float] = {}  # when all workers had reloaded a version
+        self._pool = ThreadPoolExecutor(CHANGES_AT_ONCE, "changes")
+        self._last: dict[str, Future[None]] = {}  # the last change of each model: the next one begins when it ends
+        self._lock = threading.Lock()  # of the two above
         self._closed = False
-        fleet.subscribe(self._end_starts)
+        fleet.state.subscribe(self._end_starts)
 
     def apply(self, desired: DesiredModel) -> Future[None]:
         """Return a future that ends when every worker serves ``desired``.
@@ -49,12 +62,29 @@ class ModelChanges:
         """
         self._newest[desired.name] = desired
         self._starting.pop(desired.name, None)
-        try:
-            return self._sequences.submit(desired.name, lambda: self._apply_everywhere(desired))
-        except RuntimeError:
-            refused: Future[None] = Future()
-            refused.set_exception(_stopping())
-            return refused
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                self._apply_everywhere(desired)
+            except BaseException as error:  # noqa: BLE001 -- it belongs to the one who waits
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        def begin(_: object) -> None:
+            try:
+                self._pool.submit(run)
+            except RuntimeError:  # it is closed
+                future.set_exception(_stopping())
+
+        with self._lock:
+            before, self._last[desired.name] = self._last.get(desired.name), future
+        if before is None:
+            begin(None)
+        else:
+            before.add_done_callback(begin)
+        return future
 
     def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
         """Serve these models and no others. Return a future per model that changes, by name, as :meth:`apply` does.
@@ -80,13 +110,13 @@ class ModelChanges:
     def close(self) -> None:
         """Start no further change: those that wait fail with Unavailable. A change in progress continues."""
         self._closed = True
-        self._sequences.close()
+        self._pool.shutdown(wait=False)
 
     def _end_starts(self) -> None:
         """End the futures of the models that the workers began with, and that are loaded by now."""
-        view = self._fleet.view
+        states = self._fleet.state.slots
         for name, (desired, future) in list(self._starting.items()):
-            slots = [view.slots.get((name, version)) for version in desired.versions]
+            slots = [states.get((name, version)) for version in desired.versions]
             if any(slot is None or slot.state == "loading" for slot in slots) or not self._starting.pop(name, None):
                 continue
             failed = [slot for slot in slots if slot is not None and slot.state != "ready"]
@@ -95,6 +125,50 @@ class ModelChanges:
             else:
                 future.set_result(None)
 
+    # --- which precision answers --------------------------------------------------------------------------------------
+
+    def active_plan(self, model: str, version: int) -> ActivePlan | None:
+        """See :meth:`service.drift.fallbackcontroller.ServingProcesses.active_plan`."""
+        desired = self._fleet.desired_models.get(model)
+        plan = None if desired is None else next((plan for plan in desired.plans if plan.version == version), None)
+        if plan is None:
+            return None
+        return ActivePlan(plan.digest, self._since.get((model, version), 0.0), plan.serving.fallback)
+
+    def order(self, order: PrecisionOrder) -> Future[None]:
+        """Return a future that ends when all workers have answered. It fails if none can carry the order out."""
+        body = order.to_json()
+        self._fleet.remember(_PRECISION, f"{order.model}/{order.version}", body)
+        pending = self._fleet.ask(_PRECISION, body)
+        result: Future[None] = Future()
+        remaining, lock = set(pending), threading.Lock()
+
+        def finish(worker: str, done: Future[Body]) -> None:
+            error = done.exception()
+            # Only a worker that has not loaded the model yet can reject bf16, and it will begin with bf16 anyway.
+            if error is not None and not died(error) and order.precision == "fp32":
+                _log.error("%s cannot switch to fp32: %s", worker, brief(error))
+            with lock:
+                remaining.discard(worker)
+                if remaining:
+                    return
+            errors = [found for each in pending.values() if (found := each.exception()) is not None]
+            if len(errors) < len(pending):
+                result.set_result(None)
+            else:
+                result.set_exception(next((each for each in errors if not died(each)), errors[0]))
+
+        if not pending:
+            result.set_exception(Unavailable("no worker of this server is running"))
+        for worker, each in pending.items():
+            each.add_done_callback(lambda done, worker=worker: finish(worker, done))  # type: ignore[misc]
+        return result
+
+    def transition(self, model: str, version: int, to: Precision) -> None:
+        """Count a change of precision, in one worker for all."""
+        for worker in self._fleet.running[:1]:
+            self._fleet.ask_one(worker, "transition", {"model": model, "version": version, "to": to})
+
     # --- the threads --------------------------------------------------------------------------------------------------
 
     def _apply_everywhere(self, desired: DesiredModel) -> None:
@@ -102,23 +176,26 @@ class ModelChanges:
             raise _stopping()
         served = self._fleet.desired_models.get(desired.name)
         before = DesiredModel(desired.name) if served is None else served
+        first = ""
         if desired.plans:
             self._fleet.change_model(before, trying=desired)
             try:
                 first = self._try(desired, served)
             finally:
                 self._fleet.change_model(before)
-        else:
-            first = ""
         self._failed.pop(desired.name, None)
         self._fleet.change_model(desired)  # workers that start from now on begin with it
-        others = [name for name in self._fleet.running if name != first]
-        failed = self._all(others, desired)
+        failed = self._all([name for name in self._fleet.running if name != first], desired)
         if failed is not None and desired.plans:
             self._fleet.change_model(before)
             self._all(self._fleet.running, before)
             raise failed
-        if versions := _changed(before, desired):
+        versions = _changed(before, desired)
+        now = self._clock()
+        self._since |= {(desired.name, version): now for version in versions}
+        for version in versions:  # orders were for what was served before
+            self._fleet.forget(_PRECISION, f"{desired.name}/{version}")
+        if versions:
             self._on_changed(desired.name, versions)
 
     def _try(self, desired: DesiredModel, before: DesiredModel | None) -> str:
@@ -153,41 +230,6 @@ class ModelChanges:
         return None
 
 
-class FleetSettings:
-    """The ``logs`` and ``traces`` settings of all workers, including those started later."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._lock = threading.Lock()  # every worker gets the changes in the same order
-        # The requested changes, not the resulting settings: a setting that a model lacks must remain the server's.
-        self._changed: dict[str, dict[str, Any]] = {}
-
-    def update(self, what: str, changes: Mapping[str, Any], model: str) -> Mapping[str, Any]:
-        """Change settings, and return the resulting ones.
-
-        Raises the worker's error for an invalid change, which all workers report alike.
-        """
-        with self._lock:
-            pending = self._fleet.ask("settings", {"what": what, "changes": changes, "model": model})
-            done, late = wait(pending.values(), _AT_ONCE_SECONDS)
-            errors = [error for future in done if (error := future.exception()) is not None and not died(error)]
-            if errors:
-                raise errors[0]
-            answers = [future.result() for future in done if future.exception() is None]
-            if late or not answers:
-                raise Unavailable("a worker of this server did not answer; try again")
-            now: Mapping[str, Any] = answers[0]["settings"]
-            name = f"{what} {model}"
-            changed = self._changed.setdefault(name, {})
-            changed |= changes
-            body = {"what": what, "changes": dict(changed), "model": model}
-            self._fleet.remember("settings", name, body)
-            for worker, future in pending.items():
-                if future.exception() is not None:  # a replacement may have started before this was remembered
-                    self._fleet.ask_one(worker, "settings", body)
-            return now
-
-
 def _stopping() -> Unavailable:
     return Unavailable("the server is stopping; try another", _STOPPING)
 
@@ -204,11 +246,6 @@ def _changed(before: DesiredModel, after: DesiredModel) -> list[int]:
     plans = [plan for plan in (*before.plans, *after.plans) if plan not in before.plans or plan not in after.plans]
     gone = before.failed_versions - after.reported_versions
     return sorted({plan.version for plan in plans} - after.failed_versions | gone)
-
-
-def died(error: BaseException) -> bool:
-    """Whether ``error`` says that a worker ended before it answered, or had not started."""
-    return isinstance(error, Unavailable) and error.reason == ENDED
 
 
 def _note(done: Future[None]) -> None:

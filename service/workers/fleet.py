@@ -1,4 +1,4 @@
-"""The workers of one server: keeps them running, sends them messages, and combines their reports."""
+"""The workers of one server: keeps them running, sends them messages, and folds their reports into one state."""
 
 from __future__ import annotations
 
@@ -10,135 +10,98 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from bf16kit.messages.errors import RuntimeFailure, Unavailable
 from service.config.periodic import Guard
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
+from service.leader import open_regions
 from service.models.plan import DesiredModel, Plan
-from service.peers.channel import Body
-from service.peers.child import SILENT_SECONDS, Child
-from service.peers.peer import ENDED, Answer, Handler, Message, Peer
-from service.peers.textfile import text_file
-from service.sharedmemory import open_regions
+from service.peers.channel import Body, from_json, text_file
+from service.peers.child import Child
+from service.peers.peer import ENDED, Answer, Message, Peer
 from service.workers.placement import VISIBLE, gpu_for, gpus
 from service.workers.regions import FleetRegions
-from service.workers.view import Key, Report, View
-from service.workers.weightowner import WeightOwner
+from service.workers.state import Key, Report, ServerState
+from service.workers.weights import WeightBroker
 
 _log = logging.getLogger(__name__)
 WORKER = "service.workers.worker"
 _LATE_SECONDS = 3.0  # for a worker to report the result of its drain, after its time is up
+Handlers = Mapping[str, Callable[[str, Message], Answer]]  # each gets the worker's name and its message
 
 
 class Fleet:
     """Runs the workers. One thread calls :meth:`maintain` at intervals to keep them alive; the rest is for any thread.
 
-    ``handlers`` answer workers' messages other than reports, given the worker's name. ``on_death`` is called with the
-    name of a worker that died.
+    ``handlers`` answer workers' messages other than reports. ``on_death`` is called with the name of a worker that
+    died. ``state`` has the newest state of the whole server.
     """
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        port: int,
-        *,
-        handlers: Mapping[str, Callable[[str, Message], Answer]] | None = None,
-        on_death: Callable[[str], None] = lambda worker: None,
-        silent_seconds: float = SILENT_SECONDS,
-    ) -> None:
+    def __init__(self, config: ServerConfig, port: int, handlers: Handlers, on_death: Callable[[str], None]) -> None:
+        self.state = ServerState()
+        table = open_regions(config)
+        self.regions = None if table is None else FleetRegions(table, self.ask)
         self._config = config
         self._port = port
-        self._weights = WeightOwner()
-        self._weights.start()
-        table = open_regions(config)
-        self._regions = None if table is None else FleetRegions(table, self._peers)
-        self._desired_models: dict[str, DesiredModel] = {}
-        self._trying: dict[str, DesiredModel] = {}  # by model
-        self._state: dict[tuple[str, str], Mapping[str, Any]] = {}  # remembered messages, by kind and name
-        self._handlers = dict(handlers or {})
+        self._weights = WeightBroker(self._tell_one)
+        self._desired: dict[str, DesiredModel] = {}
+        self._trying: dict[str, DesiredModel] = {}
+        self._remembered: dict[tuple[str, str], Mapping[str, Any]] = {}  # by kind and name
         self._on_death = on_death
         self._lock = threading.Lock()
         self._guard = Guard()
         self._retired = False
         self._reports: list[Report | None] = [None] * config.workers
-        self._callbacks: list[Callable[[], None]] = []
-        self.view = View()
-        self._refresh_view()
         available = gpus(os.environ) if config.device in ("auto", "cuda") else []
-        self.workers = [self._worker(index, available, silent_seconds) for index in range(config.workers)]
+        handlers = {**handlers, **self._weights.handlers}
+        self.workers = [self._worker(index, available, handlers) for index in range(config.workers)]
 
-    def subscribe(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called, on any thread, after every change of the view. It must not block."""
-        self._callbacks.append(callback)
+    # --- what they serve ----------------------------------------------------------------------------------------------
 
     @property
     def desired_models(self) -> Mapping[str, DesiredModel]:
         """What every worker is to serve, by model. A restarted worker gets them."""
-        return dict(self._desired_models)
+        return dict(self._desired)
 
     def change(self, desired_models: Mapping[str, DesiredModel]) -> None:
         """Set all desired models. Sends nothing to running workers."""
         with self._lock:
-            self._desired_models, self._trying = dict(desired_models), {}
-            changed = self._refresh_view()
-        if changed:
-            self._changed()
+            self._desired, self._trying = dict(desired_models), {}
+            changed = self._fold()
+        self._notify(changed)
 
     def change_model(self, desired: DesiredModel, trying: DesiredModel | None = None) -> None:
         """Set one desired model, and what is tried in its place. Sends nothing to running workers."""
         with self._lock:
-            for known, new in ((self._desired_models, desired), (self._trying, trying or DesiredModel(desired.name))):
+            for known, new in ((self._desired, desired), (self._trying, trying or DesiredModel(desired.name))):
                 if new.plans:
                     known[new.name] = new
                 else:
                     known.pop(new.name, None)
-            changed = self._refresh_view()
-        if changed:
-            self._changed()
-
-    def remember(self, kind: str, name: str, body: Mapping[str, Any]) -> None:
-        """Send this message to every worker that starts from now on as well."""
-        with self._lock:
-            self._state[kind, name] = body
-
-    def forget(self, kind: str, name: str) -> None:
-        """Stop sending the remembered message of this kind and name."""
-        with self._lock:
-            self._state.pop((kind, name), None)
+            changed = self._fold()
+        self._notify(changed)
 
     def plan(self, model: str, version: int, digest: str) -> Plan | None:
         """Return the plan of this digest, if this version is to be served by it, or is being tried with it."""
         with self._lock:
-            desired_models = [known[model] for known in (self._desired_models, self._trying) if model in known]
+            desired_models = [known[model] for known in (self._desired, self._trying) if model in known]
         plans = (plan for each in desired_models for plan in each.plans)
         return next((plan for plan in plans if plan.version == version and plan.digest == digest), None)
 
-    def ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Future[Body]]:
-        """Ask every running worker, by name. Those that already serve come first."""
-        return {name: self.ask_one(name, kind, body) for name in self.running}
+    def remember(self, kind: str, name: str, body: Mapping[str, Any]) -> None:
+        """Send this message to every worker that starts from now on."""
+        with self._lock:
+            self._remembered[kind, name] = body
 
-    def ask_to_serve(self, name: str, desired: DesiredModel) -> Future[Body]:
-        """Ask the worker of this name to serve a model as desired. The future fails as that of :meth:`ask_one` does."""
-        try:
-            with text_file(desired.to_json()) as file:
-                return self.ask_one(name, "want", {}, [file])
-        except OSError as error:
-            failed: Future[Body] = Future()
-            failed.set_exception(RuntimeFailure(f"{name} cannot be asked: {error.strerror}"))
-            return failed
+    def forget(self, kind: str, name: str) -> None:
+        """Stop sending the remembered message of this kind and name."""
+        with self._lock:
+            self._remembered.pop((kind, name), None)
 
-    def ask_one(
-        self, name: str, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()
-    ) -> Future[Body]:
-        """Ask the worker of this name. The future fails with Unavailable if it does not run."""
-        peer = next((worker.peer for worker in self.workers if worker.name == name), None)
-        if peer is None:
-            failed: Future[Body] = Future()
-            failed.set_exception(Unavailable(f"{name} of this server is being started; try again", ENDED))
-            return failed
-        return peer.ask(kind, body, files)
+    # --- messages -----------------------------------------------------------------------------------------------------
 
     @property
     def running(self) -> list[str]:
@@ -146,23 +109,43 @@ class Fleet:
         order = sorted((report is None or not report.listening, index) for index, report in enumerate(self._reports))
         return [self.workers[index].name for _, index in order if self.workers[index].peer is not None]
 
+    def ask(
+        self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()
+    ) -> dict[str, Future[Body]]:
+        """Ask every running worker, by name. Those that already serve come first."""
+        return {name: self.ask_one(name, kind, body, files) for name in self.running}
+
+    def ask_one(
+        self, name: str, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()
+    ) -> Future[Body]:
+        """Ask the worker of this name. The future fails with Unavailable if it does not run."""
+        if (peer := self._peer(name)) is not None:
+            return peer.ask(kind, body, files)
+        return _failed(Unavailable(f"{name} of this server is being started; try again", ENDED))
+
+    def ask_to_serve(self, name: str, desired: DesiredModel) -> Future[Body]:
+        """Ask the worker of this name to serve a model as desired. The future fails as that of :meth:`ask_one` does."""
+        try:
+            with text_file(desired.to_json()) as file:
+                return self.ask_one(name, "apply", {}, [file])
+        except OSError as error:
+            return _failed(RuntimeFailure(f"{name} cannot be asked: {error.strerror}"))
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
     def maintain(self) -> None:
         """Keep the workers running. An error with one is logged, and the others are kept running."""
         for worker in self.workers:
             self._guard.run(f"{worker.name}'s maintenance", worker.maintain)
 
-    def tell(self, kind: str, body: Mapping[str, Any] | None = None) -> None:
-        """Send a message to every running worker."""
-        for peer in self._peers():
-            peer.tell(kind, body)
-
     def retire(self) -> None:
         """Report not ready, so that load balancers stop sending requests. Requests that still come are answered."""
         with self._lock:
             self._retired = True
-            self._refresh_view()
-        self.tell("retire")
-        self._changed()
+            self._fold()
+        for peer in self._peers():
+            peer.ask("retire")  # one that is being started rejects it
+        self.state.notify()
 
     def drain(self, seconds: float) -> Ending:
         """Have all workers finish requests in flight and reject new ones, within ``seconds``; then end them."""
@@ -170,9 +153,7 @@ class Fleet:
         until = time.monotonic() + seconds + _LATE_SECONDS
         for worker in self.workers:
             worker.retire()
-        pending = [
-            peer.ask("drain", {"seconds": seconds}) for worker in self.workers if (peer := worker.peer) is not None
-        ]
+        pending = [peer.ask("drain", {"seconds": seconds}) for peer in self._peers()]
         wait(pending, max(0.0, until - time.monotonic()))
         endings = [each.result() for each in pending if each.done() and each.exception() is None]
         for worker in self.workers:
@@ -192,78 +173,78 @@ class Fleet:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _peer(self, name: str) -> Peer | None:
+        return next((worker.peer for worker in self.workers if worker.name == name), None)
+
     def _peers(self) -> list[Peer]:
         return [peer for worker in self.workers if (peer := worker.peer) is not None]
 
-    def _worker(self, index: int, available: list[str], silent_seconds: float) -> Child:
+    def _tell_one(self, name: str, kind: str, body: Mapping[str, Any], files: Sequence[int]) -> None:
+        if (peer := self._peer(name)) is not None:
+            peer.tell(kind, body, files)
+
+    def _worker(self, index: int, available: list[str], handlers: Handlers) -> Child:
         gpu, name = gpu_for(index, self._config.device, available), f"worker {index + 1}"
-
-        def handler(answer: Callable[[str, Message], Answer]) -> Handler:
-            return lambda message: answer(name, message)
-
-        handlers = {kind: handler(answer) for kind, answer in self._handlers.items()}
         return Child(
             name,
             WORKER,
             {
-                "report": lambda message: self._on_report(index, message),
-                **handlers,
-                **({} if self._regions is None else self._regions.handlers),
+                "report": lambda message: self._report(index, from_json(Report, message.body)),
+                **{kind: partial(handler, name) for kind, handler in handlers.items()},
             },
             lambda peer: self._on_worker_start(index, peer),
             lambda: self._on_worker_death(index, name),
             environment=None if gpu is None else {**os.environ, VISIBLE: gpu},
-            silent_seconds=silent_seconds,
         )
 
     def _on_worker_start(self, index: int, peer: Peer) -> None:
-        """Send a starting worker its configuration and all remembered state. It has no state of its own."""
+        """Send a starting worker its configuration and everything else that all have. It has no state of its own."""
         config = self._config.model_copy(update={"grpc_port": self._port}).model_dump(mode="json")
-        regions = self._regions
+        regions = self.regions
         with self._lock, nullcontext() if regions is None else regions.lock:
             others = any(report is not None and report.listening for report in self._reports)
-            desired = json.dumps([each.to_json() for each in self._desired_models.values()])
-            with self._weights.connect() as weights, text_file(desired) as file:
-                start = {"config": config, "number": index + 1, "patient": others}
-                peer.tell("start", start, [weights.fileno(), file])
+            with text_file(json.dumps([each.to_json() for each in self._desired.values()])) as desired:
+                peer.tell("start", {"config": config, "number": index + 1, "listen_when_loaded": others}, [desired])
             if regions is not None:
                 regions.tell_all(peer)
-            for (kind, _), body in self._state.items():
-                peer.tell(kind, body)
-            peer.tell("view", self.view.as_json())
+            for (kind, _), body in self._remembered.items():
+                peer.ask(kind, body)  # the answer does not matter: a model may not be loaded yet
+            peer.tell("state", self.state.to_json())
 
     def _on_worker_death(self, index: int, name: str) -> None:
+        self._weights.worker_died(name)
         self._report(index, None)
         self._on_death(name)
-
-    def _on_report(self, index: int, message: Message) -> None:
-        self._report(index, Report.from_json(message.body))
 
     def _report(self, index: int, report: Report | None) -> None:
         with self._lock:
             self._reports[index] = report
-            changed = self._refresh_view()
-        if changed:
-            self._changed()
+            changed = self._fold()
+        self._notify(changed)
 
-    def _wanted(self) -> list[Key]:
-        desired_models = [*self._desired_models.values(), *self._trying.values()]
-        return [(desired.name, plan.version) for desired in desired_models for plan in desired.plans]
+    def _fold(self) -> bool:
+        """Fold the reports, and send the state to all workers if it has changed; return whether it has.
 
-    def _refresh_view(self) -> bool:
-        """Rebuild the view and send it to all workers. Return whether it changed.
-
-        The caller holds the lock, which keeps the views in order.
+        The caller holds the lock, which keeps the states in order.
         """
-        before = self.view
-        self.view = View.of(self._reports, self._wanted(), retired=self._retired, was_complete=before.complete)
-        if self.view == before:
-            return False
-        if self.view.ready != before.ready:
-            _log.info("ready" if self.view.ready else "not ready")
-        self.tell("view", self.view.as_json())
-        return True
+        desired_models = [*self._desired.values(), *self._trying.values()]
+        desired: list[Key] = [(each.name, plan.version) for each in desired_models for plan in each.plans]
+        before = self.state.ready
+        changed = self.state.fold(self._reports, desired, retired=self._retired)
+        if self.state.ready != before:
+            _log.info("ready" if self.state.ready else "not ready")
+        if changed:
+            state = self.state.to_json()
+            for peer in self._peers():
+                peer.tell("state", state)
+        return changed
 
-    def _changed(self) -> None:
-        for callback in self._callbacks:
-            callback()
+    def _notify(self, changed: bool) -> None:
+        if changed:
+            self.state.notify()
+
+
+def _failed(error: Exception) -> Future[Body]:
+    failed: Future[Body] = Future()
+    failed.set_exception(error)
+    return failed

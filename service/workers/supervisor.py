@@ -1,171 +1,158 @@
-"""The supervisor: owns the wanted state, the HTTP port and the workers. It runs no model and no gRPC."""
+"""The supervisor: leads the server, runs the workers and answers their requests. It runs no model and no gRPC."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Collection
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from bf16kit.messages.errors import Unavailable
-from service.config.certificates import Credentials
+from bf16kit.messages.errors import Unavailable, Unsupported
 from service.config.logsettings import LogSettings
-from service.config.periodic import Guard, PeriodicThread
 from service.config.ports import ReservedPort
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, OnStarted, Stop
-from service.drift.fallbackcontroller import FallbackController
 from service.drift.verdict import DriftVerdict
-from service.http.pages import evidence_route, routes
-from service.http.statusreader import StatusReader
-from service.httpport import announce, open_http
-from service.models.controller import Controller
-from service.operations import IndexEntry
-from service.peers.channel import Body
-from service.peers.peer import Answer, Message
-from service.shadow.process import NAME as SHADOW
-from service.shadow.process import ShadowProcess
+from service.leader import MAINTAIN_SECONDS, Leader, announce
+from service.operations import IndexEntry, Region, VersionStatistics
+from service.peers.channel import Body, to_json
+from service.peers.peer import Answer, Message, answers
 from service.telemetry.metrics import Metrics
-from service.workers.changes import FleetSettings, ModelChanges
-from service.workers.counts import Counting
+from service.workers.changes import WorkerModels
 from service.workers.fleet import Fleet
-from service.workers.overview import Overview
-from service.workers.processes import WorkerProcesses
-from service.workers.proxies import settings_from_json
-from service.workers.statistics import as_json
-from service.workers.view import UNLOADING
+from service.workers.forwarding import settings_of
+from service.workers.regions import FleetRegions
+from service.workers.state import UNLOADING
 
-_log = logging.getLogger(__name__)
-_MAINTAIN_SECONDS = 0.1
 _ANSWERING = 8  # threads for workers' requests; loading a model occupies none of them
 
 
-def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted) -> Ending:
+def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda grpc_port, http_port: None) -> Ending:
     """Serve with ``config.workers`` processes until ``stop`` is set, then drain them all.
 
     Raises ConfigError if a port is in use. The calling thread must live as long as the workers.
     """
     with ReservedPort(config.host, config.grpc_port) as port:
         supervisor = Supervisor(config, port.port)
-        fleet, overview = supervisor.fleet, Overview(supervisor.fleet, supervisor.counting.statistics_of)
-        counts, off_reason = supervisor.counting.samples, supervisor.shadow.off_reason
-        status = StatusReader(overview, counts, workers=config.workers, off_reason=off_reason)
-        evidence = evidence_route(overview, supervisor.shadow.evidence if config.evidence else None)
-        pages = routes(overview, supervisor.counting, status.snapshot, evidence)
-        http = open_http(config, pages, supervisor.metrics, Credentials.of(config))
-        status.listening(port.port, http.port)
+
+        def listening() -> None:
+            announce(config, port.port, supervisor.leader.http.port)
+            on_started(port.port, supervisor.leader.http.port)
+
         try:
-            supervisor.start()
-            http.start()
-            announce(config, port.port, http.port)
-            on_started(port.port, http.port)
-            while not stop.wait(_MAINTAIN_SECONDS):
+            supervisor.leader.start(port.port, listening)
+            while not stop.wait(MAINTAIN_SECONDS):
                 supervisor.maintain()
-            supervisor.stop()
-            return _drain(config, fleet)
+            return supervisor.drain()
         finally:
-            supervisor.stop()
-            supervisor.shadow.close()
-            fleet.close()
-            http.close()
+            supervisor.close()
 
 
 class Supervisor:
     """Answers the workers' requests on behalf of all of them."""
 
     def __init__(self, config: ServerConfig, port: int) -> None:
-        self.metrics = Metrics()  # of this process
+        self._metrics = Metrics()  # of this process
         handlers: dict[str, Callable[[str, Message], Answer]] = {
-            "counts": lambda worker, message: self.counting.receive(worker, message.body),
-            "statistics": self._later(lambda body: {"statistics": as_json(self.counting.statistics())}),
+            "counts": lambda worker, message: self.leader.counting.receive(worker, message.body),
+            "samples": lambda worker, message: self.leader.shadow.forward(message),
+            "verdict": lambda worker, message: self.leader.fallback.receive(DriftVerdict.from_json(message.body)),
+            "statistics": self._later(lambda body: self._statistics()),
             "index": self._later(lambda body: {"lines": self._index()}),
-            "load": self._later(lambda body: self.controller.load(body["name"], body["config"])),
-            "unload": self._later(lambda body: self.controller.unload(body["name"])),
-            "settings": self._later(self._settings),
-            "samples": lambda worker, message: self.shadow.forward(message),
-            "verdict": lambda worker, message: self._owner.receive(DriftVerdict.from_json(message.body)),
+            "load": self._later(lambda body: self._controller.load(body["name"], body["config"])),
+            "unload": self._later(lambda body: self._controller.unload(body["name"])),
+            "settings": self._later(lambda body: self._set(body["what"], body["changes"], body["model"])),
+            "register": self._later(lambda body: self._regions.register(Region(**body))),
+            "unregister": self._later(lambda body: self._regions.unregister(body["name"])),
         }
-        self.fleet = Fleet(config, port, handlers=handlers, on_death=self._on_worker_death)
-        self.counting = Counting(self.metrics, self._counts, lambda: self.fleet.view.slots)
-        self.shadow = ShadowProcess(
+        self._fleet = Fleet(config, port, handlers, self._on_worker_death)
+        self._models = WorkerModels(self._fleet, self._changed)
+        self.leader = Leader(
             config,
-            lambda message: self.counting.receive(SHADOW, message.body),
-            lambda: self.counting.process_died(SHADOW),
-            lambda verdict: self._owner.receive(verdict),
-            on_forget=lambda model, versions: self.counting.forget(model, versions),
-            shared=True,
-            find_plan=self.fleet.plan,
+            self._metrics,
+            self._fleet.state,
+            self._models,
+            ask_counts=lambda: self._fleet.ask("counts"),
+            find_plan=self._fleet.plan,
         )
-        self._workers = WorkerProcesses(self.fleet)
-        self._owner = FallbackController(self._workers, self.shadow.restart)
-        self._models = ModelChanges(self.fleet, self._changed)
-        self._settings_of_all = FleetSettings(self.fleet)
+        assert self.leader.controller is not None  # noqa: S101 -- for the type checker: its models are not fixed
+        self._controller = self.leader.controller
         self._logs = LogSettings(config.log_level, config.log_format)
-        self.controller = Controller(
-            config.repository,
-            self._models.apply,
-            self._models.apply_all,
-            config.model_control,
-            config.load_model,
-            lambda: self.fleet.view.slots.values(),
-        )
-        self.controller.apply_initial()
-        self._poll = None
-        if config.model_control == "poll":
-            self._poll = PeriodicThread("repository-poll", config.poll_seconds, self.controller.poll)
+        # The requested changes, not the resulting settings: a setting that a model lacks must remain the server's.
+        self._settings: dict[str, dict[str, Any]] = {}
+        self._settings_lock = threading.Lock()  # every worker gets the changes in the same order
         self._answering = ThreadPoolExecutor(_ANSWERING, "answering")
-        self._guard = Guard()
-
-    def start(self) -> None:
-        if self._poll is not None:
-            self._poll.start()
-
-    def stop(self) -> None:
-        """Start no further changes."""
-        if self._poll is not None:
-            self._poll.stop(wait=False)  # reading a network file system may never end
-        self._models.close()
-        self._answering.shutdown(wait=False)
 
     def maintain(self) -> None:
         """Keep all processes running. An error in it is logged: it must not end the server."""
-        self.fleet.maintain()
-        self._guard.run("the shadow's maintenance", self.shadow.maintain)
-        self._guard.run("the fallback's maintenance", self._owner.maintain)
+        self._fleet.maintain()
+        self.leader.maintain()
 
-    def _counts(self) -> dict[str, Future[Body]]:
-        pending = self.fleet.ask("counts")
-        if (counts := self.shadow.ask_counts()) is not None:
-            pending[SHADOW] = counts
-        return pending
+    def drain(self) -> Ending:
+        """Have all workers finish what is in flight, and end them."""
+        self._stop()
+        return self.leader.drain(self._fleet.retire, self._fleet.drain, self._fleet.maintain)
+
+    def close(self) -> None:
+        """End everything at once."""
+        self._stop()
+        self._fleet.close()
+        self.leader.close()
+
+    def _stop(self) -> None:
+        """Start no further changes."""
+        self.leader.stop()
+        self._models.close()
+        self._answering.shutdown(wait=False)
+
+    @property
+    def _regions(self) -> FleetRegions:
+        if self._fleet.regions is None:
+            raise Unsupported("shared memory is off")  # no worker offers it then
+        return self._fleet.regions
 
     def _on_worker_death(self, worker: str) -> None:
-        self.metrics.worker_restarted()
-        self.counting.process_died(worker)
+        self._metrics.worker_restarted()
+        self.leader.counting.process_died(worker)
 
     def _changed(self, model: str, versions: Collection[int]) -> None:
-        self.counting.forget(model, versions)
-        self.shadow.forget(model)
-        self._workers.changed(model, versions)
+        self.leader.counting.forget(model, versions)
+        self.leader.shadow.forget(model)
+
+    # --- workers' requests --------------------------------------------------------------------------------------------
+
+    def _statistics(self) -> Body:
+        found = self.leader.counting.statistics().items()
+        statistics = tuple(VersionStatistics(*key, "", snapshot) for key, snapshot in found)
+        return {"statistics": to_json(statistics, tuple[VersionStatistics, ...])}
 
     def _index(self) -> list[list[str]]:
-        served = [
-            IndexEntry(
-                slot.name,
-                str(slot.version),
-                "UNLOADING" if slot.reason == UNLOADING else slot.state.upper(),
-                slot.reason,
-            )
-            for slot in self.fleet.view.slots.values()
-        ]
-        return [[line.name, line.version, line.state, line.reason] for line in self.controller.index(served)]
+        served = []
+        for slot in self._fleet.state.models():
+            state = "UNLOADING" if slot.reason == UNLOADING else slot.state.upper()
+            served.append(IndexEntry(slot.name, str(slot.version), state, slot.reason))
+        return [[line.name, line.version, line.state, line.reason] for line in self._controller.index(served)]
 
-    def _settings(self, body: Body) -> Body:
-        now = self._settings_of_all.update(body["what"], body["changes"], body["model"])
-        if body["what"] == "logs":
-            self._logs.update(settings_from_json(now))
-        return {"settings": now}
+    def _set(self, what: str, changes: Mapping[str, Any], model: str) -> Body:
+        """Change the ``logs`` or ``traces`` settings of all workers, including those started later.
+
+        Raises the worker's error for an invalid change, which all workers report alike.
+        """
+        with self._settings_lock:
+            pending = self._fleet.ask("settings", {"what": what, "changes": changes, "model": model})
+            answered = answers(pending)
+            if not answered:
+                raise Unavailable("no worker of this server is running; try again")
+            name = f"{what} {model}"
+            self._settings[name] = {**self._settings.get(name, {}), **changes}
+            body = {"what": what, "changes": self._settings[name], "model": model}
+            self._fleet.remember("settings", name, body)
+            for worker in pending.keys() - answered.keys():  # a replacement may have started before it was remembered
+                self._fleet.ask_one(worker, "settings", body)
+            answer = next(iter(answered.values()))
+        if what == "logs":
+            self._logs.update(settings_of(answer))
+        return answer
 
     def _later(self, work: Callable[[Body], Any]) -> Callable[[str, Message], Answer]:
         """Return a handler that runs ``work`` on a thread.
@@ -176,50 +163,18 @@ class Supervisor:
         def answer(worker: str, message: Message) -> Future[Body]:
             result: Future[Body] = Future()
 
-            def run() -> None:
-                try:
-                    found = work(message.body)
-                except BaseException as error:  # noqa: BLE001 -- the worker that asked gets it
+            def end(done: Future[Any]) -> None:
+                if (error := done.exception()) is not None:
                     result.set_exception(error)
-                    return
-                if isinstance(found, Future):
-                    found.add_done_callback(lambda done: _pass_on(done, result))
+                elif isinstance(found := done.result(), Future):
+                    found.add_done_callback(end)
                 else:
-                    result.set_result(found)
+                    result.set_result(found or {})
 
             try:
-                self._answering.submit(run)
+                self._answering.submit(work, message.body).add_done_callback(end)
             except RuntimeError:
                 result.set_exception(Unavailable("the server is shutting down; try another", "draining"))
             return result
 
         return answer
-
-
-def _pass_on(done: Future[Any], result: Future[Body]) -> None:
-    error = CancelledError() if done.cancelled() else done.exception()
-    if error is None:
-        result.set_result({})
-    else:
-        result.set_exception(error)
-
-
-def _drain(config: ServerConfig, fleet: Fleet) -> Ending:
-    """Stop the server: report not ready, reject new requests, finish those in flight.
-
-    The HTTP port answers throughout.
-    """
-    if config.lame_duck_seconds:
-        _log.info("stopping: not ready, but still serving for another %g s", config.lame_duck_seconds)
-        fleet.retire()
-        until = time.monotonic() + config.lame_duck_seconds
-        while time.monotonic() < until:  # a second signal ends the process at once, and the workers with it
-            time.sleep(min(_MAINTAIN_SECONDS, max(0.0, until - time.monotonic())))
-            fleet.maintain()
-    started_at = time.monotonic()
-    _log.info("draining for up to %g s", config.drain_seconds)
-    ending = fleet.drain(config.drain_seconds)
-    if not ending.completed:
-        _log.warning("requests were cut off: still in flight after %g s", config.drain_seconds)
-    _log.info("stopped after %.2f s", time.monotonic() - started_at)
-    return ending

@@ -7,46 +7,39 @@ import logging
 import os
 import queue
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
-from bf16kit.system.exit_with_parent import exit_with_parent
 from service.config.certificates import Credentials
 from service.config.logs import configure
 from service.config.logsettings import LogSettings
 from service.config.resources import HeapTrimmer, bound_heap
 from service.config.serverconfig import ServerConfig
-from service.config.stop import Ending
 from service.drift.fallbackcontroller import PrecisionOrder
 from service.drift.gate import ProcessRank
-from service.grpcport import build_transport, drain, extensions, open_tracing, read_only_unless_enabled
+from service.leader import new_table
 from service.models.plan import DesiredModel
 from service.models.repository import Repository
-from service.operations import Operations, Settings
-from service.peers.channel import Body, Channel
-from service.peers.peer import ENDED, Message, Peer
-from service.peers.signals import leave_signals_to_the_parent
-from service.peers.textfile import read_text
+from service.operations import Region, RegistryModels, Settings, VersionStatistics
+from service.peers.channel import Body, Channel, read_text, to_json
+from service.peers.child import socket_to_parent
+from service.peers.peer import ENDED, Answer, Message, Peer
+from service.server import build_transport, drain, open_tracing, operations_of
 from service.shadow.samples import PlanSampleSender
-from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics
-from service.workers.description import describe
+from service.workers.forwarding import ForwardedOperations, ForwardedRegions, ForwardedSettings, settings_of
 from service.workers.placement import threads_of
-from service.workers.proxies import ControlProxy, ModelsProxy, SettingsProxy, settings_from_json
-from service.workers.regions import WorkerRegions
-from service.workers.registry import LatestView, MergedRegistry
-from service.workers.statistics import as_json
-from service.workers.view import Report, SlotState, View
+from service.workers.state import Report, ServerState, SlotState, WorkerRegistry
 from service.workers.weights import SharedWeights
 
 if TYPE_CHECKING:
+    from service.grpc.server import Transport
     from service.telemetry.tracing import Tracing
 
 _log = logging.getLogger(__name__)
@@ -57,96 +50,83 @@ _EXIT_WRONG = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
-    config: ServerConfig
-    patient: bool  # listen only once everything is loaded, because other workers serve meanwhile
+class _Served:
+    """What a worker serves, once the supervisor has sent its configuration."""
+
+    listen_when_loaded: bool  # because other workers serve meanwhile
     metrics: Metrics
     repository: Repository
-    registry: MergedRegistry
-    operations: Operations
+    regions: ForwardedRegions | None
+    settings: Mapping[str, Settings]  # the worker's own, by what the supervisor calls them
     tracing: Tracing | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Drain:
-    seconds: float
-    done: Future[Body]
+    transport: Transport
 
 
 class Worker:
     """Receives the supervisor's messages on one thread, and acts on them on the main one: :meth:`run`."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._starts: queue.SimpleQueue[_Start] = queue.SimpleQueue()
-        self._drains: queue.SimpleQueue[_Drain] = queue.SimpleQueue()
-        self._latest_view = LatestView()
-        self._repository: Repository | None = None
-        self._regions: WorkerRegions | None = None  # set at the start if shared memory is on
-        self._metrics: Metrics | None = None
-        self._settings: dict[str, Settings] = {}
+        self._starts: queue.SimpleQueue[_Served] = queue.SimpleQueue()
+        self._drains: queue.SimpleQueue[tuple[float, Future[Body]]] = queue.SimpleQueue()
+        self._server = ServerState()
+        self._served: _Served | None = None
         self._listening = False
         self._settled = threading.Event()  # nothing is being loaded
         self._reporting = threading.Lock()
+        handlers: dict[str, Callable[[_Served, Message], Answer]] = {
+            "apply": lambda served, message: served.repository.apply(
+                DesiredModel.from_json(read_text(message.files[0]))
+            ),
+            "precision": lambda served, message: served.repository.order(PrecisionOrder.from_json(message.body)),
+            "transition": lambda served, message: served.repository.transition(**message.body),
+            "retire": lambda served, message: served.repository.retire(),
+            "settings": _set,
+            "counts": lambda served, message: _counts(served),
+            "adopt": _adopt,
+            "forget": _forget,
+        }
         self._peer = Peer(
             Channel(end),
             "the supervisor",
             {
                 "start": self._start,
-                "want": self._apply,
-                "settings": self._set,
-                "counts": lambda message: self._counts(),
-                "view": self._on_view,
                 "ping": lambda message: None,
-                "retire": self._retire,
+                "state": lambda message: self._server.receive(message.body),
+                "weights": lambda message: self._weights.receive(message),
                 "drain": self._drain,
-                "precision": self._remember,
-                "switch": self._switch,
-                "transition": self._transition,
-                "adopt": self._adopt,
-                "forget": self._forget,
+                **{kind: self._when_started(handler) for kind, handler in handlers.items()},
             },
             lambda: os._exit(1),  # without a supervisor this must not keep the port: the next server needs it
         )
+        self._weights = SharedWeights(self._peer.tell)
 
     def run(self) -> None:
         """Serve until told to drain. Never returns: threads may still be inside native code."""
         self._peer.start()
-        start = self._starts.get()
+        self._weights.start()
+        served = self._starts.get()
         with _ending_on_error():
-            self._serve(start)
+            self._serve(served)
 
-    def _serve(self, start: _Start) -> None:
-        config, repository = start.config, start.repository
-        transport = build_transport(
-            config,
-            start.registry,
-            start.metrics.refused,
-            Credentials.of(config),
-            start.operations,
-            start.tracing,
-        )
+    def _serve(self, served: _Served) -> None:
+        repository = served.repository
         repository.subscribe(self._report)
         repository.start()
         self._report()
-        while start.patient and not self._settled.wait(_POLL_SECONDS) and self._drains.empty():
+        while served.listen_when_loaded and not self._settled.wait(_POLL_SECONDS) and self._drains.empty():
             pass  # a connection to this worker would only learn that models are loading
-        transport.start()
+        served.transport.start()
         self._listening = True
         self._report()
-        if start.tracing is not None:
-            start.tracing.start()
+        if served.tracing is not None:
+            served.tracing.start()
         heap = HeapTrimmer()
         heap.start()
-        order = self._drains.get()
+        seconds, done = self._drains.get()
         heap.stop()
-        ending = drain(repository, transport, order.seconds)
-        if start.tracing is not None:
-            start.tracing.close(_LAST_TRACES_SECONDS)
-        self._peer.tell("counts", self._counts())  # the last, because nobody can ask any more
-        self._end(order, ending)
-
-    def _end(self, order: _Drain, ending: Ending) -> None:
-        order.done.set_result({"answered": ending.completed, "freed": ending.threads_ended})
+        ending = drain(repository, served.transport, served.tracing, _LAST_TRACES_SECONDS, seconds)
+        self._peer.tell("counts", _counts(served))  # the last, because nobody can ask any more
+        done.set_result({"answered": ending.completed})
         logging.shutdown()
         # The supervisor closes the channel when it has the answer, which ends this process.
         time.sleep(_LAST_WORDS_SECONDS)
@@ -154,116 +134,86 @@ class Worker:
 
     def _report(self) -> None:
         """Report this worker's state to the supervisor. For any thread; the last report has the newest state."""
-        repository = self._repository
-        if repository is None:
+        if self._served is None:
             return
+        repository = self._served.repository
         with self._reporting:
-            slots = []
-            for slot in repository.models():
-                model = slot.model
-                described = None if model is None else describe(model)
-                slots.append(SlotState(slot.name, slot.version, slot.state, slot.reason, described))
+            slots = tuple(map(SlotState.of, repository.models()))
             if any(slot.state == "loading" for slot in slots):
                 self._settled.clear()
             else:
                 self._settled.set()
-            self._peer.tell("report", Report(self._listening, repository.ready, tuple(slots)).as_json())
+            self._peer.tell("report", to_json(Report(self._listening, repository.ready, slots)))
 
     # --- on the peer's thread -----------------------------------------------------------------------------------------
 
     def _start(self, message: Message) -> None:
         with _ending_on_error():  # the main thread would wait for its start for ever
-            self._prepare(message)
+            self._served = served = self._prepare(message)
+            self._starts.put(served)
 
-    def _prepare(self, message: Message) -> None:
-        body, config, metrics = message.body, ServerConfig(**message.body["config"]), Metrics()
+    def _prepare(self, message: Message) -> _Served:
+        body, config, metrics, ask = message.body, ServerConfig(**message.body["config"]), Metrics(), self._peer.ask
         configure(config.log_level, config.log_format, worker=body["number"])
-        weights = SharedWeights(socket.socket(fileno=os.dup(message.files[0])))
         repository = Repository(
             metrics,
             device=config.device,
             threads=threads_of(config.threads, config.workers),
-            weights=weights,
+            weights=self._weights,
             ready_when_empty=config.model_control == "explicit",
-            new_sender=lambda name, plan: PlanSampleSender(name, plan, self._peer.ask),
+            new_sender=lambda name, plan: PlanSampleSender(name, plan, ask),
             on_verdict=lambda verdict: self._peer.tell("verdict", verdict.to_json()),
             rank=ProcessRank(body["number"] - 1, config.workers),
         )
-        repository.apply_all(map(DesiredModel.from_json, json.loads(read_text(message.files[1]))))
-        registry = MergedRegistry(repository, self._latest_view)
+        repository.apply_all(map(DesiredModel.from_json, json.loads(read_text(message.files[0]))))
+        registry = WorkerRegistry(repository, self._server)
         traces, tracing = open_tracing(config, repository, metrics.traced)
-        if config.shared_memory:
-            self._regions = WorkerRegions(new_table(config), self._peer.ask)
-        self._settings = {"logs": LogSettings(config.log_level, config.log_format), "traces": traces}
-        self._repository, self._metrics = repository, metrics
-        operations = self._operations(config, registry)
-        self._starts.put(_Start(config, body["patient"], metrics, repository, registry, operations, tracing))
+        own: dict[str, Settings] = {"logs": LogSettings(config.log_level, config.log_format), "traces": traces}
+        logs, traces_of_all = (ForwardedSettings(own[what], what, ask) for what in ("logs", "traces"))
+        regions = ForwardedRegions(new_table(config), ask) if config.shared_memory else None
+        forwarded = ForwardedOperations(registry, ask)
+        operations = operations_of(config, forwarded, forwarded, regions, logs, traces_of_all)
+        transport = build_transport(config, registry, metrics.refused, Credentials.of(config), operations, tracing)
+        return _Served(body["listen_when_loaded"], metrics, repository, regions, own, tracing, transport)
 
-    def _operations(self, config: ServerConfig, registry: MergedRegistry) -> Operations:
-        ask = self._peer.ask
-        return Operations(
-            models=ModelsProxy(registry, ask),
-            control=ControlProxy(ask) if config.model_control == "explicit" else None,
-            regions=self._regions,
-            logs=read_only_unless_enabled(config, SettingsProxy(self._settings["logs"], "logs", ask)),
-            traces=read_only_unless_enabled(config, SettingsProxy(self._settings["traces"], "traces", ask)),
-            extensions=extensions(config, explicit=config.model_control == "explicit"),
-        )
+    def _when_started(self, handler: Callable[[_Served, Message], Answer]) -> Callable[[Message], Answer]:
+        def handle(message: Message) -> Answer:
+            if self._served is None:  # it will be sent what is desired
+                raise Unavailable("this worker is being started; try again", ENDED)
+            return handler(self._served, message)
 
-    def _apply(self, message: Message) -> Any:
-        return self._served.apply(DesiredModel.from_json(read_text(message.files[0])))
+        return handle
 
-    def _set(self, message: Message) -> Body:
-        body, _ = message.body, self._served
-        now = self._settings[body["what"]].update(settings_from_json(body["changes"]), body["model"])
-        return {"settings": {name: list(values) for name, values in now.items()}}
-
-    def _remember(self, message: Message) -> None:
-        """Store an order, which is carried out once its model is loaded."""
-        self._served.order(PrecisionOrder.from_json(message.body))
-
-    def _switch(self, message: Message) -> Any:
-        return self._served.order(PrecisionOrder.from_json(message.body))
-
-    def _transition(self, message: Message) -> None:
-        self._served.transition(message.body["model"], message.body["version"], message.body["to"])
-
-    def _counts(self) -> Body:
-        models = [model for slot in self._served.models() if (model := slot.model) is not None]
-        statistics = {(model.name, model.version): model.statistics.snapshot() for model in models}
-        assert self._metrics is not None  # noqa: S101 -- nothing is asked before the start
-        families, complete = self._metrics.report()
-        return {
-            "metrics": [family.as_json() for family in families],
-            "complete": complete,
-            "statistics": as_json(statistics),
-        }
-
-    @property
-    def _served(self) -> Repository:
-        if self._repository is None:
-            raise Unavailable("this worker is being started; try again", ENDED)  # it will be sent what is wanted
-        return self._repository
-
-    def _on_view(self, message: Message) -> None:
-        self._latest_view.change(View.from_json(message.body))
-
-    def _adopt(self, message: Message) -> None:
-        if self._regions is not None:  # otherwise it is sent again after the start
-            self._regions.adopt(message)
-
-    def _forget(self, message: Message) -> None:
-        if self._regions is not None:
-            self._regions.forget(message)
-
-    def _retire(self, message: Message) -> None:
-        if self._repository is not None:
-            self._repository.retire()
-
-    def _drain(self, message: Message) -> Future[Any]:
-        done: Future[Any] = Future()
-        self._drains.put(_Drain(message.body["seconds"], done))
+    def _drain(self, message: Message) -> Future[Body]:
+        done: Future[Body] = Future()
+        self._drains.put((message.body["seconds"], done))
         return done
+
+
+def _set(served: _Served, message: Message) -> Body:
+    body = message.body
+    now = served.settings[body["what"]].update(settings_of({"settings": body["changes"]}), body["model"])
+    return {"settings": {name: list(values) for name, values in now.items()}}
+
+
+def _counts(served: _Served) -> Body:
+    statistics = tuple(RegistryModels(served.repository).statistics("", ""))
+    return {
+        "metrics": [family.as_json() for family in served.metrics.snapshot()],
+        "statistics": to_json(statistics, tuple[VersionStatistics, ...]),
+    }
+
+
+def _adopt(served: _Served, message: Message) -> None:
+    """Add a region that the supervisor has registered, with the file in its message."""
+    if served.regions is not None:
+        served.regions.table.adopt(Region(**message.body), message.files[0])
+
+
+def _forget(served: _Served, message: Message) -> None:
+    """Remove a region, or all of them, that the supervisor has unregistered."""
+    if served.regions is not None:
+        served.regions.table.unregister(message.body["name"])
 
 
 @contextmanager
@@ -282,10 +232,8 @@ def _ending_on_error() -> Iterator[None]:
 
 def main() -> None:
     """Entry point: ``python -m service.workers.worker DESCRIPTOR PARENT``."""
-    leave_signals_to_the_parent()
-    exit_with_parent(int(sys.argv[2]))
     bound_heap()
-    Worker(socket.socket(fileno=int(sys.argv[1]))).run()
+    Worker(socket_to_parent()).run()
 
 
 if __name__ == "__main__":

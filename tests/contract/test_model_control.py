@@ -20,11 +20,11 @@ from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2
 from tritonclient.utils import InferenceServerException
 from waiting import until
 
-from service import app
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Stop
 from service.models import loading
 from service.models.engine import Engine
+from service.server import serve_single_process
 
 Serve = Callable[..., InferenceServerClient]
 LAST = "shadow: {rate: 0}\n"
@@ -40,7 +40,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         config = ServerConfig(
             **{"repository": tmp_path, "grpc_port": 0, "http_port": 0, "device": "cpu", "threads": 1, **keys}
         )
-        server = threading.Thread(target=app.run, args=(config, stop, lambda port, _: started.put(port)))
+        server = threading.Thread(target=serve_single_process, args=(config, stop, lambda port, _: started.put(port)))
         server.start()
         client = InferenceServerClient(f"127.0.0.1:{started.get(timeout=60)}")
 
@@ -364,7 +364,7 @@ def test_a_stop_does_not_wait_for_loads(tmp_path: Path, serve: Serve, loads: Hel
     config = ServerConfig(
         repository=tmp_path, grpc_port=0, http_port=0, device="cpu", model_control="explicit", drain_seconds=50
     )
-    server = threading.Thread(target=app.run, args=(config, stop, lambda port, _: started.put(port)))
+    server = threading.Thread(target=serve_single_process, args=(config, stop, lambda port, _: started.put(port)))
     server.start()
     client = InferenceServerClient(f"127.0.0.1:{started.get(timeout=60)}")
     loads.go.clear()

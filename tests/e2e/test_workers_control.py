@@ -22,7 +22,7 @@ from artifacts import write_mlp
 from loopback import infer_request
 from serverprocess import Serve, ServerProcess
 from waiting import until
-from workerprocesses import Client, listening, pids, wait_replaced
+from workerprocesses import Client, listening, pids
 
 from bf16kit.protocol import inference_pb2 as pb
 
@@ -141,37 +141,6 @@ def test_a_failed_load_leaves_the_old_model_in_all_workers(
     assert code_of(lambda: clients[0].call("RepositoryModelLoad", load)) is not grpc.StatusCode.OK
     assert {infer(client) for client in clients} == {before}
     until(lambda: server.metric(failed) == 1)
-
-
-def test_shared_memory_is_registered_in_all_workers_and_in_a_restarted_one(
-    server: ServerProcess, clients: list[Client], memory: str
-) -> None:
-    def from_memory(client: Client) -> bytes:
-        message = infer_request("mlp", x=ROWS)
-        del message.raw_input_contents[:]
-        parameters = message.inputs[0].parameters
-        parameters["shared_memory_region"].string_param = "rows"
-        parameters["shared_memory_byte_size"].int64_param = ROWS.nbytes
-        answer: bytes = client.call("ModelInfer", message).raw_output_contents[0]
-        return answer
-
-    register = pb.SystemSharedMemoryRegisterRequest(name="rows", key=memory, byte_size=ROWS.nbytes)
-    clients[0].call("SystemSharedMemoryRegister", register)
-    expected = infer(clients[0])
-    assert {from_memory(client) for client in clients} == {expected}
-    again = {code_of(partial(client.call, "SystemSharedMemoryRegister", register)) for client in clients}
-    assert again == {grpc.StatusCode.ALREADY_EXISTS}
-    os.kill(victim := pids(server)[0], signal.SIGKILL)
-    wait_replaced(server, victim)
-    with ExitStack() as stack:
-        fresh = [Client(server.target) for _ in range(12)]
-        for client in fresh:
-            stack.enter_context(client.channel)
-        assert {from_memory(client) for client in fresh} == {expected}
-        fresh[0].call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name="rows"))
-        assert grpc.StatusCode.OK not in {code_of(partial(from_memory, client)) for client in fresh}
-    missing = pb.SystemSharedMemoryRegisterRequest(name="no", key="/bf16kit-no-such-file", byte_size=1)
-    assert code_of(lambda: Client(server.target).call("SystemSharedMemoryRegister", missing)) is not grpc.StatusCode.OK
 
 
 def test_log_settings_apply_to_all_workers(server: ServerProcess, clients: list[Client]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from service.config.serverconfig import ServerConfig
 from service.grpc.server import TransportOptions
-from service.grpcport import transport_options
+from service.server import transport_options
 
 
 def test_the_options_of_the_transport_have_the_values_of_their_keys(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from loopback import LoopbackModel, LoopbackRegistry
 
 from bf16kit.messages.errors import ConfigError
 from service.config.serverconfig import ServerConfig
-from service.grpcport import open_tracing
+from service.server import open_tracing
 
 REGISTRY = LoopbackRegistry([LoopbackModel()])
 
@@ -26,9 +26,7 @@ def count(outcome: str, traces: int) -> None: ...
 def test_by_default_there_is_no_tracer_and_opentelemetry_is_not_imported(tmp_path: Path) -> None:
     settings, tracer = open_tracing(configured(tmp_path, 0), REGISTRY, count)
     assert (settings.on, tracer) == (False, None)
-    program = (
-        "import sys, service.singleprocess; print([name for name in sys.modules if name.startswith('opentelemetry')])"
-    )
+    program = "import sys, service.server; print([name for name in sys.modules if name.startswith('opentelemetry')])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from service import app
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Stop
+from service.server import serve_single_process
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def running(repository: Path, *models: str, **settings: Any) -> Iterator[str]:
     """Yield ``host:port`` of a server with these settings, once the given models have loaded."""
     stop, started = Stop(), SimpleQueue[int]()
     config = ServerConfig(repository=repository, grpc_port=0, http_port=0, device="cpu", threads=1, **settings)
-    server = threading.Thread(target=app.run, args=(config, stop, lambda port, _: started.put(port)))
+    server = threading.Thread(target=serve_single_process, args=(config, stop, lambda port, _: started.put(port)))
     server.start()
     try:
         where = f"127.0.0.1:{started.get(timeout=60)}"

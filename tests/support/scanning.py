@@ -7,7 +7,7 @@ import threading
 import time
 
 from bf16kit.messages.errors import ConfigError
-from service import served
+from service import leader
 from service.cli import main
 from service.models import loading
 from service.models.controller import Controller
@@ -31,7 +31,7 @@ class Scanning(Controller):
 
 
 if __name__ == "__main__":
-    assert vars(served)["Controller"] is Controller  # otherwise the next line would have no effect
-    setattr(served, "Controller", Scanning)  # noqa: B010 - the name under which the server's wiring finds the class
+    assert vars(leader)["Controller"] is Controller  # otherwise the next line would have no effect
+    setattr(leader, "Controller", Scanning)  # noqa: B010 - the name under which the server's wiring finds the class
     loading.FIRST_RUN_SECONDS = FIRST_RUN_S
     main()

@@ -25,7 +25,7 @@ from service.models.repository import Repository
 from service.models.rollouts import FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS, Retries
 from service.models.serving import Serving, VersionPolicy
 from service.telemetry.metrics import Metrics
-from service.workers.view import SlotState
+from service.workers.state import SlotState
 
 BAD = 0.5
 ONLY_1 = VersionPolicy(specific=(1,))

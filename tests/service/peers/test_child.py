@@ -16,8 +16,14 @@ from openfiles import no_more_files
 from waiting import until
 
 from bf16kit.system.controlgroup import Memory
-from service.peers.activity import ThreadSeconds, active_seconds
-from service.peers.child import PING_SECONDS, SILENT_SECONDS, START_SECONDS, Child
+from service.peers.child import (
+    PING_SECONDS,
+    SILENT_SECONDS,
+    START_SECONDS,
+    Child,
+    ThreadSeconds,
+    active_seconds,
+)
 from service.peers.peer import Handler
 
 _HEAD = "import os, signal, socket, sys, time\nend = socket.socket(fileno=int(sys.argv[1]))\n"

@@ -20,8 +20,8 @@ from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message, Peer
 from service.shadow import process as process_module
-from service.shadow.combinedmetrics import CombinedMetrics
-from service.shadow.process import _MAX_SAMPLES, ShadowProcess
+from service.shadow.process import _MAX_SAMPLES, NAME, ShadowProcess
+from service.telemetry.counts import Counting
 from service.telemetry.metrics import Metrics
 
 UP = "bf16kit_drift_reference_up"
@@ -40,14 +40,17 @@ def served() -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def counting(served: list[tuple[str, int]]) -> CombinedMetrics:
-    return CombinedMetrics(Metrics(), lambda: None, lambda: served)
+def counting(served: list[tuple[str, int]]) -> Counting:
+    return Counting(Metrics(), dict, lambda: served)
 
 
 @pytest.fixture
-def shadow(tmp_path: Path, counting: CombinedMetrics) -> Iterator[ShadowProcess]:
+def shadow(tmp_path: Path, counting: Counting) -> Iterator[ShadowProcess]:
     process = ShadowProcess(
-        ServerConfig(repository=tmp_path), counting.receive, counting.process_died, on_forget=counting.forget
+        ServerConfig(repository=tmp_path),
+        lambda message: counting.receive(NAME, message.body),
+        lambda: counting.process_died(NAME),
+        on_forget=counting.forget,
     )
     yield process
     process.close()
@@ -106,7 +109,7 @@ def test_samples_that_wait_for_the_process_are_dropped_when_their_model_is_unloa
 
 
 def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
-    shadow: ShadowProcess, give: Give, counting: CombinedMetrics, served: list[tuple[str, int]]
+    shadow: ShadowProcess, give: Give, counting: Counting, served: list[tuple[str, int]]
 ) -> None:
     give()
     give("other")
@@ -142,7 +145,7 @@ def test_the_process_may_be_silent_for_longer_than_a_worker(shadow: ShadowProces
 
 
 def test_a_missing_reference_is_reported_as_down_from_the_first_sample_on(
-    give: Give, counting: CombinedMetrics, shadow: ShadowProcess, monkeypatch: pytest.MonkeyPatch
+    give: Give, counting: Counting, shadow: ShadowProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This also holds if the process never starts: an alert needs a value."""
 
@@ -165,7 +168,7 @@ def wanted() -> set[str]:
 
 
 @pytest.fixture
-def several(tmp_path: Path, counting: CombinedMetrics, wanted: set[str]) -> Iterator[ShadowProcess]:
+def several(tmp_path: Path, counting: Counting, wanted: set[str]) -> Iterator[ShadowProcess]:
     config = ServerConfig(repository=tmp_path)
 
     def find(model: str, version: int, digest: str) -> Plan | None:
@@ -173,8 +176,8 @@ def several(tmp_path: Path, counting: CombinedMetrics, wanted: set[str]) -> Iter
 
     process = ShadowProcess(
         config,
-        counting.receive,
-        counting.process_died,
+        lambda message: counting.receive(NAME, message.body),
+        lambda: counting.process_died(NAME),
         shared=True,
         find_plan=find,
     )
@@ -183,7 +186,7 @@ def several(tmp_path: Path, counting: CombinedMetrics, wanted: set[str]) -> Iter
 
 
 def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
-    several: ShadowProcess, wanted: set[str], counting: CombinedMetrics, served: list[tuple[str, int]], file: int
+    several: ShadowProcess, wanted: set[str], counting: Counting, served: list[tuple[str, int]], file: int
 ) -> None:
     """Such a sample may come from a worker that was killed: everything it had sent is still read."""
 
@@ -227,7 +230,7 @@ def die(shadow: ShadowProcess, *doing: tuple[str, str]) -> None:
 
 
 def test_after_three_deaths_in_ten_minutes_it_stays_off_and_the_log_names_what_was_at_work(
-    shadow: ShadowProcess, give: Give, counting: CombinedMetrics, clock: Clock, caplog: pytest.LogCaptureFixture
+    shadow: ShadowProcess, give: Give, counting: Counting, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     early = give()
     for after in (0.0, 301.0, 300.0):  # the first and the third are more than ten minutes apart

@@ -1,21 +1,26 @@
-"""Changes of models with several workers: made in all of them, or in none."""
+"""The models of several workers: changed in all of them, or in none, and answered with one precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import until
 
-from bf16kit.messages.errors import Bf16kitError, Unavailable
+from bf16kit.messages.errors import ArtifactError, Bf16kitError, Unavailable
+from service.config.serverconfig import ServerConfig
 from service.contract import State
+from service.drift.fallbackcontroller import PrecisionOrder
 from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.serving import Serving
 from service.peers.channel import Body
-from service.workers.changes import ModelChanges
-from service.workers.view import SlotState, View
+from service.workers.changes import WorkerModels
+from service.workers.fleet import Fleet
+from service.workers.state import ServerState, SlotState
 
 
 def desired(*versions: int, name: str = "m", stamp: str = "") -> DesiredModel:
@@ -23,7 +28,7 @@ def desired(*versions: int, name: str = "m", stamp: str = "") -> DesiredModel:
 
 
 class Workers:
-    """The part of a fleet that :class:`ModelChanges` uses.
+    """The part of a fleet that :class:`WorkerModels` uses.
 
     Each worker serves what it is told, unless the test has it fail.
     """
@@ -35,10 +40,9 @@ class Workers:
         self.told: list[str] = []
         self.wrong: dict[str, Bf16kitError] = {}  # the error of a worker that gets a model with plans
         self.tried: list[DesiredModel | None] = []
-        self.view = View()
-
-    def subscribe(self, callback: Callable[[], None]) -> None:
-        self.report = callback
+        self.state = ServerState()
+        self.remembered: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self.asked: dict[str, Future[Body]] = {}  # the answers to an order, by worker
 
     def change(self, desired_models: Mapping[str, DesiredModel]) -> None:
         self.desired_models = dict(desired_models)
@@ -59,6 +63,16 @@ class Workers:
             told.set_result({})
         return told
 
+    def remember(self, kind: str, name: str, body: Mapping[str, Any]) -> None:
+        self.remembered[kind, name] = body
+
+    def forget(self, kind: str, name: str) -> None:
+        self.remembered.pop((kind, name), None)
+
+    def ask(self, kind: str, body: Mapping[str, Any]) -> dict[str, Future[Body]]:
+        assert kind == "precision"
+        return self.asked
+
     def all_serve(self) -> list[DesiredModel | None]:
         return [serves.get("m") for serves in self.serves.values()]
 
@@ -74,9 +88,9 @@ def changed() -> list[tuple[str, list[int]]]:
 
 
 @pytest.fixture
-def changes(workers: Workers, changed: list[tuple[str, list[int]]]) -> Iterator[ModelChanges]:
+def changes(workers: Workers, changed: list[tuple[str, list[int]]]) -> Iterator[WorkerModels]:
     told = lambda model, versions: changed.append((model, list(versions)))  # noqa: E731 -- of two arguments
-    made = ModelChanges(workers, told)  # type: ignore[arg-type]
+    made = WorkerModels(workers, told, lambda: 100.0)  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -86,7 +100,7 @@ DIED = Unavailable("worker 2 of this server has ended; try again", "ended")
 
 
 def test_a_load_is_tried_in_one_worker_and_then_made_in_all(
-    workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
+    workers: Workers, changes: WorkerModels, changed: list[tuple[str, list[int]]]
 ) -> None:
     changes.apply(desired(1)).result(20)
     assert workers.told == ["worker 1", "worker 2", "worker 3"]
@@ -97,7 +111,7 @@ def test_a_load_is_tried_in_one_worker_and_then_made_in_all(
 
 
 def test_a_load_that_fails_in_the_first_worker_reaches_no_other(
-    workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
+    workers: Workers, changes: WorkerModels, changed: list[tuple[str, list[int]]]
 ) -> None:
     changes.apply(desired(1)).result(20)
     workers.told.clear()
@@ -109,7 +123,7 @@ def test_a_load_that_fails_in_the_first_worker_reaches_no_other(
 
 
 def test_the_first_worker_reverts_if_it_fails_to_load_one_of_several_versions(
-    workers: Workers, changes: ModelChanges
+    workers: Workers, changes: WorkerModels
 ) -> None:
     changes.apply(desired(1)).result(20)
     workers.told.clear()
@@ -121,7 +135,7 @@ def test_the_first_worker_reverts_if_it_fails_to_load_one_of_several_versions(
 
 
 def test_a_version_that_failed_to_load_is_dropped_once_it_is_no_longer_wanted(
-    workers: Workers, changes: ModelChanges
+    workers: Workers, changes: WorkerModels
 ) -> None:
     changes.apply(desired(1)).result(20)
     workers.wrong["worker 1"] = DAMAGED
@@ -133,7 +147,7 @@ def test_a_version_that_failed_to_load_is_dropped_once_it_is_no_longer_wanted(
     assert workers.told[0] == "worker 1"
 
 
-def test_all_workers_revert_a_load_that_fails_in_a_later_one(workers: Workers, changes: ModelChanges) -> None:
+def test_all_workers_revert_a_load_that_fails_in_a_later_one(workers: Workers, changes: WorkerModels) -> None:
     changes.apply(desired(1)).result(20)
     workers.wrong["worker 3"] = DAMAGED
     assert changes.apply(desired(2)).exception(20) is DAMAGED
@@ -142,20 +156,13 @@ def test_all_workers_revert_a_load_that_fails_in_a_later_one(workers: Workers, c
     assert workers.desired_models == {"m": desired(1)}
 
 
-def test_a_new_model_is_unloaded_everywhere_if_a_later_worker_fails(workers: Workers, changes: ModelChanges) -> None:
-    workers.wrong["worker 3"] = DAMAGED
-    assert changes.apply(desired(1)).exception(20) is DAMAGED
-    assert workers.all_serve() == [DesiredModel("m")] * 3
-    assert workers.desired_models == {}
-
-
-def test_a_worker_that_dies_during_a_load_does_not_fail_it(workers: Workers, changes: ModelChanges) -> None:
+def test_a_worker_that_dies_during_a_load_does_not_fail_it(workers: Workers, changes: WorkerModels) -> None:
     workers.wrong["worker 2"] = DIED
     changes.apply(desired(1)).result(20)
     assert workers.desired_models == {"m": desired(1)}, "it is started with it"
 
 
-def test_a_load_that_kills_the_first_worker_is_tried_in_no_other(workers: Workers, changes: ModelChanges) -> None:
+def test_a_load_that_kills_the_first_worker_is_tried_in_no_other(workers: Workers, changes: WorkerModels) -> None:
     workers.wrong["worker 1"] = DIED
     assert changes.apply(desired(1)).exception(20) is DIED
     assert workers.told == ["worker 1"]
@@ -163,7 +170,7 @@ def test_a_load_that_kills_the_first_worker_is_tried_in_no_other(workers: Worker
 
 
 def test_an_unload_reaches_all_workers_and_a_repeated_load_is_no_change(
-    workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
+    workers: Workers, changes: WorkerModels, changed: list[tuple[str, list[int]]]
 ) -> None:
     changes.apply(desired(1)).result(20)
     changes.apply(desired(1)).result(20)
@@ -173,13 +180,13 @@ def test_an_unload_reaches_all_workers_and_a_repeated_load_is_no_change(
     assert workers.desired_models == {}
 
 
-def test_a_load_without_a_worker_is_unavailable(workers: Workers, changes: ModelChanges) -> None:
+def test_a_load_without_a_worker_is_unavailable(workers: Workers, changes: WorkerModels) -> None:
     workers.running = []
     assert isinstance(changes.apply(desired(1)).exception(20), Unavailable)
 
 
 def test_wishes_from_before_the_start_hold_for_all_and_later_only_changes_are_sent(
-    workers: Workers, changes: ModelChanges
+    workers: Workers, changes: WorkerModels
 ) -> None:
     running, workers.running = workers.running, []
     changes.apply_all([desired(1), desired(1, name="other")])
@@ -193,7 +200,7 @@ def test_wishes_from_before_the_start_hold_for_all_and_later_only_changes_are_se
 
 
 def test_only_versions_with_a_different_plan_are_reported_as_changed(
-    changes: ModelChanges, changed: list[tuple[str, list[int]]]
+    changes: WorkerModels, changed: list[tuple[str, list[int]]]
 ) -> None:
     """The other versions continue, and what is known of them is kept."""
     changes.apply(desired(1, 2)).result(20)
@@ -204,7 +211,7 @@ def test_only_versions_with_a_different_plan_are_reported_as_changed(
 
 
 def test_changes_that_wait_or_come_when_the_server_stops_are_unavailable(
-    workers: Workers, changes: ModelChanges, caplog: pytest.LogCaptureFixture
+    workers: Workers, changes: WorkerModels, caplog: pytest.LogCaptureFixture
 ) -> None:
     changes.apply(desired(1, name="old")).result(20)
     held: Future[Body] = Future()
@@ -222,7 +229,7 @@ def test_changes_that_wait_or_come_when_the_server_stops_are_unavailable(
     assert caplog.text == ""
 
 
-def test_a_change_that_takes_long_holds_up_only_those_of_its_own_model(workers: Workers, changes: ModelChanges) -> None:
+def test_a_change_that_takes_long_holds_up_only_those_of_its_own_model(workers: Workers, changes: WorkerModels) -> None:
     held: Future[Body] = Future()
     ask = workers.ask_to_serve
     workers.ask_to_serve = lambda name, asked: held if asked.name == "m" else ask(name, asked)  # type: ignore[method-assign]
@@ -239,7 +246,7 @@ def test_a_change_that_takes_long_holds_up_only_those_of_its_own_model(workers: 
 
 
 def test_what_the_workers_begin_with_has_failed_once_it_failed_in_one_and_none_loads_it(
-    workers: Workers, changes: ModelChanges
+    workers: Workers, changes: WorkerModels
 ) -> None:
     running, workers.running = workers.running, []
     futures = changes.apply_all([desired(1, 2), desired(1, name="old")])
@@ -247,8 +254,8 @@ def test_what_the_workers_begin_with_has_failed_once_it_failed_in_one_and_none_l
 
     def report(*states: State) -> None:
         slots = [SlotState("m", 1, states[0]), SlotState("m", 2, states[1], "damaged"), SlotState("old", 1, states[2])]
-        workers.view = View(slots={slot.key: slot for slot in slots})
-        workers.report()
+        workers.state.slots = {slot.key: slot for slot in slots}
+        workers.state.notify()
 
     report("loading", "unavailable", "loading")
     assert not any(future.done() for future in futures.values())
@@ -260,7 +267,7 @@ def test_what_the_workers_begin_with_has_failed_once_it_failed_in_one_and_none_l
 
 
 def test_a_failed_version_beside_others_that_serve_leaves_them_in_the_first_worker(
-    workers: Workers, changes: ModelChanges
+    workers: Workers, changes: WorkerModels
 ) -> None:
     changes.apply(desired(1, 2)).result(20)
     workers.told.clear()
@@ -271,7 +278,7 @@ def test_a_failed_version_beside_others_that_serve_leaves_them_in_the_first_work
 
 
 def test_counts_of_a_version_that_failed_are_kept_until_it_is_gone(
-    changes: ModelChanges, changed: list[tuple[str, list[int]]]
+    changes: WorkerModels, changed: list[tuple[str, list[int]]]
 ) -> None:
     (second,) = desired(2).plans
     instead = DesiredModel("m", desired(1).plans, (FailedVersion(second, "over the budget"),))
@@ -281,7 +288,7 @@ def test_counts_of_a_version_that_failed_are_kept_until_it_is_gone(
 
 
 def test_what_is_being_tried_or_has_failed_is_not_tried_again_because_another_model_changes(
-    workers: Workers, changes: ModelChanges, caplog: pytest.LogCaptureFixture
+    workers: Workers, changes: WorkerModels, caplog: pytest.LogCaptureFixture
 ) -> None:
     changes.apply(desired(1, name="old")).result(20)
     workers.wrong["worker 1"] = DAMAGED
@@ -294,3 +301,75 @@ def test_what_is_being_tried_or_has_failed_is_not_tried_again_because_another_mo
     assert workers.tried.count(desired(2)) == 1
     changes.apply_all([desired(4, name="old"), desired(5)])
     until(lambda: workers.desired_models.get("m") == desired(5))
+
+
+# --- which precision answers ------------------------------------------------------------------------------------------
+
+PLAN = Plan(3, Path("/models/m/3"), Serving(), "stamp")
+ORDER = PrecisionOrder("m", 3, PLAN.digest, "fp32", "drift")
+KEPT = ("precision", "m/3")
+FAILED, GONE = ArtifactError("no residual"), Unavailable("it has ended", "ended")
+
+
+@pytest.mark.parametrize(
+    ("order", "errors", "error", "logged"),
+    [
+        (ORDER, [None, FAILED], None, "worker 2 cannot switch to fp32: no residual"),  # one is enough
+        # A worker that has not loaded the model begins with bf16 anyway.
+        (replace(ORDER, precision="bf16"), [None, Unavailable("it is not loaded here")], None, ""),
+        (ORDER, [GONE, FAILED], "no residual", "worker 2 cannot switch"),  # not the error of a dead one
+        (ORDER, [], "no worker of this server is running", ""),
+    ],
+)
+def test_an_order_ends_when_all_have_answered_and_is_kept_for_later_workers(
+    workers: Workers,
+    changes: WorkerModels,
+    caplog: pytest.LogCaptureFixture,
+    order: PrecisionOrder,
+    errors: list[Exception | None],
+    error: str | None,
+    logged: str,
+) -> None:
+    workers.asked = {f"worker {at}": Future() for at, _ in enumerate(errors, 1)}
+    told = changes.order(order)
+    for asked, each in reversed(list(zip(workers.asked.values(), errors, strict=True))):
+        assert not told.done()
+        asked.set_exception(each) if each else asked.set_result({})
+    assert (None if told.exception(0) is None else str(told.exception(0))) == error
+    assert logged in caplog.text if logged else caplog.text == ""
+    assert workers.remembered == {KEPT: order.to_json()}
+
+
+def test_an_order_holds_for_the_plan_that_answers_until_its_version_changes(
+    workers: Workers, changes: WorkerModels
+) -> None:
+    assert changes.active_plan("m", 3) is None
+    fourth = replace(PLAN, version=4)
+    changes.apply(DesiredModel("m", (PLAN, fourth))).result(20)
+    changes.order(ORDER)
+    before = changes.active_plan("m", 3)
+    assert before == (PLAN.digest, 100.0, PLAN.serving.fallback)
+    changes._clock = lambda: 200.0
+    changes.apply(DesiredModel("m", (PLAN, replace(fourth, stamp="newer")))).result(20)
+    assert (changes.active_plan("m", 3), set(workers.remembered)) == (before, {KEPT})
+    changes.apply(DesiredModel("m", (replace(PLAN, stamp="newer"),))).result(20)
+    after = changes.active_plan("m", 3)
+    assert after is not None
+    assert (after.since, workers.remembered) == (200.0, {})
+
+
+def test_the_current_and_the_tried_plan_are_both_known_during_a_change(tmp_path: Path) -> None:
+    fleet = Fleet(ServerConfig(repository=tmp_path, workers=2), 1, {}, lambda worker: None)
+    rich = Serving(max_dims={"seq": 8}, labels={"y": ("a", "b")}, shadow={"rate": 0.5}, fallback={"policy": "fp32"})  # type: ignore[arg-type]
+    tried = replace(PLAN, serving=rich)
+    digests = [plan.digest for plan in (PLAN, tried)]
+    assert fleet.plan("m", 3, digests[0]) is None
+    fleet.change_model(DesiredModel("m", (PLAN,)), trying=DesiredModel("m", (tried,)))
+    assert [fleet.plan("m", 3, each) for each in digests] == [PLAN, tried]
+    (travelled,) = DesiredModel.from_json(DesiredModel("m", (tried,)).to_json()).plans
+    assert fleet.plan("m", 3, travelled.digest) == tried, "as a worker says it, who was told"
+    assert fleet.plan("m", 4, digests[0]) is None
+    assert fleet.plan("other", 3, digests[0]) is None
+    fleet.change({"m": DesiredModel("m", (tried,))})
+    assert [fleet.plan("m", 3, each) for each in digests] == [None, tried]
+    fleet.close()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import until
 
 from bf16kit.messages.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, Unavailable
 from service.operations import Region
-from service.peers.channel import Channel
-from service.peers.peer import Peer
+from service.peers.channel import Body, Channel
+from service.peers.peer import Handler, Peer
 from service.regions.table import RegionLimits, RegionTable
-from service.workers.regions import FleetRegions, WorkerRegions
+from service.workers.forwarding import ForwardedRegions
+from service.workers.regions import FleetRegions
 
 REGION = Region("r", "/mem", 8, 16)
 
@@ -25,30 +28,43 @@ class Server:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.peers: list[Peer] = []
-        self.fleet = FleetRegions(self.table(), lambda: self.peers)
+        self.fleet = FleetRegions(self.table(), self._ask)
         self._workers: list[Peer] = []
+        self._pool = ThreadPoolExecutor(2)
+
+    def _ask(self, kind: str, body: Mapping[str, Any], files: Sequence[int] = ()) -> dict[str, Future[Body]]:
+        return {str(at): peer.ask(kind, body, files) for at, peer in enumerate(self.peers)}
 
     def table(self, regions: int = 2) -> RegionTable:
         return RegionTable(RegionLimits("mem", regions), self.directory)
 
-    def start(self, *, regions: int = 2) -> WorkerRegions:
+    def start(self, *, regions: int = 2) -> ForwardedRegions:
         ours, theirs = socket.socketpair()
-        supervisor = Peer(Channel(ours), "worker", self.fleet.handlers, lambda: None)
-        told: list[WorkerRegions] = []
+        handlers: dict[str, Handler] = {
+            "register": lambda message: self._later(self.fleet.register, Region(**message.body)),
+            "unregister": lambda message: self._later(self.fleet.unregister, message.body["name"]),
+        }
+        supervisor = Peer(Channel(ours), "worker", handlers, lambda: None)
+        table = self.table(regions)
         worker = Peer(
             Channel(theirs),
             "the supervisor",
-            {"adopt": lambda message: told[0].adopt(message), "forget": lambda message: told[0].forget(message)},
+            {
+                "adopt": lambda message: table.adopt(Region(**message.body), message.files[0]),
+                "forget": lambda message: table.unregister(message.body["name"]),
+            },
             lambda: None,
         )
-        told.append(WorkerRegions(self.table(regions), worker.ask))
         for peer in (supervisor, worker):
             peer.start()
         with self.fleet.lock:
             self.peers.append(supervisor)
             self.fleet.tell_all(supervisor)
         self._workers.append(worker)
-        return told[0]
+        return ForwardedRegions(table, worker.ask)
+
+    def _later(self, work: Callable[[Any], None], *given: Any) -> Future[Any]:
+        return self._pool.submit(work, *given)
 
     def end(self, index: int) -> None:
         """Simulate the death of a worker."""
@@ -57,6 +73,7 @@ class Server:
     def close(self) -> None:
         for peer in (*self.peers, *self._workers):
             peer.close()
+        self._pool.shutdown()
 
 
 @pytest.fixture
@@ -77,15 +94,6 @@ def test_a_region_is_available_in_all_workers_before_the_response(server: Server
     for worker in (one, other):
         with pytest.raises(NotFound, match="unknown shared memory region 'r'"):
             worker.lease("r", 0, 2)
-
-
-def test_a_worker_started_later_gets_the_same_files_even_if_they_were_renamed(server: Server) -> None:
-    server.start().register(REGION)
-    (server.directory / "mem").unlink()
-    (server.directory / "mem").write_bytes(bytes(64))
-    late = server.start()
-    until(lambda: late.status(""))
-    assert late.lease("r", 0, 2).read() == bytes([8, 9])
 
 
 def test_the_supervisors_errors_keep_their_type_and_reason(server: Server) -> None:

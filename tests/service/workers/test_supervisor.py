@@ -14,7 +14,7 @@ from service.config.serverconfig import ServerConfig, load_config
 
 def test_the_supervisor_has_neither_grpc_nor_a_runtime_in_memory() -> None:
     program = (
-        "import sys, service.cli, service.app, service.workers.supervisor as s\n"
+        "import sys, service.cli, service.workers.supervisor as s\n"
         "print([name for name in ('grpc', 'onnxruntime', 'onnx', 'torch') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -1,23 +1,23 @@
-"""One copy of weights for several processes: which client fills it, which wait or get none, and when it is freed.
+"""One copy of weights for several workers: which one fills it, which wait or get none, and when it is freed.
 
-Clients that are killed are real processes; the others talk to the owner over the same sockets from this process.
+Workers that are killed are real processes; the others talk to the broker over the same sockets from this process.
 """
 
 from __future__ import annotations
 
 import fcntl
 import gc
-import hashlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
 
 import artifacts
 import numpy as np
@@ -27,15 +27,14 @@ from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.memory import weightstore
 from bf16kit.runtime.memory.weightstore import create_filled
 from bf16kit.runtime.ort.kernel import LIBRARY
-from service.workers.weightowner import FILL, FILLED, HERE, REFUSED, REQUEST, WeightOwner
-from service.workers.weights import LEAST, SharedWeights
+from service.peers.channel import Body, Channel
+from service.peers.peer import Handler, Peer
+from service.workers.weights import LEAST, MOST_COPIES, SharedWeights, WeightBroker
 
 ROOT = Path(__file__).parents[3]
 SIZE = (2 << 20) + 100
-Fill = Callable[[NDArray[np.uint8]], None]
 
 
 def fill(memory: NDArray[np.uint8]) -> None:
@@ -50,24 +49,53 @@ def never(memory: NDArray[np.uint8]) -> None:
     raise AssertionError("it is filled already")
 
 
-@pytest.fixture
-def owner() -> Iterator[WeightOwner]:
-    owner = WeightOwner()
-    owner.start()
-    yield owner
-    owner.close()
+class Server:
+    """A supervisor's broker, and its channels to workers by name."""
+
+    def __init__(self, most_copies: int = MOST_COPIES) -> None:
+        self.broker = WeightBroker(self._tell, most_copies=most_copies)
+        self.peers: dict[str, Peer] = {}
+
+    def _tell(self, worker: str, kind: str, body: Mapping[str, Any], files: Sequence[int]) -> None:
+        self.peers[worker].tell(kind, body, files)
+
+    def connect(self) -> socket.socket:
+        """Return the other end of the channel to a new worker, whose death is noticed."""
+        ours, theirs = socket.socketpair()
+        name = f"worker {len(self.peers) + 1}"
+        handlers = {
+            kind: lambda message, handler=handler: handler(name, message)
+            for kind, handler in self.broker.handlers.items()
+        }
+        peer = self.peers[name] = Peer(Channel(ours), name, handlers, lambda: self.broker.worker_died(name))
+        peer.start()
+        return theirs
+
+    def store(self, **more: Any) -> SharedWeights:
+        """Return the store of a new worker in this process."""
+        handlers: dict[str, Handler] = {"weights": lambda message: made.receive(message)}
+        peer = Peer(Channel(self.connect()), "the supervisor", handlers, lambda: None)
+        made = SharedWeights(peer.tell, **more)
+        peer.start()
+        made.start()
+        return made
+
+    def close(self) -> None:
+        for peer in self.peers.values():
+            peer.close()
+        self.broker.close()
 
 
 @pytest.fixture
-def client(owner: WeightOwner) -> Iterator[Callable[..., SharedWeights]]:
-    """Yield a function that creates a client in this process."""
-    with ExitStack() as stack:
-        yield lambda **more: SharedWeights(stack.enter_context(owner.connect()), **more)
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def store(client: Callable[..., SharedWeights]) -> SharedWeights:
-    return client()
+def store(server: Server) -> SharedWeights:
+    return server.store()
 
 
 def mappings(pid: int | str = "self") -> list[str]:
@@ -76,16 +104,25 @@ def mappings(pid: int | str = "self") -> list[str]:
     return [line.split()[4] for line in lines if "memfd:bf16kit-weights" in line]
 
 
-def open_descriptors() -> int:
-    """Return the number of file descriptors that this process has open."""
+def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-PROCESS = """
-import os, signal, socket, sys
+def freed(server: Server) -> None:
+    gc.collect()
+    until(lambda: not server.broker.copies and not server.broker.uses, what="the copy's end")
+
+
+WORKER = """
+import signal, socket, sys
 import numpy as np
+from service.peers.channel import Channel
+from service.peers.peer import Handler, Peer
 from service.workers.weights import SharedWeights
-store = SharedWeights(socket.socket(fileno=int(sys.argv[1])))
+end = Channel(socket.socket(fileno=int(sys.argv[1])))
+peer = Peer(end, "the supervisor", {"weights": lambda message: store.receive(message)}, lambda: None)
+store = SharedWeights(peer.tell)
+peer.start(), store.start()
 def fill(memory):
     print("filling", flush=True)
     if sys.argv[2] == "hang":
@@ -98,19 +135,12 @@ sys.stdin.readline()
 
 
 @contextmanager
-def process(owner: WeightOwner, how: str = "fill") -> Iterator[subprocess.Popen[str]]:
-    """Start another client, which requests ``key``, prints what it does, and keeps the copy until its input ends."""
-    with owner.connect() as theirs:
-        command = [sys.executable, "-c", PROCESS, str(theirs.fileno()), how, str(SIZE)]
+def process(server: Server, how: str = "fill") -> Iterator[Popen[str]]:
+    """Start a worker that requests ``key``, prints what it does, and keeps the copy until its input ends."""
+    with server.connect() as end:
+        command = [sys.executable, "-c", WORKER, str(end.fileno()), how, str(SIZE)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        started = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            pass_fds=[theirs.fileno()],
-        )
+        started = Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=environment, pass_fds=[end.fileno()])
     with started:
         try:
             yield started
@@ -118,16 +148,16 @@ def process(owner: WeightOwner, how: str = "fill") -> Iterator[subprocess.Popen[
             started.kill()
 
 
-def said(client: subprocess.Popen[str]) -> str:
-    assert client.stdout is not None
-    return client.stdout.readline().strip()
+def said(worker: Popen[str]) -> str:
+    assert worker.stdout is not None
+    return worker.stdout.readline().strip()
 
 
 # --- sharing ----------------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_share_one_copy_that_is_freed_with_the_last(owner: WeightOwner, store: SharedWeights) -> None:
-    with process(owner) as first, process(owner) as second:
+def test_two_processes_share_one_copy_that_is_freed_with_the_last_use(server: Server, store: SharedWeights) -> None:
+    with process(server) as first, process(server) as second:
         heard = [said(first), said(second)]
         heard += [said(first if heard[0] == "filling" else second)]
         total = str(int(RIGHT.sum(dtype=np.int64)))
@@ -135,21 +165,13 @@ def test_two_processes_share_one_copy_that_is_freed_with_the_last(owner: WeightO
         assert len(mappings(first.pid)) == 1
         assert mappings(first.pid) == mappings(second.pid)
         memory = store.get("key", SIZE, never)
-        np.testing.assert_array_equal(memory, RIGHT)
         assert mappings() == mappings(first.pid)
-    assert owner.copies == 1
+    until(lambda: server.broker.uses == 1, what="the end of the other uses")
     np.testing.assert_array_equal(memory, RIGHT)
     del memory
-    gc.collect()
-    until(lambda: not owner.copies, what="the copy's end")
+    freed(server)
     assert mappings() == []
-
-
-def test_weights_of_another_key_or_size_are_another_copy(owner: WeightOwner, store: SharedWeights) -> None:
-    kept = [store.get("key", SIZE, fill), store.get("other", SIZE, fill), store.get("key", SIZE - 1, fill)]
-    assert owner.copies == 3
-    assert len({*mappings()}) == 3
-    del kept
+    np.testing.assert_array_equal(store.get("key", SIZE, fill), RIGHT)  # it is filled again
 
 
 def test_a_shared_copy_is_read_only_and_aligned_to_a_large_page(store: SharedWeights) -> None:
@@ -159,32 +181,28 @@ def test_a_shared_copy_is_read_only_and_aligned_to_a_large_page(store: SharedWei
             memory[0] = 1
 
 
-def test_a_freed_copy_leaves_no_descriptor_open(owner: WeightOwner, store: SharedWeights) -> None:
-    before = open_descriptors()
-    kept = [store.get("key", SIZE, fill), store.get("key", SIZE, never)]
-    assert open_descriptors() == before + 5  # both ends of each use, and the memory
+def test_other_weights_are_other_copies_and_freed_copies_leave_no_file_open(
+    server: Server, store: SharedWeights
+) -> None:
+    before = open_files()
+    kept = [store.get("key", SIZE, fill), store.get("other", SIZE, fill), store.get("key", SIZE - 1, fill)]
+    kept += [store.get("key", SIZE, never)]
+    assert (server.broker.copies, len({*mappings()})) == (3, 3)
+    assert open_files() == before + 3, "one for each copy, in the supervisor"
     kept.clear()
-    gc.collect()
-    until(lambda: not owner.copies, what="the copy's end")
-    assert open_descriptors() == before
+    freed(server)
+    assert open_files() == before
 
 
-def test_a_few_bytes_are_not_shared(owner: WeightOwner, store: SharedWeights) -> None:
+def test_a_few_bytes_are_not_shared(server: Server, store: SharedWeights) -> None:
     np.testing.assert_array_equal(store.get("key", LEAST - 1, fill), RIGHT[: LEAST - 1])
-    assert owner.copies == 0
+    assert server.broker.copies == 0
     kept = store.get("key", LEAST, fill)
-    assert owner.copies == 1
+    assert server.broker.copies == 1
     del kept
 
 
-def test_a_copy_is_filled_again_after_its_last_user_has_gone(owner: WeightOwner, store: SharedWeights) -> None:
-    del [store.get("key", SIZE, fill)][:]
-    gc.collect()
-    until(lambda: not owner.copies, what="the copy's end")
-    np.testing.assert_array_equal(store.get("key", SIZE, fill), RIGHT)
-
-
-def test_one_fills_while_all_others_wait(client: Callable[..., SharedWeights]) -> None:
+def test_one_worker_fills_while_all_others_wait(server: Server) -> None:
     filling, may_end, filled_by = threading.Event(), threading.Event(), []
 
     def slowly(memory: NDArray[np.uint8]) -> None:
@@ -193,13 +211,12 @@ def test_one_fills_while_all_others_wait(client: Callable[..., SharedWeights]) -
         assert may_end.wait(20)
         fill(memory)
 
-    stores = [client() for _ in range(4)]
+    stores = [server.store() for _ in range(3)]
     with ThreadPoolExecutor(4) as pool:
-        getting = [pool.submit(store.get, "key", SIZE, slowly) for store in stores]
+        getting = [pool.submit(store.get, "key", SIZE, slowly) for store in (*stores, stores[0])]
         assert filling.wait(20)
         assert not any(each.done() for each in getting)
-        other = client().get("other", SIZE, fill)  # weights with another key do not wait
-        np.testing.assert_array_equal(other, RIGHT)
+        np.testing.assert_array_equal(server.store().get("other", SIZE, fill), RIGHT)  # another key does not wait
         may_end.set()
         for each in getting:
             np.testing.assert_array_equal(each.result(20), RIGHT)
@@ -207,31 +224,28 @@ def test_one_fills_while_all_others_wait(client: Callable[..., SharedWeights]) -
 
 
 @pytest.mark.skipif(not LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_runtimes_share_one_copy_that_is_freed_when_all_are_closed(
-    tmp_path: Path, owner: WeightOwner, client: Callable[..., SharedWeights]
-) -> None:
+def test_runtimes_share_one_copy_that_is_freed_when_all_are_closed(tmp_path: Path, server: Server) -> None:
     """The artifacts have the same bytes, but different names."""
     feeds = {"x": np.linspace(-1, 1, 512, dtype=np.float32).reshape(1, 512)}
     opened = [
         Artifact.open(artifacts.write_product(tmp_path / name / "1", width=512).path, copies=True) for name in "ab"
     ]
     right = load(opened[0], "cpu", threads=1).run(feeds)["y"]
-    runtimes = [load(artifact, "cpu", threads=1, weights=client()) for artifact in opened]
-    assert owner.copies == 1
+    runtimes = [load(artifact, "cpu", threads=1, weights=server.store()) for artifact in opened]
+    assert server.broker.copies == 1
     assert len({*mappings()}) == 1
     for runtime in runtimes:
         np.testing.assert_array_equal(runtime.run(feeds)["y"], right)
         runtime.close()
     del runtimes, runtime
-    gc.collect()
-    until(lambda: not owner.copies, what="the copy's end")
+    freed(server)
     assert mappings() == []
 
 
-# --- clients that fail or are killed ----------------------------------------------------------------------------------
+# --- workers that fail, are killed, or send what cannot be used -------------------------------------------------------
 
 
-def test_if_the_filling_client_fails_the_next_one_fills(client: Callable[..., SharedWeights]) -> None:
+def test_if_the_filling_worker_fails_the_next_one_fills(server: Server) -> None:
     begun, may_fail = threading.Event(), threading.Event()
 
     def badly(memory: NDArray[np.uint8]) -> None:
@@ -240,66 +254,41 @@ def test_if_the_filling_client_fails_the_next_one_fills(client: Callable[..., Sh
         assert may_fail.wait(20)
         raise RuntimeError("the disk")
 
-    first, second = client(), client()
     with ThreadPoolExecutor(2) as pool:
-        failing = pool.submit(first.get, "key", SIZE, badly)
+        failing = pool.submit(server.store().get, "key", SIZE, badly)
         assert begun.wait(20)
-        waiting = pool.submit(second.get, "key", SIZE, fill)
+        waiting = pool.submit(server.store().get, "key", SIZE, fill)
         may_fail.set()
         with pytest.raises(RuntimeError, match="the disk"):
             failing.result(20)
         np.testing.assert_array_equal(waiting.result(20), RIGHT)
 
 
-def test_if_the_filling_client_is_killed_the_next_one_fills(owner: WeightOwner, store: SharedWeights) -> None:
-    with process(owner, "hang") as hanging, ThreadPoolExecutor(1) as pool:
-        assert said(hanging) == "filling"
-        waiting = pool.submit(store.get, "key", SIZE, fill)
-        assert not waiting.done()
-        hanging.send_signal(signal.SIGKILL)
-        np.testing.assert_array_equal(waiting.result(20), RIGHT)
-    assert owner.copies == 1
+def test_if_the_filling_worker_is_killed_the_next_that_lives_fills_and_a_killed_one_frees_its_copy(
+    server: Server, store: SharedWeights
+) -> None:
+    with process(server, "hang") as hanging, process(server, "hang") as waiting, ThreadPoolExecutor(1) as pool:
+        until(lambda: server.broker.uses == 2, 60, "both uses")
+        third = pool.submit(store.get, "key", SIZE, fill)
+        until(lambda: server.broker.uses == 3, what="the third use")
+        for worker in (waiting, hanging):  # in either order
+            worker.send_signal(signal.SIGKILL)
+        memory = third.result(20)
+        np.testing.assert_array_equal(memory, RIGHT)
+    with process(server) as user:
+        assert said(user).isdecimal()
+        del memory, third
+        gc.collect()
+        until(lambda: server.broker.uses == 1, what="the end of the other use")
+        user.send_signal(signal.SIGKILL)
+        freed(server)
 
 
-def test_a_killed_process_frees_its_copy(owner: WeightOwner) -> None:
-    with process(owner) as client:
-        assert said(client) == "filling"
-        assert said(client).isdecimal()
-        assert owner.copies == 1
-        client.send_signal(signal.SIGKILL)
-        until(lambda: not owner.copies, what="the copy's end")
-
-
-def test_a_waiting_client_that_has_gone_is_not_asked_to_fill(owner: WeightOwner, store: SharedWeights) -> None:
-    with process(owner, "hang") as filling:
-        assert said(filling) == "filling"
-        with raw(owner, key=hashlib.sha256(b"key").digest()):
-            until(lambda: owner.uses == 2, what="the use that waits")
-        until(lambda: owner.uses == 1, what="its end")
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(store.get, "key", SIZE, fill)
-            filling.send_signal(signal.SIGKILL)
-            np.testing.assert_array_equal(waiting.result(20), RIGHT)
-
-
-def test_weights_without_room_raise_memory_error_each_time(store: SharedWeights) -> None:
+def test_weights_without_room_raise_memory_error_each_time(server: Server, store: SharedWeights) -> None:
     for _ in range(2):
         with pytest.raises(MemoryError, match=r"no room for \d+ MB of weights"):
             store.get("key", 1 << 60, never)
-
-
-# --- clients that send invalid memory ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def raw(owner: WeightOwner, size: int = SIZE, key: bytes = bytes(32)) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Request a use, and yield the client's socket and that of the use, over which the test may send anything."""
-    use, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    use.settimeout(20)
-    with owner.connect() as client, use:
-        with theirs:
-            socket.send_fds(client, [REQUEST.pack(size, key)], [theirs.fileno()])
-        yield client, use
+    freed(server)
 
 
 def unsealed(missing: str) -> Callable[[], list[int]]:
@@ -323,158 +312,67 @@ BAD: dict[str, Callable[[], list[int]]] = {
     "no memory": lambda: [os.open(os.devnull, os.O_RDONLY)],
     "nothing": list,
     "two": lambda: [create_filled(SIZE, fill), create_filled(SIZE, fill)],
-    "far too many": lambda: [os.open(os.devnull, os.O_RDONLY) for _ in range(9)],
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_invalid_memory_reaches_no_client_and_the_next_one_fills(owner: WeightOwner, bad: str) -> None:
-    with raw(owner) as (_, first), raw(owner) as (_, second):
-        assert first.recv(64) == FILL
-        until(lambda: owner.uses == 2, what="the second use")
-        before = open_descriptors()
-        handed = BAD[bad]()
-        socket.send_fds(first, [FILLED], handed)
+def test_invalid_memory_reaches_no_worker_and_the_next_one_fills(server: Server, bad: str) -> None:
+    told: list[Body] = []
+    one = Peer(
+        Channel(server.connect()), "the supervisor", {"weights": lambda message: told.append(message.body)}, print
+    )
+    one.start()
+    with ThreadPoolExecutor(1) as pool:
+        one.tell("weights", {"number": 7, "key": "k", "size": SIZE})
+        until(lambda: told == [{"number": 7, "do": "fill"}])
+        before, handed = open_files(), BAD[bad]()
+        one.tell("filled", {"number": 8}, handed)  # who was not asked to fill may not
+        one.tell("filled", {"number": 7}, handed)
         for descriptor in handed:
             os.close(descriptor)
-        assert second.recv(64) == FILL
-        assert first.recv(64) == b""
-        assert open_descriptors() == before - 1  # the owner is in this process, and has closed its end of that use
-        good = create_filled(SIZE, fill)
-        socket.send_fds(second, [FILLED], [good])
-        os.close(good)
-        with raw(owner) as (_, third):
-            answer, descriptors, _, _ = socket.recv_fds(third, 64, 4)
-            assert answer == HERE
-            weightstore.check(descriptors[0], SIZE)
-            os.close(descriptors[0])
+        until(lambda: not server.broker.uses, what="the end of the use")
+        until(lambda: open_files() == before, what="no file left open")
+        np.testing.assert_array_equal(pool.submit(server.store().get, "k", SIZE, fill).result(20), RIGHT)
+    one.close()
 
 
-def test_memory_with_the_wrong_message_is_not_accepted(owner: WeightOwner) -> None:
-    with raw(owner) as (_, use):
-        assert use.recv(64) == FILL
-        good = create_filled(SIZE, fill)
-        socket.send_fds(use, [HERE], [good])
-        os.close(good)
-        assert use.recv(64) == b""
-        until(lambda: not owner.copies, what="the copy's end")
+# --- weights that are not shared --------------------------------------------------------------------------------------
 
 
-def test_only_the_client_that_was_asked_to_fill_may_fill(owner: WeightOwner) -> None:
-    with raw(owner) as (_, first), raw(owner) as (_, second):
-        assert first.recv(64) == FILL
-        other = create_filled(SIZE, lambda memory: None)
-        socket.send_fds(second, [FILLED], [other])
-        os.close(other)
-        assert second.recv(64) == b""
-        good = create_filled(SIZE, fill)
-        socket.send_fds(first, [FILLED], [good])
-        os.close(good)
-        with raw(owner) as (_, third):
-            answer, descriptors, _, _ = socket.recv_fds(third, 64, 4)
-            assert (answer, os.pread(descriptors[0], 3, 250)) == (HERE, bytes([250, 0, 1]))
-            os.close(descriptors[0])
-
-
-@pytest.mark.parametrize("request_", [b"", b"x", REQUEST.pack(1, b"") + b"x"], ids=["empty", "short", "long"])
-def test_a_malformed_request_disconnects_its_client_and_no_other(
-    owner: WeightOwner, store: SharedWeights, request_: bytes
-) -> None:
-    with owner.connect() as client, Path(os.devnull).open() as file:
-        client.settimeout(20)
-        socket.send_fds(client, [request_], [file.fileno()])
-        assert client.recv(64) == b""
-    np.testing.assert_array_equal(store.get("key", SIZE, fill), RIGHT)
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_a_request_without_a_socket_or_with_several_disconnects_its_client(
-    owner: WeightOwner, store: SharedWeights, count: int
-) -> None:
-    use, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with owner.connect() as client, use, theirs:
-        client.settimeout(20)
-        socket.send_fds(client, [REQUEST.pack(SIZE, bytes(32))], [theirs.fileno()] * count)
-        assert client.recv(64) == b""
-    np.testing.assert_array_equal(store.get("key", SIZE, fill), RIGHT)
-
-
-def test_a_request_with_a_file_that_is_no_socket_is_ignored(owner: WeightOwner) -> None:
-    with owner.connect() as client, Path(os.devnull).open() as file:
-        socket.send_fds(client, [REQUEST.pack(SIZE, bytes(32))], [file.fileno()])
-        np.testing.assert_array_equal(SharedWeights(client).get("key", SIZE, fill), RIGHT)
-
-
-def test_beyond_the_limit_of_uses_each_client_makes_its_own_copy(caplog: pytest.LogCaptureFixture) -> None:
-    owner = WeightOwner(most_uses=2)
-    owner.start()
-    with closing(owner), owner.connect() as socket_:
-        store = SharedWeights(socket_)
-        kept = [store.get("key", SIZE, fill), store.get("key", SIZE, never)]
-        np.testing.assert_array_equal(store.get("key", SIZE, fill), RIGHT)
-        assert "the owner serves as many uses as it may" in caplog.text
-        with raw(owner) as (_, use):
-            assert use.recv(64) == REFUSED
-        del kept[1]
-        gc.collect()
-        until(lambda: owner.uses == 1, what="the end of a use")
-        kept.append(store.get("key", SIZE, never))
-
-
-# --- an owner that has ended, or sends invalid memory -----------------------------------------------------------------
-
-
-def test_after_the_owners_end_shared_copies_stay_and_new_ones_are_private(
-    owner: WeightOwner, store: SharedWeights, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_beyond_the_limit_of_copies_each_worker_makes_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(most_copies=1)
+    store = server.store()
     kept = store.get("key", SIZE, fill)
-    owner.close()
-    np.testing.assert_array_equal(kept, RIGHT)
-    np.testing.assert_array_equal(store.get("key", SIZE, fill), RIGHT)
-    assert "copied for this process alone: the owner is gone" in caplog.text
+    np.testing.assert_array_equal(store.get("other", SIZE, fill), RIGHT)
+    assert "copied for this process alone: the supervisor shares as many as it may" in caplog.text
+    assert len(mappings()) == 1
+    del kept
+    freed(server)
+    kept = store.get("other", SIZE, fill)
+    assert len(mappings()) == 1
+    del kept
+    server.close()
 
 
-def test_a_client_that_waits_when_the_owner_ends_makes_its_own_copy(owner: WeightOwner, store: SharedWeights) -> None:
-    with process(owner, "hang") as hanging, ThreadPoolExecutor(1) as pool:
+def test_waiting_for_the_filling_worker_has_a_timeout(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with process(server, "hang") as hanging:
         assert said(hanging) == "filling"
-        waiting = pool.submit(store.get, "key", SIZE, fill)
-        until(lambda: owner.uses == 2, what="the second use")
-        owner.close()
-        np.testing.assert_array_equal(waiting.result(20), RIGHT)
-
-
-def test_a_client_that_fills_when_the_owner_ends_keeps_its_copy(
-    owner: WeightOwner, store: SharedWeights, caplog: pytest.LogCaptureFixture
-) -> None:
-    def and_close(memory: NDArray[np.uint8]) -> None:
-        fill(memory)
-        owner.close()
-
-    np.testing.assert_array_equal(store.get("key", SIZE, and_close), RIGHT)
-    assert "the owner is gone" in caplog.text
-
-
-def test_waiting_for_the_filling_client_has_a_timeout(
-    owner: WeightOwner, client: Callable[..., SharedWeights], caplog: pytest.LogCaptureFixture
-) -> None:
-    with process(owner, "hang") as hanging:
-        assert said(hanging) == "filling"
-        np.testing.assert_array_equal(client(patience_s=0.05).get("key", SIZE, fill), RIGHT)
+        np.testing.assert_array_equal(server.store(patience_s=0.05).get("key", SIZE, fill), RIGHT)
+        until(lambda: server.broker.uses == 1, what="the end of the use that waited")
     assert "another process has not filled them in time" in caplog.text
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_a_client_does_not_use_invalid_memory_from_the_owner(bad: str, caplog: pytest.LogCaptureFixture) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    store = SharedWeights(theirs)
-    with ours, theirs, ThreadPoolExecutor(1) as pool:
-        getting = pool.submit(store.get, "key", SIZE, fill)
-        _, descriptors, _, _ = socket.recv_fds(ours, 64, 4)
-        with socket.socket(fileno=descriptors[0]) as use:
-            handed = BAD[bad]()
-            socket.send_fds(use, [HERE], handed)
-            for descriptor in handed:
-                os.close(descriptor)
-            np.testing.assert_array_equal(getting.result(20), RIGHT)
-    assert "copied for this process alone" in caplog.text
-    assert mappings() == []
+def test_a_copy_that_cannot_be_sent_for_lack_of_a_descriptor_is_made_by_the_worker(server: Server) -> None:
+    store, tell = server.store(), server.broker._tell
+
+    def without_files(worker: str, kind: str, body: Mapping[str, Any], files: Sequence[int]) -> None:
+        if files:
+            raise OSError(24, "Too many open files")
+        tell(worker, kind, body, files)
+
+    server.broker._tell = without_files
+    kept = store.get("key", SIZE, fill)
+    np.testing.assert_array_equal(store.get("key", SIZE, fill), RIGHT)
+    assert len(mappings()) == 1
+    del kept
+    freed(server)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,15 +9,15 @@ import pytest
 from waiting import until
 
 from service.config.serverconfig import ServerConfig
+from service.peers.channel import text_file
 from service.peers.child import Child
 from service.peers.peer import Peer
-from service.peers.textfile import text_file
 from service.workers.fleet import WORKER
 
 
 def start_of(tmp_path: Path) -> dict[str, object]:
     config = ServerConfig(repository=tmp_path, grpc_port=0, http_port=0).model_dump(mode="json")
-    return {"config": config, "number": 1, "patient": False}
+    return {"config": config, "number": 1, "listen_when_loaded": False}
 
 
 def damaged(field: str, value: object) -> Callable[[dict[str, object]], dict[str, object]]:
@@ -40,11 +39,10 @@ def test_a_worker_whose_start_fails_ends_and_is_restarted_after_growing_pauses(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Otherwise it would answer pings and serve nothing, for ever."""
-    ours, theirs = socket.socketpair()  # instead of the weights' owner
 
     def begin(peer: Peer) -> None:
         with text_file("[]") as desired:
-            peer.tell("start", damage(start_of(tmp_path)), [theirs.fileno(), desired])
+            peer.tell("start", damage(start_of(tmp_path)), [desired])
 
     child = Child("the worker", WORKER, {}, begin, lambda: None)
     try:
@@ -53,8 +51,7 @@ def test_a_worker_whose_start_fails_ends_and_is_restarted_after_growing_pauses(
             child.maintain()
             return sum("has ended" in each for each in caplog.messages)
 
-        with ours, theirs:
-            until(lambda: ended() == 2, 120, "two ends")
+        until(lambda: ended() == 2, 120, "two ends")
     finally:
         child.retire()
         child.kill()

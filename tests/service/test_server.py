@@ -12,29 +12,15 @@ from waiting import until
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, Stop
 from service.drift.fallbackcontroller import FallbackController
+from service.server import serve_single_process
 from service.shadow.process import ShadowProcess
-from service.singleprocess import serve_single_process
-
-
-def test_the_owner_of_the_fallback_is_called_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a version that replaces one served in fp32 would not return to bf16 until it is sampled."""
-    tended = threading.Event()
-    monkeypatch.setattr(FallbackController, "maintain", lambda self: tended.set())
-    stop, config = Stop(), ServerConfig(repository=tmp_path, grpc_port=0, http_port=0, drain_seconds=1)
-    thread = threading.Thread(target=serve_single_process, args=(config, stop, lambda *ports: None))
-    thread.start()
-    try:
-        assert tended.wait(60)
-    finally:
-        stop.set()
-        thread.join()
-        stop.close()
 
 
 @pytest.mark.parametrize("part", [FallbackController, ShadowProcess])
-def test_an_error_in_the_periodic_work_does_not_end_the_server(
+def test_the_periodic_work_is_done_at_intervals_and_an_error_in_it_does_not_end_the_server(
     part: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Without it a version that replaces one served in fp32 would not return to bf16 until it is sampled."""
     calls, ends = Counter[int](), list[Ending]()  # calls by instance: other tests may have left some behind
 
     def fails(self: object) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from bf16kit.messages.errors import ConfigError, InvalidRequest
 from service.config.serverconfig import load_config
+from service.leader import open_regions
 from service.operations import Region
 from service.regions import files
-from service.sharedmemory import open_regions
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,218 @@
+"""The process that leads a server: the only one, or the supervisor of several workers. It knows nothing of gRPC.
+
+It decides which models are desired and which precision answers, leads the shadow, adds up what all processes count, and
+serves the HTTP port.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Protocol
+
+from service.config.certificates import Credentials
+from service.config.periodic import Guard, PeriodicThread
+from service.config.serverconfig import LOOPBACK, ServerConfig
+from service.config.stop import Ending
+from service.contract import Registry
+from service.drift.fallbackcontroller import FallbackController, ServingProcesses
+from service.http.httpserver import HttpServer
+from service.http.pages import Access, Routes, evidence_route, routes
+from service.http.statusreader import StatusReader
+from service.models.controller import Controller
+from service.models.plan import DesiredModel
+from service.peers.channel import Body
+from service.regions.files import check_system
+from service.regions.table import RegionLimits, RegionTable
+from service.shadow.process import NAME as SHADOW
+from service.shadow.process import FindPlan, ShadowProcess
+from service.telemetry.counts import Counting
+from service.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+MAINTAIN_SECONDS = 0.1  # between two calls of :meth:`Leader.maintain`
+
+
+class ServedModels(ServingProcesses, Protocol):
+    """The models in the processes that serve: in this one, or in all workers."""
+
+    def apply(self, desired: DesiredModel) -> Future[None]:
+        """Serve a model as desired. The future ends when all processes do, or fails with the reason."""
+        ...
+
+    def apply_all(self, desired_models: Iterable[DesiredModel]) -> Mapping[str, Future[None]]:
+        """Serve exactly these models. Returns a future per model that changes, by name."""
+        ...
+
+
+class Leader:
+    """Leads a server whose models are ``models``, and whose state ``registry`` tells.
+
+    The constructor binds the HTTP port and starts nothing. Call :meth:`start`, then :meth:`maintain` every
+    :data:`MAINTAIN_SECONDS`, then :meth:`drain`; in any case :meth:`close`.
+
+    ``metrics`` are this process' own, ``ask_counts`` asks the workers for theirs. ``find_plan``: several processes
+    choose samples, by the plans that this returns. ``fixed``: the models never change, the repository is not read.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        metrics: Metrics,
+        registry: Registry,
+        models: ServedModels,
+        *,
+        ask_counts: Callable[[], dict[str, Future[Body]]] = dict,
+        find_plan: FindPlan | None = None,
+        fixed: bool = False,
+    ) -> None:
+        self.config = config
+        self.credentials = Credentials.of(config)
+        self._ask_workers = ask_counts
+        self.counting = Counting(
+            metrics, self._ask_counts, lambda: [(slot.name, slot.version) for slot in registry.models()]
+        )
+        self.shadow = ShadowProcess(
+            config,
+            lambda message: self.counting.receive(SHADOW, message.body),
+            lambda: self.counting.process_died(SHADOW),
+            lambda verdict: self.fallback.receive(verdict),
+            on_forget=self.counting.forget,
+            shared=find_plan is not None,
+            find_plan=find_plan,
+        )
+        self.fallback = FallbackController(models, self.shadow.restart)
+        self.controller: Controller | None = None
+        self._poll: PeriodicThread | None = None
+        if not fixed:
+            self.controller = Controller(
+                config.repository,
+                models.apply,
+                models.apply_all,
+                config.model_control,
+                config.load_model,
+                registry.models,
+            )
+            self.controller.apply_initial()
+            if config.model_control == "poll":
+                self._poll = PeriodicThread("repository-poll", config.poll_seconds, self.controller.poll)
+        off_reason = self.shadow.off_reason
+        self._status = StatusReader(registry, self.counting.samples, workers=config.workers, off_reason=off_reason)
+        evidence = evidence_route(registry, self.shadow.evidence if config.evidence else None)
+        pages = routes(registry, self.counting, self._status.snapshot, evidence)
+        self.http = open_http(config, pages, metrics, self.credentials)
+        self._guard = Guard()
+
+    def start(self, grpc_port: int, listening: Callable[[], object] = lambda: None) -> None:
+        """Serve HTTP, call ``listening``, and follow the repository if it is polled."""
+        self._status.listening(grpc_port, self.http.port)
+        self.http.start()
+        listening()
+        if self._poll is not None:
+            self._poll.start()
+
+    def maintain(self) -> None:
+        """Do the periodic work of shadow process and fallback, always on the same thread.
+
+        An error in it is logged, and does not end the caller's loop.
+        """
+        self._guard.run("the shadow's maintenance", self.shadow.maintain)
+        self._guard.run("the fallback's maintenance", self.fallback.maintain)
+
+    def stop(self) -> None:
+        """Start no further changes."""
+        if self._poll is not None:
+            self._poll.stop(wait=False)  # reading a network file system may never end
+
+    def drain(
+        self,
+        retire: Callable[[], object],
+        finish: Callable[[float], Ending],
+        tend: Callable[[], object] = lambda: None,
+    ) -> Ending:
+        """Report not ready (``retire``), then reject new requests and wait for those in flight (``finish``).
+
+        ``finish`` is given the seconds that this may take. While the lame duck still serves, ``tend`` is called at
+        intervals. HTTP is served until :meth:`close`.
+        """
+        self.stop()
+        config = self.config
+        if config.lame_duck_seconds:
+            _log.info("stopping: not ready, but still serving for another %g s", config.lame_duck_seconds)
+            retire()
+            until = time.monotonic() + config.lame_duck_seconds
+            while (left := until - time.monotonic()) > 0:  # a second signal ends the process at once
+                time.sleep(min(MAINTAIN_SECONDS, left))
+                tend()
+        started = time.monotonic()
+        _log.info("draining for up to %g s", config.drain_seconds)
+        ending = finish(config.drain_seconds)
+        if not ending.completed:
+            _log.warning("requests were cut off: still in flight after %g s", config.drain_seconds)
+        _log.info("stopped after %.2f s", time.monotonic() - started)
+        return ending
+
+    def close(self) -> None:
+        """End the shadow, whose unfinished measurements are lost, and the HTTP port."""
+        self.stop()
+        self.shadow.close()
+        self.http.close()
+
+    def forget(self, model: str, versions: Collection[int]) -> None:
+        """Forget what was counted of versions that all processes have reloaded or unloaded."""
+        self.counting.forget(model, versions)
+        self.shadow.forget(model)
+
+    def _ask_counts(self) -> dict[str, Future[Body]]:
+        pending = self._ask_workers()
+        if (counts := self.shadow.ask_counts()) is not None:
+            pending[SHADOW] = counts
+        return pending
+
+
+def open_http(config: ServerConfig, pages: Routes, metrics: Metrics, credentials: Credentials) -> HttpServer:
+    """Return the HTTP server, bound but not serving yet. Raises ConfigError for a port in use."""
+    return HttpServer(
+        config.host,
+        config.http_port,
+        pages,
+        access=Access(credentials.tokens, config.tls_client_ca is not None, config.host),
+        certificates=credentials.certificates,
+        on_refused=metrics.refused,
+    )
+
+
+def announce(config: ServerConfig, grpc_port: int, http_port: int) -> None:
+    """Log the addresses of the server, with a warning if it takes tokens without TLS from other machines."""
+    _log.info(
+        "gRPC on %s port %d; metrics and status page on %s://%s:%d/",
+        config.host,
+        grpc_port,
+        "https" if config.tls_certificate else "http",
+        config.host,
+        http_port,
+    )
+    if config.token_file and not config.tls_certificate and config.host not in LOOPBACK:
+        _log.warning("tokens pass over the network unencrypted: give tls_certificate and tls_key, or put TLS in front")
+
+
+def open_regions(config: ServerConfig) -> RegionTable | None:
+    """Return the table of regions, or None if shared memory is off.
+
+    Raises ConfigError if the system does not allow shared memory.
+    """
+    if not config.shared_memory:
+        return None
+    check_system()
+    prefix = config.region_prefix
+    _log.info("shared memory is on: clients may register files of /dev/shm whose names begin with %r", prefix)
+    if not prefix:
+        _log.warning("shared_memory is *: clients may register every file there that this user may read and write")
+    return new_table(config)
+
+
+def new_table(config: ServerConfig) -> RegionTable:
+    """Return a table with the configured limits: for another process of a server that has shared memory on."""
+    return RegionTable(RegionLimits(config.region_prefix))
