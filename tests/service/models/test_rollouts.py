@@ -408,14 +408,14 @@ def test_a_polled_model_serves_once_the_cause_of_its_failed_load_has_passed(
     assert "model 'm' could not be loaded; trying again" in caplog.text
 
 
-def test_a_wish_is_the_same_after_it_was_written_and_read() -> None:
+def test_desired_models_are_the_same_after_it_was_written_and_read() -> None:
     serving = Serving.model_validate(
         {
             "max_batch_size": 4,
             "version_policy": {"specific": [1, 4]},
             "warmup": [1, 4],
             "shadow": {"rate": 0.5},
-            "fallback": {"policy": "fp32", "margin": 0.2},
+            "fallback": {"policy": "fp32", "clean_samples": 50},
             "budget": {"relative_l2": None, "max_abs": 0.1},
         }
     )
