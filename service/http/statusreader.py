@@ -57,7 +57,7 @@ class StatusReader:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the server and its models at this moment."""
-        now, metrics = time.time(), _by_model(self._samples(NAMES))
+        metrics, now = _by_model(self._samples(NAMES)), time.time()
         return {
             "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
             "at_seconds": now,

@@ -196,6 +196,13 @@ def test_a_line_stays_within_its_chart_and_over_budget_it_is_above_the_bound(ful
     assert full.evaluate(height % ("m0", "")) > full.evaluate(height % ("m0", ".limit"))
 
 
+def test_a_change_of_precision_while_the_page_is_open_has_its_time(full: Shown) -> None:
+    later = copy.deepcopy(full.status)
+    later["models"][0]["metrics"]["bf16kit_fallback_active"] = 1
+    full.show(later, 2000, answered=20_000)
+    assert "fp32 since 03:37:25 UTC (0\u00a0s ago)" in full.text("#m0")
+
+
 def test_counts_that_fall_begin_a_new_history(full: Shown) -> None:
     assert full.evaluate("seen.get('minilm/1').points.length") == READINGS
     full.show(full.status, 910)
