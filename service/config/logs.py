@@ -95,21 +95,26 @@ class LogWriter(logging.Handler):
     def __init__(self, target: Target) -> None:
         super().__init__()
         self._target = target
-        self._lines: queue.Queue[str] = queue.Queue(_MOST_WAITING)
-        self._dropped = 0  # changed under the lock that Handler holds around emit
+        # Neither blocks a thread that logs while it logs, as a finalizer may that runs within emit.
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._accepted = self._dropped = 0  # lines; changed under the lock that Handler holds around emit
+        self._written = 0  # lines; changed by the thread
         self._late = False  # a wait for a line was in vain, and lines are still waiting
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._lines.full():
+        waiting = self._accepted - self._written
+        if waiting >= _MOST_WAITING:
             self._dropped += 1
             return
         try:
             line = f"{self.format(record)}\n"
         except Exception as error:  # noqa: BLE001 -- logging's own way would write to standard error, and may block
             line = f"an event of {record.name} cannot be logged: {type(error).__name__}: {error}\n"
-        self._late = self._late and self._lines.unfinished_tasks > 0
-        self._lines.put(line)  # there is room: nobody else adds lines
+        self._late = self._late and waiting > 0
+        self._accepted += 1
+        self._lines.put(line)
         # A debug log has lines for each request, which would wait for the thread to wake.
         if record.levelno > logging.DEBUG and not self._late:
             self._late = not self._wait_written(_WRITE_SECONDS)
@@ -118,9 +123,9 @@ class LogWriter(logging.Handler):
         self._wait_written(_LAST_WRITE_SECONDS)
 
     def _wait_written(self, seconds: float) -> bool:
-        written = self._lines.all_tasks_done
-        with written:
-            return written.wait_for(lambda: not self._lines.unfinished_tasks, seconds)
+        last = self._accepted
+        with self._changed:
+            return self._changed.wait_for(lambda: self._written >= last, seconds)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +137,9 @@ class LogWriter(logging.Handler):
             lost = refused + self._dropped - told
             if lost and self._lines.empty() and self._write(self._note(lost)):
                 told += lost
-            self._lines.task_done()
+            with self._changed:
+                self._written += 1
+                self._changed.notify_all()
 
     def _write(self, line: str) -> bool:
         """Write a line. Return False if the target takes none: its reader is gone, or its disk is full."""
