@@ -177,7 +177,8 @@ def episodes(traffic: Draw, weeks: float, rng: np.random.Generator) -> int:
 def delay(traffic: Draw, rng: np.random.Generator, most: int = _MOST) -> float:
     """Return the number of samples until a server says ``over``, after 200 healthy ones; infinite: not in ``most``.
 
-    The whole of :class:`service.drift.comparison.Comparison` judges outputs of 16 elements, each sample one row.
+    The whole of :class:`service.drift.comparison.Comparison` judges outputs of 16 elements. Each sample is one row, and
+    all weigh the same, as of steady traffic.
     """
     healthy = lognormal(0.1)
     calibration = Calibration({"cpu": {"y": [float(value) for value in healthy(rng, 200)]}})
@@ -186,9 +187,8 @@ def delay(traffic: Draw, rng: np.random.Generator, most: int = _MOST) -> float:
     drifts = np.concatenate((healthy(rng, _HEALTHY_FIRST), np.minimum(traffic(rng, most), 1.4)))
     references = rng.standard_normal((len(drifts), 1, _SIZE))
     served = _rotated(references, 2 * np.arcsin(drifts / 2), rng)
-    probabilities = min(_WEIGHTS) / np.where(rng.uniform(size=len(drifts)) < _COMMON, *_WEIGHTS)
-    for count, (reference, found, probability) in enumerate(zip(references, served, probabilities, strict=True), 1):
-        sample = Sample({}, {"y": found.astype(np.float32)}, 1, 0, float(probability), "bf16", "cpu")
+    for count, (reference, found) in enumerate(zip(references, served, strict=True), 1):
+        sample = Sample({}, {"y": found.astype(np.float32)}, 1, 0, 1.0, "bf16", "cpu")
         comparison.observe({"y": reference.astype(np.float32)}, sample, Silent())
         if count > _HEALTHY_FIRST and comparison.verdict().state == "over":
             return count - _HEALTHY_FIRST

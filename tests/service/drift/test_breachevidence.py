@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -93,31 +93,23 @@ def test_only_the_worst_row_of_a_breach_is_kept(state: State, cause: Cause) -> N
     assert Evidence.loads(found.dumps(), "e").header.model == "m", "it can be written"
 
 
-def test_the_row_is_taken_along_the_models_batch_axis() -> None:
-    told = Told((TensorSpec("y", "float32", (8, "batch")),), 1)
-    recorder = EvidenceRecorder(told, 1, BUDGET)
+@pytest.mark.parametrize(
+    ("axis", "compared", "whole"),
+    [
+        (1, TensorSpec("y", "float32", (8, "batch")), False),
+        (None, TensorSpec("y", "float32", (2, 8)), True),
+        (0, None, True),  # an output without rows: the evidence would hold one row of the inputs and the outputs of all
+    ],
+)
+def test_one_row_is_kept_if_rows_can_be_separated(axis: int | None, compared: TensorSpec | None, whole: bool) -> None:
+    told = Told((compared or Y,), None if compared is None else axis)
+    recorder = EvidenceRecorder(told, axis, BUDGET)
     told.say("over")
-    sample = put(recorder, 0.02, 0.5, axis=1)
-    np.testing.assert_array_equal(kept(recorder).feeds["x"], sample.feeds["x"][:, 1:2])
-
-
-def test_without_a_batch_axis_the_sample_is_kept_whole() -> None:
-    told = Told((TensorSpec("y", "float32", (2, 8)),), None)
-    recorder = EvidenceRecorder(told, None, BUDGET)
-    told.say("over")
-    sample = put(recorder, 0.5, 0.02)
+    sample = put(recorder, 0.02, 0.5, axis=axis or 0)
     found = kept(recorder)
-    np.testing.assert_array_equal(found.feeds["x"], sample.feeds["x"])
-    assert (found.header.rows, found.header.batch_axis) == (2, None)
-
-
-def test_outputs_without_rows_are_not_split() -> None:
-    """Otherwise the evidence would hold one row of the inputs and the outputs of all rows."""
-    told = Told((Y,), None)
-    recorder = EvidenceRecorder(told, 0, BUDGET)
-    told.say("over")
-    sample = put(recorder, 0.5, 0.02)
-    np.testing.assert_array_equal(kept(recorder).feeds["x"], sample.feeds["x"])
+    expected = sample.feeds["x"] if whole else sample.feeds["x"][:, 1:2]
+    np.testing.assert_array_equal(found.feeds["x"], expected)
+    assert (found.header.rows, found.header.batch_axis) == (2 if whole else 1, axis)
 
 
 def test_nothing_is_kept_without_a_breach() -> None:
@@ -130,63 +122,42 @@ def test_nothing_is_kept_without_a_breach() -> None:
             kept(recorder)
 
 
-def test_a_row_from_before_a_breach_is_kept_if_it_was_worse_than_the_breaching_row() -> None:
+Step = tuple[
+    State, float, int, float | None
+]  # the state, a row's drift, how often it is sent, the drift of what is kept
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([("within", 0.9, 1, None), ("within", 0.2, 1, None), ("over", 0.3, 1, 0.9)], id="worse before it"),
+        pytest.param(
+            [
+                ("within", 0.9, 1, None),
+                ("within", 0.001, 2 * HALF_LIFE, None),
+                ("within", 0.4, 1, None),
+                ("within", 0.001, HALF_LIFE, None),
+                ("over", 0.05, 1, 0.4),
+            ],
+            id="long before it",
+        ),
+        pytest.param(
+            [("within", math.nan, 1, None), ("within", 0.001, 5 * HALF_LIFE, None), ("over", 0.05, 1, 0.05)],
+            id="not finite, very long before it",
+        ),
+        pytest.param([("over", 0.3, 1, 0.3), ("over", 0.2, 1, 0.3), ("over", 0.4, 1, 0.4)], id="during it"),
+        pytest.param([("over", 0.9, 1, 0.9), ("within", 0.001, 1, 0.9), ("over", 0.1, 1, 0.1)], id="the next one"),
+    ],
+)
+def test_the_worst_recent_row_of_the_newest_breach_is_kept(steps: Sequence[Step]) -> None:
     told = Told()
     recorder = EvidenceRecorder(told, 0, BUDGET)
-    worst = put(recorder, 0.9)
-    put(recorder, 0.2)
-    told.say("over")
-    put(recorder, 0.3)
-    np.testing.assert_array_equal(kept(recorder).feeds["x"], worst.feeds["x"])
-
-
-def test_a_row_from_long_before_a_breach_is_not_its_evidence() -> None:
-    told = Told()
-    recorder = EvidenceRecorder(told, 0, BUDGET)
-    put(recorder, 0.9)
-    for _ in range(2 * HALF_LIFE):
-        put(recorder, 0.001)
-    later = put(recorder, 0.4)
-    for _ in range(HALF_LIFE):
-        put(recorder, 0.001)
-    told.say("over")
-    put(recorder, 0.05)
-    np.testing.assert_array_equal(kept(recorder).feeds["x"], later.feeds["x"])
-
-
-def test_a_row_that_is_not_finite_is_forgotten_too() -> None:
-    told = Told()
-    recorder = EvidenceRecorder(told, 0, BUDGET)
-    put(recorder, math.nan)
-    for _ in range(5 * HALF_LIFE):
-        put(recorder, 0.001)
-    told.say("over")
-    put(recorder, 0.05)
-    assert relative_l2(kept(recorder)) == pytest.approx(0.05)
-
-
-def test_during_a_breach_only_a_worse_row_replaces_the_kept_row() -> None:
-    told = Told()
-    recorder = EvidenceRecorder(told, 0, BUDGET)
-    told.say("over")
-    put(recorder, 0.3)
-    put(recorder, 0.2)
-    assert relative_l2(kept(recorder)) == pytest.approx(0.3)
-    put(recorder, 0.4)
-    assert relative_l2(kept(recorder)) == pytest.approx(0.4)
-
-
-def test_the_evidence_of_a_breach_is_kept_until_the_next_breach() -> None:
-    told = Told()
-    recorder = EvidenceRecorder(told, 0, BUDGET)
-    told.say("over")
-    put(recorder, 0.9)
-    told.say("within")
-    put(recorder, 0.001)
-    assert relative_l2(kept(recorder)) == pytest.approx(0.9)
-    told.say("over")
-    put(recorder, 0.1)
-    assert relative_l2(kept(recorder)) == pytest.approx(0.1)
+    for state, drift, times, shown in steps:
+        told.say(state)
+        for _ in range(times):
+            put(recorder, drift)
+        if shown is not None:
+            assert relative_l2(kept(recorder)) == pytest.approx(shown)
 
 
 def test_the_row_is_the_worst_in_the_metric_that_the_verdict_names() -> None:
@@ -213,28 +184,11 @@ def test_the_evidence_has_its_own_memory() -> None:
     assert kept(recorder).feeds["x"].base is None
 
 
-def test_a_row_over_the_size_limit_is_not_kept_and_the_error_says_so() -> None:
-    told = Told()
-    recorder = EvidenceRecorder(told, 0, BUDGET, max_bytes=71)
-    told.say("over")
-    put(recorder, 0.5)
-    with pytest.raises(NotFound, match="have 72 bytes each; at most 71 are kept"):
-        kept(recorder)
-
-
-def test_rows_that_are_too_large_are_no_breach_by_themselves() -> None:
-    told = Told()
-    recorder = EvidenceRecorder(told, 0, BUDGET, max_bytes=71)
-    told.say("within")
-    put(recorder, 0.001)
-    with pytest.raises(NotFound, match="model 'm' version 1 has not been over its budget"):
-        kept(recorder)
-
-
 def test_a_breach_with_too_large_rows_replaces_the_evidence_of_the_breach_before() -> None:
     told = Told((Y,), None)
     recorder = EvidenceRecorder(told, None, BUDGET, max_bytes=100)
     steps: tuple[tuple[State, tuple[float, ...], float | None], ...] = (
+        ("within", (0.001, 0.001), None),
         ("over", (0.9,), 0.9),
         ("over", (0.95, 0.95), 0.9),  # still the same breach
         ("within", (0.001, 0.001), 0.9),
@@ -247,7 +201,8 @@ def test_a_breach_with_too_large_rows_replaces_the_evidence_of_the_breach_before
         told.say(state)
         put(recorder, *drifts)
         if shown is None:
-            with pytest.raises(NotFound, match="the rows of its last breach have 144 bytes each; at most 100 are kept"):
+            too_large = "the rows of its last breach have 144 bytes each; at most 100 are kept"
+            with pytest.raises(NotFound, match=too_large if told.says.state == "over" else "has not been over its bud"):
                 kept(recorder)
         else:
             assert relative_l2(kept(recorder)) == pytest.approx(shown)

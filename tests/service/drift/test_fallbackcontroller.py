@@ -80,14 +80,9 @@ def test_bf16_returns_only_after_enough_clean_samples_clearly_below_the_budget(u
     assert (fallback.phase, fallback.reason) == ("bf16", "")
 
 
-def test_fp32_serves_for_the_minimum_stay_whatever_is_measured() -> None:
-    fallback = fallen()
-    assert not fallback.receive(WITHIN, 99.0)
-    assert fallback.receive(WITHIN, 100.0)
-
-
 def test_the_stay_starts_again_when_bf16_is_over_budget_again() -> None:
     fallback = fallen()
+    assert not fallback.receive(WITHIN, 89.0), "the minimum stay"
     fallback.receive(OVER, 90.0)
     assert not fallback.receive(WITHIN, 189.0)
     assert fallback.receive(WITHIN, 190.0)
@@ -119,25 +114,6 @@ def test_if_fp32_cannot_serve_bf16_does_and_fp32_is_tried_again_later() -> None:
     assert not fallback.receive(OVER, 1.0 + RETRY_S)
     assert fallback.receive(OVER, 2.0 + RETRY_S)
     assert (fallback.phase, fallback.reason) == ("warming", describe(OVER))
-
-
-def test_verdicts_during_the_warm_up_change_nothing() -> None:
-    fallback = Fallback(STAYS, 0.0)
-    fallback.receive(OVER, 1.0)
-    for verdict in (WITHIN, OVER, UNKNOWN):
-        assert not fallback.receive(verdict, 2.0)
-    assert fallback.phase == "warming"
-
-
-def test_alert_gives_the_reason_until_drift_is_within_budget_and_bf16_keeps_serving() -> None:
-    fallback = Fallback(FallbackPolicy(policy="alert"), 0.0)
-    assert fallback.receive(OVER, 1.0)
-    assert (fallback.phase, fallback.reason) == ("bf16", describe(OVER))
-    assert not fallback.receive(replace(OVER, ratio=2.0), 2.0), "said once"
-    assert not fallback.receive(UNKNOWN, 3.0)
-    assert fallback.reason
-    assert fallback.receive(WITHIN, 4.0)
-    assert fallback.reason == ""
 
 
 # --- a model on the border of its budget ------------------------------------------------------------------------------
@@ -284,11 +260,12 @@ def test_if_fp32_cannot_be_loaded_bf16_stays_and_fp32_is_tried_again(
     assert rig.receive(OVER) == ["fp32"]
 
 
-def test_a_replacement_starts_with_a_new_state(rig: Rig) -> None:
+@pytest.mark.parametrize("plan", ["another", "plan"])
+def test_a_replacement_starts_with_a_new_state(rig: Rig, plan: str) -> None:
     rig.receive(OVER)
     rig.told[0].set_result(None)
-    rig.serves = ActivePlan("another", 200.0, FP32)
-    within, over = WITHIN.with_plan("another"), OVER.with_plan("another")
+    rig.serves = ActivePlan(plan, 200.0, FP32)
+    within, over = WITHIN.with_plan(plan), OVER.with_plan(plan)
     assert rig.receive(over) == ["bf16"], "measured before it was loaded"
     assert rig.receive(replace(within, at=300.0)) == []
     assert rig.receive(replace(over, at=300.0)) == ["fp32"]
@@ -301,13 +278,6 @@ def test_late_verdicts_on_a_replaced_generation_are_ignored(rig: Rig) -> None:
     late = replace(OVER, at=200.1)
     assert rig.receive(late, late) == ["bf16"]
     assert rig.receive(late.with_plan("another")) == ["fp32"]
-
-
-def test_a_generation_loaded_by_the_same_plan_starts_with_a_new_state_too(rig: Rig) -> None:
-    rig.receive(OVER)
-    rig.told[0].set_result(None)
-    rig.serves = ActivePlan("plan", 60.0, FP32)
-    assert rig.receive(OVER) == ["bf16", "fp32"]
 
 
 def test_an_old_order_of_fp32_for_the_same_plan_is_replaced_by_bf16(rig: Rig) -> None:
