@@ -408,7 +408,7 @@ def test_a_polled_model_serves_once_the_cause_of_its_failed_load_has_passed(
     assert "model 'm' could not be loaded; trying again" in caplog.text
 
 
-def test_desired_models_are_the_same_after_it_was_written_and_read() -> None:
+def test_a_desired_model_is_the_same_after_it_was_written_and_read() -> None:
     serving = Serving.model_validate(
         {
             "max_batch_size": 4,
