@@ -21,7 +21,6 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only programs on this
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says which
 _LARGEST_FILE = 1 << 20  # bytes
 _LONGEST_INTEGER = 100  # characters of YAML: 64 bits in base 2, with an underscore here and there
-Seconds = Annotated[float, Field(gt=0, le=2_000_000)]  # 23 days: what fits gRPC's milliseconds
 # Variables with our prefix that are no settings: read by the command line, the CPU kernel, `health`, the converter.
 _OTHER_VARIABLES = ("CONFIG", "HEALTH_CERTIFICATE", "HEALTH_KEY", "KERNEL_PATH", "TENSORFLOW_PYTHON", "TOKEN")
 # Variables that Kubernetes sets in every pod for a Service whose name begins with bf16kit: no typos.
