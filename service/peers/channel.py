@@ -146,7 +146,7 @@ def read_text(file: int) -> str:
 
 def to_json(value: object, kind: Any = None) -> Any:
     """Return a value of dataclasses as JSON, for :func:`from_json`. ``kind`` is its type, if that has parameters."""
-    return _adapter(type(value) if kind is None else kind).dump_python(value)
+    return _adapter(type(value) if kind is None else kind).dump_python(value, warnings=False)
 
 
 def from_json(kind: Any, written: Any) -> Any:
