@@ -21,6 +21,7 @@ from bf16kit.messages.errors import BudgetExceeded, InputRefused, RuntimeFailure
 from bf16kit.runtime.ort import kernel
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from service.contract import GATE_FAILED
+from service.drift.shadow import NICENESS
 from service.drift.verdict import DriftVerdict
 from service.models import goldengate, loading
 from service.models.directory import stamp_of
@@ -237,7 +238,7 @@ def test_the_schedules_thread_has_low_priority_and_ends(make: Callable[..., Made
     schedule.start()
     until(lambda: nice, 30, "a gate on schedule")
     schedule.stop()
-    assert nice[0] > os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice[0] == NICENESS
 
 
 def _fail(made: Made, error: Exception) -> None:
