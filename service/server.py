@@ -17,7 +17,7 @@ from service.config.resources import HeapTrimmer, max_request_bytes
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, OnStarted, Stop
 from service.contract import Registry
-from service.grpc.server import Transport, TransportOptions
+from service.grpc.transport import Transport, TransportOptions
 from service.leader import MAINTAIN_SECONDS, Leader, announce, open_regions
 from service.models.plan import DesiredModel
 from service.models.repository import Repository, RepositoryListing

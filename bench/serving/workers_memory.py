@@ -32,7 +32,7 @@ _IDLE_S = 6.0  # until what requests took is given back
 _REPEATS, _QUICK_REPEATS = 3, 1
 _MB = 1e6
 # What a worker has imported when it has loaded a model.
-_IMPORTS = "import sys, service.workers.worker, service.grpc.server, bf16kit.runtime.ort.onnx"
+_IMPORTS = "import sys, service.workers.worker, service.grpc.transport, bf16kit.runtime.ort.onnx"
 
 
 @dataclass(frozen=True, slots=True)

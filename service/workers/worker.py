@@ -39,7 +39,7 @@ from service.workers.state import Report, ServerState, SlotState, WorkerRegistry
 from service.workers.weights import SharedWeights
 
 if TYPE_CHECKING:
-    from service.grpc.server import Transport
+    from service.grpc.transport import Transport
     from service.telemetry.tracing import Tracing
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from service.config.serverconfig import ServerConfig
-from service.grpc.server import TransportOptions
+from service.grpc.transport import TransportOptions
 from service.server import transport_options
 
 

@@ -35,7 +35,7 @@ from service.contract import (
     TensorSemantics,
 )
 from service.grpc.handlers import SERVICE
-from service.grpc.server import Transport, TransportOptions
+from service.grpc.transport import Transport, TransportOptions
 from service.operations import Operations
 from service.request import Observation, Reply, Request, Timings, Tracer
 from service.wire.tensors import encode_raw

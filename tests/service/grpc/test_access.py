@@ -26,7 +26,7 @@ from service.config.certificates import CertificateFiles
 from service.config.logsettings import LogSettings
 from service.config.tokens import TokenFile
 from service.grpc.handlers import SERVICE
-from service.grpc.server import Transport, TransportOptions
+from service.grpc.transport import Transport, TransportOptions
 from service.operations import Operations
 from service.regions.table import RegionLimits, RegionTable
 

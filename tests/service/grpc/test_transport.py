@@ -26,7 +26,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
 from service.grpc import arrival
 from service.grpc.handlers import SERVICE, HandlerInterceptor
-from service.grpc.server import Transport, TransportOptions
+from service.grpc.transport import Transport, TransportOptions
 
 X = np.ones((2, 3), np.float32)
 
