@@ -17,11 +17,11 @@ from rawgrpc import RawConnection
 from waiting import until
 
 from bench.serving.http2 import Connection, keep_open
-from service.grpc import server
+from service.grpc import transport
 from service.grpc.handlers import SERVICE, HandlerInterceptor
 
 X = np.ones((2, 3), np.float32)
-_STREAMS = server._STREAMS_PER_CONNECTION
+_STREAMS = transport._STREAMS_PER_CONNECTION
 READY = f"/{SERVICE}/ServerReady"
 
 
@@ -53,7 +53,7 @@ def test_only_a_client_that_does_not_reply_to_pings_is_disconnected() -> None:
 
 def test_a_client_may_send_keepalive_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's clients ping every few seconds; gRPC's default is to disconnect them for it."""
-    monkeypatch.setattr(server, "_MIN_PING_INTERVAL_MS", 20)
+    monkeypatch.setattr(transport, "_MIN_PING_INTERVAL_MS", 20)
     with connected() as client:
         for _ in range(10):
             time.sleep(0.1)
@@ -100,7 +100,7 @@ def test_a_connection_over_the_limit_is_closed() -> None:
 def test_a_connection_that_does_not_become_http2_in_time_is_closed(
     begun: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_HANDSHAKE_MS", 300)
+    monkeypatch.setattr(transport, "_HANDSHAKE_MS", 300)
     with serving(LoopbackModel()) as served, socket.create_connection(("127.0.0.1", served.port), timeout=10) as silent:
         silent.sendall(begun)
         with contextlib.suppress(ConnectionResetError):
@@ -110,7 +110,7 @@ def test_a_connection_that_does_not_become_http2_in_time_is_closed(
 
 def test_a_call_over_the_limit_of_its_connection_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a client that breaks HTTP/2's rules sends it."""
-    monkeypatch.setattr(server, "_STREAMS_PER_CONNECTION", 3)
+    monkeypatch.setattr(transport, "_STREAMS_PER_CONNECTION", 3)
     with connected(max_in_flight=12) as client:
         assert answered(client)
         waiting = [client.call(f"/{SERVICE}/ModelStreamInfer") for _ in range(3)]
@@ -146,7 +146,7 @@ def test_too_many_calls_that_wait_for_grpcs_thread_are_rejected(monkeypatch: pyt
         return intercept(self, continuation, details)
 
     monkeypatch.setattr(HandlerInterceptor, "intercept_service", slowly)
-    monkeypatch.setattr(server, "_UNDELIVERED_CALLS", 4)
+    monkeypatch.setattr(transport, "_UNDELIVERED_CALLS", 4)
     with serving(LoopbackModel()) as served:
         calls = [served.stub("ModelInfer").future(infer_request(x=X), timeout=30) for _ in range(60)]
         assert begun.wait(30)

@@ -16,7 +16,7 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from rawgrpc import RawConnection, framed
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc import server as server_module
+from service.grpc import transport as server_module
 from service.grpc.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
