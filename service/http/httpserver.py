@@ -196,6 +196,8 @@ class HttpServer:
     async def _serve(self) -> None:
         loop, state = asyncio.get_running_loop(), ServerState()
         loop.set_exception_handler(_unexpected)
+        # asyncio warns of each response to a client that has gone. Clients could fill the log that way.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         accepting = loop.create_task(self._accept(state))
         stop = asyncio.Event()
         accepting.add_done_callback(lambda _: stop.set())
