@@ -127,7 +127,6 @@ def test_a_reference_that_crashes_the_shadow_three_times_turns_it_off_and_servin
         assert ask(server, model) < 5
         until(lambda model=model, failed=failed: samples(server, "failed", model) == failed)  # type: ignore[misc]
         assert metric(server, "reference_up", model) == 0
-    assert off in server.get("/")[1]
     assert off in server.get("/status.json")[1]
     assert server.get("/readyz")[0] == 200
     assert (pids(server, SHADOW), server.log.count("the shadow is started")) == ([], 3)
