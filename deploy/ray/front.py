@@ -36,7 +36,9 @@ from service.models.repository import parse_version
 from service.wire import metadata
 
 _log = logging.getLogger(__name__)
-_UPDATE_SECONDS = 5.0  # the longest that one look at the cluster takes; Ray replaces a front that is silent for longer
+# The longest that one look at the cluster takes. Ray replaces a front that is silent for longer, but waits for the
+# first look, which takes long while replicas start on the same processors.
+_UPDATE_SECONDS, _FIRST_UPDATE_SECONDS = 5.0, 120.0
 _STREAM_IDLE_SECONDS = 600.0  # without a request, after which a stream ends
 _STREAM_WINDOW = 8  # requests of one stream that are answered at once
 _LONG_CALLS = 1024  # open streams and health watches: each lasts as long as its client wants
@@ -72,7 +74,8 @@ class Front:
     async def check_health(self) -> None:
         """Look at the cluster. Ray calls this each second, and once before a front gets requests."""
         try:
-            await asyncio.wait_for(self._models.update(), _UPDATE_SECONDS)
+            seconds = _UPDATE_SECONDS if self._models.known else _FIRST_UPDATE_SECONDS
+            await asyncio.wait_for(self._models.update(), seconds)
         except RAY_ERRORS as error:
             if not self._models.known:
                 raise
