@@ -206,10 +206,12 @@ def open_regions(config: ServerConfig) -> RegionTable | None:
     if not config.shared_memory:
         return None
     check_system()
-    prefix = config.region_prefix
-    _log.info("shared memory is on: clients may register files of /dev/shm whose names begin with %r", prefix)
-    if not prefix:
-        _log.warning("shared_memory is *: clients may register every file there that this user may read and write")
+    if prefix := config.region_prefix:
+        _log.info("shared memory is on: clients may register files of /dev/shm whose names begin with %r", prefix)
+    else:
+        _log.warning(
+            "shared_memory is *: clients may register every file of /dev/shm that this user may read and write"
+        )
     return new_table(config)
 
 

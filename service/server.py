@@ -108,8 +108,6 @@ class ModelServer:
         for model in self.repository.models():
             _log.info("%s: %s", model.label, model.state)
         self.repository.start()
-        if self.tracing is not None:
-            self.tracing.start()
         self._heap.start()
 
     def maintain(self) -> None:
@@ -149,9 +147,9 @@ def build_transport(
 def open_tracing(
     config: ServerConfig, registry: Registry, count_traces: Callable[[TraceOutcome, int], None]
 ) -> tuple[TraceSettings, Tracing | None]:
-    """Return the trace settings, and the tracing that exports spans, not started yet; None if spans are not exported.
+    """Return the trace settings, and the tracing that exports spans; None if spans are not exported.
 
-    Raises ConfigError if OpenTelemetry is not installed.
+    Raises ConfigError if OpenTelemetry is not installed, or its variables cannot be used.
     """
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     rate = 0 if disabled else config.trace_rate

@@ -189,7 +189,7 @@ class RunningModels:
         return [version for model in self.by_name.values() for version in model.versions()]
 
     async def statistics(self, name: str, version: str) -> list[VersionStatistics]:
-        """See :meth:`service.operations.Models.statistics`: sums over all replicas, which are asked now."""
+        """See :meth:`service.operations.RegistryModels.statistics`: sums over all replicas, which are asked now."""
         models = [self.get(name)] if name else list(self.by_name.values())
         wanted = parse_version(version)
         await asyncio.gather(*(model.ask() for model in models if model.reports))

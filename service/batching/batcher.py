@@ -242,7 +242,7 @@ class Batcher:
                 batch = self._queue.pop_batch(now, self._fits if extra else self._is_idle)
                 if batch:
                     self._begin(batch[0].shape, extra)
-                    self._room.notify_all()
+                    self._room.notify(len(batch))  # as many places are free now; hundreds may wait for one
                     self._observer.queued(-len(batch))
                     self._wake_executor()
                     return batch

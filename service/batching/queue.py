@@ -236,7 +236,7 @@ class Queue(Generic[J]):
                 f"the queue is full: {policy.max_requests} requests are waiting (max_queue_size in serving.yaml); try"
                 " again later"
             )
-        if self._nbytes + job.nbytes > policy.max_bytes:
+        if self._count and self._nbytes + job.nbytes > policy.max_bytes:  # one alone may have more
             raise Overloaded(
                 f"the queue is full: inputs of {self._nbytes} bytes are waiting, the limit is {policy.max_bytes}; try"
                 " again later",

@@ -147,6 +147,8 @@ def _port(host: str, port: int, flag: str) -> str:
 
 def _traces(config: ServerConfig) -> str:
     _, tracing = open_tracing(config, Repository(Metrics()), lambda outcome, count: None)
+    if tracing is not None:
+        tracing.close(1.0)
     return "off" if tracing is None else f"one of {config.trace_rate} requests, by OTLP"
 
 

@@ -9,8 +9,6 @@ from typing import Self
 
 from bf16kit.messages.errors import ConfigError
 
-_LONGEST_PATH = 107  # bytes of a Unix socket's path on Linux
-
 
 def listen(host: str, port: int, flag: str, backlog: int = 1) -> socket.socket:
     """Return a listening socket; ``port`` 0 takes any free one.

@@ -120,7 +120,7 @@ class ServerConfig(BaseModel):
         """Parse true, false or a prefix; variables are text."""
         if isinstance(value, bool) or str(value).lower() in _TRUE + _FALSE:
             return value if isinstance(value, bool) else str(value).lower() in _TRUE
-        if not isinstance(value, str) or not re.fullmatch(r"[^/\0]+", value):
+        if not isinstance(value, str) or not re.fullmatch(r"\*|[^/\0*]+", value) or value.lower() == "none":
             raise ValueError("give true, false, the start of a file's name without /, or * for every name")
         return value
 
@@ -129,7 +129,7 @@ class ServerConfig(BaseModel):
         """What the names of files begin with that clients may register, if ``shared_memory`` is on."""
         if isinstance(self.shared_memory, bool):
             return "bf16kit"
-        return self.shared_memory.removeprefix("*")
+        return "" if self.shared_memory == "*" else self.shared_memory
 
     @model_validator(mode="after")
     def _tls_is_complete(self) -> Self:
@@ -188,21 +188,23 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
 
 
 def _settings_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings in the environment. An empty variable was not set."""
+    """Return the settings in the environment, former ones included. An empty variable was not set."""
     given = {name.upper(): value for name, value in environment.items() if value}
-    return {key: given[name] for key in ServerConfig.model_fields if (name := ENV_PREFIX + key.upper()) in given}
+    keys = (*ServerConfig.REMOVED, *ServerConfig.model_fields)
+    return {key: given[name] for key in keys if (name := ENV_PREFIX + key.upper()) in given}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> str:
     """Return a message that names the variables with our prefix that nothing reads: typos; "" if there are none.
 
-    Each is shown with what to do instead or the most similar known one, and without its value: it may be a secret.
+    Each is shown with the most similar known one, and without its value: it may be a secret.
     """
     known = [ENV_PREFIX + name.upper() for name in (*ServerConfig.model_fields, *_OTHER_VARIABLES)]
+    former = {ENV_PREFIX + name.upper() for name in ServerConfig.REMOVED}  # an error, unless empty
     unknown = [
-        _with_remedy(name, known)
+        _with_similar(name, known)
         for name, value in sorted(environment.items())
-        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in (*known, *former)
         if not _KUBERNETES_SERVICE.fullmatch(name) and not (name.endswith("_PORT") and "://" in value)
     ]
     if not unknown:
@@ -210,9 +212,7 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
     return f"unknown environment variables are ignored: {first_few(unknown)}; docs/operations.md names every setting"
 
 
-def _with_remedy(name: str, known: list[str]) -> str:
-    if (key := name.upper().removeprefix(ENV_PREFIX).lower()) in ServerConfig.REMOVED:
-        return f"{quoted(name)} (no setting any more: {ServerConfig.REMOVED[key]})"
+def _with_similar(name: str, known: list[str]) -> str:
     similar = difflib.get_close_matches(name.upper(), known, 1, _MIN_SIMILARITY)
     return f"{quoted(name)} ({similar[0]}?)" if similar else quoted(name)
 

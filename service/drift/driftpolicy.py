@@ -14,6 +14,7 @@ REMOVED_KEYS = {
     " allows it; delete it",
     "shadow.max_bytes": "the samples that wait have at most 64 MiB; delete it, or lower shadow.max_rows for large rows",
     "shadow.reference": "a process of the server runs the reference; delete it, or set shadow.rate: 0 instead of off",
+    "shadow.reference_memory_bytes": "the references may take what the container has left; delete it",
     "fallback.longest_stay_seconds": "it is a day; delete it",
     "fallback.margin": "it is 0.1; delete it, or replace a bound by `budget`",
     "fallback.retry_seconds": "it is 60; delete it",
@@ -33,6 +34,13 @@ class ShadowPolicy(BaseModel):
     rate: float = Field(default=0.01, ge=0, le=1)
     max_per_second: float = Field(default=1.0, gt=0)
     max_rows: PositiveInt = 8  # per request; further rows of a larger request are not measured
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_off(cls, value: Any) -> Any:
+        if isinstance(value, (bool, str)):  # YAML reads the word off as False
+            raise ValueError("give keys, such as {rate: 0}, which measures nothing")
+        return value
 
     @property
     def on(self) -> bool:

@@ -28,7 +28,7 @@ _MOST = 1e6  # relative_l2 that a row counts at most: an infinite one would make
 class Estimate:
     """One bound's drift ÷ budget (over 1 is a breach), its 95 % interval, and the lower end of its wide one.
 
-    ``lowest`` over 1 establishes a breach although it is looked at after every sample (:mod:`service.drift.weighted`).
+    ``lowest`` over 1 establishes a breach although it is looked at after every sample (:mod:`service.drift.intervals`).
     ``confirmable``: so many samples can show that the bound is met.
     """
 

@@ -178,4 +178,6 @@ class Shadow:
 
 def lower_priority() -> None:
     """Lower the calling thread's priority (on Linux, of it alone, and of the threads that it starts)."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    thread = threading.get_native_id()
+    # Niceness cannot be taken back: a process may have been started with more.
+    os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

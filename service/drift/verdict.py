@@ -18,7 +18,7 @@ class DriftVerdict:
     """Recent drift against the budget, and whether it has changed.
 
     * ``state``: ``over`` once it is established beyond chance, although it is looked at after every sample, until 1 is
-      in the 95 % interval again; ``within`` if every bound is met (:attr:`service.drift.recent.Estimate.within`);
+      in the 95 % interval again; ``within`` if every bound is met (:attr:`service.drift.estimates.Estimate.within`);
       ``unknown`` otherwise.
     * ``cause``: the diagnosis (:mod:`service.drift.diagnosis`).
     * ``output``, ``metric``: the bound that is most over or nearest to a breach; "" if nothing is bounded or measured.

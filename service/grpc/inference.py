@@ -23,6 +23,7 @@ from service.request import REFUSALS, Cancellation, Observation, Reply, Request,
 from service.wire.codec import InferenceCodec, SharedMemory
 from service.wire.parameters import check_request, wants_final_mark
 
+STREAM_REQUESTS = 256  # at most, of all streams, that are answered at the same time
 _UNKNOWN_OUTCOME = grpc.StatusCode.INTERNAL
 _log = logging.getLogger(__name__)
 _StreamResult = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
@@ -68,7 +69,7 @@ class InferenceServicer:
         memory: SharedMemory = SharedMemory(),  # noqa: B008 -- frozen: it is off
         tracer: Tracer | None = None,
     ) -> None:
-        """``stream_threads`` has ``stream_window`` + 1 threads for every stream."""
+        """``stream_threads`` has one for every stream, and :data:`STREAM_REQUESTS` more."""
         self._registry = registry
         self._count_refusal = count_refusal
         self._shares = Shares(max_in_flight)
@@ -97,7 +98,9 @@ class InferenceServicer:
             message: pb.ModelInferRequest = request.message
             return message, self._respond("ModelStreamInfer", message, call, request.arrived, request.reserve_more)
 
-        responses = OrderedResponses(requests, respond, self._stream_threads, self._stream_window)
+        # Each request in flight has a thread: one stream may have 16, and 64 streams together no thousand.
+        window = max(1, min(self._stream_window, STREAM_REQUESTS // (2 * len(self._open) + 2)))
+        responses = OrderedResponses(requests, respond, self._stream_threads, window)
         call.cancellation.subscribe(responses.close)
         ends_on_error = call.metadata_value("triton_grpc_error") == "true"
         self._open.add(responses.close)

@@ -26,7 +26,7 @@ A = TypeVar("A")
 class StreamRequest(NamedTuple):
     """One message of a stream, and when it arrived (:func:`time.monotonic` seconds).
 
-    ``reserve_more`` counts bytes for it, like :meth:`service.grpc.call.UnaryCall.reserve_more`.
+    ``reserve_more`` counts bytes for it, like :meth:`service.grpc.call.Call.reserve_more`.
     """
 
     message: Any

@@ -25,7 +25,7 @@ from service.grpc.admission import ByteBudget, RpcPool
 from service.grpc.control import ControlServicer
 from service.grpc.handlers import SERVICE, HandlerInterceptor, open_by_path
 from service.grpc.health import HealthServicer
-from service.grpc.inference import InferenceServicer
+from service.grpc.inference import STREAM_REQUESTS, InferenceServicer
 from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, TICK_SECONDS, CallTimeouts
 from service.operations import Operations
 from service.request import Tracer
@@ -66,7 +66,9 @@ class TransportOptions:
     max_streams: int = 64
     max_watches: int = 1024
     max_connections: int = 4096  # idle ones cost some 20 KB each
-    stream_window: int = 16  # requests of one stream in flight: they fill half a batch of the default size
+    stream_window: int = (
+        16  # requests of one stream in flight, less with many streams: half a batch of the default size
+    )
     max_message_bytes: int = 64 << 20  # of a request
     max_request_bytes: int = 512 << 20  # of all requests and responses together
     receive_seconds: float = 10.0  # for a request to arrive, once its headers have
@@ -99,7 +101,7 @@ class Transport:
         self._certificates = certificates
         self._health = HealthServicer(registry, SERVICE)
         self.pools = _pools(options, count_refusal, self._health)
-        streaming = options.max_streams * (options.stream_window + 1)
+        streaming = options.max_streams + STREAM_REQUESTS  # a reader for each stream
         self._others = [ThreadPoolExecutor(streaming, "grpc-stream"), ThreadPoolExecutor(1, "grpc")]
         self._inference = InferenceServicer(
             registry,

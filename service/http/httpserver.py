@@ -217,7 +217,7 @@ class HttpServer:
             log_config=None, log_level=logging.ERROR, access_log=False,
             # _Connection's own limit comes first.
             timeout_keep_alive=int(self.limits.idle_seconds) + 1,
-            h11_max_incomplete_event_size=self.limits.header_bytes,
+            h11_max_incomplete_event_size=self.limits.header_bytes - _READ,  # checked before each further read
         )  # fmt: skip
         config.load()
         state.default_headers = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
@@ -306,7 +306,12 @@ class HttpServer:
             async with self._turn:
                 await asyncio.sleep(0)  # the place is free again one turn later
         if request.method not in ("GET", "HEAD"):
-            return Refused(405, "this port answers GET and HEAD only", "http_malformed", {"Allow": "GET, HEAD"})
+            return Refused(
+                405,
+                "this port answers GET and HEAD only",
+                "http_malformed",
+                {"Allow": "GET, HEAD", "Connection": "close"},
+            )
         if route is not None and route.probe:
             return self._make(path, route, "")
         scope, header = "read" if route is None else route.scope, request.headers

@@ -25,9 +25,6 @@ from service.telemetry.modelstatistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
 _LEAST_CLOSE_S = 0.2  # the least time for idle threads to end, even after the deadline
-_QUEUE_BYTES = 256 << 20  # of all waiting inputs, as 128 requests of 2 MiB: waiting must not fill the memory
-#: One more batch at once, of another shape: a short sentence does not wait for a long one (docs/decisions/0061).
-_EXTRA_INSTANCES = 1
 
 
 def _no_reference() -> Runtime:
@@ -76,7 +73,7 @@ class Generation:
         self.leases = Leases()
         self._changed = changed
         self._engine = Engine(self.label, loaded.runtime, fp32, self._on_switch, lambda: self.metrics.fallback_failed())
-        self._batcher = Batcher(self._run, self._batching(loaded), self, name=f"{name}-{version}")
+        self._batcher = Batcher(self._run, self._batching(), self, name=f"{name}-{version}")
         self._batcher.start()
         metrics = self.metrics = new_metrics()
         self._probe: Probe | None = None
@@ -174,7 +171,7 @@ class Generation:
         self.metrics.fallback(active.precision == "fp32")
         self._changed()
 
-    def _batching(self, loaded: LoadedModel) -> BatchPolicy:
+    def _batching(self) -> BatchPolicy:
         # torch's thread pools and CUDA's handles belong to one thread each, so there only executors may run batches.
         any_thread = self.info.backend == "onnxruntime" and self.info.device == "cpu"
         bounds = self.scheduling.bounds

@@ -186,7 +186,7 @@ class Repository:
 
 
 class RepositoryListing(RegistryModels):
-    """See :class:`service.operations.Models`. The index also has models in the repository that are not served."""
+    """The index also has models in the repository that are not served."""
 
     def __init__(self, repository: Repository, controller: Controller) -> None:
         super().__init__(repository)

@@ -227,10 +227,11 @@ class Child:
         pid, self._process, self.peer = self._process.pid, None, None
         settled = self._first_answer is not None and now - self._first_answer >= _SETTLED_SECONDS
         pause = self._pause(now, 0 if settled else self._failures + 1)
-        if self._wanted:
-            reason = _exit_reason(code) + self._for_memory(code)
-            _log.error("%s (pid %d) has ended: %s; restarting it in %.2g s", self.name, pid, reason, pause)
+        wanted, reason = self._wanted, _exit_reason(code) + self._for_memory(code)
         self._on_death()
+        if wanted:
+            then = f"restarting it in {pause:.2g} s" if self._wanted else "it is not restarted"
+            _log.error("%s (pid %d) has ended: %s; %s", self.name, pid, reason, then)
 
     def _for_memory(self, code: int) -> str:
         """Return text that names lack of memory as the cause of death, or "".

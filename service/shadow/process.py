@@ -305,12 +305,20 @@ class ShadowProcess:
 
     def _turn_off(self) -> None:
         each_time = set.intersection(*(doing for _, doing in self._deaths))
-        found = ", ".join(sorted(each_time or self._deaths[-1][1])) or "nothing"
         self._off = (
             f"{NAME}, the process that measures drift, died {DEATHS} times within {DEATH_SECONDS / 60:g} minutes and"
-            f" stays off: no drift is measured. Its fp32 references at work {'each' if each_time else 'the last'} time:"
-            f" {found}. Set shadow.rate: 0 for the model that ends it, and restart the server to try again"
+            " stays off: no drift is measured. "
         )
+        if found := ", ".join(sorted(each_time or self._deaths[-1][1])):
+            self._off += (
+                f"Its fp32 references at work {'each' if each_time else 'the last'} time: {found}."
+                " Set shadow.rate: 0 for the model that ends it, and restart the server to try again"
+            )
+        else:
+            self._off += (
+                "No fp32 reference was at work the last time: see whether something kills it, or memory runs out;"
+                " then restart the server"
+            )
         _log.error("%s", self._off)
         self._child.retire()
         self._end_early(Unavailable(f"{NAME} of this server stays off", ENDED))
@@ -328,7 +336,10 @@ class ShadowProcess:
         if done.exception() is None:
             for family in done.result()["metrics"]:
                 if family[0] == _LAST_SAMPLE:
-                    self._last_sample = family
+                    *head, series = family
+                    known = {} if self._last_sample is None else {_key(each[1]): each for each in self._last_sample[-1]}
+                    known |= {_key(each[1]): each for each in series}  # a new process has those of its own samples only
+                    self._last_sample = [*head, list(known.values())]
 
     def _report_gauges(self) -> None:
         """Report what outlives it for its models, unless it reports itself. The caller holds the lock."""

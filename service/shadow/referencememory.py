@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bf16kit.artifact.manifest import Manifest
-from bf16kit.messages.errors import Bf16kitError, ConfigError, Unavailable
+from bf16kit.messages.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import Runtime
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import release_free_memory
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # MB. The memory of a run depends on the model. The allowance is generous: it is for runs that take memory without end.
 _FACTOR, _FOR_RUNS = 2, 1 << 30
 _HEADROOM = 512 << 20  # of the process beside its references: samples, stacks, freed memory
-_OUT_OF_MEMORY = re.compile(r"alloc", re.IGNORECASE)  # std::bad_alloc, "Failed to allocate memory"
+_OUT_OF_MEMORY = re.compile(r"bad.?alloc|alloc\w* .*memory", re.IGNORECASE)  # "Failed to allocate memory"
 _REMEDY = "give the server more memory, or set shadow.rate: 0 for this model"
 
 
@@ -44,6 +44,7 @@ class ReferenceMemory:
     """The memory of all references of this process, which must serve the references only: the limit is its own."""
 
     def __init__(self) -> None:
+        self._loading = threading.Lock()  # one reference at a time: the next one sees what this one has taken
         self._lock = threading.Lock()  # guards what follows
         self._base = 0  # private memory of the process without references, in bytes
         self._allowed = 0  # to all references together
@@ -53,15 +54,16 @@ class ReferenceMemory:
 
         Raises ConfigError if there is no room for it or if loading takes too much, and whatever ``load`` raises.
         """
-        allowance = min(_FACTOR * weights + _FOR_RUNS, _room(weights))
-        self._allow(allowance)
-        try:
-            runtime = load()
-        except Exception as error:
-            self._allow(-allowance)
-            if _is_out_of_memory(error):
-                raise ConfigError(f"loading it takes more than {allowance} bytes of memory; {_REMEDY}") from None
-            raise
+        with self._loading:
+            allowance = min(_FACTOR * weights + _FOR_RUNS, _room(weights))
+            self._allow(allowance)
+            try:
+                runtime = load()
+            except Exception as error:
+                self._allow(-allowance)
+                if isinstance(error, (MemoryError, RuntimeFailure)) and _is_out_of_memory(error):
+                    raise ConfigError(f"loading it takes more than {allowance} bytes of memory; {_REMEDY}") from None
+                raise
         return BoundedReference(name, runtime, lambda: self._allow(-allowance))
 
     def _allow(self, more: int) -> None:

@@ -204,20 +204,19 @@ class References:
             opened = open_artifact(model.plan.path, model.plan.serving)
             model.metrics.opened(opened.weight_bytes, opened.outputs)
             shadow = self._new_shadow(key, model, opened)
+            with self._lock:
+                if model.failed:  # forgotten meanwhile
+                    return
+                shadow.start()
+                model.shadow = shadow
+                while model.early:
+                    shadow.put(*model.early[0])
+                    model.early.pop(0)
         except Exception as error:  # noqa: BLE001 -- whoever waits for what becomes of a sample must be told
             expected = isinstance(error, (Bf16kitError, OSError))
             _log.error("%s: no live drift: %s", label_of(key), error, exc_info=not expected)
             with self._lock:
                 model.fail("failed")
-            return
-        with self._lock:
-            if model.failed:  # forgotten meanwhile
-                return
-            model.shadow = shadow
-            shadow.start()
-            early, model.early = model.early, []
-            for sample, on_outcome in early:
-                shadow.put(sample, on_outcome)
 
     def _new_shadow(self, key: Key, model: _MeasuredVersion, opened: OpenedArtifact) -> Shadow:
         comparison = new_comparison(*key, opened)
@@ -264,8 +263,8 @@ class References:
             verdict, live = model.verdict, model in self._models.values()
             news = live and verdict is not None and verdict is not model.reported
             model.reported = verdict
-        if news and verdict is not None:
-            self._peer.tell("verdict", verdict.to_json())
+            if news and verdict is not None:  # within the lock, so that the newest is the last; it does not block
+                self._peer.tell("verdict", verdict.to_json())
 
 
 class Outcomes:

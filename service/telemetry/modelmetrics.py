@@ -316,7 +316,7 @@ def moments(drifts: Sequence[float], weight: float) -> tuple[float, ...]:
 
     Each of ``drifts`` is of a row that stands for ``weight`` rows. The request has the weight W = Σw of its rows and
     the drift X = Σw·x. Rows of one request are alike, so squares are of requests and not of rows, as in
-    :func:`service.drift.weighted.mean`. The rules in deploy/prometheus/rules/fleet.yml compute the mean and its error.
+    :func:`service.drift.intervals.mean`. The rules in deploy/prometheus/rules/fleet.yml compute the mean and its error.
     A NaN counts as :data:`LARGEST_POOLED`.
     """
     whole = weight * len(drifts)

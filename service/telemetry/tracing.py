@@ -126,25 +126,29 @@ class Trace:
 
 
 class Tracing:
-    """A :class:`service.request.Tracer`. :meth:`start` begins exporting; :meth:`close` sends what still waits."""
+    """A :class:`service.request.Tracer`. Exports at intervals; :meth:`close` sends what still waits.
+
+    Raises ConfigError for variables of OpenTelemetry that it cannot use.
+    """
 
     def __init__(self, settings: TraceSettings, exporter: SpanExporter) -> None:
         self._settings = settings
         self._exporter = exporter
         self._ids = _Ids()
-        self._provider = TracerProvider(
-            sampler=ALWAYS_ON,  # spans are made of sampled requests only
-            resource=_resource(),
-            shutdown_on_exit=False,
-            id_generator=self._ids,
-            span_limits=SpanLimits(max_span_attribute_length=_LONGEST_TEXT),
-        )
+        try:
+            self._provider = TracerProvider(
+                sampler=ALWAYS_ON,  # spans are made of sampled requests only
+                resource=_resource(),
+                shutdown_on_exit=False,
+                id_generator=self._ids,
+                span_limits=SpanLimits(max_span_attribute_length=_LONGEST_TEXT),
+            )
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))  # starts its thread
+        except ValueError as error:
+            raise ConfigError(f"traces: a variable OTEL_BSP_… or OTEL_SPAN_… cannot be used: {error}") from None
         self._tracer = self._provider.get_tracer("bf16kit", bf16kit.__version__)
         self._lock = threading.Lock()
         self._contexts_by_batch: OrderedDict[tuple[str, str, float], list[Any]] = OrderedDict()
-
-    def start(self) -> None:
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))  # starts its thread
 
     def sample(self, model: str, header: Callable[[str], str | bytes | None]) -> Trace | None:
         """See :meth:`service.request.Tracer.sample`."""

@@ -96,8 +96,10 @@ class Supervisor:
     def close(self) -> None:
         """End everything at once."""
         self._stop()
-        self._fleet.close()
-        self.leader.close()
+        try:
+            self._fleet.close()
+        finally:
+            self.leader.close()
 
     def _stop(self) -> None:
         """Start no further changes."""
@@ -116,8 +118,7 @@ class Supervisor:
         self.leader.counting.process_died(worker)
 
     def _changed(self, model: str, versions: Collection[int]) -> None:
-        self.leader.counting.forget(model, versions)
-        self.leader.shadow.forget(model)
+        self.leader.forget(model, versions)
 
     # --- workers' requests --------------------------------------------------------------------------------------------
 

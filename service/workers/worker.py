@@ -118,8 +118,6 @@ class Worker:
         served.transport.start()
         self._listening = True
         self._report()
-        if served.tracing is not None:
-            served.tracing.start()
         heap = HeapTrimmer()
         heap.start()
         seconds, done = self._drains.get()

@@ -157,10 +157,6 @@ def test_an_invalid_list_is_reported(
         ),
         ({"BF16KIT_PASSWORD": "hunter2"}, "'BF16KIT_PASSWORD'"),
         ({"BF16KIT_PORT": "9000"}, "'BF16KIT_PORT' (BF16KIT_HOST?)"),
-        (
-            {"BF16KIT_SHARED_MEMORY_PREFIX": ""},
-            "'BF16KIT_SHARED_MEMORY_PREFIX' (no setting any more: give the prefix as shared_memory; * for every name)",
-        ),
     ],
 )
 def test_an_unknown_variable_is_reported_without_its_value(variables: dict[str, str], message: str) -> None:
@@ -187,10 +183,18 @@ def test_every_setting_and_other_known_variable_is_accepted_and_those_of_kuberne
 
 
 @pytest.mark.parametrize("key", ServerConfig.REMOVED)
-def test_a_former_key_is_named_with_what_to_do_instead(tmp_path: Path, key: str) -> None:
+def test_a_former_key_is_named_with_what_to_do_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(f"{key}: 1\n")
+    message = f"'{key}' is not a setting any more: {ServerConfig.REMOVED[key]}"
     with pytest.raises(ConfigError) as refused:
         load_config({"repository": tmp_path}, file)
-    assert str(refused.value) == f"{file}: '{key}' is not a setting any more: {ServerConfig.REMOVED[key]}"
+    assert str(refused.value) == f"{file}: {message}"
     assert key not in ServerConfig.model_fields
+    variable = f"BF16KIT_{key.upper()}"
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ConfigError) as refused:
+        load_config({"repository": tmp_path})
+    assert str(refused.value) == f"{variable} in the environment: {message}"

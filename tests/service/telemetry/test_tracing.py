@@ -55,7 +55,6 @@ def tracing(endpoint: str, rate: int = 1, seconds: float = 20.0) -> Iterator[tup
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
         tracing = Tracing(TraceSettings(rate, find=str), CountedExporter(outcomes))
-        tracing.start()
     try:
         yield tracing, outcomes
     finally:
@@ -308,3 +307,14 @@ def test_any_traceparent_is_accepted_and_only_an_unsampled_one_is_not_traced() -
                 assert len(found.id) == 32
 
     holds()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_BSP_SCHEDULE_DELAY", "-1"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x")]
+)
+def test_a_variable_that_opentelemetry_cannot_use_is_a_configuration_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="traces: a variable OTEL_"):
+        Tracing(TraceSettings(1, find=str), CountedExporter(Outcomes()))
