@@ -98,8 +98,8 @@ class InferenceServicer:
             message: pb.ModelInferRequest = request.message
             return message, self._respond("ModelStreamInfer", message, call, request.arrived, request.reserve_more)
 
-        # Each request in flight has a thread: one stream may have 16, and 64 streams together no thousand.
-        window = max(1, min(self._stream_window, STREAM_REQUESTS // (2 * len(self._open) + 2)))
+        # Each request in flight has a thread. The windows of 64 streams, opened one after another, have 234 together.
+        window = max(1, min(self._stream_window, STREAM_REQUESTS // (4 * len(self._open) + 4)))
         responses = OrderedResponses(requests, respond, self._stream_threads, window)
         call.cancellation.subscribe(responses.close)
         ends_on_error = call.metadata_value("triton_grpc_error") == "true"

@@ -111,7 +111,8 @@ def test_streams_to_stuck_models_of_one_connection_do_not_delay_other_streams() 
     stuck = [LoopbackModel(f"stuck{n}", run=gate, max_batch_size=1, max_queue=4) for n in range(2)]
     with serving(*stuck, LoopbackModel(), max_in_flight=4, max_streams=16) as served:
         streams = [served.stub("ModelStreamInfer")(forty(f"stuck{n % 2}"), timeout=60) for n in range(10)]
-        until(lambda: sum(len(model.seen) for model in stuck) == 10 * 16)  # all that they may have in flight
+        # All that they may have in flight: 16 each for the first four, and fewer for each that is opened beside others.
+        until(lambda: sum(len(model.seen) for model in stuck) >= 4 * 16 + 12 + 10 + 9 + 8 + 7 + 6)
         with another_client(served) as other:
             answers = list(other.stub("ModelStreamInfer")(iter([numbered(n) for n in range(40)]), timeout=30))
         assert [answer.infer_response.id for answer in answers] == [str(n) for n in range(40)]
