@@ -125,10 +125,15 @@ def test_unavailable_resources_and_unknown_variables_are_logged(repository: Path
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
     with _started(repository, *ports, "--cpus", "5000", BF16KIT_DRAIN_SECONDS="1", BF16KIT_POL_SECONDS="2") as running:
         until(lambda: "to be scheduled" in _page(http_port, "/status.json")[1], PATIENCE, "the reason in the front")
+        assert running.stdout is not None
+        begun = ""
+        while "bf16kit.a: DEPLOYING: Deployment 'Replica'" not in begun:  # the program asks once a second
+            assert (line := running.stdout.readline()), begun
+            begun += line
         running.send_signal(signal.SIGTERM)
         said, _ = running.communicate(timeout=PATIENCE)
     assert running.returncode == 0, said
-    assert "bf16kit.a: DEPLOYING: Deployment 'Replica'" in said
+    said = begun + said
     assert "to be scheduled" in said
     assert "variables are ignored: 'BF16KIT_POL_SECONDS' (BF16KIT_POLL_SECONDS?)" in said
 
