@@ -128,7 +128,8 @@ def test_unavailable_resources_and_unknown_variables_are_logged(repository: Path
         assert running.stdout is not None
         begun = ""
         while "bf16kit.a: DEPLOYING: Deployment 'Replica'" not in begun:  # the program asks once a second
-            assert (line := running.stdout.readline()), begun
+            line = running.stdout.readline()
+            assert line, begun
             begun += line
         running.send_signal(signal.SIGTERM)
         said, _ = running.communicate(timeout=PATIENCE)
