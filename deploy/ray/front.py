@@ -22,13 +22,14 @@ from bf16kit.messages.errors import Cancelled, InvalidRequest, NotFound, Overloa
 from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
 from deploy.ray.models import RAY_ERRORS, RunningModels
-from deploy.ray.rpcs import RPCS, ByteBudget, HeldBytes, Rpc, Serialized
+from deploy.ray.rpcs import RPCS, Rpc, Serialized, held_bytes
 from ray.serve.exceptions import BackPressureError
 from service.config.certificates import Credentials
 from service.config.logs import configure
 from service.config.serverconfig import ServerConfig
 from service.grpc import control
 from service.grpc.access import RequiredScope
+from service.grpc.admission import ByteBudget, MessageBytes
 from service.grpc.handlers import SERVICE
 from service.grpc.health import LIVE
 from service.grpc.status import Status, status_of
@@ -143,7 +144,7 @@ class Front:
 
     async def _guarded(self, rpc: Rpc, data: bytes, context: Any, answer: Callable[..., Any]) -> bytes | Status:
         """Return the answer to one request, whose bytes count until then, or the status of its error."""
-        with HeldBytes(self._budget) as held:
+        with held_bytes(self._budget) as held:
             try:
                 self._check(rpc, context)
                 if len(data) > self._config.max_message_bytes:
@@ -159,7 +160,7 @@ class Front:
         """Raise if the call has no token for the RPC."""
         RequiredScope(self._tokens, rpc.scope).check(dict(context.invocation_metadata()).get("authorization"))
 
-    async def _answer(self, rpc: Rpc, data: bytes, context: Any, held: HeldBytes) -> bytes | Status:
+    async def _answer(self, rpc: Rpc, data: bytes, context: Any, held: MessageBytes) -> bytes | Status:
         if rpc.method in ("ModelInfer", "ModelMetadata", "ModelConfig"):
             return await self._pass_on(rpc, data, context, held)
         if reason := next((reason for part, reason in _NOT_HERE.items() if part in rpc.method), ""):
@@ -199,7 +200,7 @@ class Front:
             return _Health.SERVICE_UNKNOWN
         return _Health.SERVING if serving else _Health.NOT_SERVING
 
-    async def _pass_on(self, rpc: Rpc, data: bytes, context: Any, held: HeldBytes) -> bytes | Status:
+    async def _pass_on(self, rpc: Rpc, data: bytes, context: Any, held: MessageBytes) -> bytes | Status:
         """Return a replica's response to a request for a model. Only the replica parses a ModelInferRequest."""
         try:
             # Its first two fields are those of a ModelInferRequest, and the rest of one stays bytes here.

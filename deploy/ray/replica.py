@@ -15,10 +15,11 @@ import ray
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.system import controlgroup
 from deploy.ray.models import Report
-from deploy.ray.rpcs import RPCS, ByteBudget, HeldBytes
+from deploy.ray.rpcs import RPCS, held_bytes
 from service.config.logs import configure
 from service.config.resources import bound_heap
 from service.config.serverconfig import LOOPBACK, ServerConfig
+from service.grpc.admission import ByteBudget, MessageBytes
 from service.grpc.control import ControlServicer
 from service.grpc.inference import InferenceServicer
 from service.grpc.status import Status, status_of
@@ -38,7 +39,7 @@ class ReplicaCall:
 
     deadline: float | None = None
 
-    def __init__(self, rpc: str, client: str, metadata: Mapping[str, str | bytes], held: HeldBytes) -> None:
+    def __init__(self, rpc: str, client: str, metadata: Mapping[str, str | bytes], held: MessageBytes) -> None:
         self.started = time.monotonic()
         self.cancellation = Cancellation()
         self.client = client
@@ -92,7 +93,7 @@ class Replica:
 
     async def answer(self, rpc: str, data: bytes, client: str, metadata: Mapping[str, str | bytes]) -> bytes | Status:
         """Return the response to a request. If Ray cancels this, the request leaves the model's queue."""
-        with HeldBytes(self._budget) as held:
+        with held_bytes(self._budget) as held:
             call = ReplicaCall(rpc, client, metadata, held)
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, rpc, data, call)

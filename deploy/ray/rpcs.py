@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import grpc
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2
 
-from bf16kit.messages.errors import Overloaded
 from bf16kit.protocol import inference_pb2 as pb
+from service.grpc.admission import ByteBudget, MessageBytes, Permit
 from service.grpc.handlers import SERVICE
 from service.grpc.reflection import public_file
 from service.wire.limits import MessageReader
@@ -86,44 +86,11 @@ class Serialized:
         return self._data
 
 
-class ByteBudget:
-    """The bytes that requests and their responses hold together, at most ``limit``. A request alone may exceed it."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.in_use = 0
-        self.lock = threading.Lock()  # guards the number here, and those of each HeldBytes
-
-
-class HeldBytes:
-    """The bytes of one request and its response, until the block ends, which a thread of the request may outlast."""
-
-    def __init__(self, budget: ByteBudget) -> None:
-        self._budget = budget
-        self._nbytes = self._request = 0
-        self._ended = False
-
-    def reserve(self, nbytes: int) -> None:
-        """Count ``nbytes`` for the request; of several calls the largest counts. Raises Overloaded."""
-        self.reserve_more(max(0, nbytes - self._request))
-        self._request = max(nbytes, self._request)
-
-    def reserve_more(self, nbytes: int) -> None:
-        """Count ``nbytes`` in addition. Raises Overloaded."""
-        budget = self._budget
-        with budget.lock:
-            if self._ended:
-                return
-            if budget.in_use > self._nbytes and budget.in_use + nbytes > budget.limit:
-                limit = f"requests and responses hold {budget.in_use} bytes, the limit is {budget.limit}"
-                raise Overloaded(f"{limit}; try again later", "bytes")
-            budget.in_use += nbytes
-            self._nbytes += nbytes
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._budget.lock:
-            self._ended = True
-            self._budget.in_use -= self._nbytes
+@contextmanager
+def held_bytes(budget: ByteBudget) -> Iterator[MessageBytes]:
+    """Count one request and its response until the block ends, which a thread of the request may outlast."""
+    permit = Permit(None, budget, "")
+    try:
+        yield MessageBytes(permit)
+    finally:
+        permit.release()

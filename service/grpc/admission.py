@@ -108,8 +108,8 @@ class Permit:
 
     __slots__ = ("_budget", "_released", "_shares", "client", "nbytes")
 
-    def __init__(self, shares: Shares, budget: ByteBudget, client: str) -> None:
-        """``client`` holds a place of ``shares``, which the permit releases."""
+    def __init__(self, shares: Shares | None, budget: ByteBudget, client: str) -> None:
+        """``client`` holds a place of ``shares``, which the permit releases; None: it only holds bytes."""
         self.client = client
         self.nbytes = 0
         self._shares = shares
@@ -139,7 +139,8 @@ class Permit:
                 return
             self._released = True
             self._budget.in_use -= self.nbytes
-        self._shares.release(self.client)
+        if self._shares is not None:
+            self._shares.release(self.client)
 
 
 class MessageBytes:

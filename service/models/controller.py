@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from bf16kit.messages.errors import ConfigError, NotFound
+from service.contract import Slot
 from service.models.directory import Directory
 from service.models.modelconfig import with_config
 from service.models.plan import DesiredModel
-from service.models.rollouts import ApplyAll, Retries, Rollouts, SlotLike
+from service.models.rollouts import ApplyAll, Retries, Rollouts
 from service.operations import IndexEntry
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Controller:
         apply_all: ApplyAll,
         mode: Mode = "none",
         start_up: Sequence[str] = (),
-        slots: Callable[[], Iterable[SlotLike]] | None = None,
+        slots: Callable[[], Iterable[Slot]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mode = mode

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
-from service.contract import State
+from service.contract import Slot
 from service.models.loads import GIVEN_UP
 from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.serving import Serving
@@ -23,19 +23,6 @@ _log = logging.getLogger(__name__)
 FIRST_RETRY_SECONDS = 30.0  # from the poll that finds a model not loaded to the first retry
 LONGEST_RETRY_SECONDS = 3600.0  # longest pause between two retries
 ApplyAll: TypeAlias = Callable[[Iterable[DesiredModel]], Mapping[str, Future[None]]]
-
-
-class SlotLike(Protocol):
-    """The part of :class:`service.contract.Slot` that is needed here."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def version(self) -> int: ...
-    @property
-    def state(self) -> State: ...
-    @property
-    def reason(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -58,7 +45,7 @@ class Rollouts:
         self,
         apply: Callable[[DesiredModel], Future[None]],
         apply_all: ApplyAll,
-        slots: Callable[[], Iterable[SlotLike]],
+        slots: Callable[[], Iterable[Slot]],
         older: Callable[[DesiredModel], Iterable[Plan]],
         lock: threading.RLock,
     ) -> None:
@@ -140,7 +127,7 @@ class Rollouts:
 
 
 def instead_of(
-    tried: DesiredModel, slots: Mapping[int, SlotLike], known: Mapping[int, Plan], older: Iterable[Plan]
+    tried: DesiredModel, slots: Mapping[int, Slot], known: Mapping[int, Plan], older: Iterable[Plan]
 ) -> DesiredModel | None:
     """Return what to serve now that ``tried`` could not be loaded as a whole; None if nothing else may serve.
 
@@ -177,7 +164,7 @@ class Retries:
     up, whose threads cannot be ended. ``clock`` returns seconds.
     """
 
-    def __init__(self, slots: Callable[[], Iterable[SlotLike]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, slots: Callable[[], Iterable[Slot]], clock: Callable[[], float] = time.monotonic) -> None:
         self._slots = slots
         self._clock = clock
         #: By name: the model, when it is due, and the pause after that.
@@ -206,9 +193,9 @@ class Retries:
         return found
 
 
-def _serves(slot: SlotLike | None) -> bool:
+def _serves(slot: Slot | None) -> bool:
     return slot is not None and slot.state == "ready"
 
 
-def _reason(slot: SlotLike | None) -> str:
+def _reason(slot: Slot | None) -> str:
     return (slot.reason if slot is not None else "") or "a worker could not load it; the server's log says why"

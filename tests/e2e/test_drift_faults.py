@@ -312,18 +312,15 @@ def test_a_reference_that_cannot_be_loaded_raises_an_alert(stand: Stand) -> None
 
 
 @contextmanager
-def slowed(process: int, times: int) -> Iterator[None]:
-    """Stop the process most of the time, so that it runs ``times`` times slower."""
+def repeating(work: Callable[[], object], pause: float) -> Iterator[None]:
+    """Do ``work`` again and again on another thread, with pauses of so many seconds."""
     over = threading.Event()
 
-    def work() -> None:
-        while not over.is_set():
-            os.kill(process, signal.SIGSTOP)
-            time.sleep(0.002 * (times - 1))
-            os.kill(process, signal.SIGCONT)
-            time.sleep(0.002)
+    def repeat() -> None:
+        while not over.wait(pause):
+            work()
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=repeat)
     thread.start()
     try:
         yield
@@ -333,24 +330,31 @@ def slowed(process: int, times: int) -> Iterator[None]:
 
 
 @contextmanager
+def slowed(process: int, times: int) -> Iterator[None]:
+    """Stop the process most of the time, so that it runs ``times`` times slower."""
+
+    def stop_for_a_moment() -> None:
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(0.002 * (times - 1))
+        os.kill(process, signal.SIGCONT)
+
+    with repeating(stop_for_a_moment, 0.002):
+        yield
+
+
+@contextmanager
 def stopped(server: ServerProcess) -> Iterator[None]:
     """Stop the process that measures, and each that is started in its place."""
-    over = threading.Event()
 
-    def work() -> None:
-        while not over.wait(0.01):
-            for process in pids(server, SHADOW):
-                os.kill(process, signal.SIGSTOP)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    def signal_all(number: signal.Signals) -> None:
         for process in pids(server, SHADOW):
-            os.kill(process, signal.SIGCONT)
+            os.kill(process, number)
+
+    try:
+        with repeating(lambda: signal_all(signal.SIGSTOP), 0.01):
+            yield
+    finally:
+        signal_all(signal.SIGCONT)
 
 
 @pytest.mark.long
