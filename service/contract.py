@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Literal, Protocol
 
 from bf16kit.numerics.tensors import Array as Array
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from service.request import Observation, Precision, Reply, Request
+from service.request import Done, Observation, Precision, Reply, Request
 
 State = Literal["loading", "ready", "unavailable"]
 GATE_FAILED = "FAILED"
@@ -160,17 +160,31 @@ class Model(Protocol):
     @property
     def statistics(self) -> Statistics: ...
 
-    def infer(self, request: Request) -> Reply:
-        """Run one request; block the calling thread until its batch has run.
+    def begin(self, request: Request, done: Done) -> None:
+        """Queue one request. ``done`` gets its reply or its error, once.
 
-        Raises :class:`RequestError` (rejected; the text is for the client) or
-        :class:`RuntimeFailure` (failed; the text is for the log).
+        The error is a :class:`RequestError` (rejected; the text is for the client) or a :class:`RuntimeFailure`
+        (failed; the text is for the log). It is raised instead if the request cannot be queued.
         """
         ...
 
-    def observe(self, observation: Observation) -> None:
-        """Count a request to this model, whether or not it reached :meth:`infer`."""
+    def release(self) -> None:
+        """Give back what :meth:`Registry.acquire` has returned: the model may be unloaded now."""
         ...
+
+    def observe(self, observation: Observation) -> None:
+        """Count a request to this model, whether or not it reached :meth:`begin`."""
+        ...
+
+
+def infer(model: Model, request: Request) -> Reply:
+    """Run one request; block the calling thread until it is over. Raises what :meth:`Model.begin` reports."""
+    results: SimpleQueue[Reply | Exception] = SimpleQueue()
+    model.begin(request, results.put)
+    result = results.get()
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 class Slot(Protocol):
@@ -211,8 +225,8 @@ class Registry(Protocol):
         """
         ...
 
-    def acquire(self, name: str, version: str) -> AbstractContextManager[Model]:
-        """Return a context that keeps a ready model loaded; leave it only after the response is encoded.
+    def acquire(self, name: str, version: str) -> Model:
+        """Return a ready model, which stays loaded until :meth:`Model.release`: call that once a response is encoded.
 
         Raises NotFound, Unavailable (loading, draining) or InvalidRequest (the version is no integer).
         """

@@ -5,11 +5,9 @@ The transport makes it from a message and the core answers it; this file imports
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from bf16kit.numerics.tensors import Array
 
@@ -42,36 +40,34 @@ REFUSALS = (
 
 
 class Cancellation:
-    """A flag that the transport sets once when the client has left, with callbacks for waiting threads.
+    """A flag that the transport sets once when the client has left, with callbacks.
 
     A callback runs once, on the thread that sets the flag, or at once if the flag is set already. It must not block.
     """
 
-    __slots__ = ("_callbacks", "_lock", "cancelled")
+    __slots__ = ("_callbacks", "cancelled")
 
     def __init__(self) -> None:
         self.cancelled = False
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: dict[Callable[[], None], None] = {}  # single operations on a dict need no lock
 
     def cancel(self) -> None:
-        with self._lock:
-            self.cancelled = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
+        self.cancelled = True
+        while self._callbacks:
+            try:
+                callback, _ = self._callbacks.popitem()
+            except KeyError:  # another thread has taken the last one
+                return
             callback()
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self.cancelled:
-                self._callbacks.append(callback)
-                return
-        callback()
+        self._callbacks[callback] = None
+        if self.cancelled and self._callbacks.pop(callback, callback) is None:
+            callback()
 
     def unsubscribe(self, callback: Callable[[], None]) -> None:
         """Remove ``callback``. It is no error if it has run already or was never added."""
-        with self._lock, contextlib.suppress(ValueError):
-            self._callbacks.remove(callback)
+        self._callbacks.pop(callback, None)
 
 
 @dataclass(slots=True)
@@ -137,6 +133,10 @@ class Reply:
     def reported_precision(self) -> Precision:
         """The precision as clients and metrics name it: fp32 if everything ran in fp32, else bf16."""
         return "fp32" if self.precision == "fp32" else "bf16"
+
+
+# Gets the reply to a request, or its error. Called on any thread; must neither block nor raise.
+Done: TypeAlias = Callable[[Reply | Exception], None]
 
 
 class Observation(NamedTuple):

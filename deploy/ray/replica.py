@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import ray
@@ -106,7 +107,9 @@ class Replica:
             if rpc not in ("ModelInfer", "ModelStreamInfer"):
                 found: bytes = getattr(self._control, rpc)(message, call).SerializeToString()
                 return found
-            response = self._inference.ModelInfer(message, call)
+            responses: SimpleQueue[pb.ModelInferResponse | Status] = SimpleQueue()
+            self._inference.ModelInfer(message, call, responses.put)
+            response = responses.get()
         except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
             return status_of(error)
         if isinstance(response, Status):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -15,18 +15,20 @@ from bf16kit.messages.errors import (
     DeadlineExceeded,
     InputRefused,
     InvalidRequest,
+    Overloaded,
     RequestError,
     RuntimeFailure,
     Unavailable,
 )
 from service.batching.queue import Job
 from service.contract import Array
-from service.request import Reply, Request, Timings
+from service.request import Done, Reply, Request, Timings
 
 # Takes feeds and the names of the outputs wanted (None = all); returns the outputs and the precision that made them.
 Run = Callable[[Mapping[str, Array], Sequence[str] | None], tuple[dict[str, Array], str]]
 # Called with the shape, the rows and the run time in seconds of each batch.
 OnBatchTimed = Callable[[Hashable, int, float], None]
+_log = logging.getLogger(__name__)
 TOO_LATE = "the deadline passed before the request ran"
 CLIENT_LEFT = "the client left before the request ran"
 
@@ -49,51 +51,37 @@ class BatchObserver(Protocol):
 
 
 class Pending(Job):
-    """A request in the queue whose caller waits for the result, as a :class:`Job`.
+    """A request in the queue, as a :class:`Job`. Once it has a ``result``, :meth:`answer` passes that on."""
 
-    ``_done`` is locked from the start; releasing it wakes the one thread that waits.
-    """
+    __slots__ = ("_done", "on_cancel", "request", "result")
 
-    __slots__ = ("_done", "_error", "_reply", "request")
-
-    def __init__(self, request: Request, arrived: float, shape: Hashable) -> None:
+    def __init__(self, request: Request, arrived: float, shape: Hashable, done: Done) -> None:
         deadline = math.inf if request.deadline is None else request.deadline
         nbytes = sum(array.nbytes for array in request.feeds.values())
         super().__init__(arrived, request.rows, shape, deadline, nbytes)
         self.request = request
-        self._reply: Reply | None = None
-        self._error: Exception | None = None
-        self._done = threading.Lock()
-        self._done.acquire()
+        self.result: Reply | Exception | None = None
+        self.on_cancel: Callable[[], None] | None = None  # subscribed to the request's cancellation
+        self._done = done
 
-    def succeed(self, reply: Reply) -> None:
-        self._reply = reply
-        self._done.release()
+    def answer(self) -> None:
+        """Pass on the result. Never raises: the calling thread must live on."""
+        self.forget_client()
+        try:
+            self._done(self.result or RuntimeError("a request ended with neither a reply nor an error"))
+        except Exception:  # noqa: BLE001 -- see above
+            _log.exception("a request cannot be answered")
 
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._done.release()
+    def forget_client(self) -> None:
+        """Unsubscribe from the client's cancellation."""
+        if self.on_cancel is not None and self.request.cancellation is not None:
+            self.request.cancellation.unsubscribe(self.on_cancel)
+            self.on_cancel = None  # it has a reference to this job
 
     def set_timings(self, left: float, started: float = 0.0, ended: float = 0.0) -> None:
         """Set the timings of a request that is about to fail: its queue time, and its run time if it has run."""
         queue, compute = max(0.0, left - self.arrived), ended - started
         self.request.timings = Timings(queue, compute_infer=compute, arrived=self.arrived, batch_started=started)
-
-    def wait(self) -> bool:
-        """Wait until the result is there, or the deadline has passed. Return whether the result is there."""
-        if self.deadline == math.inf:
-            return self._done.acquire()
-        return self._done.acquire(timeout=min(max(0.0, self.deadline - time.monotonic()), threading.TIMEOUT_MAX))
-
-    def result(self) -> Reply:
-        """Return the reply, or raise the error, once it is there."""
-        if self._error is None and self._reply is None:
-            self._done.acquire()
-        if self._error is not None:
-            raise self._error
-        if self._reply is None:
-            raise RuntimeError("a call ended with neither a reply nor an error")
-        return self._reply
 
 
 class Execution:
@@ -104,8 +92,8 @@ class Execution:
         self._axis = axis
         self._observer = observer
 
-    def run(self, batch: list[Pending], on_timed: OnBatchTimed) -> None:
-        """Answer or fail every job of a batch.
+    def run(self, batch: list[Pending], on_timed: OnBatchTimed) -> Iterator[tuple[list[Pending], bool]]:
+        """Run a batch. Yields jobs that have their results, and whether more of the batch is still to run.
 
         A batch that fails is halved until each failing job is alone. So each job is answered as early as possible, and
         no client's input fails another client's request.
@@ -115,21 +103,23 @@ class Execution:
         while parts:
             part = parts.pop()
             started = time.monotonic()
+            ended = part
             try:
                 self._run_together(part, taken_at, on_timed)
             except Exception as error:  # noqa: BLE001 - the error goes to the clients; this thread must live on
                 if len(part) == 1:
                     part[0].set_timings(taken_at, started, time.monotonic())
-                    part[0].fail(invalid_input_error(error) if isinstance(error, InputRefused) else error)
-                    continue
-                alive = self._still_wanted(part)
-                half = len(alive) // 2
-                parts += [half_part for half_part in (alive[half:], alive[:half]) if half_part]
+                    part[0].result = invalid_input_error(error) if isinstance(error, InputRefused) else error
+                else:
+                    alive, ended = self._still_wanted(part)
+                    half = len(alive) // 2
+                    parts += [half_part for half_part in (alive[half:], alive[:half]) if half_part]
+            yield ended, bool(parts)
 
-    def _still_wanted(self, jobs: list[Pending]) -> list[Pending]:
-        """Return the jobs whose clients still wait; fail the others."""
+    def _still_wanted(self, jobs: list[Pending]) -> tuple[list[Pending], list[Pending]]:
+        """Return the jobs whose clients still wait, and the others, which fail."""
         now = time.monotonic()
-        alive = []
+        alive, dead = [], []
         for job in jobs:
             error = expiry_error(job.request, now)
             if error is None:
@@ -137,8 +127,9 @@ class Execution:
             else:
                 job.set_timings(now)
                 self._observer.rejected(rejection_label(error))
-                job.fail(error)
-        return alive
+                job.result = error
+                dead.append(job)
+        return alive, dead
 
     def _run_together(self, batch: list[Pending], taken_at: float, on_timed: OnBatchTimed) -> None:
         requests = [job.request for job in batch]
@@ -155,7 +146,7 @@ class Execution:
         self._observer.executed(len(batch), rows, phases)
         for job, part in zip(batch, parts, strict=True):
             job.request.timings = phases.queued(job.arrived, taken_at)
-            job.succeed(Reply(part, precision))
+            job.result = Reply(part, precision)
 
 
 def signature(feeds: Mapping[str, Array], axis: int) -> Hashable:
@@ -226,8 +217,10 @@ def expiry_error(request: Request, now: float) -> RequestError | None:
     return None
 
 
-def rejection_label(error: RequestError) -> Literal["deadline", "cancelled", "draining"]:
+def rejection_label(error: RequestError) -> str:
     """Return the metrics' name for a request that ended with ``error``."""
+    if isinstance(error, Overloaded):
+        return error.reason
     if isinstance(error, Unavailable):
         return "draining"
     return "deadline" if isinstance(error, DeadlineExceeded) else "cancelled"

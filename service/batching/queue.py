@@ -38,7 +38,7 @@ class BatchPolicy:
 
     At most ``max_requests`` wait, with inputs of ``max_bytes``, and none with an expected wait over ``max_wait_s``.
     ``instances`` batches run at once, and ``extra_instances`` more of shapes that no running batch has; these only if
-    ``max_delay_s`` is 0. ``inline``: see :meth:`service.batching.batcher.Batcher.submit`.
+    ``max_delay_s`` is 0.
     """
 
     axis: int | None = None
@@ -49,7 +49,6 @@ class BatchPolicy:
     max_bytes: int = _MAX_QUEUE_BYTES
     instances: int = 1
     extra_instances: int = 0
-    inline: bool = False
 
     @property
     def batch_rows(self) -> int:
@@ -136,7 +135,7 @@ class Queue(Generic[J]):
         self._seconds = 0.0  # expected run time of the waiting jobs
         self._rows = 0
         self._nbytes = 0
-        self._earliest_deadline = math.inf  # a lower bound of the deadlines in the queue
+        self.earliest_deadline = math.inf  # a lower bound of the deadlines in the queue
 
     def __len__(self) -> int:
         return self._count
@@ -151,7 +150,7 @@ class Queue(Generic[J]):
             group = self._groups[job.shape] = _Group()
         insort(group.jobs, job, key=_by_key)
         group.rows += job.rows
-        self._earliest_deadline = min(self._earliest_deadline, job.deadline)
+        self.earliest_deadline = min(self.earliest_deadline, job.deadline)
         self._add(job, 1)
 
     def remove(self, job: J) -> bool:
@@ -168,12 +167,12 @@ class Queue(Generic[J]):
 
     def expire(self, now: float) -> list[J]:
         """Remove and return the jobs whose deadline has passed."""
-        if now < self._earliest_deadline:
+        if now < self.earliest_deadline:
             return []
         expired = [job for job in self if job.deadline <= now]
         for job in expired:
             self.remove(job)
-        self._earliest_deadline = min((job.deadline for job in self), default=math.inf)
+        self.earliest_deadline = min((job.deadline for job in self), default=math.inf)
         return expired
 
     def pop_batch(self, now: float, fits: Callable[[J], bool] = _always) -> list[J]:
@@ -208,13 +207,16 @@ class Queue(Generic[J]):
         full = (group.jobs[0] for group in self._groups.values() if group.rows >= self._max_rows)
         return min(full, key=_by_key, default=None)
 
-    def next_wakeup(self, now: float) -> float | None:
-        """Return when :meth:`pop_batch` will have a batch if no job is added; None if nothing waits."""
+    def next_wakeup(self, now: float, *, waits: bool) -> float:
+        """Return when something is to be done if no job is added: a deadline passes, or, while the runtime ``waits``
+        for a fuller batch, :meth:`pop_batch` has one. ``inf``: never."""
         if not self._groups:
-            return None
+            return math.inf
+        if not waits:
+            return self.earliest_deadline
         if self.first(now) is not None:
             return now
-        return max(now, min(self._due(job) for job in self))
+        return max(now, min(self.earliest_deadline, *(self._due(job) for job in self)))
 
     def clear(self) -> list[J]:
         """Remove and return all jobs."""
@@ -260,6 +262,7 @@ class Queue(Generic[J]):
         self._nbytes += sign * job.nbytes
         if not self._count:
             self._seconds = 0.0  # drop the rounding error of the sums
+            self.earliest_deadline = math.inf
 
     def _due(self, job: J) -> float:
         until = job.arrived + self._policy.max_delay_s

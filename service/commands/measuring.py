@@ -19,7 +19,7 @@ from bf16kit.runtime import available_cpus
 from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.ort import kernel
 from service.config.serverconfig import ServerConfig
-from service.contract import Array
+from service.contract import Array, infer
 from service.models import loading
 from service.models.generation import Generation
 from service.models.plan import Plan
@@ -147,7 +147,7 @@ class Bench:
         def call() -> None:
             while not stop.is_set():
                 began = time.perf_counter()
-                model.infer(Request(feeds=dict(self._feeds)))
+                infer(model, Request(feeds=dict(self._feeds)))
                 now = time.perf_counter()
                 latencies.append(now - began)
                 if now - start >= seconds:

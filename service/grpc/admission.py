@@ -14,14 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from bf16kit.messages.errors import Forbidden, Overloaded, Unauthenticated, Unavailable
-from service.grpc.arrival import find_arrival as find_arrival
+from service.grpc.arrival import find_arrival
 from service.grpc.status import Status, status_of
 from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, CallTimeouts
 
-_SPARE_THREADS = 4  # to reject calls whose client is only known on a thread
 _SLOW_CALLS = 8  # calls without tensors that may be slow to send their few bytes
 _REFUSAL_REASONS: dict[type[Exception], str] = {Unauthenticated: "unauthenticated", Forbidden: "forbidden"}
 # What gRPC gets for a call that it has submitted: it only counts calls in flight with it, if their number is bounded.
@@ -194,7 +194,7 @@ class RpcPool(ThreadPoolExecutor):
         threads: int | None = None,
     ) -> None:
         """``threads``: fewer than one for each call, for calls that need one only for a moment."""
-        super().__init__(threads or limit + _SPARE_THREADS, name)
+        super().__init__(threads or limit, name)
         self.shares = Shares(limit)
         self.budget = budget or ByteBudget()
         self.count_refusal = count_refusal
@@ -229,25 +229,22 @@ class RpcPool(ThreadPoolExecutor):
             self.count_refusal(reason)
         return status_of(error)
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Run ``work`` on a thread of the pool. Raises RuntimeError if the system has no thread left for it."""
+        super().submit(work)
+
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Admit and start a call.
 
         Runs on gRPC's own thread: an exception would end that thread, and with it the server.
         """
-        submit = super().submit
-        found = find_arrival(args)
-        if found is None:
-            try:
-                return submit(fn, *args, **kwargs)
-            except RuntimeError as error:
-                _log.warning("no thread can be started for a call, which is not answered: %s", error)
-                return _DONE
-        call, arrival = found
+        call, arrival = find_arrival(args)
+        answer = partial(fn, *args, **kwargs)
         try:
-            if call.admit(arrival.client):
-                call.start(arrival, lambda: submit(fn, *args, **kwargs))
+            if call.admit(arrival):
+                call.start(arrival, answer)
             else:
-                fn(*args, **kwargs)  # answers with the rejection, reads nothing, and does not block
+                answer()  # with the rejection: it reads nothing, and does not block
         except Exception:  # noqa: BLE001 -- see above
             _log.exception("a call cannot be started; cancelling it")
             call.give_up(arrival)

@@ -4,17 +4,18 @@ grpcio's synchronous server first gives a call a thread, which then waits for th
 to the executor suffice to reverse that order. The thread is then taken once, when there is work (35 µs of a small
 model's 520 µs), and a client that sends nothing occupies none.
 
-grpcio does not guarantee this. :func:`find_arrival` therefore checks the arguments, and returns None unless everything
-is as in the versions below. Calls then take grpcio's own way, and the client is known once the call has its thread. The
-server logs :data:`WARNING` at its start in that case.
+grpcio does not guarantee this, so the server starts with the versions below only (:func:`check_supported`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
+
+from bf16kit.messages.errors import ConfigError
 
 try:
     from grpc import _server
@@ -24,6 +25,7 @@ try:
     _STATE: Any = _server._RPCState
     _TOKEN: str = _server._RECEIVE_MESSAGE_TOKEN
     _receive_message: Any = _server._receive_message
+    _send_status: Any = _server._status
     _OPERATION: Any = cygrpc.ReceiveMessageOperation
 except (ImportError, AttributeError):  # pragma: no cover -- another grpcio
     _EVENT = _STATE = None
@@ -31,10 +33,15 @@ except (ImportError, AttributeError):  # pragma: no cover -- another grpcio
 _VERSIONS = range(80, 86)  # of grpcio 1.x: the tests have passed with the first and the last; see pyproject.toml
 _MAJOR, _MINOR = (int(part) for part in grpc.__version__.split(".")[:2])
 SUPPORTED = _STATE is not None and _MAJOR == 1 and _MINOR in _VERSIONS
-WARNING = (
-    f"grpcio is {grpc.__version__}, and calls are admitted before they have a thread only with 1.{_VERSIONS[0]} to"
-    f" 1.{_VERSIONS[-1]}: clients that send no request occupy threads of this server; install one of these versions"
-)
+
+
+def check_supported() -> None:
+    """Raise :class:`ConfigError` if calls cannot be admitted with this grpcio."""
+    if not SUPPORTED:
+        raise ConfigError(
+            f"grpcio is {grpc.__version__}; this server needs 1.{_VERSIONS[0]} to 1.{_VERSIONS[-1]}: install one of"
+            " these versions (`pip install 'grpcio<1.86'`)"
+        )
 
 
 class Arrival:
@@ -52,8 +59,21 @@ class Arrival:
         peer = self._event.call.peer()
         return peer.decode() if isinstance(peer, bytes) else str(peer)
 
+    def time_remaining(self) -> float:
+        """Return the seconds until the client's deadline, as gRPC's context of a call does."""
+        return max(0.0, float(self._event.call_details.deadline) - time.time())
+
     def cancel(self) -> None:
         self._event.call.cancel()
+
+    def respond(self, response: bytes) -> None:
+        """Send the only response, which ends the call. Does not block."""
+        _send_status(self._event, self._state, response)
+
+    def reject(self, code: grpc.StatusCode, details: str) -> None:
+        """End the call with an error. Does not block."""
+        self._state.code, self._state.details = code, details.encode()
+        _send_status(self._event, self._state, None)
 
     def on_end(self, ended: Callable[[], None]) -> None:
         """Call ``ended``, on gRPC's own thread, once gRPC has nothing left to do for the call.
@@ -81,11 +101,7 @@ class Arrival:
         self._state.due.add(_TOKEN)
 
 
-def find_arrival(arguments: tuple[Any, ...]) -> tuple[Any, Arrival] | None:
+def find_arrival(arguments: tuple[Any, ...]) -> tuple[Any, Arrival]:
     """Return the behavior in the arguments with which grpcio submits a call to an executor, and the call's arrival."""
-    if not SUPPORTED or len(arguments) != 7:
-        return None
     _, event, state, behavior, *_ = arguments
-    if type(event) is not _EVENT or type(state) is not _STATE:
-        return None
     return behavior, Arrival(event, state)

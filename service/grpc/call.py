@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import grpc
@@ -30,10 +31,13 @@ class Rpc:
     """One RPC: its pool, the token that it needs, and the function that handles it.
 
     * ``handler`` of a :class:`UnaryCall` takes the request and the call, and returns the response or a :class:`Status`.
+    * ``handler`` of an :class:`InferenceCall` takes the request, the call and a function that takes such a result, and
+      calls that function once, on any thread.
     * ``handler`` of a :class:`~service.grpc.stream.StreamCall` takes an iterator of
       :class:`~service.grpc.stream.StreamRequest` and the call. It yields such a result for each, in order.
     * ``handler`` of a :class:`WatchCall` takes the request, the call and a function that sends a response (None ends
       the stream). It returns at once.
+    * ``may_read_at_once``: whether a request with these bytes is decoded too quickly to be handed to another thread.
     * ``off``: why the server does not offer the RPC; all its calls are rejected.
     """
 
@@ -43,6 +47,7 @@ class Rpc:
     serialize: Callable[[Any], bytes]
     handler: Callable[..., Any]
     off: str = ""
+    may_read_at_once: Callable[[bytes], bool] = lambda data: False
 
 
 class Call:
@@ -50,14 +55,13 @@ class Call:
 
     def __init__(self, rpc: Rpc, metadata: Metadata) -> None:
         self.started = time.monotonic()
-        self.deadline: float | None = None  # not known before the call has a thread
+        self.deadline: float | None = None
         self.cancellation = Cancellation()
         self.experimental_thread_pool = rpc.pool  # gRPC's name: where it runs the call
         self._metadata = metadata
-        self._context: Any = None
         self._rpc = rpc
         self._pool = rpc.pool
-        self._arrival: Arrival | None = None
+        self._cancel: Callable[[], None] = lambda: None  # ends the call
         self._permit: Permit | None = None
         self._held: MessageBytes | None = None  # what the only request holds, if there is one
         self._rejection: RequestError | None = None
@@ -85,32 +89,40 @@ class Call:
 
     # --- on gRPC's own thread -----------------------------------------------------------------------------------------
 
-    def admit(self, client: str) -> bool:
-        """Get a permit for ``client``. False: the call is rejected, and :meth:`_begin` raises the error."""
+    def admit(self, arrival: Arrival) -> bool:
+        """Get a permit for the client. False: the call is rejected, and its behavior answers with the error at once."""
         if self._rejection is None:
             try:
-                self._permit = self._pool.admit(client)
+                self._permit = self._pool.admit(arrival.client)
             except RequestError as error:
                 self._rejection = error
         return self._rejection is None
 
-    def start(self, arrival: Arrival, submit: Callable[[], object]) -> None:
-        """Start an admitted call: ``submit`` hands it to a thread."""
-        self._arrival = arrival
+    def start(self, arrival: Arrival, answer: Callable[[], object]) -> None:
+        """Start an admitted call. ``answer`` runs its behavior, and sends what that returns."""
+        self._cancel = arrival.cancel
+        remaining = arrival.time_remaining()
+        if remaining <= _NEVER:
+            self.deadline = time.monotonic() + remaining
         arrival.on_end(self._on_end)
-        self._hand_over(arrival, submit)
-
-    def _hand_over(self, arrival: Arrival, submit: Callable[[], object]) -> None:
-        """Submit the call to a thread; cancel it if none is left: an exception would end gRPC's own thread."""
-        try:
-            submit()
-        except RuntimeError:
-            self.give_up(arrival)
+        self._run(arrival, answer)
 
     def give_up(self, arrival: Arrival) -> None:
         """Cancel a call that cannot run."""
         self._on_end()
         arrival.cancel()
+
+    def _run(self, arrival: Arrival, answer: Callable[[], object]) -> None:
+        """Have ``answer`` run, on a thread."""
+        self._hand_over(answer)
+
+    def _hand_over(self, work: Callable[[], object]) -> None:
+        """Run ``work`` on a thread; cancel the call if none is left: an exception would end gRPC's own thread."""
+        try:
+            self._pool.run(work)
+        except RuntimeError:
+            self._on_end()
+            self._cancel()
 
     def _on_end(self) -> None:
         """Release everything: gRPC has nothing left to do for the call."""
@@ -123,22 +135,13 @@ class Call:
 
     # --- on the call's thread -----------------------------------------------------------------------------------------
 
-    def _begin(self, context: grpc.ServicerContext) -> Permit:
+    def _check(self) -> Permit:
         """Return the call's permit.
 
         Raises the error that rejects the call, or Cancelled or DeadlineExceeded if it is over.
         """
-        self._context = context
-        if self._rejection is None and self._permit is None:  # the client was unknown until now
-            self.admit(context.peer())
         if self._rejection is not None or self._permit is None:
-            # Also with a permit taken just now: this may be gRPC's own thread, which must not wait for a request.
             raise self._rejection or Unavailable("the call was not admitted")
-        if self._arrival is None and not context.add_callback(self._on_end):  # it ended before it got this thread
-            self._on_end()
-        remaining = context.time_remaining()
-        if remaining <= _NEVER:
-            self.deadline = time.monotonic() + remaining
         self._check_client_waits()
         return self._permit
 
@@ -163,10 +166,10 @@ class Call:
         self._rejection = None
         return self._pool.status(error)
 
-    def _abort(self, status: Status) -> None:
+    def _abort(self, context: grpc.ServicerContext, status: Status) -> None:
         """End the call with ``status``. Raises an exception that only gRPC may catch."""
         self._aborted = True
-        self._context.abort(status.code, status.details)
+        context.abort(status.code, status.details)
 
     def _start_timeout(self, timeouts: CallTimeouts, on_timeout: Callable[[], None]) -> None:
         """Start this client's timeout; clear it at once if the call is over: :meth:`_on_end` has run already."""
@@ -177,66 +180,87 @@ class Call:
     def _end_slow_call(self) -> None:
         """End the call: the client has kept the server waiting for too long."""
         self._pool.count_refusal("too_slow")
-        (self._arrival or self._context).cancel()
+        self._cancel()
 
 
 class UnaryCall(Call):
-    """One request, received before the call has a thread where this grpcio allows it, and one response."""
+    """One request, received before the call has a thread, and one response."""
 
     def __init__(self, rpc: Rpc, metadata: Metadata) -> None:
         super().__init__(rpc, metadata)
         self._data: bytes | None = None
 
-    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        try:
-            response = self._respond(messages, context)
-            if isinstance(response, Status):
-                self._abort(response)
-            # Until the call has ended: the client may not read.
-            self._start_timeout(self._pool.send_timeouts, self._end_slow_call)
-            return response
-        finally:
-            self._forget_context()
+    def __call__(self, _: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        response = self._response()
+        if isinstance(response, Status):
+            self._abort(context, response)
+        # Until the call has ended: the client may not read.
+        self._start_timeout(self._pool.send_timeouts, self._end_slow_call)
+        return response
 
-    def start(self, arrival: Arrival, submit: Callable[[], object]) -> None:
-        self._arrival = arrival
-        arrival.on_end(self._on_end)
+    def _run(self, arrival: Arrival, answer: Callable[[], object]) -> None:
         self._start_timeout(self._pool.receive_timeouts, self._end_slow_call)
-        arrival.read(self.received, lambda: self._hand_over(arrival, submit))
+        arrival.read(self.received, lambda: self._on_request(arrival, answer))
 
     def received(self, data: bytes) -> bytes:
-        """Keep the message, which is complete. It is parsed on the call's own thread."""
+        """Keep the message, which is complete."""
         self._data = data
         self._pool.receive_timeouts.clear(self)
         return data
 
-    def _respond(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+    def _on_request(self, arrival: Arrival, answer: Callable[[], object]) -> None:
+        """Answer, on a thread: the request is there, unless the client sent none."""
+        self._hand_over(answer)
+
+    def _response(self) -> Any:
         """Return the response, or the status that ends the call."""
         try:
-            permit = self._begin(context)
-            return self._rpc.handler(self._request(messages, permit), self)
-        except grpc.RpcError:  # raised by gRPC: the client has left
-            raise
+            return self._rpc.handler(self._request(), self)
         except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
             return self._status(error)
 
-    def _request(self, messages: Iterator[bytes], permit: Permit) -> Any:
-        if self._arrival is None:
-            self._start_timeout(self._pool.receive_timeouts, self._end_slow_call)
-            self._data = next(messages, None)
+    def _request(self) -> Any:
+        permit = self._check()
         data, self._data = self._data, None
         if data is None:
             raise InvalidRequest("the call ended without a request")
         self._held = MessageBytes(permit)
         return self._parse(data, self._held)
 
-    def _forget_context(self) -> None:
-        """Drop the context, which has a reference to this call.
 
-        Otherwise the cycle would keep the call, and gRPC's memory for its stream, until Python collects garbage.
-        """
-        if self._arrival is not None or self._permit is None:
-            self._context = None
+class InferenceCall(UnaryCall):
+    """A call whose model answers later, on another thread: no thread waits for it meanwhile.
+
+    A small request is decoded and queued on gRPC's own thread, which saves a change of threads. No model runs there.
+    """
+
+    def _on_request(self, arrival: Arrival, answer: Callable[[], object]) -> None:
+        begin = partial(self._begin, arrival)
+        if self._rpc.may_read_at_once(self._data or b""):
+            begin()
+        else:
+            self._hand_over(begin)
+
+    def _begin(self, arrival: Arrival) -> None:
+        respond = partial(self._respond, arrival)
+        try:
+            self._rpc.handler(self._request(), self, respond)
+        except Exception as error:  # noqa: BLE001 -- as above
+            respond(self._status(error))
+
+    def _respond(self, arrival: Arrival, result: Any) -> None:
+        """Send the response, or the status that ends the call; nothing if the client has left."""
+        if self._has_ended:
+            return
+        try:
+            response = result if isinstance(result, Status) else self._rpc.serialize(result)
+        except Exception as error:  # noqa: BLE001 -- as above
+            response = self._status(error)
+        if isinstance(response, Status):
+            arrival.reject(response.code, response.details)
+        else:
+            self._start_timeout(self._pool.send_timeouts, self._end_slow_call)
+            arrival.respond(response)
 
 
 class WatchCall(UnaryCall):
@@ -245,7 +269,7 @@ class WatchCall(UnaryCall):
     experimental_non_blocking: ClassVar[bool] = True  # gRPC's name: the thread is free once the handler returns
 
     def __call__(  # type: ignore[override]  # gRPC calls it with another argument
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]
+        self, _: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]
     ) -> None:
         def send_in_time(response: Any) -> None:  # it blocks while the client does not read
             self._start_timeout(self._pool.send_timeouts, self._end_slow_call)
@@ -253,11 +277,8 @@ class WatchCall(UnaryCall):
             self._pool.send_timeouts.clear(self)
 
         try:
-            permit = self._begin(context)
-            self._rpc.handler(self._request(messages, permit), self, send_in_time)
-        except grpc.RpcError:
+            self._rpc.handler(self._request(), self, send_in_time)
+        except grpc.RpcError:  # raised by gRPC: the client has left
             raise
         except Exception as error:  # noqa: BLE001 -- as above
-            self._abort(self._status(error))
-        finally:
-            self._forget_context()
+            self._abort(context, self._status(error))

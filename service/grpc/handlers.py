@@ -14,7 +14,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.config.tokens import Scope, TokenFile
 from service.grpc.access import Metadata, RequiredScope
 from service.grpc.admission import RpcPool
-from service.grpc.call import Call, Rpc, UnaryCall, WatchCall
+from service.grpc.call import Call, InferenceCall, Rpc, UnaryCall, WatchCall
 from service.grpc.control import CHANGES, MANAGING, ControlServicer
 from service.grpc.health import HealthServicer
 from service.grpc.inference import InferenceServicer
@@ -49,14 +49,16 @@ def open_by_path(
     ) -> None:
         read = MessageReader(method.input_type, max_message_bytes if scope == "infer" else _MAX_BYTES_WITHOUT_TENSORS)
         serialize = GetMessageClass(method.output_type).SerializeToString
-        rpc = Rpc(pools[pool], RequiredScope(tokens, scope), read, serialize, handler, off)
+        # Shared memory is large: it is not copied on the thread that all calls share.
+        at_once = (lambda data: False) if servicer.reads_shared_memory else read.is_quick
+        rpc = Rpc(pools[pool], RequiredScope(tokens, scope), read, serialize, handler, off, at_once)
         paths[f"/{service}/{method.name}"] = lambda metadata: _handler(kind(rpc, metadata), serialize)
 
     paths: dict[str, _Open] = {}
     for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
         name = method.name
         if name == _INFER:
-            add(SERVICE, method, "inference", "infer", UnaryCall, servicer.ModelInfer)
+            add(SERVICE, method, "inference", "infer", InferenceCall, servicer.ModelInfer)
         elif name == _STREAM:
             add(SERVICE, method, "streams", "infer", StreamCall, servicer.ModelStreamInfer)
         else:
@@ -84,7 +86,7 @@ def _handler(call: Any, serialize: Callable[[Any], bytes]) -> Handler:
     All have streams of requests, of which some read one: otherwise gRPC would read the request before admission.
     """
     received = call.received if isinstance(call, UnaryCall) else None
-    if type(call) is UnaryCall:
+    if isinstance(call, UnaryCall) and not isinstance(call, WatchCall):
         return grpc.stream_unary_rpc_method_handler(call, received, serialize)
     return grpc.stream_stream_rpc_method_handler(call, received, serialize)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
-from typing import Protocol
+from concurrent.futures import Executor, Future
+from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import grpc
@@ -23,9 +23,8 @@ from service.request import REFUSALS, Cancellation, Observation, Reply, Request,
 from service.wire.codec import InferenceCodec, SharedMemory
 from service.wire.parameters import check_request, wants_final_mark
 
-STREAM_REQUESTS = 256  # at most, of all streams, that are answered at the same time
-_UNKNOWN_OUTCOME = grpc.StatusCode.INTERNAL
 _log = logging.getLogger(__name__)
+Respond: TypeAlias = "Callable[[pb.ModelInferResponse | Status], None]"
 _StreamResult = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
 
 
@@ -69,14 +68,15 @@ class InferenceServicer:
         memory: SharedMemory = SharedMemory(),  # noqa: B008 -- frozen: it is off
         tracer: Tracer | None = None,
     ) -> None:
-        """``stream_threads`` has one for every stream, and :data:`STREAM_REQUESTS` more."""
-        self._registry = registry
-        self._count_refusal = count_refusal
-        self._shares = Shares(max_in_flight)
+        """``stream_threads`` has one for every stream."""
+        self.registry = registry
+        self.count_refusal = count_refusal
+        self.shares = Shares(max_in_flight)
+        self.tracer = tracer
         self._stream_threads = stream_threads
         self._stream_window = stream_window
         self._memory = memory
-        self._tracer = tracer
+        self.reads_shared_memory = memory.regions is not None
         # Weak: a codec must not keep an unloaded model alive, nor be found for the model loaded in its place.
         self._codecs: WeakKeyDictionary[Model, InferenceCodec] = WeakKeyDictionary()
         self._open: set[Callable[[], None]] = set()  # functions that end a stream
@@ -88,19 +88,24 @@ class InferenceServicer:
         for end in tuple(self._open):
             end()
 
-    def ModelInfer(self, message: pb.ModelInferRequest, call: CallContext) -> pb.ModelInferResponse | Status:
-        return self._respond("ModelInfer", message, call, call.started, call.reserve_more)
+    def ModelInfer(self, message: pb.ModelInferRequest, call: CallContext, respond: Respond) -> None:
+        """Begin to answer a request. ``respond`` gets the response or a status, once and on any thread."""
+        _Inference(self, "ModelInfer", message, call, call.started, call.reserve_more, respond).begin()
 
     def ModelStreamInfer(
         self, requests: Iterator[StreamRequest], call: CallContext
     ) -> Iterator[pb.ModelStreamInferResponse | Status]:
-        def respond(request: StreamRequest) -> _StreamResult:
+        def begin(request: StreamRequest) -> Future[_StreamResult]:
+            response: Future[_StreamResult] = Future()
             message: pb.ModelInferRequest = request.message
-            return message, self._respond("ModelStreamInfer", message, call, request.arrived, request.reserve_more)
 
-        # Each request in flight has a thread. The windows of 64 streams, opened one after another, have 234 together.
-        window = max(1, min(self._stream_window, STREAM_REQUESTS // (4 * len(self._open) + 4)))
-        responses = OrderedResponses(requests, respond, self._stream_threads, window)
+            def respond(result: pb.ModelInferResponse | Status) -> None:
+                response.set_result((message, result))
+
+            _Inference(self, "ModelStreamInfer", message, call, request.arrived, request.reserve_more, respond).begin()
+            return response
+
+        responses = OrderedResponses(requests, begin, self._stream_threads, self._stream_window)
         call.cancellation.subscribe(responses.close)
         ends_on_error = call.metadata_value("triton_grpc_error") == "true"
         self._open.add(responses.close)
@@ -116,96 +121,127 @@ class InferenceServicer:
         if self._draining:
             raise Unavailable("the server is shutting down; open the stream again on another", "draining")
 
-    def _respond(
-        self,
-        rpc: str,
-        message: pb.ModelInferRequest,
-        call: CallContext,
-        started: float,
-        reserve_more: Callable[[int], None],
-    ) -> pb.ModelInferResponse | Status:
-        """Return the response to one request, or the status that rejects it. Observes either, and never raises."""
-        model: Model | None = None
-        request: Request | None = None
-        deadline = call.deadline
-        code = _UNKNOWN_OUTCOME
-        try:
-            with self._registry.acquire(message.model_name, message.model_version) as model:
-                codec = self._codec(model)
-                timeout = check_request(message.parameters) if message.parameters else None
-                if timeout is not None:
-                    deadline = started + timeout if deadline is None else min(deadline, started + timeout)
-                request, output_options = codec.decode(message, deadline, call.cancellation, reserve_more)
-                request.client = call.client
-                request.waits_for_room = rpc == "ModelStreamInfer"
-                reply = self._infer(model, request)
-                if output_options.sinks and call.cancellation.cancelled:
-                    # It may belong to other requests now.
-                    raise Cancelled("the client left before its shared memory was written to")
-                response = codec.encode(message.id, reply, output_options, reserve_more)
-            code = self._client_code(call)
-            return response
-        except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
-            status = self._refusal(error, deadline, message, model)
-            code = status.code
-            return status
-        finally:
-            self._observe(rpc, message, call, model, request, code, time.monotonic() - started)
-
-    def _refusal(
-        self, error: Exception, deadline: float | None, message: pb.ModelInferRequest, model: Model | None
-    ) -> Status:
-        if isinstance(error, Overloaded) and error.reason in REFUSALS:  # a model counts what its queue rejects
-            self._count_refusal(error.reason)
-        if isinstance(error, Cancelled) and deadline is not None and time.monotonic() >= deadline:
-            # gRPC reports a deadline that passed in the same way as a client that left
-            return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
-        name, version = _name_and_version(message, model)
-        return status_of(error, {"model": name, "version": version or None, "request_id": message.id or None})
-
-    def _client_code(self, call: CallContext) -> grpc.StatusCode:
-        """Return the code that the client sees: it may have stopped waiting while the request ran."""
-        if call.deadline is not None and time.monotonic() >= call.deadline:
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-        return grpc.StatusCode.CANCELLED if call.cancellation.cancelled else grpc.StatusCode.OK
-
-    def _infer(self, model: Model, request: Request) -> Reply:
-        if request.waits_for_room:
-            return model.infer(request)
-        if not self._shares.acquire(model.name):
-            raise Overloaded(
-                f"model {model.name!r} has its share of the {self._shares.limit} requests in flight; try again later",
-                "model_share",
-            )
-        try:
-            return model.infer(request)
-        finally:
-            self._shares.release(model.name)
-
-    def _codec(self, model: Model) -> InferenceCodec:
+    def codec(self, model: Model) -> InferenceCodec:
         codec = self._codecs.get(model)
         if codec is None:
             codec = self._codecs[model] = InferenceCodec(model, self._memory)
         return codec
 
-    def _observe(
+
+class _Inference:
+    """One request, from its message to its response. :meth:`begin` queues it; what is left happens once it has run."""
+
+    __slots__ = (
+        "_call", "_deadline", "_has_share", "_message", "_model", "_output_options", "_request", "_reserve_more",
+        "_respond", "_rpc", "_servicer", "_started",
+    )  # fmt: skip
+
+    def __init__(
         self,
+        servicer: InferenceServicer,
         rpc: str,
         message: pb.ModelInferRequest,
         call: CallContext,
-        model: Model | None,
-        request: Request | None,
-        code: grpc.StatusCode,
-        seconds: float,
+        started: float,
+        reserve_more: Callable[[int], None],
+        respond: Respond,
     ) -> None:
+        self._servicer = servicer
+        self._rpc = rpc
+        self._message = message
+        self._call = call
+        self._started = started
+        self._deadline = call.deadline
+        self._reserve_more = reserve_more
+        self._respond = respond
+        self._model: Model | None = None
+        self._has_share = False
+        self._request: Request | None = None
+
+    def begin(self) -> None:
+        """Check and decode the request, and queue it. Its end is reported in any case; nothing is raised."""
+        message, call, servicer = self._message, self._call, self._servicer
+        try:
+            model = self._model = servicer.registry.acquire(message.model_name, message.model_version)
+            timeout = check_request(message.parameters) if message.parameters else None
+            if timeout is not None:
+                until = self._started + timeout
+                self._deadline = until if self._deadline is None else min(self._deadline, until)
+            request, self._output_options = servicer.codec(model).decode(
+                message, self._deadline, call.cancellation, self._reserve_more
+            )
+            self._request = request
+            request.client = call.client
+            request.waits_for_room = self._rpc == "ModelStreamInfer"
+            if not request.waits_for_room:
+                self._take_share(model.name)
+            model.begin(request, self._finish)
+        except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
+            self._finish(error)
+
+    def _take_share(self, model: str) -> None:
+        shares = self._servicer.shares
+        if not shares.acquire(model):
+            raise Overloaded(
+                f"model {model!r} has its share of the {shares.limit} requests in flight; try again later",
+                "model_share",
+            )
+        self._has_share = True
+
+    def _finish(self, result: Reply | Exception) -> None:
+        """Encode the reply, or find the status for the error; release the model, observe, and respond."""
+        try:
+            response = self._status(result) if isinstance(result, Exception) else self._encoded(result)
+        except Exception as error:  # noqa: BLE001 -- as above
+            response = self._status(error)
+        model = self._model
+        if model is not None:
+            if self._has_share:
+                self._servicer.shares.release(model.name)
+            model.release()
+        try:
+            self._observe(response.code if isinstance(response, Status) else self._client_code())
+        except Exception as error:  # noqa: BLE001 -- as above
+            response = self._status(error)
+        self._respond(response)
+
+    def _encoded(self, reply: Reply) -> pb.ModelInferResponse:
+        if self._model is None:
+            raise RuntimeError("there is a reply without a model")
+        if self._output_options.sinks and self._call.cancellation.cancelled:
+            # It may belong to other requests now.
+            raise Cancelled("the client left before its shared memory was written to")
+        codec = self._servicer.codec(self._model)
+        return codec.encode(self._message.id, reply, self._output_options, self._reserve_more)
+
+    def _status(self, error: Exception) -> Status:
+        deadline, message = self._deadline, self._message
+        if isinstance(error, Overloaded) and error.reason in REFUSALS:  # a model counts what its queue rejects
+            self._servicer.count_refusal(error.reason)
+        if isinstance(error, Cancelled) and deadline is not None and time.monotonic() >= deadline:
+            # gRPC reports a deadline that passed in the same way as a client that left
+            return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
+        name, version = _name_and_version(message, self._model)
+        return status_of(error, {"model": name, "version": version or None, "request_id": message.id or None})
+
+    def _client_code(self) -> grpc.StatusCode:
+        """Return the code that the client sees: it may have stopped waiting while the request ran."""
+        call = self._call
+        if call.deadline is not None and time.monotonic() >= call.deadline:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+        return grpc.StatusCode.CANCELLED if call.cancellation.cancelled else grpc.StatusCode.OK
+
+    def _observe(self, code: grpc.StatusCode) -> None:
         """Report the request to the metrics, the log and the trace.
 
         Only the name of an existing model becomes a label.
         """
-        served: Model | Slot | None = model or self._find(message)
+        message, request, tracer = self._message, self._request, self._servicer.tracer
+        seconds = time.monotonic() - self._started
+        served: Model | Slot | None = self._model or self._find()
         name, version = _name_and_version(message, served)
         timings, rows = (None, 0) if request is None else (request.timings, request.rows)
-        trace = None if self._tracer is None else self._tracer.sample(name, call.metadata_value)
+        trace = None if tracer is None else tracer.sample(name, self._call.metadata_value)
         observation = Observation(
             name, version, message.id, code.name, seconds, timings, rows, trace.id if trace else ""
         )
@@ -214,11 +250,11 @@ class InferenceServicer:
         if _log.isEnabledFor(logging.DEBUG):
             _log_request(observation)
         if trace is not None:
-            trace.end(rpc, observation)
+            trace.end(self._rpc, observation)
 
-    def _find(self, message: pb.ModelInferRequest) -> Slot | None:
+    def _find(self) -> Slot | None:
         try:
-            return self._registry.find(message.model_name, message.model_version)
+            return self._servicer.registry.find(self._message.model_name, self._message.model_version)
         except RequestError:
             return None
 

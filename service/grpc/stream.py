@@ -44,10 +44,10 @@ class StreamCall(Call):
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         try:
-            permit = self._begin(context)
+            permit = self._check()
             for response in self._rpc.handler(self._requests(messages, permit), self):
                 if isinstance(response, Status):
-                    self._abort(response)
+                    self._abort(context, response)
                 self._start_timeout(self._pool.send_timeouts, self._end_slow_call)
                 yield response
                 self._pool.send_timeouts.clear(self)
@@ -58,7 +58,7 @@ class StreamCall(Call):
         except Exception as error:
             if self._aborted:
                 raise
-            self._abort(self._status(error))
+            self._abort(context, self._status(error))
 
     def _requests(self, messages: Iterator[bytes], permit: Permit) -> Iterator[StreamRequest]:
         while True:
@@ -90,16 +90,16 @@ class StreamCall(Call):
 
 
 class OrderedResponses(Generic[Q, A]):
-    """Iterates over ``respond(request)`` in the order of ``requests``, with at most ``window`` of them in flight.
+    """Iterates over the results of ``begin(request)`` in the order of ``requests``, at most ``window`` of them open.
 
-    A reader, on a thread of ``threads``, takes the next request while earlier ones are answered on others, so that they
-    can share a batch. It stops reading while the window is full, so the transport's flow control holds the client back.
-    The iteration ends with ``requests``, or, after :meth:`close`, once the requests read so far are answered.
+    A reader, on a thread of ``threads``, begins the next request while earlier ones are open, so that they can share a
+    batch. It stops reading while the window is full, so the transport's flow control holds the client back. The
+    iteration ends with ``requests``, or, after :meth:`close`, once the requests read so far are answered.
     """
 
-    def __init__(self, requests: Iterator[Q], respond: Callable[[Q], A], threads: Executor, window: int) -> None:
+    def __init__(self, requests: Iterator[Q], begin: Callable[[Q], Future[A]], threads: Executor, window: int) -> None:
         self._requests = requests
-        self._respond = respond
+        self._begin = begin
         self._threads = threads
         self._room = threading.Semaphore(window)
         self._responses: SimpleQueue[Future[A] | None] = SimpleQueue()
@@ -126,7 +126,7 @@ class OrderedResponses(Generic[Q, A]):
                 request = next(self._requests, None)
                 if request is None:
                     break
-                self._responses.put(self._threads.submit(self._respond, request))
+                self._responses.put(self._begin(request))
         except BaseException as error:  # noqa: BLE001 -- it belongs to the one who iterates
             failed: Future[A] = Future()
             failed.set_exception(error)

@@ -25,7 +25,7 @@ from service.grpc.admission import ByteBudget, RpcPool
 from service.grpc.control import ControlServicer
 from service.grpc.handlers import SERVICE, HandlerInterceptor, open_by_path
 from service.grpc.health import HealthServicer
-from service.grpc.inference import STREAM_REQUESTS, InferenceServicer
+from service.grpc.inference import InferenceServicer
 from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, TICK_SECONDS, CallTimeouts
 from service.operations import Operations
 from service.request import Tracer
@@ -33,6 +33,7 @@ from service.wire.codec import SharedMemory
 
 _log = logging.getLogger(__name__)
 _CONTROL_CALLS = 128  # concurrent calls for health, metadata and statistics
+_DECODERS = 8  # threads that decode large requests and queue them
 _CHANGES = 32  # concurrent calls that wait for a load or unload
 _REFLECTION_STREAMS = 16
 _REFLECTION_SECONDS = 10.0  # between two requests of one stream
@@ -101,8 +102,9 @@ class Transport:
         self._certificates = certificates
         self._health = HealthServicer(registry, SERVICE)
         self.pools = _pools(options, count_refusal, self._health)
-        streaming = options.max_streams + STREAM_REQUESTS  # a reader for each stream
-        self._others = [ThreadPoolExecutor(streaming, "grpc-stream"), ThreadPoolExecutor(1, "grpc")]
+        arrival.check_supported()
+        # A reader for each stream, and a thread that gRPC asks for.
+        self._others = [ThreadPoolExecutor(options.max_streams, "grpc-stream"), ThreadPoolExecutor(1, "grpc")]
         self._inference = InferenceServicer(
             registry,
             count_refusal,
@@ -134,8 +136,6 @@ class Transport:
             raise _bind_error(host, port) from None
         self._server.start()
         self._watchdog.start()
-        if not arrival.SUPPORTED:
-            _log.warning(arrival.WARNING)
         return bound
 
     def stop(self, grace: float) -> bool:
@@ -201,7 +201,7 @@ def _pools(
     return {
         "inference": pool(
             "infer", options.max_in_flight, "requests in flight", "in_flight", (receive, send),
-            max_slow=most_slow, budget=budget,
+            max_slow=most_slow, budget=budget, threads=_DECODERS,
         ),
         "streams": streams,
         "control": pool("control", _CONTROL_CALLS, "calls for health and metadata", "control", (receive, send)),

@@ -19,7 +19,7 @@ from service.models.goldengate import GoldenGate, OnVerdict
 from service.models.loading import LoadedModel
 from service.models.opened import baseline
 from service.models.serving import Serving
-from service.request import Observation, Precision, Reply, Request, Timings
+from service.request import Done, Observation, Precision, Reply, Request, Timings
 from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.modelstatistics import ModelStatistics
 
@@ -92,17 +92,27 @@ class Generation:
         """See :attr:`service.contract.Model.golden`."""
         return self.gate.description
 
-    def infer(self, request: Request) -> Reply:
-        """See :meth:`service.contract.Model.infer`."""
+    def begin(self, request: Request, done: Done) -> None:
+        """See :meth:`service.contract.Model.begin`."""
+
+        def finish(result: Reply | Exception) -> None:
+            self.metrics.in_flight(-1)
+            if isinstance(result, Reply):
+                self.metrics.answered(result.reported_precision)
+                if self._shadow is not None:
+                    self._shadow.offer(request, result)
+            done(result)
+
         self.metrics.in_flight(1)
         try:
-            reply = self._batcher.submit(request)
-        finally:
+            self._batcher.begin(request, finish)
+        except BaseException:
             self.metrics.in_flight(-1)
-        self.metrics.answered(reply.reported_precision)
-        if self._shadow is not None:
-            self._shadow.offer(request, reply)
-        return reply
+            raise
+
+    def release(self) -> None:
+        """See :meth:`service.contract.Model.release`."""
+        self.leases.release()
 
     @property
     def active_precision(self) -> ActivePrecision:
@@ -183,7 +193,6 @@ class Generation:
             max_wait_s=bounds.max_wait_s,
             instances=self.instances,
             extra_instances=int(any_thread),  # one: what it pays, and for whom, is in docs/decisions/0061
-            inline=any_thread,
         )
 
     def _measure(self, loaded: LoadedModel, serving: Serving, sender: SampleSender) -> None:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Unpack
 
 from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError, Unavailable
@@ -115,7 +114,7 @@ class Repository:
     def ready(self) -> bool:
         return not (self._stopping or self._retired) and self._reconciler.ready
 
-    def acquire(self, name: str, version: str) -> AbstractContextManager[Generation]:
+    def acquire(self, name: str, version: str) -> Generation:
         while True:
             try:
                 model = self.get(name, version)
@@ -124,7 +123,7 @@ class Repository:
                     self.find(name, version).series.rejected(error.reason)
                 raise
             if model.leases.acquire():
-                return model.leases.context(model)
+                return model
             # The model was replaced or unloaded between the two calls: look again.
 
     def get(self, name: str, version: str) -> Generation:

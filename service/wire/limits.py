@@ -75,6 +75,11 @@ class MessageReader:
         except DecodeError:
             raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
 
+    @staticmethod
+    def is_quick(data: bytes) -> bool:
+        """Return whether ``data`` is parsed and decoded in less than about a millisecond."""
+        return len(data) <= _SMALL and not _is_compressed(data)
+
     def _parsed(self, data: bytes, reserve: Reserve) -> Message:
         if len(data) > self._max_bytes:
             raise InvalidRequest(

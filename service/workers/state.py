@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
@@ -24,7 +23,7 @@ from service.contract import (
     TensorSemantics,
 )
 from service.peers.channel import from_json, to_json
-from service.request import Observation, Request
+from service.request import Done, Observation, Request
 
 _RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
 UNLOADING = "unloading"  # the reason of a version that is not desired any more
@@ -70,8 +69,11 @@ class Description:
         """Return the statistics without counts, which the supervisor sums when it is asked for them."""
         return StatisticsSnapshot(weight_bytes=self.weight_bytes)
 
-    def infer(self, request: Request) -> NoReturn:
+    def begin(self, request: Request, done: Done) -> NoReturn:
         raise Unavailable("models run in the workers, not here")
+
+    def release(self) -> None:
+        """Do nothing: it is never acquired."""
 
     def observe(self, observation: Observation) -> None:
         """Do nothing: the workers count."""
@@ -96,6 +98,9 @@ class SlotState:
     @property
     def key(self) -> Key:
         return self.name, self.version
+
+    def release(self) -> None:
+        """Do nothing: it is never acquired."""
 
     def observe(self, observation: Observation) -> None:
         """Do nothing: the workers count."""
@@ -222,7 +227,7 @@ class WorkerRegistry:
     def ready(self) -> bool:
         return self._server.ready and self._own.ready
 
-    def acquire(self, name: str, version: str) -> AbstractContextManager[Model]:
+    def acquire(self, name: str, version: str) -> Model:
         return self._own.acquire(name, version)
 
     def is_ready(self, name: str, version: str) -> bool:

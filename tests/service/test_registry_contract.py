@@ -14,12 +14,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from artifacts import write_mlp
+from beginning import leased
 from controlled import Controlled
 from loopback import LoopbackModel, LoopbackRegistry
 from waiting import until
 
 from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError, Unavailable
-from service.contract import Registry, State
+from service.contract import Registry, State, infer
 from service.models import loading
 from service.request import Request
 from service.telemetry.metrics import Metrics
@@ -100,8 +101,8 @@ def test_a_ready_model_can_be_found_acquired_and_run(make: Make) -> None:
     registry = make({("m", 1): "ready"}).registry
     width = registry.get("m", "").inputs[0].shape[1]
     assert isinstance(width, int)
-    with registry.acquire("m", "1") as model:
-        reply = model.infer(Request({"x": np.zeros((2, width), np.float32)}, rows=2))
+    with leased(registry.acquire, "m", "1") as model:
+        reply = infer(model, Request({"x": np.zeros((2, width), np.float32)}, rows=2))
     assert (model.name, model.version) == ("m", 1)
     assert reply.outputs["y"].shape == (2, width)
     assert reply.precision == model.info.precision

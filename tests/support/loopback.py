@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ from service.contract import (
 from service.grpc.handlers import SERVICE
 from service.grpc.transport import Transport, TransportOptions
 from service.operations import Operations
-from service.request import Observation, Reply, Request, Timings, Tracer
+from service.request import Done, Observation, Request, Timings, Tracer
 from service.wire.tensors import encode_raw
 
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]
@@ -100,7 +100,6 @@ class LoopbackModel:
         info: RuntimeInfo = INFO,
         bounds: Bounds = Bounds(),  # noqa: B008 - frozen
         semantics: TensorSemantics = TensorSemantics(),  # noqa: B008 - frozen
-        inline: bool = False,
     ) -> None:
         self.name = name
         self.version = version
@@ -121,10 +120,10 @@ class LoopbackModel:
         self.reason = "" if state == "ready" else f"it is {state}"
         self.statistics = VersionStatistics()
         self.log = RequestLog()
-        self.calls = 0
+        self.calls = self.leases = 0
         self.seen: list[Request] = []
         self._run: Run = run or (lambda feeds: {"y": np.array(feeds["x"])})
-        policy = BatchPolicy(batch_axis, max_batch_size, max_requests=max_queue, inline=inline)
+        policy = BatchPolicy(batch_axis, max_batch_size, max_requests=max_queue)
         self.batcher = Batcher(self._execute, policy, _Quiet(), name=name)
 
     @property
@@ -137,9 +136,12 @@ class LoopbackModel:
         results = self._run(feeds)
         return results if outputs is None else {name: results[name] for name in outputs}, self.info.precision
 
-    def infer(self, request: Request) -> Reply:
+    def begin(self, request: Request, done: Done) -> None:
         self.seen.append(request)
-        return self.batcher.submit(request)
+        self.batcher.begin(request, done)
+
+    def release(self) -> None:
+        self.leases -= 1
 
     def observe(self, seen: Observation) -> None:
         self.log.request(seen)
@@ -158,8 +160,10 @@ class LoopbackRegistry:
     def ready(self) -> bool:
         return not self.draining and bool(self._models) and all(m.state == "ready" for m in self._models)
 
-    def acquire(self, name: str, version: str) -> AbstractContextManager[LoopbackModel]:
-        return nullcontext(self.get(name, version))
+    def acquire(self, name: str, version: str) -> LoopbackModel:
+        model = self.get(name, version)
+        model.leases += 1
+        return model
 
     def get(self, name: str, version: str) -> LoopbackModel:
         model = self.find(name, version)

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from beginning import begun
 from waiting import until
 
 from bf16kit.messages.errors import (
@@ -19,6 +20,7 @@ from bf16kit.messages.errors import (
     RuntimeFailure,
     Unavailable,
 )
+from service.batching import batcher as batching
 from service.batching.batcher import Batcher
 from service.batching.queue import ENOUGH_BATCHES, BatchPolicy
 from service.contract import Array
@@ -51,14 +53,12 @@ class Doubler:
         self.gate.set()
         self.running = 0
         self.batches: list[list[float]] = []
-        self.threads: set[str] = set()
         self.refusal = RuntimeFailure("negative")
         self.precision = "bf16"
         self.meanwhile: Callable[[], object] = lambda: None  # called during every run except the first
 
     def __call__(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
         self.running += 1
-        self.threads.add(threading.current_thread().name)
         self.batches.append([float(v) for v in feeds["x"].reshape(-1)])
         assert self.gate.wait(20)
         if len(self.batches) > 1:
@@ -77,13 +77,15 @@ class Bench:
         self.batcher = Batcher(self.run, policy, self.heard)
         self.batcher.start()
         self.requests: list[Request] = []
-        self.callers = ThreadPoolExecutor(32)
+        self.callers = ThreadPoolExecutor(4)
 
     def call(self, *values: float, **more: object) -> Future[Reply]:
         x = np.array(values, np.float32).reshape(-1, 1)
         request = Request({"x": x}, rows=len(values), **more)  # type: ignore[arg-type]  # the fields of Request
         self.requests.append(request)
-        return self.callers.submit(self.batcher.submit, request)
+        if request.waits_for_room:
+            return self.callers.submit(lambda: begun(self.batcher.begin, request).result(20))
+        return begun(self.batcher.begin, request)
 
     def hold(self) -> Future[Reply]:
         """Start a request whose run is held, so that later requests have to queue. Return its future."""
@@ -98,6 +100,9 @@ class Bench:
         future = self.call(*values, **more)
         until(lambda: self.heard.depth > depth or future.done())
         return future
+
+    def await_batches(self, count: int) -> None:
+        until(lambda: len(self.run.batches) == count)
 
     def timings(self) -> Timings:
         """Return the timings of the newest request."""
@@ -132,9 +137,8 @@ def values(future: Future[Reply]) -> list[float]:
     return [float(v) for v in future.result(20).outputs["y"].reshape(-1)]
 
 
-@pytest.mark.parametrize("inline", [False, True])
-def test_each_response_names_the_precision_that_computed_it(make: Make, inline: bool) -> None:
-    bench = make(inline=inline)
+def test_each_response_names_the_precision_that_computed_it(make: Make) -> None:
+    bench = make()
     assert bench.call(1.0).result(20).precision == "bf16"
     bench.run.precision = "fp32"
     assert bench.call(1.0).result(20).precision == "fp32"
@@ -195,6 +199,20 @@ def test_a_request_fails_as_soon_as_its_deadline_passes_in_the_queue(make: Make)
     assert bench.heard.depth == 0
 
 
+def test_each_of_many_deadlines_passes_while_other_batches_begin(make: Make) -> None:
+    """Whichever thread waited for a deadline may run a batch by then; another one has to take its place."""
+    bench = make(instances=2, max_rows=1)
+    for turn in range(1, 6):
+        bench.run.gate.clear()
+        held = [bench.call(0.0), bench.call(0.0)]
+        bench.await_batches(3 * turn - 1)
+        with pytest.raises(DeadlineExceeded):
+            bench.queue(1.0, deadline=time.monotonic() + 0.02).result(20)
+        kept = bench.queue(2.0, deadline=time.monotonic() + 60)
+        bench.run.gate.set()
+        assert [values(each) for each in (*held, kept)] == [[0.0], [0.0], [4.0]]
+
+
 def test_a_request_whose_deadline_passes_during_the_run_still_gets_its_response(make: Make) -> None:
     """The work is done by then; the caller decides what to do with the response."""
     bench = make()
@@ -238,11 +256,10 @@ def test_a_request_is_not_rerun_if_its_deadline_passes_between_the_reruns_of_its
 
 
 def test_inputs_that_the_runtime_rejects_are_the_clients_error(make: Make) -> None:
-    for inline in (False, True):
-        bench = make(inline=inline)
-        bench.run.refusal = InputRefused("Gather node /emb failed: out of bounds", "idx=9 is out of bounds")
-        with pytest.raises(InvalidRequest, match=r"cannot run on these inputs: idx=9 is out of bounds$"):
-            bench.call(-1.0).result(20)
+    bench = make()
+    bench.run.refusal = InputRefused("Gather node /emb failed: out of bounds", "idx=9 is out of bounds")
+    with pytest.raises(InvalidRequest, match=r"cannot run on these inputs: idx=9 is out of bounds$"):
+        bench.call(-1.0).result(20)
 
 
 def test_a_cancelled_request_fails_at_once_and_frees_its_place_in_the_queue(make: Make) -> None:
@@ -285,32 +302,61 @@ def test_a_batch_that_is_not_full_runs_when_the_delay_ends(make: Make) -> None:
     assert values(bench.call(1.0)) == [2.0]
 
 
-def test_inline_runs_a_lone_request_on_the_callers_thread(make: Make) -> None:
-    bench = make(inline=True)
-    assert values(bench.call(1.0)) == [2.0]
-    assert not any("executor" in name for name in bench.run.threads)
+def test_the_next_batch_runs_while_the_responses_of_the_last_one_are_sent(make: Make) -> None:
+    _check_beside_responses(make(), waits=False)
 
 
-def test_inline_still_batches_requests_that_arrive_during_a_run(make: Make) -> None:
-    bench = make(inline=True)
-    held = bench.hold()
-    waiting = [bench.queue(1.0), bench.queue(2.0)]
-    bench.run.gate.set()
-    assert [values(f) for f in (held, *waiting)] == [[0.0], [2.0], [4.0]]
-    assert bench.heard.executions == [(1, 1), (2, 2)]
-
-
-def test_inline_failures_reach_the_caller_and_free_the_runtime(make: Make) -> None:
-    bench = make(inline=True)
-    with pytest.raises(RuntimeFailure):
-        bench.call(-1.0).result(20)
-    assert values(bench.call(1.0)) == [2.0]
-
-
-def test_only_executors_run_when_inline_is_off(make: Make) -> None:
+def test_a_short_batch_waits_for_the_thread_that_sends_responses(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To wake another thread would take as long as the batch."""
+    monkeypatch.setattr(batching, "_LONG_S", 10.0)
     bench = make()
-    values(bench.call(1.0))
-    assert all("executor" in name for name in bench.run.threads)
+    for _ in range(ENOUGH_BATCHES):
+        bench.call(1.0).result(20)
+    _check_beside_responses(bench, waits=True)
+
+
+def _check_beside_responses(bench: Bench, *, waits: bool) -> None:
+    """Check whether a batch waits for the responses of the one before it."""
+    sending, sent = threading.Event(), threading.Event()
+
+    def send(_: Reply | Exception) -> None:
+        sending.set()
+        assert sent.wait(20)
+
+    bench.batcher.begin(Request({"x": np.ones((1, 1), np.float32)}), send)
+    assert sending.wait(20)
+    other = bench.call(2.0)
+    if waits:
+        time.sleep(0.05)
+        assert not other.done()
+        sent.set()
+    assert values(other) == [4.0]
+    sent.set()
+
+
+def test_a_response_that_cannot_be_sent_ends_no_executor(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: Reply | Exception) -> None:
+        raise OSError("broken")
+
+    bench = make()
+    for _ in range(4):
+        bench.batcher.begin(Request({"x": np.ones((1, 1), np.float32)}), fail)
+        assert values(bench.call(2.0)) == [4.0]
+    until(lambda: caplog.text.count("OSError: broken") == 4)
+
+
+def test_no_client_is_answered_while_the_queue_is_locked(make: Make) -> None:
+    """Whoever is answered may begin the next request at once, on the same thread."""
+    bench = make(max_requests=1)
+    bench.hold()
+    gone = Cancellation()
+    answered: list[Future[Reply]] = []
+    bench.batcher.begin(
+        Request({"x": np.ones((1, 1), np.float32)}, cancellation=gone), lambda _: answered.append(bench.call(3.0))
+    )
+    gone.cancel()
+    bench.run.gate.set()
+    assert values(answered[0]) == [6.0]
 
 
 def test_two_instances_run_two_batches_at_once(make: Make) -> None:
@@ -354,14 +400,6 @@ def test_a_requests_timings_hold_its_time_in_the_queue_and_in_the_runtime(make: 
     assert 0 < bench.timings().compute < 20
 
 
-@pytest.mark.parametrize("value", [1.0, -1.0], ids=["answered", "failed"])
-def test_a_request_that_runs_inline_has_no_queue_time(make: Make, value: float) -> None:
-    bench = make(inline=True)
-    bench.call(value).exception(20)
-    assert bench.timings().queue == 0
-    assert 0 < bench.timings().compute < 20
-
-
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_request_that_leaves_the_queue_keeps_its_queue_time(make: Make, leaves: bool) -> None:
     bench = make()
@@ -396,10 +434,9 @@ def test_a_request_that_is_rejected_at_once_has_no_timings(make: Make) -> None:
     assert bench.requests[-1].timings is None
 
 
-def test_a_thousand_requests_from_many_threads_all_get_their_own_response(make: Make) -> None:
-    for inline in (False, True):
-        bench = make(inline=inline, max_requests=1000)
-        futures = [bench.call(float(i)) for i in range(1000)]
-        assert [values(f) for f in futures] == [[2.0 * i] for i in range(1000)]
-        assert sum(rows for _, rows in bench.heard.executions) == 1000
-        assert bench.heard.depth == 0
+def test_a_thousand_requests_all_get_their_own_response(make: Make) -> None:
+    bench = make(max_requests=1000)
+    futures = [bench.call(float(i)) for i in range(1000)]
+    assert [values(f) for f in futures] == [[2.0 * i] for i in range(1000)]
+    assert sum(rows for _, rows in bench.heard.executions) == 1000
+    assert bench.heard.depth == 0

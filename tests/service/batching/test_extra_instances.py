@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from beginning import begun
 from waiting import until
 
 from service.batching import batcher as batching
@@ -23,11 +24,9 @@ class Runtime:
     def __init__(self) -> None:
         self.held: dict[int, threading.Event] = {}
         self.begun: list[tuple[int, int]] = []  # rows and width
-        self.threads: dict[int, str] = {}  # of the last run, by width
 
     def __call__(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
         rows, width = feeds["x"].shape
-        self.threads[width] = threading.current_thread().name
         self.begun.append((rows, width))
         if not width:
             raise IndexError
@@ -37,13 +36,12 @@ class Runtime:
 
 
 class Bench:
-    """A batcher with its runtime, and threads that call it. It is its own observer."""
+    """A batcher with its runtime. It is its own observer."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.run, self.depth = Runtime(), 0
         self.batcher = Batcher(self.run, policy, self)
         self.batcher.start()
-        self.callers = ThreadPoolExecutor(16, "caller")
 
     def rejected(self, reason: str) -> None: ...
 
@@ -54,7 +52,7 @@ class Bench:
 
     def call(self, width: int) -> Future[Reply]:
         asked = Request({"x": np.ones((1, width), np.float32)}, rows=1)
-        return self.callers.submit(self.batcher.submit, asked)
+        return begun(self.batcher.begin, asked)
 
     def hold(self, width: int) -> Future[Reply]:
         """Start a request of ``width`` that runs until :meth:`let_go`. Return its future."""
@@ -78,7 +76,6 @@ class Bench:
         for gate in self.run.held.values():
             gate.set()
         self.batcher.close()
-        self.callers.shutdown()
 
 
 Make = Callable[..., Bench]
@@ -99,18 +96,15 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         bench.close()
 
 
-@pytest.mark.parametrize("inline", [False, True])
-def test_a_short_request_does_not_wait_for_a_long_one(make: Make, inline: bool) -> None:
-    bench = make(inline=inline)
+def test_a_short_request_does_not_wait_for_a_long_one(make: Make) -> None:
+    bench = make()
     long = bench.hold(64)
     assert bench.call(4).result(20).outputs["y"].shape == (1, 4)
     assert not long.done()
-    assert bench.run.threads[4].startswith("caller" if inline else "model-executor")
 
 
-@pytest.mark.parametrize("inline", [False, True])
-def test_requests_of_the_shape_that_runs_wait_and_share_a_batch(make: Make, inline: bool) -> None:
-    bench = make(inline=inline)
+def test_requests_of_the_shape_that_runs_wait_and_share_a_batch(make: Make) -> None:
+    bench = make()
     first = bench.hold(4)
     rest = [bench.queue(4) for _ in range(3)]
     bench.let_go(4)
@@ -128,15 +122,6 @@ def test_no_request_overtakes_one_that_waits_for_its_shape(make: Make) -> None:
     second.result(20)
     other.result(20)
     assert bench.run.begun == [(1, 4), (1, 4), (1, 8)]
-
-
-def test_no_request_overtakes_where_callers_run_their_own_requests(make: Make) -> None:
-    """As above: a request that arrives while another waits has to wait too."""
-    bench = make(inline=True)
-    bench.hold(4)
-    bench.queue(4)
-    bench.queue(8)
-    assert bench.run.begun == [(1, 4)]
 
 
 def test_no_more_batches_run_at_once_than_allowed(make: Make) -> None:
@@ -166,7 +151,6 @@ def test_one_batch_runs_at_a_time_without_an_extra_one_with_a_delay_or_without_b
     make: Make, policy: dict[str, object]
 ) -> None:
     bench = make(**policy)
-    assert len(bench.batcher._threads) == 1
     bench.hold(64)
     bench.queue(4)
     assert bench.run.begun == [(1, 64)]
@@ -175,7 +159,7 @@ def test_one_batch_runs_at_a_time_without_an_extra_one_with_a_delay_or_without_b
 def test_a_quick_request_waits_for_the_running_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run shorter than ``_LONG_S`` gains nothing beside others: waking a thread for it takes as long."""
     monkeypatch.setattr(batching, "_LONG_S", 10.0)
-    bench = make(inline=True)
+    bench = make()
     bench.call(4).result(20)
     bench.hold(64)
     bench.queue(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -84,7 +85,7 @@ class TestBatches:
         put(waiting, "y", 0.2, shape="t")
         assert names(waiting.pop_batch(0.2)) == "x y"
         assert waiting.pop_batch(0.3) == []
-        assert waiting.next_wakeup(0.3) == 1.5
+        assert waiting.next_wakeup(0.3, waits=True) == 1.5
         assert names(waiting.pop_batch(1.5)) == "alone"
 
     def test_full_batches_do_not_starve_a_shape_that_is_due(self) -> None:
@@ -103,7 +104,7 @@ class TestBatches:
         waiting = queue(max_delay_s=1.5)
         put(waiting, "old", 0.0, shape="s")
         put(waiting, "young", 0.1, shape="t", deadline=0.4)
-        assert waiting.next_wakeup(0.1) == 0.1
+        assert waiting.next_wakeup(0.1, waits=True) == 0.1
         assert names(waiting.pop_batch(0.1)) == "young"
 
     def test_the_request_that_makes_a_batch_due_is_in_that_batch(self) -> None:
@@ -188,7 +189,7 @@ class TestLeaving:
         put(waiting, "a", shape="s"), put(waiting, "b", shape="t")
         assert sorted(names(waiting.clear()).split()) == ["a", "b"]
         assert len(waiting) == 0
-        assert waiting.next_wakeup(0.0) is None
+        assert waiting.next_wakeup(0.0, waits=True) == math.inf
 
 
 def test_every_job_leaves_once_and_all_totals_return_to_zero() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import threading
 import time
 from collections.abc import Iterator
@@ -14,33 +15,33 @@ import pytest
 from loopback import Gate, LoopbackModel, infer_request, serving, until
 from rawgrpc import RawConnection, framed
 
+from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
 from service.grpc import admission as admission_module
+from service.grpc import arrival
 from service.grpc.call import Call, UnaryCall
 from service.grpc.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
 MESSAGE = infer_request(x=X).SerializeToString()
+LARGE = infer_request(x=np.ones((4096, 3), np.float32)).SerializeToString()
+LIVE = pb.ServerLiveRequest()
 INFER = f"/{SERVICE}/ModelInfer"
 
 
-@pytest.fixture(params=["arrival", "grpcio"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run every test twice: as is, and with a grpcio of which only the public interface is known."""
-    if request.param == "grpcio":
-        monkeypatch.setattr(admission_module, "find_arrival", lambda arguments: None)
-    return str(request.param)
+def test_a_grpcio_whose_calls_cannot_be_admitted_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival, "SUPPORTED", False)
+    with (
+        pytest.raises(ConfigError, match=rf"grpcio is {grpc.__version__}; this server needs 1\.80 to 1\.85"),
+        serving(LoopbackModel()),
+    ):
+        pass
 
 
-#: For tests that hold only with "arrival": by its public interface, grpcio gives a call a thread first.
-by_arrival = pytest.mark.parametrize("way", ["arrival"], indirect=True)
-
-
-@by_arrival
 def test_the_client_of_a_call_is_known_before_the_call_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check what this version of grpcio passes to an executor: another version may pass something else."""
     found: list[Any] = []
-    known = admission_module.find_arrival
+    known = arrival.find_arrival
 
     def find_arrival(arguments: tuple[Any, ...]) -> Any:
         found.append(known(arguments))
@@ -52,7 +53,6 @@ def test_the_client_of_a_call_is_known_before_the_call_has_a_thread(monkeypatch:
     assert [arrived.client.startswith("ipv4:127.0.0.1:") for _, arrived in found] == [True]
 
 
-@by_arrival
 def test_a_call_takes_no_thread_before_its_request_is_there() -> None:
     with serving(LoopbackModel()) as served:
         before = threading.active_count()
@@ -66,8 +66,7 @@ def test_a_call_takes_no_thread_before_its_request_is_there() -> None:
     assert [code for *_, code in served.log.seen] == ["OK"] * 51
 
 
-@by_arrival
-def test_a_rejected_call_takes_no_thread_of_a_pool() -> None:
+def test_neither_a_small_request_nor_a_rejected_call_takes_a_thread_of_a_pool() -> None:
     gate = Gate()
     before = set(threading.enumerate())
     with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
@@ -75,11 +74,20 @@ def test_a_rejected_call_takes_no_thread_of_a_pool() -> None:
         assert gate.started.wait(30)
         for _ in range(20):
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-        ours = [t for t in threading.enumerate() if t not in before and t.name.startswith("grpc-infer")]
-        assert len(ours) == 1
+        assert not [t for t in threading.enumerate() if t not in before and t.name.startswith("grpc-infer")]
         assert served.log.refusals == ["in_flight"] * 20
         gate.go.set()
         running.result(30)
+
+
+@pytest.mark.parametrize("message", [LARGE, gzip.compress(MESSAGE)], ids=["large", "compressed"])
+def test_what_takes_long_to_decode_is_decoded_on_another_thread_than_grpcs(message: bytes) -> None:
+    before = set(threading.enumerate())
+    with serving(LoopbackModel(max_batch_size=8192)) as served:
+        call: Any = served.channel.unary_unary(INFER)
+        call(message, timeout=30)
+        assert [t for t in threading.enumerate() if t not in before and t.name.startswith("grpc-infer")]
+    assert [code for *_, code in served.log.seen] == ["OK"]
 
 
 def test_the_message_of_a_rejected_call_is_never_read() -> None:
@@ -113,44 +121,31 @@ def test_a_call_that_ends_without_a_request_is_an_invalid_argument() -> None:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@by_arrival
 def test_a_call_without_a_thread_is_cancelled_and_the_server_continues() -> None:
-    with serving(LoopbackModel()) as served:
+    with serving(LoopbackModel(max_batch_size=8192)) as served:
         for pool in served.transport.pools.values():
             pool.shutdown()
-        for _ in range(2):
-            assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
-        assert served.transport.pools["inference"].shares.wait_empty(0)
+        for name, message in (("ModelInfer", pb.ModelInferRequest.FromString(LARGE)), ("ServerLive", LIVE)):
+            assert served.refusal(name, message)[0] is grpc.StatusCode.CANCELLED
+        for name in ("inference", "control"):
+            assert served.transport.pools[name].shares.wait_empty(0)
 
 
-@pytest.mark.parametrize("way", ["grpcio"], indirect=True)
-def test_the_public_interface_of_grpcio_survives_a_pool_without_threads() -> None:
-    with serving(LoopbackModel()) as served:
-        for pool in served.transport.pools.values():
-            pool.shutdown()
-        for _ in range(2):
-            call = served.stub("ModelInfer").future(infer_request(x=X), timeout=0.3)
-            assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-@by_arrival
-def test_a_client_that_leaves_before_its_call_has_a_thread_frees_its_place() -> None:
+def test_a_client_that_leaves_while_its_request_waits_frees_its_place_at_once() -> None:
     gate = Gate()
-    with serving(LoopbackModel(run=gate)) as served:
-        for pool in served.transport.pools.values():
-            pool._max_workers = 1
+    with serving(LoopbackModel(run=gate, max_batch_size=0)) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
         waiting = served.stub("ModelInfer").future(infer_request(x=X))
         until(lambda: served.transport.pools["inference"].shares.in_use == 2)
         waiting.cancel()
-        until(lambda: served.transport.pools["inference"].shares.in_use == 1)
+        until(lambda: served.log.seen)
+        assert served.transport.pools["inference"].shares.in_use == 1
         gate.go.set()
         assert running.result(30)
-    assert len(served.log.seen) == 1  # the other was never read
+    assert [code for *_, code in served.log.seen] == ["CANCELLED", "OK"]
 
 
-@by_arrival
 def test_a_bug_in_admission_ends_a_call_and_not_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(LoopbackModel()) as served:
         with monkeypatch.context() as patched:
@@ -250,7 +245,6 @@ def test_a_stream_that_waits_for_room_ends_with_its_client() -> None:
         stay.set()
 
 
-@by_arrival
 def test_a_call_that_has_ended_is_freed_without_a_collection_of_garbage() -> None:
     """gRPC keeps the stream of a call, some 10 KB, as long as Python has the call."""
 

@@ -82,7 +82,7 @@ def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gated) -> No
     with serving(model, LoopbackModel("other")) as served, RawConnection(served.port) as another, gate:
         held = run_held(served, gate, calls=1)
         assert len(model.seen) == 1
-        limit = served.transport._inference._shares
+        limit = served.transport._inference.shares
         limit.limit = 8
         begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(6)]
         until(lambda: len(model.seen) == 7)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 
+from service.contract import infer
 from service.models import loading
 from service.models.generation import Generation
 from service.models.serving import load_serving
@@ -52,7 +53,7 @@ def test_without_batching_a_request_is_one_inference_whatever_its_number_of_rows
 ) -> None:
     """Triton counts the same way, and clients cannot create any number of batch sizes."""
     for count in range(1, 6):
-        model.infer(rows(count))
+        infer(model, rows(count))
     seen = model.statistics.snapshot()
     assert (seen.inference_count, seen.execution_count) == (5, 5)
     assert [batch.batch_size for batch in seen.batches] == [1]
@@ -65,7 +66,7 @@ def test_one_observation_is_counted_once_in_the_statistics_and_in_the_metrics(
     model: Generation, metrics: Metrics
 ) -> None:
     request = rows(1)
-    model.infer(request)
+    infer(model, request)
     assert model.statistics.snapshot().success.count == 0  # a request is over only when its response is encoded
     model.observe(Observation("mlp", "1", "id", "OK", 0.25, request.timings))
     model.observe(Observation("mlp", "1", "id", "INTERNAL", 0.5, request.timings))

@@ -15,12 +15,13 @@ import faults
 import numpy as np
 import pytest
 from artifacts import write_mlp, write_product
+from beginning import leased
 from waiting import until
 
 from bf16kit.messages.errors import BudgetExceeded, InputRefused, RuntimeFailure
 from bf16kit.runtime.ort import kernel
 from bf16kit.runtime.ort.onnx import OnnxRuntime
-from service.contract import GATE_FAILED
+from service.contract import GATE_FAILED, infer
 from service.drift.shadow import NICENESS
 from service.drift.verdict import DriftVerdict
 from service.models import goldengate, loading
@@ -158,7 +159,7 @@ def test_weights_damaged_in_memory_fail_the_gate_in_metadata_metrics_log_and_ver
     (verdict,) = made.heard
     assert (verdict.model, verdict.version, verdict.state, verdict.cause) == ("m", 1, "over", "broken")
     assert verdict.low > 1
-    assert made.model.infer(ONE).outputs["y"].shape == (1, 64), "it goes on answering"
+    assert infer(made.model, ONE).outputs["y"].shape == (1, 64), "it goes on answering"
     assert made.gate.run("again") == "failed"
     assert len(made.heard) == 2, "for as long as it fails"
 
@@ -202,7 +203,7 @@ def test_a_failed_run_triggers_the_gate_unless_its_inputs_are_the_cause(make: Ca
     for error, due in ((InputRefused("index", "index"), False), (RuntimeFailure("a device error"), True)):
         _fail(made, error)
         with pytest.raises(Exception, match=r"index|device"):
-            made.model.infer(ONE)
+            infer(made.model, ONE)
         assert bool(made.gate.timetable.due_reason(later)) is due
 
 
@@ -261,7 +262,7 @@ def test_a_verdict_names_the_plan_by_which_the_model_was_loaded(tmp_path: Path) 
     try:
         repository.apply(DesiredModel("m", (plan,))).result(60)
         faults.flip(os.getpid(), faults.stored(path, "w"))
-        with repository.acquire("m", "1") as model:
+        with leased(repository.acquire, "m", "1") as model:
             assert model.gate.run("on schedule") == "failed"
     finally:
         assert repository.close(20)

@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifacts import write_mlp
+from beginning import leased
 from waiting import until
 
 from bf16kit.messages.errors import Unavailable
+from service.contract import infer
 from service.drift.driftpolicy import FallbackPolicy
 from service.drift.fallbackcontroller import FallbackController, PrecisionOrder
 from service.drift.verdict import DriftVerdict
@@ -56,8 +58,8 @@ def order(plan: Plan, precision: str = "fp32") -> PrecisionOrder:
 
 
 def precision(repository: Repository) -> str:
-    with repository.acquire("mlp", "1") as model:
-        return model.infer(Request({"x": X})).reported_precision
+    with leased(repository.acquire, "mlp", "1") as model:
+        return infer(model, Request({"x": X})).reported_precision
 
 
 def test_an_ordered_precision_serves_and_a_replacement_begins_with_bf16(
@@ -102,7 +104,7 @@ def test_an_order_given_before_the_load_is_applied_after_it(repository: Reposito
     repository.start()
     loading.result(60)
     done.result(60)
-    with repository.acquire("mlp", "1") as model:
+    with leased(repository.acquire, "mlp", "1") as model:
         assert model.active_precision.reason == "drift"
     assert precision(repository) == "fp32"
 

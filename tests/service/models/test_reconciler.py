@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from artifacts import write_mlp
+from beginning import leased
 from controlled import Controlled
 from waiting import until
 
 from bf16kit.messages.errors import Unavailable
 from service.config import resources
+from service.contract import infer
 from service.models import loading
 from service.models import loads as loading_threads
 from service.models.reconciler import CHANGES_AT_ONCE
@@ -201,10 +203,10 @@ def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("m-1-executor-0") == replacing
     if replacing:
-        repository.get("m", "").infer(ONE)
+        infer(repository.get("m", ""), ONE)
         assert rows_run(metrics) == 1  # in the series that are exposed
     repository.load("m").result(60)
-    repository.get("m", "").infer(ONE)
+    infer(repository.get("m", ""), ONE)
     assert rows_run(metrics) == 1
 
 
@@ -216,20 +218,20 @@ def test_a_new_artifact_replaces_the_old_one_which_finishes_its_requests_first(
 ) -> None:
     put(tmp_path)
     repository.load("m").result(60)
-    with repository.acquire("m", "") as old:
-        old.infer(ONE)
+    with leased(repository.acquire, "m", "") as old:
+        infer(old, ONE)
         put(tmp_path)
         replaced = repository.load("m")
         until(lambda: repository.get("m", "") is not old)
-        with repository.acquire("m", "") as new:
+        with leased(repository.acquire, "m", "") as new:
             assert new is not old
-            assert new.infer(ONE).outputs["y"].shape == (1, 16)
+            assert infer(new, ONE).outputs["y"].shape == (1, 16)
         assert not replaced.done()
-        assert old.infer(ONE).outputs["y"].shape == (1, 16)  # it was acquired before
+        assert infer(old, ONE).outputs["y"].shape == (1, 16)  # it was acquired before
         assert rows_run(metrics) == 1  # the new generation's rows
     replaced.result(60)
     with pytest.raises(Unavailable):
-        old.infer(ONE)
+        infer(old, ONE)
     assert rows_run(metrics) == 1
     assert states(repository) == {("m", 1): "ready"}
 
@@ -240,7 +242,7 @@ def test_an_artifact_that_cannot_be_loaded_never_replaces_the_served_one(
     put(tmp_path)
     repository.load("m").result(60)
     model = repository.get("m", "")
-    model.infer(ONE)
+    infer(model, ONE)
     put(tmp_path, spoil=0.5)
     assert isinstance(repository.load("m").exception(60), Unavailable)
     (tmp_path / "m" / "serving.yaml").write_text("max_batch: 1", "utf-8")
@@ -350,7 +352,7 @@ def test_a_version_loaded_while_its_old_generation_unloads_keeps_its_series(
 ) -> None:
     put(tmp_path)
     repository.load("m").result(60)
-    with repository.acquire("m", ""):
+    with leased(repository.acquire, "m", ""):
         unloaded = repository.unload("m")
         until(lambda: not repository.models())
         loaded = repository.load("m")
@@ -358,7 +360,7 @@ def test_a_version_loaded_while_its_old_generation_unloads_keeps_its_series(
     unloaded.result(60)
     loaded.result(60)
     assert rows_run(metrics) == 0
-    repository.get("m", "").infer(ONE)
+    infer(repository.get("m", ""), ONE)
     assert rows_run(metrics) == 1
 
 
@@ -370,10 +372,10 @@ def test_an_unload_stops_waiting_for_a_request_after_its_limit_and_logs_it(
     repository = Controlled(tmp_path, metrics, device="cpu", threads=1, unload_seconds=0.01)
     repository.start()
     repository.load("m").result(60)
-    with repository.acquire("m", "") as model:
+    with leased(repository.acquire, "m", "") as model:
         repository.unload("m").result(60)
         with pytest.raises(Unavailable):
-            model.infer(ONE)
+            infer(model, ONE)
     assert "unloaded before these had ended: requests" in caplog.text
     assert repository.close()
 
@@ -425,16 +427,16 @@ def test_closing_one_model_does_not_wait_for_another(tmp_path: Path, repository:
 
     def freed() -> bool:
         try:
-            idle.infer(ONE)
+            infer(idle, ONE)
         except Unavailable:
             return True
         return False
 
     with ThreadPoolExecutor(1) as closer:
-        with repository.acquire("a", "") as model:
+        with leased(repository.acquire, "a", "") as model:
             closing = closer.submit(repository.close, 60.0)
             until(freed)
-            model.infer(ONE)
+            infer(model, ONE)
         assert closing.result(60)
 
 

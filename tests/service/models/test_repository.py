@@ -18,6 +18,7 @@ from waiting import until
 from bf16kit.artifact.manifest import sealed
 from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime.ort import kernel
+from service.contract import infer
 from service.models.generation import Generation
 from service.models.slot import Slot
 from service.request import Observation, Request
@@ -89,7 +90,7 @@ def test_a_model_is_ready_after_its_golden_samples_were_within_budget(
     assert (model.info.backend, model.info.device, model.info.profile) == ("onnxruntime", "cpu", "cpu")
     assert model.info.accumulation == "fp32"
     golden = artifact.golden()
-    reply = model.infer(Request(golden.inputs, rows=4))
+    reply = infer(model, Request(golden.inputs, rows=4))
     np.testing.assert_allclose(reply.outputs["y"], golden.outputs["y"], atol=0.05)
     until(lambda: "golden samples within budget" in caplog.text)
     assert "accumulation fp32" in caplog.text
@@ -195,7 +196,7 @@ def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open)
     model = answering(only(load()))
     assert (model.max_batch_size, model.max_queue_delay_s, model.instances) == (2, 0.0015, 2)
     with pytest.raises(InvalidRequest, match="max_batch_size is 2"):
-        model.infer(Request({"x": np.zeros((3, 16), np.float32)}, rows=3))
+        infer(model, Request({"x": np.zeros((3, 16), np.float32)}, rows=3))
 
 
 # --- the registry --------------------------------------------------------------------------------------------------

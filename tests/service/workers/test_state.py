@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from beginning import leased
 from loopback import LoopbackModel, LoopbackRegistry
 
 from bf16kit.messages.errors import NotFound, Unavailable
@@ -170,7 +171,7 @@ def test_a_model_is_ready_if_it_is_in_this_worker_and_in_all(server: State, own:
     found = registry(server, own)
     assert (found.ready, found.is_ready("echo", "")) == (ready, ready)
     if own == "ready":
-        with found.acquire("echo", "") as model:
+        with leased(found.acquire, "echo", "") as model:
             assert model.name == "echo", "it serves, whatever the others do"
 
 
