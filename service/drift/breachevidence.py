@@ -8,34 +8,24 @@ request, if the server permits that.
 from __future__ import annotations
 
 import platform
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
 
 import bf16kit
 from bf16kit.artifact.evidence import Evidence, Header
 from bf16kit.drift.metrics import Budget, DriftSummary, SampleDrift
 from bf16kit.messages.errors import NotFound
 from service.contract import Array
-from service.drift.comparison import DriftObserver, Drifts
+from service.drift.comparison import Drifts
 from service.drift.sampler import Sample, copies, size_of
 from service.drift.verdict import DriftVerdict
+from service.peers.channel import to_json
 
 MAX_ROW_BYTES = 16 << 20  # of one row: its inputs and both outputs
-HALF_LIFE = 64  # rows after which the worst row's drift counts half: evidence should be recent
-_MAX_AGE = 4 * HALF_LIFE  # rows after which it counts nothing, however bad it was
+RECENT_ROWS = 256  # as long before a breach a row may be: evidence should be recent
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")
-
-
-class SampleComparer(Protocol):
-    """The interface of :class:`service.drift.comparison.Comparison`."""
-
-    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> Drifts | None: ...
-    def verdict(self) -> DriftVerdict: ...
-    def restart(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,72 +51,52 @@ class _Row:
 
 
 class EvidenceRecorder:
-    """A :class:`SampleComparer` that wraps another one and keeps the worst row of the newest breach.
+    """Keeps the worst row of the newest breach.
 
     A breach is a verdict of state ``over`` or cause ``broken``. While it lasts, a worse row replaces the kept one. The
     next breach always replaces it. The worst recent row before a breach is kept as well, because the sample that tips
     the verdict need not be the worst. For one thread only, except :meth:`evidence`.
     """
 
-    def __init__(
-        self,
-        comparison: SampleComparer,
-        batch_axis: int | None,
-        budget: Budget,
-        *,
-        max_bytes: int = MAX_ROW_BYTES,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._comparison = comparison
+    def __init__(self, batch_axis: int | None, budget: Budget) -> None:
         self._batch_axis = batch_axis
         self._budget = budget
-        self._max_bytes = max_bytes
-        self._clock = clock
         self._measured_rows = 0
         self._worst: _Row | None = None  # the worst row before a breach
         self._breach: tuple[_Row, DriftVerdict] | None = None
         self._in_breach = False
         self._oversized_bytes = 0  # size of a breach's row that was too large to keep
 
-    def verdict(self) -> DriftVerdict:
-        """Return the comparison's verdict."""
-        return self._comparison.verdict()
-
     def restart(self) -> None:
         """Start anew, because another precision answers now. The last breach is kept."""
-        self._comparison.restart()
         self._worst, self._in_breach = None, False
 
-    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> Drifts | None:
-        """See :meth:`service.drift.comparison.Comparison.observe`."""
-        drifts = self._comparison.observe(expected, sample, observer)
-        if drifts is None:
-            return None
-        verdict = self._comparison.verdict()
+    def record(self, expected: Mapping[str, Array], sample: Sample, drifts: Drifts, verdict: DriftVerdict) -> None:
+        """Record a measured sample: the reference's outputs, each row's drift, and the verdict after it."""
         over = verdict.state == "over" or verdict.cause == "broken"
-        row = self._worst_row(expected, sample, drifts, verdict if over else None) if drifts else None
+        if self._worst is not None and self._measured_rows - self._worst.measured_before > RECENT_ROWS:
+            self._worst = None
+        row = self._worst_row(expected, sample, drifts, verdict) if drifts else None
         self._measured_rows += sample.rows
-        if row is not None and row.nbytes > self._max_bytes:
+        if row is not None and row.nbytes > MAX_ROW_BYTES:
             self._oversized_bytes = row.nbytes if over else self._oversized_bytes
             row = None
         if over:
-            self._record_breach(row, verdict, new=not self._in_breach)
-        elif row is not None and (self._worst is None or self._decayed_ratio(row) > self._decayed_ratio(self._worst)):
+            self._record_breach(row, verdict)
+        elif row is not None and self._is_worse(row, self._worst, verdict):
             self._worst = row.copied()
         self._in_breach = over
-        return drifts
 
-    def evidence(self, files: Mapping[str, str]) -> Evidence:
+    def evidence(self, label: str, files: Mapping[str, str]) -> Evidence:
         """Return the evidence of the newest breach. ``files`` maps the artifact's files to their sha256.
 
-        Raises NotFound if there was no breach. For any thread.
+        Raises NotFound, of the model ``label``, if there was no breach. For any thread.
         """
-        breach, verdict = self._breach, self._comparison.verdict()
-        label = f"model {verdict.model!r} version {verdict.version}"
+        breach = self._breach
         if breach is None and self._oversized_bytes:
             raise NotFound(
                 f"{label}: the rows of its last breach have {self._oversized_bytes} bytes each;"
-                f" at most {self._max_bytes} are kept"
+                f" at most {MAX_ROW_BYTES} are kept"
             )
         if breach is None:
             raise NotFound(f"{label} has not been over its budget since its fp32 reference was loaded")
@@ -142,7 +112,7 @@ class EvidenceRecorder:
             batch_axis=self._batch_axis,
             budget=self._budget.as_dict(),
             drift={output: asdict(each) for output, each in row.drift.items()},
-            verdict=verdict.to_json(),
+            verdict=to_json(verdict),
             files=dict(files),
             versions=versions(),
         )
@@ -150,23 +120,21 @@ class EvidenceRecorder:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _record_breach(self, row: _Row | None, verdict: DriftVerdict, *, new: bool) -> None:
+    def _record_breach(self, row: _Row | None, verdict: DriftVerdict) -> None:
         """Keep the worst of this row and those kept so far: of this breach, or at its begin of the time before it."""
-        kept = self._worst if new else self._breach and self._breach[0]
-        self._worst = None
-        if new:
-            self._breach = None if kept is None else (kept, verdict)
-        if row is not None and (kept is None or self._ratio(row.drift, verdict) > self._ratio(kept.drift, verdict)):
+        if not self._in_breach:
+            self._breach = None if self._worst is None else (self._worst, verdict)
+            self._worst = None
+        kept = None if self._breach is None else self._breach[0]
+        if row is not None and self._is_worse(row, kept, verdict):
             self._breach = row.copied(), verdict
 
-    def _worst_row(
-        self, expected: Mapping[str, Array], sample: Sample, drifts: Drifts, verdict: DriftVerdict | None
-    ) -> _Row:
+    def _worst_row(self, expected: Mapping[str, Array], sample: Sample, drifts: Drifts, verdict: DriftVerdict) -> _Row:
         """Return the worst row, as views."""
         by_row: Sequence[Mapping[str, SampleDrift]] = [
             dict(zip(drifts, each, strict=True)) for each in zip(*drifts.values(), strict=False)
         ]
-        worst = max(range(len(by_row)), key=lambda at: self._ratio(by_row[at], verdict))
+        worst = max(range(len(by_row)), key=lambda row: self._ratio(by_row[row], verdict))
         axis = self._batch_axis if len(by_row) == sample.rows else None
 
         def cut(arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -182,19 +150,17 @@ class EvidenceRecorder:
             drift=by_row[worst],
             sample=replace(sample, feeds={}, outputs={}),
             rows=sample.rows if axis is None else 1,
-            at=self._clock(),
+            at=verdict.at,
             measured_before=self._measured_rows,
         )
 
-    def _decayed_ratio(self, row: _Row) -> float:
-        """Return a pre-breach row's drift ÷ budget, halved for every :data:`HALF_LIFE` rows measured since."""
-        age = self._measured_rows - row.measured_before
-        return 0.0 if age > _MAX_AGE else self._ratio(row.drift, None) * 0.5 ** (age / HALF_LIFE)
+    def _is_worse(self, row: _Row, kept: _Row | None, verdict: DriftVerdict) -> bool:
+        return kept is None or self._ratio(row.drift, verdict) > self._ratio(kept.drift, verdict)
 
-    def _ratio(self, drift: Mapping[str, SampleDrift], verdict: DriftVerdict | None) -> float:
-        """Return one row's drift ÷ budget for the bound that the verdict names, else the worst of all bounds."""
+    def _ratio(self, drift: Mapping[str, SampleDrift], verdict: DriftVerdict) -> float:
+        """Return one row's drift ÷ budget for the bound that the verdict names, or else the worst of all bounds."""
         pairs = [(output, bound) for output in drift for bound in self._budget.bounds]
-        if verdict is not None and (verdict.output, verdict.metric) in pairs:
+        if (verdict.output, verdict.metric) in pairs:
             pairs = [(verdict.output, verdict.metric)]
         found = [(bound, DriftSummary.of([drift[output]]).judged(bound)) for output, bound in pairs]
         return max((self._budget.ratio(bound, value) for bound, value in found if value is not None), default=0.0)

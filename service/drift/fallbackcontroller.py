@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 from bf16kit.messages.errors import Bf16kitError, RuntimeFailure
 from bf16kit.messages.wording import brief
@@ -49,14 +49,6 @@ class PrecisionOrder:
     plan: str
     precision: Precision
     reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Parse :meth:`to_json`'s output without checks: processes of one server trust each other."""
-        return cls(fields["model"], fields["version"], fields["plan"], fields["precision"], fields["reason"])
 
 
 class ActivePlan(NamedTuple):

@@ -185,10 +185,3 @@ def _chernoff(share: float, size: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if middle > 0 and divergence(middle) <= most else (middle, high)
     return low
-
-
-def median(values: Values, weights: Values) -> float:
-    """Return the smallest value with half of the weight at or below it."""
-    order = np.argsort(values)
-    below = np.cumsum(weights[order])
-    return float(values[order][int(np.searchsorted(below, below[-1] / 2))])
