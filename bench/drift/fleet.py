@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +21,12 @@ from bench.drift.detector import poisson
 from bench.drift.rules import WRONG, firing
 from bench.drift.streams import Floats
 from bf16kit.drift.budget import Budget
+from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from service.drift.comparison import Comparison
 from service.drift.intervals import Z_ALWAYS
 from service.drift.sampler import Sample
-from service.telemetry.families import MOMENTS
-from service.telemetry.modelmetrics import ModelMetrics
+from service.telemetry.modelmetrics import ModelMetrics, moments
 
 BUDGET = 0.015  # relative_l2, the default
 REPLICAS = 50
@@ -74,6 +74,17 @@ SOUND = (
 )
 
 
+class _Pooled(ModelMetrics):
+    """Metrics that add a replica's sums to those of all."""
+
+    def __init__(self, sums: Floats) -> None:
+        super().__init__("m", 1)
+        self._sums = sums
+
+    def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
+        self._sums += moments([row.relative_l2 for row in rows], weight)
+
+
 def is_over(sums: Floats, budget: float = BUDGET) -> NDArray[np.bool_]:
     """Whether the pooled mean is over ``budget`` beyond chance, by the moments in the last axis of ``sums``."""
     weight, drift, weight2, product, drift2 = np.moveaxis(sums, -1, 0)
@@ -105,18 +116,18 @@ def minutes_until_seen(fault: Kind, rng: np.random.Generator) -> tuple[float, fl
     """
     spec = TensorSpec("y", "float64", ("batch", 2), "other")
     budget = Budget.from_dict({"relative_l2": BUDGET})
-    replicas, metrics = [Comparison([spec], 0, budget) for _ in range(REPLICAS)], ModelMetrics("m", 1)
-    metrics.opened(0, [spec])
+    replicas = [Comparison([spec], 0, budget) for _ in range(REPLICAS)]
     totals, seen, pooled = np.zeros((_MOST + 1, 5)), np.full(REPLICAS, np.inf), math.inf
     for minute in range(1, _MOST + 1):
         drawn = BUDGET * fault.draw(REPLICAS, rng)
+        totals[minute] = totals[minute - 1]
+        metrics = _Pooled(totals[minute])
+        metrics.opened(0, [spec])
         for number, (replica, drift) in enumerate(zip(replicas, drawn.tolist(), strict=True)):
             if np.isinf(seen[number]) or math.isinf(pooled):
                 replica.observe({"y": np.ones((1, 2))}, _sample(drift), metrics)
                 if replica.verdict().state == "over":
                     seen[number] = min(seen[number], minute)
-        pooled_sums = metrics.copy()[0]["drift_pooled_total"]
-        totals[minute] = [pooled_sums["y", "relative_l2", moment] for moment in MOMENTS]
         if math.isinf(pooled) and is_over_in_a_window(totals[: minute + 1])[-1]:
             pooled = minute
         if np.isfinite(np.median(seen)) and not math.isinf(pooled):

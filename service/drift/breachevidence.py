@@ -8,10 +8,11 @@ request, if the server permits that.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import distributions
 
 import bf16kit
 from bf16kit.artifact.evidence import Evidence, Header
@@ -24,140 +25,92 @@ from service.drift.verdict import DriftVerdict
 from service.peers.channel import to_json
 
 MAX_ROW_BYTES = 16 << 20  # of one row: its inputs and both outputs
-RECENT_ROWS = 256  # as long before a breach a row may be: evidence should be recent
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One row of ``sample``, or the whole sample if its rows cannot be separated."""
-
-    feeds: Mapping[str, Array]
-    served: Mapping[str, Array]
-    reference: Mapping[str, Array]
-    drift: Mapping[str, SampleDrift]  # by output
-    sample: Sample  # without arrays
-    rows: int
-    at: float  # Unix seconds
-    measured_before: int  # rows
-
-    @property
-    def nbytes(self) -> int:
-        return size_of(self.feeds) + size_of(self.served) + size_of(self.reference)
-
-    def copied(self) -> _Row:
-        """Return a copy in memory of its own: a view would keep the whole sample alive."""
-        return replace(self, feeds=copies(self.feeds), served=copies(self.served), reference=copies(self.reference))
+_RowDrift = Mapping[str, SampleDrift]  # of one row, by output
 
 
 class EvidenceRecorder:
     """Keeps the worst row of the newest breach.
 
     A breach is a verdict of state ``over`` or cause ``broken``. While it lasts, a worse row replaces the kept one. The
-    next breach always replaces it. The worst recent row before a breach is kept as well, because the sample that tips
-    the verdict need not be the worst. For one thread only, except :meth:`evidence`.
+    next breach always replaces it. For one thread only, except :meth:`evidence`.
     """
 
-    def __init__(self, batch_axis: int | None, budget: Budget) -> None:
+    def __init__(self, batch_axis: int | None, budget: Budget, files: Mapping[str, str]) -> None:
+        """``files`` maps the artifact's files to their sha256."""
         self._batch_axis = batch_axis
         self._budget = budget
-        self._measured_rows = 0
-        self._worst: _Row | None = None  # the worst row before a breach
-        self._breach: tuple[_Row, DriftVerdict] | None = None
+        self._files = dict(files)
         self._in_breach = False
+        self._kept: Evidence | None = None
+        self._worst: _RowDrift = {}  # of the kept row
         self._oversized_bytes = 0  # size of a breach's row that was too large to keep
 
     def restart(self) -> None:
         """Start anew, because another precision answers now. The last breach is kept."""
-        self._worst, self._in_breach = None, False
+        self._in_breach = False
 
     def record(self, expected: Mapping[str, Array], sample: Sample, drifts: Drifts, verdict: DriftVerdict) -> None:
         """Record a measured sample: the reference's outputs, each row's drift, and the verdict after it."""
         over = verdict.state == "over" or verdict.cause == "broken"
-        if self._worst is not None and self._measured_rows - self._worst.measured_before > RECENT_ROWS:
-            self._worst = None
-        row = self._worst_row(expected, sample, drifts, verdict) if drifts else None
-        self._measured_rows += sample.rows
-        if row is not None and row.nbytes > MAX_ROW_BYTES:
-            self._oversized_bytes = row.nbytes if over else self._oversized_bytes
-            row = None
-        if over:
-            self._record_breach(row, verdict)
-        elif row is not None and self._is_worse(row, self._worst, verdict):
-            self._worst = row.copied()
+        if over and not self._in_breach:
+            self._kept = None
         self._in_breach = over
+        if not over or not drifts:
+            return
+        rows = [dict(zip(drifts, each, strict=True)) for each in zip(*drifts.values(), strict=False)]
+        at = max(range(len(rows)), key=lambda at: self._ratio(rows[at], verdict))
+        if self._kept is None or self._ratio(rows[at], verdict) > self._ratio(self._worst, verdict):
+            found = self._evidence(expected, sample, rows[at], at if len(rows) == sample.rows else None, verdict)
+            nbytes = sum(map(size_of, (found.feeds, found.served, found.reference)))
+            if nbytes > MAX_ROW_BYTES:
+                self._oversized_bytes = nbytes
+            else:
+                self._kept, self._worst = found, rows[at]
 
-    def evidence(self, label: str, files: Mapping[str, str]) -> Evidence:
-        """Return the evidence of the newest breach. ``files`` maps the artifact's files to their sha256.
+    def evidence(self, label: str) -> Evidence:
+        """Return the evidence of the newest breach. For any thread.
 
-        Raises NotFound, of the model ``label``, if there was no breach. For any thread.
+        Raises NotFound, of the model ``label``, if there was no breach.
         """
-        breach = self._breach
-        if breach is None and self._oversized_bytes:
+        kept = self._kept
+        if kept is None and self._oversized_bytes:
             raise NotFound(
                 f"{label}: the rows of its last breach have {self._oversized_bytes} bytes each;"
                 f" at most {MAX_ROW_BYTES} are kept"
             )
-        if breach is None:
+        if kept is None:
             raise NotFound(f"{label} has not been over its budget since its fp32 reference was loaded")
-        row, verdict = breach
+        return kept
+
+    def _evidence(
+        self, expected: Mapping[str, Array], sample: Sample, drift: _RowDrift, at: int | None, verdict: DriftVerdict
+    ) -> Evidence:
+        """Return the sample's row ``at``, or all of it if rows cannot be separated, in memory of its own: a view would
+        keep the whole sample alive."""
+        axis = self._batch_axis
+        kept = None if at is None or axis is None else [at]
         header = Header(
             model=verdict.model,
             version=verdict.version,
-            at=datetime.fromtimestamp(row.at, UTC).isoformat(timespec="seconds"),
-            profile=row.sample.profile,
-            precision=row.sample.precision,
-            rows=row.rows,
-            of_rows=row.sample.rows,
-            batch_axis=self._batch_axis,
+            at=datetime.fromtimestamp(verdict.at, UTC).isoformat(timespec="seconds"),
+            profile=sample.profile,
+            precision=sample.precision,
+            rows=sample.rows if kept is None else 1,
+            of_rows=sample.rows,
+            batch_axis=axis,
             budget=self._budget.as_dict(),
-            drift={output: asdict(each) for output, each in row.drift.items()},
+            drift={output: asdict(each) for output, each in drift.items()},
             verdict=to_json(verdict),
-            files=dict(files),
+            files=self._files,
             versions=versions(),
         )
-        return Evidence(header, dict(row.feeds), dict(row.served), dict(row.reference))
-
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _record_breach(self, row: _Row | None, verdict: DriftVerdict) -> None:
-        """Keep the worst of this row and those kept so far: of this breach, or at its begin of the time before it."""
-        if not self._in_breach:
-            self._breach = None if self._worst is None else (self._worst, verdict)
-            self._worst = None
-        kept = None if self._breach is None else self._breach[0]
-        if row is not None and self._is_worse(row, kept, verdict):
-            self._breach = row.copied(), verdict
-
-    def _worst_row(self, expected: Mapping[str, Array], sample: Sample, drifts: Drifts, verdict: DriftVerdict) -> _Row:
-        """Return the worst row, as views."""
-        by_row: Sequence[Mapping[str, SampleDrift]] = [
-            dict(zip(drifts, each, strict=True)) for each in zip(*drifts.values(), strict=False)
-        ]
-        worst = max(range(len(by_row)), key=lambda row: self._ratio(by_row[row], verdict))
-        axis = self._batch_axis if len(by_row) == sample.rows else None
-
-        def cut(arrays: Mapping[str, Array]) -> dict[str, Array]:
-            if axis is None:
-                return dict(arrays)
-            window = (slice(None),) * axis + (slice(worst, worst + 1),)
-            return {name: array[window] for name, array in arrays.items()}
-
-        return _Row(
-            feeds=cut(sample.feeds),
-            served=cut({name: sample.outputs[name] for name in drifts}),
-            reference=cut({name: expected[name] for name in drifts}),
-            drift=by_row[worst],
-            sample=replace(sample, feeds={}, outputs={}),
-            rows=sample.rows if axis is None else 1,
-            at=verdict.at,
-            measured_before=self._measured_rows,
+        served, reference = ({name: outputs[name] for name in drift} for outputs in (sample.outputs, expected))
+        return Evidence(
+            header, copies(sample.feeds, kept, axis), copies(served, kept, axis), copies(reference, kept, axis)
         )
 
-    def _is_worse(self, row: _Row, kept: _Row | None, verdict: DriftVerdict) -> bool:
-        return kept is None or self._ratio(row.drift, verdict) > self._ratio(kept.drift, verdict)
-
-    def _ratio(self, drift: Mapping[str, SampleDrift], verdict: DriftVerdict) -> float:
+    def _ratio(self, drift: _RowDrift, verdict: DriftVerdict) -> float:
         """Return one row's drift ÷ budget for the bound that the verdict names, or else the worst of all bounds."""
         pairs = [(output, bound) for output in drift for bound in self._budget.bounds]
         if (verdict.output, verdict.metric) in pairs:
@@ -166,12 +119,9 @@ class EvidenceRecorder:
         return max((self._budget.ratio(bound, value) for bound, value in found if value is not None), default=0.0)
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of bf16kit, Python and the numeric packages, and the machine's architecture."""
-    found = {"bf16kit": bf16kit.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = {each.name: each.version for each in distributions() if each.name in _PACKAGES}
+    own = {"bf16kit": bf16kit.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    return own | packages

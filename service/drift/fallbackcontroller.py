@@ -104,16 +104,16 @@ class Fallback:
 
     def receive(self, verdict: DriftVerdict, now: float) -> bool:
         """Apply a verdict. Return whether the phase or the reason changed."""
+        before = self.phase, self.reason
         if self._policy.policy == "off" or self.phase == "warming":
             return False
         if self.phase == "fp32":
-            return self._return(verdict, now)
-        if verdict.state == "over":
-            return self._fall_back(verdict, now)
-        if verdict.state == "within" and self.reason:
+            self._return(verdict, now)
+        elif verdict.state == "over":
+            self._fall_back(verdict, now)
+        elif verdict.state == "within":
             self.reason = ""
-            return True
-        return False
+        return (self.phase, self.reason) != before
 
     def warmed(self, now: float) -> None:
         """Enter phase fp32: the reference is loaded and answers from now on."""
@@ -127,16 +127,13 @@ class Fallback:
         self.phase, self._retry_at = "bf16", now + RETRY_S
         self.reason = f"{self.reason}; fp32 cannot answer: {error}"
 
-    def _fall_back(self, verdict: DriftVerdict, now: float) -> bool:
-        new = not self.reason
-        if new:
-            self.reason = describe(verdict)
+    def _fall_back(self, verdict: DriftVerdict, now: float) -> None:
         if self._policy.policy == "fp32" and now >= self._retry_at:
             self.phase, self.reason = "warming", describe(verdict)
-            return True
-        return new
+        elif not self.reason:
+            self.reason = describe(verdict)
 
-    def _return(self, verdict: DriftVerdict, now: float) -> bool:
+    def _return(self, verdict: DriftVerdict, now: float) -> None:
         if verdict.state == "over":
             self._over_at = now
         clean = (
@@ -145,10 +142,8 @@ class Fallback:
             and verdict.effective_samples >= self._policy.clean_samples
             and verdict.high < 1 - MARGIN
         )
-        if not clean or now - self._over_at < self.stay:
-            return False
-        self.phase, self._since, self.reason = "bf16", now, ""
-        return True
+        if clean and now - self._over_at >= self.stay:
+            self.phase, self._since, self.reason = "bf16", now, ""
 
 
 def describe(verdict: DriftVerdict) -> str:

@@ -66,6 +66,8 @@ class Window:
 
     def select(self, kept: NDArray[np.bool_]) -> Window:
         """Return only the rows where ``kept`` is true."""
+        if kept.all():
+            return self
         weights, clusters = self.weights[kept], self.clusters[kept]
         size = effective_size(weights, clusters)
         return Window(self.columns[:, kept], weights, clusters, self.clients[kept], size)

@@ -70,16 +70,13 @@ class Shadow:
         self._recorder = recorder
         self._on_measured = on_measured
         self._thread = ThreadPoolExecutor(1, f"{name}-shadow")
-        self._lock = threading.Lock()  # of the four below
+        self._lock = threading.Lock()  # of the three below
         self._samples = self._bytes_in_use = 0  # of the samples that wait or are measured
-        self._started = self._stopped = False
+        self._stopped = False
         self._reference: Reference | None = None  # on the thread alone
 
     def start(self) -> None:
-        with self._lock:
-            if not self._started and not self._stopped:
-                self._started = True
-                self._thread.submit(self._open)
+        self._thread.submit(self._open)
 
     def put(self, sample: Sample, on_outcome: OnOutcome) -> None:
         """Queue a sample. ``on_outcome`` is called with its outcome, on any thread: "dropped" if there is no room."""
@@ -101,7 +98,7 @@ class Shadow:
     def stop(self) -> None:
         """Measure no further sample, drop those that wait, and free the reference. Waits for nothing."""
         with self._lock:
-            if self._started and not self._stopped:
+            if not self._stopped:
                 self._thread.submit(self._close)
             self._stopped = True
             self._thread.shutdown(wait=False)

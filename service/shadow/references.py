@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,7 +57,6 @@ class _MeasuredVersion:
     verdict: DriftVerdict | None = None  # the newest
     reported: DriftVerdict | None = None  # the last verdict that the server was sent
     recorder: EvidenceRecorder | None = None  # set if evidence is kept
-    files: Mapping[str, str] = field(default_factory=dict)  # the artifact's files and their sha256
 
     def put(self, sample: Sample, on_outcome: OnOutcome) -> None:
         """Queue a sample; see :meth:`Shadow.put`. The caller holds the lock."""
@@ -190,7 +189,7 @@ class References:
             model = self._models.get((name, version))
         if model is None or model.recorder is None:
             raise NotFound(no_evidence(name, version))
-        data = model.recorder.evidence(label_of((name, version)), model.files).dumps()
+        data = model.recorder.evidence(label_of((name, version))).dumps()
         with os.fdopen(os.dup(message.files[0]), "wb") as file:
             file.write(data)
         return {"bytes": len(data)}
@@ -221,8 +220,8 @@ class References:
     def _new_shadow(self, key: Key, model: _MeasuredVersion, opened: OpenedArtifact) -> Shadow:
         comparison = new_comparison(*key, opened)
         if self._keeps_evidence:
-            model.recorder = EvidenceRecorder(opened.batch_axis, opened.budget)
-            model.files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
+            files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
+            model.recorder = EvidenceRecorder(opened.batch_axis, opened.budget, files)
         return Shadow(
             lambda: self._load(key, model, opened),
             comparison,

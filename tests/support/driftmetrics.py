@@ -1,32 +1,43 @@
-"""A model's metrics of live drift, as a test reads them."""
+"""A model's metrics of live drift, as a scrape of them says."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from prometheus_client.parser import text_string_to_metric_families
+
 from bf16kit.numerics.tensors import TensorSpec
-from service.telemetry.modelmetrics import ModelMetrics
+from service.telemetry.metrics import Metrics
 
 
-class DriftMetrics(ModelMetrics):
-    """The metrics of a version with these outputs. Names are without ``bf16kit_drift_``."""
+class DriftMetrics:
+    """The metrics of one model with these outputs: ``model`` receives events. Names are without ``bf16kit_drift_``."""
 
     def __init__(self, *outputs: TensorSpec) -> None:
-        super().__init__("m", 1)
-        self.opened(0, outputs)
+        self._metrics = Metrics()
+        self.model = self._metrics.add("m", 1)
+        self.model.opened(0, outputs)
 
-    def value(self, name: str, *labels: str) -> float | None:
-        """Return a counter's or a gauge's value; None if there is no such series."""
-        return self.copy()[0][f"drift_{name}"].get(labels)
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return a series' value; None if there is no such series."""
+        return next((value for found, value in self._series(name) if found == labels), None)
 
-    def ratio(self, metric: str, output: str = "y") -> tuple[float, float, float]:
+    def ratio(self, metric: str, output: str = "y") -> tuple[float, ...]:
         """Return drift ÷ budget and its interval."""
-        values, _ = self.copy()
-        ratio, low, high = (values[f"drift_budget_ratio{end}"][output, metric] for end in ("", "_low", "_high"))
-        return ratio, low, high
+        found = (self.value(f"budget_ratio{end}", output=output, metric=metric) for end in ("", "_low", "_high"))
+        return tuple(value for value in found if value is not None)
 
-    def judged_bounds(self) -> set[tuple[str, ...]]:
+    def judged_bounds(self) -> set[tuple[str, str]]:
         """Return the outputs and metrics that have a ratio."""
-        return set(self.copy()[0]["drift_budget_ratio"])
+        return {(labels["output"], labels["metric"]) for labels, _ in self._series("budget_ratio")}
 
-    def rows(self, output: str = "y") -> float:
+    def rows(self, output: str = "y") -> float | None:
         """Return how many rows the compared ones stand for."""
-        return self.copy()[1]["drift_max_abs"][output,].counts[-1]
+        return self.value("max_abs_count", output=output)
+
+    def _series(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
+        for family in text_string_to_metric_families(self._metrics.expose()[0].decode()):
+            for sample in family.samples:
+                if sample.name == f"bf16kit_drift_{name}":
+                    labels = sample.labels.items() - {("model", "m"), ("version", "1")}
+                    yield dict(labels), sample.value

@@ -24,6 +24,7 @@ from service.drift.verdict import DriftVerdict
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"), TensorSpec("z", "float32", ("batch", 2), "logits"))
 ONES = np.ones((1, 2), np.float32)
 BUDGET = Budget.from_dict({"relative_l2": 1e-2, "nonfinite": 0.0})
+POOLED = {"output": "y", "metric": "relative_l2", "moment": "weight"}
 MEASURED = tuple(float(value) for value in 4e-3 * np.exp(0.1 * np.random.default_rng(0).standard_normal(200)))
 CALIBRATION = Calibration({"cpu": {"y": MEASURED}}, {"x": InputRange(low=-1.0, high=1.0)})
 
@@ -51,7 +52,7 @@ class Live:
         for factor in np.exp(spread * self._random.standard_normal(count)):
             answered = np.array([[1.0 + drift * factor * math.sqrt(2), 1.0]], np.float64)
             sent = sample({"y": answered}, x, probability, client=client)
-            self.comparison.observe({"y": np.ones((1, 2))}, sent, self.metrics)
+            self.comparison.observe({"y": np.ones((1, 2))}, sent, self.metrics.model)
         return self.comparison.verdict()
 
     def until(self, drift: float, most: int, *, x: float = 0.5) -> int:
@@ -63,7 +64,7 @@ class Live:
 
     @property
     def alarms(self) -> float | None:
-        return self.metrics.value("changes_total", "y")
+        return self.metrics.value("changes_total", output="y")
 
 
 def sample(
@@ -78,9 +79,9 @@ def sample(
 
 def test_outputs_that_were_not_requested_are_skipped_and_only_logits_have_a_ratio_of_agreement() -> None:
     metrics, comparison = DriftMetrics(*SPECS), Comparison(SPECS, 0, Budget())
-    comparison.observe({"y": ONES, "z": ONES}, sample({"z": ONES}), metrics)
+    comparison.observe({"y": ONES, "z": ONES}, sample({"z": ONES}), metrics.model)
     assert (metrics.rows("y"), metrics.rows("z")) == (0, 1)
-    comparison.observe({"y": ONES, "z": ONES}, sample({"y": ONES, "z": ONES}), metrics)
+    comparison.observe({"y": ONES, "z": ONES}, sample({"y": ONES, "z": ONES}), metrics.model)
     assert {output for output, metric in metrics.judged_bounds() if metric == "top1_agreement"} == {"z"}
 
 
@@ -92,14 +93,14 @@ def test_the_mean_is_that_of_all_rows_served_and_not_of_the_sampled_rows() -> No
     ratio, low, high = live.metrics.ratio("relative_l2")
     assert ratio == pytest.approx((100 * 0.1 + 0.9) / 101, rel=0.02)
     assert low < ratio < high
-    assert live.metrics.rows() == live.metrics.value("pooled_total", "y", "relative_l2", "weight") == 50 * 101
+    assert live.metrics.rows() == live.metrics.value("pooled_total", **POOLED) == 50 * 101
 
 
 def test_without_a_batch_axis_a_request_is_one_row() -> None:
     metrics, comparison = DriftMetrics(SPECS[0]), Comparison(SPECS[:1], None, BUDGET, calibration=CALIBRATION)
     many = Sample({"x": np.full((4, 3), 9.0)}, {"y": np.ones((4, 2))}, 1, 64, 1.0, "bf16", "cpu")
-    comparison.observe({"y": np.ones((4, 2))}, many, metrics)
-    assert (metrics.rows(), metrics.value("out_of_range_total", "x")) == (1, 1)
+    comparison.observe({"y": np.ones((4, 2))}, many, metrics.model)
+    assert (metrics.rows(), metrics.value("out_of_range_total", input="x")) == (1, 1)
 
 
 def test_an_output_without_rows_belongs_to_the_inputs_of_all_rows() -> None:
@@ -107,15 +108,15 @@ def test_an_output_without_rows_belongs_to_the_inputs_of_all_rows() -> None:
     comparison, metrics = Comparison([spec], 1, BUDGET, calibration=CALIBRATION), DriftMetrics(spec)
     feeds = {"x": np.array([[0.0, 99.0]], np.float32)}
     for _ in range(20):
-        comparison.observe({"y": y}, Sample(feeds, {"y": y * 2}, 2, 64, 1.0, "", "cpu"), metrics)
-    assert (metrics.rows(), metrics.value("out_of_range_total", "x")) == (20, 20)
+        comparison.observe({"y": y}, Sample(feeds, {"y": y * 2}, 2, 64, 1.0, "", "cpu"), metrics.model)
+    assert (metrics.rows(), metrics.value("out_of_range_total", input="x")) == (20, 20)
     assert comparison.verdict().cause == "out_of_range"
 
 
 def test_a_reference_output_without_rows_is_an_error_and_nothing_of_the_request_counts() -> None:
     metrics, expected = DriftMetrics(*SPECS), {"y": ONES, "z": np.ones((0, 2), np.float32)}
     with pytest.raises(ArtifactError, match="the fp32 reference's output 'z' has no rows"):
-        Comparison(SPECS, 0, Budget()).observe(expected, sample({"y": ONES, "z": ONES}), metrics)
+        Comparison(SPECS, 0, Budget()).observe(expected, sample({"y": ONES, "z": ONES}), metrics.model)
     assert metrics.rows("y") == 0
 
 
@@ -131,7 +132,7 @@ def test_the_state_is_unknown_until_there_are_enough_samples() -> None:
     assert (many.state, many.cause, many.changed) == ("within", "none", False)
     assert (many.output, many.metric) == ("y", "relative_l2")
     assert 0.35 < many.low < many.ratio < many.high < 0.45
-    assert many.effective_samples == live.metrics.value("effective_samples", "y")
+    assert many.effective_samples == live.metrics.value("effective_samples", output="y")
     assert [live.metrics.value(f"{state}_budget") for state in ("within", "over")] == [1, 0]
 
 
@@ -146,7 +147,7 @@ def test_expected_drift_that_is_over_budget_is_rounding() -> None:
     found = live.send(4e-3, 50)
     assert (found.state, found.cause, found.changed) == ("over", "rounding", False)
     assert found.low > 1
-    assert (live.metrics.value("over_budget"), live.metrics.value("cause", "rounding")) == (1, 1)
+    assert (live.metrics.value("over_budget"), live.metrics.value("cause", cause="rounding")) == (1, 1)
 
 
 def test_by_default_rows_far_off_that_the_mean_does_not_show_are_over_the_budget() -> None:
@@ -182,9 +183,9 @@ def test_a_verdict_names_a_bound_that_has_its_state() -> None:
     comparison, metrics = Comparison(SPECS, 0, Budget.from_dict({"relative_l2": 3e-3})), DriftMetrics(*SPECS)
     far = np.array([[1.5, 1.0]], np.float32)
     for _ in range(3):
-        comparison.observe({"z": ONES}, sample({"z": far}), metrics)
+        comparison.observe({"z": ONES}, sample({"z": far}), metrics.model)
     for _ in range(20):
-        comparison.observe({"y": ONES}, sample({"y": ONES * np.float32(1.006)}), metrics)
+        comparison.observe({"y": ONES}, sample({"y": ONES * np.float32(1.006)}), metrics.model)
     found = comparison.verdict()
     assert metrics.ratio("relative_l2", "z")[0] > found.ratio == pytest.approx(2, rel=0.01)
     assert (found.state, found.output) == ("over", "y")  # z has too few samples for that state
@@ -222,11 +223,11 @@ def test_a_breach_lasts_until_the_narrow_interval_has_1_in_it() -> None:
 def test_an_output_that_is_no_longer_requested_leaves_the_verdict() -> None:
     comparison, metrics = Comparison(SPECS, 0, BUDGET, calibration=CALIBRATION), DriftMetrics(*SPECS)
     for _ in range(20):
-        comparison.observe({"z": ONES}, sample({"z": 2 * ONES}), metrics)
+        comparison.observe({"z": ONES}, sample({"z": 2 * ONES}), metrics.model)
     for _ in range(REQUESTS - 1):
-        comparison.observe({"y": ONES}, sample({"y": ONES}), metrics)
+        comparison.observe({"y": ONES}, sample({"y": ONES}), metrics.model)
     assert (comparison.verdict().state, comparison.verdict().output) == ("over", "z")
-    comparison.observe({"y": ONES}, sample({"y": ONES}), metrics)
+    comparison.observe({"y": ONES}, sample({"y": ONES}), metrics.model)
     assert (comparison.verdict().state, comparison.verdict().cause) == ("within", "none")
 
 
@@ -293,10 +294,10 @@ def test_the_expected_drift_is_learned_if_no_spread_was_measured(calibration: Ca
     live.send(3.0, 20)  # over budget: nothing is learned from these
     live.comparison.restart()
     live.send(4e-3, LEARNING_ROWS - 1)
-    assert live.metrics.value("change_score", "y") is None
+    assert live.metrics.value("change_score", output="y") is None
     live.send(4e-3, 200)
     assert live.alarms == 0
-    assert live.metrics.value("change_score", "y") is not None
+    assert live.metrics.value("change_score", output="y") is not None
     assert live.until(8e-3, 200) <= 25
 
 
@@ -306,8 +307,8 @@ def test_each_profile_is_expected_to_drift_as_it_was_measured() -> None:
     for profile, drift in (("cpu", 4e-3), ("cuda", 8e-3)):
         for _ in range(100):
             answered = np.array([[1.0 + drift * math.sqrt(2), 1.0]])
-            comparison.observe({"y": np.ones((1, 2))}, sample({"y": answered}, profile=profile), metrics)
-    assert metrics.value("changes_total", "y") == 0
+            comparison.observe({"y": np.ones((1, 2))}, sample({"y": answered}, profile=profile), metrics.model)
+    assert metrics.value("changes_total", output="y") == 0
     assert comparison.verdict().samples == 100
 
 
@@ -323,17 +324,17 @@ def test_inputs_out_of_range_are_judged_apart_and_are_no_breach(drift: float) ->
     found = live.comparison.verdict()
     assert (found.state, found.cause, found.changed) == ("within", "out_of_range", False)
     assert (found.ratio, found.effective_samples) == (before.ratio, before.effective_samples)
-    assert (live.metrics.value("out_of_range_total", "x"), live.alarms) == (50, 0)
-    assert live.metrics.value("pooled_total", "y", "relative_l2", "weight") == 300, "nor do they count in the fleet"
+    assert (live.metrics.value("out_of_range_total", input="x"), live.alarms) == (50, 0)
+    assert live.metrics.value("pooled_total", **POOLED) == 300, "nor do they count in the fleet"
     assert live.send(4e-3, REQUESTS).cause == "none"  # they are not recent any more
 
 
 def test_inputs_out_of_range_that_do_not_raise_the_drift_are_no_cause() -> None:
     live = Live()
     live.send(4e-3)
-    assert live.metrics.value("out_of_range_total", "x") == 0, "the series of an input with a range is there at once"
+    assert live.metrics.value("out_of_range_total", input="x") == 0, "there before a row is out of range"
     assert live.send(4e-3, 100, x=1e6).cause == "none"
-    assert live.metrics.value("out_of_range_total", "x") == 100
+    assert live.metrics.value("out_of_range_total", input="x") == 100
 
 
 def test_a_broken_model_is_a_breach_whatever_comes_out_of_range_beside_it() -> None:
@@ -352,7 +353,7 @@ def test_requests_on_which_fp32_overflows_are_counted_and_not_compared(value: fl
     live.send(4e-3, 300)
     before = live.comparison.verdict()
     for answered in ([[1.0, 3e38]], [[math.nan, math.inf]], [[9.0, value]]):
-        live.comparison.observe({"y": np.array([[1.0, value]])}, sample({"y": np.array(answered)}), live.metrics)
+        live.comparison.observe({"y": np.array([[1.0, value]])}, sample({"y": np.array(answered)}), live.metrics.model)
     assert live.comparison.verdict() == before
     assert (live.metrics.rows(), live.metrics.value("reference_nonfinite_total")) == (300, 3)
 
@@ -361,7 +362,7 @@ def test_an_infinite_reference_that_bf16_lost_is_over_budget_at_once() -> None:
     """The golden samples have infinite outputs as well: the model masks."""
     metrics = DriftMetrics(SPECS[0])
     comparison = Comparison(SPECS[:1], 0, Budget(), calibration=Calibration(infinite=frozenset({"y"})))
-    comparison.observe({"y": np.array([[1.0, -np.inf]])}, sample({"y": np.array([[1.0, -3.4e38]])}), metrics)
+    comparison.observe({"y": np.array([[1.0, -np.inf]])}, sample({"y": np.array([[1.0, -3.4e38]])}), metrics.model)
     assert metrics.ratio("nonfinite")[0] == math.inf
     assert comparison.verdict().state == "over"
 
@@ -422,7 +423,7 @@ class Sliced:
                 answered[:, destroyed] = 1 + width * self._random.standard_normal()
             for array in (reference, answered):
                 array[:, 0] += large
-            self.comparison.observe({"y": reference}, sample({"y": answered}), self.metrics)
+            self.comparison.observe({"y": reference}, sample({"y": answered}), self.metrics.model)
         return self.comparison.verdict()
 
 
@@ -432,7 +433,7 @@ def test_a_destroyed_score_beside_a_large_one_is_over_budget_and_named() -> None
     assert live.send(100, large=1e4).state == "within"
     verdict = live.send(200, large=1e4, destroyed=7)
     assert (verdict.state, verdict.metric) == ("over", "slice_error")
-    assert [live.metrics.value(f"worst_slice_{what}", "y") for what in ("axis", "index")] == [1, 7]
+    assert [live.metrics.value(f"worst_slice_{what}", output="y") for what in ("axis", "index")] == [1, 7]
     assert live.metrics.ratio("relative_l2")[0] < 0.1
 
 
@@ -463,7 +464,8 @@ class Ranker:
     def send(self, count: int, *, error: float = 0.002, spread: float = 1.0) -> DriftVerdict:
         for score, wrong in zip(*self._random.standard_normal((2, count)), strict=True):
             expected = np.full((1, 1), spread * score)
-            self._comparison.observe({"score": expected}, sample({"score": expected + error * wrong}), self.metrics)
+            answered = sample({"score": expected + error * wrong})
+            self._comparison.observe({"score": expected}, answered, self.metrics.model)
         return self._comparison.verdict()
 
 
@@ -474,7 +476,7 @@ def test_scores_near_0_are_no_drift_of_a_ranker() -> None:
     found = ranker.send(600, spread=0.01)
     assert (found.state, found.cause, found.changed) == ("within", "none", False)
     assert {metric for _, metric in ranker.metrics.judged_bounds()} == {"nonfinite", "slice_error"}
-    assert ranker.metrics.value("pooled_total", "score", "relative_l2", "weight") == 0
+    assert ranker.metrics.value("pooled_total", **POOLED | {"output": "score"}) == 0
 
 
 def test_a_damaged_ranker_is_over_its_budget_and_broken() -> None:
@@ -482,4 +484,4 @@ def test_a_damaged_ranker_is_over_its_budget_and_broken() -> None:
     ranker.send(200)
     found = ranker.send(100, error=1.0)
     assert (found.state, found.metric, found.cause) == ("over", "slice_error", "broken")
-    assert ranker.metrics.value("changes_total", "score") == 1
+    assert ranker.metrics.value("changes_total", output="score") == 1

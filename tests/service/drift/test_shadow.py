@@ -46,12 +46,11 @@ class Reference:
 
 
 class Heard(DriftMetrics):
-    """Metrics that also record the outcomes of samples, and when the reference went or came."""
+    """Metrics that also count samples by their outcome."""
 
     def __init__(self) -> None:
         super().__init__(*SPECS)
         self.outcomes: Counter[str] = Counter()
-        self.up: list[bool] = []
 
     def put(self, shadow: Shadow, rows: int = 1, error: float = 0.0, nbytes: int = 16) -> None:
         """Have a sample measured, and count its rows by outcome."""
@@ -59,10 +58,6 @@ class Heard(DriftMetrics):
 
     def offer(self, shadow: Shadow, each: Sample) -> None:
         shadow.put(each, lambda outcome: self.outcomes.update({outcome: each.rows}))
-
-    def reference_up(self, up: bool) -> None:
-        super().reference_up(up)
-        self.up += [] if self.up[-1:] == [up] else [up]
 
 
 Make = Callable[..., Shadow]
@@ -83,7 +78,7 @@ def make(reference: Reference, heard: Heard) -> Iterator[Make]:
     shadows: list[Shadow] = []
 
     def build(load: Callable[[], Reference] = lambda: reference, on_measured: Callable[[], object] = int) -> Shadow:
-        shadow = Shadow(load, Comparison(SPECS, 0, Budget()), heard, name="m", on_measured=on_measured)
+        shadow = Shadow(load, Comparison(SPECS, 0, Budget()), heard.model, name="m", on_measured=on_measured)
         shadow.start()
         shadows.append(shadow)
         return shadow
@@ -170,7 +165,7 @@ def test_the_callback_for_a_measured_sample_comes_after_its_time_is_set(make: Ma
     begun = time.time()
     heard.put(make(on_measured=lambda: told.append(heard.value("last_sample_timestamp_seconds"))))
     until(lambda: heard.outcomes["measured"])
-    assert heard.up == [True]
+    assert heard.value("reference_up") == 1
     assert begun <= (told[0] or 0) <= time.time()
 
 
@@ -218,7 +213,7 @@ def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog
     heard.put(make(load))
     until(lambda: heard.outcomes["failed"] == 1)
     assert "no live drift: the fp32 reference cannot be loaded: no residual" in caplog.text
-    assert heard.up == []
+    assert heard.value("reference_up") is None
 
 
 def test_samples_fail_quietly_while_the_reference_is_away_and_its_state_is_reported(
@@ -234,12 +229,12 @@ def test_samples_fail_quietly_while_the_reference_is_away_and_its_state_is_repor
     heard.put(shadow)
     heard.put(shadow)
     until(lambda: heard.outcomes["failed"] == 2)
-    assert heard.up == [True, False]
+    assert heard.value("reference_up") == 0
     reference.up = True
     monkeypatch.setattr(reference, "run", run)
     heard.put(shadow)
     until(lambda: heard.outcomes["measured"] == 1)
-    assert heard.up == [True, False, True]
+    assert heard.value("reference_up") == 1
     assert "failed" not in caplog.text
 
 

@@ -57,8 +57,7 @@ def test_by_default_a_breach_only_raises_an_alert(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fallback: none", "'fallback.policy' is 'none': 'none' is called 'off' now"),
-        ("fallback: on", "'on' is not a policy; use off, alert or fp32"),
+        ("fallback: on", "'fallback.policy' is True: input should be 'off', 'alert' or 'fp32'"),
         ("fallback: fp16", "'fallback.policy' is 'fp16'"),
         ("fallback: {policy: fp32, clean_samples: 0}", r"'fallback\.clean_samples' is 0"),
         ("fallback: {policy: fp32, clean_samples: 1001}", r"'fallback\.clean_samples' is 1001"),
