@@ -33,7 +33,7 @@ STAYS = FallbackPolicy(policy="fp32", min_stay_seconds=100)
 
 def fallen(policy: FallbackPolicy = STAYS, now: float = 0.0) -> Fallback:
     """Return a fallback in which fp32 serves since ``now``."""
-    fallback = Fallback(policy, now)
+    fallback = Fallback(ActivePlan("plan", 0.0, policy), now)
     assert fallback.receive(OVER, now)
     fallback.warmed(now)
     return fallback
@@ -109,7 +109,7 @@ def verdict_of(recent: RecentRows, second: float, *, hasty: bool) -> DriftVerdic
 def transitions(ratio: Callable[[float], float], policy: FallbackPolicy, seed: int) -> list[float]:
     """Return the times in seconds at which the precision changed; drift ÷ budget is ``ratio``, a function of time."""
     noise = np.random.default_rng(seed).standard_normal(SAMPLES) * SPREAD - SPREAD**2 / 2
-    fallback, recent, changes = Fallback(policy, 0.0), RecentRows(), list[float]()
+    fallback, recent, changes = Fallback(ActivePlan("plan", 0.0, policy), 0.0), RecentRows(), list[float]()
     for second in range(SAMPLES):
         drift = 0.015 * ratio(second) * math.exp(noise[second])
         recent.add([SampleDrift(drift, drift**2 / 2, drift, math.inf, 0, 0, 0)], 1.0)
