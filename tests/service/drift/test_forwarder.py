@@ -184,29 +184,21 @@ def test_nothing_is_sampled_after_stop_and_close_gives_the_reference_back() -> N
 # --- what a sample holds ----------------------------------------------------------------------------------------------
 
 
-def test_a_sample_has_the_probability_of_its_rows_and_what_the_comparison_needs_to_know() -> None:
-    rig = Rig(ShadowPolicy(max_rows=2))
-    request = Request({"x": np.ones((8, 3), np.float32)}, rows=8, client="c")
-    sample = rig.offer(request, Reply({"y": np.ones((8, 1))}, "bf16-weights"))
-    assert sample is not None
-    assert (sample.probability, sample.rows) == (2 / 8, 2)
-    assert (sample.precision, sample.profile, sample.client) == ("bf16-weights", "cpu-bf16", "c")
-    assert sample.nbytes == 2 * 3 * 4 + 2 * 8
-
-
-def test_a_sample_holds_copies_of_its_rows_and_not_the_message_or_the_batch() -> None:
-    """A view would keep both alive, and its values would change with their memory."""
+def test_a_sample_holds_copies_of_its_rows_and_what_the_comparison_needs_to_know() -> None:
+    """A view would keep the message and the batch alive, and its values would change with their memory."""
     rig = Rig(ShadowPolicy(rate=1, max_rows=2))
     message = np.ones((1000, 2), np.float32)
     batch = message * np.float32(1.01)
     alive = weakref.ref(message), weakref.ref(batch)
-    sample = rig.offer(Request({"x": message[:5]}, rows=5), Reply({"y": batch[:5]}, "bf16-weights"))
+    sample = rig.offer(Request({"x": message[:8]}, rows=8, client="c"), Reply({"y": batch[:8]}, "bf16-weights"))
     message[:], batch[:] = 7, 8
     del message, batch
     assert [array() for array in alive] == [None, None]
     assert sample is not None
     assert sample.feeds["x"].tolist() == [[1, 1], [1, 1]]
     assert np.allclose(sample.outputs["y"], 1.01)
+    assert (sample.probability, sample.rows, sample.nbytes) == (2 / 8, 2, 2 * 2 * 2 * 4)
+    assert (sample.precision, sample.profile, sample.client) == ("bf16-weights", "cpu-bf16", "c")
 
 
 # --- samples that fp32 has served -------------------------------------------------------------------------------------
