@@ -11,7 +11,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import cache
 from importlib.metadata import distributions
 
 import bf16kit
@@ -41,6 +40,7 @@ class EvidenceRecorder:
         self._batch_axis = batch_axis
         self._budget = budget
         self._files = dict(files)
+        self._versions = versions()  # looked up before it is asked for: it takes some 60 ms
         self._in_breach = False
         self._kept: Evidence | None = None
         self._worst: _RowDrift = {}  # of the kept row
@@ -103,7 +103,7 @@ class EvidenceRecorder:
             drift={output: asdict(each) for output, each in drift.items()},
             verdict=to_json(verdict),
             files=self._files,
-            versions=versions(),
+            versions=self._versions,
         )
         served, reference = ({name: outputs[name] for name in drift} for outputs in (sample.outputs, expected))
         return Evidence(
@@ -119,7 +119,6 @@ class EvidenceRecorder:
         return max((self._budget.ratio(bound, value) for bound, value in found if value is not None), default=0.0)
 
 
-@cache
 def versions() -> dict[str, str]:
     """Return the versions of bf16kit, Python and the numeric packages, and the machine's architecture."""
     packages = {each.name: each.version for each in distributions() if each.name in _PACKAGES}

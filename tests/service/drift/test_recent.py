@@ -58,19 +58,24 @@ def test_floors_have_their_interval_the_right_way_round() -> None:
     assert found["sqnr_db.p99"].ratio > found["sqnr_db"].ratio
 
 
-def test_the_intervals_of_the_worst_value_and_of_nonfinite_elements_have_no_width() -> None:
-    found = judged(
-        [row(max_abs=0.1), row(max_abs=3.0, bad=2), row()], max_abs=1.0, nonfinite=1.0, relative_l2__worst=1e-2
-    )
-    assert found["max_abs"] == Estimate("max_abs", 3.0, 3.0, 3.0, 3.0)
-    assert found["nonfinite"] == Estimate("nonfinite", 2.0, 2.0, 2.0, 2.0)
-    assert found["relative_l2.worst"].ratio == found["relative_l2.worst"].high == pytest.approx(0.1)
-
-
-def test_a_row_with_infinite_drift_makes_the_mean_infinite_as_in_the_converter() -> None:
-    found = judged([*[row()] * 20, row(math.inf, sqnr_db=-math.inf)], relative_l2=1e-2, sqnr_db=40)
-    assert found["relative_l2"] == Estimate("relative_l2", math.inf, math.inf, math.inf, math.inf)
-    assert found["sqnr_db"] == Estimate("sqnr_db", math.inf, math.inf, math.inf, math.inf)
+@pytest.mark.parametrize(
+    ("rows", "bound", "ratio"),
+    [
+        ([row(max_abs=0.1), row(max_abs=3.0), row()], {"max_abs": 1.0}, 3.0),
+        ([row(), row(bad=2), row()], {"nonfinite": 1.0}, 2.0),
+        ([row(2e-3), row()], {"relative_l2__worst": 1e-3}, 2.0),
+        ([*[row()] * 20, row(math.inf)], {"relative_l2": 1e-2}, math.inf),
+        ([*[row()] * 20, row(sqnr_db=-math.inf)], {"sqnr_db": 40}, math.inf),
+        ([row(0.0)] * 20, {"relative_l2": 0.0}, 0.0),
+        ([row(1e-9)] * 20, {"relative_l2": 0.0}, math.inf),
+    ],
+    ids=["largest", "not finite", "worst", "infinite mean", "infinite decibels", "0 of 0", "a little of 0"],
+)
+def test_bounds_on_measured_rows_and_infinite_ratios_have_no_width(
+    rows: list[SampleDrift], bound: dict[str, float], ratio: float
+) -> None:
+    (found,) = judged(rows, **bound).values()
+    assert (found.ratio, found.low, found.high, found.lowest) == (ratio,) * 4
 
 
 @pytest.mark.parametrize(
@@ -81,11 +86,6 @@ def test_exact_rows_do_not_count_in_the_mean_of_the_decibels(inexact: int, bound
     found = judged([*[row(sqnr_db=40.0)] * inexact, *[row(0.0, sqnr_db=math.inf)] * (20 - inexact)], sqnr_db=40)
     assert found["sqnr_db"].ratio == pytest.approx(1 if inexact else 0)
     assert (found["sqnr_db"].high < math.inf) == bounded
-
-
-def test_only_a_drift_of_zero_is_within_a_bound_of_zero() -> None:
-    assert judged([row(0.0)] * 20, relative_l2=0.0)["relative_l2"] == Estimate("relative_l2", 0.0, 0.0, 0.0, 0.0)
-    assert judged([row(1e-9)] * 20, relative_l2=0.0)["relative_l2"].low == math.inf
 
 
 def test_agreement_counts_the_converters_ties_by_weight_and_effective_samples() -> None:
