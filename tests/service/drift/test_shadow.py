@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from bf16kit.drift.metrics import Budget
 from bf16kit.messages.errors import ArtifactError, RuntimeFailure, Unavailable
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array
-from service.drift.comparison import Comparison
+from service.drift.breachevidence import EvidenceRecorder
+from service.drift.comparison import Comparison, Drifts
 from service.drift.sampler import Sample
 from service.drift.shadow import MAX_BYTES, NICENESS, QUEUE_SIZE, Shadow
+from service.drift.verdict import DriftVerdict
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
 
@@ -60,6 +63,20 @@ class Heard(DriftMetrics):
         shadow.put(each, lambda outcome: self.outcomes.update({outcome: each.rows}))
 
 
+class Recorder(EvidenceRecorder):
+    """Records what it is told: the drift of a sample's row, or a restart."""
+
+    def __init__(self) -> None:
+        super().__init__(0, Budget(), {})
+        self.told: list[float | str] = []
+
+    def restart(self) -> None:
+        self.told.append("restart")
+
+    def record(self, expected: object, sample: Sample, drifts: Drifts, verdict: DriftVerdict) -> None:
+        self.told.append(round(drifts["y"][0].relative_l2, 4))
+
+
 Make = Callable[..., Shadow]
 
 
@@ -77,8 +94,8 @@ def heard() -> Heard:
 def make(reference: Reference, heard: Heard) -> Iterator[Make]:
     shadows: list[Shadow] = []
 
-    def build(load: Callable[[], Reference] = lambda: reference, on_measured: Callable[[], object] = int) -> Shadow:
-        shadow = Shadow(load, Comparison(SPECS, 0, Budget()), heard.model, name="m", on_measured=on_measured)
+    def build(load: Callable[[], Reference] = lambda: reference, **options: Any) -> Shadow:
+        shadow = Shadow(load, Comparison(SPECS, 0, Budget()), heard.model, name="m", **options)
         shadow.start()
         shadows.append(shadow)
         return shadow
@@ -168,7 +185,8 @@ def test_a_restart_takes_effect_after_the_samples_that_were_put_before_it(
     make: Make, heard: Heard, reference: Reference
 ) -> None:
     reference.gate.clear()
-    shadow = make()
+    recorder = Recorder()
+    shadow = make(recorder=recorder)
     heard.put(shadow, error=0.03)
     until(lambda: reference.running)
     heard.put(shadow, error=0.03)
@@ -177,6 +195,7 @@ def test_a_restart_takes_effect_after_the_samples_that_were_put_before_it(
     reference.gate.set()
     until(lambda: heard.outcomes["measured"] == 3)
     assert heard.ratio("relative_l2")[0] == pytest.approx(1.0, rel=1e-3)
+    assert recorder.told == [0.03, 0.03, "restart", 0.015]
 
 
 def test_samples_that_fail_are_counted_and_the_next_is_measured(
