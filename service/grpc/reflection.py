@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
+from google.protobuf import text_format
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -42,25 +43,8 @@ def public_pool() -> DescriptorPool:
 
 def public_file() -> FileDescriptorProto:
     """Return the stubs' file with the package and every reference to it renamed."""
-    file = FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
-    own = f".{file.package}."
+    own = FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    text = text_format.MessageToString(own).replace(f'".{own.package}.', f'".{_PUBLIC}.')
+    file = text_format.Parse(text, FileDescriptorProto())
     file.name, file.package = PUBLIC_FILE, _PUBLIC
-    for message in file.message_type:
-        _rename(message, own)
-    for service in file.service:
-        for method in service.method:
-            method.input_type = _public(method.input_type, own)
-            method.output_type = _public(method.output_type, own)
     return file
-
-
-def _rename(message: DescriptorProto, own: str) -> None:
-    for field in message.field:
-        if field.type_name:
-            field.type_name = _public(field.type_name, own)
-    for nested in message.nested_type:
-        _rename(nested, own)
-
-
-def _public(type_name: str, own: str) -> str:
-    return f".{_PUBLIC}.{type_name.removeprefix(own)}" if type_name.startswith(own) else type_name
