@@ -175,8 +175,8 @@ class RpcPool(ThreadPoolExecutor):
     """The limits, threads and timeouts of one class of RPCs: at most ``limit`` calls, whose bytes ``budget`` bounds.
 
     A client gets ``receive`` seconds to send a request and ``send`` seconds to read a response; less while half of the
-    places or bytes are taken. At most ``max_slow`` may be slow to send. ``count_refusal`` is called with the reason of
-    every rejection before a call reaches a model: ``reason`` if the pool is full.
+    places or bytes are taken, or the server stops. At most ``max_slow`` may be slow to send. ``count_refusal`` is
+    called with the reason of every rejection before a call reaches a model: ``reason`` if the pool is full.
     """
 
     def __init__(
@@ -203,6 +203,7 @@ class RpcPool(ThreadPoolExecutor):
         self._what = what
         self._reason = reason
         self._draining = False
+        self.last_drained = 0.0  # when a call was last rejected because of that, in seconds of time.monotonic()
 
     def admit(self, client: str) -> Permit:
         """Return a permit for a call of ``client``. Raises :class:`Overloaded` or :class:`Unavailable`."""
@@ -210,6 +211,7 @@ class RpcPool(ThreadPoolExecutor):
         if self._draining:  # asked once the place is counted: whoever drains waits for the others
             if admitted:
                 self.shares.release(client)
+            self.last_drained = time.monotonic()
             raise Unavailable("the server is shutting down; try another", "draining")
         if not admitted:
             limit = f"{self.shares.limit} {self._what} is the limit of this server"
@@ -219,7 +221,7 @@ class RpcPool(ThreadPoolExecutor):
         return Permit(self.shares, self.budget, client)
 
     def drain(self) -> None:
-        """Reject every new call from now on."""
+        """Reject every new call from now on, and wait no longer for clients than under pressure."""
         self._draining = True
 
     def status(self, error: Exception) -> Status:
@@ -254,4 +256,4 @@ class RpcPool(ThreadPoolExecutor):
         return _DONE
 
     def _has_pressure(self) -> bool:
-        return self.shares.half_full or self.budget.half_full
+        return self._draining or self.shares.half_full or self.budget.half_full

@@ -69,10 +69,10 @@ def test_a_watcher_sees_a_model_become_ready() -> None:
 class Watcher:
     """A watch without a socket: gRPC's Python client may lose a message if the end of the stream overtakes it."""
 
-    def __init__(self, servicer: HealthServicer, service: str = "m", client: str = "somebody") -> None:
+    def __init__(self, servicer: HealthServicer, service: str = "m") -> None:
         self.started = 0.0
         self.deadline: float | None = None
-        self.client = client
+        self.client = "somebody"
         self.cancellation = Cancellation()
         self.sent: list[Any] = []
         self.reads = threading.Event()
@@ -104,45 +104,24 @@ def test_at_shutdown_a_watcher_gets_not_serving_unless_of_the_process_and_the_en
     assert servicer.check(health_pb2.HealthCheckRequest(service="grpc.health.v1.Health"), None).status == SERVING
 
 
-def test_clients_that_do_not_read_take_two_threads_each_and_delay_no_other() -> None:
-    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE, threads=5)
-    deaf = [Watcher(servicer, client=client) for client in ("deaf", "mute") for _ in range(9)]
-    for watcher in deaf:
-        watcher.reads.clear()
-        watcher.start()
-    good = Watcher(servicer, client="good").start()
-    until(lambda: good.sent == [SERVING])
-    until(lambda: sum(bool(watcher.sent) for watcher in deaf) == 4)
-    until(lambda: servicer.has_backlog)
-    for watcher in deaf:
-        watcher.reads.set()
-    until(lambda: all(watcher.sent == [SERVING] for watcher in deaf))
-    until(lambda: not servicer.has_backlog)
-    until(lambda: servicer._free == 5)
-    assert not servicer._sending
-    servicer.shut_down(timeout=30)
-    assert all(watcher.sent == [SERVING, NOT_SERVING, None] for watcher in deaf)
-
-
-def test_watchers_that_have_read_before_come_first() -> None:
+def test_clients_that_never_read_delay_no_update_and_get_the_last_status_when_they_read() -> None:
     registry = LoopbackRegistry([LoopbackModel("m")])
     servicer = HealthServicer(registry, SERVICE, threads=1)
-    good = Watcher(servicer, client="good").start()
+    good = Watcher(servicer).start()
     until(lambda: good.sent)
-    deaf = [Watcher(servicer, client=f"deaf{n}") for n in range(9)]
+    deaf = [Watcher(servicer) for _ in range(9)]
     for watcher in deaf:
         watcher.reads.clear()
         watcher.start()
     until(lambda: any(watcher.sent for watcher in deaf))
     registry.drain()
-    for watcher in deaf:
-        if watcher.sent:
-            watcher.reads.set()
     until(lambda: good.sent == [SERVING, NOT_SERVING])
-    assert sum(bool(watcher.sent) for watcher in deaf) < 9
+    assert sum(bool(watcher.sent) for watcher in deaf) == 1
     for watcher in deaf:
         watcher.reads.set()
+    until(lambda: all(watcher.sent[-1:] == [NOT_SERVING] for watcher in deaf))
     servicer.shut_down(timeout=30)
+    assert all(watcher.sent[-1] is None for watcher in (good, *deaf))
 
 
 def test_an_unchanged_status_is_not_repeated() -> None:

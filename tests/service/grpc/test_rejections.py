@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from rawgrpc import RawConnection, framed
 
@@ -162,24 +161,6 @@ def test_health_watches_beyond_max_watches_are_rejected() -> None:
         first.cancel()
 
 
-def test_reflection_streams_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_REFLECTION_STREAMS", 1)
-    stay = threading.Event()
-
-    def questions() -> Iterator[reflection_pb2.ServerReflectionRequest]:
-        yield reflection_pb2.ServerReflectionRequest(list_services="")
-        stay.wait(60)
-
-    with serving(LoopbackModel()) as served:
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(served.channel)
-        first = stub.ServerReflectionInfo(questions(), timeout=60)
-        next(first)
-        assert refused(lambda: stub.ServerReflectionInfo(iter([]), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
-        assert served.log.refusals == ["reflection"]
-        first.cancel()
-        stay.set()
-
-
 def test_calls_for_health_and_metadata_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_CONTROL_CALLS", 1)
     path = f"/{SERVICE}/ModelReady"
@@ -209,7 +190,7 @@ def _control_refused(served: Served) -> bool:
 def test_calls_during_a_shutdown_are_rejected(gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shutdown is paused where the server has closed its doors but gRPC has not closed its port."""
     go_on = threading.Event()
-    monkeypatch.setattr(server_module, "wait_for_delivery", lambda until: go_on.wait(30))
+    monkeypatch.setattr(server_module, "wait_for_delivery", lambda pools, until: go_on.wait(30))
     with serving(LoopbackModel(run=gate)) as served, gate:
         (held,) = run_held(served, gate)
         stopping = threading.Thread(target=served.transport.stop, args=(30.0,))
