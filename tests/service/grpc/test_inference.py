@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -42,46 +41,6 @@ def changed(message: pb.ModelInferRequest, **fields: Any) -> pb.ModelInferReques
     for name, value in fields.items():
         setattr(message, name, value)
     return message
-
-
-def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
-    """Return requests that fail with INVALID_ARGUMENT, by case, with the words that the details must contain."""
-    mixed = infer_request(x=X)
-    mixed.inputs[0].contents.fp32_contents.extend(X.ravel().tolist())
-    short = infer_request(x=X)
-    short.raw_input_contents[0] = bytes(20)
-    twice = infer_request(x=X)
-    twice.inputs.append(twice.inputs[0])
-    twice.raw_input_contents.append(twice.raw_input_contents[0])
-    timeout = infer_request(x=X)
-    timeout.parameters["timeout"].string_param = "soon"
-    unknown_output = infer_request(x=X)
-    unknown_output.outputs.add(name="z")
-    negative = infer_request(x=X)
-    negative.inputs[0].shape[0] = -1
-    return {
-        "version": (changed(infer_request(x=X), model_version="newest"), "'newest'"),
-        "missing": (pb.ModelInferRequest(model_name="echo"), "input 'x' is missing"),
-        "extra": (infer_request(x=X, z=X), "unknown input 'z'"),
-        "twice": (twice, "input 'x' was sent twice"),
-        "dtype": (infer_request(x=X.astype(np.float64)), "input 'x' has datatype 'FP64', expected FP32"),
-        "shape": (infer_request(x=X[:, :2]), "input 'x' has shape [2, 2], expected [batch,3]"),
-        "rank": (infer_request(x=X[0]), "of rank 1, expected [batch,3]"),
-        "size": (short, "input 'x' has 20 bytes, expected 24"),
-        "negative": (negative, "input 'x' has shape [-1, 3]"),
-        "rows": (infer_request(x=np.zeros((9, 3), np.float32)), "input 'x' has 9 rows, expected at most 8"),
-        "mixed": (mixed, "input 'x' has contents beside raw_input_contents"),
-        "parameter": (timeout, "parameter 'timeout'"),
-        "output": (unknown_output, "unknown output 'z'; the model's outputs are y"),
-    }
-
-
-@pytest.mark.parametrize("case", broken_requests().keys())
-def test_a_request_that_does_not_fit_is_an_invalid_argument_with_the_reason(served: Served, case: str) -> None:
-    message, words = broken_requests()[case]
-    code, details = served.refusal("ModelInfer", message)
-    assert code is StatusCode.INVALID_ARGUMENT
-    assert words in details
 
 
 def test_a_response_over_its_limit_is_rejected_with_the_limit() -> None:
@@ -289,11 +248,3 @@ def _first(served: Served) -> Cancellation:
     found = served.registry.find("echo", "").seen[0].cancellation
     assert found is not None
     return found
-
-
-def _as_done(calls: list[Any]) -> Iterator[Any]:
-    done = threading.Event()
-    for call in calls:
-        call.add_done_callback(lambda _: done.set())
-    assert done.wait(30)
-    return (call for call in calls if call.done())
