@@ -16,14 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from bf16kit.messages.errors import Forbidden, Overloaded, Unauthenticated, Unavailable
+from bf16kit.messages.errors import Overloaded, RequestError, Unavailable
 from service.grpc.arrival import find_arrival as find_arrival
 from service.grpc.status import Status, status_of
 from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, CallTimeouts
 
 _SPARE_THREADS = 4  # to reject calls whose client is only known on a thread
 _SLOW_CALLS = 8  # calls without tensors that may be slow to send their few bytes
-_REFUSAL_REASONS: dict[type[Exception], str] = {Unauthenticated: "unauthenticated", Forbidden: "forbidden"}
 # What gRPC gets for a call that it has submitted: it only counts calls in flight with it, if their number is bounded.
 _DONE: Future[Any] = Future()
 _DONE.set_result(None)
@@ -226,9 +225,8 @@ class RpcPool(ThreadPoolExecutor):
 
     def status(self, error: Exception) -> Status:
         """Return the status for an error that ended a call before it reached a model, and count its reason."""
-        reason = error.reason if isinstance(error, Overloaded | Unavailable) else _REFUSAL_REASONS.get(type(error))
-        if reason:
-            self.count_refusal(reason)
+        if isinstance(error, RequestError) and error.reason:
+            self.count_refusal(error.reason)
         return status_of(error)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -24,11 +24,10 @@ from service.wire import metadata
 _NOT_EXPLICIT = "explicit model load / unload is not allowed; start with --model-control explicit"
 _NO_MEMORY = "shared memory is off; start with shared_memory: true, or send tensors in raw_input_contents"
 _NO_CUDA_MEMORY = "CUDA shared memory is not supported; use system shared memory or raw_input_contents"
-_NO_SETTINGS = "this server has no settings that can be read or changed while it runs"
+_NO_SETTINGS = "settings that can be read while the server runs are not supported here"
 #: RPCs that may wait for minutes: they have a pool of their own.
 CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
-# Part of a call's remaining time, in seconds and as a share, that is left for its client to read the outcome.
-_RESPONSE_S, _RESPONSE_PART = 0.25, 0.1
+_RESPONSE_SECONDS = 0.1  # before its deadline a wait ends, so that the client reads the outcome
 T = TypeVar("T")
 _LoadParameters = Mapping[str, pb.ModelRepositoryParameter]
 
@@ -243,8 +242,7 @@ def _check_parameters(change: str, only: str, kind: str, parameters: _LoadParame
 def _wait_seconds(deadline: float | None) -> float | None:
     if deadline is None:
         return None
-    remaining = deadline - time.monotonic()
-    return max(0.0, remaining - min(_RESPONSE_S, _RESPONSE_PART * remaining))
+    return max(0.0, deadline - time.monotonic() - _RESPONSE_SECONDS)
 
 
 def _given(setting: pb.LogSettingsRequest.SettingValue) -> tuple[Setting, ...]:
@@ -253,8 +251,6 @@ def _given(setting: pb.LogSettingsRequest.SettingValue) -> tuple[Setting, ...]:
 
 
 def _log_value(value: Setting) -> pb.LogSettingsResponse.SettingValue:
-    if isinstance(value, bool):
-        return pb.LogSettingsResponse.SettingValue(bool_param=value)
-    if isinstance(value, int):
-        return pb.LogSettingsResponse.SettingValue(uint32_param=value)
-    return pb.LogSettingsResponse.SettingValue(string_param=value)
+    sent = pb.LogSettingsResponse.SettingValue()
+    setattr(sent, {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)], value)
+    return sent

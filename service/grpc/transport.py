@@ -158,7 +158,6 @@ class Transport:
         completed = self._wait_empty(until)
         self._server.stop(0)
         self._watchdog.stop()
-        self._wait_empty(time.monotonic() + _FINAL_WAIT_SECONDS)
         # The threads get a moment: a run that was cut off may never end.
         closing = threading.Thread(target=self._close_pools, name="grpc-closing", daemon=True)
         closing.start()
@@ -246,7 +245,7 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
 
 
 def _ms(seconds: float) -> int:
-    return min(round(seconds * 1e3), 2**31 - 1)
+    return round(seconds * 1e3)
 
 
 def _address(host: str, port: int) -> str:

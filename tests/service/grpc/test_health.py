@@ -151,18 +151,6 @@ def test_watchers_that_leave_while_statuses_change_block_no_other_call() -> None
         assert check(served, "m") in (SERVING, NOT_SERVING)
 
 
-def test_more_watchers_than_threads_hold_no_thread() -> None:
-    with serving(LoopbackModel(), max_in_flight=1, max_streams=1) as served:
-        stub = health(served)
-        watches = []
-        for _ in range(40):
-            watches.append(stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=60))
-            assert next(watches[-1]).status == SERVING
-        assert check(served, "") == SERVING
-        for watch in watches:
-            watch.cancel()
-
-
 def test_a_watcher_whose_send_fails_is_logged_and_removed(caplog: pytest.LogCaptureFixture) -> None:
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
     watcher = Watcher(servicer)

@@ -69,15 +69,6 @@ def test_an_unknown_model_or_version_is_not_found_and_not_counted(served: Served
     assert served.log.seen == []
 
 
-def test_an_unknown_model_is_reported_as_not_ready_without_an_error(served: Served) -> None:
-    assert not served.call("ModelReady", pb.ModelReadyRequest(name="nobody")).ready
-    assert not served.call("ModelReady", pb.ModelReadyRequest(name="slow")).ready
-    assert served.call("ModelReady", pb.ModelReadyRequest(name="echo")).ready
-    assert (
-        served.refusal("ModelReady", pb.ModelReadyRequest(name="echo", version="x"))[0] is StatusCode.INVALID_ARGUMENT
-    )
-
-
 @pytest.mark.parametrize(("name", "expected"), [("slow", StatusCode.UNAVAILABLE), ("bad", StatusCode.NOT_FOUND)])
 def test_a_request_for_a_model_that_is_not_ready_is_rejected_and_counted(
     served: Served, name: str, expected: StatusCode
@@ -188,6 +179,9 @@ def test_failed_requests_are_observed_with_their_times(gate: Gate) -> None:
         ("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest(name="r", key="/r")),
         ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest()),
         ("RepositoryIndex", pb.RepositoryIndexRequest(repository_name="other")),
+        ("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest()),
+        ("CudaSharedMemoryRegister", pb.CudaSharedMemoryRegisterRequest(name="r")),
+        ("TraceSetting", pb.TraceSettingRequest()),
     ],
 )
 def test_an_rpc_that_is_not_served_is_unimplemented_with_the_reason(served: Served, method: str, message: Any) -> None:
@@ -196,25 +190,12 @@ def test_an_rpc_that_is_not_served_is_unimplemented_with_the_reason(served: Serv
     assert "not supported" in details or "start" in details
 
 
-def test_an_unknown_rpc_is_unimplemented(served: Served) -> None:
-    unknown_rpc: Any = served.channel.unary_unary("/inference.GRPCInferenceService/TraceSetting")
-    with pytest.raises(grpc.RpcError) as refused:
-        unknown_rpc(b"", timeout=30)
-    assert refused.value.code() is StatusCode.UNIMPLEMENTED
-
-
 def test_a_request_gets_its_response_and_is_observed_once(served: Served) -> None:
     answer = served.call("ModelInfer", changed(infer_request(x=X), id="abc"))
     assert answer.raw_output_contents[0] == X.tobytes()
     assert (answer.model_version, answer.id) == ("1", "abc")
     assert served.log.seen == [("echo", 1, "OK")]
     assert served.log.observations[0].seconds > 0
-
-
-def test_a_request_without_a_version_goes_to_the_newest() -> None:
-    with serving(LoopbackModel(version=2), LoopbackModel(version=10)) as served:
-        assert served.call("ModelInfer", infer_request(x=X)).model_version == "10"
-        assert served.call("ModelInfer", changed(infer_request(x=X), model_version="2")).model_version == "2"
 
 
 def test_a_replaced_models_requests_are_read_by_the_new_models_codec() -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from waiting import until
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Array
 from service.grpc import arrival, transport
 from service.grpc.handlers import SERVICE, HandlerInterceptor
 from service.grpc.transport import Transport, TransportOptions
@@ -52,11 +51,6 @@ def test_a_second_server_does_not_silently_share_the_port() -> None:
         start(port=served.port)
 
 
-def test_workers_may_share_a_port_on_purpose() -> None:
-    with serving(LoopbackModel(), share_port=True) as served:
-        assert start(port=served.port, share_port=True) == served.port
-
-
 def test_the_error_for_an_address_of_another_machine_names_it() -> None:
     with pytest.raises(ConfigError, match=re.escape("cannot listen on 203.0.113.7 port ")):
         start(host="203.0.113.7", port=0)
@@ -67,37 +61,6 @@ def test_a_message_over_the_limit_is_rejected() -> None:
         assert served.call("ModelInfer", infer_request(x=np.zeros((1000, 3), np.float32)))
         code, _ = served.refusal("ModelInfer", infer_request(x=np.zeros((100_000, 3), np.float32)))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-def test_stopping_finishes_requests_in_flight_and_rejects_new_ones() -> None:
-    started, go = threading.Event(), threading.Event()
-
-    def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
-        started.set()
-        assert go.wait(60)
-        return {"y": np.array(feeds["x"])}
-
-    with serving(LoopbackModel(run=run)) as served:
-        running = served.stub("ModelInfer").future(infer_request(x=X), timeout=60)
-        assert started.wait(30)
-        stopping = threading.Thread(target=served.transport.stop, args=(30.0,))
-        stopping.start()
-        with grpc.insecure_channel(served.address) as late:
-            infer = late.unary_unary(
-                "/inference.GRPCInferenceService/ModelInfer",
-                request_serializer=pb.ModelInferRequest.SerializeToString,
-                response_deserializer=pb.ModelInferResponse.FromString,
-            )
-            code = None
-            while code is not grpc.StatusCode.UNAVAILABLE:  # the first may still be admitted, and wait
-                with pytest.raises(grpc.RpcError) as refused:
-                    infer(infer_request(x=X), timeout=0.2)
-                code = refused.value.code()
-        assert not running.done()
-        go.set()
-        assert running.result(30).raw_output_contents[0] == X.tobytes()
-        stopping.join(30)
-        assert not stopping.is_alive()
 
 
 def test_stopping_does_not_wait_for_watches_and_idle_streams() -> None:
