@@ -215,7 +215,7 @@ class LoopbackRegistry:
 
 
 class Gate:
-    """A ``run`` for a model: sets ``started``, then waits until the test sets ``go``."""
+    """A ``run`` for a model: sets ``started``, then waits until the test sets ``go``, or the end of a ``with``."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -225,6 +225,12 @@ class Gate:
         self.started.set()
         assert self.go.wait(60)
         return {"y": np.array(feeds["x"])}
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
 
 
 @dataclass

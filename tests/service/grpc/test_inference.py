@@ -24,9 +24,8 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.go.set()
+    with Gate() as gate:
+        yield gate
 
 
 @pytest.fixture

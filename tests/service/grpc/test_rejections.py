@@ -23,19 +23,9 @@ INFER = f"/{SERVICE}/ModelInfer"
 MESSAGE = infer_request(x=X).SerializeToString()
 
 
-class Gated(Gate):
-    """A gate that opens at the end of the test even if it fails: the server waits for what runs."""
-
-    def __exit__(self, *_: object) -> None:
-        self.go.set()
-
-    def __enter__(self) -> Gated:
-        return self
-
-
 @pytest.fixture
-def gate() -> Gated:
-    return Gated()
+def gate() -> Gate:
+    return Gate()
 
 
 def refused(call: Any) -> StatusCode:
@@ -46,7 +36,7 @@ def refused(call: Any) -> StatusCode:
     return code
 
 
-def run_held(served: Served, gate: Gated, calls: int = 1) -> list[Any]:
+def run_held(served: Served, gate: Gate, calls: int = 1) -> list[Any]:
     """Start ``calls`` requests on one connection, of which the first runs.
 
     They end when the caller drops the returned list.
@@ -57,7 +47,7 @@ def run_held(served: Served, gate: Gated, calls: int = 1) -> list[Any]:
     return begun
 
 
-def test_requests_beyond_max_in_flight_are_rejected(gate: Gated) -> None:
+def test_requests_beyond_max_in_flight_are_rejected(gate: Gate) -> None:
     with serving(LoopbackModel(run=gate), max_in_flight=1) as served, gate:
         held = run_held(served, gate)
         assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
@@ -65,7 +55,7 @@ def test_requests_beyond_max_in_flight_are_rejected(gate: Gated) -> None:
         assert not held[0].done()
 
 
-def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gated) -> None:
+def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gate) -> None:
     with serving(LoopbackModel(run=gate, max_batch_size=0), max_in_flight=8) as served, gate:
         held = run_held(served, gate, calls=7)
         code, details = served.refusal("ModelInfer", infer_request(x=X))
@@ -75,7 +65,7 @@ def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gated) -
         assert not any(call.done() for call in held)
 
 
-def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gated) -> None:
+def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gate) -> None:
     """Another connection has a place, but not for this model; another model still serves."""
     model = LoopbackModel(run=gate, max_batch_size=0)
     with serving(model, LoopbackModel("other")) as served, RawConnection(served.port) as another, gate:
@@ -95,7 +85,7 @@ def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gated) -> No
         assert limit.in_use == 0
 
 
-def test_a_rejection_by_a_full_queue_is_counted_by_the_model(gate: Gated) -> None:
+def test_a_rejection_by_a_full_queue_is_counted_by_the_model(gate: Gate) -> None:
     model = LoopbackModel(run=gate, max_batch_size=0, max_queue=1)
     with serving(model) as served, gate:
         begun = run_held(served, gate)
@@ -105,7 +95,7 @@ def test_a_rejection_by_a_full_queue_is_counted_by_the_model(gate: Gated) -> Non
         assert served.log.refusals == []
 
 
-def test_requests_beyond_the_byte_limit_are_rejected(gate: Gated) -> None:
+def test_requests_beyond_the_byte_limit_are_rejected(gate: Gate) -> None:
     rows = infer_request(x=np.ones((1000, 3), np.float32))
     model = LoopbackModel(run=gate, max_batch_size=1000)
     with serving(model, max_request_bytes=len(rows.SerializeToString()) + 100) as served, gate:
@@ -187,7 +177,7 @@ def _control_refused(served: Served) -> bool:
     return False
 
 
-def test_calls_during_a_shutdown_are_rejected(gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_during_a_shutdown_are_rejected(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shutdown is paused where the server has closed its doors but gRPC has not closed its port."""
     go_on = threading.Event()
     monkeypatch.setattr(server_module, "wait_for_delivery", lambda pools, until: go_on.wait(30))
