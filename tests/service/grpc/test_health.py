@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import LoopbackModel, LoopbackRegistry, Served, serving, until
@@ -46,13 +45,6 @@ def test_the_process_is_live_whatever_its_models_are() -> None:
     with serving() as empty:
         assert check(empty, "") == NOT_SERVING
         assert check(empty, "grpc.health.v1.Health") == SERVING
-
-
-def test_an_unknown_service_is_not_found() -> None:
-    with serving(LoopbackModel()) as served:
-        with pytest.raises(grpc.RpcError) as refused:
-            check(served, "nobody")
-        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_a_watcher_sees_a_model_become_ready() -> None:
