@@ -22,7 +22,6 @@ from service.grpc.status import Status, status_of
 from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, CallTimeouts
 
 _SPARE_THREADS = 4  # to reject calls whose client is only known on a thread
-_SLOW_CALLS = 8  # calls without tensors that may be slow to send their few bytes
 # What gRPC gets for a call that it has submitted: it only counts calls in flight with it, if their number is bounded.
 _DONE: Future[Any] = Future()
 _DONE.set_result(None)
@@ -187,8 +186,7 @@ class RpcPool(ThreadPoolExecutor):
         count_refusal: Callable[[str], None],
         receive: float,
         send: float,
-        *,
-        max_slow: float = _SLOW_CALLS,
+        max_slow: int,
         budget: ByteBudget | None = None,
         threads: int | None = None,
     ) -> None:

@@ -34,8 +34,7 @@ _log = logging.getLogger(__name__)
 _CONTROL_CALLS = 128  # concurrent calls for health, metadata, statistics and reflection
 _CHANGES = 32  # concurrent calls that wait for a load or unload
 _WATCH_THREADS = 128  # a watch needs one only to begin
-# Watchers that may take longer than a second to read a few bytes: each of them occupies a thread that sends.
-_SLOW_WATCHERS, _SLOW_WATCHER_SECONDS = 8, 1.0
+_SLOW_WATCHER_SECONDS = 1.0  # to read a few bytes; only few watchers may take longer, for each occupies a thread
 _FINAL_WAIT_SECONDS = 1.0  # wait of a stopping server for watchers to be notified, and for calls to end
 # gRPC's thread has delivered the calls that had arrived if it has none to reject for so long; at most, for new ones may
 # arrive all the time.
@@ -182,15 +181,13 @@ def _pools(options: TransportOptions, count_refusal: Callable[[str], None]) -> d
     """Return the pool of each class of RPCs."""
     receive, send = options.receive_seconds, options.send_seconds
     budget = ByteBudget(options.max_request_bytes)
-    most_slow = max(1, options.max_request_bytes // options.max_message_bytes)
+    max_slow = max(1, options.max_request_bytes // options.max_message_bytes)
 
     def pool(name: str, limit: int, what: str, reason: str, **more: Any) -> RpcPool:
-        return RpcPool(f"grpc-{name}", limit, what, reason, count_refusal, receive, send, **more)
+        return RpcPool(f"grpc-{name}", limit, what, reason, count_refusal, receive, send, max_slow, **more)
 
     pools = {
-        "inference": pool(
-            "infer", options.max_in_flight, "requests in flight", "in_flight", max_slow=most_slow, budget=budget
-        ),
+        "inference": pool("infer", options.max_in_flight, "requests in flight", "in_flight", budget=budget),
         "streams": pool("open-stream", options.max_streams, "open streams", "streams", budget=budget),
         "control": pool("control", _CONTROL_CALLS, "calls for health and metadata", "control"),
         "changes": pool("change", _CHANGES, "loads and unloads of models", "control"),
@@ -198,9 +195,7 @@ def _pools(options: TransportOptions, count_refusal: Callable[[str], None]) -> d
     }
     idle = options.stream_idle_seconds  # also while many are open: streams are idle by nature
     pools["streams"].receive_timeouts = CallTimeouts(idle, idle)
-    pools["watches"].send_timeouts = CallTimeouts(
-        SECONDS_UNDER_PRESSURE, _SLOW_WATCHER_SECONDS, max_slow=_SLOW_WATCHERS
-    )
+    pools["watches"].send_timeouts = CallTimeouts(SECONDS_UNDER_PRESSURE, _SLOW_WATCHER_SECONDS, max_slow=max_slow)
     return pools
 
 
