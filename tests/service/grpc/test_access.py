@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from loopback import LoopbackModel, Served, infer_request, serving
@@ -30,6 +31,7 @@ from service.regions.table import RegionLimits, RegionTable
 X = np.ones((1, 3), np.float32)
 INFER = infer_request(x=X)
 MANY = infer_request(x=np.zeros((8, 3), np.float32))
+ALIVE = pb.ServerLiveRequest()
 LOAD = pb.RepositoryModelLoadRequest(model_name="echo")
 QUIET = pb.LogSettingsRequest(settings={"log_info": pb.LogSettingsRequest.SettingValue(bool_param=False)})
 APPLICATION, SCRAPER, OPERATOR = "application-0123456", "scraper-0123456789", "operator-012345678"
@@ -46,22 +48,6 @@ class Nothing:
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-def call(channel: grpc.Channel, method: str, message: Any, token: str | None = None) -> Any:
-    rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
-    stub: Any = channel.unary_unary(
-        f"/{SERVICE}/{method}",
-        request_serializer=GetMessageClass(rpc.input_type).SerializeToString,
-        response_deserializer=GetMessageClass(rpc.output_type).FromString,
-    )
-    return stub(message, timeout=20, metadata=[("authorization", f"Bearer {token}")] if token else None)
-
-
-def refusal(channel: grpc.Channel, method: str, message: Any, token: str | None = None) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as refused:
-        call(channel, method, message, token)
-    return refused.value.code(), refused.value.details() or ""
 
 
 def _services(channel: grpc.Channel, token: str | None = None) -> set[str]:
@@ -113,9 +99,9 @@ class TestTokens:
     def test_each_call_needs_its_scope(self, served: Served, method: str, message: Any, scope: str) -> None:
         for token, scopes in SCOPES.items():
             if scope in scopes:
-                call(served.channel, method, message, token)
+                served.call(method, message, token=token)
             else:
-                code, details = refusal(served.channel, method, message, token)
+                code, details = served.refusal(method, message, token)
                 assert code is grpc.StatusCode.PERMISSION_DENIED
                 # Who may not even read the settings is told so first.
                 assert f"lacks the scope {scope!r}" in details or (message is QUIET and token == APPLICATION)
@@ -124,20 +110,20 @@ class TestTokens:
 
     @pytest.mark.parametrize("token", [None, "nobody-knows-this-1", "application-012345"])
     def test_a_request_without_a_known_token_is_not_read(self, served: Served, token: str | None) -> None:
-        code, details = refusal(served.channel, "ModelInfer", INFER, token)
+        code, details = served.refusal("ModelInfer", INFER, token)
         assert code is grpc.StatusCode.UNAUTHENTICATED
         assert not token or token not in details
         assert (served.log.refusals, served.log.seen) == (["unauthenticated"], [])
 
     def test_only_a_client_with_the_scope_learns_that_an_rpc_is_not_served(self, tokens: TokenFile) -> None:
         with serving(LoopbackModel(), tokens=tokens) as served:
-            codes = [refusal(served.channel, "RepositoryModelLoad", LOAD, t)[0] for t in (None, SCRAPER, OPERATOR)]
+            codes = [served.refusal("RepositoryModelLoad", LOAD, t)[0] for t in (None, SCRAPER, OPERATOR)]
         assert [code.name for code in codes] == ["UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"]
 
     def test_probes_need_no_token(self, served: Served) -> None:
         stub: Any = health_pb2_grpc.HealthStub(served.channel)
-        assert call(served.channel, "ServerLive", pb.ServerLiveRequest()).live
-        assert call(served.channel, "ModelReady", pb.ModelReadyRequest(name="echo")).ready
+        assert served.call("ServerLive", ALIVE).live
+        assert served.call("ModelReady", pb.ModelReadyRequest(name="echo")).ready
         assert stub.Check(health_pb2.HealthCheckRequest(), timeout=20).status
         assert next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)).status
 
@@ -149,42 +135,48 @@ class TestTokens:
         assert SERVICE in _services(served.channel, SCRAPER)
 
 
+@contextmanager
+def secured(served: Served, trusted: Authority, own: Pair | None = None) -> Iterator[Served]:
+    """Yield a client that trusts this authority and perhaps has a certificate of its own."""
+    identity = (own.key.read_bytes(), own.certificate.read_bytes()) if own else (None, None)
+    credentials = grpc.ssl_channel_credentials(trusted.certificate.read_bytes(), *identity)
+    # A channel shares its connection with other channels to the same address, unless its options differ.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.secure_channel(f"localhost:{served.port}", credentials, options) as channel:
+        yield replace(served, channel=channel)
+
+
 class TestTls:
-    @pytest.fixture
-    def authority(self, tmp_path: Path) -> Authority:
-        return Authority(tmp_path)
-
-    def test_clients_that_trust_the_authority_are_served_and_plain_ones_are_not(self, authority: Authority) -> None:
-        pair = authority.sign("server")
+    def test_clients_that_trust_the_authority_are_served_and_plain_ones_are_not(
+        self, authority: Authority, pair: Pair
+    ) -> None:
         with serving(LoopbackModel(), certificates=CertificateFiles(pair.certificate, pair.key)) as served:
-            with _channel(served.port, authority) as channel:
-                assert call(channel, "ModelInfer", INFER).model_name == "echo"
-            with grpc.insecure_channel(f"localhost:{served.port}") as plain:
-                assert refusal(plain, "ServerLive", pb.ServerLiveRequest())[0] is grpc.StatusCode.UNAVAILABLE
+            with secured(served, authority) as client:
+                assert client.call("ModelInfer", INFER).model_name == "echo"
+            assert served.refusal("ServerLive", ALIVE)[0] is grpc.StatusCode.UNAVAILABLE
 
-    def test_a_client_without_the_required_certificate_is_rejected(self, authority: Authority) -> None:
-        pair = authority.sign("server")
+    def test_a_client_without_the_required_certificate_is_rejected(self, authority: Authority, pair: Pair) -> None:
         files = CertificateFiles(pair.certificate, pair.key, authority.certificate)
         with serving(LoopbackModel(), certificates=files) as served:
-            with _channel(served.port, authority) as anonymous:
-                assert refusal(anonymous, "ServerLive", pb.ServerLiveRequest())[0] is grpc.StatusCode.UNAVAILABLE
-            with _channel(served.port, authority, authority.sign("client")) as known:
-                assert call(known, "ServerLive", pb.ServerLiveRequest()).live
+            with secured(served, authority) as anonymous:
+                assert anonymous.refusal("ServerLive", ALIVE)[0] is grpc.StatusCode.UNAVAILABLE
+            with secured(served, authority, authority.sign("client")) as known:
+                assert known.call("ServerLive", ALIVE).live
 
-    def test_a_new_certificate_is_used_for_new_connections(self, authority: Authority, tmp_path: Path) -> None:
+    def test_a_new_certificate_is_used_for_new_connections(self, tmp_path: Path) -> None:
         """The client trusts the new authority only, and the server is not restarted."""
-        pair = authority.sign("server")
+        for name in ("old", "new"):
+            (tmp_path / name).mkdir()
+        newer = Authority(tmp_path / "new")
+        pair, renewed = Authority(tmp_path / "old").sign("server"), newer.sign("server")
         with serving(LoopbackModel(), certificates=CertificateFiles(pair.certificate, pair.key)) as served:
-            (tmp_path / "new").mkdir()
-            newer = Authority(tmp_path / "new")
-            renewed = newer.sign("server")
             renewed.key.replace(pair.key)
             renewed.certificate.replace(pair.certificate)
 
             def answered() -> bool:
-                with _channel(served.port, newer) as channel:
+                with secured(served, newer) as client:
                     try:
-                        return bool(call(channel, "ServerLive", pb.ServerLiveRequest()).live)
+                        return bool(client.call("ServerLive", ALIVE).live)
                     except grpc.RpcError:
                         return False
 
@@ -197,7 +189,7 @@ def test_compressed_requests_are_read() -> None:
         serving(LoopbackModel()) as served,
         grpc.insecure_channel(served.address, options, compression=grpc.Compression.Gzip) as channel,
     ):
-        assert call(channel, "ModelInfer", MANY).outputs[0].shape == [8, 3]
+        assert replace(served, channel=channel).call("ModelInfer", MANY).outputs[0].shape == [8, 3]
 
 
 def test_responses_are_not_compressed() -> None:
@@ -206,10 +198,3 @@ def test_responses_are_not_compressed() -> None:
         asked = client.call(path, message, ("grpc-accept-encoding", "identity,deflate,gzip"))
         until(lambda: asked in client.ended, what="the response")
         assert asked not in client.compressed
-
-
-def _channel(port: int, trusted: Authority, client: Pair | None = None) -> grpc.Channel:
-    own = (client.key.read_bytes(), client.certificate.read_bytes()) if client else (None, None)
-    credentials = grpc.ssl_channel_credentials(trusted.certificate.read_bytes(), *own)
-    # A channel shares its connection with other channels to the same address, unless its options differ.
-    return grpc.secure_channel(f"localhost:{port}", credentials, [("grpc.use_local_subchannel_pool", 1)])
