@@ -124,31 +124,28 @@ def test_responses_beyond_the_byte_limit_become_rejections() -> None:
         assert [code for *_, code in served.log.seen] == ["OK"] + ["RESOURCE_EXHAUSTED"] * 2
 
 
-def test_streams_beyond_max_streams_are_rejected() -> None:
+@pytest.mark.parametrize("kind", ["streams", "watches"])
+def test_open_streams_and_watches_beyond_their_limit_are_rejected(kind: str) -> None:
     stay = threading.Event()
 
     def messages() -> Iterator[pb.ModelInferRequest]:
         yield infer_request(x=X)
         stay.wait(60)
 
-    with serving(LoopbackModel(), max_streams=1) as served:
-        stream = served.stub("ModelStreamInfer")
-        first = stream(messages(), timeout=60)
+    with serving(LoopbackModel(), max_streams=1, max_watches=1) as served:
+        stub: Any = health_pb2_grpc.HealthStub(served.channel)
+
+        def opened() -> Any:
+            if kind == "streams":
+                return served.stub("ModelStreamInfer")(messages(), timeout=60)
+            return stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+
+        first = opened()
         next(first)
-        assert refused(lambda: stream(iter([]), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
-        assert served.log.refusals == ["streams"]
+        assert refused(opened) is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == [kind]
         first.cancel()
         stay.set()
-
-
-def test_health_watches_beyond_max_watches_are_rejected() -> None:
-    with serving(LoopbackModel(), max_watches=1) as served:
-        stub: Any = health_pb2_grpc.HealthStub(served.channel)
-        first = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
-        next(first)
-        assert refused(lambda: stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
-        assert served.log.refusals == ["watches"]
-        first.cancel()
 
 
 def test_calls_for_health_and_metadata_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
