@@ -54,6 +54,7 @@ class RequiredScope:
             return
         scopes = self.tokens.scopes(authorization) if isinstance(authorization, str) else None
         if scopes is None:
-            raise Unauthenticated("this call needs a valid token: send metadata 'authorization: Bearer …'")
+            text = "this call needs a valid token: send metadata 'authorization: Bearer …'"
+            raise Unauthenticated(text, "unauthenticated")
         if self.scope not in scopes:
-            raise Forbidden(f"the token lacks the scope {self.scope!r}, which this call needs")
+            raise Forbidden(f"the token lacks the scope {self.scope!r}, which this call needs", "forbidden")

@@ -17,13 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from bf16kit.messages.errors import Forbidden, Overloaded, Unauthenticated, Unavailable
+from bf16kit.messages.errors import Overloaded, RequestError, Unavailable
 from service.grpc.arrival import find_arrival
 from service.grpc.status import Status, status_of
 from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, CallTimeouts
 
-_SLOW_CALLS = 8  # calls without tensors that may be slow to send their few bytes
-_REFUSAL_REASONS: dict[type[Exception], str] = {Unauthenticated: "unauthenticated", Forbidden: "forbidden"}
 # What gRPC gets for a call that it has submitted: it only counts calls in flight with it, if their number is bounded.
 _DONE: Future[Any] = Future()
 _DONE.set_result(None)
@@ -175,8 +173,8 @@ class RpcPool(ThreadPoolExecutor):
     """The limits, threads and timeouts of one class of RPCs: at most ``limit`` calls, whose bytes ``budget`` bounds.
 
     A client gets ``receive`` seconds to send a request and ``send`` seconds to read a response; less while half of the
-    places or bytes are taken. At most ``max_slow`` may be slow to send. ``count_refusal`` is called with the reason of
-    every rejection before a call reaches a model: ``reason`` if the pool is full.
+    places or bytes are taken, or the server stops. At most ``max_slow`` may be slow to send. ``count_refusal`` is
+    called with the reason of every rejection before a call reaches a model: ``reason`` if the pool is full.
     """
 
     def __init__(
@@ -188,8 +186,7 @@ class RpcPool(ThreadPoolExecutor):
         count_refusal: Callable[[str], None],
         receive: float,
         send: float,
-        *,
-        max_slow: float = _SLOW_CALLS,
+        max_slow: int,
         budget: ByteBudget | None = None,
         threads: int | None = None,
     ) -> None:
@@ -203,6 +200,7 @@ class RpcPool(ThreadPoolExecutor):
         self._what = what
         self._reason = reason
         self._draining = False
+        self.last_drained = 0.0  # when a call was last rejected because of that, in seconds of time.monotonic()
 
     def admit(self, client: str) -> Permit:
         """Return a permit for a call of ``client``. Raises :class:`Overloaded` or :class:`Unavailable`."""
@@ -210,6 +208,7 @@ class RpcPool(ThreadPoolExecutor):
         if self._draining:  # asked once the place is counted: whoever drains waits for the others
             if admitted:
                 self.shares.release(client)
+            self.last_drained = time.monotonic()
             raise Unavailable("the server is shutting down; try another", "draining")
         if not admitted:
             limit = f"{self.shares.limit} {self._what} is the limit of this server"
@@ -219,14 +218,13 @@ class RpcPool(ThreadPoolExecutor):
         return Permit(self.shares, self.budget, client)
 
     def drain(self) -> None:
-        """Reject every new call from now on."""
+        """Reject every new call from now on, and wait no longer for clients than under pressure."""
         self._draining = True
 
     def status(self, error: Exception) -> Status:
         """Return the status for an error that ended a call before it reached a model, and count its reason."""
-        reason = error.reason if isinstance(error, Overloaded | Unavailable) else _REFUSAL_REASONS.get(type(error))
-        if reason:
-            self.count_refusal(reason)
+        if isinstance(error, RequestError) and error.reason:
+            self.count_refusal(error.reason)
         return status_of(error)
 
     def run(self, work: Callable[[], object]) -> None:
@@ -251,4 +249,4 @@ class RpcPool(ThreadPoolExecutor):
         return _DONE
 
     def _has_pressure(self) -> bool:
-        return self.shares.half_full or self.budget.half_full
+        return self._draining or self.shares.half_full or self.budget.half_full

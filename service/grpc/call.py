@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import grpc
 
-from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable, Unsupported
+from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from service.grpc.access import Metadata, RequiredScope
 from service.grpc.admission import MessageBytes, Permit, RpcPool
 from service.grpc.arrival import Arrival
@@ -38,7 +38,6 @@ class Rpc:
     * ``handler`` of a :class:`WatchCall` takes the request, the call and a function that sends a response (None ends
       the stream). It returns at once.
     * ``may_read_at_once``: whether a request with these bytes is decoded too quickly to be handed to another thread.
-    * ``off``: why the server does not offer the RPC; all its calls are rejected.
     """
 
     pool: RpcPool
@@ -46,7 +45,6 @@ class Rpc:
     read: MessageReader
     serialize: Callable[[Any], bytes]
     handler: Callable[..., Any]
-    off: str = ""
     may_read_at_once: Callable[[bytes], bool] = lambda data: False
 
 
@@ -68,8 +66,6 @@ class Call:
         self._aborted = self._has_ended = False
         try:
             rpc.required.check(self.metadata_value("authorization"))
-            if rpc.off:
-                raise Unsupported(rpc.off)
         except RequestError as error:
             self._rejection = error
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unsupported
 from bf16kit.messages.wording import quoted
@@ -17,34 +17,17 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Registry
 from service.grpc.access import RequiredScope
 from service.grpc.inference import CallContext
-from service.operations import Operations, Region, RegistryModels, Setting, Settings
+from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Setting, Settings
 from service.wire import metadata
 
 # Begins like Triton's message.
 _NOT_EXPLICIT = "explicit model load / unload is not allowed; start with --model-control explicit"
 _NO_MEMORY = "shared memory is off; start with shared_memory: true, or send tensors in raw_input_contents"
-#: For RPCs that this server may not offer: the member of :class:`Operations` that answers them, and why it is off.
-_OPTIONAL = {
-    "RepositoryModelLoad": ("control", _NOT_EXPLICIT),
-    "RepositoryModelUnload": ("control", _NOT_EXPLICIT),
-    "SystemSharedMemoryStatus": ("regions", _NO_MEMORY),
-    "SystemSharedMemoryRegister": ("regions", _NO_MEMORY),
-    "SystemSharedMemoryUnregister": ("regions", _NO_MEMORY),
-    "CudaSharedMemoryStatus": ("regions", _NO_MEMORY),
-    "CudaSharedMemoryRegister": (
-        "",
-        "CUDA shared memory is not supported; use system shared memory or raw_input_contents",
-    ),
-    "CudaSharedMemoryUnregister": ("regions", _NO_MEMORY),
-    "TraceSetting": ("traces", "tracing cannot be changed while the server runs; set it when starting"),
-    "LogSettings": ("logs", "the log cannot be changed while the server runs; set log_level when starting"),
-}
+_NO_CUDA_MEMORY = "CUDA shared memory is not supported; use system shared memory or raw_input_contents"
+_NO_SETTINGS = "settings that can be read while the server runs are not supported here"
 #: RPCs that may wait for minutes: they have a pool of their own.
 CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
-#: RPCs that need the scope ``manage``. Settings can be read with ``read``, and a change needs a further check.
-MANAGING = tuple(name for name in _OPTIONAL if name not in ("TraceSetting", "LogSettings"))
-# Part of a call's remaining time, in seconds and as a share, that is left for its client to read the outcome.
-_RESPONSE_S, _RESPONSE_PART = 0.25, 0.1
+_RESPONSE_SECONDS = 0.1  # before its deadline a wait ends, so that the client reads the outcome
 T = TypeVar("T")
 _LoadParameters = Mapping[str, pb.ModelRepositoryParameter]
 
@@ -66,10 +49,13 @@ class ControlServicer:
         self._waiting: set[threading.Event] = set()  # calls that wait for a change
         self._draining = False
 
-    def off_reason(self, rpc: str) -> str:
-        """Return why this server does not offer ``rpc``; "" if it does."""
-        part, reason = _OPTIONAL.get(rpc, ("models", ""))
-        return reason if getattr(self._operations, part, None) is None else ""
+    @property
+    def _control(self) -> ModelControl:
+        return _on(self._operations.control, _NOT_EXPLICIT)
+
+    @property
+    def _regions(self) -> Regions:
+        return _on(self._operations.regions, _NO_MEMORY)
 
     def drain(self) -> None:
         """End all waits for a model to load or unload."""
@@ -111,7 +97,7 @@ class ControlServicer:
         check_repository(message.repository_name)
         name = message.model_name
         try:
-            change = _on(self._operations.control).load(name, _load_config(message.parameters))
+            change = self._control.load(name, _load_config(message.parameters))
             self._wait(change, call, f"loading model {quoted(name)}")
         except (InvalidRequest, NotFound, Unavailable) as error:
             named = copy(error)  # other calls may wait for the same change and raise the same error
@@ -126,10 +112,10 @@ class ControlServicer:
 
         No model depends on another here, so ``unload_dependents`` changes nothing.
         """
+        control, name = self._control, message.model_name
         check_repository(message.repository_name)
         _check_parameters("unload", "unload_dependents", "bool_param", message.parameters)
-        name = message.model_name
-        self._wait(_on(self._operations.control).unload(name), call, f"unloading model {quoted(name)}")
+        self._wait(control.unload(name), call, f"unloading model {quoted(name)}")
         return pb.RepositoryModelUnloadResponse()
 
     def _wait(self, change: Future[None], call: CallContext, doing: str) -> None:
@@ -175,43 +161,53 @@ class ControlServicer:
     ) -> Mapping[str, Sequence[Setting]]:
         if changes:
             self._manage.check(call.metadata_value("authorization"))
-        return _on(target).update(changes, model)
+        return _on(target, _NO_SETTINGS).update(changes, model)
 
     def SystemSharedMemoryStatus(
         self, message: pb.SystemSharedMemoryStatusRequest, call: CallContext
     ) -> pb.SystemSharedMemoryStatusResponse:
-        return metadata.regions_status(_on(self._operations.regions).status(message.name))
+        return metadata.regions_status(self._regions.status(message.name))
 
     def SystemSharedMemoryRegister(
         self, message: pb.SystemSharedMemoryRegisterRequest, call: CallContext
     ) -> pb.SystemSharedMemoryRegisterResponse:
-        _on(self._operations.regions).register(Region(message.name, message.key, message.offset, message.byte_size))
+        self._regions.register(Region(message.name, message.key, message.offset, message.byte_size))
         return pb.SystemSharedMemoryRegisterResponse()
 
     def SystemSharedMemoryUnregister(
         self, message: pb.SystemSharedMemoryUnregisterRequest, call: CallContext
     ) -> pb.SystemSharedMemoryUnregisterResponse:
-        _on(self._operations.regions).unregister(message.name)
+        self._regions.unregister(message.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     def CudaSharedMemoryStatus(
         self, message: pb.CudaSharedMemoryStatusRequest, call: CallContext
     ) -> pb.CudaSharedMemoryStatusResponse:
         """Return no regions. perf_analyzer unregisters all regions of both kinds before it uses either."""
+        _on(self._operations.regions, _NO_MEMORY)
         if message.name:
             raise NotFound(f"unknown CUDA shared memory region {quoted(message.name)}")
         return pb.CudaSharedMemoryStatusResponse()
 
+    def CudaSharedMemoryRegister(self, message: pb.CudaSharedMemoryRegisterRequest, call: CallContext) -> NoReturn:
+        raise Unsupported(_NO_CUDA_MEMORY)
+
     def CudaSharedMemoryUnregister(
         self, message: pb.CudaSharedMemoryUnregisterRequest, call: CallContext
     ) -> pb.CudaSharedMemoryUnregisterResponse:
+        _on(self._operations.regions, _NO_MEMORY)
         return pb.CudaSharedMemoryUnregisterResponse()
 
 
-def _on(part: T | None) -> T:
-    """Return a part of the operations. Its RPCs reach their methods only if it is there: see ``off_reason``."""
+def is_managing(rpc: str) -> bool:
+    """Return whether ``rpc`` needs the scope ``manage``. Settings are read with ``read``; a change is checked later."""
+    return rpc in CHANGES or "SharedMemory" in rpc
+
+
+def _on(part: T | None, reason: str) -> T:
+    """Return a part of the operations. Raises Unsupported with ``reason`` if this server does not offer it."""
     if part is None:
-        raise Unsupported("this operation is off")
+        raise Unsupported(reason)
     return part
 
 
@@ -246,8 +242,7 @@ def _check_parameters(change: str, only: str, kind: str, parameters: _LoadParame
 def _wait_seconds(deadline: float | None) -> float | None:
     if deadline is None:
         return None
-    remaining = deadline - time.monotonic()
-    return max(0.0, remaining - min(_RESPONSE_S, _RESPONSE_PART * remaining))
+    return max(0.0, deadline - time.monotonic() - _RESPONSE_SECONDS)
 
 
 def _given(setting: pb.LogSettingsRequest.SettingValue) -> tuple[Setting, ...]:
@@ -256,8 +251,6 @@ def _given(setting: pb.LogSettingsRequest.SettingValue) -> tuple[Setting, ...]:
 
 
 def _log_value(value: Setting) -> pb.LogSettingsResponse.SettingValue:
-    if isinstance(value, bool):
-        return pb.LogSettingsResponse.SettingValue(bool_param=value)
-    if isinstance(value, int):
-        return pb.LogSettingsResponse.SettingValue(uint32_param=value)
-    return pb.LogSettingsResponse.SettingValue(string_param=value)
+    sent = pb.LogSettingsResponse.SettingValue()
+    setattr(sent, {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)], value)
+    return sent

@@ -15,7 +15,7 @@ from service.config.tokens import Scope, TokenFile
 from service.grpc.access import Metadata, RequiredScope
 from service.grpc.admission import RpcPool
 from service.grpc.call import Call, InferenceCall, Rpc, UnaryCall, WatchCall
-from service.grpc.control import CHANGES, MANAGING, ControlServicer
+from service.grpc.control import CHANGES, ControlServicer, is_managing
 from service.grpc.health import HealthServicer
 from service.grpc.inference import InferenceServicer
 from service.grpc.reflection import reflection_handler
@@ -44,14 +44,12 @@ def open_by_path(
 ) -> dict[str, _Open]:
     """Return the function that opens a call of each RPC, by path."""
 
-    def add(
-        service: str, method: Any, pool: str, scope: Scope | None, kind: type[Call], handler: Any, off: str = ""
-    ) -> None:
+    def add(service: str, method: Any, pool: str, scope: Scope | None, kind: type[Call], handler: Any) -> None:
         read = MessageReader(method.input_type, max_message_bytes if scope == "infer" else _MAX_BYTES_WITHOUT_TENSORS)
         serialize = GetMessageClass(method.output_type).SerializeToString
         # Shared memory is large: it is not copied on the thread that all calls share.
         at_once = (lambda data: False) if servicer.reads_shared_memory else read.is_quick
-        rpc = Rpc(pools[pool], RequiredScope(tokens, scope), read, serialize, handler, off, at_once)
+        rpc = Rpc(pools[pool], RequiredScope(tokens, scope), read, serialize, handler, at_once)
         paths[f"/{service}/{method.name}"] = lambda metadata: _handler(kind(rpc, metadata), serialize)
 
     paths: dict[str, _Open] = {}
@@ -62,21 +60,14 @@ def open_by_path(
         elif name == _STREAM:
             add(SERVICE, method, "streams", "infer", StreamCall, servicer.ModelStreamInfer)
         else:
-            off = control.off_reason(name)
-            add(
-                SERVICE,
-                method,
-                "changes" if name in CHANGES and not off else "control",
-                None if name in _PROBES else "manage" if name in MANAGING else "read",
-                UnaryCall,
-                getattr(control, name, None),
-                off and f"{name}: {off}",
-            )
+            pool = "changes" if name in CHANGES else "control"
+            scope: Scope | None = None if name in _PROBES else "manage" if is_managing(name) else "read"
+            add(SERVICE, method, pool, scope, UnaryCall, getattr(control, name))
     reflect = reflection_handler((SERVICE, _HEALTH.full_name, _REFLECTION.full_name))
     info = _REFLECTION.methods_by_name["ServerReflectionInfo"]
     add(_HEALTH.full_name, _HEALTH.methods_by_name["Check"], "control", None, UnaryCall, health.check)
     add(_HEALTH.full_name, _HEALTH.methods_by_name["Watch"], "watches", None, WatchCall, health.watch)
-    add(_REFLECTION.full_name, info, "reflection", "read", StreamCall, reflect)
+    add(_REFLECTION.full_name, info, "control", "read", StreamCall, reflect)
     return paths
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,9 +26,7 @@ _log = logging.getLogger(__name__)
 # The health service itself is SERVING as long as the process answers: for liveness probes. A model that is loading or
 # cannot be loaded is no reason to restart the process.
 LIVE = "grpc.health.v1.Health"
-# A send blocks while a client does not read, until the send's timeout. So each occupies a thread, and one client, which
-# may have many watches, at most two of them.
-_THREADS, _THREADS_PER_CLIENT = 64, 2
+_THREADS = 64  # for first messages, and as many for updates: each send to a client that does not read occupies one
 
 Send = Callable[[health_pb2.HealthCheckResponse | None], None]
 
@@ -37,46 +34,33 @@ Send = Callable[[health_pb2.HealthCheckResponse | None], None]
 class _Watcher:
     """An open Watch. ``send`` sends a message, or ends the stream with None. One thread at a time uses it."""
 
-    __slots__ = ("busy", "client", "has_read", "last_sent", "send", "service")
+    __slots__ = ("busy", "last_sent", "send", "service")
 
-    def __init__(self, service: str, client: str, send: Send) -> None:
+    def __init__(self, service: str, send: Send) -> None:
         self.service = service
-        self.client = client
         self.send = send
         self.busy = False  # it waits for a thread, or a thread is sending to it
-        self.has_read = False  # the client has read a message
         self.last_sent: int | None = None
 
 
 class HealthServicer:
     """Answers Check at once, and sends status changes to watchers on separate threads.
 
-    The registry's callback must not block, but a send does while a client does not read. Watchers that have read a
-    message before come first.
+    The registry's callback must not block, but a send does while a client does not read. The first message to a watcher
+    has other threads than updates, which thus do not wait behind clients that have never read.
     """
 
     def __init__(self, registry: Registry, service: str, threads: int = _THREADS) -> None:
         self._registry = registry
         self._service = service
-        self._threads = ThreadPoolExecutor(threads, "health")
-        self._lock = threading.Lock()  # guards the following fields, and those of watchers
-        self._free = threads
-        self._sending: Counter[str] = Counter()  # threads, by client
-        self._waiting: tuple[deque[_Watcher], deque[_Watcher]] = (
-            deque(),
-            deque(),
-        )  # those that have read, and the others
+        self._first = ThreadPoolExecutor(threads, "health-first")
+        self._updates = ThreadPoolExecutor(threads, "health-update")
+        self._lock = threading.Lock()  # guards the set of watchers and their fields
         self._watchers: set[_Watcher] = set()
-        self._is_shut_down = False
         self._computing = threading.Lock()  # guards what follows: a newer status must not be overwritten by an older
         self._closed = False
         self._current = self._statuses()
         registry.subscribe(self._on_change)
-
-    @property
-    def has_backlog(self) -> bool:
-        """Whether status changes wait for threads that are sending to slow watchers. These then get less time."""
-        return any(self._waiting)
 
     def check(self, request: health_pb2.HealthCheckRequest, call: object) -> health_pb2.HealthCheckResponse:
         status = self._current.get(request.service)
@@ -86,7 +70,7 @@ class HealthServicer:
 
     def watch(self, request: health_pb2.HealthCheckRequest, call: CallContext, send: Send) -> None:
         """Send the status now and at each change, until the client leaves or the server stops."""
-        watcher = _Watcher(request.service, call.client, send)
+        watcher = _Watcher(request.service, send)
         with self._lock:
             self._watchers.add(watcher)
         call.cancellation.subscribe(lambda: self._forget(watcher))
@@ -102,11 +86,8 @@ class HealthServicer:
         until = time.monotonic() + timeout
         while self._watchers and time.monotonic() < until:
             time.sleep(0.005)
-        with self._lock:
-            self._is_shut_down = True
-            for waiting in self._waiting:
-                waiting.clear()
-        self._threads.shutdown(wait=not self._watchers)
+        for threads in (self._first, self._updates):
+            threads.shutdown(wait=not self._watchers, cancel_futures=True)
 
     def _on_change(self) -> None:
         with self._computing:
@@ -126,18 +107,11 @@ class HealthServicer:
             if watcher.busy or watcher not in self._watchers:
                 return
             watcher.busy = True
-            if not self._is_shut_down:
-                waiting = self._waiting[not watcher.has_read]
-                waiting.append(watcher)
-                if not self._free or self._sending[watcher.client] >= _THREADS_PER_CLIENT:
-                    return
-                try:
-                    self._threads.submit(self._work)
-                    self._free -= 1
-                    return
-                except RuntimeError:  # the system can start no thread
-                    waiting.remove(watcher)
-        self._end(watcher)  # an open stream would delay the drain
+            threads = self._first if watcher.last_sent is None else self._updates
+        try:
+            threads.submit(self._send_changes, watcher)
+        except RuntimeError:  # the server has stopped, or the system can start no thread
+            self._end(watcher)  # an open stream would delay the drain
 
     def _end(self, watcher: _Watcher) -> None:
         """End a watch, once: two threads may be about to."""
@@ -147,42 +121,21 @@ class HealthServicer:
             self._watchers.discard(watcher)
         watcher.send(None)
 
-    def _work(self) -> None:
-        while (watcher := self._next()) is not None:
-            try:
-                self._send_changes(watcher)
-            except Exception:  # noqa: BLE001 -- nobody looks at what a thread of a pool raises
-                _log.exception("cannot send a health update for %r", watcher.service[:200])
-                self._forget(watcher)
-            with self._lock:
-                self._sending[watcher.client] -= 1
-                if not self._sending[watcher.client]:
-                    del self._sending[watcher.client]
-
-    def _next(self) -> _Watcher | None:
-        """Return the next watcher to send to: the first whose client has threads left."""
-        with self._lock:
-            for waiting in self._waiting:
-                for watcher in waiting:
-                    if self._sending[watcher.client] < _THREADS_PER_CLIENT:
-                        waiting.remove(watcher)
-                        self._sending[watcher.client] += 1
-                        return watcher
-            self._free += 1
-            return None
-
     def _send_changes(self, watcher: _Watcher) -> None:
-        while True:
-            with self._lock:  # a change is seen either here, or by the thread that its notification starts
-                status = self._current.get(watcher.service, _SERVICE_UNKNOWN)
-                if status == watcher.last_sent:
-                    watcher.busy = False
-                    break
-                watcher.last_sent = status
-            watcher.send(_response(status))
-            watcher.has_read = True
-        if self._closed:
-            self._end(watcher)
+        try:
+            while True:
+                with self._lock:  # a change is seen either here, or by the thread that its notification starts
+                    status = self._current.get(watcher.service, _SERVICE_UNKNOWN)
+                    if status == watcher.last_sent or watcher not in self._watchers:
+                        watcher.busy = False
+                        break
+                    watcher.last_sent = status
+                watcher.send(_response(status))
+            if self._closed:
+                self._end(watcher)
+        except Exception:  # noqa: BLE001 -- nobody looks at what a thread of a pool raises
+            _log.exception("cannot send a health update for %r", watcher.service[:200])
+            self._forget(watcher)
 
     def _statuses(self) -> dict[str, int]:
         server = _SERVING if self._registry.ready and not self._closed else _NOT_SERVING

@@ -18,7 +18,6 @@ from bf16kit.messages.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
-    RequestError,
     Unauthenticated,
     Unavailable,
     Unsupported,
@@ -27,7 +26,7 @@ from bf16kit.messages.errors import (
 _MAX_DETAILS = 500  # characters: details travel in HTTP/2 headers, which hold 8 KiB
 _log = logging.getLogger(__name__)
 
-CODES: Mapping[type[RequestError], StatusCode] = {
+CODES: Mapping[type[Exception], StatusCode] = {
     InvalidRequest: StatusCode.INVALID_ARGUMENT,
     NotFound: StatusCode.NOT_FOUND,
     AlreadyExists: StatusCode.ALREADY_EXISTS,
@@ -53,13 +52,11 @@ class Status:
 def status_of(error: Exception, request_fields: Mapping[str, object] | None = None) -> Status:
     """Return the status for ``error``.
 
-    An error that is not a RequestError is logged here with a new incident id, and the client gets the id. It adds
+    An error that is not in :data:`CODES` is logged here with a new incident id, and the client gets the id. It adds
     ``request_fields``, facts on its request with the keys of :data:`service.config.logs.FIELDS`, to the log.
     """
-    if isinstance(error, RequestError):
-        for kind in type(error).__mro__:
-            if kind in CODES:
-                return Status(CODES[kind], _shortened(str(error)))
+    if type(error) in CODES:
+        return Status(CODES[type(error)], _shortened(str(error)))
     incident = secrets.token_hex(6)
     kind_of_error = "failure" if isinstance(error, Bf16kitError) else "bug"
     fields = {**(request_fields or {}), "code": StatusCode.INTERNAL.name, "incident": incident}

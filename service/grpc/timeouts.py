@@ -11,11 +11,10 @@ import math
 import time
 from collections.abc import Callable
 
-#: Time for slow clients once half of the server's places are taken. Not shorter: the delay may be the server's own,
-#: with thousands of earlier calls on gRPC's one thread.
+#: Time for slow clients once half of the server's places are taken, and while it stops. Not shorter: the delay may be
+#: the server's own, with thousands of earlier calls on gRPC's one thread.
 SECONDS_UNDER_PRESSURE = 3.0
 TICK_SECONDS = 0.1  # how often timeouts are checked
-_LEAST_S = 1.0  # least time for a client while the server stops
 _log = logging.getLogger(__name__)
 
 
@@ -40,7 +39,6 @@ class CallTimeouts:
         self._has_pressure = has_pressure
         self._max_slow = max_slow
         self._clock = clock
-        self._stopping: tuple[float, float] | None = None  # start and latest end of the stop
         # Oldest first. Single operations on a dict need no lock.
         self._waiting: dict[object, tuple[float, Callable[[], None]]] = {}
 
@@ -52,33 +50,17 @@ class CallTimeouts:
         """Stop the timeout of ``call``, if it has one."""
         self._waiting.pop(call, None)
 
-    def shorten(self, grace: float) -> None:
-        """Shorten all timeouts, because the server stops within ``grace`` seconds.
-
-        A call then gets half of the remaining time, but at least a second. Calls that only wait for their clients thus
-        end before the time is up.
-        """
-        now = self._clock()
-        self._stopping = now, now + grace
-
     def end_expired(self) -> None:
         """End the calls whose timeout has expired."""
         now, slow = self._clock(), 0
         limit = self._under_pressure if self._has_pressure() else self._seconds
         for call, (since, on_timeout) in self._waiting.copy().items():
             age = now - since
-            slow += age > self._under_pressure
-            too_many = age > self._under_pressure and slow > self._max_slow
-            expired = age > limit or too_many or now > self._stop_deadline(since)
+            is_slow = age > self._under_pressure
+            slow += is_slow
+            expired = age > limit or (is_slow and slow > self._max_slow)
             if expired and self._waiting.pop(call, None) is not None:
                 try:
                     on_timeout()
                 except Exception:  # noqa: BLE001 -- the other timeouts are checked all the same
                     _log.exception("an overdue call cannot be ended")
-
-    def _stop_deadline(self, since: float) -> float:
-        if self._stopping is None:
-            return math.inf
-        started, until = self._stopping
-        since = max(since, started)
-        return since + max(_LEAST_S, (until - since) / 2)

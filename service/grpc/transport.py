@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,16 +31,15 @@ from service.request import Tracer
 from service.wire.codec import SharedMemory
 
 _log = logging.getLogger(__name__)
-_CONTROL_CALLS = 128  # concurrent calls for health, metadata and statistics
+_CONTROL_CALLS = 128  # concurrent calls for health, metadata, statistics and reflection
 _DECODERS = 8  # threads that decode large requests and queue them
 _CHANGES = 32  # concurrent calls that wait for a load or unload
-_REFLECTION_STREAMS = 16
-_REFLECTION_SECONDS = 10.0  # between two requests of one stream
-_SLOW_WATCHER_SECONDS = 1.0  # for a watcher to read a few bytes while others wait
+_WATCH_THREADS = 128  # a watch needs one only to begin
+_SLOW_WATCHER_SECONDS = 1.0  # to read a few bytes; only few watchers may take longer, for each occupies a thread
 _FINAL_WAIT_SECONDS = 1.0  # wait of a stopping server for watchers to be notified, and for calls to end
-# A thread that repeatedly sleeps for a moment and wakes in time shows that its process has no backlog.
-_NAP_SECONDS, _PUNCTUAL_SECONDS, _PUNCTUAL_NAPS = 0.002, 0.005, 40
-_MAX_DELIVERY_SECONDS = 2.0  # at most
+# gRPC's thread has delivered the calls that had arrived if it has none to reject for so long; at most, for new ones may
+# arrive all the time.
+_QUIET_SECONDS, _MAX_DELIVERY_SECONDS = 0.2, 2.0
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
 _PING_SECONDS = 20.0  # at most, for the response to the server's ping
 # Calls of one connection at a time; or a quarter of the places, if that is more. The others wait in the client, where
@@ -101,8 +99,9 @@ class Transport:
         self._options = options
         self._certificates = certificates
         self._health = HealthServicer(registry, SERVICE)
-        self.pools = _pools(options, count_refusal, self._health)
         arrival.check_supported()
+        self.pools = _pools(options, count_refusal)
+        self._inferring = self.pools["inference"], self.pools["streams"]
         # A reader for each stream, and a thread that gRPC asks for.
         self._others = [ThreadPoolExecutor(options.max_streams, "grpc-stream"), ThreadPoolExecutor(1, "grpc")]
         self._inference = InferenceServicer(
@@ -141,27 +140,23 @@ class Transport:
     def stop(self, grace: float) -> bool:
         """Report NOT_SERVING, reject new calls, let those in flight finish for ``grace`` seconds, then cancel them.
 
-        Watches and idle streams end at once. Calls whose clients neither send nor read end after half of the time, so
-        that the server waits for work only. Returns False if a call was still in flight after ``grace`` seconds.
+        Watches and idle streams end at once, and calls whose clients neither send nor read within seconds, so that the
+        server waits for work only. Returns False if a call was still in flight after ``grace`` seconds.
         """
         until = time.monotonic() + grace
-        for pool in self.pools.values():
-            pool.receive_timeouts.shorten(grace)
-            pool.send_timeouts.shorten(grace)
-        for name in ("inference", "streams"):
-            self.pools[name].drain()
+        for pool in self._inferring:
+            pool.drain()
         self._health.shut_down(min(grace, _FINAL_WAIT_SECONDS))
         self._inference.drain()
         self._control.drain()
         self.pools["changes"].shares.wait_empty(min(until, time.monotonic() + _FINAL_WAIT_SECONDS))
         if not self._wait_empty(0.0):
-            wait_for_delivery(until)
+            wait_for_delivery(self._inferring, until)
         # gRPC cancels only after the check below.
         self._server.stop(max(0.0, until - time.monotonic()) + _FINAL_WAIT_SECONDS)
         completed = self._wait_empty(until)
         self._server.stop(0)
         self._watchdog.stop()
-        self._wait_empty(time.monotonic() + _FINAL_WAIT_SECONDS)
         # The threads get a moment: a run that was cut off may never end.
         closing = threading.Thread(target=self._close_pools, name="grpc-closing", daemon=True)
         closing.start()
@@ -170,7 +165,7 @@ class Transport:
 
     def _wait_empty(self, until: float) -> bool:
         """Wait until no inference is inside. Return False if one still is at ``until``."""
-        return all(self.pools[name].shares.wait_empty(until) for name in ("inference", "streams"))
+        return all(pool.shares.wait_empty(until) for pool in self._inferring)
 
     def _end_expired(self) -> None:
         for pool in self.pools.values():
@@ -182,48 +177,40 @@ class Transport:
             pool.shutdown(cancel_futures=True)
 
 
-def _pools(
-    options: TransportOptions, count_refusal: Callable[[str], None], health: HealthServicer
-) -> dict[str, RpcPool]:
+def _pools(options: TransportOptions, count_refusal: Callable[[str], None]) -> dict[str, RpcPool]:
     """Return the pool of each class of RPCs."""
     receive, send = options.receive_seconds, options.send_seconds
     budget = ByteBudget(options.max_request_bytes)
-    most_slow = max(1, options.max_request_bytes // options.max_message_bytes)
+    max_slow = max(1, options.max_request_bytes // options.max_message_bytes)
 
-    def pool(name: str, limit: int, what: str, reason: str, times: Sequence[float], **more: Any) -> RpcPool:
-        return RpcPool(f"grpc-{name}", limit, what, reason, count_refusal, *times, **more)
+    def pool(name: str, limit: int, what: str, reason: str, **more: Any) -> RpcPool:
+        return RpcPool(f"grpc-{name}", limit, what, reason, count_refusal, receive, send, max_slow, **more)
 
-    streams = pool("open-stream", options.max_streams, "open streams", "streams", (receive, send), budget=budget)
-    watches = pool("watch", options.max_watches, "health watches", "watches", (receive, send), threads=_CONTROL_CALLS)
-    idle = options.stream_idle_seconds  # also while many are open: streams are idle by nature
-    streams.receive_timeouts = CallTimeouts(idle, idle)
-    watches.send_timeouts = CallTimeouts(SECONDS_UNDER_PRESSURE, _SLOW_WATCHER_SECONDS, lambda: health.has_backlog)
-    return {
+    pools = {
         "inference": pool(
-            "infer", options.max_in_flight, "requests in flight", "in_flight", (receive, send),
-            max_slow=most_slow, budget=budget, threads=_DECODERS,
+            "infer", options.max_in_flight, "requests in flight", "in_flight", budget=budget, threads=_DECODERS
         ),
-        "streams": streams,
-        "control": pool("control", _CONTROL_CALLS, "calls for health and metadata", "control", (receive, send)),
-        "changes": pool("change", _CHANGES, "loads and unloads of models", "control", (receive, send)),
-        "watches": watches,
-        "reflection": pool(
-            "reflection", _REFLECTION_STREAMS, "reflection streams", "reflection",
-            (_REFLECTION_SECONDS, _REFLECTION_SECONDS), max_slow=math.inf,
-        ),
-    }  # fmt: skip
+        "streams": pool("open-stream", options.max_streams, "open streams", "streams", budget=budget),
+        "control": pool("control", _CONTROL_CALLS, "calls for health and metadata", "control"),
+        "changes": pool("change", _CHANGES, "loads and unloads of models", "control"),
+        "watches": pool("watch", options.max_watches, "health watches", "watches", threads=_WATCH_THREADS),
+    }
+    idle = options.stream_idle_seconds  # also while many are open: streams are idle by nature
+    pools["streams"].receive_timeouts = CallTimeouts(idle, idle)
+    pools["watches"].send_timeouts = CallTimeouts(SECONDS_UNDER_PRESSURE, _SLOW_WATCHER_SECONDS, max_slow=max_slow)
+    return pools
 
 
-def wait_for_delivery(until: float) -> None:
+def wait_for_delivery(pools: Collection[RpcPool], until: float) -> None:
     """Wait until gRPC's one thread has delivered the calls that have arrived: a stop cancels undelivered ones.
 
-    Delivered calls are rejected by now. A client may safely repeat a rejected call, but does not know the outcome of a
-    cancelled one. While a hundred other threads compete for the processor, that thread is late, and so is this one.
+    Delivered calls are rejected, for ``pools`` drain. A client may safely repeat a rejected call, but does not know the
+    outcome of a cancelled one.
     """
-    until, punctual = min(until, time.monotonic() + _MAX_DELIVERY_SECONDS), 0
-    while (started := time.monotonic()) < until and punctual < _PUNCTUAL_NAPS:
-        time.sleep(_NAP_SECONDS)
-        punctual = punctual + 1 if time.monotonic() - started < _PUNCTUAL_SECONDS else 0
+    started = time.monotonic()
+    until = min(until, started + _MAX_DELIVERY_SECONDS)
+    while time.monotonic() < min(until, max(started, *(pool.last_drained for pool in pools)) + _QUIET_SECONDS):
+        time.sleep(0.01)
 
 
 def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
@@ -255,7 +242,7 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
 
 
 def _ms(seconds: float) -> int:
-    return min(round(seconds * 1e3), 2**31 - 1)
+    return round(seconds * 1e3)
 
 
 def _address(host: str, port: int) -> str:

@@ -41,17 +41,3 @@ def test_a_stream_gets_its_responses_in_order(address: str) -> None:
             return [result.get_response().id async for result, error in client.stream_infer(requests()) if not error]
 
     assert asyncio.run(ask()) == ["0", "1", "2", "3", "4"]
-
-
-def test_metadata_config_and_statistics_are_read(address: str) -> None:
-    async def ask() -> tuple[Any, Any, Any]:
-        async with triton.InferenceServerClient(address) as client:
-            return (
-                await client.get_model_metadata("mlp", as_json=True),
-                await client.get_model_config("mlp", as_json=True),
-                await client.get_inference_statistics("mlp", as_json=True),
-            )
-
-    metadata, config, statistics = asyncio.run(ask())
-    assert metadata["name"] == config["config"]["name"] == "mlp"
-    assert {stats["version"] for stats in statistics["model_stats"]} == {"1", "3"}

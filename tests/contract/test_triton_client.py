@@ -13,7 +13,6 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 import bf16kit
-from bf16kit.protocol import inference_pb2
 
 X = np.array([[1.5, -2.0, 0.25, 3.0]], np.float32)
 
@@ -45,11 +44,6 @@ def refusal(call: Any) -> InferenceServerException:
     return refused.value
 
 
-def test_our_stubs_and_tritons_work_in_one_process(client: Any) -> None:
-    assert inference_pb2.ModelInferRequest().DESCRIPTOR.full_name == "bf16kit.inference.ModelInferRequest"
-    assert client.is_server_live()
-
-
 def test_fp32_int32_int64_and_bool_inputs_and_outputs_are_transferred(client: Any) -> None:
     result = client.infer("types", types_inputs(rows=2), request_id="r-1")
     np.testing.assert_array_equal(result.as_numpy("doubled"), np.repeat(2 * X, 2, 0))
@@ -74,13 +68,6 @@ def test_an_fp32_output_may_be_requested_as_bf16_at_half_the_bytes(client: Any) 
     np.testing.assert_array_equal(result.as_numpy("doubled").astype(np.float32), 2 * X)
 
 
-def test_outputs_come_in_the_requested_order(client: Any) -> None:
-    wanted = [triton.InferRequestedOutput(name) for name in ("denied", "doubled")]
-    answer = client.infer("types", types_inputs(), outputs=wanted).get_response()
-    assert [output.name for output in answer.outputs] == ["denied", "doubled"]
-    assert len(answer.raw_output_contents) == 2
-
-
 def test_the_response_to_an_empty_batch_is_an_empty_batch(client: Any) -> None:
     result = client.infer("types", types_inputs(tensor("x", X[:0], "FP32"), rows=0))
     assert result.as_numpy("doubled").shape == (0, 4)
@@ -94,11 +81,6 @@ def test_asynchronous_requests_get_responses(client: Any) -> None:
         result, error = done.get(timeout=60)
         assert error is None
         np.testing.assert_array_equal(result.as_numpy("doubled"), 2 * X)
-
-
-def test_compressed_requests_are_read(client: Any) -> None:
-    result = client.infer("types", types_inputs(rows=8), compression_algorithm="gzip")
-    assert result.as_numpy("doubled").shape == (8, 4)
 
 
 def test_a_stream_responds_in_order_and_survives_an_error(client: Any) -> None:
@@ -130,27 +112,6 @@ def test_model_metadata_and_config_read_as_perf_analyzer_reads_them(client: Any)
     assert "ensemble_scheduling" not in config
 
 
-def test_statistics_grow_by_the_requests_sent(client: Any) -> None:
-    def seen() -> Any:
-        (stats,) = client.get_inference_statistics("types", "1").model_stats
-        return stats
-
-    before = seen()
-    for _ in range(3):
-        client.infer("types", types_inputs(rows=2))
-    after = seen()
-    assert after.inference_stats.success.count - before.inference_stats.success.count == 3
-    assert after.inference_count - before.inference_count == 6
-    assert after.execution_count > before.execution_count
-    assert after.inference_stats.compute_infer.ns > before.inference_stats.compute_infer.ns
-    assert after.last_inference >= before.last_inference > 0
-
-
-def test_statistics_without_a_name_cover_every_model(client: Any) -> None:
-    stats = client.get_inference_statistics().model_stats
-    assert {(s.name, s.version) for s in stats} == {("types", "1"), ("mlp", "1"), ("mlp", "3"), ("lookup", "1")}
-
-
 def test_readiness(client: Any) -> None:
     assert client.is_server_live()
     assert not client.is_server_ready()  # one model is over its budget
@@ -168,66 +129,6 @@ def test_the_repository_index_says_why_a_model_is_not_ready(client: Any) -> None
     assert "budget" in index["drifted", "1"]["reason"]
 
 
-def test_the_newest_version_responds_unless_one_is_named(client: Any) -> None:
-    x = tensor("x", np.ones((1, 16), np.float32), "FP32")
-    assert client.infer("mlp", [x]).get_response().model_version == "3"
-    assert client.infer("mlp", [x], model_version="1").get_response().model_version == "1"
-
-
-@pytest.mark.parametrize(
-    ("model", "version", "code"),
-    [
-        ("nobody", "", "NOT_FOUND"),
-        ("types", "2", "NOT_FOUND"),
-        ("drifted", "", "NOT_FOUND"),  # no version of it is ready
-        ("types", "-1", "INVALID_ARGUMENT"),
-        ("types", "one", "INVALID_ARGUMENT"),
-    ],
-)
-def test_requests_for_an_unavailable_model_or_version_are_rejected(
-    client: Any, model: str, version: str, code: str
-) -> None:
-    refused = refusal(lambda: client.infer(model, types_inputs(), model_version=version))
-    assert refused.status() == f"StatusCode.{code}"
-
-
-@pytest.mark.parametrize(
-    ("inputs", "words"),
-    [
-        (types_inputs()[:3], "input 'flag' is missing"),
-        ([*types_inputs(), tensor("more", X, "FP32")], "unknown input 'more'"),
-        ([*types_inputs(), types_inputs()[0]], "input 'x' was sent twice"),
-        (types_inputs(tensor("x", X.astype(np.float64), "FP64")), "input 'x' has datatype 'FP64', expected FP32"),
-        (types_inputs(tensor("x", X[:, :3], "FP32")), "input 'x' has shape [1, 3], expected [batch,4]"),
-    ],
-)
-def test_invalid_inputs_are_rejected_with_the_reason(client: Any, inputs: list[Any], words: str) -> None:
-    refused = refusal(lambda: client.infer("types", inputs))
-    assert refused.status() == "StatusCode.INVALID_ARGUMENT"
-    assert words in refused.message()
-
-
-def test_a_batch_over_the_limit_is_rejected_and_the_limit_is_named(client: Any) -> None:
-    refused = refusal(lambda: client.infer("mlp", [tensor("x", np.ones((9, 16), np.float32), "FP32")]))
-    assert refused.status() == "StatusCode.INVALID_ARGUMENT"
-    assert "9 rows, expected at most 8" in refused.message()
-
-
-def test_reserved_parameters_are_accepted_and_bad_ones_rejected(client: Any) -> None:
-    client.infer("types", types_inputs(), timeout=10_000_000, priority=1)
-    client.infer("types", types_inputs(), parameters={"mine": "value", "number": 3})
-    refused = refusal(lambda: client.infer("types", types_inputs(), timeout=-5))
-    assert refused.status() == "StatusCode.INVALID_ARGUMENT"
-    assert "'timeout'" in refused.message()
-
-
-def test_a_request_of_a_sequence_is_rejected(client: Any) -> None:
-    for sequence in ({"sequence_id": 7, "sequence_start": True}, {"sequence_id": "seven"}):
-        refused = refusal(lambda sequence=sequence: client.infer("types", types_inputs(), **sequence))
-        assert refused.status() == "StatusCode.INVALID_ARGUMENT"
-        assert "models of this server keep no state between requests" in refused.message()
-
-
 def test_an_input_that_the_model_cannot_run_on_is_the_clients_error(client: Any) -> None:
     """For an id beyond the table, ONNX Runtime's message names nodes and its own sources; the response must not."""
     ids = tensor("ids", np.array([[10_000]], np.int64), "INT64")
@@ -236,22 +137,6 @@ def test_an_input_that_the_model_cannot_run_on_is_the_clients_error(client: Any)
     assert "cannot run on these inputs: indices element out of data bounds, idx=10000" in refused.message()
     assert "Gather" not in refused.message()
     assert "/" not in refused.message()
-
-
-def test_a_deadline_that_has_passed_is_reported(client: Any) -> None:
-    refused = refusal(lambda: client.infer("types", types_inputs(), timeout=1))  # microsecond
-    assert refused.status() == "StatusCode.DEADLINE_EXCEEDED"
-
-
-def test_management_and_shared_memory_are_unimplemented(client: Any) -> None:
-    for call in (
-        lambda: client.load_model("mlp"),
-        lambda: client.unload_model("mlp"),
-        lambda: client.get_system_shared_memory_status(),
-        lambda: client.unregister_system_shared_memory(),
-        lambda: client.get_cuda_shared_memory_status(),
-    ):
-        assert refusal(call).status() == "StatusCode.UNIMPLEMENTED"
 
 
 def test_any_client_can_read_log_settings_but_changes_must_be_enabled(client: Any) -> None:

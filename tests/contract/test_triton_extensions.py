@@ -12,7 +12,7 @@ import pytest
 import tritonclient.grpc as triton
 from artifacts import write_artifact, write_mlp
 from inprocess import running
-from onnx import TensorProto, helper
+from onnx import helper
 from tritonclient.utils import InferenceServerException
 
 from bf16kit.numerics.tensors import TensorSpec
@@ -23,31 +23,12 @@ X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     root = tmp_path_factory.mktemp("extensions")
-    _write_sums(root / "sums" / "1")
     _write_same(root / "same" / "1")
     write_mlp(root / "classes" / "1", logits=True)
     (root / "classes" / "labels.txt").write_text("tabby\ntiger cat\n")
     (root / "classes" / "serving.yaml").write_text("labels: {y: labels.txt}\n")
-    with running(root, "sums", "same", "classes") as address, triton.InferenceServerClient(address) as client:
+    with running(root, "same", "classes") as address, triton.InferenceServerClient(address) as client:
         yield client
-
-
-def _write_sums(target: Path) -> None:
-    """Write a model whose output ``total`` is the sum of numbers, all as strings."""
-    batch = ("batch", 4)
-    write_artifact(
-        target,
-        lambda weight: [
-            helper.make_node("Cast", ["a"], ["x"], to=TensorProto.INT32),
-            helper.make_node("Cast", ["b"], ["y"], to=TensorProto.INT32),
-            helper.make_node("Add", ["x", "y"], ["sum"]),
-            helper.make_node("Cast", ["sum"], ["total"], to=TensorProto.STRING),
-        ],
-        {},
-        [TensorSpec("a", "string", batch), TensorSpec("b", "string", batch)],
-        [TensorSpec("total", "string", batch)],
-        {},
-    )
 
 
 def _write_same(target: Path) -> None:
@@ -93,28 +74,6 @@ def test_classes_of_an_output_are_returned_with_their_labels(client: Any) -> Non
     np.testing.assert_array_equal(best, classes[:, :1])
 
 
-def test_streams_return_classes_too(client: Any) -> None:
-    done: SimpleQueue[Any] = SimpleQueue()
-    client.start_stream(callback=lambda result, error: done.put((result, error)))
-    client.async_stream_infer(
-        "classes", [tensor("x", X, "FP32")], outputs=[triton.InferRequestedOutput("y", class_count=2)]
-    )
-    result, error = done.get(timeout=60)
-    client.stop_stream()
-    assert error is None
-    assert result.as_numpy("y").shape == (2, 2)
-
-
-def test_strings_may_be_sent_as_raw_or_typed_contents(client: Any) -> None:
-    a, b = np.array([["1", "-2", "30", "0"]], object), np.array([["1", "1", "12", "0"]], object)
-    result = client.infer("sums", [tensor("a", a, "BYTES"), tensor("b", b, "BYTES")])
-    assert result.as_numpy("total").tolist() == [[b"2", b"-1", b"42", b"0"]]
-    typed = [triton.InferInput(name, [1, 4], "BYTES") for name in "ab"]
-    for made, array in zip(typed, (a, b), strict=True):
-        made._get_tensor().contents.bytes_contents.extend(text.encode() for text in array.ravel())
-    assert client.infer("sums", typed).as_numpy("total").tolist() == [[b"2", b"-1", b"42", b"0"]]
-
-
 def test_any_utf_8_string_is_kept_and_other_bytes_are_rejected(client: Any) -> None:
     texts = np.array([["", "h\0e", "zażółć", "x" * 70_000]], object)
     same = client.infer("same", [tensor("a", texts, "BYTES")]).as_numpy("same")
@@ -122,12 +81,6 @@ def test_any_utf_8_string_is_kept_and_other_bytes_are_rejected(client: Any) -> N
     with pytest.raises(InferenceServerException, match="input 'a' holds BYTES that are not UTF-8") as refused:
         client.infer("same", [tensor("a", np.array([[b"\xff"] * 4], object), "BYTES")])
     assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
-
-
-def test_any_priority_is_accepted_and_ignored(client: Any) -> None:
-    x = tensor("x", X, "FP32")
-    for priority in (0, 1, 7):
-        client.infer("classes", [x], priority=priority)
 
 
 def test_a_timeout_in_microseconds_ends_a_request_before_it_runs(client: Any) -> None:
@@ -150,10 +103,10 @@ def test_a_stream_marks_the_last_response_of_a_request_if_requested(client: Any)
     assert [answer.parameters["precision"].string_param for answer in answers] == ["bf16", "bf16"]
 
 
-def test_custom_parameters_and_headers_are_accepted(client: Any) -> None:
+def test_custom_parameters_headers_and_any_priority_are_accepted(client: Any) -> None:
     x = tensor("x", X, "FP32")
     mine = {"text": "value", "number": 3, "share": 0.5, "yes": True}
-    client.infer("classes", [x], parameters=mine, headers={"mine": "1"}, request_id="r")
+    client.infer("classes", [x], parameters=mine, headers={"mine": "1"}, request_id="r", priority=7)
 
 
 def test_the_extensions_are_declared(client: Any) -> None:

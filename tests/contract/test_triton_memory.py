@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -110,27 +109,6 @@ def test_inputs_in_the_message_and_in_shared_memory_may_be_mixed_in_any_order(cl
     np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float32, [1, 4]), 2 * rows)
 
 
-def test_an_input_may_be_bf16_and_an_output_fp16(client: Any, memory: Memory) -> None:
-    half = X.astype(ml_dtypes.bfloat16)
-    expected = client.infer("mlp", [sent_input("x", half.astype(np.float32), "FP32")]).as_numpy("y")
-    memory("in", half.nbytes, half.view(np.uint16))
-    out = memory("out", 64)
-    wanted = shared_output("y", "out", 64)
-    wanted._get_tensor().parameters["datatype"].string_param = "FP16"
-    client.infer("mlp", [shared_input("x", "in", [2, 16], "BF16", half.nbytes)], outputs=[wanted])
-    np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float16, [2, 16]), expected.astype(np.float16))
-
-
-def test_a_request_may_be_sent_again_after_its_memory_has_changed(client: Any, memory: Memory) -> None:
-    handle, out = memory("in", X.nbytes, X), memory("out", X.nbytes)
-    inputs, outputs = [shared_input("x", "in", [2, 16], "FP32", X.nbytes)], [shared_output("y", "out", X.nbytes)]
-    for turn in range(3):
-        shm.set_shared_memory_region(handle, [X + turn])
-        client.infer("mlp", inputs, outputs=outputs)
-        expected = client.infer("mlp", [sent_input("x", X + turn, "FP32")]).as_numpy("y")
-        np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float32, [2, 16]), expected)
-
-
 def test_shared_memory_works_in_asyncio_and_on_streams(client: Any, memory: Memory, memory_address: str) -> None:
     expected = client.infer("mlp", [sent_input("x", X, "FP32")]).as_numpy("y")
     memory("in", X.nbytes, X)
@@ -163,21 +141,6 @@ def test_shared_memory_works_in_asyncio_and_on_streams(client: Any, memory: Memo
     np.testing.assert_array_equal(found, np.stack([expected] * 4))
 
 
-def test_regions_are_listed_and_unregistered_as_in_triton(client: Any, memory: Memory) -> None:
-    memory("a", 64)
-    memory("b", 128)
-    status = client.get_system_shared_memory_status(as_json=True)["regions"]
-    assert status["b"] == {"name": "b", "key": f"/contract-{os.getpid()}-b", "byte_size": "128"}
-    assert set(client.get_system_shared_memory_status("a").regions) == {"a"}
-    key = f"/contract-{os.getpid()}-a"
-    assert "registered already" in refusal(lambda: client.register_system_shared_memory("a", key, 64), "ALREADY_EXISTS")
-    client.unregister_system_shared_memory("a")
-    client.unregister_system_shared_memory("a")
-    assert "'a'" in refusal(lambda: client.get_system_shared_memory_status("a"), "NOT_FOUND")
-    client.unregister_system_shared_memory()
-    assert not client.get_system_shared_memory_status().regions
-
-
 def test_cuda_shared_memory_can_only_be_unregistered(client: Any) -> None:
     client.unregister_cuda_shared_memory()
     client.unregister_cuda_shared_memory("anything")
@@ -194,25 +157,6 @@ def test_the_extension_is_declared_only_if_it_is_enabled(client: Any, address: s
         assert "system_shared_memory" not in off.get_server_metadata().extensions
         x = shared_input("x", "in", [2, 16], "FP32", X.nbytes)
         assert "shared memory, which is off" in refusal(lambda: off.infer("mlp", [x]), "UNIMPLEMENTED")
-
-
-@pytest.mark.parametrize(
-    ("x", "code", "words"),
-    [
-        (("none", [2, 16], "FP32", 128), "NOT_FOUND", "unknown shared memory region 'none'"),
-        (("in", [2, 16], "FP32", 64), "INVALID_ARGUMENT", "input 'x' has 64 bytes, expected 128"),
-        (("in", [2, 16], "FP32", 128, 1), "INVALID_ARGUMENT", "128 bytes from offset 1 are not within"),
-        (("in", [2, 16], "FP32", 128, -1), "INVALID_ARGUMENT", "128 bytes from offset -1 are not within"),
-        (("in", [2, 16], "FP32", 128, 2**63 - 1), "INVALID_ARGUMENT", "are not within shared memory region 'in'"),
-        (("in", [1 << 40, 16], "FP32", 1 << 46), "INVALID_ARGUMENT", "or more in shared memory, expected at most"),
-        (("in", [2, 16], "INT64", 256), "INVALID_ARGUMENT", "input 'x' has datatype 'INT64', expected FP32"),
-    ],
-)
-def test_an_invalid_input_in_shared_memory_is_rejected(
-    client: Any, memory: Memory, x: tuple[Any, ...], code: str, words: str
-) -> None:
-    memory("in", X.nbytes, X)
-    assert words in refusal(lambda: client.infer("mlp", [shared_input("x", *x)]), code)
 
 
 def test_an_output_that_does_not_fit_is_rejected_and_not_written(client: Any, memory: Memory) -> None:

@@ -207,19 +207,6 @@ def test_responses_read_a_byte_a_second_are_ended_and_delay_no_other_client(
         assert slow.received >= 2 * len(streams)  # the clients did read some bytes
 
 
-def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Connect) -> None:
-    figures.record(how_much="5,000 calls")
-    target = attack()
-    with target.stays_healthy():
-        storm = connections(target.port)
-        for _ in range(5_000):
-            try:
-                storm.reset(storm.call(INFER, MESSAGE))
-            except OSError:  # the server may close such a connection
-                storm = connections(target.port)
-        until(lambda: target.process.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 0)
-
-
 CANCEL_ALL = """
 import sys, grpc
 address, method, message = sys.argv[1], sys.argv[2], bytes.fromhex(sys.argv[3])

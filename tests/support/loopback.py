@@ -219,7 +219,7 @@ class LoopbackRegistry:
 
 
 class Gate:
-    """A ``run`` for a model: sets ``started``, then waits until the test sets ``go``."""
+    """A ``run`` for a model: sets ``started``, then waits until the test sets ``go``, or the end of a ``with``."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -229,6 +229,12 @@ class Gate:
         self.started.set()
         assert self.go.wait(60)
         return {"y": np.array(feeds["x"])}
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
 
 
 @dataclass
@@ -255,13 +261,14 @@ class Served:
             response_deserializer=GetMessageClass(rpc.output_type).FromString,
         )
 
-    def call(self, method: str, message: Any, timeout: float = 30.0) -> Any:
-        return self.stub(method)(message, timeout=timeout)
+    def call(self, method: str, message: Any, timeout: float = 30.0, token: str | None = None) -> Any:
+        metadata = [("authorization", f"Bearer {token}")] if token else None
+        return self.stub(method)(message, timeout=timeout, metadata=metadata)
 
-    def refusal(self, method: str, message: Any) -> tuple[grpc.StatusCode, str]:
+    def refusal(self, method: str, message: Any, token: str | None = None) -> tuple[grpc.StatusCode, str]:
         """Make a call that must fail, and return its status code and details."""
         try:
-            answer = self.call(method, message)
+            answer = self.call(method, message, token=token)
         except grpc.RpcError as error:
             return error.code(), error.details() or ""
         raise AssertionError(f"{method} was answered: {answer}")

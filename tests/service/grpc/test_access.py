@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from loopback import LoopbackModel, LoopbackRegistry, RequestLog, infer_request
+from loopback import LoopbackModel, Served, infer_request, serving
 from ownlog import restored_log
 from rawgrpc import RawConnection
 from tlsfiles import Authority, Pair
@@ -26,13 +25,17 @@ from service.config.certificates import CertificateFiles
 from service.config.logsettings import LogSettings
 from service.config.tokens import TokenFile
 from service.grpc.handlers import SERVICE
-from service.grpc.transport import Transport, TransportOptions
 from service.operations import Operations
 from service.regions.table import RegionLimits, RegionTable
 
 X = np.ones((1, 3), np.float32)
+INFER = infer_request(x=X)
 MANY = infer_request(x=np.zeros((8, 3), np.float32))
-TOKENS = "application-0123456 infer\nscraper-0123456789 read\noperator-012345678 infer,read,manage  # everything\n"
+ALIVE = pb.ServerLiveRequest()
+LOAD = pb.RepositoryModelLoadRequest(model_name="echo")
+QUIET = pb.LogSettingsRequest(settings={"log_info": pb.LogSettingsRequest.SettingValue(bool_param=False)})
+APPLICATION, SCRAPER, OPERATOR = "application-0123456", "scraper-0123456789", "operator-012345678"
+SCOPES = {APPLICATION: ("infer",), SCRAPER: ("read",), OPERATOR: ("infer", "read", "manage")}
 
 
 class Nothing:
@@ -45,48 +48,6 @@ class Nothing:
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-@contextmanager
-def secured(
-    tokens: TokenFile | None = None,
-    certificates: CertificateFiles | None = None,
-    operations: Operations = Operations(),  # noqa: B008 - frozen
-    **options: Any,
-) -> Iterator[tuple[int, RequestLog]]:
-    model, log = LoopbackModel(), RequestLog()
-    model.log = log
-    transport = Transport(
-        LoopbackRegistry([model]),
-        log.refused,
-        TransportOptions(port=0, **options),
-        tokens,
-        certificates,
-        operations,
-    )
-    model.batcher.start()
-    port = transport.start()
-    try:
-        yield port, log
-    finally:
-        transport.stop(grace=0)
-        model.batcher.close(time.monotonic() + 30)
-
-
-def call(channel: grpc.Channel, method: str, message: Any, token: str | None = None) -> Any:
-    rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
-    stub: Any = channel.unary_unary(
-        f"/{SERVICE}/{method}",
-        request_serializer=GetMessageClass(rpc.input_type).SerializeToString,
-        response_deserializer=GetMessageClass(rpc.output_type).FromString,
-    )
-    return stub(message, timeout=20, metadata=[("authorization", f"Bearer {token}")] if token else None)
-
-
-def refusal(channel: grpc.Channel, method: str, message: Any, token: str | None = None) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as refused:
-        call(channel, method, message, token)
-    return refused.value.code(), refused.value.details() or ""
 
 
 def _services(channel: grpc.Channel, token: str | None = None) -> set[str]:
@@ -102,141 +63,120 @@ class TestTokens:
     @pytest.fixture
     def tokens(self, tmp_path: Path) -> TokenFile:
         file = tmp_path / "tokens"
-        file.write_text(TOKENS)
+        file.write_text("".join(f"{token} {','.join(scopes)}\n" for token, scopes in SCOPES.items()))
         file.chmod(0o600)
         return TokenFile(file)
 
-    def test_each_call_needs_its_scope(self, tokens: TokenFile) -> None:
-        required = {
-            "infer": ("ModelInfer", infer_request(x=X)),
-            "read": ("ModelMetadata", pb.ModelMetadataRequest(name="echo")),
-        }
-        holders = {"application-0123456": {"infer"}, "scraper-0123456789": {"read"}}
-        with secured(tokens) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            for token, scopes in {**holders, "operator-012345678": {"infer", "read"}}.items():
-                for scope, (method, message) in required.items():
-                    if scope in scopes:
-                        call(channel, method, message, token)
-                    else:
-                        code, details = refusal(channel, method, message, token)
-                        assert code is grpc.StatusCode.PERMISSION_DENIED
-                        assert f"lacks the scope {scope!r}" in details
-                        assert token not in details
-            assert log.refusals == ["forbidden", "forbidden"]
+    @pytest.fixture
+    def served(self, tokens: TokenFile, tmp_path: Path) -> Iterator[Served]:
+        """Yield a server with every operation that clients may use."""
+        (tmp_path / "mem").write_bytes(b"1")
+        regions = RegionTable(RegionLimits("mem"), tmp_path)
+        operations = Operations(control=Nothing(), regions=regions, logs=LogSettings("info", "text"))
+        with restored_log(), serving(LoopbackModel(), tokens=tokens, operations=operations) as served:
+            yield served
+
+    @pytest.mark.parametrize(
+        ("method", "message", "scope"),
+        [
+            ("ModelInfer", INFER, "infer"),
+            ("ModelMetadata", pb.ModelMetadataRequest(name="echo"), "read"),
+            ("RepositoryIndex", pb.RepositoryIndexRequest(), "read"),
+            ("LogSettings", pb.LogSettingsRequest(), "read"),
+            ("LogSettings", QUIET, "manage"),
+            ("RepositoryModelLoad", LOAD, "manage"),
+            ("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="echo"), "manage"),
+            # The server opens files with its own permissions for the client that registers them.
+            (
+                "SystemSharedMemoryRegister",
+                pb.SystemSharedMemoryRegisterRequest(name="r", key="mem", byte_size=1),
+                "manage",
+            ),
+            ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest(), "manage"),
+            ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(), "manage"),
+        ],
+    )
+    def test_each_call_needs_its_scope(self, served: Served, method: str, message: Any, scope: str) -> None:
+        for token, scopes in SCOPES.items():
+            if scope in scopes:
+                served.call(method, message, token=token)
+            else:
+                code, details = served.refusal(method, message, token)
+                assert code is grpc.StatusCode.PERMISSION_DENIED
+                # Who may not even read the settings is told so first.
+                assert f"lacks the scope {scope!r}" in details or (message is QUIET and token == APPLICATION)
+                assert token not in details
+        assert set(served.log.refusals) == {"forbidden"}
 
     @pytest.mark.parametrize("token", [None, "nobody-knows-this-1", "application-012345"])
-    def test_a_request_without_a_known_token_is_not_read(self, tokens: TokenFile, token: str | None) -> None:
-        with secured(tokens) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            code, details = refusal(channel, "ModelInfer", infer_request(x=X), token)
-            assert code is grpc.StatusCode.UNAUTHENTICATED
-            assert not token or token not in details
-            assert (log.refusals, log.seen) == (["unauthenticated"], [])
+    def test_a_request_without_a_known_token_is_not_read(self, served: Served, token: str | None) -> None:
+        code, details = served.refusal("ModelInfer", INFER, token)
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+        assert not token or token not in details
+        assert (served.log.refusals, served.log.seen) == (["unauthenticated"], [])
 
     def test_only_a_client_with_the_scope_learns_that_an_rpc_is_not_served(self, tokens: TokenFile) -> None:
-        load = pb.RepositoryModelLoadRequest(model_name="echo")
-        with secured(tokens) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            assert refusal(channel, "RepositoryModelLoad", load)[0] is grpc.StatusCode.UNAUTHENTICATED
-            code, _ = refusal(channel, "RepositoryModelLoad", load, "scraper-0123456789")
-            assert code is grpc.StatusCode.PERMISSION_DENIED
-            code, _ = refusal(channel, "RepositoryModelLoad", load, "operator-012345678")
-            assert code is grpc.StatusCode.UNIMPLEMENTED
+        with serving(LoopbackModel(), tokens=tokens) as served:
+            codes = [served.refusal("RepositoryModelLoad", LOAD, t)[0] for t in (None, SCRAPER, OPERATOR)]
+        assert [code.name for code in codes] == ["UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"]
 
-    def test_models_are_listed_with_one_scope_and_loaded_with_another(self, tokens: TokenFile) -> None:
-        load, unload = pb.RepositoryModelLoadRequest(model_name="m"), pb.RepositoryModelUnloadRequest(model_name="m")
-        with (
-            secured(tokens, operations=Operations(control=Nothing())) as (port, _),
-            grpc.insecure_channel(f"127.0.0.1:{port}") as there,
-        ):
-            call(there, "RepositoryIndex", pb.RepositoryIndexRequest(), "scraper-0123456789")
-            for rpc, message in (("RepositoryModelLoad", load), ("RepositoryModelUnload", unload)):
-                code, details = refusal(there, rpc, message, "scraper-0123456789")
-                assert (code, "lacks the scope 'manage'" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
-                call(there, rpc, message, "operator-012345678")
+    def test_probes_need_no_token(self, served: Served) -> None:
+        stub: Any = health_pb2_grpc.HealthStub(served.channel)
+        assert served.call("ServerLive", ALIVE).live
+        assert served.call("ModelReady", pb.ModelReadyRequest(name="echo")).ready
+        assert stub.Check(health_pb2.HealthCheckRequest(), timeout=20).status
+        assert next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)).status
 
-    def test_shared_memory_rpcs_need_the_scope_manage(self, tokens: TokenFile, tmp_path: Path) -> None:
-        """The server opens files with its own permissions for the client that registers them."""
-        operations = Operations(regions=RegionTable(RegionLimits("mem"), tmp_path))
-        rpcs = {
-            "SystemSharedMemoryRegister": pb.SystemSharedMemoryRegisterRequest(name="r", key="mem", byte_size=1),
-            "SystemSharedMemoryStatus": pb.SystemSharedMemoryStatusRequest(),
-            "SystemSharedMemoryUnregister": pb.SystemSharedMemoryUnregisterRequest(),
-        }
-        (tmp_path / "mem").write_bytes(b"1")
-        with secured(tokens, operations=operations) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as there:
-            for rpc, message in rpcs.items():
-                for token in ("application-0123456", "scraper-0123456789"):
-                    code, details = refusal(there, rpc, message, token)
-                    assert (code, "lacks the scope 'manage'" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
-                call(there, rpc, message, "operator-012345678")
+    def test_reflection_needs_a_token_with_the_scope_read(self, served: Served) -> None:
+        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            _services(served.channel)
+        with pytest.raises(grpc.RpcError, match="PERMISSION_DENIED"):
+            _services(served.channel, APPLICATION)
+        assert SERVICE in _services(served.channel, SCRAPER)
 
-    def test_settings_are_read_with_one_scope_and_changed_with_another(self, tokens: TokenFile) -> None:
-        quiet = pb.LogSettingsRequest(settings={"log_info": pb.LogSettingsRequest.SettingValue(bool_param=False)})
-        operations = Operations(logs=LogSettings("info", "text"))
-        with secured(tokens, operations=operations) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as there:
-            code, _ = refusal(there, "LogSettings", pb.LogSettingsRequest(), "application-0123456")
-            assert code is grpc.StatusCode.PERMISSION_DENIED
-            seen = call(there, "LogSettings", pb.LogSettingsRequest(), "scraper-0123456789")
-            code, details = refusal(there, "LogSettings", quiet, "scraper-0123456789")
-            assert (code, "lacks the scope 'manage'" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
-            assert call(there, "LogSettings", pb.LogSettingsRequest(), "scraper-0123456789") == seen
-            assert log.refusals == ["forbidden", "forbidden"]
-            with restored_log():
-                changed = call(there, "LogSettings", quiet, "operator-012345678")
-            assert not changed.settings["log_info"].bool_param
 
-    def test_probes_need_no_token(self, tokens: TokenFile) -> None:
-        with secured(tokens) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            assert call(channel, "ServerLive", pb.ServerLiveRequest()).live
-            assert call(channel, "ModelReady", pb.ModelReadyRequest(name="echo")).ready
-            assert stub.Check(health_pb2.HealthCheckRequest(), timeout=20).status
-            assert next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)).status
-
-    def test_reflection_needs_a_token_with_the_scope_read(self, tokens: TokenFile) -> None:
-        with secured(tokens) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
-                _services(channel)
-            with pytest.raises(grpc.RpcError, match="PERMISSION_DENIED"):
-                _services(channel, "application-0123456")  # infer
-            assert SERVICE in _services(channel, "scraper-0123456789")
+@contextmanager
+def secured(served: Served, trusted: Authority, own: Pair | None = None) -> Iterator[Served]:
+    """Yield a client that trusts this authority and perhaps has a certificate of its own."""
+    identity = (own.key.read_bytes(), own.certificate.read_bytes()) if own else (None, None)
+    credentials = grpc.ssl_channel_credentials(trusted.certificate.read_bytes(), *identity)
+    # A channel shares its connection with other channels to the same address, unless its options differ.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.secure_channel(f"localhost:{served.port}", credentials, options) as channel:
+        yield replace(served, channel=channel)
 
 
 class TestTls:
-    @pytest.fixture
-    def authority(self, tmp_path: Path) -> Authority:
-        return Authority(tmp_path)
+    def test_clients_that_trust_the_authority_are_served_and_plain_ones_are_not(
+        self, authority: Authority, pair: Pair
+    ) -> None:
+        with serving(LoopbackModel(), certificates=CertificateFiles(pair.certificate, pair.key)) as served:
+            with secured(served, authority) as client:
+                assert client.call("ModelInfer", INFER).model_name == "echo"
+            assert served.refusal("ServerLive", ALIVE)[0] is grpc.StatusCode.UNAVAILABLE
 
-    def test_clients_that_trust_the_authority_are_served_and_plain_ones_are_not(self, authority: Authority) -> None:
-        pair = authority.sign("server")
-        with secured(certificates=CertificateFiles(pair.certificate, pair.key)) as (port, _):
-            with _channel(port, authority) as channel:
-                assert call(channel, "ModelInfer", infer_request(x=X)).model_name == "echo"
-            with grpc.insecure_channel(f"localhost:{port}") as plain:
-                assert refusal(plain, "ServerLive", pb.ServerLiveRequest())[0] is grpc.StatusCode.UNAVAILABLE
-
-    def test_a_client_without_the_required_certificate_is_rejected(self, authority: Authority) -> None:
-        pair = authority.sign("server")
+    def test_a_client_without_the_required_certificate_is_rejected(self, authority: Authority, pair: Pair) -> None:
         files = CertificateFiles(pair.certificate, pair.key, authority.certificate)
-        with secured(certificates=files) as (port, _):
-            with _channel(port, authority) as anonymous:
-                assert refusal(anonymous, "ServerLive", pb.ServerLiveRequest())[0] is grpc.StatusCode.UNAVAILABLE
-            with _channel(port, authority, authority.sign("client")) as known:
-                assert call(known, "ServerLive", pb.ServerLiveRequest()).live
+        with serving(LoopbackModel(), certificates=files) as served:
+            with secured(served, authority) as anonymous:
+                assert anonymous.refusal("ServerLive", ALIVE)[0] is grpc.StatusCode.UNAVAILABLE
+            with secured(served, authority, authority.sign("client")) as known:
+                assert known.call("ServerLive", ALIVE).live
 
-    def test_a_new_certificate_is_used_for_new_connections(self, authority: Authority, tmp_path: Path) -> None:
+    def test_a_new_certificate_is_used_for_new_connections(self, tmp_path: Path) -> None:
         """The client trusts the new authority only, and the server is not restarted."""
-        pair = authority.sign("server")
-        with secured(certificates=CertificateFiles(pair.certificate, pair.key)) as (port, _):
-            (tmp_path / "new").mkdir()
-            newer = Authority(tmp_path / "new")
-            renewed = newer.sign("server")
+        for name in ("old", "new"):
+            (tmp_path / name).mkdir()
+        newer = Authority(tmp_path / "new")
+        pair, renewed = Authority(tmp_path / "old").sign("server"), newer.sign("server")
+        with serving(LoopbackModel(), certificates=CertificateFiles(pair.certificate, pair.key)) as served:
             renewed.key.replace(pair.key)
             renewed.certificate.replace(pair.certificate)
 
             def answered() -> bool:
-                with _channel(port, newer) as channel:
+                with secured(served, newer) as client:
                     try:
-                        return bool(call(channel, "ServerLive", pb.ServerLiveRequest()).live)
+                        return bool(client.call("ServerLive", ALIVE).live)
                     except grpc.RpcError:
                         return False
 
@@ -244,22 +184,17 @@ class TestTls:
 
 
 def test_compressed_requests_are_read() -> None:
-    with secured() as (port, _):
-        options = [("grpc.default_compression_algorithm", 2)]
-        with grpc.insecure_channel(f"127.0.0.1:{port}", options, compression=grpc.Compression.Gzip) as channel:
-            assert call(channel, "ModelInfer", MANY).outputs[0].shape == [8, 3]
+    options = [("grpc.default_compression_algorithm", 2)]
+    with (
+        serving(LoopbackModel()) as served,
+        grpc.insecure_channel(served.address, options, compression=grpc.Compression.Gzip) as channel,
+    ):
+        assert replace(served, channel=channel).call("ModelInfer", MANY).outputs[0].shape == [8, 3]
 
 
 def test_responses_are_not_compressed() -> None:
-    with secured() as (port, _), RawConnection(port) as client:
+    with serving(LoopbackModel()) as served, RawConnection(served.port) as client:
         path, message = f"/{SERVICE}/ModelInfer", MANY.SerializeToString()
         asked = client.call(path, message, ("grpc-accept-encoding", "identity,deflate,gzip"))
         until(lambda: asked in client.ended, what="the response")
         assert asked not in client.compressed
-
-
-def _channel(port: int, trusted: Authority, client: Pair | None = None) -> grpc.Channel:
-    own = (client.key.read_bytes(), client.certificate.read_bytes()) if client else (None, None)
-    credentials = grpc.ssl_channel_credentials(trusted.certificate.read_bytes(), *own)
-    # A channel shares its connection with other channels to the same address, unless its options differ.
-    return grpc.secure_channel(f"localhost:{port}", credentials, [("grpc.use_local_subchannel_pool", 1)])

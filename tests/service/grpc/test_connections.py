@@ -76,14 +76,6 @@ def test_an_idle_or_old_connection_gets_a_goaway(option: str) -> None:
         until(lambda: client.told_to_leave, 10, "a word to the client")
 
 
-def test_connections_have_no_age_limit_by_default() -> None:
-    with connected() as client:
-        assert answered(client)
-        time.sleep(0.5)
-        assert answered(client)
-        assert not client.told_to_leave
-
-
 def test_a_connection_over_the_limit_is_closed() -> None:
     with serving(LoopbackModel(), max_connections=3) as served, contextlib.ExitStack() as stack:
         clients = [stack.enter_context(RawConnection(served.port)) for _ in range(3)]

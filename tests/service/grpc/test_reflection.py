@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from loopback import LoopbackModel, serving
@@ -29,8 +27,3 @@ def test_a_client_finds_the_services_and_messages_by_reflection_alone() -> None:
 def test_the_public_file_does_not_contain_the_stubs_package() -> None:
     assert b"bf16kit" in pb.DESCRIPTOR.serialized_pb
     assert b"bf16kit" not in public_file().SerializeToString()
-
-
-def test_the_public_files_package_is_that_of_the_proto_source() -> None:
-    source = Path(__file__).parents[3] / "proto" / "inference.proto"
-    assert "\npackage inference;\n" in source.read_text()

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from rawgrpc import RawConnection, framed
 
@@ -24,19 +23,9 @@ INFER = f"/{SERVICE}/ModelInfer"
 MESSAGE = infer_request(x=X).SerializeToString()
 
 
-class Gated(Gate):
-    """A gate that opens at the end of the test even if it fails: the server waits for what runs."""
-
-    def __exit__(self, *_: object) -> None:
-        self.go.set()
-
-    def __enter__(self) -> Gated:
-        return self
-
-
 @pytest.fixture
-def gate() -> Gated:
-    return Gated()
+def gate() -> Gate:
+    return Gate()
 
 
 def refused(call: Any) -> StatusCode:
@@ -47,7 +36,7 @@ def refused(call: Any) -> StatusCode:
     return code
 
 
-def run_held(served: Served, gate: Gated, calls: int = 1) -> list[Any]:
+def run_held(served: Served, gate: Gate, calls: int = 1) -> list[Any]:
     """Start ``calls`` requests on one connection, of which the first runs.
 
     They end when the caller drops the returned list.
@@ -58,7 +47,7 @@ def run_held(served: Served, gate: Gated, calls: int = 1) -> list[Any]:
     return begun
 
 
-def test_requests_beyond_max_in_flight_are_rejected(gate: Gated) -> None:
+def test_requests_beyond_max_in_flight_are_rejected(gate: Gate) -> None:
     with serving(LoopbackModel(run=gate), max_in_flight=1) as served, gate:
         held = run_held(served, gate)
         assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
@@ -66,7 +55,7 @@ def test_requests_beyond_max_in_flight_are_rejected(gate: Gated) -> None:
         assert not held[0].done()
 
 
-def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gated) -> None:
+def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gate) -> None:
     with serving(LoopbackModel(run=gate, max_batch_size=0), max_in_flight=8) as served, gate:
         held = run_held(served, gate, calls=7)
         code, details = served.refusal("ModelInfer", infer_request(x=X))
@@ -76,7 +65,7 @@ def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gated) -
         assert not any(call.done() for call in held)
 
 
-def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gated) -> None:
+def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gate) -> None:
     """Another connection has a place, but not for this model; another model still serves."""
     model = LoopbackModel(run=gate, max_batch_size=0)
     with serving(model, LoopbackModel("other")) as served, RawConnection(served.port) as another, gate:
@@ -96,7 +85,7 @@ def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gated) -> No
         assert limit.in_use == 0
 
 
-def test_a_rejection_by_a_full_queue_is_counted_by_the_model(gate: Gated) -> None:
+def test_a_rejection_by_a_full_queue_is_counted_by_the_model(gate: Gate) -> None:
     model = LoopbackModel(run=gate, max_batch_size=0, max_queue=1)
     with serving(model) as served, gate:
         begun = run_held(served, gate)
@@ -106,7 +95,7 @@ def test_a_rejection_by_a_full_queue_is_counted_by_the_model(gate: Gated) -> Non
         assert served.log.refusals == []
 
 
-def test_requests_beyond_the_byte_limit_are_rejected(gate: Gated) -> None:
+def test_requests_beyond_the_byte_limit_are_rejected(gate: Gate) -> None:
     rows = infer_request(x=np.ones((1000, 3), np.float32))
     model = LoopbackModel(run=gate, max_batch_size=1000)
     with serving(model, max_request_bytes=len(rows.SerializeToString()) + 100) as served, gate:
@@ -135,47 +124,26 @@ def test_responses_beyond_the_byte_limit_become_rejections() -> None:
         assert [code for *_, code in served.log.seen] == ["OK"] + ["RESOURCE_EXHAUSTED"] * 2
 
 
-def test_streams_beyond_max_streams_are_rejected() -> None:
+@pytest.mark.parametrize("kind", ["streams", "watches"])
+def test_open_streams_and_watches_beyond_their_limit_are_rejected(kind: str) -> None:
     stay = threading.Event()
 
     def messages() -> Iterator[pb.ModelInferRequest]:
         yield infer_request(x=X)
         stay.wait(60)
 
-    with serving(LoopbackModel(), max_streams=1) as served:
-        stream = served.stub("ModelStreamInfer")
-        first = stream(messages(), timeout=60)
-        next(first)
-        assert refused(lambda: stream(iter([]), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
-        assert served.log.refusals == ["streams"]
-        first.cancel()
-        stay.set()
-
-
-def test_health_watches_beyond_max_watches_are_rejected() -> None:
-    with serving(LoopbackModel(), max_watches=1) as served:
+    with serving(LoopbackModel(), max_streams=1, max_watches=1) as served:
         stub: Any = health_pb2_grpc.HealthStub(served.channel)
-        first = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+
+        def opened() -> Any:
+            if kind == "streams":
+                return served.stub("ModelStreamInfer")(messages(), timeout=60)
+            return stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+
+        first = opened()
         next(first)
-        assert refused(lambda: stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
-        assert served.log.refusals == ["watches"]
-        first.cancel()
-
-
-def test_reflection_streams_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_REFLECTION_STREAMS", 1)
-    stay = threading.Event()
-
-    def questions() -> Iterator[reflection_pb2.ServerReflectionRequest]:
-        yield reflection_pb2.ServerReflectionRequest(list_services="")
-        stay.wait(60)
-
-    with serving(LoopbackModel()) as served:
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(served.channel)
-        first = stub.ServerReflectionInfo(questions(), timeout=60)
-        next(first)
-        assert refused(lambda: stub.ServerReflectionInfo(iter([]), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
-        assert served.log.refusals == ["reflection"]
+        assert refused(opened) is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == [kind]
         first.cancel()
         stay.set()
 
@@ -206,10 +174,10 @@ def _control_refused(served: Served) -> bool:
     return False
 
 
-def test_calls_during_a_shutdown_are_rejected(gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_during_a_shutdown_are_rejected(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shutdown is paused where the server has closed its doors but gRPC has not closed its port."""
     go_on = threading.Event()
-    monkeypatch.setattr(server_module, "wait_for_delivery", lambda until: go_on.wait(30))
+    monkeypatch.setattr(server_module, "wait_for_delivery", lambda pools, until: go_on.wait(30))
     with serving(LoopbackModel(run=gate)) as served, gate:
         (held,) = run_held(served, gate)
         stopping = threading.Thread(target=served.transport.stop, args=(30.0,))

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from grpc import StatusCode
@@ -59,30 +58,10 @@ def place(tensor: Any, region: str) -> None:
     tensor.parameters["shared_memory_byte_size"].int64_param = X.nbytes
 
 
-def test_regions_are_registered_listed_and_unregistered_by_rpc(served: Served, regions: RegionTable) -> None:
-    register = pb.SystemSharedMemoryRegisterRequest(name="r", key="/memory", offset=96, byte_size=96)
-    served.call("SystemSharedMemoryRegister", register)
-    assert list(regions.status("")) == [Region("r", "/memory", 96, 96)]
-    status = served.call("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest())
-    told = status.regions["r"]
-    assert (told.name, told.key, told.offset, told.byte_size) == ("r", "/memory", 96, 96)
-    assert served.refusal("SystemSharedMemoryRegister", register)[0] is StatusCode.ALREADY_EXISTS
-    served.call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name="r"))
-    assert regions.status("") == []
-
-
 def test_a_region_over_the_limit_is_rejected_and_counted(served: Served, registered: RegionTable) -> None:
     third = pb.SystemSharedMemoryRegisterRequest(name="third", key="memory", byte_size=1)
     assert served.refusal("SystemSharedMemoryRegister", third)[0] is StatusCode.RESOURCE_EXHAUSTED
     assert served.log.refusals == ["regions"]
-
-
-def test_an_input_is_read_from_and_an_output_written_to_shared_memory(
-    served: Served, registered: RegionTable, file: Path
-) -> None:
-    response = served.call("ModelInfer", request(shared_output=True))
-    assert list(response.raw_output_contents) == [b""]
-    np.testing.assert_array_equal(np.frombuffer(file.read_bytes(), np.float32), np.tile(X.ravel(), 2))
 
 
 def test_a_requests_bytes_in_shared_memory_count_as_held_bytes(registered: RegionTable) -> None:
@@ -136,16 +115,3 @@ def test_the_memory_of_a_client_that_has_left_is_not_written_to(registered: Regi
         until(lambda: served.log.observations)
         assert served.log.observations[0].code == "CANCELLED"
     assert file.read_bytes() == before
-
-
-def test_a_region_unregistered_during_a_run_still_receives_the_output(registered: RegionTable, file: Path) -> None:
-    gate = Gate()
-    with serving(LoopbackModel(run=gate), operations=Operations(regions=registered)) as served:
-        call = served.stub("ModelInfer").future(request(shared_output=True), timeout=60)
-        assert gate.started.wait(60)
-        registered.unregister("")
-        gate.go.set()
-        call.result()
-        with pytest.raises(grpc.RpcError, match="unknown shared memory region 'in'"):
-            served.call("ModelInfer", request())
-    np.testing.assert_array_equal(np.frombuffer(file.read_bytes(), np.float32), np.tile(X.ravel(), 2))

@@ -64,13 +64,6 @@ def test_requests_of_one_stream_share_a_batch() -> None:
         assert model.calls < 9
 
 
-def test_each_response_is_marked_final_if_the_client_requests_it(served: Served) -> None:
-    message = infer_request(x=X)
-    message.parameters["triton_enable_empty_final_response"].bool_param = True
-    (answer,) = served.stub("ModelStreamInfer")(iter([message]), timeout=30)
-    assert answer.infer_response.parameters["triton_final_response"].bool_param
-
-
 def test_a_cancelled_stream_frees_its_place() -> None:
     with serving(LoopbackModel(), max_streams=1) as served:
         stay = threading.Event()

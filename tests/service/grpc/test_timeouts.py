@@ -68,30 +68,6 @@ def test_only_a_few_slow_calls_may_use_the_whole_timeout(times: Times) -> None:
     assert times.after(1, timeouts) == ["c"]
 
 
-def test_during_a_stop_a_call_gets_half_of_the_remaining_time(times: Times) -> None:
-    timeouts = CallTimeouts(30, 3, clock=times)
-    times.begin(timeouts, "a")
-    assert times.after(8, timeouts) == []
-    timeouts.shorten(20)  # 12 s remain for "a" at first
-    times.begin(timeouts, "b")
-    assert times.after(9.9, timeouts) == []
-    assert times.after(0.2, timeouts) == ["a", "b"]
-    times.begin(timeouts, "c")  # 9.9 s before the end
-    assert times.after(4.9, timeouts) == ["a", "b"]
-    assert times.after(0.1, timeouts) == ["a", "b", "c"]
-    times.after(4, timeouts)
-    times.begin(timeouts, "d")  # 0.9 s before the end
-    assert times.after(0.9, timeouts) == ["a", "b", "c"]
-    assert times.after(0.2, timeouts) == ["a", "b", "c", "d"]
-
-
-def test_a_stop_does_not_extend_a_timeout(times: Times) -> None:
-    timeouts = CallTimeouts(10, 3, clock=times)
-    times.begin(timeouts, "a")
-    timeouts.shorten(3600)
-    assert times.after(10.1, timeouts) == ["a"]
-
-
 def test_an_error_in_ending_one_call_does_not_stop_the_others(times: Times) -> None:
     timeouts = CallTimeouts(1, 1, clock=times)
     timeouts.start("bad", lambda: 1 // 0)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import threading
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from waiting import until
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Array
-from service.grpc import arrival
+from service.grpc import arrival, transport
 from service.grpc.handlers import SERVICE, HandlerInterceptor
 from service.grpc.transport import Transport, TransportOptions
 
@@ -33,11 +32,11 @@ X = np.ones((2, 3), np.float32)
 
 def start(**options: object) -> int:
     """Start a server that is expected to fail. Stop it if it does not."""
-    transport = Transport(LoopbackRegistry([]), RequestLog().refused, TransportOptions(**options))  # type: ignore[arg-type]
+    server = Transport(LoopbackRegistry([]), RequestLog().refused, TransportOptions(**options))  # type: ignore[arg-type]
     try:
-        return transport.start()
+        return server.start()
     finally:
-        transport.stop(0)
+        server.stop(0)
 
 
 def test_the_error_for_a_port_in_use_names_the_port_and_the_option() -> None:
@@ -52,11 +51,6 @@ def test_a_second_server_does_not_silently_share_the_port() -> None:
         start(port=served.port)
 
 
-def test_workers_may_share_a_port_on_purpose() -> None:
-    with serving(LoopbackModel(), share_port=True) as served:
-        assert start(port=served.port, share_port=True) == served.port
-
-
 def test_the_error_for_an_address_of_another_machine_names_it() -> None:
     with pytest.raises(ConfigError, match=re.escape("cannot listen on 203.0.113.7 port ")):
         start(host="203.0.113.7", port=0)
@@ -67,37 +61,6 @@ def test_a_message_over_the_limit_is_rejected() -> None:
         assert served.call("ModelInfer", infer_request(x=np.zeros((1000, 3), np.float32)))
         code, _ = served.refusal("ModelInfer", infer_request(x=np.zeros((100_000, 3), np.float32)))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-def test_stopping_finishes_requests_in_flight_and_rejects_new_ones() -> None:
-    started, go = threading.Event(), threading.Event()
-
-    def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
-        started.set()
-        assert go.wait(60)
-        return {"y": np.array(feeds["x"])}
-
-    with serving(LoopbackModel(run=run)) as served:
-        running = served.stub("ModelInfer").future(infer_request(x=X), timeout=60)
-        assert started.wait(30)
-        stopping = threading.Thread(target=served.transport.stop, args=(30.0,))
-        stopping.start()
-        with grpc.insecure_channel(served.address) as late:
-            infer = late.unary_unary(
-                "/inference.GRPCInferenceService/ModelInfer",
-                request_serializer=pb.ModelInferRequest.SerializeToString,
-                response_deserializer=pb.ModelInferResponse.FromString,
-            )
-            code = None
-            while code is not grpc.StatusCode.UNAVAILABLE:  # the first may still be admitted, and wait
-                with pytest.raises(grpc.RpcError) as refused:
-                    infer(infer_request(x=X), timeout=0.2)
-                code = refused.value.code()
-        assert not running.done()
-        go.set()
-        assert running.result(30).raw_output_contents[0] == X.tobytes()
-        stopping.join(30)
-        assert not stopping.is_alive()
 
 
 def test_stopping_does_not_wait_for_watches_and_idle_streams() -> None:
@@ -132,6 +95,7 @@ def test_calls_that_have_arrived_when_the_server_stops_are_rejected_not_cancelle
         sum(range(300_000))  # one uninterrupted call: no other thread runs meanwhile
         return intercept(self, *arguments)
 
+    monkeypatch.setattr(transport, "_MAX_DELIVERY_SECONDS", 30.0)  # a busy machine may need more than two
     gate = Gate()
     with serving(LoopbackModel(run=gate)) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))
@@ -163,15 +127,15 @@ def test_stopping_does_not_wait_for_a_run_beyond_its_grace() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("client", ["does not take its answer", "sends headers only"])
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
-def test_a_stop_waits_half_of_its_time_for_an_inactive_client_and_is_clean(client: str, method: str) -> None:
+def test_a_stop_waits_seconds_for_an_inactive_client_and_is_clean(client: str, method: str) -> None:
     with serving(LoopbackModel()) as served, RawConnection(served.port, window=0) as idle:
         takes = client == "does not take its answer"
         stream = idle.call(f"/{SERVICE}/{method}", infer_request(x=X).SerializeToString() if takes else None)
         pools = served.transport.pools
         until(lambda: served.log.seen if takes else any(pools[n].shares.in_use for n in ("inference", "streams")))
         begun = time.monotonic()
-        assert served.transport.stop(grace=8)
-        assert time.monotonic() - begun < 7.5
+        assert served.transport.stop(grace=25)
+        assert time.monotonic() - begun < 10
         until(lambda: stream in idle.ended or idle.closed)
 
 
