@@ -7,7 +7,6 @@ show.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +31,9 @@ from service.models.opened import OpenedArtifact, drift_at_conversion, open_arti
 from service.models.serving import Serving
 
 _log = logging.getLogger(__name__)
-#: A step of a load, as opening a session is given up after this time, plus the time to read the artifact from a slow
-#: disk. Others load meanwhile, so it is generous: it is for what never ends.
-STEP_SECONDS = 600.0
-_SLOWEST_DISK = 20e6  # bytes a second
+#: A step of a load, such as opening a session, is given up after this time. Others load meanwhile, so it is generous:
+#: it is for what never ends, and not for a large artifact on a slow disk.
+STEP_SECONDS = 1800.0
 #: Time limit of a run at load: a graph may never end. ONNX Runtime checks it between two operators.
 FIRST_RUN_SECONDS = 300.0
 _GRACE_SECONDS = 10.0  # for a run to end after that
@@ -84,8 +82,7 @@ def load(
     """
     from bf16kit.runtime import loading
 
-    seconds = STEP_SECONDS + _bytes_on_disk(path) / _SLOWEST_DISK
-    on_step(f"reading and checking the files of {path}", seconds)
+    on_step(f"reading and checking the files of {path}", STEP_SECONDS)
     opened = open_artifact(path, serving)
     manifest = opened.artifact.manifest
     profiles, device = loading.choose_profiles(opened.artifact, serving.profile, device)
@@ -95,7 +92,7 @@ def load(
         opened.check_room(order[0])
 
     def candidate(profile: str) -> tuple[Runtime, Golden | None, str]:
-        on_step(f"creating the session of {manifest.profiles[profile].graph}", seconds)
+        on_step(f"creating the session of {manifest.profiles[profile].graph}", STEP_SECONDS)
         try:
             runtime = loading.load(
                 opened.artifact,
@@ -123,7 +120,7 @@ def load(
         runtime, golden, verdict = candidate(last)
     try:
         info = replace(runtime.info, choice=reason)
-        on_step(f"checking the files of {path} again", seconds)
+        on_step(f"checking the files of {path} again", STEP_SECONDS)
         opened.artifact.verify()  # again: files may have been replaced while they were loaded
     except BaseException:
         runtime.close()
@@ -259,14 +256,6 @@ def feeds_of(opened: OpenedArtifact, rows: int, golden: Golden | None) -> Mappin
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
-
-
-def _bytes_on_disk(path: Path) -> int:
-    """Return what the files in ``path`` occupy on the disk: an artifact's, without the holes of sparse files."""
-    try:
-        return sum(512 * entry.stat().st_blocks for entry in os.scandir(path))
-    except OSError:
-        return 0  # opening it reports the error
 
 
 def _describe(info: RuntimeInfo) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -20,8 +19,6 @@ from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.serving import Serving
 
 _log = logging.getLogger(__name__)
-FIRST_RETRY_SECONDS = 30.0  # from the poll that finds a model not loaded to the first retry
-LONGEST_RETRY_SECONDS = 3600.0  # longest pause between two retries
 ApplyAll: TypeAlias = Callable[[Iterable[DesiredModel]], Mapping[str, Future[None]]]
 
 
@@ -156,41 +153,19 @@ def instead_of(
     return DesiredModel(tried.name, plans, tried.failed + failed)
 
 
-class Retries:
-    """Decides when to try again to load a model whose files have not changed. For one thread, at every poll.
+def has_failed(desired: DesiredModel, slots: Mapping[int, Slot]) -> bool:
+    """Return whether ``desired`` is not served, although it was tried, for a cause that may have passed.
 
-    A full disk, a lack of memory, a busy device: such causes pass, and nothing in the repository shows it. So every
-    failed load is tried again, with growing pauses, except what ``serving.yaml`` rules out, and loads that were given
-    up, whose threads cannot be ended. ``clock`` returns seconds.
+    A full disk, a lack of memory, a busy device: such causes pass, and nothing in the repository shows it. What
+    ``serving.yaml`` rules out does not, nor a load that was given up, whose thread cannot be ended. ``slots`` are the
+    model's, by version; a reason beside a ready model says that its replacement failed.
     """
-
-    def __init__(self, slots: Callable[[], Iterable[Slot]], clock: Callable[[], float] = time.monotonic) -> None:
-        self._slots = slots
-        self._clock = clock
-        #: By name: the model, when it is due, and the pause after that.
-        self._waiting: dict[str, tuple[DesiredModel, float, float]] = {}
-
-    def due(self, desired_models: Mapping[str, DesiredModel]) -> list[DesiredModel]:
-        """Return the ``desired_models`` to try again now. One that has changed starts again with the first pause."""
-        now = self._clock()
-        served = {(slot.name, slot.version): slot for slot in self._slots()}
-        before, self._waiting = self._waiting, {}
-        found = []
-        for name, desired in desired_models.items():
-            slots = [served.get((name, plan.version)) for plan in desired.plans]
-            if all(_serves(slot) and not slot.reason for slot in slots if slot is not None) and None not in slots:
-                continue  # as desired: a reason beside a ready model says that its replacement failed
-            if any(plan.broken for plan in desired.plans) or any(slot and GIVEN_UP in slot.reason for slot in slots):
-                continue
-            known, due, pause = before.get(name, (None, 0.0, 0.0))
-            if known != desired:
-                due, pause = now + FIRST_RETRY_SECONDS, FIRST_RETRY_SECONDS
-            elif now >= due and not any(slot is not None and slot.state == "loading" for slot in slots):
-                pause = min(2 * pause, LONGEST_RETRY_SECONDS)
-                due = now + pause
-                found.append(desired)
-            self._waiting[name] = desired, due, pause
-        return found
+    found = [slots.get(plan.version) for plan in desired.plans]
+    if any(plan.broken for plan in desired.plans):
+        return False
+    if any(slot is not None and (slot.state == "loading" or GIVEN_UP in slot.reason) for slot in found):
+        return False
+    return not all(slot is not None and _serves(slot) and not slot.reason for slot in found)
 
 
 def _serves(slot: Slot | None) -> bool:

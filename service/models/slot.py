@@ -188,32 +188,19 @@ class SlotTable:
     def was_tried(self, desired: DesiredModel) -> bool:
         """Return whether ``desired`` has been tried as far as possible.
 
-        That is so if each plan was the last one tried in its slot, and nothing is left to unload.
+        That is so if each plan was the last one tried in its slot, and, if all of them serve, nothing else is left.
         """
         slots = self.of(desired.name)
         return (
             slots.keys() >= desired.reported_versions
             and all(slots[plan.version].tried == plan for plan in desired.plans)
             and all(slots[version].model is None for version in desired.failed_versions)
-            and not self.surplus(desired)
+            and not (self.others(desired) and all(slots[plan.version].serves(plan) for plan in desired.plans))
         )
 
-    def surplus(self, desired: DesiredModel) -> list[Slot]:
-        """Return the slots of the model that are not needed for ``desired``, once its plans have been tried.
-
-        If none of them is served, all others stay. With the policy ``latest``, as many others stay as were not loaded.
-        """
-        slots = self.of(desired.name)
-        others = [slot for version, slot in slots.items() if version not in desired.reported_versions]
-        if not desired.plans:
-            return others
-        if not any(slots[plan.version].serves(plan) for plan in desired.plans):
-            return []
-        missing = sum(slots[plan.version].state != "ready" for plan in desired.plans)
-        if missing and desired.plans[0].serving.version_policy.tries_older:
-            instead = [slot for slot in others if slot.state == "ready"][-missing:]
-            return [slot for slot in others if slot not in instead]
-        return others
+    def others(self, desired: DesiredModel) -> list[Slot]:
+        """Return the model's slots that are not for ``desired``."""
+        return [slot for slot in self.of(desired.name).values() if slot.version not in desired.reported_versions]
 
     def add(self, desired: DesiredModel, *, awaited: bool) -> None:
         """Add a slot for every version of ``desired`` that has none."""
