@@ -30,9 +30,9 @@ RETRY_SECONDS = 300.0  # pause before a model whose files have not changed is lo
 
 
 class Controller:
-    """Decides what is wanted, and passes it to ``apply`` (one model) and ``apply_all`` (all models).
+    """Decides what is wanted, and passes it to ``apply`` (one model) and ``apply_all`` (the models of the start).
 
-    With one process these are the methods of :class:`~service.models.reconciler.Reconciler`. ``start_up`` names the
+    See :class:`service.leader.ServedModels`. ``start_up`` names the
     models that ``explicit`` loads at start. ``slots`` returns the server's slots, and ``clock`` seconds.
     :meth:`load` and :meth:`unload`: see :class:`service.operations.ModelControl`.
     """
@@ -69,9 +69,10 @@ class Controller:
         Raises ConfigError if the repository cannot be listed, or lacks one of them.
         """
         if self.mode != "explicit" or tuple(self._start_up) == (ALL,):
-            self._set_all(self._scan())
+            self._desired_models = self._scan()
         else:
-            self._set_all({name: self._startup_model(name) for name in self._start_up})
+            self._desired_models = {name: self._startup_model(name) for name in self._start_up}
+        self._rollouts.start(self._desired_models.values())
         if not self._desired_models and self.mode != "explicit":
             _log.warning("%s", self._directory.nothing_to_serve(self.mode))
 
@@ -112,7 +113,8 @@ class Controller:
             seen = {n: second.get(n) if first.get(n) == second.get(n) else self._desired_models.get(n) for n in names}
             desired_models = {name: desired for name, desired in seen.items() if desired is not None}
             if desired_models != self._desired_models:
-                self._set_all(desired_models)
+                self._desired_models = desired_models
+                self._rollouts.replace_all(desired_models.values())
             self._try_again()
 
     def index(self, served: Iterable[IndexEntry]) -> list[IndexEntry]:
@@ -151,10 +153,6 @@ class Controller:
             if note not in self._notes:
                 _log.warning("%s", note)
         self._notes = set(notes)
-
-    def _set_all(self, desired_models: Mapping[str, DesiredModel]) -> None:
-        self._desired_models = dict(desired_models)
-        self._rollouts.apply_all(desired_models.values())
 
     def _try_again(self) -> None:
         """Load the models again that could not be loaded, and have not changed since an earlier poll found that."""

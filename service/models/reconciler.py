@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,7 +87,7 @@ class Reconciler:
         self._lock = threading.Lock()  # guards the table, and what follows
         self._wake = threading.Condition(self._lock)
         self._pending: dict[str, _PendingChange] = {}
-        self._in_progress: dict[str, tuple[DesiredModel, float]] = {}  # by model; and when it began
+        self._in_progress: dict[str, float] = {}  # when the change of a model began
         self._closed = False
         self._advised: set[str] = set()  # remedies in the log; other models on this machine usually need the same one
         self._loads = Loads()
@@ -117,48 +117,19 @@ class Reconciler:
         reason), if the server shuts down, or if the opposite was wanted before a thread came to it.
         """
         future: Future[None] = Future()
-        self._enqueue(desired, future)
-        return future
-
-    def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
-        """Ask for exactly these models; all others are unloaded. Returns a future per model that changes, by name.
-
-        A model that could not be loaded, or is being loaded, is tried again only if its plan has changed. :meth:`apply`
-        always tries.
-        """
-        wanted = {desired.name: desired for desired in desired_models}
-        with self._lock:
-            known = (*self.slots, *self._pending)
-        for name in known:
-            wanted.setdefault(name, DesiredModel(name))
-        futures: dict[str, Future[None]] = {name: Future() for name in sorted(wanted)}
-        return {
-            name: future for name, future in futures.items() if self._enqueue(wanted[name], future, unless_tried=True)
-        }
-
-    def _enqueue(self, desired: DesiredModel, future: Future[None], *, unless_tried: bool = False) -> bool:
-        """Queue ``desired``. With ``unless_tried``, return False if that would only repeat an attempt."""
         with self._lock:
             if self._closed:
                 future.set_exception(Unavailable(STOPPING, "draining"))
-                return True
-            begun = self._in_progress.get(desired.name)
-            if unless_tried and desired.name not in self._pending:
-                in_progress = begun is not None and begun[0] == desired
-                if in_progress or self._table.was_tried(desired):
-                    return False
+                return future
             earlier = self._pending.get(desired.name, _PendingChange(desired))
             same = bool(earlier.desired.plans) == bool(desired.plans)
             self._pending[desired.name] = _PendingChange(desired, [*(earlier.futures if same else ()), future])
             self._table.add(desired, awaited=self._threads[0].ident is None or not self.ready)
             self._wake.notify_all()
         instead = "loaded" if desired.plans else "unloaded"
-        complete(
-            () if same else earlier.futures,
-            Unavailable(f"model {desired.name!r} is being {instead} instead"),
-        )
+        complete(() if same else earlier.futures, Unavailable(f"model {desired.name!r} is being {instead} instead"))
         self._changed()
-        return True
+        return future
 
     def close(self, deadline: float = math.inf) -> bool:
         """Unload everything, in parallel. Returns False if something was still running at ``deadline``.
@@ -213,12 +184,11 @@ class Reconciler:
             while not self._closed:
                 now = time.monotonic()
                 name = next((name for name in self._pending if name not in self._in_progress), None)
-                newest = max((begun for _, begun in self._in_progress.values()), default=-math.inf)
+                newest = max(self._in_progress.values(), default=-math.inf)
                 wait = newest + loads.PATIENCE_SECONDS - now
                 if name is not None and wait <= 0:
-                    change = self._pending.pop(name)
-                    self._in_progress[name] = change.desired, now
-                    return change
+                    self._in_progress[name] = now
+                    return self._pending.pop(name)
                 self._wake.wait(None if name is None else wait)
             return None
 
@@ -243,7 +213,7 @@ class Reconciler:
         if slot.serves(plan):
             slot.clear_reason()
             return ""
-        slot.start_loading(plan)
+        slot.start_loading()
         started = time.monotonic()
         try:
             if plan.broken:
@@ -347,7 +317,7 @@ class Reconciler:
                 return
             slots, newer = self._table.of(desired.name), self._pending.get(desired.name)
             models = [
-                slots[each.plan.version].set_aside(each.plan, f"{each.reason}; {desired.instead}")
+                slots[each.plan.version].set_aside(f"{each.reason}; {desired.instead}")
                 for each in desired.failed
                 if each.plan.version in slots
             ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Unpack
@@ -57,9 +57,9 @@ class Repository:
             return refused
         return self._reconciler.apply(desired)
 
-    def apply_all(self, desired_models: Iterable[DesiredModel]) -> Mapping[str, Future[None]]:
-        """See :meth:`Reconciler.apply_all`; does nothing once the server stops."""
-        return {} if self._stopping else self._reconciler.apply_all(desired_models)
+    def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
+        """Apply all of these, and return a future for each, by name."""
+        return {desired.name: self.apply(desired) for desired in desired_models}
 
     def retire(self) -> None:
         """Report not ready from now on, so that load balancers send no more requests. Requests are still answered."""

@@ -32,7 +32,7 @@ class _Rollout:
 
 
 class Rollouts:
-    """Passes desired models to ``apply`` and ``apply_all``, and follows their futures.
+    """Passes desired models to ``apply``, those of the start to ``apply_all``, and follows their futures.
 
     ``slots`` returns the slots of the server. ``older`` returns the plans on disk of a model's versions that are older
     than all of a desired model's, the newest first. ``lock`` is the controller's, which it holds when it calls.
@@ -63,19 +63,21 @@ class Rollouts:
         self._rollouts[wanted.name] = rollout = _Rollout(wanted, wanted, loads_older)
         return self._follow(rollout)
 
-    def apply_all(self, desired_models: Iterable[DesiredModel]) -> None:
-        """Apply exactly these models. Of one that was wanted before, what was applied in its place is kept."""
-        before = self._rollouts
-        self._rollouts = {}
+    def start(self, desired_models: Iterable[DesiredModel]) -> None:
+        """Apply the models with which the server starts."""
         for wanted in desired_models:
-            known = before.get(wanted.name)
-            rollout = known if known is not None and known.wanted == wanted else _Rollout(wanted, wanted, True)
-            self._rollouts[wanted.name] = rollout
-            self._remember(rollout.applied)
-        futures = self._apply_all([rollout.applied for rollout in self._rollouts.values()])
-        for name, future in futures.items():
-            if (applied := self._rollouts.get(name)) is not None:
-                self._watch(applied, future)
+            self._rollouts[wanted.name] = _Rollout(wanted, wanted, loads_older=True)
+            self._remember(wanted)
+        for name, future in self._apply_all([rollout.applied for rollout in self._rollouts.values()]).items():
+            self._watch(self._rollouts[name], future)
+
+    def replace_all(self, desired_models: Iterable[DesiredModel]) -> None:
+        """Apply exactly these models. One that is wanted as before keeps what was applied in its place."""
+        wanted = {name: DesiredModel(name) for name in self._rollouts}
+        wanted |= {desired.name: desired for desired in desired_models}
+        for name, desired in sorted(wanted.items()):
+            if name not in self._rollouts or self._rollouts[name].wanted != desired:
+                self.apply(desired)
 
     def _follow(self, rollout: _Rollout) -> Future[None]:
         self._remember(rollout.applied)

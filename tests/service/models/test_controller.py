@@ -29,6 +29,8 @@ class Told:
     def apply(self, desired: DesiredModel) -> Future[None]:
         self.times += 1
         self.wanted[desired.name] = desired
+        if not desired.plans:
+            del self.wanted[desired.name]
         done: Future[None] = Future()
         done.set_result(None)
         return done
