@@ -64,7 +64,7 @@ def test_evidence_separates_damage_in_memory_from_drift_of_the_model(
     repository: Path, tmp_path: Path, serve: Serve
 ) -> None:
     server = serve("--repository", str(repository), "--evidence").wait_ready()
-    out, where = tmp_path / "breach", f"127.0.0.1:{server.ports()[1]}"
+    out, where = tmp_path / "breach", f"http://127.0.0.1:{server.ports()[1]}"
     fetch = ("evidence", "m", "--server", where, "--out", out)
     asked = program("bf16-serve", *fetch)
     assert (asked.returncode, asked.stderr.count("\n")) == (1, 1)
