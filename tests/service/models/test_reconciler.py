@@ -81,10 +81,6 @@ def states(repository: Controlled) -> dict[tuple[str, int], str]:
     return {(slot.name, slot.version): slot.state for slot in repository.models()}
 
 
-def is_ready(repository: Controlled) -> bool:
-    return repository.ready
-
-
 def rows_run(metrics: Metrics) -> float | None:
     lines = metrics.expose()[0].decode().splitlines()
     found = [line for line in lines if line.startswith('bf16kit_rows_total{model="m",version="1"}')]
@@ -234,26 +230,6 @@ def test_a_new_artifact_replaces_the_old_one_which_finishes_its_requests_first(
     assert states(repository) == {("m", 1): "ready"}
 
 
-def test_an_artifact_that_cannot_be_loaded_never_replaces_the_served_one(
-    tmp_path: Path, repository: Controlled, metrics: Metrics, caplog: pytest.LogCaptureFixture
-) -> None:
-    put(tmp_path)
-    repository.load("m").result(60)
-    model = repository.get("m", "")
-    model.infer(ONE)
-    put(tmp_path, spoil=0.5)
-    assert isinstance(repository.load("m").exception(60), Unavailable)
-    (tmp_path / "m" / "serving.yaml").write_text("max_batch: 1", "utf-8")
-    assert isinstance(repository.load("m").exception(60), Unavailable)
-    assert repository.get("m", "") is model
-    assert (repository.find("m", "").state, repository.ready) == ("ready", True)
-    assert "the previously loaded version still serves; its replacement failed: " in repository.find("m", "").reason
-    assert "unknown key 'max_batch'" in repository.find("m", "").reason
-    assert rows_run(metrics) == 1
-    assert b'bf16kit_model_ready{model="m",version="1"} 1.0' in metrics.expose()[0]
-    assert caplog.text.count("the previously loaded version still serves") == 2
-
-
 @pytest.mark.long
 def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
     tmp_path: Path, repository: Controlled, loads: Held
@@ -274,20 +250,6 @@ def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
     assert states(repository) == {("m", 1): "ready", ("m", 2): "ready"}
 
 
-def test_wanting_a_model_as_it_is_served_clears_its_reason_without_a_reload(
-    tmp_path: Path, repository: Controlled, loads: Held
-) -> None:
-    put(tmp_path)
-    repository.load("m").result(60)
-    (tmp_path / "m" / "serving.yaml").write_text("max_batch: 1", "utf-8")
-    assert isinstance(repository.load("m").exception(60), Unavailable)
-    assert "max_batch" in repository.find("m", "").reason
-    (tmp_path / "m" / "serving.yaml").write_text(QUIET, "utf-8")
-    repository.load("m").result(60)
-    assert repository.find("m", "").reason == ""
-    assert loads.begun == ["m/1"]
-
-
 def test_no_load_begins_once_the_server_drains(tmp_path: Path, repository: Controlled, loads: Held) -> None:
     put(tmp_path)
     repository.drain()
@@ -301,22 +263,22 @@ def test_models_added_to_a_ready_server_do_not_make_it_unready(
     tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
     put(tmp_path)
-    assert not is_ready(repository)
+    assert not repository.ready
     repository.load("m").result(60)
-    assert is_ready(repository)
+    assert repository.ready
     put(tmp_path, "bad", spoil=0.5)
     put(tmp_path, "slow")
     loads.go.clear()
     bad, slow = repository.load("bad"), repository.load("slow")
     until(lambda: loads.begun[-1] == "bad/1")
-    assert (states(repository)["bad", 1], is_ready(repository)) == ("loading", True)
+    assert (states(repository)["bad", 1], repository.ready) == ("loading", True)
     loads.go.set()
     assert isinstance(bad.exception(60), Unavailable)
     slow.result(60)
-    assert (states(repository)["bad", 1], is_ready(repository)) == ("unavailable", True)
+    assert (states(repository)["bad", 1], repository.ready) == ("unavailable", True)
     repository.unload("m").result(60)
     repository.unload("slow").result(60)
-    assert not is_ready(repository)  # no model serves
+    assert not repository.ready  # no model serves
 
 
 @pytest.mark.long
@@ -325,19 +287,19 @@ def test_a_server_is_not_ready_until_all_models_it_starts_with_are_ready(
     tmp_path: Path, metrics: Metrics, needed: bool
 ) -> None:
     repository = Controlled(tmp_path, metrics, device="cpu", threads=1, ready_when_empty=not needed)
-    assert is_ready(repository) == (not needed)
+    assert repository.ready == (not needed)
     put(tmp_path, "bad", spoil=0.5)
     put(tmp_path, "good")
     repository.scan()
     repository.start()
     until(lambda: "loading" not in states(repository).values())
-    assert not is_ready(repository)
+    assert not repository.ready
     shutil.rmtree(tmp_path / "bad")
     repository.scan()
     until(lambda: states(repository) == {("good", 1): "ready"})
-    assert is_ready(repository)
+    assert repository.ready
     repository.unload("good").result(60)
-    assert is_ready(repository) == (not needed)
+    assert repository.ready == (not needed)
     assert repository.close()
 
 
@@ -436,17 +398,6 @@ def test_closing_one_model_does_not_wait_for_another(tmp_path: Path, repository:
             until(freed)
             model.infer(ONE)
         assert closing.result(60)
-
-
-@pytest.mark.long
-def test_a_version_that_replaces_another_one_is_loaded(tmp_path: Path, repository: Controlled) -> None:
-    """Neither set of versions contains the other."""
-    put(tmp_path, version=1)
-    repository.scan()
-    until(lambda: states(repository) == {("m", 1): "ready"})
-    (tmp_path / "m" / "1").rename(tmp_path / "m" / "2")
-    repository.scan()
-    until(lambda: states(repository) == {("m", 2): "ready"})
 
 
 def test_a_reason_has_at_most_1000_characters(

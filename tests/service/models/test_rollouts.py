@@ -62,6 +62,10 @@ class Server:
     def states(self) -> dict[int, str]:
         return {slot.version: slot.state for slot in self.repository.models() if slot.name == "m"}
 
+    @property
+    def reason(self) -> str:
+        return self.repository.find("m", "1").reason
+
     def wait(self, states: dict[int, str]) -> None:
         until(lambda: self.states == states, what=f"{states}")
 
@@ -119,50 +123,60 @@ def test_a_golden_gate_that_fails_at_load_is_exported(tmp_path: Path, server: Se
     assert 'bf16kit_golden_gate_timestamp_seconds{model="m",version="2"}' in server.metrics.expose()[0].decode()
 
 
-def test_a_version_whose_replacement_cannot_be_loaded_is_exported_until_one_can(tmp_path: Path, server: Server) -> None:
+def test_a_version_whose_replacement_cannot_be_loaded_serves_on_and_is_exported_until_one_can(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     """Everything else is as before: it is ready, and its own gate has passed."""
-    serves = 'bf16kit_model_ready{model="m",version="1"} 1.0'
-    passed = 'bf16kit_golden_gate_passed{model="m",version="1"} 1.0'
-    failed, not_failed = (f'bf16kit_model_replacement_failed{{model="m",version="1"}} {value}' for value in (1.0, 0.0))
     put(tmp_path, {1: 0})
     server.start("poll")
     server.wait({1: "ready"})
-    assert server.exposes(not_failed)
-    settings = tmp_path / "m" / "serving.yaml"
+    model, settings = server.repository.get("m", "1"), tmp_path / "m" / "serving.yaml"
     as_before = settings.read_text()
-    for text, now in (("max_batch: 1", failed), (as_before, not_failed)):
-        settings.write_text(text)
+
+    def poll(reason: str) -> None:
         server.poll()
-        until(lambda now=now: server.exposes(now), what=now)  # type: ignore[misc]
-    assert server.loads == ["m/1"]
-    for spoil, now in ((BAD, failed), (0, not_failed)):
-        put(tmp_path, {1: spoil})
-        server.poll()
-        until(lambda now=now: server.exposes(now), what=now)  # type: ignore[misc]
-        assert server.exposes(serves)
-        assert server.exposes(passed)
+        failed = float(bool(reason))
+        until(lambda: server.exposes(f'bf16kit_model_replacement_failed{{model="m",version="1"}} {failed}'))
+        until(lambda: reason in server.repository.find("m", "1").reason and (reason or not server.reason))
+        for series in ("bf16kit_model_ready", "bf16kit_golden_gate_passed"):
+            assert server.exposes(f'{series}{{model="m",version="1"}} 1.0')
+        assert server.repository.ready
+
+    poll("")
+    settings.write_text("max_batch: 1")
+    poll("its replacement failed: ")
+    assert "unknown key 'max_batch'" in server.reason
+    settings.write_text(as_before)
+    poll("")
+    assert server.loads == ["m/1"], "it is served as it is wanted"
+    put(tmp_path, {1: BAD})
+    poll("its replacement failed: golden samples are over")
+    assert server.repository.get("m", "1") is model
+    assert caplog.text.count("the previously loaded version still serves") == 2
+    put(tmp_path, {1: 0})
+    poll("")
     assert server.loads == ["m/1"] * 3
 
 
-@pytest.mark.parametrize("policy", ["{latest: 1, strict: true}", "{specific: [2]}"])
-def test_no_older_version_is_tried_if_the_policy_is_strict_or_names_versions(
-    tmp_path: Path, server: Server, policy: str
+@pytest.mark.parametrize(
+    ("versions", "policy", "loads"),
+    [
+        ({1: 0, 2: BAD}, "{latest: 1, strict: true}", ["m/2"]),
+        ({1: 0, 2: BAD}, "{specific: [2]}", ["m/2"]),
+        ({1: BAD, 2: BAD}, "{latest: 1}", ["m/2", "m/1"]),
+    ],
+)
+def test_a_server_is_not_ready_if_no_version_that_the_policy_allows_can_be_loaded(
+    tmp_path: Path, server: Server, versions: Versions, policy: str, loads: list[str]
 ) -> None:
-    put(tmp_path, {1: 0, 2: BAD}, policy)
+    put(tmp_path, versions, policy)
     put(tmp_path, {1: 0}, name="other")
     server.start()
-    until(lambda: server.loads == ["m/2", "other/1"] and server.repository.is_ready("other", ""))
-    assert server.states == {2: "unavailable"}
+    until(lambda: sorted(server.loads) == sorted([*loads, "other/1"]) and "loading" not in server.states.values())
+    until(lambda: server.repository.is_ready("other", ""))
+    assert set(server.states.values()) == {"unavailable"}
     assert not server.repository.ready
     assert server.exposes('bf16kit_model_ready{model="m",version="2"} 0.0')
-
-
-def test_a_server_whose_versions_all_fail_is_not_ready(tmp_path: Path, server: Server) -> None:
-    put(tmp_path, {1: BAD, 2: BAD})
-    server.start()
-    server.wait({1: "unavailable", 2: "unavailable"})
-    assert server.loads == ["m/2", "m/1"]
-    assert not server.repository.ready
 
 
 def test_a_serving_yaml_that_is_wrong_is_wrong_for_every_version(tmp_path: Path, server: Server) -> None:
@@ -228,20 +242,15 @@ def test_a_failed_version_is_retried_after_a_pause_while_the_older_one_serves(tm
 
 def test_a_client_that_asks_for_a_load_is_told_and_no_older_version_is_loaded(tmp_path: Path, server: Server) -> None:
     put(tmp_path, {1: 0, 2: BAD})
-    server.start("explicit")
+    put(tmp_path, {1: 0, 2: BAD}, name="at_start")
+    server.start("explicit", "at_start")
+    until(lambda: server.repository.is_ready("at_start", "1"))
+    server.loads.clear()
     assert isinstance(server.control.load("m").exception(60), Unavailable)
     put(tmp_path, {1: 0}, name="other")
     server.control.load("other").result(60)
     assert server.loads == ["m/2", "other/1"]
     assert server.states == {2: "unavailable"}
-
-
-def test_a_model_that_explicit_control_loads_at_start_may_have_an_older_version_serve(
-    tmp_path: Path, server: Server
-) -> None:
-    put(tmp_path, {1: 0, 2: BAD})
-    server.start("explicit", "m")
-    server.wait({1: "ready", 2: "unavailable"})
 
 
 def test_a_version_that_failed_in_another_process_is_withdrawn_here(tmp_path: Path, server: Server) -> None:
