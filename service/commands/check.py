@@ -199,8 +199,8 @@ def _version(plan: Plan, config: ServerConfig, load: bool) -> str:
     if not load:
         opened = open_artifact(plan.path, plan.serving)
         return f"every digest matches; {len(opened.artifact.manifest.files)} files, not loaded"
-    start = partial(loading.load, plan.path, plan.serving, device=config.device, threads=config.threads)
-    loaded = Loads().run(f"version {plan.version}", lambda on_step: start(on_step=on_step))
+    loader = partial(loading.load, plan.path, plan.serving, device=config.device, threads=config.threads)
+    loaded = Loads().run(f"version {plan.version}", loader)
     loaded.close()
     probe = "" if loaded.info.accumulation == "fp32" else "; it is not known to accumulate in fp32"
     return f"{loaded.summary}{probe}"

@@ -42,7 +42,7 @@ _GRACE_SECONDS = 10.0  # for a run to end after that
 OnStep: TypeAlias = Callable[[str, float], None]
 
 
-def ignore_step(step: str, seconds: float) -> None:
+def _ignore_step(step: str, seconds: float) -> None:
     """Do nothing: nobody waits for this load."""
 
 
@@ -69,11 +69,11 @@ class LoadedModel:
 def load(
     path: Path,
     serving: Serving,
+    on_step: OnStep = _ignore_step,
     *,
     device: str,
     threads: int | None,
     weights: WeightStore = PRIVATE_STORE,
-    on_step: OnStep = ignore_step,
 ) -> LoadedModel:
     """Load and check the artifact at ``path``. A failure leaves nothing behind.
 
@@ -146,7 +146,7 @@ def load_fp32(
         raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
     shared = None if weights is PRIVATE_STORE else weights
     runtime = load_reference(artifact, threads=threads_of_a_run(serving.instances, threads), weights=shared)
-    _, verdict = _check(runtime, opened, serving, None, ignore_step)
+    _, verdict = _check(runtime, opened, serving, None, _ignore_step)
     _log.info("%s: the fp32 reference is warm after %.2f s: %s", label, time.monotonic() - started, verdict)
     return runtime
 
@@ -168,32 +168,25 @@ def profile_order(
     """Return the profiles to try, and why the first of them is the one to serve; "" if there is no choice.
 
     ``profiles`` are those for the device, the most accurate first. The others need fewer bits and are faster, so the
-    last of them that nothing rules out (:func:`skip_reason`) goes first. It is a rule that needs no measurement, so
-    every process, restart and replica serves the same profile on processors of one kind (docs/decisions/0035).
+    last of them that nothing rules out goes first. It is a rule that needs no measurement, so every process, restart
+    and replica serves the same profile on processors of one kind (docs/decisions/0035). ``budget`` is the one in force,
+    which may be stricter than the artifact's. ``native``: the processor has the instructions that the others need.
     """
     first, *others = profiles
     reason = ""
     for profile in reversed(others):
-        skipped = skip_reason(manifest, profile, budget, native=native)
-        if not skipped:
+        measured = drift_at_conversion(manifest, profile)
+        breaches = [str(each) for output, found in sorted(measured.items()) for each in budget.breaches(output, found)]
+        if not measured:
+            skipped = "its drift was never measured"
+        elif breaches:
+            skipped = f"its drift is over budget: {'; '.join(breaches)}"
+        elif not native:
+            skipped = "this processor emulates it"
+        else:
             return (profile, first), f"auto: {profile} is within budget, and this processor multiplies bf16"
         reason = f"auto: {profile} was skipped, {skipped}"
     return (first,), reason
-
-
-def skip_reason(manifest: Manifest, profile: str, budget: Budget, *, native: bool) -> str:
-    """Return why ``auto`` does not try ``profile``, which is not the most accurate; "" if it does.
-
-    ``budget`` is the drift budget in force, which may be stricter than the artifact's. ``native``: the processor has
-    the instructions that the profile needs.
-    """
-    measured = drift_at_conversion(manifest, profile)
-    if not measured:
-        return "its drift was never measured"
-    breaches = [str(each) for output, found in sorted(measured.items()) for each in budget.breaches(output, found)]
-    if breaches:
-        return f"its drift is over budget: {'; '.join(breaches)}"
-    return "" if native else "this processor emulates it"
 
 
 # --- the first runs ---------------------------------------------------------------------------------------------------

@@ -226,9 +226,7 @@ class Reconciler:
                 threads=self._threads_per_run,
                 weights=self._weights,
             )
-            loaded = self._loads.run(
-                slot.label, lambda on_step: load(on_step=on_step), lambda: self._is_unwanted(slot.name, plan)
-            )
+            loaded = self._loads.run(slot.label, load, lambda: self._is_unwanted(slot.name, plan))
             if not self._pending and slot.model is None:  # before it answers; at a start, once for all models
                 resources.collect_and_freeze()
             replaced = self._publish(slot, plan, loaded, started)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -199,8 +199,7 @@ class SlotTable:
             all_versions = dict(sorted({**known, **new}.items()))
             self.slots = dict(sorted({**self.slots, desired.name: all_versions}.items()))
 
-    def remove(self, name: str, gone: Iterable[Slot]) -> None:
+    def remove(self, name: str, gone: tuple[Slot, ...]) -> None:
         """Remove these slots of a model."""
-        removed = tuple(gone)
-        kept = {version: slot for version, slot in self.of(name).items() if slot not in removed}
+        kept = {version: slot for version, slot in self.of(name).items() if slot not in gone}
         self.slots = {each: versions for each, versions in {**self.slots, name: kept}.items() if versions}
