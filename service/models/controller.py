@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 Mode: TypeAlias = Literal["none", "poll", "explicit"]
 ALL = "*"  # as the only name in ``load_model``: load every model at start
 SETTLE_S = 1.0  # a model that still changes after this time is left for the next poll
-RETRY_SECONDS = 300.0  # pause before a model whose files have not changed is loaded again
+RETRY_SECONDS = 900.0  # between two loads of unchanged files: often enough, and little work if they always fail
 
 
 class Controller:
