@@ -52,27 +52,23 @@ def test_a_model_without_a_batch_axis_is_not_batched(without_batch_axis: Path) -
     assert "within budget" in whole_gate(without_batch_axis).golden
 
 
-def test_batching_a_model_without_a_batch_axis_is_an_error(without_batch_axis: Path) -> None:
-    with pytest.raises(ConfigError, match="declares no batch axis"):
-        opened(without_batch_axis, max_batch_size=4)
-    with pytest.raises(ConfigError, match="warmup asks for 2 rows"):
-        whole_gate(without_batch_axis, warmup=(2,))
-
-
-def test_max_dims_for_an_unknown_dimension_is_an_error(tmp_path: Path, without_batch_axis: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "serving", "words"),
+    [
+        ("mlp", {"max_dims": {"seq": 4}}, r"max_dims for 'seq', which is not .*: the free dimensions are batch"),
+        ("flat", {"max_dims": {"seq": 4}}, "its inputs have no free dimension"),
+        ("mlp", {"labels": {"x": ("a", "b")}}, "has labels for unknown 'x'; the model has y"),
+        ("flat", {"max_batch_size": 4}, "declares no batch axis"),
+        ("flat", {"warmup": (2,)}, "warmup asks for 2 rows"),
+    ],
+)
+def test_settings_that_do_not_fit_the_artifact_are_an_error(
+    tmp_path: Path, without_batch_axis: Path, name: str, serving: dict[str, object], words: str
+) -> None:
     write_mlp(tmp_path / "mlp" / "1")
-    opened(tmp_path / "mlp" / "1", max_dims={"batch": 4})
-    with pytest.raises(ConfigError, match=r"max_dims for 'seq', which is not .*: the free dimensions are batch"):
-        opened(tmp_path / "mlp" / "1", max_dims={"seq": 4})
-    with pytest.raises(ConfigError, match="its inputs have no free dimension"):
-        opened(without_batch_axis, max_dims={"seq": 4})
-
-
-def test_labels_for_an_unknown_output_are_an_error(tmp_path: Path) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    opened(tmp_path / "mlp" / "1", labels={"y": ("a", "b")})
-    with pytest.raises(ConfigError, match="has labels for unknown 'x'; the model has y"):
-        opened(tmp_path / "mlp" / "1", labels={"x": ("a", "b")})
+    opened(tmp_path / "mlp" / "1", max_dims={"batch": 4}, labels={"y": ("a", "b")})
+    with pytest.raises(ConfigError, match=words):
+        whole_gate(tmp_path / name / "1", **serving)
 
 
 def test_a_batch_axis_that_an_output_does_not_share_is_not_used(tmp_path: Path) -> None:
