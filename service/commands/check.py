@@ -144,7 +144,11 @@ def _repository(config: ServerConfig) -> str:
     """Check the repository, without loading. Raises ConfigError if a server would exit, or never be ready."""
 
     controller = Controller(
-        config.repository, lambda model: Future(), lambda models: {}, config.model_control, config.load_model
+        config.repository,
+        lambda model: Future(),
+        lambda models: {model.name: Future() for model in models},
+        config.model_control,
+        config.load_model,
     )
     controller.apply_initial()
     count = len(controller.desired_models)

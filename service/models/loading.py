@@ -136,14 +136,12 @@ def load_fp32(
     """Return the fp32 reference of ``opened`` to answer requests: warm, and checked on the golden samples.
 
     Its large weights are in ``weights`` if processes share that store. Otherwise ONNX Runtime packs its own copy, which
-    is faster for a few rows. Raises what loading a model raises; ArtifactError if the files are not those that were
-    loaded.
+    is faster for a few rows. Raises what loading a model raises; ArtifactError if there is none, or if the files are
+    not those that were loaded.
     """
     from bf16kit.runtime.loading import load_reference
 
     artifact, started = opened.artifact, time.monotonic()
-    if artifact.manifest.reference is None:
-        raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
     shared = None if weights is PRIVATE_STORE else weights
     runtime = load_reference(artifact, threads=threads_of_a_run(serving.instances, threads), weights=shared)
     _, verdict = _check(runtime, opened, serving, None, _ignore_step)

@@ -65,7 +65,7 @@ class Loads:
     """Runs loads for the threads that call :meth:`run`. Thread-safe."""
 
     def __init__(self) -> None:
-        self._given_up: list[_Load] = []  # replaced as a whole
+        self._given_up: list[_Load] = []  # also those that have ended: there are few
         self._stop_at = math.inf
 
     def run(
@@ -86,7 +86,7 @@ class Loads:
         while not wait([attempt.result], _CHECK_SECONDS).done:
             step, since, _ = attempt.step
             if (reason := self._reason_to_give_up(attempt, unwanted)) and attempt.result.cancel():
-                self._given_up = [*self._given_up, attempt]
+                self._given_up.append(attempt)
                 raise Unavailable(reason)
             if step != told and time.monotonic() - since >= SLOW_SECONDS:
                 told = step
@@ -97,10 +97,15 @@ class Loads:
         """Give up at ``deadline``, in :func:`time.monotonic` seconds, what is still being loaded then."""
         self._stop_at = deadline
 
+    def wait(self, deadline: float) -> bool:
+        """Wait for the loads that were given up. Returns False if one still runs at ``deadline``."""
+        for each in self._given_up:
+            each.join(max(0.0, deadline - time.monotonic()))
+        return not self.left_behind()
+
     def left_behind(self) -> list[str]:
         """Return the labels of the loads that were given up and still run."""
-        self._given_up = [each for each in self._given_up if each.is_alive()]
-        return [each.label for each in self._given_up]
+        return [each.label for each in self._given_up if each.is_alive()]
 
     def _reason_to_give_up(self, attempt: _Load, unwanted: Callable[[], bool]) -> str:
         now, (step, since, seconds) = time.monotonic(), attempt.step

@@ -147,11 +147,12 @@ class Reconciler:
             complete(change.futures, Unavailable(STOPPING, "draining"))
         with ThreadPoolExecutor(max(1, len(models)), "unload") as unloading:
             clean = all(list(unloading.map(lambda model: model.close(deadline), models)))
-        self._loads.stop(min(deadline, time.monotonic() + _LAST_LOADS_SECONDS))
+        last_loads = min(deadline, time.monotonic() + _LAST_LOADS_SECONDS)
+        self._loads.stop(last_loads)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-        ended = not self._loads.left_behind() and not any(thread.is_alive() for thread in self._threads)
+        ended = self._loads.wait(last_loads) and not any(thread.is_alive() for thread in self._threads)
         if not ended:
             _log.warning("a model is still being loaded or unloaded; stopping without waiting for it")
         for slot in slots:

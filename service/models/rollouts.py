@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -60,16 +60,13 @@ class Rollouts:
 
     def apply(self, wanted: DesiredModel, *, loads_older: bool = True) -> Future[None]:
         """Apply ``wanted``. If it fails, versions that serve may go on; with ``loads_older`` others are loaded, too."""
-        self._rollouts[wanted.name] = rollout = _Rollout(wanted, wanted, loads_older)
-        return self._follow(rollout)
+        return self._follow(_Rollout(wanted, wanted, loads_older), self._apply(wanted))
 
-    def start(self, desired_models: Iterable[DesiredModel]) -> None:
+    def start(self, desired_models: Collection[DesiredModel]) -> None:
         """Apply the models with which the server starts."""
+        futures = self._apply_all(desired_models)
         for wanted in desired_models:
-            self._rollouts[wanted.name] = _Rollout(wanted, wanted, loads_older=True)
-            self._remember(wanted)
-        for name, future in self._apply_all([rollout.applied for rollout in self._rollouts.values()]).items():
-            self._watch(self._rollouts[name], future)
+            self._follow(_Rollout(wanted, wanted, loads_older=True), futures[wanted.name])
 
     def replace_all(self, desired_models: Iterable[DesiredModel]) -> None:
         """Apply exactly these models. One that is wanted as before keeps what was applied in its place."""
@@ -79,19 +76,14 @@ class Rollouts:
             if name not in self._rollouts or self._rollouts[name].wanted != desired:
                 self.apply(desired)
 
-    def _follow(self, rollout: _Rollout) -> Future[None]:
-        self._remember(rollout.applied)
-        future = self._apply(rollout.applied)
-        self._watch(rollout, future)
-        return future
-
-    def _remember(self, applied: DesiredModel) -> None:
+    def _follow(self, rollout: _Rollout, future: Future[None]) -> Future[None]:
+        """Remember what is applied, and act when its future ends. Returns the future."""
+        applied = rollout.applied
+        self._rollouts[applied.name] = rollout
         plans = self._plans.setdefault(applied.name, {})
         plans.update({plan.version: replace(plan, serving=Serving()) for plan in applied.plans})
-
-    def _watch(self, rollout: _Rollout, future: Future[None]) -> None:
-        applied = rollout.applied
         future.add_done_callback(lambda done: self._on_done(rollout, applied, done))
+        return future
 
     def _on_done(self, rollout: _Rollout, applied: DesiredModel, done: Future[None]) -> None:
         """Decide what to do next on a thread of its own: this one loads models, or receives what workers report."""
@@ -122,7 +114,7 @@ class Rollouts:
                 if not _serves(slots.get(plan.version)):
                     _log.warning("model %r: a newer version cannot be loaded; trying version %d", name, plan.version)
             rollout.applied = found
-            self._follow(rollout)
+            self._follow(rollout, self._apply(found))
 
 
 def instead_of(

@@ -36,9 +36,9 @@ class Told:
         return done
 
     def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
-        self.times += 1
         self.wanted = {desired.name: desired for desired in desired_models}
-        return {}
+        self.times += 1
+        return {name: Future() for name in self.wanted}
 
     @property
     def versions(self) -> dict[str, list[int]]:

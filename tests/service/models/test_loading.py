@@ -227,13 +227,6 @@ def test_an_artifact_that_was_replaced_in_place_is_rejected(mlp: OpenedArtifact)
         load_fp32("m", mlp, Serving(), threads=1, weights=PRIVATE_STORE)
 
 
-def test_an_artifact_without_a_reference_is_an_error(mlp: OpenedArtifact) -> None:
-    manifest = mlp.artifact.manifest.model_copy(update={"reference": None})
-    bare = replace(mlp, artifact=replace(mlp.artifact, manifest=manifest))
-    with pytest.raises(ArtifactError, match="no fp32 reference"):
-        load_fp32("m", bare, Serving(), threads=1, weights=PRIVATE_STORE)
-
-
 # --- which profile auto serves, by the budget in force and the processor ---------------------------------------------
 
 BOTH = ("cpu", "cpu-bf16")
