@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Unpack
 
-from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError, Unavailable
+from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.messages.wording import quoted, without_long_words
 from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
 from service.models.controller import Controller
@@ -81,10 +81,8 @@ class Repository:
 
     def active_plan(self, model: str, version: int) -> ActivePlan | None:
         """See :meth:`service.drift.fallbackcontroller.ServingProcesses.active_plan`."""
-        try:
-            loaded = self.find(model, str(version)).loaded
-        except RequestError:  # it was unloaded
-            return None
+        slot = self._slots.get(model, {}).get(version)
+        loaded = None if slot is None else slot.loaded
         if loaded is None:
             return None
         generation, plan = loaded
