@@ -32,9 +32,9 @@ RETRY_SECONDS = 900.0  # between two loads of unchanged files: often enough, and
 class Controller:
     """Decides what is wanted, and passes it to ``apply`` (one model) and ``apply_all`` (the models of the start).
 
-    See :class:`service.leader.ServedModels`. ``start_up`` names the
-    models that ``explicit`` loads at start. ``slots`` returns the server's slots, and ``clock`` seconds.
-    :meth:`load` and :meth:`unload`: see :class:`service.operations.ModelControl`.
+    See :class:`service.leader.ServedModels`. ``start_up`` names the models that ``explicit`` loads at start. ``slots``
+    returns the server's slots, and ``clock`` seconds. :meth:`load` and :meth:`unload`: see
+    :class:`service.operations.ModelControl`.
     """
 
     def __init__(
