@@ -43,7 +43,7 @@ class ServedModels(ServingProcesses, Protocol):
         ...
 
     def apply_all(self, desired_models: Iterable[DesiredModel]) -> Mapping[str, Future[None]]:
-        """Serve exactly these models. Returns a future per model that changes, by name."""
+        """Serve these models from the start. Returns a future for each, by name."""
         ...
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
 import click
 import numpy as np
-import yaml
 
-from bf16kit.messages.errors import Bf16kitError, ConfigError, UsageError
-from bf16kit.messages.wording import brief, quoted, table
+from bf16kit.messages.errors import ConfigError, InvalidRequest, UsageError
+from bf16kit.messages.wording import quoted, table
 from bf16kit.numerics.tensors import check_feeds
 from bf16kit.runtime import available_cpus
 from bf16kit.runtime.ort import kernel
@@ -23,13 +20,13 @@ from service.commands.check import model_directories
 from service.commands.measuring import TURNS, Bench, Row
 from service.config.logs import configure
 from service.config.resources import bound_heap
-from service.config.serverconfig import load_config, read_mapping
+from service.config.serverconfig import load_config
 from service.contract import Array
 from service.models.directory import desired_model_of
 from service.models.goldengate import golden_of
 from service.models.loading import feeds_of
 from service.models.opened import OpenedArtifact, open_artifact
-from service.models.serving import DEFAULT_MAX_BATCH_SIZE, FILE_NAME, load_serving
+from service.models.serving import DEFAULT_MAX_BATCH_SIZE
 
 _MOST_ROWS = 65_536  # the limit of serving.yaml
 _STEADY = 1.5  # the fastest turn is at most this many times the slowest, unless other programs use the machine
@@ -49,24 +46,17 @@ _STEADY = 1.5  # the fastest turn is at most this many times the slowest, unless
 )
 @click.option("--rows", metavar="N,N,…", help="Batch sizes to measure.  [default: 1, 2, 4, … max_batch_size]")
 @click.option("--input", "shapes", multiple=True, metavar="NAME=SHAPE", help="Shape of an input: input_ids=1x128.")
-@click.option(
-    "--samples",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Inputs, .npz or .safetensors.  [default: the golden samples, or zeros]",
-)
 @click.option("--target-ms", type=click.FloatRange(min=0, min_open=True), help="The p99 latency to keep within, in ms.")
-@click.option("--write", is_flag=True, help="Write the suggestion into the model's serving.yaml.")
 @output.as_json
 def bench(
     model: str, repository: str | None, file: Path | None, device: str | None, seconds: float, rows: str | None,
-    shapes: tuple[str, ...], samples: Path | None, target_ms: float | None, write: bool, as_json: bool,
+    shapes: tuple[str, ...], target_ms: float | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure MODEL without a network, and suggest profile, instances and max_batch_size.
 
     1, 4, 16 and 64 clients, which wait for each answer, send single rows through the server's own batcher. Each table
-    varies one setting and keeps the best; its settings run in turn. Ctrl-C ends it, and nothing is written. Exit codes:
-    0; 1 the model cannot be served; 2 wrong usage.
+    varies one setting and keeps the best; its settings run in turn. Exit codes: 0; 1 the model cannot be served;
+    2 wrong usage; 130 Ctrl-C.
     """
     bound_heap()
     configure("error")
@@ -79,7 +69,7 @@ def bench(
             raise ConfigError(plan.broken)
         opened = open_artifact(plan.path, plan.serving)
         sizes = _sizes(rows, opened)
-        feeds, origin = _feeds(opened, samples, shapes)
+        feeds, origin = _feeds(opened, shapes)
         with closing(Bench(plan, config, feeds, math.inf if target_ms is None else target_ms / 1e3)) as measured:
             measured.run(sizes, seconds)
         best, now = (measured.best_row(setting) for setting in (measured.best, measured.now))
@@ -100,8 +90,6 @@ def bench(
             "reason": _reason(best, now, target_ms),
             "steady": max(best.rates) <= _STEADY * min(best.rates),
         }
-        if write:
-            update(plan.path.parent / FILE_NAME, suggested)
     if as_json:
         steps = {name: [_figures(row) for row in step] for name, step in measured.steps.items()}
         output.echo_json({"version": 2, **result, "steps": steps})
@@ -113,8 +101,6 @@ def bench(
         output.echo(f"{name}: {_short(value)}")
     if not result["steady"]:
         output.echo("the turns differ widely: something else used the machine; measure again when it is idle")
-    if write:
-        output.echo(f"written to {plan.path.parent / FILE_NAME}")
 
 
 def _figures(row: Row) -> dict[str, str | float]:
@@ -140,38 +126,6 @@ def _reason(best: Row, now: Row, target_ms: float | None) -> str:
     return f"it gave {figures}; the current setting {now.rate:.4g} with {now.clients}"
 
 
-def update(file: Path, changes: Mapping[str, str | int]) -> None:
-    """Set top-level keys of a serving.yaml, replacing it in one step; other lines, comments included, stay.
-
-    Raises ConfigError if the file is invalid, is not written one key a line, or cannot be written.
-    """
-    load_serving(file.parent)  # an invalid file is not edited: the operator must fix it first
-    exists = os.path.lexists(file)
-    known = read_mapping(file) if exists else {}
-    text = file.read_text("utf-8") if exists else ""
-    for key, value in changes.items():
-        line = re.compile(rf"^({key}[ \t]*:)[ \t]*[^#\n]*?([ \t]*(?:#.*)?)$", re.MULTILINE)
-        text, found = line.subn(rf"\g<1> {value}\g<2>", text, count=1)
-        if not found and key not in known:
-            text += f"{'' if text[-1:] in ('', chr(10)) else chr(10)}{key}: {value}\n"
-    try:
-        edited = yaml.safe_load(text)
-    except yaml.YAMLError:
-        edited = None
-    if edited != {**known, **changes}:  # flow style, several documents, keys in quotes
-        raise ConfigError(
-            f"{file}: is not written one key a line, so it stays as it is; set {_short(changes)} yourself"
-        )
-    real = Path(os.path.realpath(file))
-    new = real.with_name(f".{real.name}.new")
-    try:
-        new.write_text(text, "utf-8")
-        new.chmod(real.stat().st_mode & 0o777 if exists else 0o644)
-        new.replace(real)
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
-
-
 def _sizes(text: str | None, opened: OpenedArtifact) -> list[int]:
     if opened.batch_axis is None:
         if text is not None:
@@ -186,15 +140,15 @@ def _sizes(text: str | None, opened: OpenedArtifact) -> list[int]:
     return sizes
 
 
-def _feeds(opened: OpenedArtifact, samples: Path | None, shapes: tuple[str, ...]) -> tuple[dict[str, Array], str]:
-    """Return one row of inputs, and where they come from: ``samples``, else the golden samples, else zeros.
+def _feeds(opened: OpenedArtifact, shapes: tuple[str, ...]) -> tuple[dict[str, Array], str]:
+    """Return one row of inputs, and where they come from: the golden samples, else zeros.
 
-    An input with a shape in ``shapes`` gets that shape, filled with its values over and over. Raises UsageError for a
-    file that cannot be read, and for inputs that do not fit the model.
+    An input with a shape in ``shapes`` gets that shape, filled with its values over and over. Raises UsageError for
+    inputs that do not fit the model.
     """
     golden, axis = golden_of(opened.artifact), opened.batch_axis
-    arrays = dict(feeds_of(opened, 1, golden)) if samples is None else _read(samples)
-    origin = str(samples or ("zeros" if golden is None else "the golden samples"))
+    arrays = dict(feeds_of(opened, 1, golden))
+    origin = "zeros" if golden is None else "the golden samples"
     for text in shapes:
         name, _, dims = text.rpartition("=")
         if not re.fullmatch(r"[1-9][0-9]*([x,][1-9][0-9]*)*", dims):
@@ -206,22 +160,8 @@ def _feeds(opened: OpenedArtifact, samples: Path | None, shapes: tuple[str, ...]
         origin += ", shaped by --input"
     try:
         check_feeds(opened.inputs, arrays)
-        if axis is not None:
-            arrays = {name: np.ascontiguousarray(array.take([0], axis)) for name, array in arrays.items()}
-    except (Bf16kitError, IndexError) as error:  # IndexError: it has no row
+    except InvalidRequest as error:
         raise UsageError(f"{origin}: {error}") from None
+    if axis is not None:
+        arrays = {name: np.ascontiguousarray(array.take([0], axis)) for name, array in arrays.items()}
     return arrays, origin
-
-
-def _read(file: Path) -> dict[str, Array]:
-    try:
-        if file.suffix == ".npz":
-            with np.load(file, allow_pickle=False) as found:
-                return {name: found[name] for name in found.files}
-        from safetensors.numpy import load_file
-
-        return {name.removeprefix("input:"): array for name, array in load_file(file).items()}
-    except OSError as error:
-        raise UsageError(f"--samples {file}: {error.strerror or brief(error)}") from None
-    except Exception as error:  # noqa: BLE001 - parsers raise many errors for a broken file
-        raise UsageError(f"--samples {file}: neither .npz nor .safetensors: {brief(error)}") from None

@@ -19,7 +19,6 @@ from bf16kit.runtime.ort import kernel
 from service.commands import output
 from service.config.certificates import certificates_of, tokens_of
 from service.config.logs import configure
-from service.config.ports import listen
 from service.config.resources import bound_heap
 from service.config.serverconfig import ENV_PREFIX, ServerConfig, load_config, unknown_variables
 from service.config.tokens import SCOPES
@@ -49,10 +48,9 @@ class Finding:
 @click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option("--load/--no-load", default=True, help="Load each model, and run its golden samples, as a server does.")
-@click.option("--ports/--no-ports", default=True, help="Check that the ports are free (not beside a running server).")
 @output.as_json
-def check(models: tuple[str, ...], load: bool, ports: bool, as_json: bool, file: Path | None, **flags: object) -> None:
-    """Check configuration, TLS and token files, ports, and every model (or only MODEL), with the server's own code.
+def check(models: tuple[str, ...], load: bool, as_json: bool, file: Path | None, **flags: object) -> None:
+    """Check configuration, TLS and token files, and every model (or only MODEL), with the server's own code.
 
     Takes all options of the server, its environment and server.yaml. One model is loaded at a time and freed
     again. Exit codes: 0 all checks passed; 1 a check failed, and its line says why; 2 wrong usage.
@@ -61,7 +59,7 @@ def check(models: tuple[str, ...], load: bool, ports: bool, as_json: bool, file:
     configure("error")
     findings: list[Finding] = []
     with output.exit_on_errors("check"):
-        for finding in _findings(flags, file, models, load=load, ports=ports):
+        for finding in _findings(flags, file, models, load=load):
             findings.append(finding)
             if not as_json:
                 output.echo(f"{finding.outcome:<7} {finding.subject}: {finding.text}")
@@ -75,9 +73,7 @@ def check(models: tuple[str, ...], load: bool, ports: bool, as_json: bool, file:
     sys.exit(output.FAILED if failed else 0)
 
 
-def _findings(
-    flags: Mapping[str, Any], file: Path | None, models: tuple[str, ...], *, load: bool, ports: bool
-) -> Iterator[Finding]:
+def _findings(flags: Mapping[str, Any], file: Path | None, models: tuple[str, ...], *, load: bool) -> Iterator[Finding]:
     """Yield a finding for each subject, in the order in which a server would meet it.
 
     Raises NotFound for a requested model that the repository does not hold.
@@ -97,9 +93,6 @@ def _findings(
     yield _attempt("TLS", partial(_tls, config))
     yield _attempt("tokens", partial(_tokens, config))
     yield _attempt("shared memory", partial(_shared_memory, config))
-    if ports:
-        yield _attempt("gRPC port", partial(_port, config.host, config.grpc_port, "--grpc-port"))
-        yield _attempt("HTTP port", partial(_port, config.host, config.http_port, "--http-port"))
     yield _attempt("traces", partial(_traces, config))
     yield _attempt("repository", partial(_repository, config))
     yield from _models(config, models, load)
@@ -140,11 +133,6 @@ def _shared_memory(config: ServerConfig) -> str:
     return f"on, for files of /dev/shm whose names begin with {config.region_prefix!r}"
 
 
-def _port(host: str, port: int, flag: str) -> str:
-    with listen(host, port, flag) as listener:
-        return f"{listener.getsockname()[1]} on {host} {'was' if port == 0 else 'is'} free"
-
-
 def _traces(config: ServerConfig) -> str:
     _, tracing = open_tracing(config, Repository(Metrics()), lambda outcome, count: None)
     if tracing is not None:
@@ -156,7 +144,11 @@ def _repository(config: ServerConfig) -> str:
     """Check the repository, without loading. Raises ConfigError if a server would exit, or never be ready."""
 
     controller = Controller(
-        config.repository, lambda model: Future(), lambda models: {}, config.model_control, config.load_model
+        config.repository,
+        lambda model: Future(),
+        lambda models: {model.name: Future() for model in models},
+        config.model_control,
+        config.load_model,
     )
     controller.apply_initial()
     count = len(controller.desired_models)
@@ -211,8 +203,8 @@ def _version(plan: Plan, config: ServerConfig, load: bool) -> str:
     if not load:
         opened = open_artifact(plan.path, plan.serving)
         return f"every digest matches; {len(opened.artifact.manifest.files)} files, not loaded"
-    start = partial(loading.load, plan.path, plan.serving, device=config.device, threads=config.threads)
-    loaded = Loads().run(f"version {plan.version}", plan.digest, lambda on_step: start(on_step=on_step))
+    loader = partial(loading.load, plan.path, plan.serving, device=config.device, threads=config.threads)
+    loaded = Loads().run(f"version {plan.version}", loader)
     loaded.close()
     probe = "" if loaded.info.accumulation == "fp32" else "; it is not known to accumulate in fp32"
     return f"{loaded.summary}{probe}"

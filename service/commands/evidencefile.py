@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import ssl
 from http import HTTPStatus
@@ -25,10 +24,10 @@ _SECONDS = 30.0
 @click.option("--version", type=click.IntRange(min=1), metavar="N", help="Version of MODEL.  [default: the newest]")
 @click.option(
     "--server",
-    default="127.0.0.1:8002",
+    default="http://127.0.0.1:8002",
     show_default=True,
-    metavar="HOST:PORT",
-    help="The server's HTTP port; https://HOST:PORT if it uses TLS.",
+    metavar="URL",
+    help="The server's HTTP port: http://HOST:PORT, or https://HOST:PORT if it uses TLS.",
 )
 @click.option("--out", required=True, type=_FILE, metavar="FILE", help="File to write; only its owner can read it.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
@@ -85,19 +84,22 @@ def _fetch(server: str, model: str, version: int | None, token: str, files: tupl
 
     from bf16kit.artifact.evidence import MOST_BYTES
 
-    scheme, host, port = _split_address(server)
+    try:
+        parts = urlsplit(server)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        parts, host, port = urlsplit(""), None, None
+    if not host or port is None or parts.scheme not in ("http", "https") or parts.path not in ("", "/"):
+        raise UsageError(
+            f"--server {server!r}: expected http://HOST:PORT, or https://HOST:PORT for a server that speaks TLS"
+        )
     try:
         path = f"/evidence?model={quote(model, safe='')}{'' if version is None else f'&version={version}'}"
     except UnicodeEncodeError:
         raise UsageError(f"MODEL {quoted(model)}: is not valid UTF-8, so it cannot be a model's name") from None
     connection = http.client.HTTPConnection(host, port, timeout=_SECONDS)
-    if scheme == "https" or any(files):
+    if parts.scheme == "https":
         connection = http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=_context(*files))
-    elif token and not scheme and not _is_loopback(host):
-        raise UsageError(
-            f"--server {server!r}: would send the token and get the evidence unencrypted; give https://, or http:// to"
-            " allow that"
-        )
     where = f"{host}:{port}"
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
@@ -116,18 +118,6 @@ def _fetch(server: str, model: str, version: int | None, token: str, files: tupl
     return data
 
 
-def _split_address(server: str) -> tuple[str, str, int]:
-    """Split ``--server`` into scheme ("" for none), host and port. Raises UsageError for anything else."""
-    try:
-        parts = urlsplit(server if "://" in server else f"//{server}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        parts, host, port = urlsplit(""), None, None
-    if not host or port is None or parts.scheme not in ("", "http", "https") or parts.path not in ("", "/"):
-        raise UsageError(f"--server {server!r}: expected HOST:PORT, or https://HOST:PORT for a server that speaks TLS")
-    return parts.scheme, host, port
-
-
 def _context(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca)
@@ -136,14 +126,6 @@ def _context(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl
     except (OSError, ssl.SSLError) as error:
         raise UsageError(f"the certificates cannot be used: {brief(error)}") from None
     return context
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether what is sent to ``host`` stays on this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _token(file: Path | None) -> str:

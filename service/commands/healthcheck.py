@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from bf16kit.messages.errors import Bf16kitError, ConfigError
+from bf16kit.messages.wording import brief, quoted
 from bf16kit.system import controlgroup
 from service.commands import output
 
 if TYPE_CHECKING:
-    from service.config.serverconfig import ServerConfig
-    from service.grpc.healthclient import ClientTls
+    import grpc
 
+    from service.config.serverconfig import ServerConfig
+
+_CHECK = "/grpc.health.v1.Health/Check"
 _FILE = click.Path(path_type=Path)
 _WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- listened on, not by us
 
@@ -46,9 +50,7 @@ def health(
     """
     controlgroup.maximize_oom_score()  # if memory runs out, the kernel must kill this process, not the server
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the one line of output has gRPC's reason
-    from bf16kit.messages.errors import Bf16kitError, ConfigError
     from service.config.serverconfig import load_config
-    from service.grpc.healthclient import Endpoint, check
 
     try:
         if (certificate is None) != (key is None):
@@ -58,21 +60,58 @@ def health(
             raise ConfigError("grpc_port 0: give the port that the server listens on, 1 to 65535")
         host = _WILDCARD_HOSTS.get(config.host, config.host)
         target = f"[{host}]:{config.grpc_port}" if ":" in host else f"{host}:{config.grpc_port}"
-        status = check(Endpoint(target, _trust(config, certificate, key)), model, seconds)
+        with _channel(target, config, certificate, key) as channel:
+            reason = _reason_not_ready(channel, model, seconds)
     except Bf16kitError as error:
         output.fail("health", str(error), output.FAILED)
-    output.echo(status)
+    if reason:
+        output.fail("health", f"{target}: {reason}", output.FAILED)
+    output.echo("SERVING")
 
 
-def _trust(config: ServerConfig, certificate: Path | None, key: Path | None) -> ClientTls | None:
-    """Return how to trust this very server, whatever name its certificate has; None without TLS."""
+def _channel(target: str, config: ServerConfig, certificate: Path | None, key: Path | None) -> grpc.Channel:
+    """Return a channel that trusts this very server, whatever name its certificate has."""
+    import grpc
+
+    options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]  # the server is on this machine
     if config.tls_certificate is None or config.tls_key is None:
-        return None
+        return grpc.insecure_channel(target, options)
     from service.config.certificates import CertificateFiles
-    from service.grpc.healthclient import ClientTls
 
     own = CertificateFiles(config.tls_certificate, config.tls_key, config.tls_client_ca).current()
-    if config.tls_client_ca is None:
-        return ClientTls(own.certificate, own.name())
-    client = own if certificate is None or key is None else CertificateFiles(certificate, key).current()
-    return ClientTls(own.certificate, own.name(), client.certificate, client.key)
+    client = None if config.tls_client_ca is None else own
+    if client is not None and certificate is not None and key is not None:
+        client = CertificateFiles(certificate, key).current()
+    chain = (None, None) if client is None else (client.key, client.certificate)
+    options.append(("grpc.ssl_target_name_override", own.name()))
+    return grpc.secure_channel(target, grpc.ssl_channel_credentials(own.certificate, *chain), options)
+
+
+def _reason_not_ready(channel: grpc.Channel, model: str, seconds: float) -> str:
+    """Return why the model, or the server for "", is not ready; "" if it is. Waits at most ``seconds``."""
+    import grpc
+    from grpc_health.v1 import health_pb2
+
+    what = f"model {quoted(model)}" if model else "server"
+    call: grpc.UnaryUnaryMultiCallable[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse] = (
+        channel.unary_unary(
+            _CHECK,
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+    )
+    try:
+        status = call(health_pb2.HealthCheckRequest(service=model), timeout=seconds).status
+    except grpc.RpcError as error:
+        code, details = error.code(), brief(error.details() or "")
+        known = {
+            grpc.StatusCode.NOT_FOUND: f"serves no {what}",
+            grpc.StatusCode.DEADLINE_EXCEEDED: f"no answer within {seconds:g} s",
+            grpc.StatusCode.UNAVAILABLE: f"no server can be reached there: {details}",
+        }
+        return known.get(code, f"{code.name}: {details}")
+    if status == health_pb2.HealthCheckResponse.SERVING:
+        return ""
+    return (
+        f"{health_pb2.HealthCheckResponse.ServingStatus.Name(status)}: {what} is not ready; the server's log says why"
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,23 +19,22 @@ from service.contract import Slot
 from service.models.directory import Directory
 from service.models.modelconfig import with_config
 from service.models.plan import DesiredModel
-from service.models.rollouts import ApplyAll, Retries, Rollouts
+from service.models.rollouts import ApplyAll, Rollouts, has_failed
 from service.operations import IndexEntry
 
 _log = logging.getLogger(__name__)
 Mode: TypeAlias = Literal["none", "poll", "explicit"]
 ALL = "*"  # as the only name in ``load_model``: load every model at start
-FRESH_S = 1.0  # with 3,000 models a listing takes 0.1 to 0.3 s, which all other threads feel
 SETTLE_S = 1.0  # a model that still changes after this time is left for the next poll
+RETRY_SECONDS = 900.0  # between two loads of unchanged files: often enough, and little work if they always fail
 
 
 class Controller:
-    """Decides what is wanted, and passes it to ``apply`` (one model) and ``apply_all`` (all models).
+    """Decides what is wanted, and passes it to ``apply`` (one model) and ``apply_all`` (the models of the start).
 
-    With one process these are the methods of :class:`~service.models.reconciler.Reconciler`. ``start_up`` names the
-    models that ``explicit`` loads at start. ``slots`` returns the server's slots: without it, no older version serves
-    in place of one that cannot be loaded, and no load is tried again. ``clock`` counts seconds.
-    :meth:`load` and :meth:`unload`: see :class:`service.operations.ModelControl`.
+    See :class:`service.leader.ServedModels`. ``start_up`` names the models that ``explicit`` loads at start. ``slots``
+    returns the server's slots, and ``clock`` seconds. :meth:`load` and :meth:`unload`: see
+    :class:`service.operations.ModelControl`.
     """
 
     def __init__(
@@ -46,21 +44,19 @@ class Controller:
         apply_all: ApplyAll,
         mode: Mode = "none",
         start_up: Sequence[str] = (),
-        slots: Callable[[], Iterable[Slot]] | None = None,
+        slots: Callable[[], Iterable[Slot]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mode = mode
         self._directory = Directory(root)
         self._start_up = start_up
-        self._retries = None if slots is None else Retries(slots, clock)
+        self._slots = slots
         self._lock = threading.RLock()  # held from scan to apply, so that the newest scan is applied last
-        self._rollouts = Rollouts(apply, apply_all, slots or tuple, self._directory.older, self._lock)
+        self._rollouts = Rollouts(apply, apply_all, slots, self._directory.older, self._lock)
         self._desired_models: dict[str, DesiredModel] = {}
         self._notes: set[str] = set()
         self._clock = clock
-        self._listing: Mapping[str, Sequence[int]] = {}  # the versions of each model on disk, for the index
-        self._listed_at = -math.inf
-        self._listing_lock = threading.Lock()  # callers at the same time wait for one listing and share it
+        self._retry_at: dict[str, tuple[DesiredModel, float]] = {}  # the models that could not be loaded, by name
 
     @property
     def desired_models(self) -> Mapping[str, DesiredModel]:
@@ -73,9 +69,10 @@ class Controller:
         Raises ConfigError if the repository cannot be listed, or lacks one of them.
         """
         if self.mode != "explicit" or tuple(self._start_up) == (ALL,):
-            self._set_all(self._scan())
+            self._desired_models = self._scan()
         else:
-            self._set_all({name: self._startup_model(name) for name in self._start_up})
+            self._desired_models = {name: self._startup_model(name) for name in self._start_up}
+        self._rollouts.start(self._desired_models.values())
         if not self._desired_models and self.mode != "explicit":
             _log.warning("%s", self._directory.nothing_to_serve(self.mode))
 
@@ -84,7 +81,7 @@ class Controller:
             desired = self._directory.desired_model(name)
             if config is not None:
                 desired = with_config(desired, config)
-            self._remember({**self._desired_models, name: desired})
+            self._desired_models = {**self._desired_models, name: desired}
             return self._rollouts.apply(desired, loads_older=False)  # the caller is told, and decides
 
     def unload(self, name: str) -> Future[None]:
@@ -93,7 +90,7 @@ class Controller:
                 future: Future[None] = Future()
                 future.set_result(None)
                 return future
-            self._remember({known: desired for known, desired in self._desired_models.items() if known != name})
+            self._desired_models = {known: each for known, each in self._desired_models.items() if known != name}
             return self._rollouts.apply(DesiredModel(name))
 
     def poll(self, settle: Callable[[], object] = lambda: time.sleep(SETTLE_S)) -> None:
@@ -116,19 +113,18 @@ class Controller:
             seen = {n: second.get(n) if first.get(n) == second.get(n) else self._desired_models.get(n) for n in names}
             desired_models = {name: desired for name, desired in seen.items() if desired is not None}
             if desired_models != self._desired_models:
-                self._set_all(desired_models)
-            for desired in [] if self._retries is None else self._retries.due(desired_models):
-                _log.info("model %r could not be loaded; trying again", desired.name)
-                self._rollouts.apply(desired)
+                self._desired_models = desired_models
+                self._rollouts.replace_all(desired_models.values())
+            self._try_again()
 
     def index(self, served: Iterable[IndexEntry]) -> list[IndexEntry]:
         """Return the repository's index: ``served``, plus unloaded versions and models that were never asked for.
 
-        ``served`` has what is loaded, loading, unloading, or cannot be loaded. The repository is listed at most once a
-        second, and after each change of what is desired.
+        ``served`` has what is loaded, loading, unloading, or cannot be loaded.
         """
-        lines = list(served)
-        names = self._versions()
+        lines, names = list(served), dict[str, list[int]]()
+        with contextlib.suppress(ConfigError):  # the repository cannot be listed
+            names = self._directory.versions()
         known = {(line.name, line.version) for line in lines}
         for name, versions in names.items():
             past = [str(v) for v in versions if v in self._rollouts.versions(name)]
@@ -158,21 +154,20 @@ class Controller:
                 _log.warning("%s", note)
         self._notes = set(notes)
 
-    def _set_all(self, desired_models: Mapping[str, DesiredModel]) -> None:
-        self._remember(desired_models)
-        self._rollouts.apply_all(desired_models.values())
-
-    def _remember(self, desired_models: Mapping[str, DesiredModel]) -> None:
-        self._desired_models = dict(desired_models)
-        with self._listing_lock:
-            self._listed_at = -math.inf  # the listing may lack what is loaded or unloaded now
-
-    def _versions(self) -> Mapping[str, Sequence[int]]:
-        """Return the versions of each model on disk, as of a second ago at most; none if it cannot be listed."""
-        asked = self._clock()
-        with self._listing_lock:
-            if asked - self._listed_at >= FRESH_S:
-                self._listed_at, self._listing = self._clock(), {}
-                with contextlib.suppress(ConfigError):
-                    self._listing = self._directory.versions()
-            return self._listing
+    def _try_again(self) -> None:
+        """Load the models again that could not be loaded, and have not changed since an earlier poll found that."""
+        now, before, self._retry_at = self._clock(), self._retry_at, {}
+        slots: dict[str, dict[int, Slot]] = {}
+        for slot in self._slots():
+            slots.setdefault(slot.name, {})[slot.version] = slot
+        for name, desired in self._desired_models.items():
+            if not has_failed(desired, slots.get(name, {})):
+                continue
+            known, due = before.get(name, (None, 0.0))
+            if known != desired:
+                due = now + RETRY_SECONDS
+            elif now >= due:
+                _log.info("model %r could not be loaded; trying again", name)
+                self._rollouts.apply(desired)
+                due = now + RETRY_SECONDS
+            self._retry_at[name] = desired, due

@@ -154,11 +154,8 @@ def _check(directory: Path, versions: list[int]) -> list[int]:
         return versions
     if not _holds_manifest(directory):
         raise ConfigError(f"{directory} is skipped: it has no version directory (a positive integer)")
-    if _VERSION_NAME.fullmatch(directory.name):
-        remedy = f"{directory.parent} is a model: give the directory above that as the repository"
-        raise ConfigError(f"{directory} is skipped: it is a version, and {remedy}")
     raise ConfigError(
-        f"{directory} is skipped: it is an artifact; put it into a version's directory, {directory / '1'}"
+        f"{directory} is skipped: it is an artifact, and not at <model>/<version>/ of the repository {directory.parent}"
     )
 
 

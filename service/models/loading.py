@@ -7,7 +7,6 @@ show.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +31,9 @@ from service.models.opened import OpenedArtifact, drift_at_conversion, open_arti
 from service.models.serving import Serving
 
 _log = logging.getLogger(__name__)
-#: A step of a load, as opening a session is given up after this time, plus the time to read the artifact from a slow
-#: disk. Others load meanwhile, so it is generous: it is for what never ends.
-STEP_SECONDS = 600.0
-_SLOWEST_DISK = 20e6  # bytes a second
+#: A step of a load, such as opening a session, is given up after this time. Others load meanwhile, so it is generous:
+#: it is for what never ends, and not for a large artifact on a slow disk.
+STEP_SECONDS = 1800.0
 #: Time limit of a run at load: a graph may never end. ONNX Runtime checks it between two operators.
 FIRST_RUN_SECONDS = 300.0
 _GRACE_SECONDS = 10.0  # for a run to end after that
@@ -44,7 +42,7 @@ _GRACE_SECONDS = 10.0  # for a run to end after that
 OnStep: TypeAlias = Callable[[str, float], None]
 
 
-def ignore_step(step: str, seconds: float) -> None:
+def _ignore_step(step: str, seconds: float) -> None:
     """Do nothing: nobody waits for this load."""
 
 
@@ -71,11 +69,11 @@ class LoadedModel:
 def load(
     path: Path,
     serving: Serving,
+    on_step: OnStep = _ignore_step,
     *,
     device: str,
     threads: int | None,
     weights: WeightStore = PRIVATE_STORE,
-    on_step: OnStep = ignore_step,
 ) -> LoadedModel:
     """Load and check the artifact at ``path``. A failure leaves nothing behind.
 
@@ -84,8 +82,7 @@ def load(
     """
     from bf16kit.runtime import loading
 
-    seconds = STEP_SECONDS + _bytes_on_disk(path) / _SLOWEST_DISK
-    on_step(f"reading and checking the files of {path}", seconds)
+    on_step(f"reading and checking the files of {path}", STEP_SECONDS)
     opened = open_artifact(path, serving)
     manifest = opened.artifact.manifest
     profiles, device = loading.choose_profiles(opened.artifact, serving.profile, device)
@@ -95,7 +92,7 @@ def load(
         opened.check_room(order[0])
 
     def candidate(profile: str) -> tuple[Runtime, Golden | None, str]:
-        on_step(f"creating the session of {manifest.profiles[profile].graph}", seconds)
+        on_step(f"creating the session of {manifest.profiles[profile].graph}", STEP_SECONDS)
         try:
             runtime = loading.load(
                 opened.artifact,
@@ -123,7 +120,7 @@ def load(
         runtime, golden, verdict = candidate(last)
     try:
         info = replace(runtime.info, choice=reason)
-        on_step(f"checking the files of {path} again", seconds)
+        on_step(f"checking the files of {path} again", STEP_SECONDS)
         opened.artifact.verify()  # again: files may have been replaced while they were loaded
     except BaseException:
         runtime.close()
@@ -139,17 +136,15 @@ def load_fp32(
     """Return the fp32 reference of ``opened`` to answer requests: warm, and checked on the golden samples.
 
     Its large weights are in ``weights`` if processes share that store. Otherwise ONNX Runtime packs its own copy, which
-    is faster for a few rows. Raises what loading a model raises; ArtifactError if the files are not those that were
-    loaded.
+    is faster for a few rows. Raises what loading a model raises; ArtifactError if there is none, or if the files are
+    not those that were loaded.
     """
     from bf16kit.runtime.loading import load_reference
 
     artifact, started = opened.artifact, time.monotonic()
-    if artifact.manifest.reference is None:
-        raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
     shared = None if weights is PRIVATE_STORE else weights
     runtime = load_reference(artifact, threads=threads_of_a_run(serving.instances, threads), weights=shared)
-    _, verdict = _check(runtime, opened, serving, None, ignore_step)
+    _, verdict = _check(runtime, opened, serving, None, _ignore_step)
     _log.info("%s: the fp32 reference is warm after %.2f s: %s", label, time.monotonic() - started, verdict)
     return runtime
 
@@ -171,32 +166,25 @@ def profile_order(
     """Return the profiles to try, and why the first of them is the one to serve; "" if there is no choice.
 
     ``profiles`` are those for the device, the most accurate first. The others need fewer bits and are faster, so the
-    last of them that nothing rules out (:func:`skip_reason`) goes first. It is a rule that needs no measurement, so
-    every process, restart and replica serves the same profile on processors of one kind (docs/decisions/0035).
+    last of them that nothing rules out goes first. It is a rule that needs no measurement, so every process, restart
+    and replica serves the same profile on processors of one kind (docs/decisions/0035). ``budget`` is the one in force,
+    which may be stricter than the artifact's. ``native``: the processor has the instructions that the others need.
     """
     first, *others = profiles
     reason = ""
     for profile in reversed(others):
-        skipped = skip_reason(manifest, profile, budget, native=native)
-        if not skipped:
+        measured = drift_at_conversion(manifest, profile)
+        breaches = [str(each) for output, found in sorted(measured.items()) for each in budget.breaches(output, found)]
+        if not measured:
+            skipped = "its drift was never measured"
+        elif breaches:
+            skipped = f"its drift is over budget: {'; '.join(breaches)}"
+        elif not native:
+            skipped = "this processor emulates it"
+        else:
             return (profile, first), f"auto: {profile} is within budget, and this processor multiplies bf16"
         reason = f"auto: {profile} was skipped, {skipped}"
     return (first,), reason
-
-
-def skip_reason(manifest: Manifest, profile: str, budget: Budget, *, native: bool) -> str:
-    """Return why ``auto`` does not try ``profile``, which is not the most accurate; "" if it does.
-
-    ``budget`` is the drift budget in force, which may be stricter than the artifact's. ``native``: the processor has
-    the instructions that the profile needs.
-    """
-    measured = drift_at_conversion(manifest, profile)
-    if not measured:
-        return "its drift was never measured"
-    breaches = [str(each) for output, found in sorted(measured.items()) for each in budget.breaches(output, found)]
-    if breaches:
-        return f"its drift is over budget: {'; '.join(breaches)}"
-    return "" if native else "this processor emulates it"
 
 
 # --- the first runs ---------------------------------------------------------------------------------------------------
@@ -259,14 +247,6 @@ def feeds_of(opened: OpenedArtifact, rows: int, golden: Golden | None) -> Mappin
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
-
-
-def _bytes_on_disk(path: Path) -> int:
-    """Return what the files in ``path`` occupy on the disk: an artifact's, without the holes of sparse files."""
-    try:
-        return sum(512 * entry.stat().st_blocks for entry in os.scandir(path))
-    except OSError:
-        return 0  # opening it reports the error
 
 
 def _describe(info: RuntimeInfo) -> str:

@@ -11,12 +11,13 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 from bf16kit.messages.errors import Unavailable
 from service.models.loading import LoadedModel, OnStep
 
 _log = logging.getLogger(__name__)
-SLOW_SECONDS = 30.0  # after which the log says what a load is doing
+SLOW_SECONDS = 30.0  # after which the log names the step that a load is at
 #: A load that takes longer than this does not hold up other changes, and is given up if its own model is changed again.
 PATIENCE_SECONDS = 10.0
 #: Threads that were given up and still run, at most: each may keep a processor busy, and hold the memory of a model.
@@ -24,127 +25,97 @@ MOST_LEFT_BEHIND = 4
 #: Begins the reason of a load that was given up. It is not tried again by itself, as it would only be given up again.
 GIVEN_UP = "loading was given up"
 STOPPING = "the server is shutting down; try another"
+_CHECK_SECONDS = 0.2  # how often a load in progress is looked at
 
 
-class _Attempt:
-    """A load in progress. Its fields are guarded by the lock of :class:`Loads`."""
+class _Load(threading.Thread):
+    """A load in progress. Whoever gives it up cancels ``result``."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, load: Callable[[OnStep], LoadedModel]) -> None:
+        super().__init__(name="loading", daemon=True)
         self.label = label
-        self.begun = self.step_begun = time.monotonic()
-        self.superseded_at = math.inf
-        self.step, self.seconds = "beginning", math.inf
-        self.ended = self.given_up = False
-        self.loaded: LoadedModel | None = None
-        self.error: BaseException | None = None
+        self.begun = time.monotonic()
+        self.step = "beginning", self.begun, math.inf  # replaced as a whole: since when, and the seconds it may take
+        self.result: Future[LoadedModel] = Future()
+        self._load = load
+
+    def run(self) -> None:
+        loaded: LoadedModel | None = None
+        error: BaseException | None = None
+        try:
+            loaded = self._load(self._on_step)
+        except BaseException as caught:  # noqa: BLE001 -- the caller of Loads.run() gets it
+            error = caught
+        if not self.result.set_running_or_notify_cancel():
+            _log.warning("%s: the load that was given up has ended; its result is discarded", self.label)
+            if loaded is not None:
+                loaded.close()
+        elif loaded is not None:
+            self.result.set_result(loaded)
+        else:
+            self.result.set_exception(error)
+
+    def _on_step(self, step: str, seconds: float) -> None:
+        if self.result.cancelled():
+            raise Unavailable(f"{GIVEN_UP} before this step: {step}")
+        self.step = step, time.monotonic(), seconds
 
 
 class Loads:
     """Runs loads for the threads that call :meth:`run`. Thread-safe."""
 
     def __init__(self) -> None:
-        self._wake = threading.Condition()
-        self._attempts: dict[str, _Attempt] = {}  # by key: those whose threads run
+        self._given_up: list[_Load] = []  # also those that have ended: there are few
         self._stop_at = math.inf
 
-    def run(self, label: str, key: str, load: Callable[[OnStep], LoadedModel]) -> LoadedModel:
-        """Return what ``load`` returns, or raise its error. ``label`` names the model, and ``key`` what is loaded.
+    def run(
+        self, label: str, load: Callable[[OnStep], LoadedModel], unwanted: Callable[[], bool] = lambda: False
+    ) -> LoadedModel:
+        """Return what ``load`` returns, or raise its error. ``label`` names the model.
 
-        Raises Unavailable if a step of the load takes longer than it may, if an earlier load of the same key was given
-        up and still runs, if too many such loads run, if it is superseded, or at :meth:`stop`.
+        Raises Unavailable if a step of the load takes longer than it may, if the load is slow and ``unwanted`` returns
+        True, if too many loads that were given up still run, or at :meth:`stop`.
         """
-        with self._wake:
-            self._check_left_behind(key)
-            attempt = self._attempts[key] = _Attempt(label)
-            try:
-                threading.Thread(target=self._load, args=(key, attempt, load), name="loading", daemon=True).start()
-            except RuntimeError as error:
-                del self._attempts[key]
-                raise Unavailable(f"no thread could be started to load it: {error}") from error
-            self._wait(attempt)
-        if attempt.error is not None:
-            raise attempt.error
-        assert attempt.loaded is not None  # noqa: S101 -- for the type checker
-        return attempt.loaded
-
-    def supersede(self, key: str, *, wanted: bool = False) -> None:
-        """Give up the load of ``key``, if there is one, unless it ends soon: something else is wanted instead.
-
-        With ``wanted`` True, take that back: it is wanted again.
-        """
-        with self._wake:
-            if (attempt := self._attempts.get(key)) is not None:
-                attempt.superseded_at = math.inf if wanted else attempt.begun + PATIENCE_SECONDS
-                self._wake.notify_all()
-
-    def stop(self, deadline: float) -> bool:
-        """Give up at ``deadline`` what is still being loaded. Return whether no thread is left then.
-
-        ``deadline`` is in :func:`time.monotonic` seconds.
-        """
-        with self._wake:
-            self._stop_at = deadline
-            self._wake.notify_all()
-            return self._wake.wait_for(lambda: not self._attempts, max(0.0, deadline - time.monotonic()))
-
-    def _check_left_behind(self, key: str) -> None:
-        if key in self._attempts and self._attempts[key].superseded_at < math.inf:
-            raise Unavailable("an earlier load of it, which was not wanted any more, is still ending; try again later")
-        if key in self._attempts:
-            raise Unavailable(f"{GIVEN_UP} before, and still runs: change the model's files, or restart the server")
-        left = [each.label for each in self._attempts.values() if each.given_up]
+        left = self.left_behind()
         if len(left) >= MOST_LEFT_BEHIND:
             raise Unavailable(
                 f"{len(left)} loads that were given up still run ({', '.join(left)}); restart the server to load more"
             )
+        attempt, told = _Load(label, load), ""  # told: the step that was logged last
+        attempt.start()
+        while not wait([attempt.result], _CHECK_SECONDS).done:
+            step, since, _ = attempt.step
+            if (reason := self._reason_to_give_up(attempt, unwanted)) and attempt.result.cancel():
+                self._given_up.append(attempt)
+                raise Unavailable(reason)
+            if step != told and time.monotonic() - since >= SLOW_SECONDS:
+                told = step
+                _log.warning("%s has been loading for %.0f s: %s", label, time.monotonic() - attempt.begun, step)
+        return attempt.result.result()
 
-    def _wait(self, attempt: _Attempt) -> None:
-        """Wait until the load has ended, or give it up."""
-        told = ""  # the step that was logged last
-        while not attempt.ended:
-            now = time.monotonic()
-            latest = min(attempt.step_begun + attempt.seconds, attempt.superseded_at, self._stop_at)
-            if now >= latest:
-                attempt.given_up = True
-                raise Unavailable(self._reason(attempt, now))
-            slow_at = SLOW_SECONDS + (attempt.step_begun if told else attempt.begun)
-            if attempt.step != told and now >= slow_at:
-                told = attempt.step
-                _log.warning("%s has been loading for %.0f s: %s", attempt.label, now - attempt.begun, told)
-            wait = latest if attempt.step == told else min(latest, slow_at)
-            self._wake.wait(min(wait - now, threading.TIMEOUT_MAX))
+    def stop(self, deadline: float) -> None:
+        """Give up at ``deadline``, in :func:`time.monotonic` seconds, what is still being loaded then."""
+        self._stop_at = deadline
 
-    def _reason(self, attempt: _Attempt, now: float) -> str:
+    def wait(self, deadline: float) -> bool:
+        """Wait for the loads that were given up. Returns False if one still runs at ``deadline``."""
+        for each in self._given_up:
+            each.join(max(0.0, deadline - time.monotonic()))
+        return not self.left_behind()
+
+    def left_behind(self) -> list[str]:
+        """Return the labels of the loads that were given up and still run."""
+        return [each.label for each in self._given_up if each.is_alive()]
+
+    def _reason_to_give_up(self, attempt: _Load, unwanted: Callable[[], bool]) -> str:
+        now, (step, since, seconds) = time.monotonic(), attempt.step
         if now >= self._stop_at:
             return STOPPING
-        if now >= attempt.superseded_at:
+        if now - attempt.begun >= PATIENCE_SECONDS and unwanted():
             return f"{GIVEN_UP}, because the model was changed or unloaded meanwhile"
+        if now - since < seconds:
+            return ""
         return (
-            f"{GIVEN_UP}: {attempt.step} took longer than {attempt.seconds:.0f} s; its thread is left behind, and it is"
-            " tried again only if its files change or a client asks for it"
+            f"{GIVEN_UP}: {step} took longer than {seconds:.0f} s; its thread is left behind, and it is tried again"
+            " only if its files change or a client asks for it"
         )
-
-    def _load(self, key: str, attempt: _Attempt, load: Callable[[OnStep], LoadedModel]) -> None:
-        """Load, on the attempt's thread."""
-
-        def on_step(step: str, seconds: float) -> None:
-            with self._wake:
-                if attempt.given_up:
-                    raise Unavailable(f"{GIVEN_UP} before this step: {step}")
-                attempt.step, attempt.seconds, attempt.step_begun = step, seconds, time.monotonic()
-                self._wake.notify_all()
-
-        loaded: LoadedModel | None = None
-        error: BaseException | None = None
-        try:
-            loaded = load(on_step)
-        except BaseException as caught:  # noqa: BLE001 -- the caller of run() gets it
-            error = caught
-        with self._wake:
-            attempt.loaded, attempt.error, attempt.ended = loaded, error, True
-            del self._attempts[key]
-            self._wake.notify_all()
-        if attempt.given_up:
-            _log.warning("%s: the load that was given up has ended; its result is discarded", attempt.label)
-            if loaded is not None:
-                loaded.close()

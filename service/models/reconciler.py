@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -87,7 +87,7 @@ class Reconciler:
         self._lock = threading.Lock()  # guards the table, and what follows
         self._wake = threading.Condition(self._lock)
         self._pending: dict[str, _PendingChange] = {}
-        self._in_progress: dict[str, tuple[DesiredModel, float]] = {}  # by model; and when it began
+        self._in_progress: dict[str, float] = {}  # when the change of a model began
         self._closed = False
         self._advised: set[str] = set()  # remedies in the log; other models on this machine usually need the same one
         self._loads = Loads()
@@ -117,50 +117,19 @@ class Reconciler:
         reason), if the server shuts down, or if the opposite was wanted before a thread came to it.
         """
         future: Future[None] = Future()
-        self._enqueue(desired, future)
-        return future
-
-    def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
-        """Ask for exactly these models; all others are unloaded. Returns a future per model that changes, by name.
-
-        A model that could not be loaded, or is being loaded, is tried again only if its plan has changed. :meth:`apply`
-        always tries.
-        """
-        wanted = {desired.name: desired for desired in desired_models}
-        with self._lock:
-            known = (*self.slots, *self._pending)
-        for name in known:
-            wanted.setdefault(name, DesiredModel(name))
-        futures: dict[str, Future[None]] = {name: Future() for name in sorted(wanted)}
-        return {
-            name: future for name, future in futures.items() if self._enqueue(wanted[name], future, unless_tried=True)
-        }
-
-    def _enqueue(self, desired: DesiredModel, future: Future[None], *, unless_tried: bool = False) -> bool:
-        """Queue ``desired``. With ``unless_tried``, return False if that would only repeat an attempt."""
         with self._lock:
             if self._closed:
                 future.set_exception(Unavailable(STOPPING, "draining"))
-                return True
-            begun = self._in_progress.get(desired.name)
-            if unless_tried and desired.name not in self._pending:
-                in_progress = begun is not None and begun[0] == desired
-                if in_progress or self._table.was_tried(desired):
-                    return False
+                return future
             earlier = self._pending.get(desired.name, _PendingChange(desired))
             same = bool(earlier.desired.plans) == bool(desired.plans)
             self._pending[desired.name] = _PendingChange(desired, [*(earlier.futures if same else ()), future])
             self._table.add(desired, awaited=self._threads[0].ident is None or not self.ready)
             self._wake.notify_all()
-        for plan in () if begun is None else begun[0].plans:
-            self._loads.supersede(plan.digest, wanted=plan in desired.plans)
         instead = "loaded" if desired.plans else "unloaded"
-        complete(
-            () if same else earlier.futures,
-            Unavailable(f"model {desired.name!r} is being {instead} instead"),
-        )
+        complete(() if same else earlier.futures, Unavailable(f"model {desired.name!r} is being {instead} instead"))
         self._changed()
-        return True
+        return future
 
     def close(self, deadline: float = math.inf) -> bool:
         """Unload everything, in parallel. Returns False if something was still running at ``deadline``.
@@ -178,11 +147,12 @@ class Reconciler:
             complete(change.futures, Unavailable(STOPPING, "draining"))
         with ThreadPoolExecutor(max(1, len(models)), "unload") as unloading:
             clean = all(list(unloading.map(lambda model: model.close(deadline), models)))
-        ended = self._loads.stop(min(deadline, time.monotonic() + _LAST_LOADS_SECONDS))
+        last_loads = min(deadline, time.monotonic() + _LAST_LOADS_SECONDS)
+        self._loads.stop(last_loads)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-                ended = ended and not thread.is_alive()
+        ended = self._loads.wait(last_loads) and not any(thread.is_alive() for thread in self._threads)
         if not ended:
             _log.warning("a model is still being loaded or unloaded; stopping without waiting for it")
         for slot in slots:
@@ -215,28 +185,27 @@ class Reconciler:
             while not self._closed:
                 now = time.monotonic()
                 name = next((name for name in self._pending if name not in self._in_progress), None)
-                newest = max((begun for _, begun in self._in_progress.values()), default=-math.inf)
+                newest = max(self._in_progress.values(), default=-math.inf)
                 wait = newest + loads.PATIENCE_SECONDS - now
                 if name is not None and wait <= 0:
-                    change = self._pending.pop(name)
-                    self._in_progress[name] = change.desired, now
-                    return change
+                    self._in_progress[name] = now
+                    return self._pending.pop(name)
                 self._wake.wait(None if name is None else wait)
             return None
 
     def _reconcile(self, desired: DesiredModel) -> None:
-        """Load the versions, then unload others. If one cannot be loaded, see :meth:`SlotTable.surplus`."""
+        """Load the versions, then unload all others; if one cannot be loaded, all others stay.
+
+        Whoever decides which models are wanted decides then what serves instead.
+        """
         slots = self._table.of(desired.name)
         reasons = {plan.version: self._serve(slots[plan.version], plan) for plan in desired.plans}
-        failed = {version: reason for version, reason in reasons.items() if reason}
         if self._closed:
             raise Unavailable(STOPPING, "draining")
-        if len(failed) < len(desired.plans) or not desired.plans:
-            self._set_aside(desired)
-            self._unload(desired)
-        if failed:
+        if failed := {version: reason for version, reason in reasons.items() if reason}:
             details = "; ".join(f"version {version} cannot be loaded: {reason}" for version, reason in failed.items())
             raise Unavailable(f"model {desired.name!r}: {details}")
+        self._unload_others(desired)
 
     def _serve(self, slot: Slot, plan: Plan) -> str:
         """Load ``plan`` and let it answer. Returns the reason if that fails, else ""."""
@@ -245,7 +214,7 @@ class Reconciler:
         if slot.serves(plan):
             slot.clear_reason()
             return ""
-        slot.start_loading(plan)
+        slot.start_loading()
         started = time.monotonic()
         try:
             if plan.broken:
@@ -258,7 +227,7 @@ class Reconciler:
                 threads=self._threads_per_run,
                 weights=self._weights,
             )
-            loaded = self._loads.run(slot.label, plan.digest, lambda on_step: load(on_step=on_step))
+            loaded = self._loads.run(slot.label, load, lambda: self._is_unwanted(slot.name, plan))
             if not self._pending and slot.model is None:  # before it answers; at a start, once for all models
                 resources.collect_and_freeze()
             replaced = self._publish(slot, plan, loaded, started)
@@ -276,6 +245,11 @@ class Reconciler:
             return ""
         self._changed()
         return reason
+
+    def _is_unwanted(self, name: str, plan: Plan) -> bool:
+        """Return whether a change of the model waits that does not want ``plan``."""
+        newer = self._pending.get(name)
+        return newer is not None and plan not in newer.desired.plans
 
     def _publish(self, slot: Slot, plan: Plan, loaded: loading.LoadedModel, started: float) -> list[Generation | None]:
         """Put what was loaded into the slot. Returns the generation that it replaces, if any, for closing."""
@@ -332,31 +306,25 @@ class Reconciler:
             self._advised.add(info.note)
             _log.warning("%s: %s", info.note, info.advice)
 
-    def _set_aside(self, desired: DesiredModel) -> None:
-        """Report the versions that failed as unavailable. One that serves here failed in another process."""
-        if not desired.failed:
-            return
+    def _unload_others(self, desired: DesiredModel) -> None:
+        """Unload the versions that are not wanted, and those that failed; only the latter keep their slots.
+
+        One that serves here may have failed in another process.
+        """
         with self._lock:
-            slots = {} if self._closed else self._table.of(desired.name)
+            if self._closed:
+                return
+            slots, newer = self._table.of(desired.name), self._pending.get(desired.name)
             models = [
-                slots[each.plan.version].set_aside(each.plan, f"{each.reason}; {desired.instead}")
+                slots[each.plan.version].set_aside(f"{each.reason}; {desired.instead}")
                 for each in desired.failed
                 if each.plan.version in slots
             ]
-        self._changed()
-        self._close(models)
-
-    def _unload(self, desired: DesiredModel) -> None:
-        """Unload the versions of the model that are not needed."""
-        with self._lock:
-            surplus = [] if self._closed else self._table.surplus(desired)
-            newer = self._pending.get(desired.name)  # its versions have slots already
-            removed = [slot for slot in surplus if newer is None or slot.version not in newer.desired.reported_versions]
-            if not removed:
-                return
+            kept = frozenset[int]() if newer is None else newer.desired.reported_versions  # they have slots already
+            removed = tuple(slot for slot in self._table.others(desired) if slot.version not in kept)
             self._table.remove(desired.name, removed)
-            models = [slot.withdraw("unloaded") for slot in removed]
-            self.unloading += tuple(removed)
+            models += [slot.withdraw("unloaded") for slot in removed]
+            self.unloading += removed
         self._changed()
         self._close(models)
         for slot in removed:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Unpack
 
-from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError, Unavailable
+from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.messages.wording import quoted, without_long_words
 from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
 from service.models.controller import Controller
@@ -56,9 +56,9 @@ class Repository:
             return refused
         return self._reconciler.apply(desired)
 
-    def apply_all(self, desired_models: Iterable[DesiredModel]) -> Mapping[str, Future[None]]:
-        """See :meth:`Reconciler.apply_all`; does nothing once the server stops."""
-        return {} if self._stopping else self._reconciler.apply_all(desired_models)
+    def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
+        """Apply all of these, and return a future for each, by name."""
+        return {desired.name: self.apply(desired) for desired in desired_models}
 
     def retire(self) -> None:
         """Report not ready from now on, so that load balancers send no more requests. Requests are still answered."""
@@ -80,10 +80,8 @@ class Repository:
 
     def active_plan(self, model: str, version: int) -> ActivePlan | None:
         """See :meth:`service.drift.fallbackcontroller.ServingProcesses.active_plan`."""
-        try:
-            loaded = self.find(model, str(version)).loaded
-        except RequestError:  # it was unloaded
-            return None
+        slot = self._slots.get(model, {}).get(version)
+        loaded = None if slot is None else slot.loaded
         if loaded is None:
             return None
         generation, plan = loaded

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -20,8 +19,6 @@ from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.serving import Serving
 
 _log = logging.getLogger(__name__)
-FIRST_RETRY_SECONDS = 30.0  # from the poll that finds a model not loaded to the first retry
-LONGEST_RETRY_SECONDS = 3600.0  # longest pause between two retries
 ApplyAll: TypeAlias = Callable[[Iterable[DesiredModel]], Mapping[str, Future[None]]]
 
 
@@ -35,7 +32,7 @@ class _Rollout:
 
 
 class Rollouts:
-    """Passes desired models to ``apply`` and ``apply_all``, and follows their futures.
+    """Passes desired models to ``apply``, those of the start to ``apply_all``, and follows their futures.
 
     ``slots`` returns the slots of the server. ``older`` returns the plans on disk of a model's versions that are older
     than all of a desired model's, the newest first. ``lock`` is the controller's, which it holds when it calls.
@@ -63,36 +60,30 @@ class Rollouts:
 
     def apply(self, wanted: DesiredModel, *, loads_older: bool = True) -> Future[None]:
         """Apply ``wanted``. If it fails, versions that serve may go on; with ``loads_older`` others are loaded, too."""
-        self._rollouts[wanted.name] = rollout = _Rollout(wanted, wanted, loads_older)
-        return self._follow(rollout)
+        return self._follow(_Rollout(wanted, wanted, loads_older), self._apply(wanted))
 
-    def apply_all(self, desired_models: Iterable[DesiredModel]) -> None:
-        """Apply exactly these models. Of one that was wanted before, what was applied in its place is kept."""
-        before = self._rollouts
-        self._rollouts = {}
+    def start(self, desired_models: Collection[DesiredModel]) -> None:
+        """Apply the models with which the server starts."""
+        futures = self._apply_all(desired_models)
         for wanted in desired_models:
-            known = before.get(wanted.name)
-            rollout = known if known is not None and known.wanted == wanted else _Rollout(wanted, wanted, True)
-            self._rollouts[wanted.name] = rollout
-            self._remember(rollout.applied)
-        futures = self._apply_all([rollout.applied for rollout in self._rollouts.values()])
-        for name, future in futures.items():
-            if (applied := self._rollouts.get(name)) is not None:
-                self._watch(applied, future)
+            self._follow(_Rollout(wanted, wanted, loads_older=True), futures[wanted.name])
 
-    def _follow(self, rollout: _Rollout) -> Future[None]:
-        self._remember(rollout.applied)
-        future = self._apply(rollout.applied)
-        self._watch(rollout, future)
-        return future
+    def replace_all(self, desired_models: Iterable[DesiredModel]) -> None:
+        """Apply exactly these models. One that is wanted as before keeps what was applied in its place."""
+        wanted = {name: DesiredModel(name) for name in self._rollouts}
+        wanted |= {desired.name: desired for desired in desired_models}
+        for name, desired in sorted(wanted.items()):
+            if name not in self._rollouts or self._rollouts[name].wanted != desired:
+                self.apply(desired)
 
-    def _remember(self, applied: DesiredModel) -> None:
+    def _follow(self, rollout: _Rollout, future: Future[None]) -> Future[None]:
+        """Remember what is applied, and act when its future ends. Returns the future."""
+        applied = rollout.applied
+        self._rollouts[applied.name] = rollout
         plans = self._plans.setdefault(applied.name, {})
         plans.update({plan.version: replace(plan, serving=Serving()) for plan in applied.plans})
-
-    def _watch(self, rollout: _Rollout, future: Future[None]) -> None:
-        applied = rollout.applied
         future.add_done_callback(lambda done: self._on_done(rollout, applied, done))
+        return future
 
     def _on_done(self, rollout: _Rollout, applied: DesiredModel, done: Future[None]) -> None:
         """Decide what to do next on a thread of its own: this one loads models, or receives what workers report."""
@@ -123,7 +114,7 @@ class Rollouts:
                 if not _serves(slots.get(plan.version)):
                     _log.warning("model %r: a newer version cannot be loaded; trying version %d", name, plan.version)
             rollout.applied = found
-            self._follow(rollout)
+            self._follow(rollout, self._apply(found))
 
 
 def instead_of(
@@ -156,41 +147,19 @@ def instead_of(
     return DesiredModel(tried.name, plans, tried.failed + failed)
 
 
-class Retries:
-    """Decides when to try again to load a model whose files have not changed. For one thread, at every poll.
+def has_failed(desired: DesiredModel, slots: Mapping[int, Slot]) -> bool:
+    """Return whether ``desired`` is not served, although it was tried, for a cause that may have passed.
 
-    A full disk, a lack of memory, a busy device: such causes pass, and nothing in the repository shows it. So every
-    failed load is tried again, with growing pauses, except what ``serving.yaml`` rules out, and loads that were given
-    up, whose threads cannot be ended. ``clock`` returns seconds.
+    A full disk, a lack of memory, a busy device: such causes pass, and nothing in the repository shows it. What
+    ``serving.yaml`` rules out does not, nor a load that was given up, whose thread cannot be ended. ``slots`` are the
+    model's, by version; a reason beside a ready model says that its replacement failed.
     """
-
-    def __init__(self, slots: Callable[[], Iterable[Slot]], clock: Callable[[], float] = time.monotonic) -> None:
-        self._slots = slots
-        self._clock = clock
-        #: By name: the model, when it is due, and the pause after that.
-        self._waiting: dict[str, tuple[DesiredModel, float, float]] = {}
-
-    def due(self, desired_models: Mapping[str, DesiredModel]) -> list[DesiredModel]:
-        """Return the ``desired_models`` to try again now. One that has changed starts again with the first pause."""
-        now = self._clock()
-        served = {(slot.name, slot.version): slot for slot in self._slots()}
-        before, self._waiting = self._waiting, {}
-        found = []
-        for name, desired in desired_models.items():
-            slots = [served.get((name, plan.version)) for plan in desired.plans]
-            if all(_serves(slot) and not slot.reason for slot in slots if slot is not None) and None not in slots:
-                continue  # as desired: a reason beside a ready model says that its replacement failed
-            if any(plan.broken for plan in desired.plans) or any(slot and GIVEN_UP in slot.reason for slot in slots):
-                continue
-            known, due, pause = before.get(name, (None, 0.0, 0.0))
-            if known != desired:
-                due, pause = now + FIRST_RETRY_SECONDS, FIRST_RETRY_SECONDS
-            elif now >= due and not any(slot is not None and slot.state == "loading" for slot in slots):
-                pause = min(2 * pause, LONGEST_RETRY_SECONDS)
-                due = now + pause
-                found.append(desired)
-            self._waiting[name] = desired, due, pause
-        return found
+    found = [slots.get(plan.version) for plan in desired.plans]
+    if any(plan.broken for plan in desired.plans):
+        return False
+    if any(slot is not None and (slot.state == "loading" or GIVEN_UP in slot.reason) for slot in found):
+        return False
+    return not all(slot is not None and _serves(slot) and not slot.reason for slot in found)
 
 
 def _serves(slot: Slot | None) -> bool:

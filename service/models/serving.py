@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from bf16kit.artifact.entries import plain_name
 from bf16kit.artifact.reading import read_bounded
@@ -21,7 +21,6 @@ FILE_NAME = "serving.yaml"
 DEFAULT_MAX_BATCH_SIZE = 32
 # Bytes. A file with every key has 3 KiB; Python reads YAML slowly, 1 MiB in ten seconds.
 _LARGEST_FILE, _LARGEST_LABELS = 64 << 10, 16 << 20
-_MEASURE = "`bf16-serve bench MODEL --write` measures the best number of instances, and writes it"
 
 
 class VersionPolicy(BaseModel):
@@ -103,13 +102,6 @@ class Serving(BaseModel):
     fallback: FallbackPolicy = FallbackPolicy()
     labels: dict[str, tuple[str, ...]] = {}  # of an output's classes; the YAML names a file with one per line
     budget: dict[str, float | None] = {}  # replaces single bounds of the manifest's budget; null = no bound
-
-    @field_validator("instances", mode="before")
-    @classmethod
-    def _no_auto(cls, value: Any) -> Any:
-        if value == "auto":
-            raise ValueError(f"give 1 to 64; {_MEASURE}")
-        return value
 
     @model_validator(mode="after")
     def _fallback_is_measured(self) -> Serving:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -41,7 +41,6 @@ class Slot:
         self.label = f"model {name!r} version {version}"
         self.series = series  # the generation's metrics; before there is one, they count rejected requests
         self.awaited = awaited  # the server is not ready without it
-        self.tried: Plan | None = None  # the newest plan that was loaded, or failed to load
         self._status = _Status("loading", "loading")
         self._order: PrecisionOrder | None = None  # the newest one; guarded by the lock, as is its use
         self._order_lock = threading.Lock()
@@ -99,9 +98,8 @@ class Slot:
         self._status = replace(self._status, reason="")
         self.series.replacement_failed(False)
 
-    def start_loading(self, plan: Plan) -> None:
-        """Note that ``plan`` is about to be loaded. The generation that answers stays."""
-        self.tried = plan
+    def start_loading(self) -> None:
+        """Note that a plan is about to be loaded. The generation that answers stays."""
         if self._status.model is None:
             self._status = _Status("loading", "loading")
 
@@ -134,12 +132,12 @@ class Slot:
         self._status = _Status("unavailable", public)
         return public
 
-    def set_aside(self, plan: Plan, reason: str) -> Generation | None:
-        """Note that ``plan`` is not loaded here, for ``reason``, and that the server need not wait for it.
+    def set_aside(self, reason: str) -> Generation | None:
+        """Note that this version is not loaded, for ``reason``, and that the server need not wait for it.
 
         Returns the generation that answered, if any, for closing.
         """
-        self.tried, self.awaited = plan, False
+        self.awaited = False
         self.series.ready(False)
         self.series.replacement_failed(False)
         with self._order_lock:
@@ -185,35 +183,9 @@ class SlotTable:
         """Return the slots of one model, by version."""
         return self.slots.get(name, {})
 
-    def was_tried(self, desired: DesiredModel) -> bool:
-        """Return whether ``desired`` has been tried as far as possible.
-
-        That is so if each plan was the last one tried in its slot, and nothing is left to unload.
-        """
-        slots = self.of(desired.name)
-        return (
-            slots.keys() >= desired.reported_versions
-            and all(slots[plan.version].tried == plan for plan in desired.plans)
-            and all(slots[version].model is None for version in desired.failed_versions)
-            and not self.surplus(desired)
-        )
-
-    def surplus(self, desired: DesiredModel) -> list[Slot]:
-        """Return the slots of the model that are not needed for ``desired``, once its plans have been tried.
-
-        If none of them is served, all others stay. With the policy ``latest``, as many others stay as were not loaded.
-        """
-        slots = self.of(desired.name)
-        others = [slot for version, slot in slots.items() if version not in desired.reported_versions]
-        if not desired.plans:
-            return others
-        if not any(slots[plan.version].serves(plan) for plan in desired.plans):
-            return []
-        missing = sum(slots[plan.version].state != "ready" for plan in desired.plans)
-        if missing and desired.plans[0].serving.version_policy.tries_older:
-            instead = [slot for slot in others if slot.state == "ready"][-missing:]
-            return [slot for slot in others if slot not in instead]
-        return others
+    def others(self, desired: DesiredModel) -> list[Slot]:
+        """Return the model's slots that are not for ``desired``."""
+        return [slot for slot in self.of(desired.name).values() if slot.version not in desired.reported_versions]
 
     def add(self, desired: DesiredModel, *, awaited: bool) -> None:
         """Add a slot for every version of ``desired`` that has none."""
@@ -222,13 +194,12 @@ class SlotTable:
         new = {v: Slot(desired.name, v, self._metrics.add(desired.name, v), awaited=awaited) for v in versions}
         for each in desired.failed:
             if (slot := new.get(each.plan.version)) is not None:
-                slot.set_aside(each.plan, f"{each.reason}; {desired.instead}")
+                slot.set_aside(f"{each.reason}; {desired.instead}")
         if new:
             all_versions = dict(sorted({**known, **new}.items()))
             self.slots = dict(sorted({**self.slots, desired.name: all_versions}.items()))
 
-    def remove(self, name: str, gone: Iterable[Slot]) -> None:
+    def remove(self, name: str, gone: tuple[Slot, ...]) -> None:
         """Remove these slots of a model."""
-        removed = tuple(gone)
-        kept = {version: slot for version, slot in self.of(name).items() if slot not in removed}
+        kept = {version: slot for version, slot in self.of(name).items() if slot not in gone}
         self.slots = {each: versions for each, versions in {**self.slots, name: kept}.items() if versions}

@@ -19,7 +19,7 @@ from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
 
-# The real limits allow for 10 minutes, and for 10 s before another model is loaded beside.
+# The real limits allow for half an hour, and for 10 s before another model is loaded beside.
 Write = Callable[[Path], Artifact]
 FOLDING = "creating the session of cpu.onnx"
 RUNNING = "running model.torchscript.pt for the first time"
@@ -94,8 +94,6 @@ def test_a_load_that_does_not_end_is_given_up_and_asking_for_it_says_why(
         until(lambda: "model 'endless' version 1 is unavailable: loading" in server.log)
         assert reason in server.log
         assert reason in str(refused.value.message())
-        with pytest.raises(triton.InferenceServerException, match="loading was given up before, and still runs"):
-            client.load_model("endless")
         client.load_model("good")
         assert client.is_model_ready("good")
         client.unload_model("endless")

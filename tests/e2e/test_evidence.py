@@ -64,7 +64,7 @@ def test_evidence_separates_damage_in_memory_from_drift_of_the_model(
     repository: Path, tmp_path: Path, serve: Serve
 ) -> None:
     server = serve("--repository", str(repository), "--evidence").wait_ready()
-    out, where = tmp_path / "breach", f"127.0.0.1:{server.ports()[1]}"
+    out, where = tmp_path / "breach", f"http://127.0.0.1:{server.ports()[1]}"
     fetch = ("evidence", "m", "--server", where, "--out", out)
     asked = program("bf16-serve", *fetch)
     assert (asked.returncode, asked.stderr.count("\n")) == (1, 1)
@@ -113,7 +113,7 @@ def test_workers_give_evidence_to_a_manage_token_and_explain_names_the_layer(
     flags = ("--workers", "2", "--evidence", "--token-file", str(tokens))
     server = serve("--repository", str(repository), *flags)
     until(lambda: server.get("/readyz")[0] == 200, 60, "ready")
-    out, where = tmp_path / "breach", f"127.0.0.1:{server.ports()[1]}"
+    out, where = tmp_path / "breach", f"http://127.0.0.1:{server.ports()[1]}"
 
     def fetched() -> bool:
         ask(server, 8, authorization=f"Bearer {MANAGE}")
@@ -132,7 +132,7 @@ def test_workers_give_evidence_to_a_manage_token_and_explain_names_the_layer(
 
 def test_a_server_without_evidence_rejects_the_command(repository: Path, tmp_path: Path, serve: Serve) -> None:
     server = serve("--repository", str(repository)).wait_ready()
-    where = f"127.0.0.1:{server.ports()[1]}"
+    where = f"http://127.0.0.1:{server.ports()[1]}"
     asked = program("bf16-serve", "evidence", "m", "--server", where, "--out", tmp_path / "breach")
     assert asked.returncode == 1
     assert "evidence is off: start the server with --evidence" in asked.stderr

@@ -20,7 +20,7 @@ class Controlled(Repository):
 
     def scan(self) -> None:
         """Read the directory, and request the models that it holds now."""
-        self.control.apply_initial()
+        self.control.poll(lambda: None)
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
         return self.control.load(name, config)

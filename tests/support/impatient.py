@@ -1,4 +1,4 @@
-"""``bf16-serve`` that waits a few seconds where the real one waits for up to ten minutes."""
+"""``bf16-serve`` that waits a few seconds where the real one waits for up to half an hour."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if __name__ == "__main__":
     assert {loads.SLOW_SECONDS, loads.PATIENCE_SECONDS, loading.STEP_SECONDS, loading.FIRST_RUN_SECONDS} == {
         30.0,
         10.0,
-        600.0,
+        1800.0,
         300.0,
     }
     loads.PATIENCE_SECONDS = 1.0

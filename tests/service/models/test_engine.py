@@ -55,11 +55,12 @@ def rig() -> Rig:
 
 
 def test_an_ordered_precision_serves_and_is_reported_with_its_reason(rig: Rig) -> None:
-    for precision, reason in (("fp32", "drift"), ("fp32", "drift"), ("bf16", "")):
+    for precision, reason in (("bf16", "y is over"), ("fp32", "drift"), ("fp32", "drift"), ("bf16", "")):
         rig.engine.order(precision, reason).result(30)  # type: ignore[arg-type]  # one of its literals
         assert rig.precision == precision
     assert not rig.made[0].open, "nothing of it stays in memory"
-    assert rig.told == [ActivePrecision("fp32", "drift"), ActivePrecision("bf16", "")]
+    told = [("bf16", "y is over"), ("fp32", "drift"), ("bf16", "")]
+    assert [(active.precision, active.reason) for active in rig.told] == told
     assert (rig.begun, rig.engine.active_precision) == (1, ActivePrecision())
 
 
@@ -73,11 +74,6 @@ def test_bf16_serves_until_fp32_is_warm(rig: Rig) -> None:
     told.result(30)
     again.result(30)
     assert (rig.precision, rig.begun) == ("fp32", 1)
-
-
-def test_a_new_reason_is_reported_while_bf16_goes_on(rig: Rig) -> None:
-    rig.engine.order("bf16", "y is over").result(30)
-    assert rig.told == [ActivePrecision("bf16", "y is over")]
 
 
 @pytest.mark.parametrize("error", [ArtifactError("no residual"), RuntimeError("a bug")])
@@ -102,17 +98,13 @@ def test_a_reference_that_is_no_longer_wanted_when_loaded_is_closed(rig: Rig, en
         rig.engine.order("bf16", "").result(30)
     else:
         rig.engine.stop()
+        with pytest.raises(Unavailable, match="the model is unloaded"):
+            rig.engine.order("fp32", "drift").result(30)
     with pytest.raises(Unavailable):
         told.result(30)
     rig.go.set()
     until(lambda: bool(rig.made) and not rig.made[0].open, 30, "closed")
     assert rig.precision == "bf16"
-
-
-def test_an_order_for_an_unloaded_model_is_rejected(rig: Rig) -> None:
-    rig.engine.stop()
-    with pytest.raises(Unavailable, match="the model is unloaded"):
-        rig.engine.order("fp32", "drift").result(30)
 
 
 def test_an_order_fails_if_no_thread_can_be_started_and_can_be_tried_again(

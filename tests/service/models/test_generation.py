@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -75,16 +73,3 @@ def test_one_observation_is_counted_once_in_the_statistics_and_in_the_metrics(
     assert seen.queue.count == 1
     assert sample(metrics, "bf16kit_request_duration_seconds_sum") == 0.25  # the failed request is not a fast one
     assert sample(metrics, "bf16kit_queue_duration_seconds_count") == 2
-
-
-@contextmanager
-def started(path: Path, **options: Any) -> Iterator[Generation]:
-    """Yield a generation of the artifact at ``path``."""
-    (path.parent / "serving.yaml").write_text("shadow: {rate: 0}", "utf-8")
-    serving = load_serving(path.parent)
-    loaded = loading.load(path, serving, device="cpu", threads=1)
-    model = Generation("mlp", 1, loaded, serving, lambda: Metrics().add("mlp", 1), **options)
-    try:
-        yield model
-    finally:
-        assert model.close(time.monotonic() + 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -32,39 +33,19 @@ def artifact(tmp_path: Path) -> Path:
     return path
 
 
-def let(monkeypatch: pytest.MonkeyPatch, left: int, limit: int = 100_000_000) -> None:
-    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit, left))
-
-
-def test_a_model_that_does_not_fit_is_rejected_with_the_sizes_and_a_remedy(
-    artifact: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_model_that_does_not_fit_is_rejected_and_the_log_has_the_sizes_of_one_that_does(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: int
 ) -> None:
-    opened = open_artifact(artifact, Serving())
-    let(monkeypatch, RESERVE + opened.weight_bytes - 1)
-    expected = (
-        r"^it needs 67 MB of memory at least, and 67 MB are left of the 100 MB that this container may take; raise"
-    )
-    with pytest.raises(ConfigError, match=expected):
-        loading.load(artifact, Serving(), device="cpu", threads=1)
-
-
-def test_the_log_states_the_weights_and_the_memory_left_before_a_load(
-    artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is the last line of the log if the load ends the container."""
+    """The line is the last one of the log if the load ends the container."""
     caplog.set_level(logging.INFO)
-    opened = open_artifact(artifact, Serving())
-    let(monkeypatch, RESERVE + opened.weight_bytes)
-    opened.check_room("cpu")
-    assert caplog.messages == [
-        f"{artifact}: 0 MB of weights are loaded now; 67 MB are left of the 100 MB that this container may take"
-    ]
-
-
-def test_without_a_limit_nothing_is_logged(artifact: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    open_artifact(artifact, Serving()).check_room("cpu")
-    assert not caplog.messages
+    left = RESERVE + open_artifact(artifact, Serving()).weight_bytes - missing
+    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(100_000_000, left))
+    room = "67 MB are left of the 100 MB that this container may take"
+    expected = pytest.raises(ConfigError, match=f"^it needs 67 MB of memory at least, and {room}; raise")
+    with expected if missing else nullcontext():
+        loading.load(artifact, Serving(), device="cpu", threads=1).close()
+    assert (f"{artifact}: 0 MB of weights are loaded now; {room}" in caplog.messages) is not bool(missing)
 
 
 def test_a_lack_of_memory_during_a_load_is_a_runtime_failure(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,24 +110,11 @@ def test_an_order_given_before_the_load_is_applied_after_it(repository: Reposito
 
 
 @pytest.mark.long
-def test_a_model_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
-    repository: Repository, plan: Plan
-) -> None:
-    repository.start()
-    serve(repository, plan)
-    repository.order(order(plan)).result(60)
-    serve(repository)
-    assert repository.active_plan("mlp", 1) is None
-    serve(repository, plan)
-    assert "model 'mlp' version 1-fp32" not in [thread.name for thread in threading.enumerate()], "nothing is loaded"
-    assert precision(repository) == "bf16"
-
-
-@pytest.mark.long
-def test_a_plan_loaded_again_after_another_plan_begins_with_bf16(repository: Repository, plan: Plan) -> None:
+@pytest.mark.parametrize("between", [False, True])
+def test_a_plan_loaded_again_begins_with_bf16(repository: Repository, plan: Plan, between: bool) -> None:
     """It is a new generation, to which the order for the earlier one does not apply.
 
-    Neither a verdict nor a call of ``maintain`` is needed for that.
+    Neither a verdict nor a call of ``maintain`` is needed for that, whether another plan was loaded between or none.
     """
     policy = FallbackPolicy(policy="fp32", min_stay_seconds=0)
     plan, another = (replace(plan, serving=Serving(max_queue_size=size, fallback=policy)) for size in (1, 2))
@@ -137,7 +124,8 @@ def test_a_plan_loaded_again_after_another_plan_begins_with_bf16(repository: Rep
     serve(repository, plan)
     owner.receive(replace(over, at=time.time(), plan=plan.digest))
     until(lambda: precision(repository) == "fp32", 60, "answered by fp32")
-    serve(repository, another)
+    serve(repository, *([another] if between else []))
+    assert (repository.active_plan("mlp", 1) is None) is not between
     serve(repository, plan)
     assert "model 'mlp' version 1-fp32" not in [thread.name for thread in threading.enumerate()], "nothing is loaded"
     assert precision(repository) == "bf16"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from artifacts import write_mlp
@@ -17,12 +15,12 @@ from waiting import until
 from bf16kit.messages.errors import RuntimeFailure, Unavailable
 from service.contract import State
 from service.models import loading
-from service.models.controller import Controller, Mode
+from service.models.controller import RETRY_SECONDS, Controller, Mode
 from service.models.directory import desired_model_of, with_serving
 from service.models.loads import GIVEN_UP
 from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.repository import Repository
-from service.models.rollouts import FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS, Retries
+from service.models.rollouts import has_failed
 from service.models.serving import Serving, VersionPolicy
 from service.telemetry.metrics import Metrics
 from service.workers.state import SlotState
@@ -39,7 +37,6 @@ class Server:
         self.root = root
         self.now = 1000.0
         self.loads: list[str] = []
-        self.applied: Mapping[str, DesiredModel] = {}  # by the newest change of all models
         self.metrics = Metrics()
         self.repository = Repository(self.metrics, device="cpu", threads=1)
         self.control: Controller
@@ -53,14 +50,10 @@ class Server:
     def start(self, mode: Mode = "none", *start_up: str) -> None:
         slots = self.repository.models
         self.control = Controller(
-            self.root, self.repository.apply, self._apply_all, mode, start_up, slots, lambda: self.now
+            self.root, self.repository.apply, self.repository.apply_all, mode, start_up, slots, lambda: self.now
         )
         self.control.apply_initial()
         self.repository.start()
-
-    def _apply_all(self, desired_models: Iterable[DesiredModel]) -> Mapping[str, Future[None]]:
-        self.applied = {desired.name: desired for desired in desired_models}
-        return self.repository.apply_all(self.applied.values())
 
     def poll(self) -> None:
         self.control.poll(lambda: None)
@@ -68,6 +61,10 @@ class Server:
     @property
     def states(self) -> dict[int, str]:
         return {slot.version: slot.state for slot in self.repository.models() if slot.name == "m"}
+
+    @property
+    def reason(self) -> str:
+        return self.repository.find("m", "1").reason
 
     def wait(self, states: dict[int, str]) -> None:
         until(lambda: self.states == states, what=f"{states}")
@@ -126,50 +123,60 @@ def test_a_golden_gate_that_fails_at_load_is_exported(tmp_path: Path, server: Se
     assert 'bf16kit_golden_gate_timestamp_seconds{model="m",version="2"}' in server.metrics.expose()[0].decode()
 
 
-def test_a_version_whose_replacement_cannot_be_loaded_is_exported_until_one_can(tmp_path: Path, server: Server) -> None:
+def test_a_version_whose_replacement_cannot_be_loaded_serves_on_and_is_exported_until_one_can(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     """Everything else is as before: it is ready, and its own gate has passed."""
-    serves = 'bf16kit_model_ready{model="m",version="1"} 1.0'
-    passed = 'bf16kit_golden_gate_passed{model="m",version="1"} 1.0'
-    failed, not_failed = (f'bf16kit_model_replacement_failed{{model="m",version="1"}} {value}' for value in (1.0, 0.0))
     put(tmp_path, {1: 0})
     server.start("poll")
     server.wait({1: "ready"})
-    assert server.exposes(not_failed)
-    settings = tmp_path / "m" / "serving.yaml"
+    model, settings = server.repository.get("m", "1"), tmp_path / "m" / "serving.yaml"
     as_before = settings.read_text()
-    for text, now in (("max_batch: 1", failed), (as_before, not_failed)):
-        settings.write_text(text)
+
+    def poll(reason: str) -> None:
         server.poll()
-        until(lambda now=now: server.exposes(now), what=now)  # type: ignore[misc]
-    assert server.loads == ["m/1"]
-    for spoil, now in ((BAD, failed), (0, not_failed)):
-        put(tmp_path, {1: spoil})
-        server.poll()
-        until(lambda now=now: server.exposes(now), what=now)  # type: ignore[misc]
-        assert server.exposes(serves)
-        assert server.exposes(passed)
+        failed = float(bool(reason))
+        until(lambda: server.exposes(f'bf16kit_model_replacement_failed{{model="m",version="1"}} {failed}'))
+        until(lambda: reason in server.repository.find("m", "1").reason and (reason or not server.reason))
+        for series in ("bf16kit_model_ready", "bf16kit_golden_gate_passed"):
+            assert server.exposes(f'{series}{{model="m",version="1"}} 1.0')
+        assert server.repository.ready
+
+    poll("")
+    settings.write_text("max_batch: 1")
+    poll("its replacement failed: ")
+    assert "unknown key 'max_batch'" in server.reason
+    settings.write_text(as_before)
+    poll("")
+    assert server.loads == ["m/1"], "it is served as it is wanted"
+    put(tmp_path, {1: BAD})
+    poll("its replacement failed: golden samples are over")
+    assert server.repository.get("m", "1") is model
+    assert caplog.text.count("the previously loaded version still serves") == 2
+    put(tmp_path, {1: 0})
+    poll("")
     assert server.loads == ["m/1"] * 3
 
 
-@pytest.mark.parametrize("policy", ["{latest: 1, strict: true}", "{specific: [2]}"])
-def test_no_older_version_is_tried_if_the_policy_is_strict_or_names_versions(
-    tmp_path: Path, server: Server, policy: str
+@pytest.mark.parametrize(
+    ("versions", "policy", "loads"),
+    [
+        ({1: 0, 2: BAD}, "{latest: 1, strict: true}", ["m/2"]),
+        ({1: 0, 2: BAD}, "{specific: [2]}", ["m/2"]),
+        ({1: BAD, 2: BAD}, "{latest: 1}", ["m/2", "m/1"]),
+    ],
+)
+def test_a_server_is_not_ready_if_no_version_that_the_policy_allows_can_be_loaded(
+    tmp_path: Path, server: Server, versions: Versions, policy: str, loads: list[str]
 ) -> None:
-    put(tmp_path, {1: 0, 2: BAD}, policy)
+    put(tmp_path, versions, policy)
     put(tmp_path, {1: 0}, name="other")
     server.start()
-    until(lambda: server.loads == ["m/2", "other/1"] and server.repository.is_ready("other", ""))
-    assert server.states == {2: "unavailable"}
+    until(lambda: sorted(server.loads) == sorted([*loads, "other/1"]) and "loading" not in server.states.values())
+    until(lambda: server.repository.is_ready("other", ""))
+    assert set(server.states.values()) == {"unavailable"}
     assert not server.repository.ready
     assert server.exposes('bf16kit_model_ready{model="m",version="2"} 0.0')
-
-
-def test_a_server_whose_versions_all_fail_is_not_ready(tmp_path: Path, server: Server) -> None:
-    put(tmp_path, {1: BAD, 2: BAD})
-    server.start()
-    server.wait({1: "unavailable", 2: "unavailable"})
-    assert server.loads == ["m/2", "m/1"]
-    assert not server.repository.ready
 
 
 def test_a_serving_yaml_that_is_wrong_is_wrong_for_every_version(tmp_path: Path, server: Server) -> None:
@@ -184,17 +191,19 @@ def test_a_serving_yaml_that_is_wrong_is_wrong_for_every_version(tmp_path: Path,
     assert not server.repository.ready
 
 
-def test_a_version_that_serves_stays_when_a_newer_one_fails(tmp_path: Path, server: Server) -> None:
+@pytest.mark.parametrize("policy", ["{latest: 2}", "{specific: [2, 3]}"])
+def test_a_version_that_serves_stays_when_a_newer_one_fails(tmp_path: Path, server: Server, policy: str) -> None:
     put(tmp_path, {1: 0, 2: 0}, "{latest: 2}")
     server.start("poll")
     server.wait({1: "ready", 2: "ready"})
     before = [server.repository.get("m", version) for version in "12"]
-    put(tmp_path, {3: BAD}, "{latest: 2}")
+    put(tmp_path, {3: BAD}, policy)
     server.poll()
     server.wait({1: "ready", 2: "ready", 3: "unavailable"})
     until(lambda: server.repository.find("m", "3").reason.endswith("; versions 1, 2 serve instead"))
-    assert [server.repository.get("m", version) for version in "12"] == before
-    assert server.loads == ["m/1", "m/2", "m/3"]
+    if policy == "{latest: 2}":  # else their settings have changed
+        assert [server.repository.get("m", version) for version in "12"] == before
+        assert server.loads == ["m/1", "m/2", "m/3"]
 
 
 def test_a_repaired_version_replaces_the_older_one_and_is_not_tried_before(tmp_path: Path, server: Server) -> None:
@@ -207,7 +216,6 @@ def test_a_repaired_version_replaces_the_older_one_and_is_not_tried_before(tmp_p
     server.poll()
     until(lambda: server.repository.is_ready("other", ""))
     assert server.loads == ["m/2", "m/1", "other/1"], "neither a poll nor a change of another model tries 2 again"
-    assert server.applied["m"].versions == {1}, "nor does it in workers, which are told again what to serve"
     put(tmp_path, {2: 0})
     server.poll()
     server.wait({2: "ready"})
@@ -221,31 +229,31 @@ def test_a_failed_version_is_retried_after_a_pause_while_the_older_one_serves(tm
     until(lambda: server.repository.ready)
     generation = server.repository.get("m", "")
     server.poll()
-    server.now += FIRST_RETRY_SECONDS
-    server.poll()
-    until(lambda: server.loads == ["m/2", "m/1", "m/2"])
-    server.wait({1: "ready", 2: "unavailable"})
-    until(lambda: server.repository.find("m", "2").reason.endswith("; version 1 serves instead"))
+    for loads in (3, 4):
+        server.now += RETRY_SECONDS - 1
+        server.poll()
+        server.repository.apply(DesiredModel("other")).result(60)  # what was asked for before is done by then
+        assert len(server.loads) == loads - 1
+        server.now += 1
+        server.poll()
+        until(lambda loads=loads: server.loads[1:] == ["m/1", *["m/2"] * (loads - 2)])  # type: ignore[misc]
+        server.wait({1: "ready", 2: "unavailable"})
+        until(lambda: server.repository.find("m", "2").reason.endswith("; version 1 serves instead"))
     assert server.repository.get("m", "") is generation
     assert server.repository.ready
 
 
 def test_a_client_that_asks_for_a_load_is_told_and_no_older_version_is_loaded(tmp_path: Path, server: Server) -> None:
     put(tmp_path, {1: 0, 2: BAD})
-    server.start("explicit")
+    put(tmp_path, {1: 0, 2: BAD}, name="at_start")
+    server.start("explicit", "at_start")
+    until(lambda: server.repository.is_ready("at_start", "1"))
+    server.loads.clear()
     assert isinstance(server.control.load("m").exception(60), Unavailable)
     put(tmp_path, {1: 0}, name="other")
     server.control.load("other").result(60)
     assert server.loads == ["m/2", "other/1"]
     assert server.states == {2: "unavailable"}
-
-
-def test_a_model_that_explicit_control_loads_at_start_may_have_an_older_version_serve(
-    tmp_path: Path, server: Server
-) -> None:
-    put(tmp_path, {1: 0, 2: BAD})
-    server.start("explicit", "m")
-    server.wait({1: "ready", 2: "unavailable"})
 
 
 def test_a_version_that_failed_in_another_process_is_withdrawn_here(tmp_path: Path, server: Server) -> None:
@@ -269,142 +277,45 @@ def desired(*versions: int, stamp: str = "1", broken: str = "") -> DesiredModel:
     )
 
 
-class World:
-    """The served slots, and a clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.places: list[SlotState] = []
-        self.retries = Retries(lambda: self.places, lambda: self.now)
-
-    def put(self, state: State, reason: str = "", version: int = 1) -> None:
-        self.places = [SlotState("m", version, state, reason)]
-
-    def due(self, wanted: DesiredModel | None = None, after: float = 0.0) -> bool:
-        """Return whether ``wanted`` is due ``after`` seconds later."""
-        self.now += after
-        wanted = wanted or desired(1)
-        return self.retries.due({"m": wanted}) == [wanted]
-
-
-@pytest.fixture
-def world() -> World:
-    world = World()
-    world.put("unavailable", "the runtime could not load it")
-    return world
-
-
-@pytest.mark.parametrize("before", ["", "the previously loaded version still serves; its replacement failed: "])
-def test_a_load_that_was_given_up_is_not_tried_again_until_its_files_change(world: World, before: str) -> None:
-    world.put("ready" if before else "unavailable", f"{before}{GIVEN_UP}: opening cpu.onnx took longer than 600 s")
-    assert not world.due()
-    assert not world.due(after=2 * LONGEST_RETRY_SECONDS)
-    world.put("unavailable", "no memory")
-    assert not world.due(desired(1, stamp="2"))
-    assert world.due(desired(1, stamp="2"), after=FIRST_RETRY_SECONDS)
-
-
-def test_the_pauses_double_and_are_an_hour_at_most(world: World) -> None:
-    assert not world.due()  # the first poll finds it
-    pause, waited = FIRST_RETRY_SECONDS, 0.0
-    for _ in range(12):
-        assert not world.due(after=pause - 1)
-        assert world.due(after=1)
-        assert not world.due()
-        waited += pause
-        pause = min(2 * pause, LONGEST_RETRY_SECONDS)
-    assert pause == LONGEST_RETRY_SECONDS < waited
-
-
-def test_a_model_whose_replacement_failed_is_tried_again_while_the_old_one_serves(world: World) -> None:
-    world.put("ready", "the previously loaded version still serves")
-    assert not world.due()
-    assert world.due(after=FIRST_RETRY_SECONDS)
-
-
-def test_a_version_without_a_slot_is_tried_again(world: World) -> None:
-    world.put("ready")
-    assert not world.due(desired(1, 2))
-    assert world.due(desired(1, 2), after=FIRST_RETRY_SECONDS)
-
-
-def test_a_model_is_not_tried_again_while_it_loads_and_its_pauses_keep_growing(world: World) -> None:
-    assert not world.due()
-    assert world.due(after=FIRST_RETRY_SECONDS)
-    world.put("loading", "loading")
-    assert not world.due(after=LONGEST_RETRY_SECONDS)
-    world.put("unavailable", "again")
-    assert world.due()
-    assert not world.due(after=4 * FIRST_RETRY_SECONDS - 1)
-    assert world.due(after=1)
-
-
-def test_the_pauses_start_again_after_a_model_served_or_its_files_changed(world: World) -> None:
-    assert not world.due()
-    assert world.due(after=FIRST_RETRY_SECONDS)
-    world.put("ready")
-    assert not world.due(after=LONGEST_RETRY_SECONDS)
-    world.put("unavailable", "a worker that was started again could not load it")
-    assert not world.due()
-    assert world.due(after=FIRST_RETRY_SECONDS)
-    assert not world.due(desired(1, stamp="2"), after=LONGEST_RETRY_SECONDS)  # its files have changed: it loads anyway
-    assert world.due(desired(1, stamp="2"), after=FIRST_RETRY_SECONDS)
-
-
-def test_a_model_whose_serving_yaml_is_invalid_is_not_tried_again(world: World) -> None:
-    broken = desired(1, broken="serving.yaml: unknown key 'x'")
-    assert not world.due(broken)
-    assert not world.due(broken, after=LONGEST_RETRY_SECONDS)
-
-
-class Room:
-    """Loads a model if ``there`` is true; otherwise there is no room for it."""
-
-    def __init__(self) -> None:
-        self.there = False
-        self._load = loading.load
-
-    def load(self, *given: Any, **more: Any) -> loading.LoadedModel:
-        if not self.there:
-            raise RuntimeFailure("no room for weights")
-        return self._load(*given, **more)
-
-
-@pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> Room:
-    room = Room()
-    monkeypatch.setattr(loading, "load", room.load)
-    return room
-
-
-@pytest.fixture
-def repository(room: Room) -> Iterator[Repository]:
-    repository = Repository(Metrics(), device="cpu", threads=1)
-    repository.start()
-    yield repository
-    repository.close()
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ({}, True),
+        ({1: ("ready", "")}, False),
+        ({1: ("unavailable", "no memory")}, True),
+        ({1: ("loading", "loading")}, False),
+        ({1: ("ready", "the previously loaded version still serves; its replacement failed: no memory")}, True),
+        ({1: ("unavailable", f"{GIVEN_UP}: opening cpu.onnx took longer than 600 s")}, False),
+        ({1: ("ready", f"the previously loaded version still serves; its replacement failed: {GIVEN_UP}")}, False),
+    ],
+)
+def test_a_load_is_tried_again_if_its_cause_may_have_passed(
+    states: dict[int, tuple[State, str]], expected: bool
+) -> None:
+    slots = {version: SlotState("m", version, *found) for version, found in states.items()}
+    assert has_failed(desired(1), slots) is expected
+    assert not has_failed(desired(1, broken="serving.yaml: unknown key 'x'"), slots)
+    assert has_failed(desired(1, 2), slots) is (expected or states == {1: ("ready", "")}), "2 has no slot"
 
 
 def test_a_polled_model_serves_once_the_cause_of_its_failed_load_has_passed(
-    tmp_path: Path, repository: Repository, room: Room, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing changes in the repository."""
-    write_mlp(tmp_path / "m" / "1")
-    now = 0.0
-    control = Controller(
-        tmp_path, repository.apply, repository.apply_all, "poll", slots=repository.models, clock=lambda: now
-    )
-    control.apply_initial()
-    until(lambda: repository.find("m", "").state == "unavailable")
-    room.there = True
-    control.poll(lambda: None)
-    now = FIRST_RETRY_SECONDS - 1
-    control.poll(lambda: None)
-    assert repository.find("m", "").state == "unavailable"
-    now += 1
+
+    def no_room(*given: object, **more: object) -> object:
+        raise RuntimeFailure("no room for weights")
+
+    put(tmp_path, {1: 0})
+    with monkeypatch.context() as patched:
+        patched.setattr(loading, "load", no_room)
+        server.start("poll")
+        server.wait({1: "unavailable"})
+    server.poll()
+    server.now += RETRY_SECONDS
     with caplog.at_level("INFO"):
-        control.poll(lambda: None)
-    until(lambda: repository.find("m", "").state == "ready")
+        server.poll()
+    server.wait({1: "ready"})
     assert "model 'm' could not be loaded; trying again" in caplog.text
 
 

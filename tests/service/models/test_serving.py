@@ -36,22 +36,23 @@ def test_every_key_of_the_design_is_read(tmp_path: Path) -> None:
     assert serving.fallback == FallbackPolicy(policy="fp32", clean_samples=50)
 
 
-@pytest.mark.parametrize("text", ["fallback: off", "fallback: {policy: off}", "fallback: 'off'"])
-def test_fallback_off_may_be_written_in_three_ways(tmp_path: Path, text: str) -> None:
-    """YAML reads ``off`` without quotes as false."""
-    assert load(tmp_path, text).fallback.policy == "off"
-
-
-@pytest.mark.parametrize("word", ["alert", "fp32"])
-def test_a_fallback_is_a_word_or_a_mapping_with_numbers(tmp_path: Path, word: str) -> None:
-    assert load(tmp_path, f"fallback: {word}").fallback == FallbackPolicy(policy=word)  # type: ignore[arg-type]
-    numbers = load(tmp_path, f"fallback: {{policy: {word}, min_stay_seconds: 1, clean_samples: 20}}").fallback
-    assert (numbers.policy, numbers.min_stay_seconds, numbers.clean_samples) == (word, 1, 20)
-
-
-def test_by_default_a_breach_only_raises_an_alert(tmp_path: Path) -> None:
-    """A fallback takes the memory of the whole fp32 model, so users must ask for it."""
-    assert load(tmp_path, "").fallback.policy == "alert"
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("", FallbackPolicy(policy="alert")),  # a fallback takes the memory of the fp32 model: users must ask for it
+        ("fallback: off", FallbackPolicy(policy="off")),  # which YAML reads as false, without quotes
+        ("fallback: {policy: off}", FallbackPolicy(policy="off")),
+        ("fallback: 'off'", FallbackPolicy(policy="off")),
+        ("fallback: alert", FallbackPolicy(policy="alert")),
+        ("fallback: fp32", FallbackPolicy(policy="fp32")),
+        (
+            "fallback: {policy: fp32, min_stay_seconds: 1, clean_samples: 20}",
+            FallbackPolicy(policy="fp32", min_stay_seconds=1, clean_samples=20),
+        ),
+    ],
+)
+def test_a_fallback_is_a_word_or_a_mapping_with_numbers(tmp_path: Path, text: str, policy: FallbackPolicy) -> None:
+    assert load(tmp_path, text).fallback == policy
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,6 @@ def test_by_default_a_breach_only_raises_an_alert(tmp_path: Path) -> None:
         ("version_policy: {latest: 1, all: true}", "give exactly one of"),
         ("version_policy: {specific: [1], strict: true}", "strict: true needs latest: N"),
         ("version_policy: {oldest: 1}", r"unknown key 'version_policy\.oldest'"),
-        ("instances: auto", "'instances' is 'auto': give 1 to 64; `bf16-serve bench MODEL --write` measures the best"),
         ("instances: 0", "'instances' is 0: input should be greater than"),
         ("instances: 65", "'instances' is 65"),
         ("instances: many", "'instances' is 'many'"),
@@ -109,22 +109,24 @@ def test_labels_are_the_lines_of_a_file_beside_it(tmp_path: Path) -> None:
         ("../classes.txt", r"'labels\.y' is '\.\./classes\.txt': name a file in the model's directory"),
         ("/etc/passwd", "name a file in the model's directory"),
         ("5", r"'labels\.y' is 5: name a file"),
+        ("''", "'labels.y' is '': name a file in the model's directory"),
+        ('"a\\0b"', "'labels.y' is 'a.x00b': name a file in the model's directory"),
+        ('"a\\ud800"', "'labels.y' is 'a.ud800': name a file in the model's directory"),
+        (f"{'x' * 30_000}/", "'labels.y' is 'x{100}'…: name a file"),
+        (f"[{'x' * 30_000}]", r"'labels\.y' is \['x+\.\.\.x+…: name a file"),
+        ("pipe", r"'labels\.y': 'pipe': not a regular file"),
         ("latin.txt", r"'labels\.y': 'latin\.txt': not UTF-8"),
         ("large.txt", r"'labels\.y': 'large\.txt': larger than 16 MiB"),
     ],
 )
 def test_labels_that_cannot_be_read_are_an_error(tmp_path: Path, name: str, message: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "latin.txt").write_bytes(b"t\xeate\n")
     with (tmp_path / "large.txt").open("wb") as large:
         large.truncate((16 << 20) + 1)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refusal:
         load(tmp_path, f"labels: {{y: {name}}}")
-
-
-@pytest.mark.parametrize("text", ["a: 2001-99-99\n", "a: " + "[" * 5000], ids=["no date", "too deep"])
-def test_a_file_that_the_parser_cannot_read_is_an_error(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"serving\.yaml: is not YAML"):
-        load(tmp_path, text)
+    assert len(str(refusal.value)) < 1500
 
 
 def test_a_file_that_is_not_a_plain_file_is_never_opened(tmp_path: Path) -> None:
@@ -132,14 +134,11 @@ def test_a_file_that_is_not_a_plain_file_is_never_opened(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "serving.yaml")
     with pytest.raises(ConfigError, match=r"serving\.yaml: not a regular file"):
         load_serving(tmp_path)
-    (tmp_path / "serving.yaml").unlink()
-    (tmp_path / "serving.yaml").symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=r"serving\.yaml: not a regular file"):
-        load_serving(tmp_path)
-    (tmp_path / "serving.yaml").unlink()
-    os.mkfifo(tmp_path / "classes.txt")
-    with pytest.raises(ConfigError, match=r"'labels\.y': 'classes\.txt': not a regular file"):
-        load(tmp_path, "labels: {y: classes.txt}")
+    for target, words in (("/dev/zero", "not a regular file"), (tmp_path / "unmounted", "cannot be read")):
+        (tmp_path / "serving.yaml").unlink()
+        (tmp_path / "serving.yaml").symlink_to(target)
+        with pytest.raises(ConfigError, match=rf"serving\.yaml: {words}"):  # the defaults do not take its place
+            load_serving(tmp_path)
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
@@ -153,17 +152,8 @@ def test_the_version_policy_chooses_among_the_existing_versions() -> None:
     assert VersionPolicy(latest=2).choose([5, 1, 3]) == [3, 5]
     assert VersionPolicy(all=True).choose([5, 1]) == [1, 5]
     assert VersionPolicy(specific=(1, 5)).choose([5, 1, 3]) == [1, 5]
-
-
-def test_a_specific_version_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"asks for version 9; the versions are \[1, 5\]"):
         VersionPolicy(specific=(9,)).choose([1, 5])
-
-
-def test_a_dangling_link_is_an_error_and_does_not_mean_the_defaults(tmp_path: Path) -> None:
-    (tmp_path / "serving.yaml").symlink_to(tmp_path / "unmounted")
-    with pytest.raises(ConfigError, match=r"serving\.yaml: cannot be read"):
-        load_serving(tmp_path)
 
 
 # --- files that are made to take all memory or time -------------------------------------------------------------------
@@ -179,20 +169,17 @@ def _bomb(levels: int) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("a: 2001-99-99", r"serving\.yaml: is not YAML"),
+        ("a: " + "[" * 5000, r"serving\.yaml: is not YAML"),
         (_bomb(8), r"serving\.yaml: line 2: \*a0 is an alias: write the value itself there"),
         ("labels: {y: &a [*a]}", r"serving\.yaml: line 1: \*a is an alias"),
         ("max_batch_size: [" + "0, " * 10_000 + "]", r"'max_batch_size' is \[0, 0, 0, 0, 0, 0, \.\.\.\]: input should"),
-        (f"labels: {{y: [{'x' * 30_000}]}}", r"'labels\.y' is \['x+\.\.\.x+…: name a file"),
-        (f"labels: {{y: {'x' * 30_000}/}}", "'labels.y' is 'x{100}'…: name a file"),
         (f"{'k' * 1000}: 1", "unknown key 'k{100}'…; known keys"),
         (f"max_batch_size: 0x{'f' * 30_000}", "line 1: '0xf{98}'… has more than 64 bits: give a smaller number"),
         ("max_dims: {n: 9223372036854775808}", "line 1: '9223372036854775808' has more than 64 bits"),
         (f"max_batch_size: 1{':1' * 30_000}", "has more than 64 bits: give a smaller number"),
         (f"max_queue_ms: 1{':1' * 30_000}.5", r"serving\.yaml: is not YAML: "),
         (f"max_batch_size: !!{'t' * 30_000} 1", r"serving\.yaml: is not YAML: could not determine"),
-        ('labels: {y: "a\\0b"}', "'labels.y' is 'a.x00b': name a file in the model's directory"),
-        ('labels: {y: "a\\ud800"}', "'labels.y' is 'a.ud800': name a file in the model's directory"),
-        ("labels: {y: ''}", "'labels.y' is '': name a file in the model's directory"),
     ],
 )
 def test_a_file_made_to_take_memory_or_time_is_rejected_in_a_short_text(
@@ -217,17 +204,15 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("target", ["../../secret", "/proc/self/status", "absolute", "link"])
-def test_labels_that_a_link_takes_from_outside_the_repository_are_an_error(model: Path, target: str) -> None:
+def test_a_file_that_a_link_takes_from_outside_the_repository_is_an_error(model: Path, target: str) -> None:
     """A client could read the file: the server answers with labels."""
     outside = model.parent.parent / "secret"
     (model / "link").symlink_to(outside)
     (model / "classes.txt").symlink_to(outside if target == "absolute" else target)
     with pytest.raises(ConfigError, match=rf"'labels\.y': 'classes\.txt': a link out of {model.parent}; put the file"):
         load(model, "labels: {y: classes.txt}")
-
-
-def test_a_serving_file_that_a_link_takes_from_outside_the_repository_is_an_error(model: Path) -> None:
-    (model / "serving.yaml").symlink_to(model.parent.parent / "secret")
+    (model / "serving.yaml").unlink()
+    (model / "serving.yaml").symlink_to(outside)
     with pytest.raises(ConfigError, match=rf"serving\.yaml: a link out of {model.parent}; put the file itself there"):
         load_serving(model)
 
