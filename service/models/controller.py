@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 Mode: TypeAlias = Literal["none", "poll", "explicit"]
 ALL = "*"  # as the only name in ``load_model``: load every model at start
 SETTLE_S = 1.0  # a model that still changes after this time is left for the next poll
-RETRY_SECONDS = 900.0  # between two loads of unchanged files: often enough, and little work if they always fail
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 30.0, 3600.0  # the first and the longest pause between loads of unchanged files
+LISTED_S = 1.0  # how long a listing of the repository answers requests for the index: anybody may ask, and it is slow
 
 
 class Controller:
@@ -56,7 +57,10 @@ class Controller:
         self._desired_models: dict[str, DesiredModel] = {}
         self._notes: set[str] = set()
         self._clock = clock
-        self._retry_at: dict[str, tuple[DesiredModel, float]] = {}  # the models that could not be loaded, by name
+        #: By name, the models that could not be loaded: when they are due, and the pause after that.
+        self._retry_at: dict[str, tuple[DesiredModel, float, float]] = {}
+        self._listing: tuple[Mapping[str, DesiredModel], float, Mapping[str, Sequence[int]]] | None = None
+        self._listing_lock = threading.Lock()
 
     @property
     def desired_models(self) -> Mapping[str, DesiredModel]:
@@ -120,11 +124,10 @@ class Controller:
     def index(self, served: Iterable[IndexEntry]) -> list[IndexEntry]:
         """Return the repository's index: ``served``, plus unloaded versions and models that were never asked for.
 
-        ``served`` has what is loaded, loading, unloading, or cannot be loaded.
+        ``served`` has what is loaded, loading, unloading, or cannot be loaded. The repository is listed at most once a
+        second, and after each change of what is desired.
         """
-        lines, names = list(served), dict[str, list[int]]()
-        with contextlib.suppress(ConfigError):  # the repository cannot be listed
-            names = self._directory.versions()
+        lines, names = list(served), self._versions()
         known = {(line.name, line.version) for line in lines}
         for name, versions in names.items():
             past = [str(v) for v in versions if v in self._rollouts.versions(name)]
@@ -132,6 +135,17 @@ class Controller:
         named = {line.name for line in lines}
         lines += [IndexEntry(name) for name in names if name not in named]
         return sorted(lines, key=lambda line: (line.name, int(line.version or 0)))
+
+    def _versions(self) -> Mapping[str, Sequence[int]]:
+        """Return the versions of each model on disk, as of a second ago at most; none if it cannot be listed."""
+        with self._listing_lock:
+            now, desired = self._clock(), self._desired_models
+            if self._listing is None or self._listing[0] is not desired or now - self._listing[1] >= LISTED_S:
+                versions: Mapping[str, Sequence[int]] = {}
+                with contextlib.suppress(ConfigError):
+                    versions = self._directory.versions()
+                self._listing = desired, now, versions
+            return self._listing[2]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -163,11 +177,12 @@ class Controller:
         for name, desired in self._desired_models.items():
             if not has_failed(desired, slots.get(name, {})):
                 continue
-            known, due = before.get(name, (None, 0.0))
+            known, due, pause = before.get(name, (None, 0.0, 0.0))
             if known != desired:
-                due = now + RETRY_SECONDS
+                due, pause = now + RETRY_SECONDS, RETRY_SECONDS
             elif now >= due:
                 _log.info("model %r could not be loaded; trying again", name)
                 self._rollouts.apply(desired)
-                due = now + RETRY_SECONDS
-            self._retry_at[name] = desired, due
+                pause = min(2 * pause, LONGEST_RETRY_SECONDS)
+                due = now + pause
+            self._retry_at[name] = desired, due, pause

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -52,8 +53,8 @@ def told() -> Told:
 
 @pytest.fixture
 def control(tmp_path: Path, told: Told) -> Callable[..., Controller]:
-    def make(mode: Mode, *start_up: str) -> Controller:
-        return Controller(tmp_path, told.apply, told.apply_all, mode, start_up)
+    def make(mode: Mode, *start_up: str, clock: Callable[[], float] = time.monotonic) -> Controller:
+        return Controller(tmp_path, told.apply, told.apply_all, mode, start_up, clock=clock)
 
     return make
 
@@ -297,7 +298,8 @@ def test_the_index_lists_served_unloaded_and_never_loaded_models(tmp_path: Path,
     for name, version in (("b", 2), ("b", 10), ("a", 1), ("c", 1)):
         put(name, version)
     (tmp_path / "b" / "serving.yaml").write_text("version_policy: all")
-    explicit = control("explicit")
+    seconds = 0.0
+    explicit = control("explicit", clock=lambda: seconds)
     explicit.apply_initial()
     never = [IndexEntry("a"), IndexEntry("b"), IndexEntry("c")]
     assert explicit.index([]) == never
@@ -308,9 +310,43 @@ def test_the_index_lists_served_unloaded_and_never_loaded_models(tmp_path: Path,
     unloaded = [IndexEntry("b", version, "UNAVAILABLE", "unloaded") for version in ("2", "10")]
     assert explicit.index([]) == [never[0], *unloaded, never[2]]
     shutil.rmtree(tmp_path / "b" / "2")
+    seconds += 1
     assert explicit.index([]) == [never[0], unloaded[1], never[2]]
     shutil.rmtree(tmp_path / "b")
+    seconds += 1
     assert explicit.index([]) == [never[0], never[2]]
+
+
+def test_many_calls_of_the_index_read_the_repository_once(
+    control: Control, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        put(name, 1)
+    read: list[Path] = []
+    iterdir = Path.iterdir
+
+    def counted(path: Path) -> Iterator[Path]:
+        read.append(path)
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", counted)
+    explicit = control("explicit", clock=lambda: 0.0)
+    assert [explicit.index([]) for _ in range(100)] == [[IndexEntry(name) for name in "abc"]] * 100
+    assert len(read) == 4
+
+
+def test_the_index_has_a_new_model_at_once_after_this_server_loaded_and_unloaded_it(control: Control, put: Put) -> None:
+    """Others see what changed on the disk a second later: the repository is listed once a second."""
+    seconds = 0.0
+    explicit = control("explicit", clock=lambda: seconds)
+    assert explicit.index([]) == []
+    put("m", 1)
+    put("n", 1)
+    seconds += 0.5
+    assert explicit.index([]) == []
+    explicit.load("m")
+    explicit.unload("m")
+    assert explicit.index([]) == [IndexEntry("m", "1", "UNAVAILABLE", "unloaded"), IndexEntry("n")]
 
 
 def test_the_index_lists_served_models_if_the_repository_cannot_be_listed(tmp_path: Path, told: Told) -> None:

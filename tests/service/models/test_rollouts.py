@@ -222,15 +222,17 @@ def test_a_repaired_version_replaces_the_older_one_and_is_not_tried_before(tmp_p
     until(lambda: 'bf16kit_model_ready{model="m",version="1"}' not in server.metrics.expose()[0].decode())
 
 
-def test_a_failed_version_is_retried_after_a_pause_while_the_older_one_serves(tmp_path: Path, server: Server) -> None:
+def test_a_failed_version_is_retried_after_growing_pauses_while_the_older_one_serves(
+    tmp_path: Path, server: Server
+) -> None:
     put(tmp_path, {1: 0, 2: BAD})
     server.start("poll")
     server.wait({1: "ready", 2: "unavailable"})
     until(lambda: server.repository.ready)
     generation = server.repository.get("m", "")
     server.poll()
-    for loads in (3, 4):
-        server.now += RETRY_SECONDS - 1
+    for loads, pause in ((3, RETRY_SECONDS), (4, 2 * RETRY_SECONDS)):
+        server.now += pause - 1
         server.poll()
         server.repository.apply(DesiredModel("other")).result(60)  # what was asked for before is done by then
         assert len(server.loads) == loads - 1
