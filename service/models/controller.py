@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from bf16kit.messages.errors import ConfigError, NotFound
-from service.contract import Slot
+from service.contract import SlotView
 from service.models.directory import Directory
 from service.models.modelconfig import with_config
 from service.models.plan import DesiredModel
@@ -46,7 +46,7 @@ class Controller:
         apply_all: ApplyAll,
         mode: Mode = "none",
         start_up: Sequence[str] = (),
-        slots: Callable[[], Iterable[Slot]] | None = None,
+        slots: Callable[[], Iterable[SlotView]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mode = mode

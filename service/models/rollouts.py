@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
-from service.contract import Slot
+from service.contract import SlotView
 from service.models.loads import GIVEN_UP
 from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.serving import Serving
@@ -45,7 +45,7 @@ class Rollouts:
         self,
         apply: Callable[[DesiredModel], Future[None]],
         apply_all: ApplyAll,
-        slots: Callable[[], Iterable[Slot]],
+        slots: Callable[[], Iterable[SlotView]],
         older: Callable[[DesiredModel], Iterable[Plan]],
         lock: threading.RLock,
     ) -> None:
@@ -127,7 +127,7 @@ class Rollouts:
 
 
 def instead_of(
-    tried: DesiredModel, slots: Mapping[int, Slot], known: Mapping[int, Plan], older: Iterable[Plan]
+    tried: DesiredModel, slots: Mapping[int, SlotView], known: Mapping[int, Plan], older: Iterable[Plan]
 ) -> DesiredModel | None:
     """Return what to serve now that ``tried`` could not be loaded as a whole; None if nothing else may serve.
 
@@ -164,7 +164,7 @@ class Retries:
     up, whose threads cannot be ended. ``clock`` returns seconds.
     """
 
-    def __init__(self, slots: Callable[[], Iterable[Slot]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, slots: Callable[[], Iterable[SlotView]], clock: Callable[[], float] = time.monotonic) -> None:
         self._slots = slots
         self._clock = clock
         #: By name: the model, when it is due, and the pause after that.
@@ -193,9 +193,9 @@ class Retries:
         return found
 
 
-def _serves(slot: Slot | None) -> bool:
+def _serves(slot: SlotView | None) -> bool:
     return slot is not None and slot.state == "ready"
 
 
-def _reason(slot: Slot | None) -> str:
+def _reason(slot: SlotView | None) -> str:
     return (slot.reason if slot is not None else "") or "a worker could not load it; the server's log says why"

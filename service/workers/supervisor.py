@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from bf16kit.messages.errors import Unavailable, Unsupported
@@ -24,8 +25,6 @@ from service.workers.forwarding import settings_of
 from service.workers.regions import FleetRegions
 from service.workers.state import UNLOADING
 
-_ANSWERING = 8  # threads for workers' requests; loading a model occupies none of them
-
 
 def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda grpc_port, http_port: None) -> Ending:
     """Serve with ``config.workers`` processes until ``stop`` is set, then drain them all.
@@ -40,7 +39,7 @@ def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda g
             on_started(port.port, supervisor.leader.http.port)
 
         try:
-            supervisor.leader.start(port.port, listening)
+            supervisor.start(listening)
             while not stop.wait(MAINTAIN_SECONDS):
                 supervisor.maintain()
             return supervisor.drain()
@@ -52,7 +51,9 @@ class Supervisor:
     """Answers the workers' requests on behalf of all of them."""
 
     def __init__(self, config: ServerConfig, port: int) -> None:
+        self._port = port
         self._metrics = Metrics()  # of this process
+        self._loop = asyncio.new_event_loop()  # on which changes and workers' requests wait
         handlers: dict[str, Callable[[str, Message], Answer]] = {
             "counts": lambda worker, message: self.leader.counting.receive(worker, message.body),
             "samples": lambda worker, message: self.leader.shadow.forward(message),
@@ -66,7 +67,7 @@ class Supervisor:
             "unregister": self._later(lambda body: self._regions.unregister(body["name"])),
         }
         self._fleet = Fleet(config, port, handlers, self._on_worker_death)
-        self._models = WorkerModels(self._fleet, self._changed)
+        self._models = WorkerModels(self._fleet, self._loop, lambda *changed: self.leader.forget(*changed))
         self.leader = Leader(
             config,
             self._metrics,
@@ -81,11 +82,16 @@ class Supervisor:
         # The requested changes, not the resulting settings: a setting that a model lacks must remain the server's.
         self._settings: dict[str, dict[str, Any]] = {}
         self._settings_lock = threading.Lock()  # every worker gets the changes in the same order
-        self._answering = ThreadPoolExecutor(_ANSWERING, "answering")
+
+    def start(self, listening: Callable[[], object]) -> None:
+        """Serve HTTP, call ``listening``, and begin to answer the workers. :meth:`maintain` starts them."""
+        threading.Thread(target=self._loop.run_forever, name="changes", daemon=True).start()
+        self.leader.start(self._port, listening)
 
     def maintain(self) -> None:
         """Keep all processes running. An error in it is logged: it must not end the server."""
         self._fleet.maintain()
+        self._models.maintain()
         self.leader.maintain()
 
     def drain(self) -> Ending:
@@ -105,7 +111,6 @@ class Supervisor:
         """Start no further changes."""
         self.leader.stop()
         self._models.close()
-        self._answering.shutdown(wait=False)
 
     @property
     def _regions(self) -> FleetRegions:
@@ -116,9 +121,6 @@ class Supervisor:
     def _on_worker_death(self, worker: str) -> None:
         self._metrics.worker_restarted()
         self.leader.counting.process_died(worker)
-
-    def _changed(self, model: str, versions: Collection[int]) -> None:
-        self.leader.forget(model, versions)
 
     # --- workers' requests --------------------------------------------------------------------------------------------
 
@@ -156,26 +158,10 @@ class Supervisor:
         return answer
 
     def _later(self, work: Callable[[Body], Any]) -> Callable[[str, Message], Answer]:
-        """Return a handler that runs ``work`` on a thread.
+        """Return a handler that runs ``work`` on a thread. If it returns a future, no thread waits for that."""
 
-        If ``work`` returns a future, the thread is free until it ends.
-        """
+        async def answer(body: Body) -> Any:
+            found = await asyncio.to_thread(work, body)
+            return await asyncio.wrap_future(found) if isinstance(found, Future) else found
 
-        def answer(worker: str, message: Message) -> Future[Body]:
-            result: Future[Body] = Future()
-
-            def end(done: Future[Any]) -> None:
-                if (error := done.exception()) is not None:
-                    result.set_exception(error)
-                elif isinstance(found := done.result(), Future):
-                    found.add_done_callback(end)
-                else:
-                    result.set_result(found or {})
-
-            try:
-                self._answering.submit(work, message.body).add_done_callback(end)
-            except RuntimeError:
-                result.set_exception(Unavailable("the server is shutting down; try another", "draining"))
-            return result
-
-        return answer
+        return lambda worker, message: asyncio.run_coroutine_threadsafe(answer(message.body), self._loop)

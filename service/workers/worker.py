@@ -35,7 +35,7 @@ from service.shadow.samples import PlanSampleSender
 from service.telemetry.metrics import Metrics
 from service.workers.forwarding import ForwardedOperations, ForwardedRegions, ForwardedSettings, settings_of
 from service.workers.placement import threads_of
-from service.workers.state import Report, ServerState, SlotState, WorkerRegistry
+from service.workers.state import Report, SlotState, WorkerRegistry
 from service.workers.weights import SharedWeights
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class _Served:
     listen_when_loaded: bool  # because other workers serve meanwhile
     metrics: Metrics
     repository: Repository
+    registry: WorkerRegistry
     regions: ForwardedRegions | None
     settings: Mapping[str, Settings]  # the worker's own, by what the supervisor calls them
     tracing: Tracing | None
@@ -68,12 +69,11 @@ class Worker:
     def __init__(self, end: socket.socket) -> None:
         self._starts: queue.SimpleQueue[_Served] = queue.SimpleQueue()
         self._drains: queue.SimpleQueue[tuple[float, Future[Body]]] = queue.SimpleQueue()
-        self._server = ServerState()
         self._served: _Served | None = None
         self._listening = False
-        self._settled = threading.Event()  # nothing is being loaded
         self._reporting = threading.Lock()
         handlers: dict[str, Callable[[_Served, Message], Answer]] = {
+            "state": lambda served, message: served.registry.receive(message.body),
             "apply": lambda served, message: served.repository.apply(
                 DesiredModel.from_json(read_text(message.files[0]))
             ),
@@ -91,7 +91,6 @@ class Worker:
             {
                 "start": self._start,
                 "ping": lambda message: None,
-                "state": lambda message: self._server.receive(message.body),
                 "weights": lambda message: self._weights.receive(message),
                 "drain": self._drain,
                 **{kind: self._when_started(handler) for kind, handler in handlers.items()},
@@ -113,8 +112,9 @@ class Worker:
         repository.subscribe(self._report)
         repository.start()
         self._report()
-        while served.listen_when_loaded and not self._settled.wait(_POLL_SECONDS) and self._drains.empty():
-            pass  # a connection to this worker would only learn that models are loading
+        if served.listen_when_loaded:  # a connection to this worker would only learn that models are loading
+            while any(slot.state == "loading" for slot in repository.models()) and self._drains.empty():
+                time.sleep(_POLL_SECONDS)
         served.transport.start()
         self._listening = True
         self._report()
@@ -137,11 +137,7 @@ class Worker:
         repository = self._served.repository
         with self._reporting:
             slots = tuple(map(SlotState.of, repository.models()))
-            if any(slot.state == "loading" for slot in slots):
-                self._settled.clear()
-            else:
-                self._settled.set()
-            self._peer.tell("report", to_json(Report(self._listening, repository.ready, slots)))
+            self._peer.tell("report", Report(self._listening, repository.ready, slots)._asdict())
 
     # --- on the peer's thread -----------------------------------------------------------------------------------------
 
@@ -164,7 +160,7 @@ class Worker:
             rank=ProcessRank(body["number"] - 1, config.workers),
         )
         repository.apply_all(map(DesiredModel.from_json, json.loads(read_text(message.files[0]))))
-        registry = WorkerRegistry(repository, self._server)
+        registry = WorkerRegistry(repository)
         traces, tracing = open_tracing(config, repository, metrics.traced)
         own: dict[str, Settings] = {"logs": LogSettings(config.log_level, config.log_format), "traces": traces}
         logs, traces_of_all = (ForwardedSettings(own[what], what, ask) for what in ("logs", "traces"))
@@ -172,7 +168,7 @@ class Worker:
         forwarded = ForwardedOperations(registry, ask)
         operations = operations_of(config, forwarded, forwarded, regions, logs, traces_of_all)
         transport = build_transport(config, registry, metrics.refused, Credentials.of(config), operations, tracing)
-        return _Served(body["listen_when_loaded"], metrics, repository, regions, own, tracing, transport)
+        return _Served(body["listen_when_loaded"], metrics, repository, registry, regions, own, tracing, transport)
 
     def _when_started(self, handler: Callable[[_Served, Message], Answer]) -> Callable[[Message], Answer]:
         def handle(message: Message) -> Answer:
