@@ -19,7 +19,7 @@ from service.config.stop import Ending
 from service.contract import Overview
 from service.drift.fallbackcontroller import FallbackController, ServingProcesses
 from service.http.httpserver import HttpServer
-from service.http.pages import Access, Routes, evidence_route, routes
+from service.http.pages import Access, evidence_route, routes
 from service.http.statusreader import StatusReader
 from service.models.controller import Controller
 from service.models.plan import DesiredModel
@@ -102,14 +102,20 @@ class Leader:
         self._status = StatusReader(overview, self.counting.samples, workers=config.workers, off_reason=off_reason)
         evidence = evidence_route(overview, self.shadow.evidence if config.evidence else None)
         pages = routes(overview, self.counting, self._status.snapshot, evidence)
-        self.http = open_http(config, pages, metrics, self.credentials)
+        self.http = HttpServer(
+            config.host,
+            config.http_port,
+            pages,
+            access=Access(self.credentials.tokens, config.tls_client_ca is not None, config.host),
+            certificates=self.credentials.certificates,
+            on_refused=metrics.refused,
+        )
         self._guard = Guard()
 
-    def start(self, grpc_port: int, listening: Callable[[], object] = lambda: None) -> None:
-        """Serve HTTP, call ``listening``, and follow the repository if it is polled."""
+    def start(self, grpc_port: int) -> None:
+        """Serve HTTP, and follow the repository if it is polled."""
         self._status.listening(grpc_port, self.http.port)
         self.http.start()
-        listening()
         if self._poll is not None:
             self._poll.start()
 
@@ -170,18 +176,6 @@ class Leader:
         if (counts := self.shadow.ask_counts()) is not None:
             pending[SHADOW] = counts
         return pending
-
-
-def open_http(config: ServerConfig, pages: Routes, metrics: Metrics, credentials: Credentials) -> HttpServer:
-    """Return the HTTP server, bound but not serving yet. Raises ConfigError for a port in use."""
-    return HttpServer(
-        config.host,
-        config.http_port,
-        pages,
-        access=Access(credentials.tokens, config.tls_client_ca is not None, config.host),
-        certificates=credentials.certificates,
-        on_refused=metrics.refused,
-    )
 
 
 def announce(config: ServerConfig, grpc_port: int, http_port: int) -> None:

@@ -74,13 +74,8 @@ class ForwardedSettings:
     def update(self, changes: Mapping[str, Sequence[Setting]], model: str = "") -> Mapping[str, Sequence[Setting]]:
         if not changes:
             return self._own.update({}, model)
-        written = {name: list(values) for name, values in changes.items()}
-        return settings_of(_result(self._ask("settings", {"what": self._what, "changes": written, "model": model})))
-
-
-def settings_of(body: Body) -> dict[str, tuple[Setting, ...]]:
-    """Return the settings in a message."""
-    return {name: tuple(values) for name, values in body["settings"].items()}
+        body = {"what": self._what, "changes": dict(changes), "model": model}
+        return cast("Mapping[str, Sequence[Setting]]", _result(self._ask("settings", body))["settings"])
 
 
 def _result(future: Future[Body]) -> Body:

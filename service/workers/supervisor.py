@@ -21,7 +21,6 @@ from service.peers.peer import Answer, Message, answers
 from service.telemetry.metrics import Metrics
 from service.workers.changes import WorkerModels
 from service.workers.fleet import Fleet
-from service.workers.forwarding import settings_of
 from service.workers.regions import FleetRegions
 from service.workers.state import UNLOADING
 
@@ -33,13 +32,10 @@ def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda g
     """
     with ReservedPort(config.host, config.grpc_port) as port:
         supervisor = Supervisor(config, port.port)
-
-        def listening() -> None:
+        try:
+            supervisor.start()
             announce(config, port.port, supervisor.leader.http.port)
             on_started(port.port, supervisor.leader.http.port)
-
-        try:
-            supervisor.start(listening)
             while not stop.wait(MAINTAIN_SECONDS):
                 supervisor.maintain()
             return supervisor.drain()
@@ -83,10 +79,10 @@ class Supervisor:
         self._settings: dict[str, dict[str, Any]] = {}
         self._settings_lock = threading.Lock()  # every worker gets the changes in the same order
 
-    def start(self, listening: Callable[[], object]) -> None:
-        """Serve HTTP, call ``listening``, and begin to answer the workers. :meth:`maintain` starts them."""
+    def start(self) -> None:
+        """Serve HTTP, and begin to answer the workers. :meth:`maintain` starts them."""
         threading.Thread(target=self._loop.run_forever, name="changes", daemon=True).start()
-        self.leader.start(self._port, listening)
+        self.leader.start(self._port)
 
     def maintain(self) -> None:
         """Keep all processes running. An error in it is logged: it must not end the server."""
@@ -154,7 +150,7 @@ class Supervisor:
                 self._fleet.ask_one(worker, "settings", body)
             answer = next(iter(answered.values()))
         if what == "logs":
-            self._logs.update(settings_of(answer))
+            self._logs.update(answer["settings"])
         return answer
 
     def _later(self, work: Callable[[Body], Any]) -> Callable[[str, Message], Answer]:

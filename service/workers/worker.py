@@ -33,7 +33,7 @@ from service.peers.peer import ENDED, Answer, Message, Peer
 from service.server import build_transport, drain, open_tracing, operations_of
 from service.shadow.samples import PlanSampleSender
 from service.telemetry.metrics import Metrics
-from service.workers.forwarding import ForwardedOperations, ForwardedRegions, ForwardedSettings, settings_of
+from service.workers.forwarding import ForwardedOperations, ForwardedRegions, ForwardedSettings
 from service.workers.placement import threads_of
 from service.workers.state import Report, SlotState, WorkerRegistry
 from service.workers.weights import SharedWeights
@@ -186,8 +186,7 @@ class Worker:
 
 def _set(served: _Served, message: Message) -> Body:
     body = message.body
-    now = served.settings[body["what"]].update(settings_of({"settings": body["changes"]}), body["model"])
-    return {"settings": {name: list(values) for name, values in now.items()}}
+    return {"settings": dict(served.settings[body["what"]].update(body["changes"], body["model"]))}
 
 
 def _counts(served: _Served) -> Body:
