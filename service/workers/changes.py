@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from asyncio import AbstractEventLoop, Lock, gather, run_coroutine_threadsafe, wrap_future
+from asyncio import AbstractEventLoop, Lock, gather, run_coroutine_threadsafe, sleep, wrap_future
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -26,6 +26,7 @@ from service.workers.state import Key
 
 _log = logging.getLogger(__name__)
 _PRECISION = "precision"  # the kind of an order; a worker gets it at its start, too
+_POLL_SECONDS = 0.25
 
 
 class WorkerModels:
@@ -46,7 +47,6 @@ class WorkerModels:
         self._on_changed = changed
         self._clock = clock
         self._asked: dict[str, DesiredModel] = {}  # the newest change of each model, also if it has failed
-        self._starting: dict[str, tuple[DesiredModel, Future[None]]] = {}  # by model: what the workers begin with
         self._since: dict[Key, float] = {}  # when all workers had reloaded a version
         self._turns: defaultdict[str, Lock] = defaultdict(Lock)  # by model: held while it is changed
         self._closed = False
@@ -57,40 +57,25 @@ class WorkerModels:
         A worker that dies meanwhile gets it at its restart. The future fails with Unavailable once this is closed.
         """
         self._asked[desired.name] = desired
-        self._starting.pop(desired.name, None)
         return run_coroutine_threadsafe(self._apply(desired), self._loop)
 
     def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
         """Serve these models and no others. Return a future per model that changes, by name, as :meth:`apply` does.
 
         Before any worker runs, this sets the models that all of them start with. A future ends when no worker loads
-        the model any more, or one could not: see :meth:`maintain`.
+        the model any more, or one could not.
         """
         wanted = {desired.name: desired for desired in desired_models}
         if not self._fleet.running:
             self._asked = dict(wanted)
-            self._starting = {name: (desired, Future()) for name, desired in wanted.items()}
             self._fleet.change(wanted)
-            return {name: future for name, (_, future) in self._starting.items()}
+            return {name: run_coroutine_threadsafe(self._loaded(each), self._loop) for name, each in wanted.items()}
         futures = {}
         for name in sorted({*self._asked, *wanted}):
             desired = wanted.get(name, DesiredModel(name))
             if self._asked.get(name) != desired:  # else it serves, is being tried, or has failed
                 futures[name] = self.apply(desired)
         return futures
-
-    def maintain(self) -> None:
-        """End the futures of the models that the workers began with, and that are loaded by now."""
-        states = self._fleet.state.slots
-        for name, (desired, future) in list(self._starting.items()):
-            slots = [states.get((name, version)) for version in desired.versions]
-            if any(slot is None or slot.state == "loading" for slot in slots) or not self._starting.pop(name, None):
-                continue
-            failed = [slot for slot in slots if slot is not None and slot.state != "ready"]
-            if failed:
-                future.set_exception(Unavailable(f"model {name!r} version {failed[0].version}: {failed[0].reason}"))
-            else:
-                future.set_result(None)
 
     def close(self) -> None:
         """Start no further change: those that wait fail with Unavailable. A change in progress continues."""
@@ -119,6 +104,17 @@ class WorkerModels:
             self._fleet.ask_one(worker, "transition", {"model": model, "version": version, "to": to})
 
     # --- on the loop --------------------------------------------------------------------------------------------------
+
+    async def _loaded(self, desired: DesiredModel) -> None:
+        """Wait until workers that begin with ``desired`` have loaded it, unless something else is wanted meanwhile."""
+        while self._asked.get(desired.name) is desired:
+            slots = [self._fleet.state.slots.get((desired.name, version)) for version in desired.versions]
+            if all(slot is not None and slot.state != "loading" for slot in slots):
+                for slot in slots:
+                    if slot is not None and slot.state != "ready":
+                        raise Unavailable(f"model {slot.name!r} version {slot.version}: {slot.reason}")
+                return
+            await sleep(_POLL_SECONDS)
 
     async def _apply(self, desired: DesiredModel) -> None:
         async with self._turns[desired.name]:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from bf16kit.messages.errors import RuntimeFailure, Unavailable
 from service.config.periodic import Guard
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
-from service.leader import open_regions
+from service.leader import new_table, open_regions
 from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body, text_file
 from service.peers.child import Child
@@ -42,8 +41,7 @@ class Fleet:
 
     def __init__(self, config: ServerConfig, port: int, handlers: Handlers, on_death: Callable[[str], None]) -> None:
         self.state = ServerState()
-        table = open_regions(config)
-        self.regions = None if table is None else FleetRegions(table, self.ask)
+        self.regions = FleetRegions(open_regions(config) or new_table(config), self.ask)
         self._config = config
         self._port = port
         self._weights = WeightBroker(self._tell_one)
@@ -167,7 +165,6 @@ class Fleet:
             worker.retire()
             worker.kill()
             worker.wait(_LATE_SECONDS)
-        self._weights.close()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -198,13 +195,11 @@ class Fleet:
     def _on_worker_start(self, index: int, peer: Peer) -> None:
         """Send a starting worker its configuration and everything else that all have. It has no state of its own."""
         config = self._config.model_copy(update={"grpc_port": self._port}).model_dump(mode="json")
-        regions = self.regions
-        with self._lock, nullcontext() if regions is None else regions.lock:
+        with self._lock, self.regions.lock:
             others = any(report is not None and report.listening for report in self._reports)
             with text_file(json.dumps([each.to_json() for each in self._desired.values()])) as desired:
                 peer.tell("start", {"config": config, "number": index + 1, "listen_when_loaded": others}, [desired])
-            if regions is not None:
-                regions.tell_all(peer)
+            self.regions.tell_all(peer)
             for (kind, _), body in self._remembered.items():
                 peer.ask(kind, body)  # the answer does not matter: a model may not be loaded yet
             peer.tell("state", self._told)

@@ -47,7 +47,7 @@ class ForwardedRegions:
     """A worker's :class:`service.operations.Regions`. Its own ``table`` follows the supervisor's."""
 
     def __init__(self, table: RegionTable, ask: Ask) -> None:
-        self.table = table
+        self._table = table
         self._ask = ask
 
     def register(self, region: Region) -> None:
@@ -57,10 +57,10 @@ class ForwardedRegions:
         _result(self._ask("unregister", {"name": name}))
 
     def status(self, name: str) -> Sequence[Region]:
-        return self.table.status(name)
+        return self._table.status(name)
 
     def lease(self, name: str, offset: int, byte_size: int) -> RegionSlice:
-        return self.table.lease(name, offset, byte_size)
+        return self._table.lease(name, offset, byte_size)
 
 
 class ForwardedSettings:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from bf16kit.messages.errors import Unavailable, Unsupported
+from bf16kit.messages.errors import Unavailable
 from service.config.logsettings import LogSettings
 from service.config.ports import ReservedPort
 from service.config.serverconfig import ServerConfig
@@ -21,7 +21,6 @@ from service.peers.peer import Answer, Message, answers
 from service.telemetry.metrics import Metrics
 from service.workers.changes import WorkerModels
 from service.workers.fleet import Fleet
-from service.workers.regions import FleetRegions
 from service.workers.state import UNLOADING
 
 
@@ -59,8 +58,8 @@ class Supervisor:
             "load": self._later(lambda body: self._controller.load(body["name"], body["config"])),
             "unload": self._later(lambda body: self._controller.unload(body["name"])),
             "settings": self._later(lambda body: self._set(body["what"], body["changes"], body["model"])),
-            "register": self._later(lambda body: self._regions.register(Region(**body))),
-            "unregister": self._later(lambda body: self._regions.unregister(body["name"])),
+            "register": self._later(lambda body: self._fleet.regions.register(Region(**body))),
+            "unregister": self._later(lambda body: self._fleet.regions.unregister(body["name"])),
         }
         self._fleet = Fleet(config, port, handlers, self._on_worker_death)
         self._models = WorkerModels(self._fleet, self._loop, lambda *changed: self.leader.forget(*changed))
@@ -87,7 +86,6 @@ class Supervisor:
     def maintain(self) -> None:
         """Keep all processes running. An error in it is logged: it must not end the server."""
         self._fleet.maintain()
-        self._models.maintain()
         self.leader.maintain()
 
     def drain(self) -> Ending:
@@ -107,12 +105,6 @@ class Supervisor:
         """Start no further changes."""
         self.leader.stop()
         self._models.close()
-
-    @property
-    def _regions(self) -> FleetRegions:
-        if self._fleet.regions is None:
-            raise Unsupported("shared memory is off")  # no worker offers it then
-        return self._fleet.regions
 
     def _on_worker_death(self, worker: str) -> None:
         self._metrics.worker_restarted()

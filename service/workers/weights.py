@@ -40,7 +40,6 @@ Use = tuple[str, int]  # a worker's name, and its number for this use
 class _Copy:
     """One copy of weights. Until it has ``memory``, a descriptor, the first use fills it and the others wait."""
 
-    key: tuple[str, int]
     uses: list[Use] = field(default_factory=list)
     memory: int | None = None
 
@@ -53,8 +52,7 @@ class WeightBroker:
     ) -> None:
         self._tell = tell
         self._most_copies = most_copies
-        self._copies: dict[tuple[str, int], _Copy] = {}
-        self._uses: dict[Use, _Copy] = {}
+        self._copies: dict[str, _Copy] = {}  # by key
         self._lock = threading.Lock()
         #: For messages of workers, by kind: each gets the worker's name and the message.
         self.handlers: Mapping[str, Callable[[str, Message], None]] = {
@@ -66,24 +64,17 @@ class WeightBroker:
     def worker_died(self, worker: str) -> None:
         """End all uses of a worker."""
         with self._lock:
-            for use in [use for use in self._uses if use[0] == worker]:
-                self._end(use)
-
-    def close(self) -> None:
-        """Release everything. Workers keep what they have mapped."""
-        with self._lock:
-            for copy in self._copies.values():
-                if copy.memory is not None:
-                    os.close(copy.memory)
-            self._copies, self._uses = {}, {}
+            for key, copy in list(self._copies.items()):
+                for use in [use for use in copy.uses if use[0] == worker]:
+                    self._end(key, use)
 
     def _request(self, worker: str, message: Message) -> None:
-        use, key = (worker, message.body["number"]), (message.body["key"], message.body["size"])
+        key, use = message.body["key"], (worker, message.body["number"])
         with self._lock:
             if key not in self._copies and len(self._copies) >= self._most_copies:
                 self._answer(use, "alone")
                 return
-            copy = self._uses[use] = self._copies.setdefault(key, _Copy(key))
+            copy = self._copies.setdefault(key, _Copy())
             copy.uses.append(use)
             if copy.memory is not None:
                 self._answer(use, "use", copy.memory)
@@ -92,33 +83,29 @@ class WeightBroker:
 
     def _fill(self, worker: str, message: Message) -> None:
         with self._lock:
-            copy = self._uses.get((worker, message.body["number"]))
-            if copy is None:  # this is closed
-                return
+            copy = self._copies[message.body["key"]]
             copy.memory = os.dup(message.files[0])
             for use in copy.uses[1:]:
                 self._answer(use, "use", copy.memory)
 
     def _release(self, worker: str, message: Message) -> None:
         with self._lock:
-            self._end((worker, message.body["number"]))
+            self._end(message.body["key"], (worker, message.body["number"]))
 
     # --- with the lock held -------------------------------------------------------------------------------------------
 
     def _answer(self, use: Use, what: What, *memory: int) -> None:
         self._tell(use[0], "weights", {"number": use[1], "do": what}, memory)
 
-    def _end(self, use: Use) -> None:
-        copy = self._uses.pop(use, None)
-        if copy is None:  # the worker has copied for itself
-            return
+    def _end(self, key: str, use: Use) -> None:
+        copy = self._copies[key]
         was_first = copy.uses[0] == use
         copy.uses.remove(use)
         if copy.uses:
             if was_first and copy.memory is None:
                 self._answer(copy.uses[0], "fill")
             return
-        del self._copies[copy.key]
+        del self._copies[key]
         if copy.memory is not None:
             os.close(copy.memory)
 
@@ -134,7 +121,7 @@ class SharedWeights:
         self._numbers = itertools.count()
         self._answers: dict[int, Future[tuple[What, int]]] = {}  # by number: what to do, and the memory or -1
         # The garbage collector ends uses, wherever a thread is, also where it holds a lock: it may only fill a queue.
-        self._ended: SimpleQueue[int] = SimpleQueue()
+        self._ended: SimpleQueue[Mapping[str, Any]] = SimpleQueue()
         self._thread = threading.Thread(target=self._report_ends, name="weights", daemon=True)
 
     def start(self) -> None:
@@ -154,8 +141,9 @@ class SharedWeights:
         if size < LEAST:
             return PRIVATE_STORE.get(key, size, fill)
         number = next(self._numbers)
+        use = {"key": hashlib.sha256(f"{size} {key}".encode()).hexdigest(), "number": number}
         answer = self._answers[number] = Future()
-        self._tell("weights", {"number": number, "key": hashlib.sha256(key.encode()).hexdigest(), "size": size}, ())
+        self._tell("weights", use, ())
         what, descriptor = answer.result()
         if what == "alone":
             _log.warning("%.0f MB of weights are copied for this process alone: too many are shared", size / 1e6)
@@ -163,18 +151,18 @@ class SharedWeights:
         try:
             if what == "fill":
                 descriptor = create_filled(size, fill)
-                self._tell("filled", {"number": number}, [descriptor])
+                self._tell("filled", use, [descriptor])
             mapping, memory = map_read_only(descriptor, size)
         except BaseException:
-            self._ended.put(number)
+            self._ended.put(use)
             raise
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
         # The use ends when nothing refers to the memory any more: nobody needs to report an unload.
-        weakref.finalize(mapping, self._ended.put, number).atexit = False
+        weakref.finalize(mapping, self._ended.put, use).atexit = False
         return memory
 
     def _report_ends(self) -> None:
         while True:
-            self._tell("released", {"number": self._ended.get()}, ())
+            self._tell("released", self._ended.get(), ())

@@ -30,6 +30,7 @@ from service.operations import Region, RegistryModels, Settings, VersionStatisti
 from service.peers.channel import Body, Channel, read_text, to_json
 from service.peers.child import socket_to_parent
 from service.peers.peer import ENDED, Answer, Message, Peer
+from service.regions.table import RegionTable
 from service.server import build_transport, drain, open_tracing, operations_of
 from service.shadow.samples import PlanSampleSender
 from service.telemetry.metrics import Metrics
@@ -57,7 +58,7 @@ class _Served:
     metrics: Metrics
     repository: Repository
     registry: WorkerRegistry
-    regions: ForwardedRegions | None
+    table: RegionTable  # of the regions that all workers have
     settings: Mapping[str, Settings]  # the worker's own, by what the supervisor calls them
     tracing: Tracing | None
     transport: Transport
@@ -82,8 +83,8 @@ class Worker:
             "retire": lambda served, message: served.repository.retire(),
             "settings": _set,
             "counts": lambda served, message: _counts(served),
-            "adopt": _adopt,
-            "forget": _forget,
+            "adopt": lambda served, message: served.table.adopt(Region(**message.body), message.files[0]),
+            "forget": lambda served, message: served.table.unregister(message.body["name"]),
         }
         self._peer = Peer(
             Channel(end),
@@ -164,11 +165,12 @@ class Worker:
         traces, tracing = open_tracing(config, repository, metrics.traced)
         own: dict[str, Settings] = {"logs": LogSettings(config.log_level, config.log_format), "traces": traces}
         logs, traces_of_all = (ForwardedSettings(own[what], what, ask) for what in ("logs", "traces"))
-        regions = ForwardedRegions(new_table(config), ask) if config.shared_memory else None
+        table = new_table(config)
+        regions = ForwardedRegions(table, ask) if config.shared_memory else None
         forwarded = ForwardedOperations(registry, ask)
         operations = operations_of(config, forwarded, forwarded, regions, logs, traces_of_all)
         transport = build_transport(config, registry, metrics.refused, Credentials.of(config), operations, tracing)
-        return _Served(body["listen_when_loaded"], metrics, repository, registry, regions, own, tracing, transport)
+        return _Served(body["listen_when_loaded"], metrics, repository, registry, table, own, tracing, transport)
 
     def _when_started(self, handler: Callable[[_Served, Message], Answer]) -> Callable[[Message], Answer]:
         def handle(message: Message) -> Answer:
@@ -195,18 +197,6 @@ def _counts(served: _Served) -> Body:
         "metrics": [family.as_json() for family in served.metrics.snapshot()],
         "statistics": to_json(statistics, tuple[VersionStatistics, ...]),
     }
-
-
-def _adopt(served: _Served, message: Message) -> None:
-    """Add a region that the supervisor has registered, with the file in its message."""
-    if served.regions is not None:
-        served.regions.table.adopt(Region(**message.body), message.files[0])
-
-
-def _forget(served: _Served, message: Message) -> None:
-    """Remove a region, or all of them, that the supervisor has unregistered."""
-    if served.regions is not None:
-        served.regions.table.unregister(message.body["name"])
 
 
 @contextmanager

@@ -251,15 +251,15 @@ def test_what_the_workers_begin_with_has_failed_once_it_failed_in_one_and_none_l
     def report(*states: State) -> None:
         slots = [SlotState("m", 1, states[0]), SlotState("m", 2, states[1], "damaged"), SlotState("old", 1, states[2])]
         workers.state.slots = {slot.key: slot for slot in slots}
-        changes.maintain()
 
     report("loading", "unavailable", "loading")
-    assert not any(future.done() for future in futures.values())
+    with pytest.raises(TimeoutError):
+        futures["m"].result(0.5)
     report("ready", "unavailable", "loading")
-    assert str(futures["m"].exception(0)) == "model 'm' version 2: damaged"
+    assert str(futures["m"].exception(20)) == "model 'm' version 2: damaged"
     assert not futures["old"].done()
     report("ready", "loading", "ready")
-    futures["old"].result(0)
+    futures["old"].result(20)
 
 
 def test_what_is_being_tried_or_has_failed_is_not_tried_again_because_another_model_changes(

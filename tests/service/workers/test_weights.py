@@ -88,8 +88,7 @@ class Server:
 
     def close(self) -> None:
         for peer in self.peers.values():
-            peer.close()
-        self.broker.close()
+            peer.close()  # which ends the worker's uses
 
 
 @pytest.fixture
