@@ -29,10 +29,12 @@ def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda g
 
     Raises ConfigError if a port is in use. The calling thread must live as long as the workers.
     """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="changes", daemon=True).start()
     with ReservedPort(config.host, config.grpc_port) as port:
-        supervisor = Supervisor(config, port.port)
+        supervisor = Supervisor(config, port.port, loop)
         try:
-            supervisor.start()
+            supervisor.leader.start(port.port)
             announce(config, port.port, supervisor.leader.http.port)
             on_started(port.port, supervisor.leader.http.port)
             while not stop.wait(MAINTAIN_SECONDS):
@@ -43,12 +45,11 @@ def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda g
 
 
 class Supervisor:
-    """Answers the workers' requests on behalf of all of them."""
+    """Answers the workers' requests on behalf of all of them. ``loop`` runs on another thread."""
 
-    def __init__(self, config: ServerConfig, port: int) -> None:
-        self._port = port
+    def __init__(self, config: ServerConfig, port: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._metrics = Metrics()  # of this process
-        self._loop = asyncio.new_event_loop()  # on which changes and workers' requests wait
         handlers: dict[str, Callable[[str, Message], Answer]] = {
             "counts": lambda worker, message: self.leader.counting.receive(worker, message.body),
             "samples": lambda worker, message: self.leader.shadow.forward(message),
@@ -62,7 +63,7 @@ class Supervisor:
             "unregister": self._later(lambda body: self._fleet.regions.unregister(body["name"])),
         }
         self._fleet = Fleet(config, port, handlers, self._on_worker_death)
-        self._models = WorkerModels(self._fleet, self._loop, lambda *changed: self.leader.forget(*changed))
+        self._models = WorkerModels(self._fleet, loop, lambda *changed: self.leader.forget(*changed))
         self.leader = Leader(
             config,
             self._metrics,
@@ -77,11 +78,6 @@ class Supervisor:
         # The requested changes, not the resulting settings: a setting that a model lacks must remain the server's.
         self._settings: dict[str, dict[str, Any]] = {}
         self._settings_lock = threading.Lock()  # every worker gets the changes in the same order
-
-    def start(self) -> None:
-        """Serve HTTP, and begin to answer the workers. :meth:`maintain` starts them."""
-        threading.Thread(target=self._loop.run_forever, name="changes", daemon=True).start()
-        self.leader.start(self._port)
 
     def maintain(self) -> None:
         """Keep all processes running. An error in it is logged: it must not end the server."""
