@@ -184,13 +184,6 @@ def test_two_processes_share_one_copy_that_is_freed_with_the_last_use(server: Se
     np.testing.assert_array_equal(store.get("key", SIZE, fill), RIGHT)  # it is filled again
 
 
-def test_a_shared_copy_is_read_only_and_aligned_to_a_large_page(store: SharedWeights) -> None:
-    for memory in (store.get("key", SIZE, fill), store.get("key", SIZE, never)):
-        assert memory.ctypes.data % (2 << 20) == 0
-        with pytest.raises(ValueError, match="read-only"):
-            memory[0] = 1
-
-
 def test_weights_are_shared_by_key_and_size_unless_they_are_few(store: SharedWeights) -> None:
     kept = [store.get("key", SIZE, fill), store.get("other", SIZE, fill), store.get("key", LEAST, fill)]
     kept += [store.get("key", SIZE, never), store.get("key", LEAST - 1, fill)]
