@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.numerics.tensors import Array as Array
-from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.numerics.tensors import describe as describe_shape
 from bf16kit.runtime import RuntimeInfo
 from service.request import Done, Observation, Precision, Reply, Request
 
@@ -187,8 +188,29 @@ def infer(model: Model, request: Request) -> Reply:
     return result
 
 
-class Slot(Protocol):
-    """The place of one version of one model. Its generation may be replaced, and there may be none."""
+def describe(model: Model) -> dict[str, Any]:
+    """Return how a model runs, as JSON: the fields of its RuntimeInfo, and its configuration."""
+
+    def written(spec: TensorSpec) -> str:
+        return f"{spec.name}: {BY_NAME[spec.dtype].oip} {describe_shape(spec.shape)}"
+
+    return {
+        **asdict(model.info),
+        "golden": model.golden,
+        "weight_bytes": model.statistics.snapshot().weight_bytes,
+        "max_batch_size": model.max_batch_size,
+        "max_queue_delay_seconds": model.max_queue_delay_s,
+        "instances": model.instances,
+        "inputs": [written(spec) for spec in model.inputs],
+        "outputs": [written(spec) for spec in model.outputs],
+        "budget": dict(model.budget),
+        "active_precision": model.active_precision.precision,
+        "active_precision_reason": model.active_precision.reason,
+    }
+
+
+class SlotView(Protocol):
+    """What every process of a server can tell of a :class:`Slot`."""
 
     @property
     def name(self) -> str: ...
@@ -202,6 +224,15 @@ class Slot(Protocol):
         ...
 
     @property
+    def running(self) -> Mapping[str, Any] | None:
+        """What :func:`describe` tells of its generation; None without one."""
+        ...
+
+
+class Slot(SlotView, Protocol):
+    """The place of one version of one model. Its generation may be replaced, and there may be none."""
+
+    @property
     def model(self) -> Model | None:
         """The generation that answers, or None. For inspection only: it may be unloaded at any time."""
         ...
@@ -211,11 +242,9 @@ class Slot(Protocol):
         ...
 
 
-class Registry(Protocol):
-    """The models of this server. ``version`` is the text from the request; ``""`` selects the newest ready version."""
+class Overview(Protocol):
+    """What every process of a server can tell of its models."""
 
-    @property
-    def live(self) -> bool: ...
     @property
     def ready(self) -> bool:
         """Whether all models that the server started with are ready, and it is not draining.
@@ -224,6 +253,18 @@ class Registry(Protocol):
         this.
         """
         ...
+
+    def find(self, name: str, version: str) -> SlotView:
+        """Return a slot in any state. ``version`` is text; ``""`` selects the newest. Raises NotFound."""
+        ...
+
+    def models(self) -> Sequence[SlotView]:
+        """Return the slots of all versions, sorted by name and then by version."""
+        ...
+
+
+class Registry(Overview, Protocol):
+    """The models of this server. ``version`` is the text from the request; ``""`` selects the newest ready version."""
 
     def acquire(self, name: str, version: str) -> Model:
         """Return a ready model, which stays loaded until :meth:`Model.release`: call that once a response is encoded.
@@ -244,9 +285,7 @@ class Registry(Protocol):
         """Return whether :meth:`get` would return a model; False for an unknown one. Raises InvalidRequest as well."""
         ...
 
-    def models(self) -> Sequence[Slot]:
-        """Return the slots of all versions, sorted by name and then by version."""
-        ...
+    def models(self) -> Sequence[Slot]: ...
 
     def versions(self, name: str) -> list[int]:
         """Return the ready versions of a model, ascending."""

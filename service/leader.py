@@ -16,10 +16,10 @@ from service.config.certificates import Credentials
 from service.config.periodic import Guard, PeriodicThread
 from service.config.serverconfig import LOOPBACK, ServerConfig
 from service.config.stop import Ending
-from service.contract import Registry
+from service.contract import Overview
 from service.drift.fallbackcontroller import FallbackController, ServingProcesses
 from service.http.httpserver import HttpServer
-from service.http.pages import Access, Routes, evidence_route, routes
+from service.http.pages import Access, evidence_route, routes
 from service.http.statusreader import StatusReader
 from service.models.controller import Controller
 from service.models.plan import DesiredModel
@@ -48,7 +48,7 @@ class ServedModels(ServingProcesses, Protocol):
 
 
 class Leader:
-    """Leads a server whose models are ``models``, and whose state ``registry`` tells.
+    """Leads a server whose models are ``models``, and whose state ``overview`` tells.
 
     The constructor binds the HTTP port and starts nothing. Call :meth:`start`, then :meth:`maintain` every
     :data:`MAINTAIN_SECONDS`, then :meth:`drain`; in any case :meth:`close`.
@@ -61,7 +61,7 @@ class Leader:
         self,
         config: ServerConfig,
         metrics: Metrics,
-        registry: Registry,
+        overview: Overview,
         models: ServedModels,
         *,
         ask_counts: Callable[[], dict[str, Future[Body]]] = dict,
@@ -72,7 +72,7 @@ class Leader:
         self.credentials = Credentials.of(config)
         self._ask_workers = ask_counts
         self.counting = Counting(
-            metrics, self._ask_counts, lambda: [(slot.name, slot.version) for slot in registry.models()]
+            metrics, self._ask_counts, lambda: [(slot.name, slot.version) for slot in overview.models()]
         )
         self.shadow = ShadowProcess(
             config,
@@ -93,23 +93,29 @@ class Leader:
                 models.apply_all,
                 config.model_control,
                 config.load_model,
-                registry.models,
+                overview.models,
             )
             self.controller.apply_initial()
             if config.model_control == "poll":
                 self._poll = PeriodicThread("repository-poll", config.poll_seconds, self.controller.poll)
         off_reason = self.shadow.off_reason
-        self._status = StatusReader(registry, self.counting.samples, workers=config.workers, off_reason=off_reason)
-        evidence = evidence_route(registry, self.shadow.evidence if config.evidence else None)
-        pages = routes(registry, self.counting, self._status.snapshot, evidence)
-        self.http = open_http(config, pages, metrics, self.credentials)
+        self._status = StatusReader(overview, self.counting.samples, workers=config.workers, off_reason=off_reason)
+        evidence = evidence_route(overview, self.shadow.evidence if config.evidence else None)
+        pages = routes(overview, self.counting, self._status.snapshot, evidence)
+        self.http = HttpServer(
+            config.host,
+            config.http_port,
+            pages,
+            access=Access(self.credentials.tokens, config.tls_client_ca is not None, config.host),
+            certificates=self.credentials.certificates,
+            on_refused=metrics.refused,
+        )
         self._guard = Guard()
 
-    def start(self, grpc_port: int, listening: Callable[[], object] = lambda: None) -> None:
-        """Serve HTTP, call ``listening``, and follow the repository if it is polled."""
+    def start(self, grpc_port: int) -> None:
+        """Serve HTTP, and follow the repository if it is polled."""
         self._status.listening(grpc_port, self.http.port)
         self.http.start()
-        listening()
         if self._poll is not None:
             self._poll.start()
 
@@ -170,18 +176,6 @@ class Leader:
         if (counts := self.shadow.ask_counts()) is not None:
             pending[SHADOW] = counts
         return pending
-
-
-def open_http(config: ServerConfig, pages: Routes, metrics: Metrics, credentials: Credentials) -> HttpServer:
-    """Return the HTTP server, bound but not serving yet. Raises ConfigError for a port in use."""
-    return HttpServer(
-        config.host,
-        config.http_port,
-        pages,
-        access=Access(credentials.tokens, config.tls_client_ca is not None, config.host),
-        certificates=credentials.certificates,
-        on_refused=metrics.refused,
-    )
 
 
 def announce(config: ServerConfig, grpc_port: int, http_port: int) -> None:

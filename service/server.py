@@ -56,12 +56,9 @@ def serve_single_process(
             config, served.repository, served.metrics.refused, served.credentials, served.operations, served.tracing
         )
         port = transport.start()
-
-        def listening() -> None:
-            announce(config, port, served.http.port)
-            on_started(port, served.http.port)
-
-        served.start(port, listening)
+        served.start(port)
+        announce(config, port, served.http.port)
+        on_started(port, served.http.port)
         while not stop.wait(MAINTAIN_SECONDS):
             served.maintain()
         return served.drain(transport)
@@ -102,9 +99,9 @@ class ModelServer:
         self.operations = operations_of(config, models, controller, regions, logs, traces)
         self._heap = HeapTrimmer()
 
-    def start(self, grpc_port: int, listening: Callable[[], object] = lambda: None) -> None:
-        """Serve HTTP, call ``listening``, then load the models in the background."""
-        self._leader.start(grpc_port, listening)
+    def start(self, grpc_port: int) -> None:
+        """Serve HTTP, then load the models in the background."""
+        self._leader.start(grpc_port)
         for model in self.repository.models():
             _log.info("%s: %s", model.label, model.state)
         self.repository.start()

@@ -64,7 +64,7 @@ class ControlServicer:
             woken.set()
 
     def ServerLive(self, message: pb.ServerLiveRequest, call: CallContext) -> pb.ServerLiveResponse:
-        return pb.ServerLiveResponse(live=self._registry.live)
+        return pb.ServerLiveResponse(live=True)
 
     def ServerReady(self, message: pb.ServerReadyRequest, call: CallContext) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=self._registry.ready)

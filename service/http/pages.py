@@ -20,7 +20,7 @@ from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError
 from bf16kit.messages.wording import quoted
 from service.config.serverconfig import LOOPBACK
 from service.config.tokens import Scope, TokenFile
-from service.contract import Registry
+from service.contract import Overview
 
 _log = logging.getLogger(__name__)
 EVIDENCE = "/evidence"
@@ -77,7 +77,7 @@ class MetricsSource(Protocol):
 
 
 def routes(
-    registry: Registry, metrics: MetricsSource, snapshot: Callable[[], Mapping[str, Any]], evidence: Route | None = None
+    registry: Overview, metrics: MetricsSource, snapshot: Callable[[], Mapping[str, Any]], evidence: Route | None = None
 ) -> Routes:
     """Return the routes: ``/metrics``, ``/livez``, ``/readyz``, the status page at ``/``, and ``evidence``, if given.
 
@@ -93,7 +93,7 @@ def routes(
 
     return {
         "/metrics": Route(scrape),
-        "/livez": Route(lambda _: _probe(registry.live, "live"), probe=True),
+        "/livez": Route(lambda _: _probe(True, "live"), probe=True),
         "/readyz": Route(lambda _: _probe(registry.ready, "ready"), probe=True),
         "/status.json": Route(status_json),
         "/": Route(lambda _: HTMLResponse(_PAGE)),
@@ -107,7 +107,7 @@ def _probe(ok: bool, state: str) -> Response:
     return PlainTextResponse(f"not {state}; see / for the reason\n", 503)
 
 
-def evidence_route(registry: Registry, fetch: Fetch | None) -> Route:
+def evidence_route(registry: Overview, fetch: Fetch | None) -> Route:
     """Return the route of ``/evidence?model=NAME&version=N``: the evidence of a breach. ``fetch`` None: it is off.
 
     It holds client data, so it needs the scope manage, and each download is logged.

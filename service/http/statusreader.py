@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -10,8 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import bf16kit
-from bf16kit.numerics.tensors import BY_NAME, TensorSpec, describe
-from service.contract import Model, Registry, Slot
+from service.contract import Overview, SlotView
 
 _REFUSED = "bf16kit_refused_total"
 #: The samples that the page shows.
@@ -38,7 +36,7 @@ class StatusReader:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: Overview,
         samples: Samples,
         *,
         workers: int = 1,
@@ -71,37 +69,16 @@ class StatusReader:
             "rejected_early": metrics.get(("", ""), {}).get(_REFUSED, {}),
         }
 
-    def _model(self, slot: Slot, metrics: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+    def _model(self, slot: SlotView, metrics: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
         return {
             "name": slot.name,
             "version": slot.version,
             "state": slot.state,
             "reason": slot.reason,
             "reference_off": self._off_reason(slot.name, slot.version),
-            "running": None if (model := slot.model) is None else _running(model),
+            "running": slot.running,
             "metrics": metrics.get((slot.name, str(slot.version)), {}),
         }
-
-
-def _running(model: Model) -> dict[str, Any]:
-    """Return how a model runs: the fields of :class:`bf16kit.runtime.RuntimeInfo`, and its configuration."""
-    return {
-        **dataclasses.asdict(model.info),
-        "golden": model.golden,
-        "weight_bytes": model.statistics.snapshot().weight_bytes,
-        "max_batch_size": model.max_batch_size,
-        "max_queue_delay_seconds": model.max_queue_delay_s,
-        "instances": model.instances,
-        "inputs": [_describe(spec) for spec in model.inputs],
-        "outputs": [_describe(spec) for spec in model.outputs],
-        "budget": dict(model.budget),
-        "active_precision": model.active_precision.precision,
-        "active_precision_reason": model.active_precision.reason,
-    }
-
-
-def _describe(spec: TensorSpec) -> str:
-    return f"{spec.name}: {BY_NAME[spec.dtype].oip} {describe(spec.shape)}"
 
 
 def _by_model(samples: Iterable[Any]) -> dict[tuple[str, str], dict[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from bf16kit.messages.errors import ConfigError, NotFound
-from service.contract import Slot
+from service.contract import SlotView
 from service.models.directory import Directory
 from service.models.modelconfig import with_config
 from service.models.plan import DesiredModel
@@ -45,7 +45,7 @@ class Controller:
         apply_all: ApplyAll,
         mode: Mode = "none",
         start_up: Sequence[str] = (),
-        slots: Callable[[], Iterable[Slot]] = tuple,
+        slots: Callable[[], Iterable[SlotView]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mode = mode
@@ -171,7 +171,7 @@ class Controller:
     def _try_again(self) -> None:
         """Load the models again that could not be loaded, and have not changed since an earlier poll found that."""
         now, before, self._retry_at = self._clock(), self._retry_at, {}
-        slots: dict[str, dict[int, Slot]] = {}
+        slots: dict[str, dict[int, SlotView]] = {}
         for slot in self._slots():
             slots.setdefault(slot.name, {})[slot.version] = slot
         for name, desired in self._desired_models.items():

@@ -105,10 +105,6 @@ class Repository:
     # --- the registry -------------------------------------------------------------------------------------------------
 
     @property
-    def live(self) -> bool:
-        return True
-
-    @property
     def ready(self) -> bool:
         return not (self._stopping or self._retired) and self._reconciler.ready
 

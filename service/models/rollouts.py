@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
-from service.contract import Slot
+from service.contract import SlotView
 from service.models.loads import GIVEN_UP
 from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.serving import Serving
@@ -42,7 +42,7 @@ class Rollouts:
         self,
         apply: Callable[[DesiredModel], Future[None]],
         apply_all: ApplyAll,
-        slots: Callable[[], Iterable[Slot]],
+        slots: Callable[[], Iterable[SlotView]],
         older: Callable[[DesiredModel], Iterable[Plan]],
         lock: threading.RLock,
     ) -> None:
@@ -118,7 +118,7 @@ class Rollouts:
 
 
 def instead_of(
-    tried: DesiredModel, slots: Mapping[int, Slot], known: Mapping[int, Plan], older: Iterable[Plan]
+    tried: DesiredModel, slots: Mapping[int, SlotView], known: Mapping[int, Plan], older: Iterable[Plan]
 ) -> DesiredModel | None:
     """Return what to serve now that ``tried`` could not be loaded as a whole; None if nothing else may serve.
 
@@ -147,7 +147,7 @@ def instead_of(
     return DesiredModel(tried.name, plans, tried.failed + failed)
 
 
-def has_failed(desired: DesiredModel, slots: Mapping[int, Slot]) -> bool:
+def has_failed(desired: DesiredModel, slots: Mapping[int, SlotView]) -> bool:
     """Return whether ``desired`` is not served, although it was tried, for a cause that may have passed.
 
     A full disk, a lack of memory, a busy device: such causes pass, and nothing in the repository shows it. What
@@ -162,9 +162,9 @@ def has_failed(desired: DesiredModel, slots: Mapping[int, Slot]) -> bool:
     return not all(slot is not None and _serves(slot) and not slot.reason for slot in found)
 
 
-def _serves(slot: Slot | None) -> bool:
+def _serves(slot: SlotView | None) -> bool:
     return slot is not None and slot.state == "ready"
 
 
-def _reason(slot: Slot | None) -> str:
+def _reason(slot: SlotView | None) -> str:
     return (slot.reason if slot is not None else "") or "a worker could not load it; the server's log says why"

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from bf16kit.messages.errors import Unavailable
 from bf16kit.messages.wording import brief
-from service.contract import State
+from service.contract import State, describe
 from service.drift.fallbackcontroller import PrecisionOrder
 from service.models.generation import Generation
 from service.models.plan import DesiredModel, Plan
@@ -56,6 +56,11 @@ class Slot:
     @property
     def model(self) -> Generation | None:
         return self._status.model
+
+    @property
+    def running(self) -> dict[str, Any] | None:
+        """See :attr:`service.contract.SlotView.running`."""
+        return None if (model := self.model) is None else describe(model)
 
     @property
     def loaded(self) -> tuple[Generation, Plan] | None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,14 @@ from bf16kit.messages.errors import RuntimeFailure, Unavailable
 from service.config.periodic import Guard
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending
-from service.leader import open_regions
+from service.leader import new_table, open_regions
 from service.models.plan import DesiredModel, Plan
-from service.peers.channel import Body, from_json, text_file
+from service.peers.channel import Body, text_file
 from service.peers.child import Child
 from service.peers.peer import ENDED, Answer, Message, Peer
 from service.workers.placement import VISIBLE, gpu_for, gpus
 from service.workers.regions import FleetRegions
-from service.workers.state import Key, Report, ServerState
+from service.workers.state import Report, ServerState
 from service.workers.weights import WeightBroker
 
 _log = logging.getLogger(__name__)
@@ -42,8 +41,7 @@ class Fleet:
 
     def __init__(self, config: ServerConfig, port: int, handlers: Handlers, on_death: Callable[[str], None]) -> None:
         self.state = ServerState()
-        table = open_regions(config)
-        self.regions = None if table is None else FleetRegions(table, self.ask)
+        self.regions = FleetRegions(open_regions(config) or new_table(config), self.ask)
         self._config = config
         self._port = port
         self._weights = WeightBroker(self._tell_one)
@@ -54,6 +52,7 @@ class Fleet:
         self._lock = threading.Lock()
         self._guard = Guard()
         self._retired = False
+        self._told = self.state.to_json()  # what the workers know of it
         self._reports: list[Report | None] = [None] * config.workers
         available = gpus(os.environ) if config.device in ("auto", "cuda") else []
         handlers = {**handlers, **self._weights.handlers}
@@ -70,8 +69,7 @@ class Fleet:
         """Set all desired models. Sends nothing to running workers."""
         with self._lock:
             self._desired, self._trying = dict(desired_models), {}
-            changed = self._fold()
-        self._notify(changed)
+            self._fold()
 
     def change_model(self, desired: DesiredModel, trying: DesiredModel | None = None) -> None:
         """Set one desired model, and what is tried in its place. Sends nothing to running workers."""
@@ -81,8 +79,7 @@ class Fleet:
                     known[new.name] = new
                 else:
                     known.pop(new.name, None)
-            changed = self._fold()
-        self._notify(changed)
+            self._fold()
 
     def plan(self, model: str, version: int, digest: str) -> Plan | None:
         """Return the plan of this digest, if this version is to be served by it, or is being tried with it."""
@@ -145,7 +142,6 @@ class Fleet:
             self._fold()
         for peer in self._peers():
             peer.ask("retire")  # one that is being started rejects it
-        self.state.notify()
 
     def drain(self, seconds: float) -> Ending:
         """Have all workers finish requests in flight and reject new ones, within ``seconds``; then end them."""
@@ -169,7 +165,6 @@ class Fleet:
             worker.retire()
             worker.kill()
             worker.wait(_LATE_SECONDS)
-        self._weights.close()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -189,7 +184,7 @@ class Fleet:
             name,
             WORKER,
             {
-                "report": lambda message: self._report(index, from_json(Report, message.body)),
+                "report": lambda message: self._report(index, Report.from_json(message.body)),
                 **{kind: partial(handler, name) for kind, handler in handlers.items()},
             },
             lambda peer: self._on_worker_start(index, peer),
@@ -200,16 +195,14 @@ class Fleet:
     def _on_worker_start(self, index: int, peer: Peer) -> None:
         """Send a starting worker its configuration and everything else that all have. It has no state of its own."""
         config = self._config.model_copy(update={"grpc_port": self._port}).model_dump(mode="json")
-        regions = self.regions
-        with self._lock, nullcontext() if regions is None else regions.lock:
+        with self._lock, self.regions.lock:
             others = any(report is not None and report.listening for report in self._reports)
             with text_file(json.dumps([each.to_json() for each in self._desired.values()])) as desired:
                 peer.tell("start", {"config": config, "number": index + 1, "listen_when_loaded": others}, [desired])
-            if regions is not None:
-                regions.tell_all(peer)
+            self.regions.tell_all(peer)
             for (kind, _), body in self._remembered.items():
                 peer.ask(kind, body)  # the answer does not matter: a model may not be loaded yet
-            peer.tell("state", self.state.to_json())
+            peer.tell("state", self._told)
 
     def _on_worker_death(self, index: int, name: str) -> None:
         self._weights.worker_died(name)
@@ -219,29 +212,25 @@ class Fleet:
     def _report(self, index: int, report: Report | None) -> None:
         with self._lock:
             self._reports[index] = report
-            changed = self._fold()
-        self._notify(changed)
+            self._fold()
 
-    def _fold(self) -> bool:
-        """Fold the reports, and send the state to all workers if it has changed; return whether it has.
+    def _fold(self) -> None:
+        """Fold the reports into the state, and tell all workers if something has become ready, or ceased to be.
 
         The caller holds the lock, which keeps the states in order.
         """
         desired_models = [*self._desired.values(), *self._trying.values()]
-        desired: list[Key] = [(each.name, plan.version) for each in desired_models for plan in each.plans]
-        before = self.state.ready
-        changed = self.state.fold(self._reports, desired, retired=self._retired)
-        if self.state.ready != before:
+        self.state.fold(
+            self._reports,
+            [(each.name, plan.version) for each in desired_models for plan in each.plans],
+            retired=self._retired,
+        )
+        before, self._told = self._told, self.state.to_json()
+        if self.state.ready != before["ready"]:
             _log.info("ready" if self.state.ready else "not ready")
-        if changed:
-            state = self.state.to_json()
+        if self._told != before:
             for peer in self._peers():
-                peer.tell("state", state)
-        return changed
-
-    def _notify(self, changed: bool) -> None:
-        if changed:
-            self.state.notify()
+                peer.tell("state", self._told)
 
 
 def _failed(error: Exception) -> Future[Body]:

@@ -47,7 +47,7 @@ class ForwardedRegions:
     """A worker's :class:`service.operations.Regions`. Its own ``table`` follows the supervisor's."""
 
     def __init__(self, table: RegionTable, ask: Ask) -> None:
-        self.table = table
+        self._table = table
         self._ask = ask
 
     def register(self, region: Region) -> None:
@@ -57,10 +57,10 @@ class ForwardedRegions:
         _result(self._ask("unregister", {"name": name}))
 
     def status(self, name: str) -> Sequence[Region]:
-        return self.table.status(name)
+        return self._table.status(name)
 
     def lease(self, name: str, offset: int, byte_size: int) -> RegionSlice:
-        return self.table.lease(name, offset, byte_size)
+        return self._table.lease(name, offset, byte_size)
 
 
 class ForwardedSettings:
@@ -74,13 +74,8 @@ class ForwardedSettings:
     def update(self, changes: Mapping[str, Sequence[Setting]], model: str = "") -> Mapping[str, Sequence[Setting]]:
         if not changes:
             return self._own.update({}, model)
-        written = {name: list(values) for name, values in changes.items()}
-        return settings_of(_result(self._ask("settings", {"what": self._what, "changes": written, "model": model})))
-
-
-def settings_of(body: Body) -> dict[str, tuple[Setting, ...]]:
-    """Return the settings in a message."""
-    return {name: tuple(values) for name, values in body["settings"].items()}
+        body = {"what": self._what, "changes": dict(changes), "model": model}
+        return cast("Mapping[str, Sequence[Setting]]", _result(self._ask("settings", body))["settings"])
 
 
 def _result(future: Future[Body]) -> Body:

@@ -7,27 +7,22 @@ restarts gets all of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, Protocol
 
 from service.operations import Region
 from service.peers.channel import Body
 from service.peers.peer import Peer, answers
 from service.regions.table import RegionTable
 
-
-class AskAll(Protocol):
-    """Asks every running worker, and returns the answers by name."""
-
-    def __call__(self, kind: str, body: Mapping[str, Any], files: Sequence[int] = ()) -> Mapping[str, Future[Body]]: ...
+Ask = Callable[..., Mapping[str, Future[Body]]]  # see Fleet.ask
 
 
 class FleetRegions:
     """The registered regions of all workers. Each method returns when every worker has followed."""
 
-    def __init__(self, table: RegionTable, ask: AskAll) -> None:
+    def __init__(self, table: RegionTable, ask: Ask) -> None:
         self.lock = threading.Lock()  # held during a change and its messages: each worker gets the changes in order
         self._table = table
         self._ask = ask

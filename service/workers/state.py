@@ -3,111 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-from bf16kit.messages.errors import NotFound, Unavailable
+from bf16kit.messages.errors import NotFound
 from bf16kit.messages.wording import quoted
-from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import RuntimeInfo
-from service.contract import (
-    GATE_FAILED,
-    ActivePrecision,
-    Bounds,
-    Model,
-    Registry,
-    Scheduling,
-    Slot,
-    State,
-    StatisticsSnapshot,
-    TensorSemantics,
-)
-from service.peers.channel import from_json, to_json
-from service.request import Done, Observation, Request
+from service.contract import GATE_FAILED, Model, Registry, SlotView, State
 
 _RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
 UNLOADING = "unloading"  # the reason of a version that is not desired any more
 Key = tuple[str, int]  # a model's name and version
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A loaded model as seen by the supervisor: a :class:`service.contract.Model` that cannot run.
-
-    It has no labels: they are only needed for responses, and there are many.
-    """
-
-    name: str
-    version: int
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    batch_axis: int | None
-    max_batch_size: int
-    max_queue_delay_s: float
-    instances: int
-    bounds: Bounds
-    semantics: TensorSemantics
-    scheduling: Scheduling
-    info: RuntimeInfo
-    active_precision: ActivePrecision
-    golden: str
-    budget: Mapping[str, float]
-    weight_bytes: int = 0
-
-    @classmethod
-    def of(cls, model: Model) -> Description:
-        """Describe a model as it is now."""
-        values = {each.name: getattr(model, each.name) for each in fields(cls) if each.name != "weight_bytes"}
-        values["semantics"] = replace(model.semantics, labels={})
-        return cls(**values, weight_bytes=model.statistics.snapshot().weight_bytes)
-
-    @property
-    def statistics(self) -> Description:
-        return self
-
-    def snapshot(self) -> StatisticsSnapshot:
-        """Return the statistics without counts, which the supervisor sums when it is asked for them."""
-        return StatisticsSnapshot(weight_bytes=self.weight_bytes)
-
-    def begin(self, request: Request, done: Done) -> NoReturn:
-        raise Unavailable("models run in the workers, not here")
-
-    def release(self) -> None:
-        """Do nothing: it is never acquired."""
-
-    def observe(self, observation: Observation) -> None:
-        """Do nothing: the workers count."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotState:
-    """The state of one version of one model, in one worker or in all: a :class:`service.contract.Slot`."""
+class SlotState(NamedTuple):
+    """The state of one version of one model, in one worker or in all: a :class:`service.contract.SlotView`."""
 
     name: str
     version: int
     state: State
     reason: str = ""
-    model: Description | None = None
+    running: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, slot: Slot) -> SlotState:
-        """Describe a slot as it is now."""
-        model = slot.model
-        return cls(slot.name, slot.version, slot.state, slot.reason, None if model is None else Description.of(model))
+    def of(cls, slot: SlotView) -> SlotState:
+        """Return the state of a slot as it is now."""
+        return cls(slot.name, slot.version, slot.state, slot.reason, slot.running)
 
     @property
     def key(self) -> Key:
         return self.name, self.version
 
-    def release(self) -> None:
-        """Do nothing: it is never acquired."""
 
-    def observe(self, observation: Observation) -> None:
-        """Do nothing: the workers count."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """One worker's report on itself.
 
     ``listening``: clients' connections may reach it. ``ready`` means the same as for a server of one process, so models
@@ -118,114 +44,81 @@ class Report:
     ready: bool
     slots: tuple[SlotState, ...] = ()
 
+    @classmethod
+    def from_json(cls, written: Mapping[str, Any]) -> Report:
+        """Return the report whose ``_asdict()`` was sent as JSON."""
+        return cls(written["listening"], written["ready"], tuple(SlotState(*each) for each in written["slots"]))
+
 
 class ServerState:
-    """The state of the whole server, and a :class:`service.contract.Registry` of it for those who only look.
-
-    The supervisor folds the workers' reports into it (:meth:`fold`) and sends it to all of them (:meth:`receive`), so
-    that reading it costs no message.
+    """The state of the whole server, in the supervisor: a :class:`service.contract.Overview`.
 
     The server becomes ready once every worker listens and is ready: before that, it would get the traffic of a whole
-    server with a part of its capacity. From then on (``complete``) it, and each version, is ready if it is in every
+    server with a part of its capacity. From then on (``_complete``) it, and each version, is ready if it is in every
     worker that listens: clients cannot reach another one, because a restarted worker listens only once its models are
     loaded. If none listens any more, everything begins anew.
     """
 
     def __init__(self) -> None:
         self.ready = False
-        self.complete = False
         # By name and version, ascending; replaced as a whole, so that readers need no lock.
         self.slots: Mapping[Key, SlotState] = {}
-        self._callbacks: list[Callable[[], None]] = []
+        self._complete = False
 
-    def fold(self, reports: Sequence[Report | None], desired: Iterable[Key], *, retired: bool = False) -> bool:
-        """Take over the newest ``reports``, by worker, None for one that is starting; return whether anything changed.
+    def fold(self, reports: Sequence[Report | None], desired: Iterable[Key], *, retired: bool = False) -> None:
+        """Take over the newest ``reports``, by worker, None for one that is starting.
 
         ``desired`` is what all are to serve. A ``retired`` server is not ready.
         """
-        before, desired = (self.ready, self.slots), set(desired)
+        desired = set(desired)
         workers = {number: _by_key(report) for number, report in enumerate(reports, 1)}
         listening = {number: report for number, report in enumerate(reports, 1) if report and report.listening}
         ready = bool(listening) and all(report.ready for report in listening.values())
-        self.complete = bool(listening) and (self.complete or (ready and len(listening) == len(workers)))
-        if self.complete:
+        self._complete = bool(listening) and (self._complete or (ready and len(listening) == len(workers)))
+        if self._complete:
             workers = {number: workers[number] for number in listening}
         keys = sorted(desired.union(*(slots for slots in workers.values() if slots is not None)))
         self.slots = {key: _worst(key, workers, desired=key in desired) for key in keys}
-        self.ready = ready and self.complete and not retired
-        return (self.ready, self.slots) != before
+        self.ready = ready and self._complete and not retired
 
     def to_json(self) -> dict[str, Any]:
-        """Return what :meth:`receive` takes."""
-        return {"ready": self.ready, "slots": [to_json(slot) for slot in self.slots.values()]}
-
-    def receive(self, state: Mapping[str, Any]) -> None:
-        """Take over the state that the supervisor has sent."""
-        slots = from_json(tuple[SlotState, ...], state["slots"])
-        self.slots, self.ready = {slot.key: slot for slot in slots}, state["ready"]
-        self.notify()
-
-    def notify(self) -> None:
-        """Tell the subscribers that it has changed."""
-        for callback in self._callbacks:
-            callback()
-
-    # --- the registry -------------------------------------------------------------------------------------------------
-
-    @property
-    def live(self) -> bool:
-        return True
-
-    def acquire(self, name: str, version: str) -> NoReturn:
-        raise Unavailable("models run in the workers, not here")
-
-    def get(self, name: str, version: str) -> Model:
-        slot = self.find(name, version)
-        if slot.model is None:
-            raise Unavailable(f"model {slot.name!r} version {slot.version} is {slot.state}")
-        return slot.model
-
-    def find(self, name: str, version: str) -> SlotState:
-        found = self._found(name, version)
-        if not found:
-            raise NotFound(f"unknown model {quoted(name)}")
-        return found[-1]
-
-    def is_ready(self, name: str, version: str) -> bool:
-        return any(slot.state == "ready" for slot in self._found(name, version))
+        """Return what :meth:`WorkerRegistry.receive` takes: what is ready."""
+        return {"ready": self.ready, "models": [key for key, slot in self.slots.items() if slot.state == "ready"]}
 
     def models(self) -> Sequence[SlotState]:
         return list(self.slots.values())
 
-    def versions(self, name: str) -> list[int]:
-        return [slot.version for slot in self._found(name, "") if slot.state == "ready"]
-
-    def subscribe(self, callback: Callable[[], None]) -> None:
-        self._callbacks.append(callback)
-
-    def _found(self, name: str, version: str) -> list[SlotState]:
-        return [slot for slot in self.slots.values() if slot.name == name and version in ("", str(slot.version))]
+    def find(self, name: str, version: str) -> SlotState:
+        found = [slot for slot in self.slots.values() if slot.name == name and version in ("", str(slot.version))]
+        if not found:
+            raise NotFound(f"unknown model {quoted(name)}")
+        return found[-1]
 
 
 class WorkerRegistry:
     """A worker's :class:`service.contract.Registry`: runs its own models, and is ready when the whole server is.
 
     A request is answered by this worker's model, even if other workers are not ready. Readiness is that of all workers
-    that listen, because the client's next connection may reach any of them.
+    that listen, because the client's next connection may reach any of them: the supervisor tells it at every change.
     """
 
-    def __init__(self, own: Registry, server: ServerState) -> None:
+    def __init__(self, own: Registry) -> None:
         self._own = own
-        self._server = server
+        self._server_ready = False
+        self._ready_models: frozenset[Key] = frozenset()  # in all workers
+        self._callbacks: list[Callable[[], None]] = []
         self.get, self.find, self.models, self.versions = own.get, own.find, own.models, own.versions
 
-    @property
-    def live(self) -> bool:
-        return self._own.live
+    def receive(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`ServerState.to_json` returned in the supervisor."""
+        self._server_ready = state["ready"]
+        self._ready_models = frozenset((name, version) for name, version in state["models"])
+        for callback in self._callbacks:
+            callback()
 
     @property
     def ready(self) -> bool:
-        return self._server.ready and self._own.ready
+        return self._server_ready and self._own.ready
 
     def acquire(self, name: str, version: str) -> Model:
         return self._own.acquire(name, version)
@@ -234,17 +127,11 @@ class WorkerRegistry:
         if not self._own.is_ready(name, version):
             return False
         found = self._own.find(name, version)
-        slot = self._server.slots.get((found.name, found.version))
-        return slot is not None and slot.state == "ready"
+        return (found.name, found.version) in self._ready_models
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         self._own.subscribe(callback)
-        self._server.subscribe(callback)
-
-
-def _badness(slot: SlotState) -> tuple[int, bool]:
-    """Return a sort key. Of two ready slots, one with a reason is worse: it could not be replaced."""
-    return _RANK[slot.state], bool(slot.reason)
+        self._callbacks.append(callback)
 
 
 def _by_key(report: Report | None) -> Mapping[Key, SlotState] | None:
@@ -252,12 +139,16 @@ def _by_key(report: Report | None) -> Mapping[Key, SlotState] | None:
 
 
 def _worst(key: Key, workers: Mapping[int, Mapping[Key, SlotState] | None], *, desired: bool) -> SlotState:
-    """Return the worst of the workers' states of a version, because a client may reach any of them."""
+    """Return the worst of the workers' states of a version, because a client may reach any of them.
+
+    Of two ready ones, one with a reason is worse: it could not be replaced.
+    """
     states = [_state(key, number, slots, desired=desired) for number, slots in workers.items()]
-    models = [slot.model for slot in states if slot.model is not None]
-    # Of equal models, describe one whose golden gate did not pass.
-    failed = (model for model in models if model.golden.startswith(GATE_FAILED))
-    return replace(max(states, key=_badness), model=next(failed, next(iter(models), None)))
+    running = [slot.running for slot in states if slot.running is not None]
+    # Of equal models, show one whose golden gate did not pass.
+    failed = (each for each in running if each["golden"].startswith(GATE_FAILED))
+    worst = max(states, key=lambda slot: (_RANK[slot.state], bool(slot.reason)))
+    return worst._replace(running=next(failed, next(iter(running), None)))
 
 
 def _state(key: Key, number: int, slots: Mapping[Key, SlotState] | None, *, desired: bool) -> SlotState:
@@ -268,4 +159,4 @@ def _state(key: Key, number: int, slots: Mapping[Key, SlotState] | None, *, desi
         return SlotState(*key, "loading", "loading") if desired else SlotState(*key, "unavailable", UNLOADING)
     if not slot.reason or slot.reason.startswith("worker "):  # it was another worker that could not load it
         return slot
-    return replace(slot, reason=f"worker {number}: {slot.reason}")
+    return slot._replace(reason=f"worker {number}: {slot.reason}")

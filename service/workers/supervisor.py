@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
-from bf16kit.messages.errors import Unavailable, Unsupported
+from bf16kit.messages.errors import Unavailable
 from service.config.logsettings import LogSettings
 from service.config.ports import ReservedPort
 from service.config.serverconfig import ServerConfig
@@ -20,11 +21,7 @@ from service.peers.peer import Answer, Message, answers
 from service.telemetry.metrics import Metrics
 from service.workers.changes import WorkerModels
 from service.workers.fleet import Fleet
-from service.workers.forwarding import settings_of
-from service.workers.regions import FleetRegions
 from service.workers.state import UNLOADING
-
-_ANSWERING = 8  # threads for workers' requests; loading a model occupies none of them
 
 
 def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda grpc_port, http_port: None) -> Ending:
@@ -32,15 +29,14 @@ def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda g
 
     Raises ConfigError if a port is in use. The calling thread must live as long as the workers.
     """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="changes", daemon=True).start()
     with ReservedPort(config.host, config.grpc_port) as port:
-        supervisor = Supervisor(config, port.port)
-
-        def listening() -> None:
+        supervisor = Supervisor(config, port.port, loop)
+        try:
+            supervisor.leader.start(port.port)
             announce(config, port.port, supervisor.leader.http.port)
             on_started(port.port, supervisor.leader.http.port)
-
-        try:
-            supervisor.leader.start(port.port, listening)
             while not stop.wait(MAINTAIN_SECONDS):
                 supervisor.maintain()
             return supervisor.drain()
@@ -49,9 +45,10 @@ def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda g
 
 
 class Supervisor:
-    """Answers the workers' requests on behalf of all of them."""
+    """Answers the workers' requests on behalf of all of them. ``loop`` runs on another thread."""
 
-    def __init__(self, config: ServerConfig, port: int) -> None:
+    def __init__(self, config: ServerConfig, port: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._metrics = Metrics()  # of this process
         handlers: dict[str, Callable[[str, Message], Answer]] = {
             "counts": lambda worker, message: self.leader.counting.receive(worker, message.body),
@@ -62,11 +59,11 @@ class Supervisor:
             "load": self._later(lambda body: self._controller.load(body["name"], body["config"])),
             "unload": self._later(lambda body: self._controller.unload(body["name"])),
             "settings": self._later(lambda body: self._set(body["what"], body["changes"], body["model"])),
-            "register": self._later(lambda body: self._regions.register(Region(**body))),
-            "unregister": self._later(lambda body: self._regions.unregister(body["name"])),
+            "register": self._later(lambda body: self._fleet.regions.register(Region(**body))),
+            "unregister": self._later(lambda body: self._fleet.regions.unregister(body["name"])),
         }
         self._fleet = Fleet(config, port, handlers, self._on_worker_death)
-        self._models = WorkerModels(self._fleet, self._changed)
+        self._models = WorkerModels(self._fleet, loop, lambda *changed: self.leader.forget(*changed))
         self.leader = Leader(
             config,
             self._metrics,
@@ -81,7 +78,6 @@ class Supervisor:
         # The requested changes, not the resulting settings: a setting that a model lacks must remain the server's.
         self._settings: dict[str, dict[str, Any]] = {}
         self._settings_lock = threading.Lock()  # every worker gets the changes in the same order
-        self._answering = ThreadPoolExecutor(_ANSWERING, "answering")
 
     def maintain(self) -> None:
         """Keep all processes running. An error in it is logged: it must not end the server."""
@@ -105,20 +101,10 @@ class Supervisor:
         """Start no further changes."""
         self.leader.stop()
         self._models.close()
-        self._answering.shutdown(wait=False)
-
-    @property
-    def _regions(self) -> FleetRegions:
-        if self._fleet.regions is None:
-            raise Unsupported("shared memory is off")  # no worker offers it then
-        return self._fleet.regions
 
     def _on_worker_death(self, worker: str) -> None:
         self._metrics.worker_restarted()
         self.leader.counting.process_died(worker)
-
-    def _changed(self, model: str, versions: Collection[int]) -> None:
-        self.leader.forget(model, versions)
 
     # --- workers' requests --------------------------------------------------------------------------------------------
 
@@ -152,30 +138,14 @@ class Supervisor:
                 self._fleet.ask_one(worker, "settings", body)
             answer = next(iter(answered.values()))
         if what == "logs":
-            self._logs.update(settings_of(answer))
+            self._logs.update(answer["settings"])
         return answer
 
     def _later(self, work: Callable[[Body], Any]) -> Callable[[str, Message], Answer]:
-        """Return a handler that runs ``work`` on a thread.
+        """Return a handler that runs ``work`` on a thread. If it returns a future, no thread waits for that."""
 
-        If ``work`` returns a future, the thread is free until it ends.
-        """
+        async def answer(body: Body) -> Any:
+            found = await asyncio.to_thread(work, body)
+            return await asyncio.wrap_future(found) if isinstance(found, Future) else found
 
-        def answer(worker: str, message: Message) -> Future[Body]:
-            result: Future[Body] = Future()
-
-            def end(done: Future[Any]) -> None:
-                if (error := done.exception()) is not None:
-                    result.set_exception(error)
-                elif isinstance(found := done.result(), Future):
-                    found.add_done_callback(end)
-                else:
-                    result.set_result(found or {})
-
-            try:
-                self._answering.submit(work, message.body).add_done_callback(end)
-            except RuntimeError:
-                result.set_exception(Unavailable("the server is shutting down; try another", "draining"))
-            return result
-
-        return answer
+        return lambda worker, message: asyncio.run_coroutine_threadsafe(answer(message.body), self._loop)

@@ -7,22 +7,21 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from artifacts import write_mlp
 from loopback import infer_request
-from serverprocess import Serve, ServerProcess
+from serverprocess import ServerProcess
 from waiting import until
-from workerprocesses import Client, listening, pids
+from workerprocesses import Client, listening, pids, wait_replaced
 
 from bf16kit.protocol import inference_pb2 as pb
 
@@ -30,26 +29,34 @@ pytestmark = pytest.mark.long  # starts servers of several processes again and a
 
 ROWS = np.random.default_rng(0).standard_normal((1, 16)).astype(np.float32)
 ANSWERED = 'bf16kit_requests_total{code="OK",model="mlp",version="1"}'
-OK = grpc.StatusCode.OK
-_CONTROL = ("RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryRegister", "LogSettings")
 
 
 @pytest.fixture
 def memory() -> Iterator[str]:
-    """Yield the key of a file in /dev/shm with room for one row of the model."""
+    """Yield the key of a file in /dev/shm with one row of the model's input."""
     file = Path(f"/dev/shm/bf16kit-{uuid.uuid4().hex}")
     file.write_bytes(ROWS.tobytes())
     yield f"/{file.name}"
-    file.unlink()
+    file.unlink(missing_ok=True)
 
 
-@pytest.fixture
-def server(tmp_path: Path, serve: Serve) -> ServerProcess:
-    write_mlp(tmp_path / "models" / "mlp" / "1")
-    write_mlp(tmp_path / "models" / "other" / "1")
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name in ("mlp", "other"):
+        write_mlp(root / name / "1")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[ServerProcess]:
+    """Yield a server that each test leaves as it was: two workers that serve mlp only."""
     flags = ("--workers", "2", "--model-control", "explicit", "--load-model", "mlp")
+    ports = ("--grpc-port", "0", "--http-port", "0")
     environment = {**os.environ, "BF16KIT_SHARED_MEMORY": "true"}
-    return serve("--repository", str(tmp_path / "models"), *flags, env=environment).wait_ready()
+    server = ServerProcess("--repository", str(repository), *flags, *ports, env=environment)
+    yield server.wait_ready()
+    server.close()
 
 
 @pytest.fixture
@@ -89,11 +96,13 @@ def code_of(call: Callable[[], object]) -> grpc.StatusCode:
 def test_statistics_and_metrics_sum_all_workers_and_survive_the_death_of_one(
     server: ServerProcess, clients: list[Client]
 ) -> None:
+    (before,) = {counted(client) for client in clients}
     for client in clients:
         infer(client)
-    assert {counted(client) for client in clients} == {(12, 12, 12)}
-    assert server.metric(ANSWERED) == 12
-    assert server.metric('bf16kit_request_duration_seconds_count{model="mlp",version="1"}') == 12
+    after = tuple(count + len(clients) for count in before)
+    assert {counted(client) for client in clients} == {after}
+    assert server.metric(ANSWERED) == after[0]
+    assert server.metric('bf16kit_request_duration_seconds_count{model="mlp",version="1"}') == after[0]
     assert server.metric('bf16kit_model_ready{model="mlp",version="1"}') == 1
     text = server.get("/metrics")[1]
     assert "pid=" not in text
@@ -110,10 +119,10 @@ def test_statistics_and_metrics_sum_all_workers_and_survive_the_death_of_one(
         return victim not in pids(server) and listening(server) == 2
 
     until(back, 60, "another in its place")
-    assert set(seen) == {12.0}
+    assert set(seen) == {after[0]}
     fresh = Client(server.target)
     with fresh.channel:
-        assert counted(fresh) == (12, 12, 12)
+        assert counted(fresh) == after
 
 
 def test_a_model_is_loaded_and_unloaded_in_all_workers(server: ServerProcess, clients: list[Client]) -> None:
@@ -127,61 +136,98 @@ def test_a_model_is_loaded_and_unloaded_in_all_workers(server: ServerProcess, cl
 
 
 def test_a_failed_load_leaves_the_old_model_in_all_workers(
-    server: ServerProcess, clients: list[Client], tmp_path: Path
+    server: ServerProcess, clients: list[Client], repository: Path
 ) -> None:
     before = infer(clients[0])
-    weights = tmp_path / "models" / "mlp" / "1" / "weights.bf16"
-    content = bytearray(weights.read_bytes())
-    content[5] ^= 0xFF
+    weights = repository / "mlp" / "1" / "weights.bf16"
+    content = weights.read_bytes()
     weights.unlink()
-    weights.write_bytes(content)
+    weights.write_bytes(bytes([content[0] ^ 0xFF]) + content[1:])
     load = pb.RepositoryModelLoadRequest(model_name="mlp")
     failed = 'bf16kit_model_replacement_failed{model="mlp",version="1"}'
     assert server.metric(failed) == 0
     assert code_of(lambda: clients[0].call("RepositoryModelLoad", load)) is not grpc.StatusCode.OK
     assert {infer(client) for client in clients} == {before}
     until(lambda: server.metric(failed) == 1)
+    weights.write_bytes(content)
+    clients[0].call("RepositoryModelLoad", load)
+    until(lambda: server.metric(failed) == 0)
 
 
-def test_log_settings_apply_to_all_workers(server: ServerProcess, clients: list[Client]) -> None:
-    def level(client: Client, message: pb.LogSettingsRequest) -> int:
-        answer: int = client.call("LogSettings", message).settings["log_verbose_level"].uint32_param
-        return answer
-
-    change = pb.LogSettingsRequest()
-    change.settings["log_verbose_level"].uint32_param = 1
-    assert level(clients[0], change) == 1
-    assert {level(client, pb.LogSettingsRequest()) for client in clients} == {1}
+def verbose(client: Client, level: int | None = None) -> int:
+    """Set the verbosity of the log, if one is given, and return what it is then."""
+    message = pb.LogSettingsRequest()
+    if level is not None:
+        message.settings["log_verbose_level"].uint32_param = level
+    found: int = client.call("LogSettings", message).settings["log_verbose_level"].uint32_param
+    return found
 
 
-@pytest.mark.parametrize("rpc", _CONTROL)
-def test_a_control_rpc_completes_when_a_worker_is_killed_meanwhile(
-    server: ServerProcess, clients: list[Client], memory: str, rpc: str
+def test_log_settings_apply_to_all_workers(clients: list[Client]) -> None:
+    assert verbose(clients[0], 1) == 1
+    assert {verbose(client) for client in clients} == {1}
+    assert verbose(clients[1], 0) == 0
+
+
+def infer_in_memory(client: Client) -> bytes:
+    """Send a request whose input is in the region r."""
+    message = pb.ModelInferRequest(model_name="mlp")
+    x = message.inputs.add(name="x", datatype="FP32", shape=ROWS.shape)
+    x.parameters["shared_memory_region"].string_param = "r"
+    x.parameters["shared_memory_byte_size"].int64_param = ROWS.nbytes
+    answer: bytes = client.call("ModelInfer", message).raw_output_contents[0]
+    return answer
+
+
+def registration(memory: str) -> pb.SystemSharedMemoryRegisterRequest:
+    return pb.SystemSharedMemoryRegisterRequest(name="r", key=memory, byte_size=ROWS.nbytes)
+
+
+def test_shared_memory_registered_with_one_worker_is_usable_in_all_and_in_later_ones(
+    server: ServerProcess, clients: list[Client], memory: str
 ) -> None:
-    """The worker is stopped first, so that the RPC, sent to the other worker, waits until it is killed."""
-    messages: dict[str, Any] = {
-        "RepositoryModelLoad": pb.RepositoryModelLoadRequest(model_name="other"),
-        "RepositoryModelUnload": pb.RepositoryModelUnloadRequest(model_name="mlp"),
-        "SystemSharedMemoryRegister": pb.SystemSharedMemoryRegisterRequest(name="r", key=memory, byte_size=4),
-        "LogSettings": pb.LogSettingsRequest(),
-    }
-    messages["LogSettings"].settings["log_verbose_level"].uint32_param = 1
+    expected = {infer(clients[0])}
+    clients[0].call("SystemSharedMemoryRegister", registration(memory))
+    assert "system_shared_memory" in clients[0].call("ServerMetadata", pb.ServerMetadataRequest()).extensions
+    assert {infer_in_memory(client) for client in clients} == expected
+    Path("/dev/shm", memory[1:]).unlink()
+    os.kill(victim := pids(server)[0], signal.SIGKILL)
+    wait_replaced(server, victim)
+    with ExitStack() as stack:
+        later = [Client(server.target) for _ in clients]
+        for client in later:
+            stack.enter_context(client.channel)
+        assert {infer_in_memory(client) for client in later} == expected
+        later[0].call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest())
+        for client in later:
+            with pytest.raises(grpc.RpcError, match="unknown shared memory region 'r'"):
+                infer_in_memory(client)
+
+
+def test_control_rpcs_complete_when_a_worker_is_killed_meanwhile(
+    server: ServerProcess, clients: list[Client], memory: str
+) -> None:
+    """The worker is stopped first, so that the RPCs, sent to the other worker, wait until it is killed."""
     victim = pids(server)[1]
     os.kill(victim, signal.SIGSTOP)
     asked = {client: client.ask("ServerLive").future(pb.ServerLiveRequest(), timeout=60) for client in clients}
     until(lambda: any(call.done() for call in asked.values()), what="an answer of the other one")
     answering = next(client for client, call in asked.items() if call.done())
-    ends: list[grpc.StatusCode] = []
-    calling = threading.Thread(target=lambda: ends.append(code_of(lambda: answering.call(rpc, messages[rpc], 60.0))))
-    calling.start()
-    calling.join(1.0)
-    assert ends == [], "it waits for all"
-    os.kill(victim, signal.SIGKILL)
-    calling.join(60)
-    assert ends == [OK]
-    until(lambda: len(pids(server)) == 2 and victim not in pids(server), 60, "another in its place")
-    if rpc == "RepositoryModelUnload":
-        until(lambda: server.get("/readyz")[0] == 200, 60)
-        assert index(answering)[0] == ("mlp", "1", "UNAVAILABLE")
-    elif rpc == "RepositoryModelLoad":
-        until(lambda: ("other", "1", "READY") in index(answering), 60, "loaded everywhere")
+    calls: list[Callable[[], object]] = [
+        lambda: answering.call("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name="other"), 60),
+        lambda: answering.call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="mlp"), 60),
+        lambda: answering.call("SystemSharedMemoryRegister", registration(memory), 60),
+        lambda: verbose(answering, 1),
+    ]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        ends = [pool.submit(code_of, call) for call in calls]
+        assert not wait(ends, 1.0).done, "they wait for all"
+        os.kill(victim, signal.SIGKILL)
+        assert {each.result(60) for each in ends} == {grpc.StatusCode.OK}
+    wait_replaced(server, victim)
+    served = [("mlp", "1", "UNAVAILABLE"), ("other", "1", "READY")]
+    until(lambda: index(answering) == served, 60, "the change everywhere")
+    answering.call("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name="mlp"))
+    answering.call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="other"))
+    answering.call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest())
+    assert verbose(answering, 0) == 0

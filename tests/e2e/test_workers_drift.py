@@ -42,10 +42,7 @@ def ask(server: ServerProcess, times: int) -> None:
             client.call("ModelInfer", infer_request("mlp", x=rows))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGRTMIN + 6])  # Python has no name for the second
-def test_one_process_measures_all_workers_and_starts_with_the_first_sample(
-    repository: Path, serve: Serve, number: int
-) -> None:
+def test_one_process_measures_all_workers_and_starts_with_the_first_sample(repository: Path, serve: Serve) -> None:
     (repository / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000}\n")
     server = serve("--repository", str(repository), "--workers", "2").wait_ready()
     assert pids(server, SHADOW) == []
@@ -56,7 +53,7 @@ def test_one_process_measures_all_workers_and_starts_with_the_first_sample(
     assert server.metric('bf16kit_model_ready{model="mlp",version="1"}') == 1
     assert server.log.count("live drift on") == 1, "and nobody else has loaded the reference"
     (shadow,) = pids(server, SHADOW)
-    os.kill(shadow, number)
+    os.kill(shadow, signal.SIGKILL)
     until(lambda: pids(server, SHADOW) not in ([], [shadow]), 60, "another in its place")
     assert server.get("/readyz")[0] == 200, "who measures is not who answers"
     assert server.metric(COUNT) == 12, "what was counted stays"

@@ -111,7 +111,6 @@ def test_a_ready_model_can_be_found_acquired_and_run(make: Make) -> None:
     assert slot.model is registry.get("m", "1")
     assert registry.is_ready("m", "")
     assert registry.ready
-    assert registry.live
 
 
 @pytest.mark.parametrize(("state", "error"), [("loading", Unavailable), ("unavailable", NotFound)])
@@ -128,7 +127,6 @@ def test_the_error_for_a_model_that_is_not_ready_depends_on_its_state(
     assert (slot.state, slot.model) == (state, None)
     assert slot.reason
     assert not registry.ready
-    assert registry.live
     assert registry.get("good", "").name == "good"
 
 
@@ -180,13 +178,11 @@ def test_a_draining_registry_rejects_requests_and_still_shows_its_models(make: M
     assert refused(world.registry.acquire, "m", "") is Unavailable
     assert refused(world.registry.get, "m", "1") is Unavailable
     assert not world.registry.is_ready("m", "")
-    assert world.registry.live
     assert world.registry.find("m", "").state == "ready"
 
 
 def test_an_empty_registry_is_live_and_not_ready(make: Make) -> None:
     registry = make({}).registry
-    assert registry.live
     assert not registry.ready
     assert list(registry.models()) == []
 

@@ -33,6 +33,7 @@ from service.contract import (
     State,
     StatisticsSnapshot,
     TensorSemantics,
+    describe,
 )
 from service.grpc.handlers import SERVICE
 from service.grpc.transport import Transport, TransportOptions
@@ -131,6 +132,10 @@ class LoopbackModel:
         """Return the model itself while it is ready: this class is a slot and its generation in one."""
         return self if self.state == "ready" else None
 
+    @property
+    def running(self) -> dict[str, Any] | None:
+        return None if self.model is None else describe(self.model)
+
     def _execute(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
         self.calls += 1
         results = self._run(feeds)
@@ -153,7 +158,6 @@ class LoopbackRegistry:
     def __init__(self, models: Sequence[LoopbackModel]) -> None:
         self._models = sorted(models, key=lambda m: (m.name, m.version))
         self._callbacks: list[Callable[[], None]] = []
-        self.live = True
         self.draining = False
 
     @property

@@ -2,7 +2,7 @@
 
 Code that copies weights asks a :class:`WeightStore` for memory. The default is :data:`PRIVATE_STORE`; a program of
 several processes passes a store of sealed memory (Linux: memfd) that none of them can change or truncate. They share it
-by passing its descriptor; the receiver calls :func:`check` before use.
+by passing its descriptor.
 
 Either kind starts at a multiple of 2 MiB, in pages of that size if the system has them: they are read a quarter to a
 half faster (docs/decisions/0039-weights-in-large-pages.md). Most systems provide them for shared memory only on an
@@ -65,10 +65,6 @@ class PrivateWeightStore:
 PRIVATE_STORE = PrivateWeightStore()
 
 
-class UnfitMemory(Exception):
-    """A descriptor is not sealed memory of the expected size; the message says what is wrong."""
-
-
 def create_filled(size: int, fill: Fill) -> int:
     """Return the descriptor of new sealed memory of ``size`` bytes that ``fill`` wrote.
 
@@ -92,19 +88,6 @@ def create_filled(size: int, fill: Fill) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def check(descriptor: int, size: int) -> None:
-    """Raise :class:`UnfitMemory` unless ``descriptor`` is sealed memory of ``size`` bytes."""
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        found = os.fstat(descriptor).st_size
-    except OSError as error:
-        raise UnfitMemory(f"it is not memory that can be sealed ({error.strerror})") from error
-    if seals & _SEALS != _SEALS:
-        raise UnfitMemory("it is not sealed")
-    if found != size:
-        raise UnfitMemory(f"it has {found} bytes, expected {size}")
 
 
 def map_read_only(descriptor: int, size: int) -> tuple[mmap.mmap, NDArray[np.uint8]]:

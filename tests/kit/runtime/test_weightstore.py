@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from bf16kit.runtime.memory.weightstore import (
     LARGE_PAGE,
     PRIVATE_STORE,
-    UnfitMemory,
-    check,
     create_filled,
     map_read_only,
 )
@@ -29,7 +27,6 @@ from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import RESERVE, Memory
 
 SIZE = 2 * LARGE_PAGE + 4321
-SEALS = ["F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"]
 
 
 def fill(memory: NDArray[np.uint8]) -> None:
@@ -48,7 +45,6 @@ def descriptor() -> int:
 
 
 def test_filled_memory_is_mapped_read_only_and_aligned(descriptor: int) -> None:
-    check(descriptor, SIZE)
     _, memory = map_read_only(descriptor, SIZE)
     assert memory.nbytes == SIZE
     assert memory.ctypes.data % LARGE_PAGE == 0
@@ -75,25 +71,6 @@ def test_no_process_can_write_to_filled_memory_or_change_its_size(descriptor: in
                     attempt(memory)
     finally:
         os.close(again)
-
-
-@pytest.mark.parametrize("missing", SEALS)
-def test_memory_without_one_of_the_seals_is_rejected(missing: str) -> None:
-    memory = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    os.ftruncate(memory, SIZE)
-    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, sum(getattr(fcntl, name) for name in SEALS if name != missing))
-    with pytest.raises(UnfitMemory, match="it is not sealed"):
-        check(memory, SIZE)
-    os.close(memory)
-
-
-def test_memory_of_another_size_and_a_file_are_rejected(descriptor: int, tmp_path: Path) -> None:
-    for size in (SIZE - 1, SIZE + 1):
-        with pytest.raises(UnfitMemory, match=f"it has {SIZE} bytes, expected {size}"):
-            check(descriptor, size)
-    (tmp_path / "file").write_bytes(bytes(SIZE))
-    with (tmp_path / "file").open("rb") as file, pytest.raises(UnfitMemory, match="not memory that can be sealed"):
-        check(file.fileno(), SIZE)
 
 
 def test_all_of_the_memory_is_allocated_before_it_is_filled() -> None:

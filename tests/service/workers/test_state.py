@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from beginning import leased
 from loopback import LoopbackModel, LoopbackRegistry
 
-from bf16kit.messages.errors import NotFound, Unavailable
-from service.contract import GATE_FAILED, QueueBounds, Scheduling, State, TensorSemantics
-from service.peers.channel import from_json, to_json
-from service.workers.state import Description, Report, ServerState, SlotState, WorkerRegistry
+from bf16kit.messages.errors import NotFound
+from service.contract import GATE_FAILED, State, describe
+from service.workers.state import Report, ServerState, SlotState, WorkerRegistry
 
 M1, M2 = ("m", 1), ("m", 2)
 Reports = tuple[Report | None, ...]
@@ -109,40 +110,27 @@ def test_a_server_without_models_with_one_that_loads_or_that_stops_is_not_ready(
     assert not folded(ALL, retired=True).ready
 
 
-def described(golden: str = "golden samples within budget") -> Description:
+def running(golden: str = "golden samples within budget") -> Mapping[str, Any]:
     model = LoopbackModel("m")
     model.golden = golden
-    model.scheduling = Scheduling(QueueBounds(7), (1, 4))
-    model.semantics = TensorSemantics({"y": ("cat", "dog")})
-    return Description.of(model)
+    return describe(model)
 
 
 def test_the_worker_whose_golden_gate_failed_is_shown_for_the_version() -> None:
-    well, ill = described(), described(f"{GATE_FAILED} just now")
+    well, ill = running(), running(f"{GATE_FAILED} just now")
     reports = [Report(True, True, (SlotState("m", 1, "ready", "", each),)) for each in (well, ill, well)]
-    assert folded(tuple(reports)).get("m", "").golden == ill.golden
-    assert folded(tuple(reports[:1])).get("m", "").golden == well.golden
+    assert folded(tuple(reports)).find("m", "").running == ill
+    assert folded(tuple(reports[:1])).find("m", "").running == well
 
 
-def test_reports_and_states_are_unchanged_by_json_and_have_no_labels() -> None:
-    """There may be many labels, each report would have them, and only the process that answers needs them."""
-    told = Report(True, True, (SlotState("m", 1, "ready", "", described()),))
-    written = json.dumps(to_json(told))
-    assert "cat" not in written
-    assert from_json(Report, json.loads(written)) == told
-    whole, copy = folded((told, told)), ServerState()
-    copy.receive(json.loads(json.dumps(whole.to_json())))
-    assert (copy.ready, copy.slots) == (whole.ready, whole.slots)
-    assert not whole.fold((told, told), [M1]), "nothing has changed"
+def test_reports_are_unchanged_by_json() -> None:
+    told = Report(True, True, (SlotState("m", 1, "ready", "", running()), SlotState("m", 2, "loading", "loading")))
+    assert Report.from_json(json.loads(json.dumps(told._asdict()))) == told
 
 
-def test_who_only_looks_finds_versions_and_runs_none() -> None:
+def test_a_slot_is_found_by_name_and_version_or_the_newest() -> None:
     whole = folded((report("ready", "unavailable"),))
     assert (whole.find("m", "").version, whole.find("m", "1").version) == (2, 1)
-    assert (whole.is_ready("m", ""), whole.is_ready("m", "2"), whole.versions("m")) == (True, False, [1])
-    for call in (whole.acquire, whole.get):
-        with pytest.raises(Unavailable):
-            call("m", "1")
     with pytest.raises(NotFound):
         whole.find("m", "3")
 
@@ -153,9 +141,10 @@ def test_who_only_looks_finds_versions_and_runs_none() -> None:
 def registry(server: State, own: State = "ready") -> WorkerRegistry:
     """Return a registry of one model, in state ``server`` in all workers together and in ``own`` in this one."""
     state = ServerState()
-    slot = SlotState("echo", 1, server, "worker 2 is being started")
-    state.receive({"ready": server == "ready", "slots": [to_json(slot)]})
-    return WorkerRegistry(LoopbackRegistry([LoopbackModel(state=own)]), state)
+    state.fold([Report(True, server == "ready", (SlotState("echo", 1, server, "a reason"),))], [("echo", 1)])
+    made = WorkerRegistry(LoopbackRegistry([LoopbackModel(state=own)]))
+    made.receive(json.loads(json.dumps(state.to_json())))
+    return made
 
 
 @pytest.mark.parametrize(
@@ -176,12 +165,13 @@ def test_a_model_is_ready_if_it_is_in_this_worker_and_in_all(server: State, own:
 
 
 def test_a_model_the_supervisor_has_not_reported_yet_is_not_ready() -> None:
-    assert not WorkerRegistry(LoopbackRegistry([LoopbackModel()]), ServerState()).is_ready("echo", "")
+    assert not WorkerRegistry(LoopbackRegistry([LoopbackModel()])).is_ready("echo", "")
 
 
 def test_subscribers_get_changes_of_this_worker_and_of_all() -> None:
-    own, server, heard = LoopbackRegistry([LoopbackModel()]), ServerState(), list[str]()
-    WorkerRegistry(own, server).subscribe(lambda: heard.append("news"))
-    server.notify()
+    own, heard = LoopbackRegistry([LoopbackModel()]), list[bool]()
+    registry = WorkerRegistry(own)
+    registry.subscribe(lambda: heard.append(registry.is_ready("echo", "")))
+    registry.receive({"ready": True, "models": [["echo", 1]]})
     own.change(own.models()[0], "unavailable")
-    assert heard == ["news", "news"]
+    assert heard == [True, False]
