@@ -15,7 +15,7 @@ from service.contract import Model, Registry, Slot
 
 _REFUSED = "bf16kit_refused_total"
 #: The samples that the page shows.
-NAMES = tuple(
+NAMES = frozenset(
     f"bf16kit_{name}"
     for name in (
         "refused_total", "requests_total", "rejected_total", "rows_total", "executions_total", "queue_depth",
@@ -29,8 +29,8 @@ NAMES = tuple(
         "compute_duration_seconds_sum",
     )
 )  # fmt: skip
-#: Returns the current samples of these names; each has a ``name``, ``labels`` and a ``value``.
-Samples = Callable[[Iterable[str]], Iterable[Any]]
+#: Returns the current samples of the server; each has a ``name``, ``labels`` and a ``value``.
+Samples = Callable[[], Iterable[Any]]
 
 
 class StatusReader:
@@ -57,7 +57,7 @@ class StatusReader:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the server and its models at this moment."""
-        metrics, now = _by_model(self._samples(NAMES)), time.time()
+        metrics, now = _by_model(self._samples()), time.time()
         return {
             "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
             "at_seconds": now,
@@ -88,7 +88,7 @@ def _running(model: Model) -> dict[str, Any]:
     return {
         **dataclasses.asdict(model.info),
         "golden": model.golden,
-        "weight_bytes": model.statistics.snapshot().weight_bytes,
+        "weight_bytes": model.statistics.weight_bytes,
         "max_batch_size": model.max_batch_size,
         "max_queue_delay_seconds": model.max_queue_delay_s,
         "instances": model.instances,
@@ -105,19 +105,15 @@ def _describe(spec: TensorSpec) -> str:
 
 
 def _by_model(samples: Iterable[Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return values by model and version, then by name, then by the values of further labels, ``output`` first.
-
-    Counts that two processes report are added.
-    """
+    """Return values by model and version, then by name, then by the values of further labels, ``output`` first."""
     models: dict[tuple[str, str], dict[str, Any]] = {}
     for sample in samples:
+        if sample.name not in NAMES:
+            continue
         labels = dict(sample.labels)
         at = models.setdefault((labels.pop("model", ""), labels.pop("version", "")), {})
         *path, last = sample.name, *(labels[label] for label in sorted(labels, reverse=True))
         for part in path:
             at = at.setdefault(part, {})
-        value = sample.value
-        if sample.name.endswith(("_total", "_bucket", "_sum")):
-            value += at.get(last, 0.0)
-        at[last] = value if math.isfinite(value) else str(value)  # JSON has no infinity: "inf"
+        at[last] = sample.value if math.isfinite(sample.value) else str(sample.value)  # JSON has no infinity: "inf"
     return models

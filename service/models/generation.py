@@ -11,7 +11,7 @@ from bf16kit.messages.errors import InputRefused, RuntimeFailure, Unsupported
 from bf16kit.runtime import Runtime, RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.queue import BatchPolicy
-from service.contract import ActivePrecision, Array, Bounds, TensorSemantics
+from service.contract import ActivePrecision, Array, Bounds, StatisticsSnapshot, TensorSemantics
 from service.drift.forwarder import Probe, SampleForwarder, SampleSender
 from service.drift.gate import ProcessRank
 from service.models.engine import Engine, Leases
@@ -21,7 +21,6 @@ from service.models.opened import baseline
 from service.models.serving import Serving
 from service.request import Observation, Precision, Reply, Request, Timings
 from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.modelstatistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
 _LEAST_CLOSE_S = 0.2  # the least time for idle threads to end, even after the deadline
@@ -69,7 +68,6 @@ class Generation:
         self.scheduling = serving.scheduling()
         self.info: RuntimeInfo = loaded.info
         self.budget = opened.budget.as_dict()
-        self.statistics = ModelStatistics(opened.weight_bytes)
         self.leases = Leases()
         self._changed = changed
         self._engine = Engine(self.label, loaded.runtime, fp32, self._on_switch, lambda: self.metrics.fallback_failed())
@@ -94,15 +92,20 @@ class Generation:
 
     def infer(self, request: Request) -> Reply:
         """See :meth:`service.contract.Model.infer`."""
-        self.metrics.in_flight(1)
+        self.metrics.began()
+        reply = None
         try:
             reply = self._batcher.submit(request)
         finally:
-            self.metrics.in_flight(-1)
-        self.metrics.answered(reply.reported_precision)
+            self.metrics.ended(None if reply is None else reply.reported_precision)
         if self._shadow is not None:
             self._shadow.offer(request, reply)
         return reply
+
+    @property
+    def statistics(self) -> StatisticsSnapshot:
+        """See :class:`service.contract.Model`."""
+        return self.metrics.statistics
 
     @property
     def active_precision(self) -> ActivePrecision:
@@ -116,7 +119,6 @@ class Generation:
     def observe(self, seen: Observation) -> None:
         """See :meth:`service.contract.Model.observe`."""
         self.metrics.request(seen)
-        self.statistics.request(seen)
 
     def close(self, deadline: float) -> bool:
         """Wait for the leases, reject waiting requests, end the threads, free the device's memory.
@@ -151,9 +153,7 @@ class Generation:
         self.metrics.queued(change)
 
     def executed(self, requests: int, rows: int, timings: Timings) -> None:
-        # With batching off, Triton counts every request as one inference, whatever its number of rows.
-        self.statistics.execution(requests, rows if self.max_batch_size else requests, timings)
-        self.metrics.executed(rows, timings.compute)
+        self.metrics.executed(requests, rows, timings, batching=self.max_batch_size > 0)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -60,14 +60,11 @@ class Description:
         """Describe a model as it is now."""
         values = {each.name: getattr(model, each.name) for each in fields(cls) if each.name != "weight_bytes"}
         values["semantics"] = replace(model.semantics, labels={})
-        return cls(**values, weight_bytes=model.statistics.snapshot().weight_bytes)
+        return cls(**values, weight_bytes=model.statistics.weight_bytes)
 
     @property
-    def statistics(self) -> Description:
-        return self
-
-    def snapshot(self) -> StatisticsSnapshot:
-        """Return the statistics without counts, which the supervisor sums when it is asked for them."""
+    def statistics(self) -> StatisticsSnapshot:
+        """The statistics without counts, which the supervisor sums when it is asked for them."""
         return StatisticsSnapshot(weight_bytes=self.weight_bytes)
 
     def infer(self, request: Request) -> NoReturn:

@@ -26,13 +26,14 @@ from service.drift.gate import ProcessRank
 from service.leader import new_table
 from service.models.plan import DesiredModel
 from service.models.repository import Repository
-from service.operations import Region, RegistryModels, Settings, VersionStatistics
+from service.operations import Region, Settings
 from service.peers.channel import Body, Channel, read_text, to_json
 from service.peers.child import socket_to_parent
 from service.peers.peer import ENDED, Answer, Message, Peer
 from service.server import build_transport, drain, open_tracing, operations_of
 from service.shadow.samples import PlanSampleSender
 from service.telemetry.metrics import Metrics
+from service.telemetry.values import to_message
 from service.workers.forwarding import ForwardedOperations, ForwardedRegions, ForwardedSettings, settings_of
 from service.workers.placement import threads_of
 from service.workers.state import Report, ServerState, SlotState, WorkerRegistry
@@ -195,11 +196,7 @@ def _set(served: _Served, message: Message) -> Body:
 
 
 def _counts(served: _Served) -> Body:
-    statistics = tuple(RegistryModels(served.repository).statistics("", ""))
-    return {
-        "metrics": [family.as_json() for family in served.metrics.snapshot()],
-        "statistics": to_json(statistics, tuple[VersionStatistics, ...]),
-    }
+    return {"metrics": to_message(served.metrics.values())}
 
 
 def _adopt(served: _Served, message: Message) -> None:

@@ -20,6 +20,7 @@ from waiting import until
 from bf16kit.runtime import RuntimeInfo
 from service.http.httpserver import HttpServer
 from service.http.pages import Route, routes
+from service.request import Timings
 from service.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.skipif(browser.find() is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
@@ -219,7 +220,7 @@ def test_percentiles_are_those_of_the_samples_but_for_the_width_of_a_bucket(show
         series = metrics.add("m", 1)
         times = 10 ** random.uniform(-3.9, 0.9, random.integers(1, 60))
         for time in times:
-            series.executed(1, float(time))
+            series.executed(1, 1, Timings(compute_infer=float(time)))
         (model,) = statusviews.status([LoopbackModel("m")], metrics)["models"]
         found = shown.evaluate(f"durations({json.dumps(model['metrics'])}, null, 'compute')")
         assert found["mean"] == pytest.approx(times.mean())
