@@ -18,7 +18,7 @@ import pytest
 from grpc import StatusCode
 from hypothesis import given
 from hypothesis import strategies as st
-from loopback import Gate, LoopbackModel, Served, infer_request, serving
+from loopback import LoopbackModel, Served, infer_request, serving
 from ownlog import own_log
 from waiting import until
 
@@ -127,27 +127,6 @@ def test_the_log_line_of_a_request_has_its_trace_id(collector: tuple[Collector, 
         until(lambda: stream.getvalue().count("request answered") == 2)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line.get("trace_id") for line in lines if line["message"] == "request answered"] == [TRACE, None]
-
-
-def test_requests_of_one_batch_are_linked(collector: tuple[Collector, str]) -> None:
-    collected, endpoint = collector
-    gate = Gate()
-    model = LoopbackModel(run=gate, max_batch_size=8)
-    with tracing(endpoint) as (tracer, _), serving(model, tracer=tracer) as served:
-        calls = [served.stub("ModelInfer").future(infer_request(x=X), timeout=30)]
-        assert gate.started.wait(30)
-        calls += [served.stub("ModelInfer").future(infer_request(x=X), timeout=30) for _ in range(3)]
-        until(lambda: model.batcher._queue.__len__() == 3, what="three that wait")
-        gate.go.set()
-        for call in calls:
-            call.result()
-        servers = collected.wait(4)
-    runs = [collected.children(span)["run"] for span in servers]
-    together = [run for run in runs if run.attributes["bf16kit.batch.rows"] == 6]
-    assert len(together) == 3
-    assert sorted(len(run.links) for run in runs) == [0, 0, 1, 2]
-    assert {link for run in together for link in run.links} <= {run.parent for run in together}
-    assert len({span.trace for span in servers}) == 4
 
 
 def test_each_request_of_a_stream_is_a_span(collector: tuple[Collector, str]) -> None:
