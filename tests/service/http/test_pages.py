@@ -21,7 +21,8 @@ from bf16kit.messages.errors import NotFound, Unavailable
 from service.config.tokens import TokenFile
 from service.http.httpserver import HttpServer
 from service.http.pages import Access, Fetch, evidence_route, routes
-from service.http.statusreader import NAMES, StatusReader
+from service.http.statusreader import StatusReader
+from service.telemetry.families import OF_MODEL
 from service.telemetry.metrics import Metrics, samples
 
 MANAGE, READ = "manager-0123456789abcdef", "reader-0123456789abcdef"
@@ -106,14 +107,16 @@ def test_the_page_points_to_the_data_where_no_script_runs(serve: Open) -> None:
     )
 
 
-def test_the_status_has_every_series_it_names_by_the_values_of_its_labels() -> None:
+def test_the_status_has_every_series_of_a_model_by_the_values_of_its_labels() -> None:
     registry = LoopbackRegistry([LoopbackModel("m"), LoopbackModel("new", state="loading")])
     counted = samples(everything().values())
     reader = StatusReader(registry, lambda: counted, workers=2, off_reason=lambda name, version: f"{name} is off")
     reader.listening(8001, 8002)
     seen = json.loads(json.dumps(reader.snapshot(), allow_nan=False))
     model, other = seen["models"]
-    assert set(model["metrics"]) == NAMES - {"bf16kit_refused_total"}
+    left_out = {"batch_rows", "drift_relative_l2", "drift_cosine_distance", "drift_max_abs", "drift_pooled_total"}
+    named = {re.sub("^bf16kit_|_(bucket|count|sum)$", "", name) for name in model["metrics"]}
+    assert named == OF_MODEL.keys() - left_out
     assert model["metrics"]["bf16kit_drift_budget_ratio"]["y"] == {"relative_l2": 0.4, "slice_error": 0.1}
     assert model["metrics"]["bf16kit_drift_worst_slice_index"] == {"y": 3}
     assert model["metrics"]["bf16kit_request_duration_seconds_bucket"]["+Inf"] == 0

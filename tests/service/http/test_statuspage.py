@@ -259,6 +259,7 @@ def test_hostile_and_very_long_names_are_text(shown: Shown) -> None:
     assert shown.evaluate("[document.scripts.length, document.images.length]") == [1, 0]
     assert shown.evaluate("document.documentElement.scrollWidth") == PHONE
     assert shown.evaluate("document.body.textContent").count("onerror") > 15
+    assert shown.evaluate("grown({bf16kit_a: {constructor: 3}}, {bf16kit_a: {}}, 'a').constructor") == 3
 
 
 def test_no_other_script_runs_on_this_port(shown: Shown) -> None:
