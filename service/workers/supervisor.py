@@ -9,7 +9,7 @@ from typing import Any
 
 from bf16kit.messages.errors import Unavailable, Unsupported
 from service.config.logsettings import LogSettings
-from service.config.ports import ReservedPort
+from service.config.ports import reserve
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, OnStarted, Stop
 from service.drift.verdict import DriftVerdict
@@ -32,15 +32,15 @@ def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda g
 
     Raises ConfigError if a port is in use. The calling thread must live as long as the workers.
     """
-    with ReservedPort(config.host, config.grpc_port) as port:
-        supervisor = Supervisor(config, port.port)
+    with reserve(config.host, config.grpc_port) as port:
+        supervisor = Supervisor(config, port)
 
         def listening() -> None:
-            announce(config, port.port, supervisor.leader.http.port)
-            on_started(port.port, supervisor.leader.http.port)
+            announce(config, port, supervisor.leader.http.port)
+            on_started(port, supervisor.leader.http.port)
 
         try:
-            supervisor.leader.start(port.port, listening)
+            supervisor.leader.start(port, listening)
             while not stop.wait(MAINTAIN_SECONDS):
                 supervisor.maintain()
             return supervisor.drain()
