@@ -28,7 +28,7 @@ from service.config.tokens import TokenFile
 from service.grpc.handlers import SERVICE
 from service.grpc.transport import Transport, TransportOptions
 from service.operations import Operations
-from service.regions.table import RegionLimits, RegionTable
+from service.regions.table import RegionTable
 
 X = np.ones((1, 3), np.float32)
 MANY = infer_request(x=np.zeros((8, 3), np.float32))
@@ -155,7 +155,7 @@ class TestTokens:
 
     def test_shared_memory_rpcs_need_the_scope_manage(self, tokens: TokenFile, tmp_path: Path) -> None:
         """The server opens files with its own permissions for the client that registers them."""
-        operations = Operations(regions=RegionTable(RegionLimits("mem"), tmp_path))
+        operations = Operations(regions=RegionTable("mem", tmp_path))
         rpcs = {
             "SystemSharedMemoryRegister": pb.SystemSharedMemoryRegisterRequest(name="r", key="mem", byte_size=1),
             "SystemSharedMemoryStatus": pb.SystemSharedMemoryStatusRequest(),

@@ -116,17 +116,6 @@ def test_replaced_series_are_not_shown_and_their_removal_keeps_the_new_ones() ->
     assert not [key for key in ours(metrics) if "model=" in key]
 
 
-def test_a_model_that_is_unloaded_while_it_is_opened_leaves_no_series() -> None:
-    metrics = Metrics()
-    before = ours(metrics)
-    model = metrics.add("m", 1)
-    metrics.remove(model)
-    model.opened(10, [TensorSpec("y", "float32", ("batch", 2), "logits")])
-    model.loaded(INFO, {"y": {"relative_l2": 1e-3}}, {"relative_l2": 1e-2})
-    tell_all(model)
-    assert ours(metrics) == before
-
-
 def test_requests_are_counted_by_code_and_only_answered_ones_are_timed() -> None:
     """One that was not answered must not look like a fast one. Queue time counts for every request that was queued."""
     metrics = Metrics()

@@ -15,7 +15,7 @@ from bf16kit.messages.errors import AlreadyExists, InvalidRequest, NotFound, Ove
 from service.operations import Region
 from service.peers.channel import Body, Channel
 from service.peers.peer import Handler, Peer
-from service.regions.table import RegionLimits, RegionTable
+from service.regions.table import RegionTable
 from service.workers.forwarding import ForwardedRegions
 from service.workers.regions import FleetRegions
 
@@ -36,7 +36,7 @@ class Server:
         return {str(at): peer.ask(kind, body, files) for at, peer in enumerate(self.peers)}
 
     def table(self, regions: int = 2) -> RegionTable:
-        return RegionTable(RegionLimits("mem", regions), self.directory)
+        return RegionTable("mem", self.directory, regions=regions)
 
     def start(self, *, regions: int = 2) -> ForwardedRegions:
         ours, theirs = socket.socketpair()
