@@ -101,7 +101,7 @@ class Leader:
         off_reason = self.shadow.off_reason
         self._status = StatusReader(registry, self.counting.samples, workers=config.workers, off_reason=off_reason)
         evidence = evidence_route(registry, self.shadow.evidence if config.evidence else None)
-        pages = routes(registry, self.counting, self._status.snapshot, evidence)
+        pages = routes(registry, self.counting.expose, self._status.snapshot, evidence)
         self.http = open_http(config, pages, metrics, self.credentials)
         self._guard = Guard()
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from service.request import REFUSALS
+from service.request import PRECISIONS, REFUSALS
 
 # 100 µs (a small MLP on the machine itself) to 10 s.
 SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -29,14 +29,12 @@ CODES = (
 REJECTIONS = ("queue_full", "queue_wait", "queue_bytes", "deadline", "cancelled", "draining")
 Mode = Literal["sum", "min", "max"]
 Outcome = Literal["measured", "dropped", "failed"]
-OUTCOMES: tuple[Outcome, ...] = ("measured", "dropped", "failed")
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 GateOutcome = Literal["passed", "failed", "error"]
-GATE_OUTCOMES: tuple[GateOutcome, ...] = ("passed", "failed", "error")
-Precision = Literal["bf16", "fp32"]
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+GATE_OUTCOMES: tuple[GateOutcome, ...] = get_args(GateOutcome)
 CAUSES = ("rounding", "broken", "out_of_range")  # causes of a breach: see service.drift.diagnosis
 TraceOutcome = Literal["exported", "failed"]
-TRACE_OUTCOMES: tuple[TraceOutcome, ...] = ("exported", "failed")
+TRACE_OUTCOMES: tuple[TraceOutcome, ...] = get_args(TraceOutcome)
 POOLED = ("relative_l2", "cosine_distance")  # the metrics whose budget is on the mean, which replicas pool
 MOMENTS = ("weight", "drift", "weight_squared", "weight_drift", "drift_squared")  # ΣW, ΣX, ΣW², ΣWX, ΣX²
 LARGEST_DRIFT = 1e9  # one infinite value would make a sum infinite for good, and no rate could be computed from it

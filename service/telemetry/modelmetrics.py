@@ -13,7 +13,7 @@ from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
 from service.contract import StatisticsSnapshot
-from service.request import Observation, Timings
+from service.request import Observation, Precision, Timings
 from service.telemetry.families import (
     CAUSES,
     MOMENTS,
@@ -21,7 +21,6 @@ from service.telemetry.families import (
     POOLED,
     GateOutcome,
     Outcome,
-    Precision,
     finite,
 )
 from service.telemetry.modelstatistics import ModelStatistics

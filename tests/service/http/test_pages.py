@@ -35,7 +35,7 @@ def serve() -> Iterator[Open]:
 
     def start(registry: Any, metrics: Metrics, fetch: Fetch | None = None, access: Access | None = None) -> HttpServer:
         status = StatusReader(registry, lambda: samples(metrics.values()))
-        pages = routes(registry, metrics, status.snapshot, evidence_route(registry, fetch))
+        pages = routes(registry, metrics.expose, status.snapshot, evidence_route(registry, fetch))
         servers.append(HttpServer("127.0.0.1", 0, pages, access=access))
         servers[-1].start()
         return servers[-1]

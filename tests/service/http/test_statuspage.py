@@ -50,7 +50,7 @@ class Shown:
         self.chromium = chromium
         self.status: dict[str, Any] = statusviews.everything()
         self.reads = 0
-        pages = routes(LoopbackRegistry([]), Metrics(), self._snapshot)
+        pages = routes(LoopbackRegistry([]), Metrics().expose, self._snapshot)
         self.http = HttpServer("127.0.0.1", 0, pages)
         self.http.start()
 
