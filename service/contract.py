@@ -79,6 +79,9 @@ class Duration:
     count: int = 0
     ns: int = 0
 
+    def __add__(self, other: Duration) -> Duration:
+        return Duration(self.count + other.count, self.ns + other.ns)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
@@ -88,6 +91,14 @@ class BatchStatistics:
     compute_input: Duration
     compute_infer: Duration
     compute_output: Duration
+
+    def __add__(self, other: BatchStatistics) -> BatchStatistics:
+        return BatchStatistics(
+            self.batch_size,
+            self.compute_input + other.compute_input,
+            self.compute_infer + other.compute_infer,
+            self.compute_output + other.compute_output,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +117,25 @@ class StatisticsSnapshot:
     batches: tuple[BatchStatistics, ...] = ()
     weight_bytes: int = 0  # of the artifact's stored weights, for memory_usage
 
-
-class Statistics(Protocol):
-    """The counters that the core keeps for each model version."""
-
-    def snapshot(self) -> StatisticsSnapshot: ...
+    def __add__(self, other: StatisticsSnapshot) -> StatisticsSnapshot:
+        """Return the sum of two processes' statistics of a version, which share its weights."""
+        batches = {each.batch_size: each for each in self.batches}
+        for each in other.batches:
+            same_size = batches.get(each.batch_size)
+            batches[each.batch_size] = each if same_size is None else same_size + each
+        return StatisticsSnapshot(
+            max(self.last_inference_ms, other.last_inference_ms),
+            self.inference_count + other.inference_count,
+            self.execution_count + other.execution_count,
+            self.success + other.success,
+            self.fail + other.fail,
+            self.queue + other.queue,
+            self.compute_input + other.compute_input,
+            self.compute_infer + other.compute_infer,
+            self.compute_output + other.compute_output,
+            tuple(batches[size] for size in sorted(batches)),
+            max(self.weight_bytes, other.weight_bytes),
+        )
 
 
 class Model(Protocol):
@@ -159,7 +184,7 @@ class Model(Protocol):
         ...
 
     @property
-    def statistics(self) -> Statistics: ...
+    def statistics(self) -> StatisticsSnapshot: ...
 
     def begin(self, request: Request, done: Done) -> None:
         """Queue one request. ``done`` gets its reply or its error, once.
@@ -197,7 +222,7 @@ def describe(model: Model) -> dict[str, Any]:
     return {
         **asdict(model.info),
         "golden": model.golden,
-        "weight_bytes": model.statistics.snapshot().weight_bytes,
+        "weight_bytes": model.statistics.weight_bytes,
         "max_batch_size": model.max_batch_size,
         "max_queue_delay_seconds": model.max_queue_delay_s,
         "instances": model.instances,

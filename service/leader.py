@@ -25,7 +25,7 @@ from service.models.controller import Controller
 from service.models.plan import DesiredModel
 from service.peers.channel import Body
 from service.regions.files import check_system
-from service.regions.table import RegionLimits, RegionTable
+from service.regions.table import RegionTable
 from service.shadow.process import NAME as SHADOW
 from service.shadow.process import FindPlan, ShadowProcess
 from service.telemetry.counts import Counting
@@ -101,7 +101,7 @@ class Leader:
         off_reason = self.shadow.off_reason
         self._status = StatusReader(overview, self.counting.samples, workers=config.workers, off_reason=off_reason)
         evidence = evidence_route(overview, self.shadow.evidence if config.evidence else None)
-        pages = routes(overview, self.counting, self._status.snapshot, evidence)
+        pages = routes(overview, self.counting.expose, self._status.snapshot, evidence)
         self.http = HttpServer(
             config.host,
             config.http_port,
@@ -211,4 +211,4 @@ def open_regions(config: ServerConfig) -> RegionTable | None:
 
 def new_table(config: ServerConfig) -> RegionTable:
     """Return a table with the configured limits: for another process of a server that has shared memory on."""
-    return RegionTable(RegionLimits(config.region_prefix))
+    return RegionTable(config.region_prefix)

@@ -71,10 +71,7 @@ class RegistryModels:
                 self._registry.find(name, "")  # raises NotFound for what does not exist
             slots = (slot for slot in self._registry.models() if name in ("", slot.name))
             found = [model for slot in slots if (model := slot.model) is not None]
-        return [
-            VersionStatistics(model.name, model.version, model.info.device, model.statistics.snapshot())
-            for model in found
-        ]
+        return [VersionStatistics(model.name, model.version, model.info.device, model.statistics) for model in found]
 
 
 #: The protocol's extensions of a server that has :class:`ModelControl`.

@@ -18,7 +18,6 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from service.models.repository import parse_version
 from service.operations import IndexEntry, VersionStatistics
-from service.telemetry.counts import add
 
 _log = logging.getLogger(__name__)
 RAY_ERRORS = (RayError, RayServeException, TimeoutError)
@@ -118,7 +117,7 @@ class RunningModel:
         total: dict[int, VersionStatistics] = {}
         for each in (counted for report in self.reports for counted in report.statistics):
             known = total.get(each.version)
-            snapshot = each.snapshot if known is None else add(known.snapshot, each.snapshot)
+            snapshot = each.snapshot if known is None else known.snapshot + each.snapshot
             total[each.version] = VersionStatistics(each.name, each.version, each.device, snapshot)
         return [total[version] for version in sorted(total)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from service.config.tokens import TokenFile
 
 _log = logging.getLogger(__name__)
 _LARGEST_FILE = 16 << 20  # bytes: a hundred times the usual bundle of all public authorities
-_MOST_ROUNDS = 10  # a TLS handshake has three or four
+_ROUNDS = 10  # a TLS handshake has three or four
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +61,13 @@ class Certificates:
         client = context.wrap_bio(to_client, to_server)
         server = self.context.wrap_bio(to_server, to_client, server_side=True)
         try:
-            for _ in range(_MOST_ROUNDS):
-                if all([_step(client), _step(server)]):
-                    break
+            for side in (client, server) * _ROUNDS:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
         except ssl.SSLError as error:
             reason = getattr(error, "verify_message", None) or error.reason or "the handshake failed"
             raise ConfigError(f"tls_certificate: no client would accept it: {reason}; replace it") from None
-        seen = client.getpeercert()
-        if not seen or "notAfter" not in seen:
-            raise ConfigError("tls_certificate: a TLS handshake with it never ends; replace it")
-        return seen
-
-
-def _step(side: ssl.SSLObject) -> bool:
-    """Continue the handshake of one side; return whether it is finished."""
-    try:
-        side.do_handshake()
-    except ssl.SSLWantReadError:
-        return False
-    return True
+        return client.getpeercert() or {}
 
 
 class CertificateFiles:
@@ -91,7 +80,7 @@ class CertificateFiles:
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self._certificate, self._key, self._client_ca = certificate, key, client_ca
         paths = (certificate, key) if client_ca is None else (certificate, key, client_ca)
-        self._files = ReloadedFiles(paths, self._load, self._log_failure)
+        self._files = ReloadedFiles("the TLS files", paths, self._load)
 
     @property
     def mutual_tls(self) -> bool:
@@ -105,7 +94,7 @@ class CertificateFiles:
     def _load(self) -> Certificates:
         certificate = _read("tls_certificate", self._certificate)
         key = _read("tls_key", self._key)
-        client_ca = None if self._client_ca is None else read_authority("tls_client_ca", self._client_ca)
+        client_ca = None if self._client_ca is None else _read_authority(self._client_ca)
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
@@ -121,9 +110,6 @@ class CertificateFiles:
             context.verify_mode = ssl.CERT_OPTIONAL
         _log.debug("TLS certificate read from %s", self._certificate)
         return Certificates(certificate, key, client_ca, context)
-
-    def _log_failure(self, error: Exception) -> None:
-        _log.error("the TLS files cannot be read again; the old ones stay in force: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +137,14 @@ def tokens_of(config: ServerConfig) -> TokenFile | None:
     return None if config.token_file is None else TokenFile(config.token_file)
 
 
-def read_authority(key: str, path: Path) -> bytes:
-    """Return the CA certificates (PEM) in ``path``. Raises ConfigError, naming ``key``, for a file without any."""
-    certificates = _read(key, path)
+def _read_authority(path: Path) -> bytes:
+    certificates = _read("tls_client_ca", path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificates.decode("ascii"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key} {path} cannot be used: {_openssl_reason(error)}; give PEM certificates") from None
+        raise ConfigError(
+            f"tls_client_ca {path} cannot be used: {_openssl_reason(error)}; give PEM certificates"
+        ) from None
     return certificates
 
 

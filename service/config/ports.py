@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from bf16kit.messages.errors import ConfigError
 
@@ -22,60 +22,44 @@ def listen(host: str, port: int, flag: str, backlog: int = 1) -> socket.socket:
         raise ConfigError(_failure_message(host, port, flag, error)) from None
 
 
-class ReservedPort:
-    """A context that reserves a port for processes of this server, which share it (SO_REUSEPORT).
+@contextmanager
+def reserve(host: str, port: int) -> Iterator[int]:
+    """Reserve a port for processes of this server, which share it (SO_REUSEPORT); yield its number.
 
-    This socket does not listen: the kernel gives connections to the processes that do. Another program cannot take the
+    The sockets do not listen: the kernel gives connections to the processes that do. Another program cannot take the
     port unless it sets SO_REUSEPORT too. Raises ConfigError if another program has the port already.
     """
-
-    def __init__(self, host: str, port: int) -> None:
-        self._sockets: list[socket.socket] = []
-        self.port = port
+    with ExitStack() as held:
         try:
-            addresses = dict.fromkeys(
-                (family, address)
-                for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            )
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise ConfigError(_failure_message(host, port, "--grpc-port", error)) from None
-        failed: OSError | None = None
-        for family, address in addresses:
+        number, failed = 0, None
+        for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
             try:
-                self._bind(family, (address[0], self.port, *address[2:]))
+                number = held.enter_context(_bound(family, (address[0], number or port, *address[2:]))).getsockname()[1]
             except OSError as error:  # as in gRPC, this machine may lack some addresses of a name
                 failed = error
-        if failed is not None and (failed.errno == errno.EADDRINUSE or not self._sockets):
-            self.close()
+        if failed is not None and (failed.errno == errno.EADDRINUSE or not number):
             raise ConfigError(_failure_message(host, port, "--grpc-port", failed))
+        yield number
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the port."""
-        for each in self._sockets:
-            each.close()
-
-    def _bind(self, family: int, address: tuple[object, ...]) -> None:
-        bound = socket.socket(family, socket.SOCK_STREAM)
+def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    # SO_REUSEADDR for the bind: recently closed connections do not block the port, a listening program does.
+    # Afterwards only SO_REUSEPORT stays on, so that another program cannot bind with SO_REUSEADDR alone.
+    try:
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # as gRPC does: [::] covers IPv4 as well
-        # SO_REUSEADDR for the bind: recently closed connections do not block the port, a listening program does.
-        # Afterwards only SO_REUSEPORT stays on, so that another program cannot bind with SO_REUSEADDR alone.
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        except OSError:
-            bound.close()
-            raise
-        self._sockets.append(bound)
-        self.port = int(bound.getsockname()[1])
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _failure_message(host: str, port: int, flag: str, error: OSError | UnicodeError) -> str:

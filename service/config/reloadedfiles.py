@@ -22,15 +22,15 @@ class ReloadedFiles(Generic[_T]):
     """The value that ``read`` makes of ``paths``. The constructor reads it, and passes on what ``read`` raises.
 
     A thread checks the files every :data:`CHECK_SECONDS`, and reads again if one has changed; so a volume that hangs
-    blocks nobody who needs the value. When reading fails the last good value stays in force, and ``on_error`` is called
-    once for each change. The value keeps its identity until the files change. The thread ends when this object is no
-    longer used.
+    blocks nobody who needs the value. When reading fails the last good value stays in force, and an error about
+    ``name`` is logged once for each change. The value keeps its identity until the files change. The thread ends when
+    this object is no longer used.
     """
 
-    def __init__(self, paths: tuple[Path, ...], read: Callable[[], _T], on_error: Callable[[Exception], None]) -> None:
+    def __init__(self, name: str, paths: tuple[Path, ...], read: Callable[[], _T]) -> None:
+        self._name = name
         self._paths = paths
         self._read = read
-        self._on_error = on_error
         self._signature = self._current_signature()
         self._value = read()
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="files", daemon=True).start()
@@ -45,7 +45,7 @@ class ReloadedFiles(Generic[_T]):
             try:
                 self._value = self._read()
             except Exception as error:  # noqa: BLE001 -- a half-written file must not end the server
-                self._on_error(error)
+                _log.error("%s cannot be read again; the old ones stay in force: %s", self._name, error)
             # The signature is older than the read: a change during the read causes another read.
             self._signature = signature
 
@@ -58,10 +58,7 @@ def _watch(watched: weakref.ref[ReloadedFiles[_T]]) -> None:
         time.sleep(CHECK_SECONDS)
         if (files := watched()) is None:
             return
-        try:
-            files.check()
-        except Exception:  # noqa: BLE001 -- this thread must live on
-            _log.exception("a check of changed files failed; it will run again")
+        files.check()
         del files  # not kept in use by this thread
 
 

@@ -19,8 +19,6 @@ from bf16kit.messages.wording import brief, first_few, os_error_text, quoted
 ENV_PREFIX = "BF16KIT_"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only programs on this machine can reach
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says which
-_LARGEST_FILE = 1 << 20  # bytes
-_LONGEST_INTEGER = 100  # characters of YAML: 64 bits in base 2, with an underscore here and there
 # Variables with our prefix that are no settings: read by the command line, the CPU kernel, `health`, the converter.
 _OTHER_VARIABLES = ("CONFIG", "HEALTH_CERTIFICATE", "HEALTH_KEY", "KERNEL_PATH", "TENSORFLOW_PYTHON", "TOKEN")
 # Variables that Kubernetes sets in every pod for a Service whose name begins with bf16kit: no typos.
@@ -220,13 +218,9 @@ def _with_similar(name: str, known: list[str]) -> str:
 def read_mapping(file: Path) -> dict[str, Any]:
     """Return the YAML mapping in ``file``, as :func:`parse_mapping` does. Also raises if it cannot be read."""
     try:
-        with file.open("rb") as opened:
-            data = opened.read(_LARGEST_FILE + 1)
+        return parse_mapping(file.read_bytes(), file)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {os_error_text(error)}") from None
-    if len(data) > _LARGEST_FILE:
-        raise ConfigError(f"{file}: larger than {_LARGEST_FILE >> 20} MiB, the limit")
-    return parse_mapping(data, file)
 
 
 def parse_mapping(data: bytes, file: Path) -> dict[str, Any]:
@@ -266,9 +260,9 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        if len(node.value) > _LONGEST_INTEGER or abs(value := super().construct_yaml_int(node)) >= 1 << 63:
+        if abs(value := int(super().construct_yaml_int(node))) >= 1 << 63:
             raise _Refused(f"{quoted(node.value)} has more than 64 bits: give a smaller number", node.start_mark)
-        return int(value)
+        return value
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

@@ -40,7 +40,7 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: ReloadedFiles[_Table] = ReloadedFiles((path,), self._load, self._log_failure)
+        self._file: ReloadedFiles[_Table] = ReloadedFiles("the tokens", (path,), self._load)
         if not self._file.current():
             raise ConfigError(f"token_file {path} holds no token; write lines of 'token scope[,scope]'")
 
@@ -73,9 +73,6 @@ class TokenFile:
         if not table:
             _log.warning("token_file %s holds no token: every request that needs a token is rejected", self._path)
         return table
-
-    def _log_failure(self, error: Exception) -> None:
-        _log.error("the token file cannot be read again; the old tokens stay in force: %s", error)
 
 
 def is_token(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""The HTTP port: metrics and probes for machines, the status page for people. No inference here.
+"""The HTTP port's connections. :mod:`service.http.pageapp` answers their requests.
 
 uvicorn reads and writes HTTP on one thread with an event loop of its own, so hundreds of silent connections cost no
 threads. Its own server has no time limit for a request's headers or a TLS handshake, no limit of connections that still
@@ -14,28 +14,23 @@ import itertools
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
 import h11
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from service.config import ports
 from service.config.certificates import CertificateFiles
-from service.http.pages import CONTENT_POLICY, Access, Refused, Route, Routes
+from service.http.pageapp import CHUNK, PageApp
+from service.http.pages import CONTENT_POLICY, Access, Routes
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections held by the system until they are accepted
 _SEND_BUFFER = 128 << 10  # bytes of a response held by the system for a client that does not read
-_CHUNK = 16 << 10  # bytes of a response sent at once: as much as a slow reader makes the server hold
 _READ = 4 << 10  # bytes of requests parsed at once: the limit on headers is exact to so many
 _HEADERS = {
     "server": "bf16kit",
@@ -43,15 +38,8 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "content-security-policy": CONTENT_POLICY,
 }
-_THREADS = 2  # that make pages
-_WAITING = 32  # distinct pages; a scraper requests one
-_LONGEST_PAUSE_SECONDS = 0.2  # of such a thread after a page
-# Requests that the loop begins to answer in one turn. A probe that is its connection's first request goes ahead, so
-# that hundreds of busy clients do not delay it.
-_REQUESTS_PER_TURN = 16
 _ACCEPT_BURST = 8  # connections accepted in a row: a flood of them must not delay those that are open
 _NO_DESCRIPTOR_PAUSE_SECONDS = 0.05  # before accepting again when there are no file descriptors left
-_WARNING_INTERVAL_SECONDS = 60.0
 _LAST_RESPONSES_SECONDS = 0.5  # wait for responses whose connections were closed, when the server ends
 
 
@@ -77,7 +65,7 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         made = cast("asyncio.Transport", transport)
         super().connection_made(made)
-        made.set_write_buffer_limits(_CHUNK)
+        made.set_write_buffer_limits(CHUNK)
         self.app_state |= {"first": True, "certificate": bool(made.get_extra_info("peercert"))}
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -154,16 +142,13 @@ class HttpServer:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted sockets inherit it
         self.limits = limits or Limits()
         self.on_refused = on_refused
-        self._pages = pages
-        self._access = access or Access()
+        self._app = PageApp(pages, access or Access(), on_refused)
         self._certificates = certificates
-        self._threads = ThreadPoolExecutor(_THREADS, "http-page")
-        self._waiting: dict[tuple[str, str], Future[Response]] = {}  # pages requested and not begun
-        self._turn = asyncio.Semaphore(_REQUESTS_PER_TURN)
         # Connections with the task that opens them, first the one without progress for the longest time.
         self._open: dict[_Connection, asyncio.Task[Any]] = {}
-        self._last_warning = -_WARNING_INTERVAL_SECONDS
-        self._stop: Future[Callable[[], object]] = Future()
+        self._was_full = False
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     @property
@@ -177,32 +162,29 @@ class HttpServer:
         """End every connection and the thread."""
         if self._thread.ident is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-                self._stop.result()()
+                self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._loop.close()
+        self._app.close()
         self._listener.close()
 
     # --- connections, on the loop's thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
         except Exception:  # noqa: BLE001 -- the last thing this thread can do is say so
             _log.exception("the HTTP port has ended")
-        finally:
-            if not self._stop.done():
-                self._stop.set_exception(RuntimeError("the loop never ran"))
 
     async def _serve(self) -> None:
-        loop, state = asyncio.get_running_loop(), ServerState()
+        loop, state = self._loop, ServerState()
         loop.set_exception_handler(_unexpected)
         # asyncio warns of each response to a client that has gone. Clients could fill the log that way.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
         accepting = loop.create_task(self._accept(state))
-        stop = asyncio.Event()
-        accepting.add_done_callback(lambda _: stop.set())
-        self._stop.set_result(lambda: loop.call_soon_threadsafe(stop.set))
-        await stop.wait()
+        accepting.add_done_callback(lambda _: self._stop.set())
+        await self._stop.wait()
         for connection in list(self._open):
             self._evict(connection)
         if state.tasks:
@@ -211,9 +193,8 @@ class HttpServer:
             accepting.result()  # raises the exception that ended it
 
     async def _accept(self, state: ServerState) -> None:
-        loop = asyncio.get_running_loop()
         config = Config(
-            self._answer, interface="asgi3", ws="none", lifespan="off", workers=1, proxy_headers=False,
+            self._app, interface="asgi3", ws="none", lifespan="off", workers=1, proxy_headers=False,
             log_config=None, log_level=logging.ERROR, access_log=False,
             # _Connection's own limit comes first.
             timeout_keep_alive=int(self.limits.idle_seconds) + 1,
@@ -224,7 +205,7 @@ class HttpServer:
         self._listener.setblocking(False)
         for count in itertools.count(1):
             try:
-                peer, _ = await loop.sock_accept(self._listener)
+                peer, _ = await self._loop.sock_accept(self._listener)
             except ConnectionAbortedError:
                 continue  # the client left before it was accepted
             except OSError as error:  # most likely no file descriptor is left
@@ -238,7 +219,6 @@ class HttpServer:
                 await asyncio.sleep(0)
 
     def _start_connection(self, connection: _Connection, peer: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         tls: dict[str, Any] = {}
         if self._certificates is not None:
             tls = {
@@ -246,7 +226,7 @@ class HttpServer:
                 "ssl_handshake_timeout": self.limits.request_seconds,
                 "ssl_shutdown_timeout": 1.0,
             }
-        opening = loop.create_task(loop.connect_accepted_socket(lambda: connection, peer, **tls))
+        opening = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, peer, **tls))
 
         def opened(task: asyncio.Task[Any]) -> None:
             if task.cancelled() or (error := task.exception()) is not None:
@@ -278,77 +258,13 @@ class HttpServer:
             return
         self.on_refused("http_connections")
         self._evict(next(iter(self._open)))
-        now = time.monotonic()
-        if now - self._last_warning >= _WARNING_INTERVAL_SECONDS:
-            self._last_warning = now
-            _log.warning("HTTP port: %s: closing the connections that have been idle longest", reason)
-
-    # --- requests -----------------------------------------------------------------------------------------------------
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; uvicorn calls it."""
-        with contextlib.suppress(asyncio.CancelledError):  # only when the loop ends
-            response = await self._respond(Request(scope))
-            if isinstance(response, Refused):
-                self.on_refused(response.reason)
-            await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-            # Each piece is sent once the client has most of the one before: a slow reader holds no more in memory.
-            for start in range(0, len(response.body), _CHUNK) if scope["method"] != "HEAD" else ():
-                piece = bytes(response.body[start : start + _CHUNK])
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body"})
-
-    async def _respond(self, request: Request) -> Response:
-        path = request.scope["path"]
-        route = self._pages.get(path)
-        state = request.scope["state"]
-        if route is None or not route.probe or not state["first"]:
-            async with self._turn:
-                await asyncio.sleep(0)  # the place is free again one turn later
-        if request.method not in ("GET", "HEAD"):
-            return Refused(
-                405,
-                "this port answers GET and HEAD only",
-                "http_malformed",
-                {"Allow": "GET, HEAD", "Connection": "close"},
+        if not self._was_full:  # logged once, because clients could fill the log
+            self._was_full = True
+            _log.warning(
+                "HTTP port: %s: closing the connections that have been idle longest, now and whenever"
+                ' bf16kit_refused_total{reason="http_connections"} grows',
+                reason,
             )
-        if route is not None and route.probe:
-            return self._make(path, route, "")
-        scope, header = "read" if route is None else route.scope, request.headers
-        # Two such headers, joined, are not a valid token.
-        authorization = ", ".join(header.getlist("authorization"))
-        host = header.get("host", "")
-        if (refusal := self._access.refusal(authorization, state["certificate"], scope, host)) is not None:
-            return refusal
-        if route is None:
-            return PlainTextResponse(f"not found; the pages are {', '.join(self._pages)}\n", 404)
-        return await self._page(path, route, request)
-
-    async def _page(self, path: str, route: Route, request: Request) -> Response:
-        """Make a page on a thread, once for all clients that wait for it. It is never older than its request."""
-        query = request.scope["query_string"].decode("latin-1")
-        key = path, query if route.takes_query else ", ".join(request.headers.getlist("accept"))
-        job = self._waiting.get(key)
-        if job is None:
-            if len(self._waiting) >= _WAITING:
-                return Refused(503, "too many pages are requested; try again", "http_busy", {"Retry-After": "1"})
-            self._waiting[key] = job = Future()
-            self._threads.submit(self._run_job, key, job, route)
-        return await asyncio.shield(asyncio.wrap_future(job))
-
-    def _run_job(self, key: tuple[str, str], job: Future[Response], route: Route) -> None:
-        started = time.monotonic()
-        self._waiting.pop(key, None)  # only the loop adds entries; whoever comes from now on gets a newer page
-        job.set_result(self._make(key[0], route, key[1]))
-        # Pages take at most a quarter of these threads' time: clients without pauses must not slow down inference.
-        time.sleep(min(3 * (time.monotonic() - started), _LONGEST_PAUSE_SECONDS))
-
-    def _make(self, path: str, route: Route, argument: str) -> Response:
-        try:
-            return route.make(argument)
-        except Exception:  # noqa: BLE001 -- an empty answer would tell neither a scraper nor the operator
-            _log.exception("%s cannot be answered", path)
-            return PlainTextResponse("internal error; the server's log has the details\n", 500)
 
 
 def _unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

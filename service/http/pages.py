@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qs
 
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -68,16 +68,11 @@ class Route:
 
 
 Routes = Mapping[str, Route]
-
-
-class MetricsSource(Protocol):
-    """The part of :class:`service.telemetry.metrics.Metrics` that the port reads."""
-
-    def expose(self, accept: str = "") -> tuple[bytes, str]: ...
+Expose = Callable[[str], tuple[bytes, str]]  # returns the metrics for an Accept header, and their content type
 
 
 def routes(
-    registry: Overview, metrics: MetricsSource, snapshot: Callable[[], Mapping[str, Any]], evidence: Route | None = None
+    registry: Overview, expose: Expose, snapshot: Callable[[], Mapping[str, Any]], evidence: Route | None = None
 ) -> Routes:
     """Return the routes: ``/metrics``, ``/livez``, ``/readyz``, the status page at ``/``, and ``evidence``, if given.
 
@@ -85,7 +80,7 @@ def routes(
     """
 
     def scrape(accept: str) -> Response:
-        body, content_type = metrics.expose(accept)
+        body, content_type = expose(accept)
         return Response(body, headers={"Content-Type": content_type})
 
     def status_json(_: str) -> Response:

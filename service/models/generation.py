@@ -11,7 +11,7 @@ from bf16kit.messages.errors import InputRefused, RuntimeFailure, Unsupported
 from bf16kit.runtime import Runtime, RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.queue import BatchPolicy
-from service.contract import ActivePrecision, Array, Bounds, TensorSemantics
+from service.contract import ActivePrecision, Array, Bounds, StatisticsSnapshot, TensorSemantics
 from service.drift.forwarder import SampleForwarder, SampleSender
 from service.drift.gate import ProcessRank
 from service.models.engine import Engine, Leases
@@ -21,7 +21,6 @@ from service.models.opened import baseline
 from service.models.serving import Serving
 from service.request import Done, Observation, Precision, Reply, Request, Timings
 from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.modelstatistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
 _LEAST_CLOSE_S = 0.2  # the least time for idle threads to end, even after the deadline
@@ -69,7 +68,6 @@ class Generation:
         self.scheduling = serving.scheduling()
         self.info: RuntimeInfo = loaded.info
         self.budget = opened.budget.as_dict()
-        self.statistics = ModelStatistics(opened.weight_bytes)
         self.leases = Leases()
         self._changed = changed
         self._engine = Engine(self.label, loaded.runtime, fp32, self._on_switch, lambda: self.metrics.fallback_failed())
@@ -95,23 +93,29 @@ class Generation:
         """See :meth:`service.contract.Model.begin`."""
 
         def finish(result: Reply | Exception) -> None:
-            self.metrics.in_flight(-1)
             if isinstance(result, Reply):
-                self.metrics.answered(result.reported_precision)
+                self.metrics.ended(result.reported_precision)
                 if self._shadow is not None:
                     self._shadow.offer(request, result)
+            else:
+                self.metrics.ended(None)
             done(result)
 
-        self.metrics.in_flight(1)
+        self.metrics.began()
         try:
             self._batcher.begin(request, finish)
         except BaseException:
-            self.metrics.in_flight(-1)
+            self.metrics.ended(None)
             raise
 
     def release(self) -> None:
         """See :meth:`service.contract.Model.release`."""
         self.leases.release()
+
+    @property
+    def statistics(self) -> StatisticsSnapshot:
+        """See :class:`service.contract.Model`."""
+        return self.metrics.statistics
 
     @property
     def active_precision(self) -> ActivePrecision:
@@ -125,7 +129,6 @@ class Generation:
     def observe(self, seen: Observation) -> None:
         """See :meth:`service.contract.Model.observe`."""
         self.metrics.request(seen)
-        self.statistics.request(seen)
 
     def close(self, deadline: float) -> bool:
         """Wait for the leases, reject waiting requests, end the threads, free the device's memory.
@@ -157,9 +160,7 @@ class Generation:
         self.metrics.queued(change)
 
     def executed(self, requests: int, rows: int, timings: Timings) -> None:
-        # With batching off, Triton counts every request as one inference, whatever its number of rows.
-        self.statistics.execution(requests, rows if self.max_batch_size else requests, timings)
-        self.metrics.executed(rows, timings.compute)
+        self.metrics.executed(requests, rows, timings, batching=self.max_batch_size > 0)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from bf16kit.numerics.tensors import Array
 
 # Follow no links, do not block on a pipe, and do not pass the descriptor on to child processes.
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-LARGEST_COPY = 0x7FFFF000  # bytes: Linux transfers no more in one call
 
 
 class SharedFile:

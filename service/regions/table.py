@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,19 +14,10 @@ from bf16kit.messages.errors import AlreadyExists, InvalidRequest, NotFound, Ove
 from bf16kit.messages.wording import quoted
 from bf16kit.numerics.tensors import Array
 from service.operations import Region
-from service.regions.files import LARGEST_COPY, SharedFile, open_regular_file
+from service.regions.files import SharedFile, open_regular_file
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 -- it is where POSIX shared memory lies
 _LONGEST_NAME = 255  # characters
-
-
-@dataclass(frozen=True, slots=True)
-class RegionLimits:
-    """Limits on regions. ``prefix`` begins every allowed file name; ``nbytes`` limits all regions together."""
-
-    prefix: str
-    regions: int = 1024
-    nbytes: int = 1 << 30
 
 
 class _Registered(NamedTuple):
@@ -69,11 +59,17 @@ class RegionSlice:
 
 
 class RegionTable:
-    """See :class:`service.operations.Regions`."""
+    """See :class:`service.operations.Regions`.
 
-    def __init__(self, limits: RegionLimits, directory: Path = DIRECTORY) -> None:
-        self._limits = limits
+    ``prefix`` begins every allowed file name. ``regions`` limits their number, ``nbytes`` all of them together: a copy
+    of more than 2 GiB would be several calls.
+    """
+
+    def __init__(self, prefix: str, directory: Path = DIRECTORY, *, regions: int = 1024, nbytes: int = 1 << 30) -> None:
+        self._prefix = prefix
         self._directory = directory
+        self._most_regions = regions
+        self._most_bytes = nbytes
         self._lock = threading.Lock()
         self._registered: dict[str, _Registered] = {}
 
@@ -115,10 +111,6 @@ class RegionTable:
                 f"{byte_size} bytes from offset {offset} are not within shared memory region {quoted(name)} of"
                 f" {region.byte_size} bytes"
             )
-        if byte_size > LARGEST_COPY:
-            raise InvalidRequest(
-                f"{byte_size} bytes of shared memory are too many for one tensor; the limit is {LARGEST_COPY}"
-            )
         return RegionSlice(name, file, offset, byte_size)
 
     def _find(self, name: str) -> _Registered:
@@ -136,7 +128,7 @@ class RegionTable:
                 " expected at least 1 byte, from offset 0 or more"
             )
         file = region.key.removeprefix("/")  # as shm_open takes it
-        if not file.startswith(self._limits.prefix) or file in ("", ".", "..") or "/" in file or "\0" in file:
+        if not file.startswith(self._prefix) or file in ("", ".", "..") or "/" in file or "\0" in file:
             raise self._not_usable(region)
         try:
             descriptor = open_regular_file(self._directory / file)
@@ -147,7 +139,7 @@ class RegionTable:
     def _not_usable(self, region: Region) -> InvalidRequest:
         return InvalidRequest(
             f"shared memory key {quoted(region.key)} cannot be used: expected a plain file in {self._directory} that"
-            f" the server may read and write, its name beginning with {self._limits.prefix!r} (shared_memory)"
+            f" the server may read and write, its name beginning with {self._prefix!r} (shared_memory)"
         )
 
     def _check_new(self, name: str) -> None:
@@ -157,16 +149,16 @@ class RegionTable:
     def _add(self, region: Region, file: SharedFile) -> None:
         with self._lock:
             self._check_new(region.name)
-            if len(self._registered) >= self._limits.regions:
+            if len(self._registered) >= self._most_regions:
                 raise Overloaded(
-                    f"{self._limits.regions} shared memory regions are registered, which is the limit; unregister some",
+                    f"{self._most_regions} shared memory regions are registered, which is the limit; unregister some",
                     "regions",
                 )
             in_use = sum(known.region.byte_size for known in self._registered.values())
-            if in_use + region.byte_size > self._limits.nbytes:
+            if in_use + region.byte_size > self._most_bytes:
                 raise Overloaded(
                     f"{in_use} bytes of shared memory are registered, and {region.byte_size} more are over the limit of"
-                    f" {self._limits.nbytes}; unregister some",
+                    f" {self._most_bytes}; unregister some",
                     "regions",
                 )
             self._registered[region.name] = _Registered(region, file)

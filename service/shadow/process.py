@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body, from_json
 from service.peers.child import Child
 from service.peers.peer import ENDED, Handler, Message, Peer
-from service.telemetry.families import OF_MODEL
+from service.telemetry.values import Values, from_message, to_message
 
 _log = logging.getLogger(__name__)
 REFERENCES = "service.shadow.references"
@@ -37,9 +37,8 @@ EVIDENCE_SECONDS = 10.0  # longest wait for evidence
 DEATHS, DEATH_SECONDS = 3, 600.0
 _MAX_BYTES = 256 << 20  # of samples sent to it and not yet measured
 _MAX_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs
-_UP, _LAST_SAMPLE = "bf16kit_drift_reference_up", "bf16kit_drift_last_sample_timestamp_seconds"
+_UP, _LAST_SAMPLE = "drift_reference_up", "drift_last_sample_timestamp_seconds"
 Key = tuple[str, int]  # a model's name and version
-FamilyJson = Sequence[Any]  # a family, as :meth:`service.telemetry.merged.Family.as_json` returns it
 #: Returns the plan of this digest by which a model's version is to be served; None if there is none.
 FindPlan = Callable[[str, int, str], Plan | None]
 
@@ -88,7 +87,7 @@ class ShadowProcess:
         self._early: list[_EarlyMessage] = []  # samples that came before it had started
         self._started: Peer | None = None  # the peer to which the start has been sent, which must come first
         self._plans: dict[Key, Plan] = {}  # of the versions that it measures
-        self._last_sample: FamilyJson | None = None  # the last report of the time of each model's last sample
+        self._last_samples: Values = {}  # the time of each model's last sample
         self._unanswered: set[str] = set()  # what the process was doing when it died
         self._deaths: deque[tuple[float, set[str]]] = deque(maxlen=DEATHS)  # when, and doing what
         self._off = ""  # why it stays off
@@ -334,24 +333,16 @@ class ShadowProcess:
 
     def _note_last_sample(self, done: Future[Body]) -> None:
         if done.exception() is None:
-            for family in done.result()["metrics"]:
-                if family[0] == _LAST_SAMPLE:
-                    *head, series = family
-                    known = {} if self._last_sample is None else {_key(each[1]): each for each in self._last_sample[-1]}
-                    known |= {_key(each[1]): each for each in series}  # a new process has those of its own samples only
-                    self._last_sample = [*head, list(known.values())]
+            found = from_message(done.result()["metrics"])  # a new process has those of its own samples only
+            self._last_samples |= {key: at for key, at in found.items() if key[0] == _LAST_SAMPLE}
 
     def _report_gauges(self) -> None:
         """Report what outlives it for its models, unless it reports itself. The caller holds the lock."""
         if self._responding:
             return
-        text, mode = OF_MODEL["drift_reference_up"].text, OF_MODEL["drift_reference_up"].mode
-        down = [[_UP, {"model": name, "version": str(version)}, 0.0, None] for name, version in self._plans]
-        families: list[FamilyJson] = [[_UP, "gauge", text, mode, down]]
-        if self._last_sample is not None:
-            *head, series = self._last_sample
-            families.append([*head, [each for each in series if _key(each[1]) in self._plans]])
-        self._counts(Message({"metrics": families, "complete": True, "statistics": []}))
+        gauges: Values = {(_UP, name, str(version)): 0.0 for name, version in self._plans}
+        gauges |= {key: at for key, at in self._last_samples.items() if (key[1], int(key[2])) in self._plans}
+        self._counts(Message({"metrics": to_message(gauges)}))
 
     def _forget(self, model: str, versions: Collection[int], done: Future[Body]) -> None:
         self._receive_counts(done)  # without that model

@@ -34,10 +34,11 @@ from service.shadow.referencememory import ReferenceMemory, fp32_bytes
 from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
+from service.telemetry.values import to_message
 
 _log = logging.getLogger(__name__)
 _VERDICT_SECONDS = 1.0  # between two verdicts of the same status
-MEASURED = "bf16kit_drift_"  # prefix of the metrics counted here; serving processes count the others
+MEASURED = "drift_"  # prefix of the metrics counted here; serving processes count the others
 
 
 @dataclass(eq=False)
@@ -122,8 +123,7 @@ class References:
             self._report_verdict(model)
 
     def _counts(self) -> Body:
-        families, complete = self._metrics.report(MEASURED)
-        return {"metrics": [family.as_json() for family in families], "complete": complete, "statistics": []}
+        return {"metrics": to_message(self._metrics.values(MEASURED))}
 
     # --- messages from the server -------------------------------------------------------------------------------------
 
@@ -179,8 +179,7 @@ class References:
                 if (model := self._models.pop((name, version), None)) is not None:
                     model.fail("dropped")
                     self._metrics.remove(model.metrics)
-        # All of them, changed or not: the server keeps series of references that this process never had.
-        return {"metrics": [family.as_json() for family in self._metrics.snapshot(MEASURED)], "complete": True}
+        return self._counts()
 
     def _send_evidence(self, message: Message) -> Body:
         """Write a version's evidence to the file sent with the message. Raises NotFound if there is none."""

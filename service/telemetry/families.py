@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from service.request import REFUSALS
-from service.telemetry.merged import Mode
+from service.request import PRECISIONS, REFUSALS
 
 # 100 µs (a small MLP on the machine itself) to 10 s.
 SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -28,20 +27,17 @@ CODES = (
     "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE",
 )  # fmt: skip
 REJECTIONS = ("queue_full", "queue_wait", "queue_bytes", "deadline", "cancelled", "draining")
+Mode = Literal["sum", "min", "max"]
 Outcome = Literal["measured", "dropped", "failed"]
-OUTCOMES: tuple[Outcome, ...] = ("measured", "dropped", "failed")
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 GateOutcome = Literal["passed", "failed", "error"]
-GATE_OUTCOMES: tuple[GateOutcome, ...] = ("passed", "failed", "error")
-Precision = Literal["bf16", "fp32"]
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+GATE_OUTCOMES: tuple[GateOutcome, ...] = get_args(GateOutcome)
 CAUSES = ("rounding", "broken", "out_of_range")  # causes of a breach: see service.drift.diagnosis
 TraceOutcome = Literal["exported", "failed"]
-TRACE_OUTCOMES: tuple[TraceOutcome, ...] = ("exported", "failed")
+TRACE_OUTCOMES: tuple[TraceOutcome, ...] = get_args(TraceOutcome)
 POOLED = ("relative_l2", "cosine_distance")  # the metrics whose budget is on the mean, which replicas pool
 MOMENTS = ("weight", "drift", "weight_squared", "weight_drift", "drift_squared")  # ΣW, ΣX, ΣW², ΣWX, ΣX²
 LARGEST_DRIFT = 1e9  # one infinite value would make a sum infinite for good, and no rate could be computed from it
-
-LATE: Sequence[str] = ()  # no value yet: the series appear when they have one
 
 
 def finite(drift: float) -> float:
@@ -50,15 +46,12 @@ def finite(drift: float) -> float:
 
 
 class Metric(NamedTuple):
-    """One metric. ``labels`` come after the model's, if it has one.
-
-    ``values``: the values of its only label that have a series with value 0 from the start; ("",) if it has no label.
-    """
+    """One metric. ``start`` has the labels of the series that exist, with value 0, from the start."""
 
     kind: Literal["counter", "gauge", "histogram"]
     text: str
     labels: tuple[str, ...]
-    values: Sequence[str]
+    start: Sequence[tuple[str, ...]]
     mode: Mode = "sum"
     buckets: tuple[float, ...] = ()
 
@@ -75,13 +68,12 @@ def _histogram(text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
     return Metric("histogram", text, labels, _start(labels, None), buckets=buckets)
 
 
-def _start(labels: Sequence[str], values: Sequence[str] | None) -> Sequence[str]:
-    """Return the values of a metric's series at the start: by default the only one of a metric without labels."""
-    return values if values is not None else LATE if labels else ("",)
+def _start(labels: Sequence[str], values: Sequence[str] | None) -> Sequence[tuple[str, ...]]:
+    """Return a metric's ``start``: one series for each of ``values``; by default the only one without labels."""
+    return [(value,) for value in values] if values is not None else [] if labels else [()]
 
 
-#: The metrics of a model, by their names without the prefix ``bf16kit_``.
-OF_MODEL: Mapping[str, Metric] = {
+_OF_MODEL: Mapping[str, Metric] = {
     "requests_total": _counter("Requests answered, by gRPC status code.", "code", values=CODES),
     "rows_total": _counter("Rows run: the sum of all batch sizes."),
     "executions_total": _counter("Batches run."),
@@ -119,8 +111,8 @@ OF_MODEL: Mapping[str, Metric] = {
     "drift_samples_total": _counter("Samples taken from live requests, by outcome.", "outcome", values=OUTCOMES),
     "drift_out_of_range_total": _counter("Measured rows with values outside the calibrated range.", "input"),
     "drift_reference_nonfinite_total": _counter("Measured rows not compared, because fp32's output is not finite."),
-    "drift_last_sample_timestamp_seconds": _gauge("Unix time of the last drift measurement.", mode="max", values=LATE),
-    "drift_reference_up": _gauge("1 while the fp32 reference is loaded and answers, else 0.", mode="max", values=LATE),
+    "drift_last_sample_timestamp_seconds": _gauge("Unix time of the last drift measurement.", mode="max", values=()),
+    "drift_reference_up": _gauge("1 while the fp32 reference is loaded and answers, else 0.", mode="max", values=()),
     "drift_budget": _gauge("The bounds of the drift budget.", "metric", mode="max"),
     "drift_baseline": _gauge("Drift measured at conversion.", "output", "metric", mode="max"),
     "drift_budget_ratio": _gauge(
@@ -142,9 +134,13 @@ OF_MODEL: Mapping[str, Metric] = {
     "fallback_active": _gauge("1 while fp32 answers instead of bf16.", mode="max"),
     "fallback_transitions_total": _counter("Switches between bf16 and fp32.", "to", values=PRECISIONS),
     "fallback_failures_total": _counter("Times that fp32 could not be loaded to answer."),
-    "golden_gate_passed": _gauge("1 if the last golden gate passed, else 0.", mode="min", values=LATE),
+    "golden_gate_passed": _gauge("1 if the last golden gate passed, else 0.", mode="min", values=()),
     "golden_gate_runs_total": _counter("Runs of the golden gate.", "outcome", values=GATE_OUTCOMES),
-    "golden_gate_timestamp_seconds": _gauge("Unix time of the last golden gate run.", mode="min", values=LATE),
+    "golden_gate_timestamp_seconds": _gauge("Unix time of the last golden gate run.", mode="min", values=()),
+}
+#: The metrics of a model, by their names without the prefix ``bf16kit_``.
+OF_MODEL: Mapping[str, Metric] = {
+    name: metric._replace(labels=("model", "version", *metric.labels)) for name, metric in _OF_MODEL.items()
 }
 #: The metrics without a model.
 OF_SERVER: Mapping[str, Metric] = {
@@ -152,3 +148,4 @@ OF_SERVER: Mapping[str, Metric] = {
     "traces_total": _counter("Traced requests, by outcome of the export.", "outcome", values=TRACE_OUTCOMES),
     "worker_restarts_total": _counter("Workers that ended and were replaced."),
 }
+METRICS: Mapping[str, Metric] = {**OF_MODEL, **OF_SERVER}

@@ -3,36 +3,38 @@
 All metrics are in :mod:`service.telemetry.families`. The rest of the server reports events to
 :class:`~service.telemetry.modelmetrics.ModelMetrics`. A model's series appear with value 0 when it is loaded, start
 anew when another generation replaces it, and disappear when it is unloaded. Nothing that a client sends becomes a
-label. Series are made from the plain values when they are collected, in prometheus_client's types, which only this file
+label. Series are made from the plain values when they are exposed, in prometheus_client's types, which only this file
 knows.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import exposition as plain
 from prometheus_client.metrics_core import Metric as PrometheusMetric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as PrometheusExemplar
 from prometheus_client.utils import floatToGoString
 
-from service.telemetry.families import OF_MODEL, OF_SERVER, Metric, TraceOutcome
-from service.telemetry.merged import Family, Mode, Series
-from service.telemetry.modelmetrics import Buckets, Labels, ModelMetrics
+from service.telemetry.families import METRICS, OF_SERVER, TraceOutcome
+from service.telemetry.modelmetrics import ModelMetrics
+from service.telemetry.values import Exemplar, Histogram, Key, Value, Values
 
-# How to combine those gauges of prometheus_client's own collectors that are not summed. All others are: a server's
-# memory, for example, is the sum over its processes.
-_PROCESS_MODES: Mapping[str, Mode] = {
-    "process_start_time_seconds": "min",
-    "process_max_fds": "min",
-    "python_info": "max",
-}
+
+class Sample(NamedTuple):
+    """One value of one series, under the name that is exposed, such as that of a histogram's bucket."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+    exemplar: Exemplar | None = None
 
 
 class Metrics:
@@ -43,12 +45,8 @@ class Metrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
         self._lock = threading.Lock()  # guards all that follow
-        self._changed = True  # a model came or went, or a count of the server changed
         self._models: dict[tuple[str, int], ModelMetrics] = {}
-        self._counts: dict[str, dict[Labels, float]] = {
-            name: {(value,) if metric.labels else (): 0.0 for value in metric.values}
-            for name, metric in OF_SERVER.items()
-        }
+        self._counts = {(name, *labels): 0.0 for name, metric in OF_SERVER.items() for labels in metric.start}
 
     def add(self, model: str, version: int) -> ModelMetrics:
         """Create this model version's series, all with value 0, in place of existing ones.
@@ -59,7 +57,6 @@ class Metrics:
         with self._lock:
             self._models.pop((model, version), None)
             self._models[model, version] = series
-            self._changed = True
         return series
 
     def remove(self, series: ModelMetrics) -> None:
@@ -67,109 +64,63 @@ class Metrics:
         with self._lock:
             if self._models.get((series.model, series.version)) is series:
                 del self._models[series.model, series.version]
-                self._changed = True
 
     def traced(self, outcome: TraceOutcome, traces: int) -> None:
         """Count the outcome of traced requests."""
-        self._count("traces_total", traces, outcome)
+        self._count(traces, "traces_total", outcome)
 
     def worker_restarted(self) -> None:
         """Count a worker that has ended, and is started again."""
-        self._count("worker_restarts_total", 1)
+        self._count(1, "worker_restarts_total")
 
     def refused(self, reason: str) -> None:
         """Count a rejection before a model was known. An unknown reason counts as ``other``."""
-        self._count("refused_total", 1, reason if (reason,) in self._counts["refused_total"] else "other")
+        self._count(1, "refused_total", reason if ("refused_total", reason) in self._counts else "other")
 
-    def samples(self, names: Iterable[str]) -> Iterator[Series]:
-        """Yield the current samples of these names. Cheaper than :meth:`expose`."""
-        wanted = set(names)
-        for family in self._families(wanted):
-            yield from (series for series in family.series if series.name in wanted)
-
-    def snapshot(self, prefix: str = "") -> list[Family]:
-        """Return all families whose names begin with ``prefix``, to be added to other processes'."""
-        families = [*self._families(), *self._of_process()]
-        return [family for family in families if family.name.startswith(prefix)]
-
-    def report(self, prefix: str = "") -> tuple[list[Family], bool]:
-        """Return :meth:`snapshot`, and whether it is complete.
-
-        If nothing has changed since the last call, it has only the families of the process itself: collecting those of
-        an idle model takes a part of a millisecond, and merging them more.
-        """
+    def values(self, prefix: str = "") -> Values:
+        """Return all values whose names begin with ``prefix``, to be added to other processes'."""
         with self._lock:
-            changed, self._changed = self._changed, False
             models = list(self._models.values())
-        changed |= any([model.take_changed() for model in models])  # noqa: C419 -- of each of them
-        if changed:
-            return self.snapshot(prefix), True
-        return [family for family in self._of_process() if family.name.startswith(prefix)], False
+            values: Values = {**self._counts}
+        for model in models:
+            values |= model.values()
+        for family in self._process.collect():
+            values |= {(each.name, *each.labels.values()): each.value for each in family.samples}
+        return {key: value for key, value in values.items() if key[0].startswith(prefix)}
 
-    def expose(self, accept: str = "") -> tuple[bytes, str]:
+    def expose(self, accept: str = "", values: Values | None = None) -> tuple[bytes, str]:
         """Return the metrics in the format that an Accept header requests, and their content type.
 
-        An invalid Accept header is treated as a missing one.
+        ``values`` are a whole server's; without them, this process' own are exposed.
         """
-        return expose(self.snapshot(), accept)
+        exposed = _Exposed(self._process, self.values() if values is None else values)
+        if "application/openmetrics-text" in accept:
+            return openmetrics.generate_latest(exposed), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
+        return plain.generate_latest(exposed), plain.CONTENT_TYPE_PLAIN_0_0_4
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _count(self, name: str, amount: float, *labels: str) -> None:
+    def _count(self, amount: float, *key: str) -> None:
         with self._lock:
-            self._counts[name][labels] += amount
-            self._changed = True
-
-    def _families(self, names: Collection[str] | None = None) -> Iterator[Family]:
-        """Yield the families; with ``names``, those that may have samples of these names."""
-        with self._lock:
-            models = list(self._models.values())
-            counts = {name: dict(series) for name, series in self._counts.items()}
-        copied = [({"model": model.model, "version": str(model.version)}, *model.copy()) for model in models]
-        for name, metric in OF_MODEL.items():
-            if names is not None and not any(each.startswith(f"bf16kit_{name}") for each in names):
-                continue
-            series: list[Series] = []
-            for of_model, values, histograms in copied:
-                for labels, value in values.get(name, {}).items():
-                    series.append(_series(name, metric, of_model, labels, value))
-                for labels, buckets in histograms.get(name, {}).items():
-                    series += _bucket_series(name, metric, of_model, labels, buckets)
-            yield _family(name, metric, series)
-        for name, metric in OF_SERVER.items():
-            yield _family(
-                name, metric, [_series(name, metric, {}, labels, value) for labels, value in counts[name].items()]
-            )
-
-    def _of_process(self) -> Iterator[Family]:
-        for metric in self._process.collect():
-            series = [Series(each.name, dict(each.labels), each.value) for each in metric.samples]
-            mode = _PROCESS_MODES.get(metric.name, "sum")
-            yield Family(metric.name, metric.type, metric.documentation, mode, series)
+            self._counts[key] += amount
 
 
-def expose(families: Iterable[Family], accept: str = "") -> tuple[bytes, str]:
-    """Return families as :meth:`Metrics.expose` does."""
-    encode, content_type = _encoder(accept)
-    return encode(_FamilyCollector(families)), content_type
+def samples(values: Values) -> Iterator[Sample]:
+    """Yield the samples of all values that are metrics of models or of the server."""
+    for key, value in values.items():
+        if key[0] in METRICS:
+            yield from _samples(key, value)
 
 
-def _family(name: str, metric: Metric, series: list[Series]) -> Family:
-    return Family(f"bf16kit_{name.removesuffix('_total')}", metric.kind, metric.text, metric.mode, series)
-
-
-def _series(name: str, metric: Metric, of_model: Mapping[str, str], labels: Labels, value: float) -> Series:
-    return Series(f"bf16kit_{name}", {**of_model, **dict(zip(metric.labels, labels, strict=True))}, value)
-
-
-def _bucket_series(
-    name: str, metric: Metric, of_model: Mapping[str, str], labels: Labels, buckets: Buckets
-) -> Iterator[Series]:
-    named = {**of_model, **dict(zip(metric.labels, labels, strict=True))}
-    for at, (limit, count) in enumerate(zip(_limits(metric.buckets), buckets.counts, strict=True)):
-        yield Series(f"bf16kit_{name}_bucket", {**named, "le": limit}, count, buckets.exemplars.get(at))
-    yield Series(f"bf16kit_{name}_count", named, buckets.counts[-1])
-    yield Series(f"bf16kit_{name}_sum", named, buckets.total)
+def _samples(key: Key, value: Value) -> Iterator[Sample]:
+    name, metric = f"bf16kit_{key[0]}", METRICS[key[0]]
+    labels = dict(zip(metric.labels, key[1:], strict=True))
+    if isinstance(value, Histogram):
+        counts = value.counts()
+        for at, (limit, count) in enumerate(zip(_limits(metric.buckets), counts, strict=True)):
+            yield Sample(f"{name}_bucket", {**labels, "le": limit}, count, value.exemplars.get(at))
+        yield Sample(f"{name}_count", labels, counts[-1])
+        yield Sample(f"{name}_sum", labels, value.total)
+    elif isinstance(value, float):
+        yield Sample(name, labels, value)
 
 
 @cache
@@ -178,31 +129,30 @@ def _limits(bounds: tuple[float, ...]) -> tuple[str, ...]:
     return tuple(floatToGoString(bound) for bound in (*bounds, math.inf))  # type: ignore[no-untyped-call]
 
 
-class _FamilyCollector(Collector):
-    """A collector of given families, in prometheus_client's types."""
+class _Exposed(Collector):
+    """A collector of these values, in prometheus_client's types. ``process`` says what the process' own metrics are."""
 
-    def __init__(self, families: Iterable[Family]) -> None:
-        self._families = families
+    def __init__(self, process: CollectorRegistry, values: Values) -> None:
+        self._process = process
+        self._values = values
 
     def collect(self) -> Iterator[PrometheusMetric]:
-        for family in self._families:
-            metric = PrometheusMetric(family.name, family.text, family.kind)
-            for name, labels, value, source in family.series:
-                exemplar = None if source is None else PrometheusExemplar(source.labels, source.value, source.timestamp)
-                metric.add_sample(name, labels, value, exemplar=exemplar)
-            yield metric
+        found: dict[str, list[Key]] = {}
+        for key in self._values:
+            found.setdefault(key[0], []).append(key)
+        for name, metric in METRICS.items():
+            family = PrometheusMetric(f"bf16kit_{name.removesuffix('_total')}", metric.text, metric.kind)
+            for key in found.get(name, ()):
+                for sample in _samples(key, self._values[key]):
+                    family.add_sample(*sample[:3], exemplar=_exemplar(sample.exemplar))
+            yield family
+        for own in self._process.collect():
+            family = PrometheusMetric(own.name, own.documentation, own.type)
+            for each in own.samples:
+                value = self._values.get((each.name, *each.labels.values()))
+                family.add_sample(each.name, each.labels, value if isinstance(value, float) else each.value)
+            yield family
 
 
-def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """Return prometheus_client's encoder and content type.
-
-    It echoes the requested version, and fails if that is no number.
-    """
-    try:
-        encode, content_type = choose_encoder(accept)
-    except (ValueError, AttributeError, TypeError, IndexError):
-        return choose_encoder("")
-    known = re.fullmatch(
-        r"[a-z/-]+(; (version=\d+(\.\d+){1,2}|charset=utf-8|escaping=[a-z-]+))*", content_type, re.ASCII
-    )
-    return (encode, content_type) if known else choose_encoder("")
+def _exemplar(found: Exemplar | None) -> PrometheusExemplar | None:
+    return None if found is None else PrometheusExemplar({"trace_id": found.trace}, found.value, found.timestamp)

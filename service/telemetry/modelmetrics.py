@@ -1,22 +1,19 @@
 """One model version's metrics: the methods that the rest of the server calls to report events.
 
-A model's values are plain numbers behind one lock, which become series only when they are collected. Most events of a
-request take the lock once and change a few numbers.
+A model's values are plain numbers behind one lock, which become series only when they are exposed. An event takes the
+lock once and changes a few numbers, those of Triton's statistics among them.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from service.request import Observation
+from service.contract import StatisticsSnapshot
+from service.request import Observation, Precision, Timings
 from service.telemetry.families import (
     CAUSES,
     MOMENTS,
@@ -24,54 +21,13 @@ from service.telemetry.families import (
     POOLED,
     GateOutcome,
     Outcome,
-    Precision,
     finite,
 )
-from service.telemetry.merged import Exemplar
+from service.telemetry.modelstatistics import ModelStatistics
+from service.telemetry.values import STATISTICS, Histogram, Key, Values
 
+_QUEUE_DEPTH, _IN_FLIGHT = ("queue_depth",), ("requests_in_flight",)
 LARGEST_POOLED = 10.0  # the most that a row counts in pooled sums: the square of more leaves no digits for later rows
-Labels = tuple[str, ...]  # the values of a series' labels, without the model's
-
-
-class Buckets(NamedTuple):
-    """A copy of a histogram's buckets: cumulative counts, exemplars by the bucket's number, and the sum."""
-
-    counts: list[float]
-    exemplars: Mapping[int, Exemplar]
-    total: float
-
-
-class Histogram:
-    """A histogram of weighted observations: each counts as the number of rows that it stands for.
-
-    A sample taken with probability p stands for 1 ÷ p rows (Horvitz and Thompson, J. Am. Stat. Assoc. 47, 1952). The
-    histogram thus estimates the distribution over all answered rows, however unevenly they were sampled.
-    """
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds  # the last bucket, without a bound, comes after them
-        self._weights = [0.0] * (len(bounds) + 1)
-        self._exemplars: dict[int, Exemplar] = {}
-        self._total = 0.0
-
-    def observe(self, amount: float, weight: float = 1.0, trace: str = "") -> None:
-        """Observe ``amount``, at least 0, with ``weight`` rows, which may be a fraction, in a trace with this id."""
-        at = bisect.bisect_left(self._bounds, amount)
-        self._weights[at] += weight
-        self._total += amount * weight
-        if trace:
-            self._exemplars[at] = Exemplar({"trace_id": trace}, amount, time.time())
-
-    def copy(self) -> Buckets:
-        """Return the buckets. OpenMetrics requires whole counts.
-
-        Each is rounded only here, so it is off by at most half a row and never falls.
-        """
-        below, counts = 0.0, []
-        for weight in self._weights:
-            below += weight
-            counts.append(float(math.floor(below + 0.5)))
-        return Buckets(counts, dict(self._exemplars), self._total)
 
 
 class ModelMetrics:
@@ -80,35 +36,33 @@ class ModelMetrics:
     def __init__(self, model: str, version: int) -> None:
         self.model, self.version = model, version
         self._lock = threading.Lock()  # guards all that follow
-        self._changed = True
-        self._values: dict[str, dict[Labels, float]] = {}  # of counters and gauges, by metric
-        self._histograms: dict[str, dict[Labels, Histogram]] = {}
+        self._values: dict[Key, float] = {}  # of counters and gauges; their keys lack the model and its version
+        self._histograms: dict[Key, Histogram] = {}
+        self._statistics = ModelStatistics()
         for name, metric in OF_MODEL.items():
-            labels = [(value,) if metric.labels else () for value in metric.values]
-            if metric.kind == "histogram":
-                self._histograms[name] = {each: Histogram(metric.buckets) for each in labels}
-            else:
-                self._values[name] = dict.fromkeys(labels, 0.0)
-        self._requests, self._answers = self._values["requests_total"], self._values["answers_total"]
-        self._request_seconds = self._histograms["request_duration_seconds"][()]
-        self._queue_seconds = self._histograms["queue_duration_seconds"][()]
-        self._compute_seconds = self._histograms["compute_duration_seconds"][()]
-        self._batch_rows = self._histograms["batch_rows"][()]
+            for labels in metric.start:
+                if metric.kind == "histogram":
+                    self._histograms[name, *labels] = Histogram(metric.buckets)
+                else:
+                    self._values[name, *labels] = 0.0
+        self._request_seconds = self._histograms["request_duration_seconds",]
+        self._queue_seconds = self._histograms["queue_duration_seconds",]
+        self._compute_seconds = self._histograms["compute_duration_seconds",]
+        self._batch_rows = self._histograms["batch_rows",]
 
-    def copy(self) -> tuple[dict[str, dict[Labels, float]], dict[str, dict[Labels, Buckets]]]:
-        """Return all values of one moment: those of counters and gauges, and the histograms'."""
+    def values(self) -> Values:
+        """Return all values of one moment."""
         with self._lock:
-            values = {name: dict(series) for name, series in self._values.items()}
-            return values, {
-                name: {labels: each.copy() for labels, each in series.items()}
-                for name, series in self._histograms.items()
-            }
+            found: Values = {**self._values, (STATISTICS,): self._snapshot()}
+            found["rows_total",], found["executions_total",] = self._batch_rows.total, self._batch_rows.count
+            found |= {key: histogram.copy() for key, histogram in self._histograms.items()}
+        return {(key[0], self.model, str(self.version), *key[1:]): value for key, value in found.items()}
 
-    def take_changed(self) -> bool:
-        """Return whether a value has been set since the last call."""
+    @property
+    def statistics(self) -> StatisticsSnapshot:
+        """Triton's statistics at this moment."""
         with self._lock:
-            changed, self._changed = self._changed, False
-        return changed
+            return self._snapshot()
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -116,18 +70,18 @@ class ModelMetrics:
         """Create the series of the outputs, which are known once the artifact is open."""
         self._set("model_weight_bytes", weight_bytes)
         with self._lock:
+            self._statistics.weight_bytes = weight_bytes
             for output in outputs:
-                of = (output.name,)
                 for name in ("drift_relative_l2", "drift_cosine_distance", "drift_max_abs"):
-                    self._histograms[name][of] = Histogram(OF_MODEL[name].buckets)
+                    self._histograms[name, output.name] = Histogram(OF_MODEL[name].buckets)
                 counted = ["drift_nonfinite_total", "drift_effective_samples", "drift_changes_total"]
                 if output.kind == "logits":
                     counted += ["drift_top1_matches_total", "drift_top1_rows_total"]
                 for name in counted:
-                    self._values[name][of] = 0.0
+                    self._values[name, output.name] = 0.0
                 for metric in POOLED:
                     for moment in MOMENTS:
-                        self._values["drift_pooled_total"][output.name, metric, moment] = 0.0
+                        self._values["drift_pooled_total", output.name, metric, moment] = 0.0
 
     def loaded(
         self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]], budget: Mapping[str, float]
@@ -156,42 +110,54 @@ class ModelMetrics:
 
     def queued(self, change: int) -> None:
         """Count requests that begin (1) or end (−1) to wait for a batch."""
-        self._add("queue_depth", change)
+        with self._lock:
+            self._values[_QUEUE_DEPTH] += change
 
-    def in_flight(self, change: int) -> None:
-        """Count requests that begin (1) or end (−1) to wait or run."""
-        self._add("requests_in_flight", change)
+    def began(self) -> None:
+        """Count a request that begins to wait or run."""
+        with self._lock:
+            self._values[_IN_FLIGHT] += 1
+
+    def ended(self, precision: Precision | None) -> None:
+        """Count that it ended, and in which precision it was answered; None: it was not."""
+        with self._lock:
+            self._values[_IN_FLIGHT] -= 1
+            if precision is not None:
+                self._values["answers_total", precision] += 1
 
     def request(self, observation: Observation) -> None:
         """Count a request that is over, and its duration.
 
         Only answered requests are timed: a model that rejects them at once would otherwise look fast.
         """
-        code, timings = (observation.code,), observation.timings
+        key, timings = ("requests_total", observation.code), observation.timings
         with self._lock:
-            self._requests[code] = self._requests.get(code, 0.0) + 1
+            self._values[key] = self._values.get(key, 0.0) + 1
             if observation.succeeded:
                 self._request_seconds.observe(observation.seconds, 1.0, observation.trace)
+            else:
+                self._statistics.failure(observation)
             if timings is not None:
                 self._queue_seconds.observe(timings.queue, 1.0, observation.trace)
-            self._changed = True
 
     def rejected(self, reason: str) -> None:
         """Count a rejected request. ``reason`` is one of :data:`~service.telemetry.families.REJECTIONS`."""
-        self._add("rejected_total", 1, reason)
+        self._add(1, "rejected_total", reason)
 
-    def executed(self, rows: int, seconds: float) -> None:
+    def executed(self, requests: int, rows: int, timings: Timings, *, batching: bool = True) -> None:
+        """Count a batch that has run.
+
+        With ``batching`` off, Triton counts every request as one inference, whatever its number of rows.
+        """
         with self._lock:
-            self._values["executions_total"][()] += 1
-            self._values["rows_total"][()] += rows
             self._batch_rows.observe(rows)
-            self._compute_seconds.observe(seconds)
-            self._changed = True
+            self._compute_seconds.observe(timings.compute)
+            self._statistics.execution(requests, rows if batching else requests, timings)
 
     # --- drift --------------------------------------------------------------------------------------------------------
 
     def sampled(self, outcome: Outcome, samples: int) -> None:
-        self._add("drift_samples_total", samples, outcome)
+        self._add(samples, "drift_samples_total", outcome)
 
     def drift(self, output: str, sample: SampleDrift, weight: float = 1.0, *, scalar: bool = False) -> None:
         """Observe the drift of one sample (row) of one output, which stands for ``weight`` rows.
@@ -199,24 +165,22 @@ class ModelMetrics:
         A row of one number (``scalar``) has no angle, and no magnitude to relate its error to: that is its max_abs.
         Elements that are not finite are counted unweighted: the metric counts what was observed and estimates nothing.
         """
-        of = (output,)
         with self._lock:
             if not scalar:
-                self._histograms["drift_relative_l2"][of].observe(finite(sample.relative_l2), weight)
-                self._histograms["drift_cosine_distance"][of].observe(finite(sample.cosine_distance), weight)
-            self._histograms["drift_max_abs"][of].observe(finite(sample.max_abs), weight)
-            self._values["drift_nonfinite_total"][of] += sample.nonfinite
-            if of in self._values["drift_top1_rows_total"]:
-                self._values["drift_top1_matches_total"][of] += sample.top1_matches * weight
-                self._values["drift_top1_rows_total"][of] += sample.top1_rows * weight
-            self._changed = True
+                self._histograms["drift_relative_l2", output].observe(finite(sample.relative_l2), weight)
+                self._histograms["drift_cosine_distance", output].observe(finite(sample.cosine_distance), weight)
+            self._histograms["drift_max_abs", output].observe(finite(sample.max_abs), weight)
+            self._values["drift_nonfinite_total", output] += sample.nonfinite
+            if ("drift_top1_rows_total", output) in self._values:
+                self._values["drift_top1_matches_total", output] += sample.top1_matches * weight
+                self._values["drift_top1_rows_total", output] += sample.top1_rows * weight
 
     def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
         """Add one request's rows to the sums that are pooled over replicas; each stands for ``weight`` rows."""
         for metric in POOLED:
             summands = moments([getattr(row, metric) for row in rows], weight)
             for moment, value in zip(MOMENTS, summands, strict=True):
-                self._add("drift_pooled_total", value, output, metric, moment)
+                self._add(value, "drift_pooled_total", output, metric, moment)
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         """Set recent drift ÷ budget and its 95 % interval.
@@ -240,18 +204,18 @@ class ModelMetrics:
 
     def changed(self, output: str) -> None:
         """Count an alarm of the change detector."""
-        self._add("drift_changes_total", 1, output)
+        self._add(1, "drift_changes_total", output)
 
     def out_of_range(self, name: str, rows: int) -> None:
         """Count measured rows of an input outside its calibrated range.
 
         A call with 0 creates the series of an input with a range.
         """
-        self._add("drift_out_of_range_total", rows, name)
+        self._add(rows, "drift_out_of_range_total", name)
 
     def reference_nonfinite(self, rows: int) -> None:
         """Count rows that are left out because an output of the reference is not finite."""
-        self._add("drift_reference_nonfinite_total", rows)
+        self._add(rows, "drift_reference_nonfinite_total")
 
     def judged(self, state: str, cause: str) -> None:
         """Set whether drift is ``over`` or ``within`` the budget, or neither is established, and its cause.
@@ -273,42 +237,36 @@ class ModelMetrics:
 
     # --- fallback and golden gate -------------------------------------------------------------------------------------
 
-    def answered(self, precision: Precision) -> None:
-        """Count a request answered in this precision."""
-        with self._lock:
-            self._answers[precision,] += 1
-            self._changed = True
-
     def fallback(self, active: bool) -> None:
         """Set whether fp32 answers instead of bf16."""
         self._set("fallback_active", active)
 
     def fallback_failed(self) -> None:
         """Count a failure to load fp32 for answering."""
-        self._add("fallback_failures_total", 1)
+        self._add(1, "fallback_failures_total")
 
     def transition(self, to: Precision) -> None:
         """Count a change of the precision that answers."""
-        self._add("fallback_transitions_total", 1, to)
+        self._add(1, "fallback_transitions_total", to)
 
     def gate(self, outcome: GateOutcome, at: float) -> None:
         """Count a run of the golden gate at Unix time ``at``. An ``error``, which gives no result, is not passed."""
-        self._add("golden_gate_runs_total", 1, outcome)
+        self._add(1, "golden_gate_runs_total", outcome)
         self._set("golden_gate_passed", outcome == "passed")
         self._set("golden_gate_timestamp_seconds", at)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _add(self, name: str, amount: float, *labels: str) -> None:
+    def _snapshot(self) -> StatisticsSnapshot:
+        return self._statistics.snapshot(self._request_seconds, self._queue_seconds, self._batch_rows.count)
+
+    def _add(self, amount: float, *key: str) -> None:
         with self._lock:
-            series = self._values[name]
-            series[labels] = series.get(labels, 0.0) + amount
-            self._changed = True
+            self._values[key] = self._values.get(key, 0.0) + amount
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         with self._lock:
-            self._values[name][labels] = float(value)
-            self._changed = True
+            self._values[name, *labels] = float(value)
 
 
 def moments(drifts: Sequence[float], weight: float) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -101,9 +102,7 @@ class TraceSettings:
 
 
 def _number(name: str, values: tuple[str, ...], least: int) -> int:
-    text = values[0]
-    digits = text.removeprefix("-")
-    is_number = len(values) == 1 and digits.isascii() and digits.isdecimal() and len(digits) < 11
-    if is_number and least <= int(text) <= _LARGEST:
-        return int(text)
+    is_number = len(values) == 1 and re.fullmatch("-?[0-9]{1,10}", values[0])
+    if is_number and least <= int(values[0]) <= _LARGEST:
+        return int(values[0])
     raise InvalidRequest(f"{name} is {quoted(','.join(values))}; give one integer from {least} to {_LARGEST}")

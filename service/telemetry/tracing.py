@@ -10,10 +10,8 @@ import os
 import random
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from opentelemetry import trace as api
 from opentelemetry.context import Context
@@ -36,8 +34,6 @@ _LONGEST_TEXT = 256  # characters: request ids and unknown models' names come fr
 _GIVE_UP_S = 1.0  # wait for an aborted export to end
 _PROPAGATOR = TraceContextTextMapPropagator()
 _SERVICE = "inference.GRPCInferenceService"
-_BATCHES = 64  # batches whose requests are remembered for links
-_LINKS = 32  # most links of one span
 _CODES = (  # in the order of their numbers
     "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
     "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED",
@@ -147,8 +143,6 @@ class Tracing:
         except ValueError as error:
             raise ConfigError(f"traces: a variable OTEL_BSP_… or OTEL_SPAN_… cannot be used: {error}") from None
         self._tracer = self._provider.get_tracer("bf16kit", bf16kit.__version__)
-        self._lock = threading.Lock()
-        self._contexts_by_batch: OrderedDict[tuple[str, str, float], list[Any]] = OrderedDict()
 
     def sample(self, model: str, header: Callable[[str], str | bytes | None]) -> Trace | None:
         """See :meth:`service.request.Tracer.sample`."""
@@ -184,47 +178,30 @@ class Tracing:
 
         phases = list(_phases(observation.timings))
         self._ids.drawn.trace = trace_id
-        begun = min([ended - observation.seconds, *(begin for _, begin, _ in phases)])
+        begun = min([ended - observation.seconds, *(begin for _, begin, _, _ in phases)])
         server = self._tracer.start_span(
             f"{_SERVICE}/{rpc}", context, api.SpanKind.SERVER, _attributes(rpc, observation), start_time=at(begun)
         )
         if observation.code in _ERRORS:
             server.set_status(api.Status(api.StatusCode.ERROR, observation.code))
         inside = api.set_span_in_context(server, Context())
-        for name, begin, end in phases:
-            batch: dict[str, Any] = {}
-            if name == "run" and observation.timings is not None:
-                batch = self._batch_details(observation, observation.timings, server)
-            self._tracer.start_span(name, inside, start_time=at(begin), **batch).end(at(end))
+        for name, begin, end, attributes in phases:
+            self._tracer.start_span(name, inside, attributes=attributes, start_time=at(begin)).end(at(end))
         server.end(ended_ns)
 
-    def _batch_details(self, observation: Observation, timings: Timings, server: Any) -> dict[str, Any]:
-        """Return the attributes and links of a run's span.
 
-        They are the batch's rows, unless it failed, and links to earlier spans of requests in the same batch.
-        """
-        key = (observation.model, observation.version, timings.batch_started)
-        with self._lock:
-            shared = self._contexts_by_batch.setdefault(key, [])
-            links = [api.Link(context) for context in shared]
-            if len(shared) < _LINKS:
-                shared.append(server.get_span_context())
-            if len(self._contexts_by_batch) > _BATCHES:
-                self._contexts_by_batch.popitem(last=False)
-        return {"attributes": {"bf16kit.batch.rows": timings.rows} if timings.rows else {}, "links": links}
-
-
-def _phases(timings: Timings | None) -> Iterator[tuple[str, float, float]]:
-    """Yield the phases of a request that took time: name, begin and end on the clock of Timings."""
+def _phases(timings: Timings | None) -> Iterator[tuple[str, float, float, dict[str, int]]]:
+    """Yield the phases of a request that took time: name, begin and end on the clock of Timings, attributes."""
     if timings is None:
         return
     if timings.queue > 0:
-        yield "queue", timings.arrived, timings.arrived + timings.queue
+        yield "queue", timings.arrived, timings.arrived + timings.queue, {}
     moment = timings.batch_started
     parts = ("gather", timings.compute_input), ("run", timings.compute_infer), ("split", timings.compute_output)
     for name, seconds in parts:
         if seconds > 0:
-            yield name, moment, moment + seconds
+            rows = {"bf16kit.batch.rows": timings.rows} if name == "run" and timings.rows else {}  # 0: the batch failed
+            yield name, moment, moment + seconds, rows
         moment += seconds
 
 

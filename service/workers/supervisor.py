@@ -10,7 +10,7 @@ from typing import Any
 
 from bf16kit.messages.errors import Unavailable
 from service.config.logsettings import LogSettings
-from service.config.ports import ReservedPort
+from service.config.ports import reserve
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, OnStarted, Stop
 from service.drift.verdict import DriftVerdict
@@ -31,12 +31,12 @@ def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda g
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="changes", daemon=True).start()
-    with ReservedPort(config.host, config.grpc_port) as port:
-        supervisor = Supervisor(config, port.port, loop)
+    with reserve(config.host, config.grpc_port) as port:
+        supervisor = Supervisor(config, port, loop)
         try:
-            supervisor.leader.start(port.port)
-            announce(config, port.port, supervisor.leader.http.port)
-            on_started(port.port, supervisor.leader.http.port)
+            supervisor.leader.start(port)
+            announce(config, port, supervisor.leader.http.port)
+            on_started(port, supervisor.leader.http.port)
             while not stop.wait(MAINTAIN_SECONDS):
                 supervisor.maintain()
             return supervisor.drain()

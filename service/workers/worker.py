@@ -25,13 +25,14 @@ from service.drift.gate import ProcessRank
 from service.leader import new_table
 from service.models.plan import DesiredModel
 from service.models.repository import Repository
-from service.operations import Region, RegistryModels, Setting, Settings, VersionStatistics
+from service.operations import Region, Setting, Settings
 from service.peers.channel import Body, Channel, from_json, read_text, to_json
 from service.peers.child import socket_to_parent
 from service.peers.peer import ENDED, Answer, Handler, Message, Peer
 from service.server import build_transport, drain, open_tracing, operations_of
 from service.shadow.samples import PlanSampleSender
 from service.telemetry.metrics import Metrics
+from service.telemetry.values import to_message
 from service.workers.forwarding import ForwardedOperations, ForwardedRegions, ForwardedSettings
 from service.workers.placement import threads_of
 from service.workers.state import Report, SlotState, WorkerRegistry
@@ -123,11 +124,7 @@ class _Server:
         return {"settings": dict(self._settings[what].update(changes, model))}
 
     def _counts(self) -> Body:
-        statistics = tuple(RegistryModels(self._repository).statistics("", ""))
-        return {
-            "metrics": [family.as_json() for family in self._metrics.snapshot()],
-            "statistics": to_json(statistics, tuple[VersionStatistics, ...]),
-        }
+        return {"metrics": to_message(self._metrics.values())}
 
 
 class Worker:

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import yaml
+from exposed import everything_exposed
 
 from service.config.serverconfig import ServerConfig
 from service.models.serving import Serving
 from service.request import REFUSALS
-from service.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -21,12 +21,30 @@ def first_cells(page: str) -> list[str]:
     return [name for row in rows for name in re.findall(r"`([a-z_0-9]+)`", row)]
 
 
-def test_every_metric_is_documented_and_every_documented_metric_exists() -> None:
-    exposed = re.findall(r"^# TYPE (\S+)", Metrics().expose()[0].decode(), re.MULTILINE)
-    documented = [name for name in first_cells("metrics.md") if name.startswith("bf16kit_")]
-    assert sorted(documented) == sorted(name for name in exposed if name.startswith("bf16kit_"))
+def documented_metrics() -> dict[str, tuple[str, set[str]]]:
+    """Return the type and the labels of every metric in the table of the page, by name."""
     page = (DOCS / "metrics.md").read_text("utf-8")
-    assert set(re.findall(r"`((?:process|python)_[a-z_]+)`", page)) <= set(exposed)
+    found = {}
+    for names, types, labels in re.findall(r"^\| (`bf16kit_[^|]+) \| ([^|]+) \| ([^|]*)\|", page, re.MULTILINE):
+        kinds = re.findall(r"gauge|counter|histogram", types)
+        for at, name in enumerate(re.findall(r"`(\w+)`", names)):
+            kind = kinds[min(at, len(kinds) - 1)]
+            has_labels = kind == "counter" or "(counter)" not in labels
+            of_model = set() if "no model" in labels + types else {"model", "version"}
+            found[name] = kind, of_model | (set(re.findall(r"`(\w+)`", labels)) if has_labels else set())
+    return found
+
+
+def test_every_metric_is_documented_with_its_type_and_labels_and_every_documented_metric_exists() -> None:
+    text = everything_exposed()
+    labels: dict[str, set[str]] = {}
+    for name, pairs in re.findall(r"^(bf16kit_\w+)\{(.*)\} \S+$", text, re.MULTILINE):
+        labels.setdefault(re.sub(r"_(bucket|sum|count)$", "", name), set()).update(re.findall(r'(\w+)="', pairs))
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    ours = {name: kind for name, kind in types.items() if name.startswith("bf16kit_")}
+    assert {name: (kind, labels.get(name, set()) - {"le"}) for name, kind in ours.items()} == documented_metrics()
+    page = (DOCS / "metrics.md").read_text("utf-8")
+    assert set(re.findall(r"`((?:process|python)_[a-z_]+)`", page)) <= set(types)
 
 
 def test_every_reason_of_a_rejection_is_documented() -> None:

@@ -21,7 +21,7 @@ from bench.drift.rules import WRONG, firing
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from service.telemetry.families import MOMENTS
-from service.telemetry.metrics import Metrics
+from service.telemetry.metrics import Metrics, samples
 from service.telemetry.modelmetrics import ModelMetrics
 
 
@@ -54,7 +54,7 @@ class Fleet:
     def sums(self) -> Iterator[tuple[int, str, str, float]]:
         """Yield each replica's sums: its number, the metric, the moment, the value."""
         for number, metrics in enumerate(self.metrics):
-            for sample in metrics.samples([POOLED]):
+            for sample in samples(metrics.values()):
                 if sample.name == POOLED:
                     yield number, sample.labels["metric"], sample.labels["moment"], sample.value
 

@@ -277,7 +277,7 @@ def test_a_pipe_in_place_of_the_token_file_stops_no_request_and_no_stop(tmp_path
     until(lambda: answered() and "it is not a regular file" in server.log)
     tokens.unlink()
     until(lambda: answered() and "No such file" in server.log)
-    assert server.log.count("the old tokens stay in force") == 2
+    assert server.log.count("the tokens cannot be read again; the old ones stay in force") == 2
     server.terminate()
     assert server.exit_code() == 0
 

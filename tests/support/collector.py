@@ -28,7 +28,6 @@ class Span:
     kind: int
     status: int
     state: str
-    links: tuple[str, ...]
     attributes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -89,7 +88,6 @@ def _span(span: Any) -> Span:
         kind=span.kind,
         status=span.status.code,
         state=span.trace_state,
-        links=tuple(link.span_id.hex() for link in span.links),
         attributes=_attributes(span.attributes),
     )
 

@@ -54,20 +54,6 @@ class _Quiet:
 
 
 @dataclass
-class VersionStatistics:
-    """Fixed statistics."""
-
-    seen: StatisticsSnapshot = field(
-        default_factory=lambda: StatisticsSnapshot(
-            last_inference_ms=1_700_000_000_000, inference_count=3, execution_count=2, success=Duration(3, 3000)
-        )
-    )
-
-    def snapshot(self) -> StatisticsSnapshot:
-        return self.seen
-
-
-@dataclass
 class RequestLog:
     """Records every observation of a request (model, version, code), and the reasons of rejections."""
 
@@ -119,7 +105,7 @@ class LoopbackModel:
         self.scheduling = Scheduling()
         self.state: State = state
         self.reason = "" if state == "ready" else f"it is {state}"
-        self.statistics = VersionStatistics()
+        self.statistics = StatisticsSnapshot(1_700_000_000_000, 3, 2, success=Duration(3, 3000))
         self.log = RequestLog()
         self.calls = self.leases = 0
         self.seen: list[Request] = []

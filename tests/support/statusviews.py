@@ -13,7 +13,7 @@ from bf16kit.runtime import RuntimeInfo
 from service.contract import GATE_FAILED, ActivePrecision, StatisticsSnapshot
 from service.http.statusreader import StatusReader
 from service.request import Observation, Timings
-from service.telemetry.metrics import Metrics
+from service.telemetry.metrics import Metrics, samples
 
 AT = 1_767_323_045.0  # 2026-01-02T03:04:05, the time of the view
 EMBEDDING = "sentence_embedding"
@@ -21,7 +21,7 @@ EMBEDDING = "sentence_embedding"
 
 def status(models: Sequence[LoopbackModel], metrics: Metrics, **changes: Any) -> dict[str, Any]:
     """Return what the server's ``/status.json`` would hold now, with these changes."""
-    reader = StatusReader(LoopbackRegistry(models), metrics.samples)
+    reader = StatusReader(LoopbackRegistry(models), lambda: samples(metrics.values()))
     reader.listening(8001, 8002)
     seen: dict[str, Any] = json.loads(json.dumps(reader.snapshot(), allow_nan=False))
     return {**seen, "at": "2026-01-02T03:04:05+00:00", "at_seconds": AT, "uptime_seconds": 93_784.0, **changes}
@@ -39,11 +39,11 @@ def busy(
         note="a note" if over else "", choice="auto: 2.65 ms a run, cpu 3.88 ms",
     )  # fmt: skip
     model = LoopbackModel(name, version=version, info=info)
-    model.statistics.seen = StatisticsSnapshot(weight_bytes=45_196_288)
+    model.statistics = StatisticsSnapshot(weight_bytes=45_196_288)
     series.loaded(info, {output: {"relative_l2": 0.0047, "cosine_distance": 1.1e-5, "nonfinite": 0.0}}, model.budget)
     for at in range(40):
         series.request(Observation(*labels, "", "OK", 0.004 + 0.0005 * at, Timings(queue=0.002), rows=3))
-        series.executed(3, 0.005)
+        series.executed(1, 3, Timings(compute_infer=0.005))
     series.request(Observation(*labels, "", "RESOURCE_EXHAUSTED", 0.001))
     series.rejected("queue_full")
     series.sampled("measured", 380)

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ownlog import own_log
 
 from service.config import logs
 from service.config.logs import JsonFormatter, LogWriter, TextFormatter
@@ -97,16 +96,6 @@ def test_grpc_does_not_log_what_its_peers_send(
     assert os.environ["GRPC_VERBOSITY"] == "debug"
 
 
-@pytest.mark.parametrize("kind", ["text", "json"])
-def test_the_log_has_the_configured_format(kind: logs.Format) -> None:
-    with own_log("info", kind) as stream:
-        logging.getLogger("service.y").info("hello")
-        logging.getLogger("service.y").debug("not this")
-    (line,) = stream.getvalue().splitlines()
-    assert line.startswith("{") is (kind == "json")
-    assert "hello" in line
-
-
 # --- written ----------------------------------------------------------------------------------------------------------
 
 _SLOW = 10.0  # seconds: a call that blocks on the pipe takes for ever, and a busy machine takes a second
@@ -137,14 +126,6 @@ def read_lines(reader: int, last: str) -> list[str]:
     while last not in content.decode() or not content.endswith(b"\n"):
         content += os.read(reader, 1 << 16)
     return content.decode().splitlines()
-
-
-def test_lines_are_written_in_order_and_at_once(pipe: tuple[int, io.FileIO], log: logging.Logger) -> None:
-    reader, file = pipe
-    log.addHandler(LogWriter(file))
-    for number in range(100):
-        log.log(logging.DEBUG if number % 3 else logging.INFO, "line %d", number)
-    assert read_lines(reader, "line 99") == [f"line {number}" for number in range(100)]
 
 
 def test_threads_do_not_wait_for_a_full_pipe_and_the_log_counts_what_was_dropped(

@@ -1,4 +1,4 @@
-"""A port that only the processes of one server share, and the path of a Unix socket of one server."""
+"""A port that only the processes of one server share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from service.config.ports import ReservedPort
+from service.config.ports import reserve
 
 
 def listen(port: int, *options: int) -> socket.socket:
@@ -24,44 +24,46 @@ def listen(port: int, *options: int) -> socket.socket:
 
 
 def test_only_processes_that_share_the_port_may_listen_on_it() -> None:
-    with ReservedPort("127.0.0.1", 0) as port:
-        assert port.port > 0
+    with reserve("127.0.0.1", 0) as port:
+        assert port > 0
         for options in ((), (socket.SO_REUSEADDR,)):
             with pytest.raises(OSError, match="in use"):
-                listen(port.port, *options)
-        with listen(port.port, socket.SO_REUSEPORT), listen(port.port, socket.SO_REUSEPORT):
+                listen(port, *options)
+        with listen(port, socket.SO_REUSEPORT), listen(port, socket.SO_REUSEPORT):
             pass
 
 
 def test_a_reserved_port_accepts_no_connection() -> None:
-    with ReservedPort("127.0.0.1", 0) as port, pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port.port))
+    with reserve("127.0.0.1", 0) as port, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize("options", [(), (socket.SO_REUSEADDR,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)])
 def test_a_port_in_use_is_rejected_whether_shared_or_not(options: tuple[int, ...]) -> None:
     with listen(0, *options) as held:
         port = held.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} on 127\.0\.0\.1 is in use.*--grpc-port"):
-            ReservedPort("127.0.0.1", port)
+        in_use = pytest.raises(ConfigError, match=rf"port {port} on 127\.0\.0\.1 is in use.*--grpc-port")
+        with in_use, reserve("127.0.0.1", port):
+            pass
 
 
 def test_a_reserved_port_is_rejected_for_a_second_server_even_before_any_listens() -> None:
-    with ReservedPort("127.0.0.1", 0) as port, pytest.raises(ConfigError, match="in use"):
-        ReservedPort("127.0.0.1", port.port)
+    with reserve("127.0.0.1", 0) as port, pytest.raises(ConfigError, match="in use"), reserve("127.0.0.1", port):
+        pass
 
 
 def test_a_released_port_is_free_again_despite_recently_closed_connections() -> None:
-    with ReservedPort("127.0.0.1", 0) as port:
-        number = port.port
+    with reserve("127.0.0.1", 0) as port:
+        number = port
         with listen(number, socket.SO_REUSEPORT, socket.SO_REUSEADDR) as listener:
             client = socket.create_connection(("127.0.0.1", number))
             listener.accept()[0].close()  # closed from this side first: the connection lingers
             client.close()
-    with ReservedPort("127.0.0.1", number) as again:
-        assert again.port == number
+    with reserve("127.0.0.1", number) as again:
+        assert again == number
 
 
 def test_an_address_of_another_machine_is_rejected_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 0.*--host"):
-        ReservedPort("192.0.2.1", 0)
+    elsewhere = pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 0.*--host")
+    with elsewhere, reserve("192.0.2.1", 0):
+        pass

@@ -80,7 +80,8 @@ def test_a_missing_repository_is_reported() -> None:
         ("1: 2\n", "unknown key '1'"),
         ("a: &x 1\nb: *x\n", "line 2: .*x is an alias: write the value itself there"),
         ("a: 2001-99-99\n", "is not YAML"),  # the parser has its own errors for invalid dates and numbers
-        ("a: " + "1" * 5000, "line 1: '1{100}'… has more than 64 bits: give a smaller number"),
+        ("a: " + "1" * 5000, "is not YAML"),
+        (f"a: {1 << 63}", "line 1: '9223372036854775808' has more than 64 bits: give a smaller number"),
         ("a: " + "[" * 5000, "is not YAML"),
     ],
 )
@@ -127,21 +128,10 @@ def test_a_list_in_a_variable_has_commas_or_is_json(tmp_path: Path, monkeypatch:
     assert config.load_model == ("minilm", "other")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        (
-            "LOAD_MODEL",
-            "[minilm",
-            "'load_model' is '\\[minilm': give names with commas between them, or a list in JSON",
-        ),
-    ],
-)
-def test_an_invalid_list_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
-) -> None:
-    monkeypatch.setenv(f"BF16KIT_{name}", text)
-    with pytest.raises(ConfigError, match=f"BF16KIT_{name} in the environment: {message}"):
+def test_an_invalid_list_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BF16KIT_LOAD_MODEL", "[minilm")
+    message = r"BF16KIT_LOAD_MODEL in the environment: 'load_model' is '\[minilm': give names with commas between them"
+    with pytest.raises(ConfigError, match=message):
         load_config({"repository": tmp_path, "model_control": "explicit"})
 
 

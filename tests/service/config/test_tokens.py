@@ -111,7 +111,7 @@ def test_a_valid_change_takes_effect_and_a_broken_one_does_not(
         new.rename(path)  # at once: an empty file would be obeyed
 
     write(f"{READER} inf")
-    until(lambda: "the old tokens stay in force" in caplog.text)
+    until(lambda: "the tokens cannot be read again; the old ones stay in force" in caplog.text)
     assert tokens.scopes_of(READER) == frozenset[Scope](["read"])
     write(f"{READER} infer,read\n")
     until(lambda: tokens.scopes_of(READER) == frozenset[Scope](["infer", "read"]))

@@ -26,7 +26,7 @@ from service.config.logsettings import LogSettings
 from service.config.tokens import TokenFile
 from service.grpc.handlers import SERVICE
 from service.operations import Operations
-from service.regions.table import RegionLimits, RegionTable
+from service.regions.table import RegionTable
 
 X = np.ones((1, 3), np.float32)
 INFER = infer_request(x=X)
@@ -71,7 +71,7 @@ class TestTokens:
     def served(self, tokens: TokenFile, tmp_path: Path) -> Iterator[Served]:
         """Yield a server with every operation that clients may use."""
         (tmp_path / "mem").write_bytes(b"1")
-        regions = RegionTable(RegionLimits("mem"), tmp_path)
+        regions = RegionTable("mem", tmp_path)
         operations = Operations(control=Nothing(), regions=regions, logs=LogSettings("info", "text"))
         with restored_log(), serving(LoopbackModel(), tokens=tokens, operations=operations) as served:
             yield served

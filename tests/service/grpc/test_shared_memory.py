@@ -13,7 +13,7 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.operations import Operations, Region
-from service.regions.table import RegionLimits, RegionTable
+from service.regions.table import RegionTable
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
 
@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def regions(file: Path) -> RegionTable:
     """Return a table for a file with 96 bytes of an input and 96 bytes for an output."""
-    return RegionTable(RegionLimits("mem", regions=2), file.parent)
+    return RegionTable("mem", file.parent, regions=2)
 
 
 @pytest.fixture

@@ -21,8 +21,9 @@ from bf16kit.messages.errors import NotFound, Unavailable
 from service.config.tokens import TokenFile
 from service.http.httpserver import HttpServer
 from service.http.pages import Access, Fetch, evidence_route, routes
-from service.http.statusreader import NAMES, StatusReader
-from service.telemetry.metrics import Metrics
+from service.http.statusreader import StatusReader
+from service.telemetry.families import OF_MODEL
+from service.telemetry.metrics import Metrics, samples
 
 MANAGE, READ = "manager-0123456789abcdef", "reader-0123456789abcdef"
 Open = Callable[..., HttpServer]
@@ -33,9 +34,8 @@ def serve() -> Iterator[Open]:
     servers: list[HttpServer] = []
 
     def start(registry: Any, metrics: Metrics, fetch: Fetch | None = None, access: Access | None = None) -> HttpServer:
-        pages = routes(
-            registry, metrics, StatusReader(registry, metrics.samples).snapshot, evidence_route(registry, fetch)
-        )
+        status = StatusReader(registry, lambda: samples(metrics.values()))
+        pages = routes(registry, metrics.expose, status.snapshot, evidence_route(registry, fetch))
         servers.append(HttpServer("127.0.0.1", 0, pages, access=access))
         servers[-1].start()
         return servers[-1]
@@ -107,13 +107,16 @@ def test_the_page_points_to_the_data_where_no_script_runs(serve: Open) -> None:
     )
 
 
-def test_the_status_has_every_series_it_names_by_the_values_of_its_labels() -> None:
+def test_the_status_has_every_series_of_a_model_by_the_values_of_its_labels() -> None:
     registry = LoopbackRegistry([LoopbackModel("m"), LoopbackModel("new", state="loading")])
-    reader = StatusReader(registry, everything().samples, workers=2, off_reason=lambda name, version: f"{name} is off")
+    counted = samples(everything().values())
+    reader = StatusReader(registry, lambda: counted, workers=2, off_reason=lambda name, version: f"{name} is off")
     reader.listening(8001, 8002)
     seen = json.loads(json.dumps(reader.snapshot(), allow_nan=False))
     model, other = seen["models"]
-    assert set(model["metrics"]) == set(NAMES) - {"bf16kit_refused_total"}
+    left_out = {"batch_rows", "drift_relative_l2", "drift_cosine_distance", "drift_max_abs", "drift_pooled_total"}
+    named = {re.sub("^bf16kit_|_(bucket|count|sum)$", "", name) for name in model["metrics"]}
+    assert named == OF_MODEL.keys() - left_out
     assert model["metrics"]["bf16kit_drift_budget_ratio"]["y"] == {"relative_l2": 0.4, "slice_error": 0.1}
     assert model["metrics"]["bf16kit_drift_worst_slice_index"] == {"y": 3}
     assert model["metrics"]["bf16kit_request_duration_seconds_bucket"]["+Inf"] == 0
@@ -122,14 +125,10 @@ def test_the_status_has_every_series_it_names_by_the_values_of_its_labels() -> N
     assert (seen["workers"], seen["grpc_port"], seen["http_port"]) == (2, 8001, 8002)
 
 
-def test_what_two_processes_count_is_added_and_an_infinity_is_a_word() -> None:
+def test_an_infinity_is_a_word() -> None:
     metrics = Metrics()
-    series = metrics.add("echo", 1)
-    series.answered("bf16")
-    series.budget_ratio("y", "relative_l2", 0.3, 0.0, float("inf"))
-    reader = StatusReader(LoopbackRegistry([LoopbackModel()]), lambda names: [*metrics.samples(names)] * 2)
-    (model,) = reader.snapshot()["models"]
-    assert model["metrics"]["bf16kit_answers_total"] == {"bf16": 2, "fp32": 0}
+    metrics.add("echo", 1).budget_ratio("y", "relative_l2", 0.3, 0.0, float("inf"))
+    (model,) = StatusReader(LoopbackRegistry([LoopbackModel()]), lambda: samples(metrics.values())).snapshot()["models"]
     assert model["metrics"]["bf16kit_drift_budget_ratio"] == {"y": {"relative_l2": 0.3}}
     assert model["metrics"]["bf16kit_drift_budget_ratio_high"] == {"y": {"relative_l2": "inf"}}
 

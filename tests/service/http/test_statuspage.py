@@ -20,6 +20,7 @@ from waiting import until
 from bf16kit.runtime import RuntimeInfo
 from service.http.httpserver import HttpServer
 from service.http.pages import Route, routes
+from service.request import Timings
 from service.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.skipif(browser.find() is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
@@ -49,7 +50,7 @@ class Shown:
         self.chromium = chromium
         self.status: dict[str, Any] = statusviews.everything()
         self.reads = 0
-        pages = routes(LoopbackRegistry([]), Metrics(), self._snapshot)
+        pages = routes(LoopbackRegistry([]), Metrics().expose, self._snapshot)
         self.http = HttpServer("127.0.0.1", 0, pages)
         self.http.start()
 
@@ -219,7 +220,7 @@ def test_percentiles_are_those_of_the_samples_but_for_the_width_of_a_bucket(show
         series = metrics.add("m", 1)
         times = 10 ** random.uniform(-3.9, 0.9, random.integers(1, 60))
         for time in times:
-            series.executed(1, float(time))
+            series.executed(1, 1, Timings(compute_infer=float(time)))
         (model,) = statusviews.status([LoopbackModel("m")], metrics)["models"]
         found = shown.evaluate(f"durations({json.dumps(model['metrics'])}, null, 'compute')")
         assert found["mean"] == pytest.approx(times.mean())
@@ -258,6 +259,7 @@ def test_hostile_and_very_long_names_are_text(shown: Shown) -> None:
     assert shown.evaluate("[document.scripts.length, document.images.length]") == [1, 0]
     assert shown.evaluate("document.documentElement.scrollWidth") == PHONE
     assert shown.evaluate("document.body.textContent").count("onerror") > 15
+    assert shown.evaluate("grown({bf16kit_a: {constructor: 3}}, {bf16kit_a: {}}, 'a').constructor") == 3
 
 
 def test_no_other_script_runs_on_this_port(shown: Shown) -> None:

@@ -52,7 +52,7 @@ def test_without_batching_a_request_is_one_inference_whatever_its_number_of_rows
     """Triton counts the same way, and clients cannot create any number of batch sizes."""
     for count in range(1, 6):
         infer(model, rows(count))
-    seen = model.statistics.snapshot()
+    seen = model.statistics
     assert (seen.inference_count, seen.execution_count) == (5, 5)
     assert [batch.batch_size for batch in seen.batches] == [1]
     assert sample(metrics, "bf16kit_rows_total") == 15
@@ -65,10 +65,10 @@ def test_one_observation_is_counted_once_in_the_statistics_and_in_the_metrics(
 ) -> None:
     request = rows(1)
     infer(model, request)
-    assert model.statistics.snapshot().success.count == 0  # a request is over only when its response is encoded
+    assert model.statistics.success.count == 0  # a request is over only when its response is encoded
     model.observe(Observation("mlp", "1", "id", "OK", 0.25, request.timings))
     model.observe(Observation("mlp", "1", "id", "INTERNAL", 0.5, request.timings))
-    seen = model.statistics.snapshot()
+    seen = model.statistics
     assert (seen.success.count, seen.success.ns, seen.fail.count, seen.fail.ns) == (1, 250_000_000, 1, 500_000_000)
     assert seen.queue.count == 1
     assert sample(metrics, "bf16kit_request_duration_seconds_sum") == 0.25  # the failed request is not a fast one

@@ -6,18 +6,16 @@ import contextlib
 import gc
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from bf16kit.messages.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
 from service.operations import Region
-from service.regions.table import DIRECTORY, RegionLimits, RegionTable
+from service.regions.table import DIRECTORY, RegionTable
 
 Make = Callable[..., Path]
 
@@ -39,7 +37,7 @@ def make() -> Iterator[Make]:
 
 
 def table(prefix: str = "bf16kit", **limits: int) -> RegionTable:
-    return RegionTable(RegionLimits(prefix, **limits))
+    return RegionTable(prefix, DIRECTORY, **limits)
 
 
 def region(path: Path, name: str = "r", offset: int = 0, byte_size: int = 4096) -> Region:
@@ -104,7 +102,7 @@ def test_anything_but_a_plain_file_with_one_name_gets_the_same_error(tmp_path: P
     (tmp_path / "bf16kit-good").write_bytes(bytes(64))
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "bf16kit-socket"))
-        regions = RegionTable(RegionLimits("bf16kit"), tmp_path)
+        regions = RegionTable("bf16kit", tmp_path)
         regions.register(Region("good", "bf16kit-good", 0, 64))
         texts = set()
         for name in ("link", "out", "folder", "pipe", "socket", "second-name", "nothing"):
@@ -133,19 +131,22 @@ def test_status_lists_the_regions_and_unregistering_an_unknown_one_is_no_error(m
     assert list(regions.status("")) == []
 
 
+BEYOND, EMPTY = "end beyond the 4096 bytes", "expected at least 1 byte, from offset 0 or more"
+
+
 @pytest.mark.parametrize(
-    ("offset", "byte_size"),
-    [(0, 4097), (4096, 1), (4095, 2), (1 << 63, 1), (2**64 - 1, 1), (2**64 - 1, 2**64 - 1), (0, 2**64 - 1)],
+    ("offset", "byte_size", "message"),
+    [
+        *((0, 4097, BEYOND), (4096, 1, BEYOND), (4095, 2, BEYOND), (1 << 63, 1, BEYOND), (2**64 - 1, 1, BEYOND)),
+        *((2**64 - 1, 2, BEYOND), (2**64 - 1, 2**64 - 1, BEYOND), (0, 2**64 - 1, BEYOND)),
+        *((0, 0, EMPTY), (16, 0, EMPTY), (-1, 4, EMPTY), (0, -4, EMPTY)),
+    ],
 )
-def test_a_region_beyond_the_end_of_its_file_is_rejected(make: Make, offset: int, byte_size: int) -> None:
-    with pytest.raises(InvalidRequest, match=r"end beyond the 4096 bytes"):
+def test_a_region_without_bytes_or_beyond_the_end_of_its_file_is_rejected(
+    make: Make, offset: int, byte_size: int, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         table(nbytes=1 << 62).register(region(make("short"), offset=offset, byte_size=byte_size))
-
-
-@pytest.mark.parametrize(("offset", "byte_size"), [(0, 0), (16, 0), (-1, 4), (0, -4)])
-def test_a_region_without_bytes_is_rejected(make: Make, offset: int, byte_size: int) -> None:
-    with pytest.raises(InvalidRequest, match="expected at least 1 byte, from offset 0 or more"):
-        table().register(region(make("none"), offset=offset, byte_size=byte_size))
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256])
@@ -260,37 +261,6 @@ def _open_files() -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.append(str(descriptor.readlink()))
     return found
-
-
-def test_a_client_that_shrinks_its_file_repeatedly_causes_only_rejections(make: Make) -> None:
-    size = 1 << 20
-    path, regions = make("restless", size), table()
-    regions.register(region(path, byte_size=size))
-    stop = threading.Event()
-
-    def shrink() -> None:
-        while not stop.is_set():
-            os.truncate(path, 0)
-            os.truncate(path, size)
-
-    restless = threading.Thread(target=shrink)
-    restless.start()
-    outcomes: dict[Any, int] = {}
-    try:
-        data = np.ones(size, np.uint8)
-        for _ in range(400):
-            for use in (lambda: regions.lease("r", 0, size).read(), lambda: regions.lease("r", 0, size).write(data)):
-                try:
-                    use()
-                    outcome = "done"
-                except InvalidRequest:
-                    outcome = "refused"
-                outcomes[outcome] = outcomes.get(outcome, 0) + 1
-                assert path.stat().st_size in (0, size)
-    finally:
-        stop.set()
-        restless.join()
-    assert outcomes["refused"] > 0
 
 
 def test_another_process_adopts_the_registered_file_even_if_it_was_renamed(make: Make) -> None:

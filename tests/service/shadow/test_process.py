@@ -22,7 +22,8 @@ from service.peers.peer import Message, Peer
 from service.shadow import process as process_module
 from service.shadow.process import _MAX_SAMPLES, NAME, ShadowProcess
 from service.telemetry.counts import Counting
-from service.telemetry.metrics import Metrics
+from service.telemetry.metrics import Metrics, Sample
+from service.telemetry.values import to_message
 
 UP = "bf16kit_drift_reference_up"
 
@@ -76,10 +77,13 @@ def give(shadow: ShadowProcess, file: int) -> Give:
 
 
 def told(metrics: Metrics) -> Future[Body]:
-    families, complete = metrics.report("bf16kit_drift_")
     answer: Future[Body] = Future()
-    answer.set_result({"metrics": [family.as_json() for family in families], "complete": complete})
+    answer.set_result({"metrics": to_message(metrics.values("drift_"))})
     return answer
+
+
+def up(counting: Counting) -> list[Sample]:
+    return [each for each in counting.samples() if each.name == UP]
 
 
 def receive(shadow: ShadowProcess, theirs: Metrics) -> None:
@@ -119,15 +123,15 @@ def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
     receive(shadow, theirs)
     shadow._handle_death()
 
-    def up() -> dict[str, float]:
-        return {series.labels["model"]: series.value for series in counting.samples([UP])}
+    def by_model() -> dict[str, float]:
+        return {each.labels["model"]: each.value for each in up(counting)}
 
-    assert up() == {"m": 0, "other": 0}
+    assert by_model() == {"m": 0, "other": 0}
     served.remove(("m", 1))
     shadow.forget("m", plan_of("w").digest)
-    assert up() == {"other": 0}
+    assert by_model() == {"other": 0}
     shadow._handle_death()  # again, before the process has reported anything
-    assert up() == {"other": 0}
+    assert by_model() == {"other": 0}
 
 
 def test_samples_without_a_file_take_no_room(shadow: ShadowProcess, give: Give) -> None:
@@ -152,13 +156,13 @@ def test_a_missing_reference_is_reported_as_down_from_the_first_sample_on(
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    assert list(counting.samples([UP])) == []
+    assert up(counting) == []
     give()
-    assert [(each.labels, each.value) for each in counting.samples([UP])] == [({"model": "m", "version": "1"}, 0.0)]
+    assert [(each.labels, each.value) for each in up(counting)] == [({"model": "m", "version": "1"}, 0.0)]
     monkeypatch.setattr("subprocess.Popen", refuse)
     shadow.maintain()
     assert shadow.peer is None
-    assert [each.value for each in counting.samples([UP])] == [0.0]
+    assert [each.value for each in up(counting)] == [0.0]
 
 
 @pytest.fixture
@@ -203,7 +207,7 @@ def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
     assert not second.done(), "of a version that goes on"
     assert give("w", 1).result(0) == {"outcomes": ["dropped"]}
     assert list(several._plans) == [("m", 2)]
-    assert [each.labels["version"] for each in counting.samples([UP])] == ["2"]
+    assert [each.labels["version"] for each in up(counting)] == ["2"]
 
 
 class Clock:
@@ -248,7 +252,7 @@ def test_after_three_deaths_in_ten_minutes_it_stays_off_and_the_log_names_what_w
     with pytest.raises(Unavailable):
         early.result(0)
     assert give().result(0) == give("other").result(0) == {"outcomes": ["failed"]}
-    assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 0.0, "other": 0.0}
+    assert {each.labels["model"]: each.value for each in up(counting)} == {"m": 0.0, "other": 0.0}
     assert (shadow._bytes_in_flight, shadow._in_flight.total()) == (0, 0)
     shadow.maintain()
     assert shadow._child.pid is None

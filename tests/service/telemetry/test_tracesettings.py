@@ -88,13 +88,6 @@ def test_a_cleared_server_setting_returns_to_its_start_value() -> None:
     assert one.on
 
 
-def test_the_returned_settings_give_another_process_the_same_state() -> None:
-    one, other = settings(7), settings(9)
-    one.update({"trace_rate": ("2",), "trace_count": ("5",)})
-    assert other.update(one.update({})) == one.update({})
-    assert traced(other, 4) == [2, 4]
-
-
 def test_all_settings_are_strings_under_tritons_names() -> None:
     assert settings(3).update({}) == {
         "trace_level": ("TIMESTAMPS",), "trace_rate": ("3",), "trace_count": ("-1",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import socket
 import time
 from collections import Counter
@@ -16,9 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from grpc import StatusCode
-from hypothesis import given
-from hypothesis import strategies as st
-from loopback import Gate, LoopbackModel, Served, infer_request, serving
+from loopback import LoopbackModel, Served, infer_request, serving
 from ownlog import own_log
 from waiting import until
 
@@ -127,27 +124,6 @@ def test_the_log_line_of_a_request_has_its_trace_id(collector: tuple[Collector, 
         until(lambda: stream.getvalue().count("request answered") == 2)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line.get("trace_id") for line in lines if line["message"] == "request answered"] == [TRACE, None]
-
-
-def test_requests_of_one_batch_are_linked(collector: tuple[Collector, str]) -> None:
-    collected, endpoint = collector
-    gate = Gate()
-    model = LoopbackModel(run=gate, max_batch_size=8)
-    with tracing(endpoint) as (tracer, _), serving(model, tracer=tracer) as served:
-        calls = [served.stub("ModelInfer").future(infer_request(x=X), timeout=30)]
-        assert gate.started.wait(30)
-        calls += [served.stub("ModelInfer").future(infer_request(x=X), timeout=30) for _ in range(3)]
-        until(lambda: model.batcher._queue.__len__() == 3, what="three that wait")
-        gate.go.set()
-        for call in calls:
-            call.result()
-        servers = collected.wait(4)
-    runs = [collected.children(span)["run"] for span in servers]
-    together = [run for run in runs if run.attributes["bf16kit.batch.rows"] == 6]
-    assert len(together) == 3
-    assert sorted(len(run.links) for run in runs) == [0, 0, 1, 2]
-    assert {link for run in together for link in run.links} <= {run.parent for run in together}
-    assert len({span.trace for span in servers}) == 4
 
 
 def test_each_request_of_a_stream_is_a_span(collector: tuple[Collector, str]) -> None:
@@ -290,23 +266,6 @@ def test_a_stop_aborts_an_export_that_takes_too_long(caplog: pytest.LogCaptureFi
         begun = time.monotonic()
     assert time.monotonic() - begun < 8
     assert "the last traces are lost" in caplog.text
-
-
-def test_any_traceparent_is_accepted_and_only_an_unsampled_one_is_not_traced() -> None:
-    """With a rate of 1 every request is traced, unless its header is valid and has the sampled flag cleared."""
-    tracer = Tracing(TraceSettings(1, find=str), CountedExporter(Outcomes()))  # not started
-
-    @given(st.text() | st.sampled_from(["00", "02", "fe", "01", "ff", "0", "g0"]), st.text())
-    def holds(text: str, state: str) -> None:
-        for parent in (text, f"00-{TRACE}-{PARENT}-{text}", f"00-{TRACE}-{PARENT}-01"):
-            found = tracer.sample("m", {"traceparent": parent, "tracestate": state}.get)
-            if re.fullmatch(f"00-{TRACE}-{PARENT}-[0-9a-f][02468ace][ \\t]*", parent):
-                assert found is None
-            else:
-                assert found is not None
-                assert len(found.id) == 32
-
-    holds()
 
 
 @pytest.mark.parametrize(

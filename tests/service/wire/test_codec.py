@@ -12,7 +12,7 @@ from bf16kit.messages.errors import InvalidRequest, NotFound, Overloaded, Unsupp
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from service.operations import Region
-from service.regions.table import RegionLimits, RegionTable
+from service.regions.table import RegionTable
 from service.request import Reply, Request
 from service.wire.codec import InferenceCodec, SharedMemory
 from service.wire.outputs import OutputOptions
@@ -165,7 +165,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def regions(file: Path) -> RegionTable:
-    regions = RegionTable(RegionLimits(""), file.parent)
+    regions = RegionTable("", file.parent)
     regions.register(Region("r", file.name, 0, 256))
     return regions
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from loopback import LoopbackModel, LoopbackRegistry, VersionStatistics
+from loopback import LoopbackModel, LoopbackRegistry
 
 import bf16kit
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
@@ -93,20 +93,18 @@ def test_a_model_on_a_gpu_has_its_device_number() -> None:
 def test_statistics_are_carried_field_by_field() -> None:
     batch = BatchStatistics(4, Duration(1, 10), Duration(1, 20), Duration(1, 30))
     model = LoopbackModel("m")
-    model.statistics = VersionStatistics(
-        StatisticsSnapshot(
-            last_inference_ms=123,
-            inference_count=9,
-            execution_count=5,
-            success=Duration(4, 1),
-            fail=Duration(1, 2),
-            queue=Duration(4, 3),
-            compute_input=Duration(4, 4),
-            compute_infer=Duration(4, 5),
-            compute_output=Duration(4, 6),
-            batches=(batch,),
-            weight_bytes=77,
-        )
+    model.statistics = StatisticsSnapshot(
+        last_inference_ms=123,
+        inference_count=9,
+        execution_count=5,
+        success=Duration(4, 1),
+        fail=Duration(1, 2),
+        queue=Duration(4, 3),
+        compute_input=Duration(4, 4),
+        compute_infer=Duration(4, 5),
+        compute_output=Duration(4, 6),
+        batches=(batch,),
+        weight_bytes=77,
     )
     (stats,) = model_statistics(RegistryModels(LoopbackRegistry([model])).statistics("", "")).model_stats
     assert (stats.name, stats.version, stats.last_inference) == ("m", "1", 123)

@@ -13,7 +13,7 @@ from bf16kit.messages.errors import Overloaded, Unavailable
 from service.operations import Region
 from service.peers.channel import Body
 from service.peers.peer import ENDED
-from service.regions.table import RegionLimits, RegionTable
+from service.regions.table import RegionTable
 from service.workers.regions import FleetRegions
 
 REGION = Region("r", "/mem", 8, 16)
@@ -23,7 +23,7 @@ class Worker:
     """A worker with a table of its own, which follows the messages."""
 
     def __init__(self, directory: Path) -> None:
-        self.table = RegionTable(RegionLimits("mem"), directory)
+        self.table = RegionTable("mem", directory)
         self.error: Exception | None = None  # the answer to the next region
 
     def tell(self, kind: str, body: Mapping[str, Any], files: Sequence[int] = ()) -> None:
@@ -53,7 +53,7 @@ def regions(tmp_path: Path, workers: list[Worker]) -> FleetRegions:
     def ask(kind: str, body: Mapping[str, Any], files: Sequence[int] = ()) -> dict[str, Future[Body]]:
         return {str(at): worker.ask(kind, body, files) for at, worker in enumerate(workers)}
 
-    return FleetRegions(RegionTable(RegionLimits("mem"), tmp_path), ask)
+    return FleetRegions(RegionTable("mem", tmp_path), ask)
 
 
 def test_a_region_is_in_all_workers_and_in_later_ones_until_it_is_unregistered(
