@@ -47,6 +47,9 @@ MEASUREMENTS = "measurements.json"
 PROFILES = ("cpu", "cpu-bf16", "cuda", "torchscript", "pt2")
 _DIGEST = re.compile(rb'^ "digest": "([0-9a-f]{64})",?$', re.MULTILINE)  # one space of indentation: the top level
 _ZEROS = b"0" * 64
+# Values, counted by the commas and opening brackets, which takes no memory. Parsing them stops all threads for half a
+# second. A manifest of 35 MiB, with 10,000 tensors and 40,000 nodes in each of three profiles' plans, has 1,100,000.
+_MOST_VALUES = 3_000_000
 
 
 class ExportEntry(Entry):
@@ -218,6 +221,8 @@ class Manifest(Entry):
         Raises :class:`ManifestVersionError` when it is newer than this program, :class:`ArtifactDamaged` when its bytes
         changed after they were written, :class:`ArtifactError` when it is not a manifest.
         """
+        if sum(map(data.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+            raise ArtifactError(f"{where}: more than {_MOST_VALUES:,} values, not a manifest")
         fields = parse_json(data, ArtifactError, where)
         if not isinstance(fields, dict):
             raise ArtifactError(f"{where}: not a manifest, but a JSON {type(fields).__name__}")

@@ -145,7 +145,7 @@ def test_after_sigkill_under_load_a_new_server_starts_at_once_on_the_same_port(s
     first = time.monotonic() - begun
     expected = requests.ask(server.target)
     files = sorted(tmp_path.rglob("*"))
-    for _ in range(amount(2, 20)):
+    for _ in range(amount(2, 30)):
         load = Offering(port, requests.messages, rate=_RATE, seconds=30)
         until(lambda server=server: server.metric('bf16kit_requests_total{code="OK",model="mlp",version="1"}') > 100)  # type: ignore[misc]
         server.process.send_signal(signal.SIGKILL)

@@ -150,7 +150,7 @@ def outcome(call: Callable[[], object]) -> str:
 
 
 def test_a_request_whose_values_make_it_run_for_seconds_delays_no_other_client(tmp_path: Path) -> None:
-    """Requests of its size were quick, so it would run on gRPC's only thread if its graph had no Loop."""
+    """Nothing runs on gRPC's only thread, however quick requests of this size were before."""
     write_counting(tmp_path / "counting" / "1")
     with contextlib.closing(
         ServerProcess("--repository", str(tmp_path), "--grpc-port", "0", "--http-port", "0")

@@ -225,8 +225,11 @@ def test_a_right_digest_in_another_place_is_rejected() -> None:
     [
         ("tensors", "[" + "0," * 200_000 + "0]", "200001 of its values are not valid; convert"),
         ("options", '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON"),
+        ("options", '{"a": [' + "[]," * 1_500_000 + "0]}", "more than 3,000,000 values, not a manifest"),
+        ("options", '{"a": [' + ("[" * 900 + "]" * 900 + ",") * 3_333 + "0]}", "more than 3,000,000 values"),
+        ("options", '{"a": [' + '{"":{}},' * 1_000_000 + "0]}", "more than 3,000,000 values"),
     ],
-    ids=["wrong values", "depth"],
+    ids=["wrong values", "depth", "lists", "lists within lists", "objects"],
 )
 def test_a_manifest_made_to_take_memory_or_time_is_rejected_in_a_line(place: str, value: str, message: str) -> None:
     """Python parses JSON in one step for which all threads of a server wait, health checks included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ UP = "bf16kit_drift_reference_up"
 
 
 def plan_of(stamp: str, version: int = 1) -> Plan:
-    return Plan(version, Path("/models/m"), Serving(), stamp)
+    return Plan(version, Path("/models/m"), Serving(labels={"y": ("a cat", "a dog")}), stamp)
 
 
 Give = Callable[..., "Future[Body]"]
@@ -291,12 +292,12 @@ def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(tm
 
 
 NOTING = """
-import os, socket, sys
+import json, os, socket, sys
 from service.peers.channel import Channel
 end = Channel(socket.socket(fileno=int(sys.argv[1])))
 with open(os.environ["NOTES"], "w", buffering=1) as notes:
     while (received := end.receive()) is not None:
-        notes.write(received[0]["kind"] + "\\n")
+        notes.write(json.dumps(received[0]) + "\\n")
 """
 
 
@@ -318,9 +319,10 @@ def test_samples_that_arrive_while_the_process_is_started_are_sent_after_its_sta
     monkeypatch.setattr(shadow._child, "_on_start", started)
     shadow.maintain()
     give()
-    until(lambda: notes.exists() and notes.read_text().count("samples") == 3, 60, "all messages")
-    kinds = [kind for kind in notes.read_text().split() if kind != "ping"]
+    until(lambda: notes.exists() and notes.read_text().count('"kind": "samples"') == 3, 60, "all messages")
+    kinds = [kind for line in notes.read_text().splitlines() if (kind := json.loads(line)["kind"]) != "ping"]
     assert kinds == ["start", "measure", "measure", "counts", "samples", "samples", "samples"]
+    assert "a cat" not in notes.read_text(), "labels are many, and only needed to answer requests"
 
 
 EVIDENCE = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,3 +65,33 @@ def test_a_worker_whose_start_fails_ends_and_is_restarted_after_growing_pauses(
     log = capfd.readouterr().err
     assert log.count("this worker ends: an unexpected error") == 2
     assert f"{error}" in log
+
+
+def test_an_idle_worker_sends_nothing_unless_it_is_asked(tmp_path: Path) -> None:
+    """Its counts, sent each second, would take a seventh of a processor with a hundred models, here and there."""
+    told = list[str]()
+
+    def begin(peer: Peer) -> None:
+        with text_file("[]") as desired:
+            peer.tell("start", start_of(tmp_path), [desired])
+
+    handlers = {kind: lambda message, kind=kind: told.append(kind) for kind in ("report", "counts", "verdict")}
+    child = Child("the worker", WORKER, handlers, begin, lambda: None)
+    try:
+
+        def listens() -> bool:
+            child.maintain()
+            return len(told) >= 2  # a report when it starts, and one when it listens
+
+        until(listens, 60, "its reports")
+        told.clear()
+        for _ in range(25):
+            child.maintain()  # which pings it
+            time.sleep(0.1)
+        assert told == []
+        assert child.peer is not None
+        assert child.peer.ask("counts").result(20)["metrics"]
+    finally:
+        child.retire()
+        child.kill()
+        child.wait(20)
