@@ -14,6 +14,7 @@ import resource
 import time
 from collections.abc import Callable
 
+from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import Memory, find_malloc_trim
 from service.config.periodic import PeriodicThread
 from service.config.serverconfig import ServerConfig
@@ -24,6 +25,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameter numbers o
 # block anew would double the time of an 8 MiB request, because of page faults.
 _MMAP_BYTES = 32 << 20
 _KEPT_BYTES = 8 << 20  # bytes kept at the end of each arena, for the next messages
+# In a container with less memory, both are 1 MiB: with 512 MiB, twenty requests of 4 MiB at once left so much free
+# memory in the heap that the system killed the server.
+_SMALL_CONTAINER, _SMALL_BYTES = 2 << 30, 1 << 20
 _ARENAS = 2  # more arenas gain nothing: Python's lock lets few allocations run at once
 # CPU seconds since the last trim that make another, of some 3 ms, worthwhile. Not more: on a busy machine a trim may
 # come before the last requests of a burst, and their memory would stay until an idle server has worked this long.
@@ -44,7 +48,10 @@ def bound_heap() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for parameter, value in ((_ARENA_MAX, _ARENAS), (_MMAP_THRESHOLD, _MMAP_BYTES), (_TRIM_THRESHOLD, _KEPT_BYTES)):
+        container = controlgroup.memory()
+        small = container is not None and container.limit < _SMALL_CONTAINER
+        mapped, kept = (_SMALL_BYTES, _SMALL_BYTES) if small else (_MMAP_BYTES, _KEPT_BYTES)
+        for parameter, value in ((_ARENA_MAX, _ARENAS), (_MMAP_THRESHOLD, mapped), (_TRIM_THRESHOLD, kept)):
             mallopt(parameter, value)
 
 

@@ -143,7 +143,7 @@ class TestRoom:
 
     def test_a_burst_to_a_model_that_has_hardly_run_is_not_rejected_for_its_wait(self) -> None:
         """The first runs are slow and have few rows: here they make a request expect to wait for 3 s."""
-        pace = measured(0.030, ENOUGH_BATCHES - 1)
+        pace = measured(0.030, 9)
         waiting = queue(pace, max_rows=1, max_requests=200, max_wait_s=0.1)
         for _ in range(100):
             put(waiting, "x")
