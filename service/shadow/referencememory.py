@@ -17,14 +17,16 @@ from pathlib import Path
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.messages.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import Runtime
+from bf16kit.runtime.memory.filestore import FileWeightStore
+from bf16kit.runtime.memory.weightstore import WeightStore
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import release_free_memory
 from service.config.resources import request_bytes
 from service.contract import Array
 
 _log = logging.getLogger(__name__)
-# A loaded reference was measured to take 1.08 to 1.33 times its fp32 weights, for 34 MB of weights and more, plus 11
-# MB. The memory of a run depends on the model. The allowance is generous: it is for runs that take memory without end.
+# Weights that cannot be read in place are copied. The memory of a run depends on the model. The allowance is generous:
+# it is for runs that take memory without end.
 _FACTOR, _FOR_RUNS = 2, 1 << 30
 _HEADROOM = 512 << 20  # of the process beside its references: samples, stacks, freed memory
 _OUT_OF_MEMORY = re.compile(r"bad.?alloc|alloc\w* .*memory", re.IGNORECASE)  # "Failed to allocate memory"
@@ -49,22 +51,23 @@ class ReferenceMemory:
         self._base = 0  # private memory of the process without references, in bytes
         self._allowed = 0  # to all references together
 
-    def load(self, name: str, weights: int, load: Callable[[], Runtime]) -> BoundedReference:
-        """Load a reference with ``weights`` bytes of fp32 weights.
+    def load(self, name: str, weights: int, load: Callable[[WeightStore], Runtime]) -> BoundedReference:
+        """Load a reference with ``weights`` bytes of fp32 weights, the large ones in the store that ``load`` is given.
 
         Raises ConfigError if there is no room for it or if loading takes too much, and whatever ``load`` raises.
         """
         with self._loading:
             allowance = min(_FACTOR * weights + _FOR_RUNS, _room(weights))
             self._allow(allowance)
+            store = FileWeightStore()
             try:
-                runtime = load()
+                runtime = load(store)
             except Exception as error:
                 self._allow(-allowance)
                 if isinstance(error, (MemoryError, RuntimeFailure)) and _is_out_of_memory(error):
                     raise ConfigError(f"loading it takes more than {allowance} bytes of memory; {_REMEDY}") from None
                 raise
-        return BoundedReference(name, runtime, lambda: self._allow(-allowance))
+        return BoundedReference(name, runtime, store, lambda: self._allow(-allowance))
 
     def _allow(self, more: int) -> None:
         if not sys.platform.startswith("linux"):
@@ -84,12 +87,16 @@ class ReferenceMemory:
 
 
 class BoundedReference:
-    """A :class:`service.drift.shadow.Reference`: a runtime that is freed once a run of it finds no memory."""
+    """A :class:`service.drift.shadow.Reference`: a runtime that is freed once a run of it finds no memory.
 
-    def __init__(self, name: str, runtime: Runtime, release: Callable[[], None]) -> None:
+    Between two runs, its weights take no memory of the process: at the defaults it runs for milliseconds in a second.
+    """
+
+    def __init__(self, name: str, runtime: Runtime, store: FileWeightStore, release: Callable[[], None]) -> None:
         """``release`` is called once it is freed."""
         self._name = name
         self._runtime: Runtime | None = runtime
+        self._store = store
         self._release = release
 
     @property
@@ -113,6 +120,8 @@ class BoundedReference:
             )
             self.close()
             raise Unavailable("the fp32 reference was unloaded") from None
+        finally:
+            self._store.drop_pages()
 
     def close(self) -> None:
         if self._runtime is not None:

@@ -243,7 +243,9 @@ class References:
         _log.info("%s: its fp32 reference is being loaded", label_of(key))  # first, in case loading ends the process
         try:
             weights = fp32_bytes(opened.artifact.manifest)
-            return self._memory.load(label_of(key), weights, lambda: load_reference(opened.artifact, threads=1))
+            return self._memory.load(
+                label_of(key), weights, lambda store: load_reference(opened.artifact, threads=1, weights=store)
+            )
         finally:
             with self._lock:
                 if not model.loaded.done():
