@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 import resource
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -70,8 +69,6 @@ class ReferenceMemory:
         return BoundedReference(name, runtime, store, lambda: self._allow(-allowance))
 
     def _allow(self, more: int) -> None:
-        if not sys.platform.startswith("linux"):
-            return
         if more < 0:
             release_free_memory()
         taken = _private()
@@ -139,8 +136,7 @@ def _room(weights: int) -> int:
         room = container.left - max(request_bytes(container), controlgroup.RESERVE)
         found = f"{container}, of which a quarter is kept for requests"
     else:
-        lines = Path("/proc/meminfo").read_text().splitlines() if sys.platform.startswith("linux") else []
-        room = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), sys.maxsize)
+        room = _bytes_of("MemAvailable", Path("/proc/meminfo"))
         found = f"{room / 1e6:.0f} MB are available on this machine"
     if weights > room:
         raise ConfigError(f"its weights are {weights} bytes in fp32, and {found}; {_REMEDY}")
@@ -149,8 +145,11 @@ def _room(weights: int) -> int:
 
 def _private() -> int:
     """Return the bytes of private memory that this process has requested, resident or not: the limit is of these."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:")), 0)
+    return _bytes_of("VmData", Path("/proc/self/status"))
+
+
+def _bytes_of(name: str, file: Path) -> int:
+    return next(int(line.split()[1]) << 10 for line in file.read_text().splitlines() if line.startswith(f"{name}:"))
 
 
 def _is_out_of_memory(error: Exception) -> bool:
