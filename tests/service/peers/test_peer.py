@@ -154,6 +154,14 @@ def test_sent_messages_make_room_for_more(connect: Connect) -> None:
         assert peer.ask("measure", {"text": "x" * (8 << 20)}).result(20) == {"size": 8 << 20}
 
 
+def test_a_single_message_may_be_larger_than_all_that_may_wait(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.peers.peer._MOST_WAITING", 1)
+    peer = connect({"measure": lambda message: {"size": len(message.body["text"])}})
+    assert peer.ask("measure", {"text": "x" * 100_000}).result(20) == {"size": 100_000}
+
+
 def test_requests_of_a_closed_peer_fail_on_its_own_thread(connect: Connect) -> None:
     """Whoever closes it may hold a lock that a request's callback takes, and take it in another order."""
     never: Future[Body] = Future()
