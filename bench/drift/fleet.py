@@ -19,14 +19,14 @@ from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
 from bench.drift.detector import poisson
 from bench.drift.rules import WRONG, firing
-from bench.drift.streams import Floats, Silent
+from bench.drift.streams import Floats
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from service.drift.comparison import Comparison
 from service.drift.intervals import Z_ALWAYS
 from service.drift.sampler import Sample
-from service.telemetry.modelmetrics import moments
+from service.telemetry.modelmetrics import ModelMetrics, moments
 
 BUDGET = 0.015  # relative_l2, the default
 REPLICAS = 50
@@ -74,10 +74,11 @@ SOUND = (
 )
 
 
-class _Pooled(Silent):
-    """An observer that adds a replica's sums to those of all."""
+class _Pooled(ModelMetrics):
+    """Metrics that add a replica's sums to those of all."""
 
     def __init__(self, sums: Floats) -> None:
+        super().__init__("m", 1)
         self._sums = sums
 
     def judged_rows(self, output: str, rows: Sequence[SampleDrift], weight: float) -> None:
@@ -120,10 +121,11 @@ def minutes_until_seen(fault: Kind, rng: np.random.Generator) -> tuple[float, fl
     for minute in range(1, _MOST + 1):
         drawn = BUDGET * fault.draw(REPLICAS, rng)
         totals[minute] = totals[minute - 1]
-        observer = _Pooled(totals[minute])
+        metrics = _Pooled(totals[minute])
+        metrics.opened(0, [spec])
         for number, (replica, drift) in enumerate(zip(replicas, drawn.tolist(), strict=True)):
             if np.isinf(seen[number]) or math.isinf(pooled):
-                replica.observe({"y": np.ones((1, 2))}, _sample(drift), observer)
+                replica.observe({"y": np.ones((1, 2))}, _sample(drift), metrics)
                 if replica.verdict().state == "over":
                     seen[number] = min(seen[number], minute)
         if math.isinf(pooled) and is_over_in_a_window(totals[: minute + 1])[-1]:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
 from bench.drift.detector import poisson
-from bench.drift.streams import Silent
 from bf16kit.drift.metrics import Budget
 from bf16kit.numerics.tensors import TensorSpec
 from service.drift.calibration import Calibration
@@ -26,6 +25,7 @@ from service.drift.detector import WEEK
 from service.drift.intervals import Z_ALWAYS, Z_RANKS, Z, ranks, student
 from service.drift.recent import HALF_LIFE, MIN_EFFECTIVE_SIZE, REQUESTS
 from service.drift.sampler import Sample
+from service.telemetry.modelmetrics import ModelMetrics
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -183,13 +183,14 @@ def delay(traffic: Draw, rng: np.random.Generator, most: int = _MOST) -> float:
     healthy = lognormal(0.1)
     calibration = Calibration({"cpu": {"y": [float(value) for value in healthy(rng, 200)]}})
     spec = TensorSpec("y", "float32", ("batch", _SIZE), "embedding")
-    comparison = Comparison([spec], 0, BOUNDS, calibration=calibration)
+    comparison, metrics = Comparison([spec], 0, BOUNDS, calibration=calibration), ModelMetrics("m", 1)
+    metrics.opened(0, [spec])
     drifts = np.concatenate((healthy(rng, _HEALTHY_FIRST), np.minimum(traffic(rng, most), 1.4)))
     references = rng.standard_normal((len(drifts), 1, _SIZE))
     served = _rotated(references, 2 * np.arcsin(drifts / 2), rng)
     for count, (reference, found) in enumerate(zip(references, served, strict=True), 1):
         sample = Sample({}, {"y": found.astype(np.float32)}, 1, 0, 1.0, "bf16", "cpu")
-        comparison.observe({"y": reference.astype(np.float32)}, sample, Silent())
+        comparison.observe({"y": reference.astype(np.float32)}, sample, metrics)
         if count > _HEALTHY_FIRST and comparison.verdict().state == "over":
             return count - _HEALTHY_FIRST
     return math.inf

@@ -29,13 +29,6 @@ class Case:
     shift: float = 1.0
 
 
-class Silent:
-    """An observer of drift that nothing is heard of."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *arguments, **named: None
-
-
 class Streams:
     """``expected`` has one entry a stream."""
 

@@ -24,7 +24,7 @@ from service.drift.driftpolicy import ShadowPolicy
 from service.drift.estimates import Estimate, estimates
 from service.drift.forwarder import SampleForwarder
 from service.drift.recent import RecentRows
-from service.drift.sampler import Outcome, OutcomeObserver, Sample
+from service.drift.sampler import OnOutcome, Outcome, Sample
 from service.request import Reply, Request, Timings
 from service.shadow.samples import pack
 
@@ -54,8 +54,11 @@ class Samples:
     """Receives the samples of a forwarder, all of which are measured at once, and counts those that it dropped."""
 
     def __init__(self, clock: Clock, seed: int, policy: ShadowPolicy = ShadowPolicy()) -> None:  # noqa: B008 -- frozen
-        draw = random.Random(seed).random  # noqa: S311 - simulated
-        self.forwarder = SampleForwarder(self, policy, self, batch_axis=0, draw=draw, clock=clock)
+        self.forwarder = SampleForwarder(
+            self, policy, self._sampled,
+            name="m", batch_axis=0, profile="cpu", precision="bf16", run_bf16=lambda feeds, outputs: ({}, "bf16"),
+            chance=random.Random(seed), clock=clock,  # noqa: S311 - simulated
+        )  # fmt: skip
         self.newest: Sample | None = None
         self.dropped = 0
 
@@ -65,14 +68,14 @@ class Samples:
         self.forwarder.offer(request, reply)
         return self.newest
 
-    def send(self, sample: Sample, observer: OutcomeObserver) -> None:
+    def send(self, sample: Sample, on_outcome: OnOutcome) -> None:
         self.newest = sample
-        observer.sampled("measured", sample.rows)
+        on_outcome("measured")
 
     def finish(self) -> None:
         """Nothing to forget."""
 
-    def sampled(self, outcome: Outcome, samples: int) -> None:
+    def _sampled(self, outcome: Outcome, samples: int) -> None:
         self.dropped += samples * (outcome == "dropped")
 
 

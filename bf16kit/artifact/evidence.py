@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from bf16kit.artifact.entries import Entry, Number, first_error
 from bf16kit.artifact.reading import read_bounded
@@ -41,6 +41,8 @@ class Header(Entry):
     ``drift`` is this sample's own, by output and metric. ``verdict`` is the one over all recent samples
     (:class:`service.drift.verdict.DriftVerdict`). ``files`` are the artifact's, with their sha256.
     """
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")  # of the verdict's numbers
 
     format: Literal[1] = 1
     model: str

@@ -8,193 +8,112 @@ request, if the server permits that.
 from __future__ import annotations
 
 import platform
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from importlib.metadata import distributions
 
 import bf16kit
 from bf16kit.artifact.evidence import Evidence, Header
 from bf16kit.drift.metrics import Budget, DriftSummary, SampleDrift
 from bf16kit.messages.errors import NotFound
 from service.contract import Array
-from service.drift.comparison import DriftObserver, Drifts
+from service.drift.comparison import Drifts
 from service.drift.sampler import Sample, copies, size_of
 from service.drift.verdict import DriftVerdict
+from service.peers.channel import to_json
 
 MAX_ROW_BYTES = 16 << 20  # of one row: its inputs and both outputs
-HALF_LIFE = 64  # rows after which the worst row's drift counts half: evidence should be recent
-_MAX_AGE = 4 * HALF_LIFE  # rows after which it counts nothing, however bad it was
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")
-
-
-class SampleComparer(Protocol):
-    """The interface of :class:`service.drift.comparison.Comparison`."""
-
-    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> Drifts | None: ...
-    def verdict(self) -> DriftVerdict: ...
-    def restart(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One row of ``sample``, or the whole sample if its rows cannot be separated."""
-
-    feeds: Mapping[str, Array]
-    served: Mapping[str, Array]
-    reference: Mapping[str, Array]
-    drift: Mapping[str, SampleDrift]  # by output
-    sample: Sample  # without arrays
-    rows: int
-    at: float  # Unix seconds
-    measured_before: int  # rows
-
-    @property
-    def nbytes(self) -> int:
-        return size_of(self.feeds) + size_of(self.served) + size_of(self.reference)
-
-    def copied(self) -> _Row:
-        """Return a copy in memory of its own: a view would keep the whole sample alive."""
-        return replace(self, feeds=copies(self.feeds), served=copies(self.served), reference=copies(self.reference))
+_RowDrift = Mapping[str, SampleDrift]  # of one row, by output
 
 
 class EvidenceRecorder:
-    """A :class:`SampleComparer` that wraps another one and keeps the worst row of the newest breach.
+    """Keeps the worst row of the newest breach.
 
     A breach is a verdict of state ``over`` or cause ``broken``. While it lasts, a worse row replaces the kept one. The
-    next breach always replaces it. The worst recent row before a breach is kept as well, because the sample that tips
-    the verdict need not be the worst. For one thread only, except :meth:`evidence`.
+    next breach always replaces it. For one thread only, except :meth:`evidence`.
     """
 
-    def __init__(
-        self,
-        comparison: SampleComparer,
-        batch_axis: int | None,
-        budget: Budget,
-        *,
-        max_bytes: int = MAX_ROW_BYTES,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._comparison = comparison
+    def __init__(self, batch_axis: int | None, budget: Budget, files: Mapping[str, str]) -> None:
+        """``files`` maps the artifact's files to their sha256."""
         self._batch_axis = batch_axis
         self._budget = budget
-        self._max_bytes = max_bytes
-        self._clock = clock
-        self._measured_rows = 0
-        self._worst: _Row | None = None  # the worst row before a breach
-        self._breach: tuple[_Row, DriftVerdict] | None = None
+        self._files = dict(files)
+        self._versions = versions()  # looked up before it is asked for: it takes some 60 ms
         self._in_breach = False
+        self._kept: Evidence | None = None
+        self._worst: _RowDrift = {}  # of the kept row
         self._oversized_bytes = 0  # size of a breach's row that was too large to keep
-
-    def verdict(self) -> DriftVerdict:
-        """Return the comparison's verdict."""
-        return self._comparison.verdict()
 
     def restart(self) -> None:
         """Start anew, because another precision answers now. The last breach is kept."""
-        self._comparison.restart()
-        self._worst, self._in_breach = None, False
+        self._in_breach = False
 
-    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> Drifts | None:
-        """See :meth:`service.drift.comparison.Comparison.observe`."""
-        drifts = self._comparison.observe(expected, sample, observer)
-        if drifts is None:
-            return None
-        verdict = self._comparison.verdict()
+    def record(self, expected: Mapping[str, Array], sample: Sample, drifts: Drifts, verdict: DriftVerdict) -> None:
+        """Record a measured sample: the reference's outputs, each row's drift, and the verdict after it."""
         over = verdict.state == "over" or verdict.cause == "broken"
-        row = self._worst_row(expected, sample, drifts, verdict if over else None) if drifts else None
-        self._measured_rows += sample.rows
-        if row is not None and row.nbytes > self._max_bytes:
-            self._oversized_bytes = row.nbytes if over else self._oversized_bytes
-            row = None
-        if over:
-            self._record_breach(row, verdict, new=not self._in_breach)
-        elif row is not None and (self._worst is None or self._decayed_ratio(row) > self._decayed_ratio(self._worst)):
-            self._worst = row.copied()
+        if over and not self._in_breach:
+            self._kept = None
         self._in_breach = over
-        return drifts
+        if not over or not drifts:
+            return
+        rows = [dict(zip(drifts, each, strict=True)) for each in zip(*drifts.values(), strict=False)]
+        at = max(range(len(rows)), key=lambda at: self._ratio(rows[at], verdict))
+        if self._kept is None or self._ratio(rows[at], verdict) > self._ratio(self._worst, verdict):
+            found = self._evidence(expected, sample, rows[at], at if len(rows) == sample.rows else None, verdict)
+            nbytes = sum(map(size_of, (found.feeds, found.served, found.reference)))
+            if nbytes > MAX_ROW_BYTES:
+                self._oversized_bytes = nbytes
+            else:
+                self._kept, self._worst = found, rows[at]
 
-    def evidence(self, files: Mapping[str, str]) -> Evidence:
-        """Return the evidence of the newest breach. ``files`` maps the artifact's files to their sha256.
+    def evidence(self, label: str) -> Evidence:
+        """Return the evidence of the newest breach. For any thread.
 
-        Raises NotFound if there was no breach. For any thread.
+        Raises NotFound, of the model ``label``, if there was no breach.
         """
-        breach, verdict = self._breach, self._comparison.verdict()
-        label = f"model {verdict.model!r} version {verdict.version}"
-        if breach is None and self._oversized_bytes:
+        kept = self._kept
+        if kept is None and self._oversized_bytes:
             raise NotFound(
                 f"{label}: the rows of its last breach have {self._oversized_bytes} bytes each;"
-                f" at most {self._max_bytes} are kept"
+                f" at most {MAX_ROW_BYTES} are kept"
             )
-        if breach is None:
+        if kept is None:
             raise NotFound(f"{label} has not been over its budget since its fp32 reference was loaded")
-        row, verdict = breach
+        return kept
+
+    def _evidence(
+        self, expected: Mapping[str, Array], sample: Sample, drift: _RowDrift, at: int | None, verdict: DriftVerdict
+    ) -> Evidence:
+        """Return the sample's row ``at``, or all of it if rows cannot be separated, in memory of its own: a view would
+        keep the whole sample alive."""
+        axis = self._batch_axis
+        kept = None if at is None or axis is None else [at]
         header = Header(
             model=verdict.model,
             version=verdict.version,
-            at=datetime.fromtimestamp(row.at, UTC).isoformat(timespec="seconds"),
-            profile=row.sample.profile,
-            precision=row.sample.precision,
-            rows=row.rows,
-            of_rows=row.sample.rows,
-            batch_axis=self._batch_axis,
+            at=datetime.fromtimestamp(verdict.at, UTC).isoformat(timespec="seconds"),
+            profile=sample.profile,
+            precision=sample.precision,
+            rows=sample.rows if kept is None else 1,
+            of_rows=sample.rows,
+            batch_axis=axis,
             budget=self._budget.as_dict(),
-            drift={output: asdict(each) for output, each in row.drift.items()},
-            verdict=verdict.to_json(),
-            files=dict(files),
-            versions=versions(),
+            drift={output: asdict(each) for output, each in drift.items()},
+            verdict=to_json(verdict),
+            files=self._files,
+            versions=self._versions,
         )
-        return Evidence(header, dict(row.feeds), dict(row.served), dict(row.reference))
-
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _record_breach(self, row: _Row | None, verdict: DriftVerdict, *, new: bool) -> None:
-        """Keep the worst of this row and those kept so far: of this breach, or at its begin of the time before it."""
-        kept = self._worst if new else self._breach and self._breach[0]
-        self._worst = None
-        if new:
-            self._breach = None if kept is None else (kept, verdict)
-        if row is not None and (kept is None or self._ratio(row.drift, verdict) > self._ratio(kept.drift, verdict)):
-            self._breach = row.copied(), verdict
-
-    def _worst_row(
-        self, expected: Mapping[str, Array], sample: Sample, drifts: Drifts, verdict: DriftVerdict | None
-    ) -> _Row:
-        """Return the worst row, as views."""
-        by_row: Sequence[Mapping[str, SampleDrift]] = [
-            dict(zip(drifts, each, strict=True)) for each in zip(*drifts.values(), strict=False)
-        ]
-        worst = max(range(len(by_row)), key=lambda at: self._ratio(by_row[at], verdict))
-        axis = self._batch_axis if len(by_row) == sample.rows else None
-
-        def cut(arrays: Mapping[str, Array]) -> dict[str, Array]:
-            if axis is None:
-                return dict(arrays)
-            window = (slice(None),) * axis + (slice(worst, worst + 1),)
-            return {name: array[window] for name, array in arrays.items()}
-
-        return _Row(
-            feeds=cut(sample.feeds),
-            served=cut({name: sample.outputs[name] for name in drifts}),
-            reference=cut({name: expected[name] for name in drifts}),
-            drift=by_row[worst],
-            sample=replace(sample, feeds={}, outputs={}),
-            rows=sample.rows if axis is None else 1,
-            at=self._clock(),
-            measured_before=self._measured_rows,
+        served, reference = ({name: outputs[name] for name in drift} for outputs in (sample.outputs, expected))
+        return Evidence(
+            header, copies(sample.feeds, kept, axis), copies(served, kept, axis), copies(reference, kept, axis)
         )
 
-    def _decayed_ratio(self, row: _Row) -> float:
-        """Return a pre-breach row's drift ÷ budget, halved for every :data:`HALF_LIFE` rows measured since."""
-        age = self._measured_rows - row.measured_before
-        return 0.0 if age > _MAX_AGE else self._ratio(row.drift, None) * 0.5 ** (age / HALF_LIFE)
-
-    def _ratio(self, drift: Mapping[str, SampleDrift], verdict: DriftVerdict | None) -> float:
-        """Return one row's drift ÷ budget for the bound that the verdict names, else the worst of all bounds."""
+    def _ratio(self, drift: _RowDrift, verdict: DriftVerdict) -> float:
+        """Return one row's drift ÷ budget for the bound that the verdict names, or else the worst of all bounds."""
         pairs = [(output, bound) for output in drift for bound in self._budget.bounds]
-        if verdict is not None and (verdict.output, verdict.metric) in pairs:
+        if (verdict.output, verdict.metric) in pairs:
             pairs = [(verdict.output, verdict.metric)]
         found = [(bound, DriftSummary.of([drift[output]]).judged(bound)) for output, bound in pairs]
         return max((self._budget.ratio(bound, value) for bound, value in found if value is not None), default=0.0)
@@ -202,10 +121,6 @@ class EvidenceRecorder:
 
 def versions() -> dict[str, str]:
     """Return the versions of bf16kit, Python and the numeric packages, and the machine's architecture."""
-    found = {"bf16kit": bf16kit.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = {each.name: each.version for each in distributions() if each.name in _PACKAGES}
+    own = {"bf16kit": bf16kit.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    return own | packages

@@ -86,11 +86,10 @@ def threshold(outputs: int) -> float:
 
 
 class Detector:
-    """The CUSUM of one output. ``learnt``: the expected drift was learnt here, from live samples."""
+    """The CUSUM of one output. Without ``expected`` drift, it is learnt from live samples."""
 
     def __init__(self, expected: Expected | None, outputs: int = 1) -> None:
         self.expected = expected
-        self.learnt = expected is None
         self.alarm = False
         self.change_age = 0  # requests since the sum was last 0, which is the age of a change
         self.recovery_age = 0  # requests since the sum was last at the threshold, which is the age of a change back

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 
 from service.drift.detector import DOUBLING, Expected, log_drift
-from service.drift.intervals import median
+from service.drift.intervals import quantile
 from service.drift.recent import Window
 from service.drift.verdict import Cause
 
@@ -40,7 +40,7 @@ def diagnose(window: Window, expected: Expected | None, metric: str = "relative_
     if not bad.any():
         return "rounding"
     broken = centre + max(math.log(BROKEN) if expected else 0.0, 4 * spread)
-    if nonfinite.any() or median(drift[bad], weights[bad]) >= broken:
+    if nonfinite.any() or quantile(drift[bad], weights[bad], 0.5, 1.0).estimate >= broken:
         return "broken"
     return "rounding"
 

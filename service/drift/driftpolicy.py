@@ -74,10 +74,4 @@ class FallbackPolicy(BaseModel):
     @field_validator("policy", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:
-        if value is False:  # YAML reads the word off as False
-            return "off"
-        if value == "none":
-            raise ValueError("'none' is called 'off' now; the policies are off, alert and fp32")
-        if value is True:
-            raise ValueError("'on' is not a policy; use off, alert or fp32")
-        return value
+        return "off" if value is False else value  # YAML reads the word off as False

@@ -92,18 +92,16 @@ def _mean(window: Window, metric: str) -> Interval:
 
     It is infinite if the worst value is. Rows of +inf dB, which are exact, are left out.
     """
-    values, weights, clusters, size = window[metric], window.weights, window.clusters, window.size
+    values = window[metric]
     floor = metric == "sqnr_db"
     worst = float(values.min() if floor else values.max())
     if math.isinf(worst):
         return Interval.exact(worst)
-    finite = np.isfinite(values)
-    if not finite.all():
-        values, weights, clusters = values[finite], weights[finite], clusters[finite]
-        size = intervals.effective_size(weights, clusters)
-    if min(window.size, size) < MIN_EFFECTIVE_SIZE:
-        return Interval.unbounded(float(np.average(values, weights=weights)))
-    return intervals.mean(values, weights, clusters, positive=not floor, size=size)
+    finite = window.select(np.isfinite(values))
+    values = finite[metric]
+    if min(window.size, finite.size) < MIN_EFFECTIVE_SIZE:
+        return Interval.unbounded(float(np.average(values, weights=finite.weights)))
+    return intervals.mean(values, finite.weights, finite.clusters, positive=not floor)
 
 
 def _quantile(window: Window, metric: str, share: float) -> Interval:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 from bf16kit.messages.errors import Bf16kitError, RuntimeFailure
 from bf16kit.messages.wording import brief
@@ -49,14 +49,6 @@ class PrecisionOrder:
     plan: str
     precision: Precision
     reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Parse :meth:`to_json`'s output without checks: processes of one server trust each other."""
-        return cls(fields["model"], fields["version"], fields["plan"], fields["precision"], fields["reason"])
 
 
 class ActivePlan(NamedTuple):
@@ -96,10 +88,12 @@ class Fallback:
     ``reason`` explains the phase to a person; it is empty if there is nothing to explain.
     """
 
-    def __init__(self, policy: FallbackPolicy, now: float) -> None:
+    def __init__(self, active: ActivePlan, now: float) -> None:
+        self.active = active
         self.phase: Phase = "bf16"
         self.reason = ""
-        self._policy = policy
+        self.ordered_at = now  # when fp32 was last ordered
+        self._policy = active.policy
         self._since = now  # when this phase began
         self._over_at = now  # when a verdict "over" last came while fp32 answered
         self._fallbacks = 0  # in a row
@@ -112,16 +106,16 @@ class Fallback:
 
     def receive(self, verdict: DriftVerdict, now: float) -> bool:
         """Apply a verdict. Return whether the phase or the reason changed."""
+        before = self.phase, self.reason
         if self._policy.policy == "off" or self.phase == "warming":
             return False
         if self.phase == "fp32":
-            return self._return(verdict, now)
-        if verdict.state == "over":
-            return self._fall_back(verdict, now)
-        if verdict.state == "within" and self.reason:
+            self._return(verdict, now)
+        elif verdict.state == "over":
+            self._fall_back(verdict, now)
+        elif verdict.state == "within":
             self.reason = ""
-            return True
-        return False
+        return (self.phase, self.reason) != before
 
     def warmed(self, now: float) -> None:
         """Enter phase fp32: the reference is loaded and answers from now on."""
@@ -135,16 +129,13 @@ class Fallback:
         self.phase, self._retry_at = "bf16", now + RETRY_S
         self.reason = f"{self.reason}; fp32 cannot answer: {error}"
 
-    def _fall_back(self, verdict: DriftVerdict, now: float) -> bool:
-        new = not self.reason
-        if new:
-            self.reason = describe(verdict)
+    def _fall_back(self, verdict: DriftVerdict, now: float) -> None:
         if self._policy.policy == "fp32" and now >= self._retry_at:
             self.phase, self.reason = "warming", describe(verdict)
-            return True
-        return new
+        elif not self.reason:
+            self.reason = describe(verdict)
 
-    def _return(self, verdict: DriftVerdict, now: float) -> bool:
+    def _return(self, verdict: DriftVerdict, now: float) -> None:
         if verdict.state == "over":
             self._over_at = now
         clean = (
@@ -153,10 +144,8 @@ class Fallback:
             and verdict.effective_samples >= self._policy.clean_samples
             and verdict.high < 1 - MARGIN
         )
-        if not clean or now - self._over_at < self.stay:
-            return False
-        self.phase, self._since, self.reason = "bf16", now, ""
-        return True
+        if clean and now - self._over_at >= self.stay:
+            self.phase, self._since, self.reason = "bf16", now, ""
 
 
 def describe(verdict: DriftVerdict) -> str:
@@ -168,13 +157,6 @@ def describe(verdict: DriftVerdict) -> str:
         f" (95 %: {verdict.low:.3g} to {verdict.high:.3g}, {verdict.effective_samples:.0f} effective samples)"
     )
     return f"{text}, {_CAUSE_TEXTS[verdict.cause]}" if verdict.cause in _CAUSE_TEXTS else text
-
-
-@dataclass(slots=True)
-class _State:
-    active: ActivePlan
-    fallback: Fallback
-    ordered_at: float = 0.0  # when fp32 was last ordered
 
 
 class FallbackController:
@@ -193,7 +175,7 @@ class FallbackController:
         self._processes = processes
         self._restart = restart
         self._clock = clock
-        self._states: dict[_Key, _State] = {}
+        self._fallbacks: dict[_Key, Fallback] = {}
         self._lock = threading.RLock()  # reentrant: an order may be carried out at once, on this thread
 
     def receive(self, verdict: DriftVerdict) -> None:
@@ -204,12 +186,12 @@ class FallbackController:
         key, now = (verdict.model, verdict.version), self._clock()
         active = self._processes.active_plan(*key)
         with self._lock:
-            state = self._state(key, active, now)
-            if state is None or verdict.plan != state.active.plan or verdict.at < state.active.since:
+            fallback = self._current(key, active, now)
+            if fallback is None or verdict.plan != fallback.active.plan or verdict.at < fallback.active.since:
                 return
-            before = state.fallback.phase
-            if state.fallback.receive(verdict, now):
-                self._apply(key, state, before)
+            before = fallback.phase
+            if fallback.receive(verdict, now):
+                self._apply(key, fallback, before)
 
     def maintain(self) -> None:
         """Called at intervals. Two cases need it.
@@ -219,38 +201,38 @@ class FallbackController:
         """
         now = self._clock()
         with self._lock:
-            for key, state in list(self._states.items()):
-                if state.fallback.phase != "fp32":
+            for key, fallback in list(self._fallbacks.items()):
+                if fallback.phase != "fp32":
                     continue
-                current = self._state(key, self._processes.active_plan(*key), now)
-                if current is state and now - state.ordered_at >= RETRY_S:
-                    state.ordered_at = now
-                    self._order(key, state, "fp32")
+                current = self._current(key, self._processes.active_plan(*key), now)
+                if current is fallback and now - fallback.ordered_at >= RETRY_S:
+                    fallback.ordered_at = now
+                    self._order(key, fallback, "fp32")
 
-    def _state(self, key: _Key, active: ActivePlan | None, now: float) -> _State | None:
-        """Return the state of the current version.
+    def _current(self, key: _Key, active: ActivePlan | None, now: float) -> Fallback | None:
+        """Return what is decided of the current version.
 
-        Another generation starts with a new state and is ordered to answer in bf16. An order for an earlier version of
+        Another generation starts anew and is ordered to answer in bf16. An order for an earlier version of
         the same plan may still be remembered, and would have it answer in fp32.
         """
-        state = self._states.get(key)
+        fallback = self._fallbacks.get(key)
         if active is None:
-            self._states.pop(key, None)
+            self._fallbacks.pop(key, None)
             return None
-        if state is None or state.active[:2] != active[:2]:
-            state = self._states[key] = _State(active, Fallback(active.policy, now))
-            self._order(key, state, "bf16")
-        return state
+        if fallback is None or fallback.active[:2] != active[:2]:
+            fallback = self._fallbacks[key] = Fallback(active, now)
+            self._order(key, fallback, "bf16")
+        return fallback
 
-    def _apply(self, key: _Key, state: _State, before: Phase) -> None:
+    def _apply(self, key: _Key, fallback: Fallback, before: Phase) -> None:
         """Log the new phase or reason, and order what follows from it."""
-        label, fallback = f"model {key[0]!r} version {key[1]}", state.fallback
+        label = f"model {key[0]!r} version {key[1]}"
         if fallback.phase == "warming":
             _log.error("%s is over its drift budget: %s; loading the fp32 reference to answer", label, fallback.reason)
-            state.ordered_at = self._clock()
-            self._order(key, state, "fp32").add_done_callback(lambda done: self._warmed(key, state, done))
+            fallback.ordered_at = self._clock()
+            self._order(key, fallback, "fp32").add_done_callback(lambda done: self._warmed(key, fallback, done))
             return
-        self._order(key, state, "bf16")
+        self._order(key, fallback, "bf16")
         if before == "fp32":
             _log.warning("%s: bf16 answers again: its drift is clearly within the budget", label)
             self._precision_changed(key, "bf16")
@@ -259,25 +241,25 @@ class FallbackController:
         else:
             _log.info("%s is within its drift budget again", label)
 
-    def _warmed(self, key: _Key, state: _State, done: Future[None]) -> None:
+    def _warmed(self, key: _Key, fallback: Fallback, done: Future[None]) -> None:
         label, error = f"model {key[0]!r} version {key[1]}", done.exception()
         with self._lock:
-            if self._states.get(key) is not state:
+            if self._fallbacks.get(key) is not fallback:
                 return  # something else was loaded meanwhile
             if error is None:
-                state.fallback.warmed(self._clock())
-                _log.warning("%s: fp32 answers: %s", label, state.fallback.reason)
+                fallback.warmed(self._clock())
+                _log.warning("%s: fp32 answers: %s", label, fallback.reason)
                 self._precision_changed(key, "fp32")
                 return
             # A runtime's error text belongs in the log; remote clients must not see it.
             public = isinstance(error, Bf16kitError) and not isinstance(error, RuntimeFailure)
             _log.error("%s: fp32 cannot answer; trying again in %g s or later: %s", label, RETRY_S, brief(error))
-            state.fallback.failed(brief(error) if public else "the server's log says why", self._clock())
-            self._order(key, state, "bf16")
+            fallback.failed(brief(error) if public else "the server's log says why", self._clock())
+            self._order(key, fallback, "bf16")
 
     def _precision_changed(self, key: _Key, to: Precision) -> None:
         self._processes.transition(*key, to)
         self._restart(*key)
 
-    def _order(self, key: _Key, state: _State, precision: Precision) -> Future[None]:
-        return self._processes.order(PrecisionOrder(*key, state.active.plan, precision, state.fallback.reason))
+    def _order(self, key: _Key, fallback: Fallback, precision: Precision) -> Future[None]:
+        return self._processes.order(PrecisionOrder(*key, fallback.active.plan, precision, fallback.reason))

@@ -56,19 +56,17 @@ def effective_size(weights: Values, clusters: Clusters) -> float:
     return float(per_request.sum() ** 2 / np.square(per_request).sum())
 
 
-def mean(values: Values, weights: Values, clusters: Clusters, *, positive: bool, size: float | None = None) -> Interval:
+def mean(values: Values, weights: Values, clusters: Clusters, *, positive: bool) -> Interval:
     """Return Hájek's mean Σwx/Σw with Student's interval. ``values`` must be finite, and of at least two requests.
 
     The variance is the linearised one of a ratio, Σ(Σw(x-m))² / (Σw)², the inner sum over the rows of a request (C.-E.
     Särndal, B. Swensson, J. Wretman, Model Assisted Survey Sampling (1992), 5.6 and 4.3). It is multiplied by n/(n-1)
     and has n-1 degrees of freedom, with n the effective size. The interval of a ``positive`` quantity is computed on
-    the logarithm, by the delta method, because drift is skewed and never below 0. ``size`` is the effective size, if
-    known.
+    the logarithm, by the delta method, because drift is skewed and never below 0.
     """
     total = weights.sum()
     centre = float(np.dot(weights, values) / total)
-    if size is None:
-        size = effective_size(weights, clusters)
+    size = effective_size(weights, clusters)
     residuals = np.bincount(clusters, weights * (values - centre))
     error = math.sqrt(float(np.square(residuals).sum()) * size / max(size - 1, 1e-9)) / float(total)
 
@@ -185,10 +183,3 @@ def _chernoff(share: float, size: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if middle > 0 and divergence(middle) <= most else (middle, high)
     return low
-
-
-def median(values: Values, weights: Values) -> float:
-    """Return the smallest value with half of the weight at or below it."""
-    order = np.argsort(values)
-    below = np.cumsum(weights[order])
-    return float(values[order][int(np.searchsorted(below, below[-1] / 2))])

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +27,8 @@ from service.drift.intervals import Values, effective_size
 HALF_LIFE = 400  # measured requests
 REQUESTS = 2048  # an older request would weigh less than a thirtieth
 PER_REQUEST = 8  # rows; the default of shadow.max_rows
-_ROWS = REQUESTS * PER_REQUEST  # capacity in rows: enough for all recent requests
+_ROWS = REQUESTS * PER_REQUEST  # the most of all recent requests
 _DECAY = np.exp2(-np.arange(REQUESTS) / HALF_LIFE)  # the weight of a request by the number of requests after it
-_Scalar = TypeVar("_Scalar", bound=np.generic)
 MIN_EFFECTIVE_SIZE = 8.0  # effective samples; below them no interval is given
 _COLUMNS = (*DISTRIBUTIONS, "top1_matches", "top1_rows", "nonfinite")
 _WORSE_SIGN = {
@@ -68,38 +66,38 @@ class Window:
 
     def select(self, kept: NDArray[np.bool_]) -> Window:
         """Return only the rows where ``kept`` is true."""
+        if kept.all():
+            return self
         weights, clusters = self.weights[kept], self.clusters[kept]
         size = effective_size(weights, clusters)
         return Window(self.columns[:, kept], weights, clusters, self.clients[kept], size)
 
 
 class RecentRows:
-    """The recent rows of one output, in ring buffers.
-
-    The rows of the newest requests are contiguous, modulo the size.
-    """
+    """The recent rows of one output. The arrays have room for twice as many; when they are full, the recent ones move
+    to the front."""
 
     def __init__(self) -> None:
-        self._columns = np.zeros((len(_COLUMNS), _ROWS))
-        self._weights = np.zeros(_ROWS)
-        self._requests = np.zeros(_ROWS, np.int64)  # counted from 1
-        self._clients = np.zeros(_ROWS, np.int64)
-        self._first_rows = [0] * REQUESTS  # first row of each request, by request number modulo REQUESTS
-        self._next = self._request = self._since = 0
+        self._columns = np.zeros((len(_COLUMNS), 2 * _ROWS))
+        self._weights = np.zeros(2 * _ROWS)
+        self._requests = np.zeros(2 * _ROWS, np.int64)  # counted from 1
+        self._clients = np.zeros(2 * _ROWS, np.int64)
+        self._rows = self._request = self._since = 0
 
     def add(self, drifts: Sequence[SampleDrift], weight: float, client: str = "") -> None:
         """Add one request's rows, each of which stands for ``weight`` rows."""
+        if self._rows + PER_REQUEST > 2 * _ROWS:
+            self._move_to_front()
         self._request += 1
-        self._first_rows[self._request % REQUESTS] = self._next
         values = np.array([[getattr(drift, name) for drift in drifts] for name in _COLUMNS], np.float64)
         kept, shares = _select_rows(values)
         count = values[_COLUMNS.index("nonfinite")]
         count[count.argmax()] += count.sum() - count[kept].sum()  # rows that are not kept still count
-        entries = np.arange(self._next, self._next + len(kept)) % _ROWS
-        self._columns[:, entries] = values[:, kept]
-        self._weights[entries], self._requests[entries] = weight * shares, self._request
-        self._clients[entries] = hash(client)
-        self._next += len(kept)
+        at = slice(self._rows, self._rows + len(kept))
+        self._columns[:, at] = values[:, kept]
+        self._weights[at], self._requests[at] = weight * shares, self._request
+        self._clients[at] = hash(client)
+        self._rows += len(kept)
 
     def keep_newest(self, requests: int) -> None:
         """Forget all but the newest ``requests``, because older ones are from before a change."""
@@ -114,26 +112,23 @@ class RecentRows:
 
     def window(self) -> Window:
         """Return the recent rows. The arrays may be views, valid until the next request is added."""
-        oldest = max(1, self._since, self._request - REQUESTS + 1)
-        first_row = self._first_rows[oldest % REQUESTS] if oldest <= self._request else self._next
-        requests = self._rows(self._requests, first_row)
-        weights = self._rows(self._weights, first_row) * _DECAY[self._request - requests]
+        at, oldest = self._recent()
+        requests = self._requests[at]
+        weights = self._weights[at] * _DECAY[self._request - requests]
         clusters = requests - oldest
         size = effective_size(weights, clusters)
-        return Window(
-            self._rows(self._columns, first_row), weights, clusters, self._rows(self._clients, first_row), size
-        )
+        return Window(self._columns[:, at], weights, clusters, self._clients[at], size)
 
-    def _rows(self, ring: NDArray[_Scalar], first_row: int) -> NDArray[_Scalar]:
-        """Return the rows from ``first_row`` on, the oldest first.
+    def _recent(self) -> tuple[slice, int]:
+        """Return where the recent rows are, and the first one's request."""
+        oldest = max(1, self._since, self._request - REQUESTS + 1)
+        return slice(int(np.searchsorted(self._requests[: self._rows], oldest)), self._rows), oldest
 
-        Copies only if they wrap around the end of the ring.
-        """
-        start = first_row % _ROWS
-        end = start + self._next - first_row
-        if end <= _ROWS:
-            return ring[..., start:end]
-        return np.concatenate((ring[..., start:], ring[..., : end - _ROWS]), axis=-1)
+    def _move_to_front(self) -> None:
+        at, _ = self._recent()
+        self._rows = at.stop - at.start
+        for array in (self._columns, self._weights, self._requests, self._clients):
+            array[..., : self._rows] = array[..., at].copy()
 
 
 def _select_rows(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], Values]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -27,12 +27,7 @@ _LEAST_ROOM = 1 / 16  # share of the aim, however many samples find no room
 _GROWTH = 1.1  # of that share, in a second without dropped samples
 
 Outcome = Literal["measured", "dropped", "failed"]
-
-
-class OutcomeObserver(Protocol):
-    """Receives the outcome of each sample (row)."""
-
-    def sampled(self, outcome: Outcome, samples: int) -> None: ...
+OnOutcome = Callable[[Outcome], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +104,6 @@ class Sampler:
 
     def _current_room(self, now: float) -> float:
         return min(1.0, self._room * math.pow(_GROWTH, min(now - self._dropped_at, 60.0)))
-
-
-def random_indices(rows: int, count: int, draw: Callable[[], float]) -> list[int]:
-    """Return ``count`` distinct ones of ``rows``, equally likely, sorted (the first steps of the Fisher-Yates
-    shuffle)."""
-    swapped: dict[int, int] = {}
-    indices = []
-    for at in range(count):
-        other = at + int(draw() * (rows - at))
-        indices.append(swapped.get(other, other))
-        swapped[other] = swapped.get(at, at)
-    return sorted(indices)
 
 
 def size_of(arrays: Mapping[str, Array], kept: Sequence[int] | None = None, batch_axis: int | None = None) -> int:

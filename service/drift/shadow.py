@@ -17,9 +17,10 @@ from typing import Protocol
 from bf16kit.messages.errors import Bf16kitError, Unavailable
 from bf16kit.messages.wording import brief
 from service.contract import Array
-from service.drift.breachevidence import SampleComparer
-from service.drift.comparison import DriftObserver
-from service.drift.sampler import Outcome, Sample
+from service.drift.breachevidence import EvidenceRecorder
+from service.drift.comparison import Comparison
+from service.drift.sampler import OnOutcome, Outcome, Sample
+from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 QUEUE_SIZE = 64  # samples of one model that wait or are measured
@@ -28,15 +29,6 @@ LONGEST_RUN_S = 60.0  # of one reference run: a longer one delays other samples 
 # A tenth of the share of a thread at 0, whatever the number of threads. With 19 or SCHED_IDLE, a full machine leaves
 # next to nothing (docs/decisions/0056), and a thread that then holds Python's lock keeps others waiting for it.
 NICENESS = 10
-
-OnOutcome = Callable[[Outcome], None]
-
-
-class ReferenceObserver(DriftObserver, Protocol):
-    """Also receives when the last sample was measured, and whether the reference answers."""
-
-    def reference_up(self, up: bool) -> None: ...
-    def last_sample(self, at: float) -> None: ...
 
 
 class Reference(Protocol):
@@ -57,42 +49,39 @@ class Reference(Protocol):
 class Shadow:
     """Measures one model's samples. :meth:`start`, before any sample, loads the reference in the background.
 
-    ``on_measured`` is called on the shadow's thread after each measured sample.
+    ``recorder`` keeps evidence of breaches; None: nothing does. ``on_measured`` is called on the shadow's thread after
+    each measured sample.
     """
 
     def __init__(
         self,
         load: Callable[[], Reference],
-        comparison: SampleComparer,
-        observer: ReferenceObserver,
+        comparison: Comparison,
+        metrics: ModelMetrics,
         *,
         name: str,
-        max_bytes: int = MAX_BYTES,
+        recorder: EvidenceRecorder | None = None,
         on_measured: Callable[[], object] = lambda: None,
     ) -> None:
         self._load = load
         self._comparison = comparison
-        self._observer = observer
+        self._metrics = metrics
         self._name = name
-        self._max_bytes = max_bytes
+        self._recorder = recorder
         self._on_measured = on_measured
         self._thread = ThreadPoolExecutor(1, f"{name}-shadow")
-        self._lock = threading.Lock()  # of the four below
+        self._lock = threading.Lock()  # of the three below
         self._samples = self._bytes_in_use = 0  # of the samples that wait or are measured
-        self._started = self._stopped = False
-        self._reference: Reference | None = None  # on the thread alone, as is the next
-        self._up = False
+        self._stopped = False
+        self._reference: Reference | None = None  # on the thread alone
 
     def start(self) -> None:
-        with self._lock:
-            if not self._started and not self._stopped:
-                self._started = True
-                self._thread.submit(self._open)
+        self._thread.submit(self._open)
 
     def put(self, sample: Sample, on_outcome: OnOutcome) -> None:
         """Queue a sample. ``on_outcome`` is called with its outcome, on any thread: "dropped" if there is no room."""
         with self._lock:
-            room = self._samples < QUEUE_SIZE and self._bytes_in_use + sample.nbytes <= self._max_bytes
+            room = self._samples < QUEUE_SIZE and self._bytes_in_use + sample.nbytes <= MAX_BYTES
             if queued := room and not self._stopped:
                 self._samples += 1
                 self._bytes_in_use += sample.nbytes
@@ -104,12 +93,12 @@ class Shadow:
         """Forget recent drift once the samples queued so far are measured: another precision answers from now on."""
         with self._lock:
             if not self._stopped:
-                self._thread.submit(self._comparison.restart)
+                self._thread.submit(self._forget)
 
     def stop(self) -> None:
         """Measure no further sample, drop those that wait, and free the reference. Waits for nothing."""
         with self._lock:
-            if self._started and not self._stopped:
+            if not self._stopped:
                 self._thread.submit(self._close)
             self._stopped = True
             self._thread.shutdown(wait=False)
@@ -120,6 +109,11 @@ class Shadow:
         if not self._stopped:
             self._reference = self._load_reference()
         lower_priority()  # not before: a full machine would load for minutes, and niceness cannot be taken back
+
+    def _forget(self) -> None:
+        self._comparison.restart()
+        if self._recorder is not None:
+            self._recorder.restart()
 
     def _close(self) -> None:
         if self._reference is not None:
@@ -142,27 +136,20 @@ class Shadow:
             return None
         if reference.up:
             _log.info("%s: live drift on: fp32 reference loaded in %.1f s", self._name, time.monotonic() - start)
-        self._report_up(reference.up)
+        self._metrics.reference_up(reference.up)
         return reference
 
-    def _report_up(self, up: bool) -> None:
-        if up != self._up:
-            self._up = up
-            self._observer.reference_up(up)
-
     def _measure(self, sample: Sample) -> Outcome:
-        if self._reference is None:
+        reference = self._reference
+        if reference is None:
             return "failed"
         try:
-            return self._compare(self._reference, sample)
-        finally:
-            self._report_up(self._reference.up)
-
-    def _compare(self, reference: Reference, sample: Sample) -> Outcome:
-        try:
             expected = reference.run(sample.feeds, tuple(sample.outputs), seconds=LONGEST_RUN_S)
-            if self._comparison.observe(expected, sample, self._observer) is None:
+            drifts = self._comparison.observe(expected, sample, self._metrics)
+            if drifts is None:
                 return "failed"  # counted apart as well: bf16kit_drift_reference_nonfinite_total
+            if self._recorder is not None:
+                self._recorder.record(expected, sample, drifts, self._comparison.verdict())
         except Unavailable:  # the reference logs this itself, once and not for each sample
             return "failed"
         except Bf16kitError as error:
@@ -171,7 +158,9 @@ class Shadow:
         except Exception:  # noqa: BLE001 - one sample that fails must not end the measuring
             _log.exception("%s: a shadow sample failed", self._name)
             return "failed"
-        self._observer.last_sample(time.time())
+        finally:
+            self._metrics.reference_up(reference.up)
+        self._metrics.last_sample(time.time())
         self._on_measured()
         return "measured"
 

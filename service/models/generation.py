@@ -12,7 +12,7 @@ from bf16kit.runtime import Runtime, RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.queue import BatchPolicy
 from service.contract import ActivePrecision, Array, Bounds, TensorSemantics
-from service.drift.forwarder import Probe, SampleForwarder, SampleSender
+from service.drift.forwarder import SampleForwarder, SampleSender
 from service.drift.gate import ProcessRank
 from service.models.engine import Engine, Leases
 from service.models.goldengate import GoldenGate, OnVerdict
@@ -76,7 +76,6 @@ class Generation:
         self._batcher = Batcher(self._run, self._batching(), self, name=f"{name}-{version}")
         self._batcher.start()
         metrics = self.metrics = new_metrics()
-        self._probe: Probe | None = None
         self._shadow: SampleForwarder | None = None
         if sender is not None and serving.shadow.on:
             self._measure(loaded, serving, sender)
@@ -126,17 +125,14 @@ class Generation:
         """
         self.leases.end()
         self._engine.stop()
-        for drift_part in (self._shadow, self._probe):
-            if drift_part is not None:
-                drift_part.stop()
+        if self._shadow is not None:
+            self._shadow.stop()
         running = [] if self.leases.wait(deadline) else ["requests"]
         deadline = max(deadline, time.monotonic() + _LEAST_CLOSE_S)
         if not self._batcher.close(deadline):
             running.append("a batch")
-        if self._probe is not None and not self._probe.close(deadline):
+        if self._shadow is not None and not self._shadow.close(deadline):
             running.append("a sample that bf16 runs beside fp32")
-        if self._shadow is not None:
-            self._shadow.close()
         self._engine.close()
         if running:
             _log.warning("%s: unloaded before these had ended: %s", self.label, " and ".join(running))
@@ -192,8 +188,8 @@ class Generation:
         if opened.artifact.manifest.reference is None:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
             return
-        self._probe = Probe(self.label, self.info.precision, self._engine.run_bf16, sender)
         self._shadow = SampleForwarder(
-            self._probe, serving.shadow, self.metrics,
-            batch_axis=opened.batch_axis, profile=self.info.profile,
+            sender, serving.shadow, self.metrics.sampled,
+            name=self.label, batch_axis=opened.batch_axis,
+            profile=self.info.profile, precision=self.info.precision, run_bf16=self._engine.run_bf16,
         )  # fmt: skip

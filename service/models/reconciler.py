@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias, TypedDict, Unpack
 
@@ -311,7 +311,7 @@ class Reconciler:
             plan.serving,
             new_metrics,
             None if new_sender is None else new_sender(slot.name, plan),
-            lambda verdict: None if on_verdict is None else on_verdict(verdict.with_plan(digest)),
+            lambda verdict: None if on_verdict is None else on_verdict(replace(verdict, plan=digest)),
             options.get("rank", ProcessRank()),
             fp32=partial(
                 loading.load_fp32,

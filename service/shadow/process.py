@@ -21,7 +21,7 @@ from service.config.serverconfig import ServerConfig
 from service.drift.shadow import QUEUE_SIZE
 from service.drift.verdict import DriftVerdict
 from service.models.plan import DesiredModel, Plan
-from service.peers.channel import Body
+from service.peers.channel import Body, from_json
 from service.peers.child import Child
 from service.peers.peer import ENDED, Handler, Message, Peer
 from service.telemetry.families import OF_MODEL
@@ -90,7 +90,7 @@ class ShadowProcess:
         self._unanswered: set[str] = set()  # what the process was doing when it died
         self._deaths: deque[tuple[float, set[str]]] = deque(maxlen=DEATHS)  # when, and doing what
         self._off = ""  # why it stays off
-        handlers: dict[str, Handler] = {"verdict": lambda message: verdicts(DriftVerdict.from_json(message.body))}
+        handlers: dict[str, Handler] = {"verdict": lambda message: verdicts(from_json(DriftVerdict, message.body))}
         self._child = Child(
             NAME, REFERENCES, handlers, self._start, self._handle_death, silent_seconds=SILENT_SECONDS, expendable=True
         )

@@ -10,9 +10,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, NotFound
@@ -20,13 +20,13 @@ from service.config.logs import configure
 from service.config.periodic import PeriodicThread
 from service.config.resources import HeapTrimmer, bound_heap
 from service.drift.breachevidence import EvidenceRecorder
-from service.drift.sampler import Outcome, Sample, TokenBucket
-from service.drift.shadow import MAX_BYTES, QUEUE_SIZE, OnOutcome, Reference, Shadow
+from service.drift.sampler import OnOutcome, Outcome, Sample, TokenBucket
+from service.drift.shadow import MAX_BYTES, QUEUE_SIZE, Reference, Shadow
 from service.drift.verdict import DriftVerdict
 from service.models.directory import stamp_of
 from service.models.opened import OpenedArtifact, new_comparison, open_artifact
 from service.models.plan import DesiredModel, Plan
-from service.peers.channel import Body, Channel
+from service.peers.channel import Body, Channel, to_json
 from service.peers.child import socket_to_parent
 from service.peers.peer import Message, Peer
 from service.shadow.process import Key, label_of, no_evidence
@@ -57,7 +57,6 @@ class _MeasuredVersion:
     verdict: DriftVerdict | None = None  # the newest
     reported: DriftVerdict | None = None  # the last verdict that the server was sent
     recorder: EvidenceRecorder | None = None  # set if evidence is kept
-    files: Mapping[str, str] = field(default_factory=dict)  # the artifact's files and their sha256
 
     def put(self, sample: Sample, on_outcome: OnOutcome) -> None:
         """Queue a sample; see :meth:`Shadow.put`. The caller holds the lock."""
@@ -190,7 +189,7 @@ class References:
             model = self._models.get((name, version))
         if model is None or model.recorder is None:
             raise NotFound(no_evidence(name, version))
-        data = model.recorder.evidence(model.files).dumps()
+        data = model.recorder.evidence(label_of((name, version))).dumps()
         with os.fdopen(os.dup(message.files[0]), "wb") as file:
             file.write(data)
         return {"bytes": len(data)}
@@ -221,13 +220,14 @@ class References:
     def _new_shadow(self, key: Key, model: _MeasuredVersion, opened: OpenedArtifact) -> Shadow:
         comparison = new_comparison(*key, opened)
         if self._keeps_evidence:
-            model.recorder = EvidenceRecorder(comparison, opened.batch_axis, opened.budget)
-            model.files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
+            files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
+            model.recorder = EvidenceRecorder(opened.batch_axis, opened.budget, files)
         return Shadow(
             lambda: self._load(key, model, opened),
-            model.recorder or comparison,
+            comparison,
             model.metrics,
             name=label_of(key),
+            recorder=model.recorder,
             on_measured=lambda: self._update_verdict(model, comparison.verdict),
         )
 
@@ -256,7 +256,7 @@ class References:
 
         Changes are reported at once, everything else once a second.
         """
-        model.verdict = verdict().with_plan(model.digest)
+        model.verdict = replace(verdict(), plan=model.digest)
         if model.reported is None or model.verdict.status != model.reported.status:
             self._report_verdict(model)
 
@@ -266,7 +266,7 @@ class References:
             news = live and verdict is not None and verdict is not model.reported
             model.reported = verdict
             if news and verdict is not None:  # within the lock, so that the newest is the last; it does not block
-                self._peer.tell("verdict", verdict.to_json())
+                self._peer.tell("verdict", to_json(verdict))
 
 
 class Outcomes:

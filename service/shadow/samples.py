@@ -18,7 +18,7 @@ import numpy as np
 
 from bf16kit.messages.errors import Unavailable
 from bf16kit.numerics.tensors import BY_NAME, Array
-from service.drift.sampler import Outcome, OutcomeObserver, Sample
+from service.drift.sampler import OnOutcome, Outcome, Sample
 from service.models.plan import Plan
 from service.peers.channel import Body
 from service.wire.tensors import decode_raw, encode_raw
@@ -28,8 +28,6 @@ _GATHER_S = 0.05  # time that samples wait, to be sent together
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 # Fields of a sample that are sent unchanged.
 _PLAIN = ("rows", "nbytes", "probability", "precision", "profile", "client")
-_Item = tuple[Sample, OutcomeObserver]
-_Pending = Sequence[tuple[int, OutcomeObserver]]  # samples' rows, and the observers of their outcomes
 Ask = Callable[[str, Mapping[str, object], list[int]], Future[Body]]
 
 
@@ -51,18 +49,18 @@ class PlanSampleSender:
         self._on_finish = on_finish
         self._logged = False
         self._lock = threading.Lock()  # guards what waits
-        self._waiting: list[_Item] = []
+        self._waiting: list[tuple[Sample, OnOutcome]] = []
         self._ended = threading.Event()
         self._thread = ThreadPoolExecutor(1, f"{name}-samples")
 
-    def send(self, sample: Sample, observer: OutcomeObserver) -> None:
+    def send(self, sample: Sample, on_outcome: OnOutcome) -> None:
         """See :meth:`service.drift.forwarder.SampleSender.send`."""
         with self._lock:
             if not (ended := self._ended.is_set()):
-                self._waiting.append((sample, observer))
+                self._waiting.append((sample, on_outcome))
             first = len(self._waiting) == 1  # those that follow within a moment are sent with it
         if ended:
-            observer.sampled("dropped", sample.rows)
+            on_outcome("dropped")
         elif first:
             try:
                 self._thread.submit(self._send_waiting)
@@ -79,14 +77,14 @@ class PlanSampleSender:
         self._thread.shutdown()  # samples sent after on_finish() would have the model measured again
         self._on_finish(self._name, self._plan.digest)
 
-    def _take(self) -> list[_Item]:
+    def _take(self) -> list[tuple[Sample, OnOutcome]]:
         with self._lock:
             waiting, self._waiting = self._waiting, []
         return waiting
 
     def _drop_waiting(self) -> None:
-        for sample, observer in self._take():
-            observer.sampled("dropped", sample.rows)
+        for _, on_outcome in self._take():
+            on_outcome("dropped")
 
     def _send_waiting(self) -> None:
         """Send what waits, on the thread. Samples that cannot be sent count as failed."""
@@ -94,7 +92,7 @@ class PlanSampleSender:
         items = self._take()
         if not items:
             return
-        pending = [(sample.rows, observer) for sample, observer in items]  # without arrays, which can be freed
+        pending = [on_outcome for _, on_outcome in items]  # without arrays, which can be freed
         try:
             model = {"model": self._name, "version": self._plan.version, "plan": self._plan.digest}
             body, file = pack([sample for sample, _ in items])
@@ -114,7 +112,7 @@ class PlanSampleSender:
             _log.warning("model %r: samples for live drift cannot be handed on: %r", self._name, error)
 
 
-def _on_response(pending: _Pending, done: Future[Body]) -> None:
+def _on_response(pending: Sequence[OnOutcome], done: Future[Body]) -> None:
     error = done.exception()
     if error is None:
         _report(pending, done.result()["outcomes"])
@@ -122,9 +120,9 @@ def _on_response(pending: _Pending, done: Future[Body]) -> None:
         _report(pending, ["failed" if isinstance(error, (Unavailable, OSError)) else "dropped"] * len(pending))
 
 
-def _report(pending: _Pending, outcomes: Sequence[Outcome]) -> None:
-    for (rows, observer), outcome in zip(pending, outcomes, strict=True):
-        observer.sampled(outcome, rows)
+def _report(pending: Sequence[OnOutcome], outcomes: Sequence[Outcome]) -> None:
+    for on_outcome, outcome in zip(pending, outcomes, strict=True):
+        on_outcome(outcome)
 
 
 def pack(samples: Sequence[Sample]) -> tuple[Body, int]:

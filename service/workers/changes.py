@@ -18,7 +18,7 @@ from bf16kit.messages.wording import brief
 from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
 from service.models.plan import DesiredModel
 from service.models.reconciler import CHANGES_AT_ONCE
-from service.peers.channel import Body
+from service.peers.channel import Body, to_json
 from service.peers.peer import died
 from service.request import Precision
 from service.workers.fleet import Fleet
@@ -137,7 +137,7 @@ class WorkerModels:
 
     def order(self, order: PrecisionOrder) -> Future[None]:
         """Return a future that ends when all workers have answered. It fails if none can carry the order out."""
-        body = order.to_json()
+        body = to_json(order)
         self._fleet.remember(_PRECISION, f"{order.model}/{order.version}", body)
         pending = self._fleet.ask(_PRECISION, body)
         result: Future[None] = Future()

@@ -15,7 +15,7 @@ from service.config.stop import Ending, OnStarted, Stop
 from service.drift.verdict import DriftVerdict
 from service.leader import MAINTAIN_SECONDS, Leader, announce
 from service.operations import IndexEntry, Region, VersionStatistics
-from service.peers.channel import Body, to_json
+from service.peers.channel import Body, from_json, to_json
 from service.peers.peer import Answer, Message, answers
 from service.telemetry.metrics import Metrics
 from service.workers.changes import WorkerModels
@@ -56,7 +56,7 @@ class Supervisor:
         handlers: dict[str, Callable[[str, Message], Answer]] = {
             "counts": lambda worker, message: self.leader.counting.receive(worker, message.body),
             "samples": lambda worker, message: self.leader.shadow.forward(message),
-            "verdict": lambda worker, message: self.leader.fallback.receive(DriftVerdict.from_json(message.body)),
+            "verdict": lambda worker, message: self.leader.fallback.receive(from_json(DriftVerdict, message.body)),
             "statistics": self._later(lambda body: self._statistics()),
             "index": self._later(lambda body: {"lines": self._index()}),
             "load": self._later(lambda body: self._controller.load(body["name"], body["config"])),

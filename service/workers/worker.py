@@ -27,7 +27,7 @@ from service.leader import new_table
 from service.models.plan import DesiredModel
 from service.models.repository import Repository
 from service.operations import Region, RegistryModels, Settings, VersionStatistics
-from service.peers.channel import Body, Channel, read_text, to_json
+from service.peers.channel import Body, Channel, from_json, read_text, to_json
 from service.peers.child import socket_to_parent
 from service.peers.peer import ENDED, Answer, Message, Peer
 from service.server import build_transport, drain, open_tracing, operations_of
@@ -77,7 +77,7 @@ class Worker:
             "apply": lambda served, message: served.repository.apply(
                 DesiredModel.from_json(read_text(message.files[0]))
             ),
-            "precision": lambda served, message: served.repository.order(PrecisionOrder.from_json(message.body)),
+            "precision": lambda served, message: served.repository.order(from_json(PrecisionOrder, message.body)),
             "transition": lambda served, message: served.repository.transition(**message.body),
             "retire": lambda served, message: served.repository.retire(),
             "settings": _set,
@@ -160,7 +160,7 @@ class Worker:
             weights=self._weights,
             ready_when_empty=config.model_control == "explicit",
             new_sender=lambda name, plan: PlanSampleSender(name, plan, ask),
-            on_verdict=lambda verdict: self._peer.tell("verdict", verdict.to_json()),
+            on_verdict=lambda verdict: self._peer.tell("verdict", to_json(verdict)),
             rank=ProcessRank(body["number"] - 1, config.workers),
         )
         repository.apply_all(map(DesiredModel.from_json, json.loads(read_text(message.files[0]))))

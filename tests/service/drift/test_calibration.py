@@ -38,17 +38,20 @@ def test_a_calibration_holds_rows_by_profile_and_ranges_by_input() -> None:
     assert found.ranges == RANGES
 
 
-@pytest.mark.parametrize("source", ["random inputs (seed 0)", "random token sequences (seed 3)"])
-def test_measurements_on_random_inputs_say_nothing_about_live_inputs(source: str) -> None:
-    found = Calibration.of(Manifest({"cpu": entry(source)}), measured("cpu"))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("source", "measurements", "reason"),
+    [
+        ("random inputs (seed 0)", measured("cpu"), "random"),
+        ("random token sequences (seed 3)", measured("cpu"), "random"),
+        ("s.npz", None, "no measurements"),
+    ],
+)
+def test_random_inputs_and_missing_measurements_set_no_expectation(
+    source: str, measurements: Measurements | None, reason: str
+) -> None:
+    found = Calibration.of(Manifest({"cpu": entry(source)}), measurements)  # type: ignore[arg-type]
     assert (found.rows, found.ranges) == ({}, {})
-    assert "random" in found.missing_reason
-
-
-def test_an_artifact_without_measurements_sets_no_expectation() -> None:
-    found = Calibration.of(Manifest({"cpu": entry("s.npz")}), None)  # type: ignore[arg-type]
-    assert (found.rows, found.ranges) == ({}, {})
-    assert "no measurements" in found.missing_reason
+    assert reason in found.missing_reason
 
 
 def test_rows_out_of_range_are_reported_by_input() -> None:
@@ -61,17 +64,15 @@ def test_rows_out_of_range_are_reported_by_input() -> None:
     assert {name: rows.tolist() for name, rows in found.items()} == {"x": [False, True, True], "ids": [False] * 3}
 
 
-def test_rows_are_counted_along_the_batch_axis() -> None:
+@pytest.mark.parametrize(
+    ("axis", "rows", "out"),
+    [(1, 2, [False, True]), (None, 1, [True]), (0, 4, [True] * 4), (7, 2, [True] * 2)],
+    ids=["along the batch axis", "no batch axis", "another number of rows", "no such axis"],
+)
+def test_an_input_without_rows_counts_for_all_rows(axis: int | None, rows: int, out: list[bool]) -> None:
     feeds = {"x": np.array([[0.0, 99.0], [0.0, 0.0]])}
-    assert rows_out_of_range({"x": KNOWN}, feeds, 2, 1)["x"].tolist() == [False, True]
-
-
-@pytest.mark.parametrize(("axis", "rows"), [(None, 1), (0, 4), (7, 2)])
-def test_an_input_without_rows_counts_for_all_rows(axis: int | None, rows: int) -> None:
-    feeds = {"x": np.array([[0.0, 99.0], [0.0, 0.0]])}
-    assert rows_out_of_range({"x": KNOWN}, feeds, rows, axis)["x"].tolist() == [True] * rows
+    assert rows_out_of_range({"x": KNOWN}, feeds, rows, axis)["x"].tolist() == out
 
 
 def test_an_input_that_was_not_given_or_has_no_range_is_not_judged() -> None:
     assert rows_out_of_range({"x": KNOWN}, {"other": np.ones((1, 1))}, 1, 0) == {}
-    assert rows_out_of_range({}, {"x": np.ones((1, 1))}, 1, 0) == {}

@@ -13,7 +13,6 @@ from service.drift.detector import (
     ALLOWANCE,
     CLIP,
     HORIZON,
-    LEARNING_ROWS,
     MIN_ROWS,
     REQUESTS,
     Detector,
@@ -92,18 +91,6 @@ def test_an_alarm_stays_until_drift_was_as_expected_for_a_while() -> None:
     assert 2 < after.index("ended") < 40
 
 
-def test_the_detector_reports_how_long_ago_the_change_began() -> None:
-    rng = np.random.default_rng(4)
-    detector = Detector(calibrated(0.1))
-    for drift in drawn(rng, 0.1, 500):
-        detector.add([drift])
-    count = 0
-    while not detector.alarm:
-        detector.add([float(drawn(rng, 0.1, 1, 3.0)[0])])
-        count += 1
-    assert abs(detector.change_age - count) <= 1
-
-
 def test_lower_drift_is_not_a_change_and_neither_is_30_percent_more() -> None:
     rng = np.random.default_rng(5)
     for factor in (0.0, 0.1, 1.3):
@@ -141,20 +128,6 @@ def test_the_spread_of_few_rows_is_estimated_larger_than_measured() -> None:
         of_few * math.sqrt(15 / 7.261), rel=1e-3
     )  # from the chi-squared table, 5 % below
     assert few.root < many.root
-
-
-def test_the_expected_drift_is_learned_from_clean_samples_only() -> None:
-    rng = np.random.default_rng(9)
-    detector = Detector(None)
-    for drift in drawn(rng, 0.1, 100, 50.0):
-        detector.add([drift], within_budget=False)
-    for drift in drawn(rng, 0.1, LEARNING_ROWS):
-        assert detector.score is None
-        detector.add([drift])
-    assert detector.expected is not None
-    assert detector.expected.centre == pytest.approx(math.log(CENTRE), abs=0.05)
-    detector.restart()
-    assert detector.expected is not None
 
 
 def test_more_outputs_have_a_higher_threshold_each() -> None:

@@ -1,39 +1,68 @@
-"""Samples that fp32 has served are run on bf16 before they are measured; test_sampler.py has the others."""
+"""Which requests' samples are forwarded, what a sample holds, and samples that fp32 has served."""
 
 from __future__ import annotations
 
+import math
+import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Literal
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
 from waiting import until
 
+from bench.serving.traffic import Clock, arrivals
 from bf16kit.messages.errors import RuntimeFailure
 from service.contract import Array
-from service.drift.forwarder import Probe
-from service.drift.sampler import OutcomeObserver, Sample
+from service.drift.driftpolicy import ShadowPolicy
+from service.drift.forwarder import SampleForwarder
+from service.drift.sampler import OnOutcome, Outcome, Sample
+from service.drift.shadow import MAX_BYTES, QUEUE_SIZE
+from service.request import Reply, Request
 
+DEFAULTS = ShadowPolicy()
 X = np.ones((2, 3), np.float32)
-ANSWERED = Sample({"x": X}, {"y": X * 5}, 2, 48, probability=0.25, precision="bf16-weights")
-BY_FP32 = replace(ANSWERED, precision="fp32")
+
+
+class Always(random.Random):
+    """Chooses every request."""
+
+    def random(self) -> float:
+        return 0.0
 
 
 class Rig:
-    """A probe whose bf16 run is a function that a test can hold or make fail."""
+    """Receives the samples of a forwarder, reports ``outcome`` for each if it is not None, and counts the outcomes.
 
-    def __init__(self) -> None:
-        self.handed: list[Sample] = []
-        self.counted: list[tuple[str, int]] = []
-        self.forgotten = False
+    A test can hold the runs on bf16 (y = 2 x), or make them fail.
+    """
+
+    def __init__(
+        self,
+        policy: ShadowPolicy = DEFAULTS,
+        *,
+        axis: int | None = 0,
+        outcome: Outcome | None = None,
+        chance: random.Random | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.samples: list[Sample] = []
+        self.callbacks: list[OnOutcome] = []
+        self.counted = Counter[str]()
+        self.finished = False
         self.go = threading.Event()
         self.go.set()
         self.at_work = False
         self.fails: Exception | None = None
-        self.probe = Probe("m", "bf16-weights", self._run, self)
+        self.outcome = outcome
+        self.forwarder = SampleForwarder(
+            self, policy, self._sampled,
+            name="m", batch_axis=axis, profile="cpu-bf16", precision="bf16-weights", run_bf16=self._run,
+            chance=chance or Always(), clock=clock or Clock(),
+        )  # fmt: skip
 
     def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> tuple[dict[str, Array], str]:
         self.at_work = True
@@ -42,17 +71,137 @@ class Rig:
             raise self.fails
         return dict.fromkeys(outputs, feeds["x"] * 2), "bf16-weights"
 
-    def send(self, sample: Sample, observer: OutcomeObserver) -> None:
-        self.handed.append(sample)
+    def _sampled(self, outcome: Outcome, samples: int) -> None:
+        self.counted[outcome] += samples
+
+    def send(self, sample: Sample, on_outcome: OnOutcome) -> None:
+        self.samples.append(sample)
+        self.callbacks.append(on_outcome)
+        if self.outcome is not None:
+            on_outcome(self.outcome)
 
     def finish(self) -> None:
-        self.forgotten = True
+        self.finished = True
 
-    def offer(self, sample: Sample) -> None:
-        self.probe.send(sample, self)
+    def offer(self, request: Request, reply: Reply | None = None) -> Sample | None:
+        """Offer a request; return its sample if it was forwarded at once."""
+        before = len(self.samples)
+        self.forwarder.offer(request, reply or Reply({}, "bf16-weights"))
+        return self.samples[-1] if len(self.samples) > before else None
 
-    def sampled(self, outcome: Literal["measured", "dropped", "failed"], samples: int) -> None:
-        self.counted.append((outcome, samples))
+    def serve_by_fp32(self) -> None:
+        """Offer a request of two rows that fp32 served."""
+        self.offer(Request({"x": X}, rows=2), Reply({"y": X * 5}, "fp32"))
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def test_weighted_rows_are_not_biased_by_the_choice_of_requests_and_rows() -> None:
+    """Requests have 1 to 20 rows, of which at most 4 are taken; drift grows with each row, and while it is busy.
+
+    The weighted mean is within a hundredth, or four standard errors, of the mean of all rows served; the sum of the
+    weights is within 5 % of their number. The unweighted mean is far off.
+    """
+    clock = Clock()
+    policy = ShadowPolicy(rate=0.2, max_per_second=20, max_rows=4)
+    rig = Rig(policy, outcome="measured", chance=random.Random(1), clock=clock)
+    everything, values, weights = [], [], []
+
+    def busy(now: float) -> float:
+        return 4.0 if now % 60 < 30 else 0.2
+
+    for each in arrivals(
+        clock, {16: 80.0, 64: 8.0, 500: 0.1}, 300, 2, rows=lambda chance: chance.randrange(1, 21), busy=busy
+    ):
+        factor = busy(clock.now)
+        everything += [factor * drift for drift in each.drift]
+        sample = rig.offer(each.request, Reply(each.reply.outputs, "bf16-weights"))
+        if sample is not None:
+            assert sample.rows == min(4, each.request.rows) == len(sample.feeds["x"])
+            values += list(factor * sample.outputs["y"][:, 0])
+            weights += [1 / sample.probability] * sample.rows
+    y, w = np.array(values), np.array(weights)
+    mean = (w * y).sum() / w.sum()
+    error = math.sqrt((w**2 * (y - mean) ** 2).sum()) / w.sum() * 2  # rows of one request are alike: four count as one
+    truth = float(np.mean(everything))
+    assert abs(mean - truth) < max(4 * error, 0.01 * truth)
+    assert w.sum() == pytest.approx(len(everything), rel=0.05)
+    assert abs(y.mean() - truth) > 4 * error
+    assert rig.counted["dropped"] < 0.02 * len(values)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_fewer_requests_are_chosen_while_samples_find_no_room(late: bool) -> None:
+    """They find none here, or another process reports it later."""
+    clock = Clock()
+    rig = Rig(ShadowPolicy(rate=1, max_per_second=100), chance=random.Random(2), clock=clock)
+    rig.outcome = "dropped" if late else None
+    request = Request({"x": np.zeros((1, 16), np.float32)})
+
+    def chosen(seconds: int) -> int:
+        before = len(rig.samples) + rig.counted["dropped"] * (not late)
+        for _ in range(1000 * seconds):
+            clock.now += 1 / 1000
+            rig.offer(request)
+        return len(rig.samples) + rig.counted["dropped"] * (not late) - before
+
+    chosen(10)
+    assert chosen(20) < 20 * 80 / 8, "a sixteenth is the least, and each second without drops allows a tenth more"
+    rig.outcome = "measured"
+    for on_outcome in rig.callbacks:
+        on_outcome("measured")
+    chosen(40)
+    assert chosen(5) == pytest.approx(5 * 80, rel=0.2)
+
+
+def test_samples_without_an_outcome_are_limited_in_number_and_bytes() -> None:
+    """The limits are checked before anything of a sample is copied."""
+    rig = Rig(ShadowPolicy(rate=1, max_per_second=10_000), axis=None)
+    huge, large = (np.broadcast_to(np.zeros(1, np.uint8), (size,)) for size in (MAX_BYTES + 1, 40 << 20))
+    small = Request({"x": np.zeros(1, np.uint8)})
+    assert rig.offer(Request({"x": huge})) is None, "it never fits"
+    assert rig.offer(Request({"x": large})) is not None
+    assert rig.offer(Request({"x": large})) is None
+    assert rig.counted == {"dropped": 2}
+    for _ in range(QUEUE_SIZE):
+        rig.offer(small)
+    assert (len(rig.samples), rig.counted) == (QUEUE_SIZE, {"dropped": 3})
+    rig.callbacks[0]("measured")
+    assert rig.offer(small) is not None
+    assert rig.counted == {"dropped": 3, "measured": 1}
+
+
+def test_nothing_is_sampled_after_stop_and_close_gives_the_reference_back() -> None:
+    rig = Rig(ShadowPolicy(rate=1))
+    rig.forwarder.stop()
+    assert rig.offer(Request({"x": np.zeros((1, 2))}, rows=1)) is None
+    assert not rig.finished
+    assert rig.forwarder.close(math.inf)
+    assert rig.finished
+
+
+# --- what a sample holds ----------------------------------------------------------------------------------------------
+
+
+def test_a_sample_holds_copies_of_its_rows_and_what_the_comparison_needs_to_know() -> None:
+    """A view would keep the message and the batch alive, and its values would change with their memory."""
+    rig = Rig(ShadowPolicy(rate=1, max_rows=2))
+    message = np.ones((1000, 2), np.float32)
+    batch = message * np.float32(1.01)
+    alive = weakref.ref(message), weakref.ref(batch)
+    sample = rig.offer(Request({"x": message[:8]}, rows=8, client="c"), Reply({"y": batch[:8]}, "bf16-weights"))
+    message[:], batch[:] = 7, 8
+    del message, batch
+    assert [array() for array in alive] == [None, None]
+    assert sample is not None
+    assert sample.feeds["x"].tolist() == [[1, 1], [1, 1]]
+    assert np.allclose(sample.outputs["y"], 1.01)
+    assert (sample.probability, sample.rows, sample.nbytes) == (2 / 8, 2, 2 * 2 * 2 * 4)
+    assert (sample.precision, sample.profile, sample.client) == ("bf16-weights", "cpu-bf16", "c")
+
+
+# --- samples that fp32 has served -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -60,72 +209,55 @@ def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
     rig.go.set()
-    assert rig.probe.close()
+    assert rig.forwarder.close(math.inf)
 
 
-def test_a_sample_served_by_bf16_is_passed_on_unchanged(rig: Rig) -> None:
-    rig.offer(ANSWERED)
-    assert rig.handed == [ANSWERED]
-
-
-def test_a_sample_served_by_fp32_is_passed_on_with_the_outputs_of_bf16(rig: Rig) -> None:
-    rig.offer(BY_FP32)
-    until(lambda: rig.handed != [], 30, "handed on")
-    (sample,) = rig.handed
+def test_a_sample_served_by_fp32_is_forwarded_with_the_outputs_of_bf16(rig: Rig) -> None:
+    rig.serve_by_fp32()
+    until(lambda: rig.samples != [], 30, "handed on")
+    (sample,) = rig.samples
     np.testing.assert_array_equal(sample.outputs["y"], X * 2)
-    assert (sample.precision, sample.probability, sample.rows) == ("bf16-weights", 0.25, 2)
-    assert rig.counted == []
+    assert (sample.precision, sample.probability, sample.rows) == ("bf16-weights", 1.0, 2)
+    assert not rig.counted
 
 
 @pytest.mark.parametrize("error", [RuntimeFailure("no"), ZeroDivisionError()])
 def test_a_sample_that_fails_is_counted_and_the_next_is_measured(rig: Rig, error: Exception) -> None:
     rig.fails = error
-    rig.offer(BY_FP32)
-    until(lambda: rig.counted == [("failed", 2)], 30, "counted")
+    rig.serve_by_fp32()
+    until(lambda: rig.counted == {"failed": 2}, 30, "counted")
     rig.fails = None
-    rig.offer(BY_FP32)
-    until(lambda: len(rig.handed) == 1, 30, "measured")
+    rig.serve_by_fp32()
+    until(lambda: len(rig.samples) == 1, 30, "measured")
 
 
-def test_a_closed_probe_drops_samples(rig: Rig) -> None:
-    assert rig.probe.close()
-    rig.offer(BY_FP32)
-    assert rig.counted == [("dropped", 2)]
-
-
-def test_samples_that_wait_when_the_probe_is_stopped_are_dropped_and_counted(rig: Rig) -> None:
+def test_samples_that_wait_when_the_forwarder_is_stopped_are_dropped_and_counted(rig: Rig) -> None:
     rig.go.clear()
-    rig.offer(BY_FP32)
+    rig.serve_by_fp32()
     until(lambda: rig.at_work, 30, "at work")
     for _ in range(3):
-        rig.offer(BY_FP32)
-    rig.probe.stop()
-    rig.probe.stop()
-    assert not rig.probe.close(time.monotonic())
+        rig.serve_by_fp32()
+    rig.forwarder.stop()
+    assert not rig.forwarder.close(time.monotonic())
     rig.go.set()
-    assert rig.probe.close()
-    assert (len(rig.handed), rig.counted) == (1, [("dropped", 2)] * 3)
+    assert rig.forwarder.close(math.inf)
+    assert (len(rig.samples), rig.counted) == (1, {"dropped": 6})
 
 
 @pytest.mark.parametrize("another", [False, True])
 def test_if_no_thread_can_be_started_only_the_sample_is_dropped(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, another: bool
 ) -> None:
-    """The client has its response by then. A probe that is closed then has nothing to wait for."""
+    """The client has its response by then. A forwarder that is closed then has nothing to wait for."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as context:
         context.setattr(threading.Thread, "start", refuse)
-        rig.offer(BY_FP32)
-    assert rig.counted == [("dropped", 2)]
+        rig.serve_by_fp32()
+    assert rig.counted == {"dropped": 2}
     if another:
-        rig.offer(BY_FP32)
-        until(lambda: len(rig.handed) == 1, 30, "measured")
-    assert rig.probe.close()
-
-
-def test_forget_is_passed_on(rig: Rig) -> None:
-    rig.probe.finish()
-    assert rig.forgotten
+        rig.serve_by_fp32()
+        until(lambda: len(rig.samples) == 1, 30, "measured")
+    assert rig.forwarder.close(math.inf)

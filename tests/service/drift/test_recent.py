@@ -58,37 +58,34 @@ def test_floors_have_their_interval_the_right_way_round() -> None:
     assert found["sqnr_db.p99"].ratio > found["sqnr_db"].ratio
 
 
-def test_a_high_quantile_has_an_upper_limit_once_there_are_enough_samples() -> None:
-    rng = np.random.default_rng(1)
-    rows = [row(float(value)) for value in 1e-3 * np.exp(0.1 * rng.standard_normal(800))]
-    assert judged(rows[:300], relative_l2__p99=1e-2)["relative_l2.p99"].high == math.inf
-    assert judged(rows, relative_l2__p99=1e-2)["relative_l2.p99"].high < 1
+@pytest.mark.parametrize(
+    ("rows", "bound", "ratio"),
+    [
+        ([row(max_abs=0.1), row(max_abs=3.0), row()], {"max_abs": 1.0}, 3.0),
+        ([row(), row(bad=2), row()], {"nonfinite": 1.0}, 2.0),
+        ([row(2e-3), row()], {"relative_l2__worst": 1e-3}, 2.0),
+        ([*[row()] * 20, row(math.inf)], {"relative_l2": 1e-2}, math.inf),
+        ([*[row()] * 20, row(sqnr_db=-math.inf)], {"sqnr_db": 40}, math.inf),
+        ([row(0.0)] * 20, {"relative_l2": 0.0}, 0.0),
+        ([row(1e-9)] * 20, {"relative_l2": 0.0}, math.inf),
+    ],
+    ids=["largest", "not finite", "worst", "infinite mean", "infinite decibels", "0 of 0", "a little of 0"],
+)
+def test_bounds_on_measured_rows_and_infinite_ratios_have_no_width(
+    rows: list[SampleDrift], bound: dict[str, float], ratio: float
+) -> None:
+    (found,) = judged(rows, **bound).values()
+    assert (found.ratio, found.low, found.high, found.lowest) == (ratio,) * 4
 
 
-def test_the_intervals_of_the_worst_value_and_of_nonfinite_elements_have_no_width() -> None:
-    found = judged(
-        [row(max_abs=0.1), row(max_abs=3.0, bad=2), row()], max_abs=1.0, nonfinite=1.0, relative_l2__worst=1e-2
-    )
-    assert found["max_abs"] == Estimate("max_abs", 3.0, 3.0, 3.0, 3.0)
-    assert found["nonfinite"] == Estimate("nonfinite", 2.0, 2.0, 2.0, 2.0)
-    assert found["relative_l2.worst"].ratio == found["relative_l2.worst"].high == pytest.approx(0.1)
-
-
-def test_a_row_with_infinite_drift_makes_the_mean_infinite_as_in_the_converter() -> None:
-    found = judged([*[row()] * 20, row(math.inf, sqnr_db=-math.inf)], relative_l2=1e-2, sqnr_db=40)
-    assert found["relative_l2"] == Estimate("relative_l2", math.inf, math.inf, math.inf, math.inf)
-    assert found["sqnr_db"] == Estimate("sqnr_db", math.inf, math.inf, math.inf, math.inf)
-
-
-def test_exact_rows_do_not_count_in_the_mean_of_the_decibels() -> None:
-    found = judged([*[row(sqnr_db=40.0)] * 10, *[row(0.0, sqnr_db=math.inf)] * 10], sqnr_db=40)
-    assert found["sqnr_db"].ratio == pytest.approx(1)
-    assert judged([row(0.0, sqnr_db=math.inf)] * 10, sqnr_db=40)["sqnr_db"].ratio == 0
-
-
-def test_only_a_drift_of_zero_is_within_a_bound_of_zero() -> None:
-    assert judged([row(0.0)] * 20, relative_l2=0.0)["relative_l2"] == Estimate("relative_l2", 0.0, 0.0, 0.0, 0.0)
-    assert judged([row(1e-9)] * 20, relative_l2=0.0)["relative_l2"].low == math.inf
+@pytest.mark.parametrize(
+    ("inexact", "bounded"), [(0, True), (1, False), (5, False), (10, True)], ids=["exact", "one", "few", "half"]
+)
+def test_exact_rows_do_not_count_in_the_mean_of_the_decibels(inexact: int, bounded: bool) -> None:
+    """Few inexact rows have an estimate and no interval."""
+    found = judged([*[row(sqnr_db=40.0)] * inexact, *[row(0.0, sqnr_db=math.inf)] * (20 - inexact)], sqnr_db=40)
+    assert found["sqnr_db"].ratio == pytest.approx(1 if inexact else 0)
+    assert (found["sqnr_db"].high < math.inf) == bounded
 
 
 def test_agreement_counts_the_converters_ties_by_weight_and_effective_samples() -> None:
@@ -137,38 +134,11 @@ def test_all_nonfinite_elements_of_a_large_request_are_counted_at_once() -> None
     assert (found.ratio, found.low) == (33.0, 33.0)
 
 
-@pytest.mark.parametrize("inexact", [1, 5])
-def test_few_inexact_rows_among_exact_ones_have_an_estimate_and_no_interval(inexact: int) -> None:
-    recent = RecentRows()
-    for index in range(20):
-        recent.add([row(sqnr_db=50.0 if index < inexact else math.inf)], 1.0)
-    (found,) = estimates(recent.window(), Budget.from_dict({"sqnr_db": 40.0}))
-    assert (found.low, found.high) == (0.0, math.inf)
-    assert found.ratio < 1
-
-
-def test_old_rows_and_rows_from_before_a_change_leave_the_window() -> None:
-    recent = RecentRows()
-    for index in range(REQUESTS + 10):
-        recent.add([row(float(index))], 1.0, "ab"[index % 2])
-    window = recent.window()
-    assert (len(window.weights), float(window["relative_l2"][0])) == (REQUESTS, 10.0)
-    assert window.clients[:2].tolist() == [hash("a"), hash("b")]
-    recent.keep_newest(5)
-    assert len(recent.window().weights) == 5
-    recent.add([row()], 1.0)
-    assert len(recent.window().weights) == 6
-
-
-def test_an_empty_window_has_size_zero() -> None:
-    assert RecentRows().window().size == 0
-
-
-def test_the_window_holds_the_newest_requests_in_order_after_its_rings_wrap_around() -> None:
+def test_the_window_holds_the_newest_requests_in_order_after_they_were_moved_to_the_front() -> None:
     """Compare the window with a plain list of the same rows."""
     random = np.random.default_rng(5)
     recent, kept, since = RecentRows(), list[tuple[int, float, float, str]](), 0
-    for request in range(1, 3 * REQUESTS):
+    for request in range(1, 5 * REQUESTS):
         rows = int(random.integers(1, PER_REQUEST + 1))
         weight, client = float(random.uniform(0.5, 2)), "abc"[random.integers(0, 3)]
         drifts = [row(float(value)) for value in random.lognormal(-6, 0.3, rows)]
@@ -213,19 +183,6 @@ def send(live: LiveSlices, reference: Rows, candidate: Rows) -> None:
     live.add(live.compare(reference, candidate))
 
 
-def test_a_destroyed_slice_is_named() -> None:
-    live = LiveSlices(SPEC, 0, known())
-    for seed in range(200):
-        reference = outputs(seed)
-        candidate = reference.copy()
-        candidate[:, 2] = outputs(seed + 1000)[:, 2]
-        send(live, reference, candidate)
-    worst = live.worst()
-    assert worst is not None
-    assert (worst.axis, worst.index) == (1, 2)
-    assert worst.error == pytest.approx(1.4, rel=0.2)
-
-
 @pytest.mark.parametrize("outlier", [1e4, 1e30, 1e200])
 def test_one_huge_request_does_not_hide_a_destroyed_slice(outlier: float) -> None:
     live = LiveSlices(SPEC, 0, known())
@@ -249,15 +206,6 @@ def test_one_request_does_not_raise_the_alarm(after: int) -> None:
     worst = live.worst()
     assert worst is not None
     assert slice_estimate(worst.error / 0.5, after).low < 1
-
-
-def test_requests_that_repeat_one_input_are_judged_by_the_variation_at_conversion() -> None:
-    live = LiveSlices(SPEC, 0, known())
-    for _ in range(100):
-        send(live, outputs(7), outputs(7) + 0.01)
-    worst = live.worst()
-    assert worst is not None
-    assert worst.error < 0.05
 
 
 def test_a_slice_that_the_conversion_did_not_judge_is_not_judged() -> None:

@@ -6,29 +6,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from driftmetrics import DriftMetrics
 from waiting import until
 
-from bench.drift.streams import Silent
-from bf16kit.drift.metrics import Budget, SampleDrift
+from bf16kit.drift.metrics import Budget
 from bf16kit.messages.errors import ArtifactError, RuntimeFailure, Unavailable
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime import Array, RuntimeInfo
-from service.drift.comparison import Comparison
+from bf16kit.runtime import Array
+from service.drift.breachevidence import EvidenceRecorder
+from service.drift.comparison import Comparison, Drifts
 from service.drift.sampler import Sample
-from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow
+from service.drift.shadow import MAX_BYTES, NICENESS, QUEUE_SIZE, Shadow
+from service.drift.verdict import DriftVerdict
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
 
 
 class Reference:
     """A reference with y = x, exactly. A test can hold its runs; ``nice`` is the niceness of the thread that ran it."""
-
-    inputs = (TensorSpec("x", "float32", ("batch", 2)),)
-    outputs = SPECS
-    info = RuntimeInfo("onnxruntime", "cpu", "reference", "fp32", "fp32")
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -38,9 +37,7 @@ class Reference:
         self.running = False
         self.closed = False
 
-    def run(
-        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
-    ) -> dict[str, Array]:
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
         self.nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.running = True
         assert self.gate.wait(20)
@@ -51,34 +48,33 @@ class Reference:
         self.closed = True
 
 
-class Heard(Silent):
-    """An observer that records what the shadow reports."""
+class Heard(DriftMetrics):
+    """Metrics that also count samples by their outcome."""
 
     def __init__(self) -> None:
-        self.samples: Counter[str] = Counter()
-        self.drifts: list[SampleDrift] = []
-        self.ratios: dict[tuple[str, str], float] = {}
-        self.up: list[bool] = []
-        self.at = 0.0
+        super().__init__(*SPECS)
+        self.outcomes: Counter[str] = Counter()
 
-    def put(self, shadow: Shadow, rows: int = 1, error: float = 0.0) -> None:
+    def put(self, shadow: Shadow, rows: int = 1, error: float = 0.0, nbytes: int = 16) -> None:
         """Have a sample measured, and count its rows by outcome."""
-        self.offer(shadow, sample(rows, error))
+        self.offer(shadow, sample(rows, error, nbytes))
 
     def offer(self, shadow: Shadow, each: Sample) -> None:
-        shadow.put(each, lambda outcome: self.samples.update({outcome: each.rows}))
+        shadow.put(each, lambda outcome: self.outcomes.update({outcome: each.rows}))
 
-    def reference_up(self, up: bool) -> None:
-        self.up.append(up)
 
-    def last_sample(self, at: float) -> None:
-        self.at = at
+class Recorder(EvidenceRecorder):
+    """Records what it is told: the drift of a sample's row, or a restart."""
 
-    def drift(self, output: str, sample: SampleDrift, weight: float, *, scalar: bool = False) -> None:
-        self.drifts.append(sample)
+    def __init__(self) -> None:
+        super().__init__(0, Budget(), {})
+        self.told: list[float | str] = []
 
-    def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
-        self.ratios[output, metric] = ratio
+    def restart(self) -> None:
+        self.told.append("restart")
+
+    def record(self, expected: object, sample: Sample, drifts: Drifts, verdict: DriftVerdict) -> None:
+        self.told.append(round(drifts["y"][0].relative_l2, 4))
 
 
 Make = Callable[..., Shadow]
@@ -98,13 +94,8 @@ def heard() -> Heard:
 def make(reference: Reference, heard: Heard) -> Iterator[Make]:
     shadows: list[Shadow] = []
 
-    def build(
-        load: Callable[[], Reference] = lambda: reference,
-        max_bytes: int = 1 << 20,
-        on_measured: Callable[[], object] = int,
-    ) -> Shadow:
-        comparison = Comparison(SPECS, 0, Budget())
-        shadow = Shadow(load, comparison, heard, name="m", max_bytes=max_bytes, on_measured=on_measured)
+    def build(load: Callable[[], Reference] = lambda: reference, **options: Any) -> Shadow:
+        shadow = Shadow(load, Comparison(SPECS, 0, Budget()), heard.model, name="m", **options)
         shadow.start()
         shadows.append(shadow)
         return shadow
@@ -115,25 +106,21 @@ def make(reference: Reference, heard: Heard) -> Iterator[Make]:
         shadow.stop()
 
 
-def sample(rows: int = 1, error: float = 0.0) -> Sample:
-    """Return a sample; each row has 8 bytes of input and 8 of output."""
+def sample(rows: int = 1, error: float = 0.0, nbytes: int = 16) -> Sample:
     x = np.ones((rows, 2), np.float32)
-    return Sample({"x": x}, {"y": x * np.float32(1 + error)}, rows, 16 * rows)
+    return Sample({"x": x}, {"y": x * np.float32(1 + error)}, rows, nbytes)
 
 
 def test_a_live_response_is_compared_with_the_reference_row_by_row(make: Make, heard: Heard) -> None:
-    heard.put(make(), rows=3, error=0.03)
-    until(lambda: heard.samples["measured"] == 3)
-    assert [round(d.relative_l2, 4) for d in heard.drifts] == [0.03] * 3
-    assert heard.ratios["y", "relative_l2"] == pytest.approx(2.0, rel=1e-3)
-    assert heard.ratios["y", "nonfinite"] == 0
-
-
-def test_an_output_that_is_not_finite_is_a_breach_not_a_crash(make: Make, heard: Heard) -> None:
-    heard.put(make(), error=np.inf)
-    until(lambda: heard.samples["measured"])
-    assert heard.ratios["y", "nonfinite"] == np.inf
-    assert heard.drifts[0].nonfinite == 2
+    """The time of the measurement is set before others are told of it."""
+    told: list[float | None] = []
+    begun = time.time()
+    heard.put(make(on_measured=lambda: told.append(heard.value("last_sample_timestamp_seconds"))), rows=3, error=0.03)
+    until(lambda: heard.outcomes["measured"] == 3)
+    assert heard.rows() == 3
+    assert heard.ratio("relative_l2")[0] == pytest.approx(2.0, rel=1e-3)
+    assert (heard.ratio("nonfinite")[0], heard.value("reference_up")) == (0, 1)
+    assert begun <= (told[0] or 0) <= time.time()
 
 
 def test_the_reference_is_loaded_as_others_are_and_runs_with_low_priority(
@@ -147,9 +134,9 @@ def test_the_reference_is_loaded_as_others_are_and_runs_with_low_priority(
         return reference
 
     heard.put(make(load))
-    until(lambda: heard.samples["measured"])
+    until(lambda: heard.outcomes["measured"])
     assert loading == [before]
-    assert reference.nice == NICENESS
+    assert reference.nice == max(NICENESS, before)
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
@@ -160,25 +147,22 @@ def test_a_full_queue_drops_and_counts_and_never_blocks(make: Make, heard: Heard
     until(lambda: reference.running)
     for _ in range(QUEUE_SIZE + 2):
         heard.put(shadow)
-    assert heard.samples == {"dropped": 3}
+    assert heard.outcomes == {"dropped": 3}
     reference.gate.set()
-    until(lambda: heard.samples["measured"] == QUEUE_SIZE)
+    until(lambda: heard.outcomes["measured"] == QUEUE_SIZE)
 
 
 def test_samples_that_wait_are_bounded_by_their_bytes(make: Make, heard: Heard, reference: Reference) -> None:
-    """Each row has 8 bytes of input and 8 of output."""
     reference.gate.clear()
-    shadow = make(max_bytes=48)
+    shadow = make()
     for _ in range(4):
-        heard.put(shadow)
-    assert heard.samples == {"dropped": 1}
+        heard.put(shadow, nbytes=MAX_BYTES // 3)
+    assert heard.outcomes == {"dropped": 1}
     reference.gate.set()
-    until(lambda: heard.samples["measured"] == 3)
-    until(lambda: not shadow._bytes_in_use)
-    heard.put(shadow, rows=4)  # alone, and still too large
-    heard.put(shadow, rows=3)
-    until(lambda: heard.samples["measured"] == 6)
-    assert heard.samples == {"measured": 6, "dropped": 5}
+    until(lambda: heard.outcomes["measured"] == 3)
+    heard.put(shadow, nbytes=MAX_BYTES + 1)  # alone, and still too large
+    heard.put(shadow, nbytes=MAX_BYTES)
+    until(lambda: heard.outcomes == {"measured": 4, "dropped": 2})
 
 
 def test_samples_that_wait_when_the_shadow_is_stopped_are_dropped(
@@ -191,56 +175,49 @@ def test_samples_that_wait_when_the_shadow_is_stopped_are_dropped(
     heard.put(shadow, rows=2)
     shadow.stop()
     heard.put(shadow)
-    assert heard.samples == {"dropped": 1}
+    assert heard.outcomes == {"dropped": 1}
     reference.gate.set()
-    until(lambda: heard.samples == {"dropped": 3, "measured": 1})
+    until(lambda: heard.outcomes == {"dropped": 3, "measured": 1})
     until(lambda: reference.closed)
-
-
-def test_the_callback_for_a_measured_sample_comes_after_its_time_is_set(make: Make, heard: Heard) -> None:
-    told: list[float] = []
-    begun = time.time()
-    heard.put(make(on_measured=lambda: told.append(heard.at)))
-    until(lambda: heard.samples["measured"])
-    assert heard.up == [True]
-    assert begun <= told[0] <= time.time()
 
 
 def test_a_restart_takes_effect_after_the_samples_that_were_put_before_it(
     make: Make, heard: Heard, reference: Reference
 ) -> None:
     reference.gate.clear()
-    shadow = make()
+    recorder = Recorder()
+    shadow = make(recorder=recorder)
     heard.put(shadow, error=0.03)
     until(lambda: reference.running)
     heard.put(shadow, error=0.03)
     shadow.restart()
     heard.put(shadow, error=0.015)
     reference.gate.set()
-    until(lambda: heard.samples["measured"] == 3)
-    assert heard.ratios["y", "relative_l2"] == pytest.approx(1.0, rel=1e-3)
+    until(lambda: heard.outcomes["measured"] == 3)
+    assert heard.ratio("relative_l2")[0] == pytest.approx(1.0, rel=1e-3)
+    assert recorder.told == [0.03, 0.03, "restart", 0.015]
 
 
-def test_a_sample_that_fails_is_counted_and_the_next_is_measured(make: Make, heard: Heard) -> None:
-    shadow = make()
-    wrong = sample()
-    heard.offer(shadow, replace(wrong, feeds={"wrong": wrong.feeds["x"]}))
-    heard.put(shadow)
-    until(lambda: heard.samples["measured"])
-    assert heard.samples == {"failed": 1, "measured": 1}
-
-
-def test_a_sample_that_the_reference_rejects_is_logged_without_a_traceback(
+def test_samples_that_fail_are_counted_and_the_next_is_measured(
     make: Make, heard: Heard, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """An error of the reference is logged without a traceback, and a bug with one."""
+
     def refuse(*_: object, **more: object) -> dict[str, Array]:
         raise RuntimeFailure("ONNX Runtime failed: dimensions")
 
-    monkeypatch.setattr(reference, "run", refuse)
-    heard.put(make())
-    until(lambda: heard.samples["failed"])
+    shadow = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(reference, "run", refuse)
+        heard.put(shadow)
+        until(lambda: heard.outcomes["failed"])
+    wrong = sample()
+    heard.offer(shadow, replace(wrong, feeds={"wrong": wrong.feeds["x"]}))
+    heard.put(shadow)
+    until(lambda: heard.outcomes["measured"])
+    assert heard.outcomes == {"failed": 2, "measured": 1}
     assert "a shadow sample failed: ONNX Runtime failed: dimensions" in caplog.text
-    assert all(record.exc_info is None for record in caplog.records)
+    assert [record.exc_info is None for record in caplog.records if "failed" in record.getMessage()] == [True, False]
 
 
 def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog: pytest.LogCaptureFixture) -> None:
@@ -248,9 +225,9 @@ def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog
         raise ArtifactError("no residual")
 
     heard.put(make(load))
-    until(lambda: heard.samples["failed"] == 1)
+    until(lambda: heard.outcomes["failed"] == 1)
     assert "no live drift: the fp32 reference cannot be loaded: no residual" in caplog.text
-    assert heard.up == []
+    assert heard.value("reference_up") is None
 
 
 def test_samples_fail_quietly_while_the_reference_is_away_and_its_state_is_reported(
@@ -265,13 +242,13 @@ def test_samples_fail_quietly_while_the_reference_is_away_and_its_state_is_repor
     shadow = make()
     heard.put(shadow)
     heard.put(shadow)
-    until(lambda: heard.samples["failed"] == 2)
-    assert heard.up == [True, False]
+    until(lambda: heard.outcomes["failed"] == 2)
+    assert heard.value("reference_up") == 0
     reference.up = True
     monkeypatch.setattr(reference, "run", run)
     heard.put(shadow)
-    until(lambda: heard.samples["measured"] == 1)
-    assert heard.up == [True, False, True]
+    until(lambda: heard.outcomes["measured"] == 1)
+    assert heard.value("reference_up") == 1
     assert "failed" not in caplog.text
 
 

@@ -133,7 +133,7 @@ def test_a_plan_loaded_again_after_another_plan_begins_with_bf16(repository: Rep
     over = DriftVerdict("mlp", 1, "over", "rounding", "y", "relative_l2", 2.0, 1.5, 2.5, 300.0, 300, False, 0.0)
     repository.start()
     serve(repository, plan)
-    owner.receive(replace(over, at=time.time()).with_plan(plan.digest))
+    owner.receive(replace(over, at=time.time(), plan=plan.digest))
     until(lambda: precision(repository) == "fp32", 60, "answered by fp32")
     serve(repository, another)
     serve(repository, plan)

@@ -57,8 +57,7 @@ def test_by_default_a_breach_only_raises_an_alert(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fallback: none", "'fallback.policy' is 'none': 'none' is called 'off' now"),
-        ("fallback: on", "'on' is not a policy; use off, alert or fp32"),
+        ("fallback: on", "'fallback.policy' is True: input should be 'off', 'alert' or 'fp32'"),
         ("fallback: fp16", "'fallback.policy' is 'fp16'"),
         ("fallback: {policy: fp32, clean_samples: 0}", r"'fallback\.clean_samples' is 0"),
         ("fallback: {policy: fp32, clean_samples: 1001}", r"'fallback\.clean_samples' is 1001"),
@@ -91,8 +90,9 @@ def test_the_error_names_the_wrong_key_or_value(tmp_path: Path, text: str, messa
 
 @pytest.mark.parametrize("key", Serving.REMOVED)
 def test_a_former_key_is_an_error_that_says_what_to_do_instead(tmp_path: Path, key: str) -> None:
+    section, _, name = key.partition(".")
     with pytest.raises(ConfigError) as refused:
-        load(tmp_path, f"{key}: 1")
+        load(tmp_path, f"{section}: {{{name}: 1}}" if name else f"{key}: 1")
     assert f"'{key}' is not a setting any more: {Serving.REMOVED[key]}" in str(refused.value)
 
 

@@ -90,17 +90,11 @@ SAMPLE = Sample({"x": np.zeros((2, 4), np.float32)}, {"y": np.zeros((2, 4), np.f
 PLAN = Plan(1, Path("m/1"), Serving(), "stamp")
 
 
-class Observer:
+class Outcomes(list[str]):
     """Records the reported outcomes."""
 
-    def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
-
-    def sampled(self, outcome: str, samples: int) -> None:
-        self.told.append((outcome, samples))
-
-    def drift(self, *seen: object, scalar: bool = False) -> None:
-        """Ignore the drift: nothing is measured here."""
+    def __call__(self, outcome: str) -> None:
+        self.append(outcome)
 
 
 class Leader:
@@ -128,14 +122,14 @@ def sender(leader: Leader) -> Iterator[PlanSampleSender]:
     made.finish()
 
 
-def test_each_samples_outcome_is_counted_by_its_own_observer(sender: PlanSampleSender, leader: Leader) -> None:
-    observers = [Observer(), Observer(), Observer()]
-    for observer in observers:
-        sender.send(SAMPLE, observer)
+def test_each_samples_outcome_is_counted_by_its_own_callback(sender: PlanSampleSender, leader: Leader) -> None:
+    told = [Outcomes(), Outcomes(), Outcomes()]
+    for outcomes in told:
+        sender.send(SAMPLE, outcomes)
     until(lambda: leader.asked)
     leader.answer.set_result({"outcomes": ["measured", "dropped", "failed"]})
-    until(lambda: all(each.told for each in observers))  # the thread that sends may learn it only after it was set
-    assert [each.told for each in observers] == [[("measured", 2)], [("dropped", 2)], [("failed", 2)]]
+    until(lambda: all(told))  # the thread that sends may learn it only after it was set
+    assert told == [["measured"], ["dropped"], ["failed"]]
 
 
 def test_samples_taken_at_about_the_same_time_are_sent_together(
@@ -144,7 +138,7 @@ def test_samples_taken_at_about_the_same_time_are_sent_together(
     monkeypatch.setattr(samples_module, "_GATHER_S", 2.0)
     sender = PlanSampleSender("m", PLAN, leader.ask)
     for _ in range(4):
-        sender.send(SAMPLE, Observer())
+        sender.send(SAMPLE, Outcomes())
         time.sleep(0.05)
     until(lambda: leader.asked)
     body, samples = leader.asked[0]
@@ -157,7 +151,7 @@ def test_samples_name_their_plan_and_leave_out_its_labels(leader: Leader) -> Non
     """There may be many, and only the process that answers needs them."""
     plan = replace(PLAN, serving=Serving(labels={"y": tuple(map(str, range(20_000)))}))
     sender = PlanSampleSender("m", plan, leader.ask)
-    sender.send(SAMPLE, Observer())
+    sender.send(SAMPLE, Outcomes())
     until(lambda: leader.asked)
     body, _ = leader.asked[0]
     assert body["plan"] == plan.digest
@@ -167,21 +161,21 @@ def test_samples_name_their_plan_and_leave_out_its_labels(leader: Leader) -> Non
 
 def test_samples_lost_with_their_process_are_counted_as_failed(sender: PlanSampleSender, leader: Leader) -> None:
     leader.answer.set_exception(Unavailable("the shadow of this server has ended"))
-    observer = Observer()
-    sender.send(SAMPLE, observer)
-    until(lambda: observer.told)
-    assert observer.told == [("failed", 2)]
+    outcomes = Outcomes()
+    sender.send(SAMPLE, outcomes)
+    until(lambda: outcomes)
+    assert outcomes == ["failed"]
 
 
 def test_samples_without_a_file_count_as_failed_and_the_next_are_sent(sender: PlanSampleSender, leader: Leader) -> None:
-    observer = Observer()
-    sender.send(SAMPLE, Observer())  # starts the sending thread
+    outcomes = Outcomes()
+    sender.send(SAMPLE, Outcomes())  # starts the sending thread
     until(lambda: leader.asked)
     with no_more_files():
-        sender.send(SAMPLE, observer)
-        until(lambda: observer.told)
-    assert observer.told == [("failed", 2)]
-    sender.send(SAMPLE, Observer())
+        sender.send(SAMPLE, outcomes)
+        until(lambda: outcomes)
+    assert outcomes == ["failed"]
+    sender.send(SAMPLE, Outcomes())
     until(lambda: len(leader.asked) == 2)
 
 
@@ -191,11 +185,11 @@ def test_samples_that_wait_or_arrive_after_an_unload_are_dropped(
     gone: list[str] = []
     monkeypatch.setattr(samples_module, "_GATHER_S", 60.0)
     sender = PlanSampleSender("m", PLAN, leader.ask, lambda name, desired: gone.append(name))
-    observer = Observer()
-    sender.send(SAMPLE, observer)
+    outcomes = Outcomes()
+    sender.send(SAMPLE, outcomes)
     sender.finish()
-    sender.send(SAMPLE, observer)
-    assert observer.told == [("dropped", 2)] * 2
+    sender.send(SAMPLE, outcomes)
+    assert outcomes == ["dropped"] * 2
     assert gone == ["m"]
     assert leader.asked == []
 
@@ -217,7 +211,7 @@ def test_an_unload_waits_for_samples_that_are_being_sent() -> None:
         sender.finish()
         forgot.set()
 
-    sender.send(SAMPLE, Observer())
+    sender.send(SAMPLE, Outcomes())
     assert sending.wait(20)
     threading.Thread(target=finish).start()
     until(lambda: sender._ended.is_set())
@@ -231,7 +225,7 @@ def test_after_any_error_samples_count_as_failed_and_the_next_are_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     errors: list[Exception] = [MemoryError(), ValueError("of ours"), OSError(24, "Too many open files")]
-    observers = [Observer() for _ in range(4)]
+    told = [Outcomes() for _ in range(4)]
 
     def ask(kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
         told: Future[Body] = Future()
@@ -244,11 +238,11 @@ def test_after_any_error_samples_count_as_failed_and_the_next_are_sent(
         return told
 
     sender = PlanSampleSender("m", PLAN, ask)
-    for observer in observers:
-        sender.send(SAMPLE, observer)
-        until(lambda observer=observer: observer.told)  # type: ignore[misc]
+    for outcomes in told:
+        sender.send(SAMPLE, outcomes)
+        until(lambda outcomes=outcomes: outcomes)  # type: ignore[misc]
     sender.finish()
-    assert [each.told for each in observers] == [[("failed", 2)]] * 3 + [[("measured", 2)]]
+    assert told == [["failed"]] * 3 + [["measured"]]
     assert [record.getMessage() for record in caplog.records] == [
         "model 'm': samples for live drift cannot be handed on: MemoryError()"
     ]
@@ -258,11 +252,11 @@ def test_without_a_thread_samples_are_dropped_without_an_error(leader: Leader, m
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    sender, observer = PlanSampleSender("m", PLAN, leader.ask), Observer()
+    sender, outcomes = PlanSampleSender("m", PLAN, leader.ask), Outcomes()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
-        sender.send(SAMPLE, observer)
-    assert observer.told == [("dropped", 2)]
-    sender.send(SAMPLE, Observer())
+        sender.send(SAMPLE, outcomes)
+    assert outcomes == ["dropped"]
+    sender.send(SAMPLE, Outcomes())
     until(lambda: leader.asked)
     sender.finish()

@@ -17,7 +17,7 @@ from service.contract import State
 from service.drift.fallbackcontroller import PrecisionOrder
 from service.models.plan import DesiredModel, FailedVersion, Plan
 from service.models.serving import Serving
-from service.peers.channel import Body
+from service.peers.channel import Body, to_json
 from service.workers.changes import WorkerModels
 from service.workers.fleet import Fleet
 from service.workers.state import ServerState, SlotState
@@ -337,7 +337,7 @@ def test_an_order_ends_when_all_have_answered_and_is_kept_for_later_workers(
         asked.set_exception(each) if each else asked.set_result({})
     assert (None if told.exception(0) is None else str(told.exception(0))) == error
     assert logged in caplog.text if logged else caplog.text == ""
-    assert workers.remembered == {KEPT: order.to_json()}
+    assert workers.remembered == {KEPT: to_json(order)}
 
 
 def test_an_order_holds_for_the_plan_that_answers_until_its_version_changes(
