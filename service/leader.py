@@ -80,7 +80,6 @@ class Leader:
             lambda: self.counting.process_died(SHADOW),
             lambda verdict: self.fallback.receive(verdict),
             on_forget=self.counting.forget,
-            shared=find_plan is not None,
             find_plan=find_plan,
         )
         self.fallback = FallbackController(models, self.shadow.restart)

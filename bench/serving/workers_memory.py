@@ -1,4 +1,4 @@
-"""The memory of a further worker: of ``bf16-serve --workers N`` with MiniLM, beyond an interpreter with its imports.
+"""The memory of a server of MiniLM, with its shadow, and of a further worker, beyond an interpreter with its imports.
 
 The proportional set size counts a page that n processes share as an nth of it: added up over all processes of a server
 it is what the server takes, and what one more worker adds is the difference of two servers. Private memory is what no
@@ -24,7 +24,7 @@ from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
 from bench.serving import wire
 
-_AT_MOST_MB = 60
+_AT_MOST_MB, _WITH_SHADOW_AT_MOST_MB = 60, 200
 _WORKERS = 2, 3
 _SERVING = "shadow:\n  rate: 0\n"  # its reference is one for all workers
 _CONNECTIONS, _REQUESTS = 12, 8
@@ -52,6 +52,8 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     small = workspace.repository("workers_memory_mlp", workspace.mlp(), _SERVING)
     minilm_request = wire.infer_request("minilm", models.minilm_feeds(1))
     little = wire.infer_request("mlp", models.mlp_feeds(1))
+    measured = workspace.repository("workers_memory_measured", workspace.minilm(), "")
+    with_shadow = list[_Memory]()
     further = {name: list[_Memory]() for name in ("imports", "mlp", "minilm")}
     weights = list[int]()
     for _ in range(repeats):
@@ -60,19 +62,30 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
         found = [_server(minilm, log, count, minilm_request) for count in _WORKERS]
         further["minilm"].append(_difference(found))
         weights.append(found[-1].shared)
+        with_shadow.append(_server(measured, log, 1, minilm_request))
     return Result(
         "workers_memory",
-        list(_measurements(further, weights)),
+        list(_measurements(further, weights, with_shadow)),
         settings={
             "server": f"bf16-serve --workers {_WORKERS[1]} less --workers {_WORKERS[0]}, no shadow, each asked"
-            f" {_CONNECTIONS * _REQUESTS} times over {_CONNECTIONS} connections, then idle for {_IDLE_S:g} s",
+            f" {_CONNECTIONS * _REQUESTS} times over {_CONNECTIONS} connections, then idle for {_IDLE_S:g} s;"
+            " with its shadow: --workers 1 at the defaults",
             "repeats": repeats,
         },
         notes=("imports: a process that imports what a worker does, and waits",),
     )
 
 
-def _measurements(further: dict[str, list[_Memory]], weights: list[int]) -> Iterator[Measurement]:
+def _measurements(
+    further: dict[str, list[_Memory]], weights: list[int], with_shadow: list[_Memory]
+) -> Iterator[Measurement]:
+    total = median(each.proportional for each in with_shadow) / _MB
+    yield Measurement(
+        "a server with MiniLM and its shadow, between two runs of its reference",
+        total,
+        "MB",
+        at_most=_WITH_SHADOW_AT_MOST_MB,
+    )
     proportional = {name: median(each.proportional for each in found) / _MB for name, found in further.items()}
     beyond = proportional["minilm"] - proportional["imports"]
     yield Measurement("a further worker with MiniLM, beyond its imports", beyond, "MB", at_most=_AT_MOST_MB)

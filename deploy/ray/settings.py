@@ -89,7 +89,7 @@ MESSAGES_AT_ONCE = 8  # times max_message_bytes: what all requests and responses
 PROCESS_BYTES = 320 << 20
 REFERENCE_PROCESS_BYTES = 160 << 20
 _AT_LOAD = 1.5  # times its weights: they are copied and packed for the kernel, and the golden samples run
-_FP32_LOADED = 1.4  # times its fp32 weights: loading a reference took up to 1.33 (service/shadow/referencememory.py)
+_FP32_LOADED = 1.4  # times its fp32 weights: where no disk has room for them, loading a reference took up to 1.33
 _REFERENCE_RUN_BYTES = 128 << 20  # eight rows at most, unless shadow.max_rows says otherwise
 
 

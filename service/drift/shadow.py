@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
 from bf16kit.messages.wording import brief
@@ -20,6 +20,7 @@ from service.contract import Array
 from service.drift.breachevidence import EvidenceRecorder
 from service.drift.comparison import Comparison
 from service.drift.sampler import OnOutcome, Outcome, Sample
+from service.drift.verdict import DriftVerdict
 from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
@@ -46,34 +47,42 @@ class Reference(Protocol):
     def close(self) -> None: ...
 
 
-class Shadow:
-    """Measures one model's samples. :meth:`start`, before any sample, loads the reference in the background.
+class Measuring(NamedTuple):
+    """What measures a model's samples. ``recorder`` keeps evidence of breaches; None: nothing does."""
 
-    ``recorder`` keeps evidence of breaches; None: nothing does. ``on_measured`` is called on the shadow's thread after
-    each measured sample.
+    reference: Reference
+    comparison: Comparison
+    recorder: EvidenceRecorder | None = None
+
+    def restart(self) -> None:
+        self.comparison.restart()
+        if self.recorder is not None:
+            self.recorder.restart()
+
+
+class Shadow:
+    """Measures one model's samples. :meth:`start`, before any sample, calls ``load`` in the background.
+
+    ``on_measured`` is called with the verdict on the shadow's thread after each measured sample.
     """
 
     def __init__(
         self,
-        load: Callable[[], Reference],
-        comparison: Comparison,
+        load: Callable[[], Measuring],
         metrics: ModelMetrics,
         *,
         name: str,
-        recorder: EvidenceRecorder | None = None,
-        on_measured: Callable[[], object] = lambda: None,
+        on_measured: Callable[[DriftVerdict], object] = lambda verdict: None,
     ) -> None:
         self._load = load
-        self._comparison = comparison
         self._metrics = metrics
         self._name = name
-        self._recorder = recorder
         self._on_measured = on_measured
         self._thread = ThreadPoolExecutor(1, f"{name}-shadow")
         self._lock = threading.Lock()  # of the three below
         self._samples = self._bytes_in_use = 0  # of the samples that wait or are measured
         self._stopped = False
-        self._reference: Reference | None = None  # on the thread alone
+        self._measuring: Measuring | None = None  # on the thread alone
 
     def start(self) -> None:
         self._thread.submit(self._open)
@@ -107,17 +116,16 @@ class Shadow:
 
     def _open(self) -> None:
         if not self._stopped:
-            self._reference = self._load_reference()
+            self._measuring = self._load_reference()
         lower_priority()  # not before: a full machine would load for minutes, and niceness cannot be taken back
 
     def _forget(self) -> None:
-        self._comparison.restart()
-        if self._recorder is not None:
-            self._recorder.restart()
+        if self._measuring is not None:
+            self._measuring.restart()
 
     def _close(self) -> None:
-        if self._reference is not None:
-            self._reference.close()
+        if self._measuring is not None:
+            self._measuring.reference.close()
 
     def _process(self, sample: Sample, on_outcome: OnOutcome) -> None:
         outcome: Outcome = "dropped" if self._stopped else self._measure(sample)
@@ -126,30 +134,30 @@ class Shadow:
             self._bytes_in_use -= sample.nbytes
         on_outcome(outcome)
 
-    def _load_reference(self) -> Reference | None:
+    def _load_reference(self) -> Measuring | None:
         start = time.monotonic()
         try:
-            reference = self._load()
+            measuring = self._load()
         except Exception as error:  # noqa: BLE001 - the model serves without a reference too, and the error is logged
             reason = str(error) if isinstance(error, Bf16kitError) else repr(error)
             _log.error("%s: no live drift: the fp32 reference cannot be loaded: %s", self._name, reason)
             return None
-        if reference.up:
+        if measuring.reference.up:
             _log.info("%s: live drift on: fp32 reference loaded in %.1f s", self._name, time.monotonic() - start)
-        self._metrics.reference_up(reference.up)
-        return reference
+        self._metrics.reference_up(measuring.reference.up)
+        return measuring
 
     def _measure(self, sample: Sample) -> Outcome:
-        reference = self._reference
-        if reference is None:
+        if self._measuring is None:
             return "failed"
+        reference, comparison, recorder = self._measuring
         try:
             expected = reference.run(sample.feeds, tuple(sample.outputs), seconds=LONGEST_RUN_S)
-            drifts = self._comparison.observe(expected, sample, self._metrics)
+            drifts = comparison.observe(expected, sample, self._metrics)
             if drifts is None:
                 return "failed"  # counted apart as well: bf16kit_drift_reference_nonfinite_total
-            if self._recorder is not None:
-                self._recorder.record(expected, sample, drifts, self._comparison.verdict())
+            if recorder is not None:
+                recorder.record(expected, sample, drifts, comparison.verdict())
         except Unavailable:  # the reference logs this itself, once and not for each sample
             return "failed"
         except Bf16kitError as error:
@@ -161,7 +169,7 @@ class Shadow:
         finally:
             self._metrics.reference_up(reference.up)
         self._metrics.last_sample(time.time())
-        self._on_measured()
+        self._on_measured(comparison.verdict())
         return "measured"
 
 

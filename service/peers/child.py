@@ -258,15 +258,12 @@ class Child:
 
 
 def _exit_reason(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
-
-
-def _signal_name(number: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
     try:
-        return signal.Signals(number).name
-    except ValueError:  # of the real-time signals, Python names the first and the last
-        is_real_time = signal.SIGRTMIN < number < signal.SIGRTMAX
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}" if is_real_time else f"signal {number}"
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # Python has no names for most real-time signals
+        return f"killed by signal {-code}"
 
 
 def socket_to_parent() -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bf16kit.messages.errors import Bf16kitError, ConfigError, RequestError, RuntimeFailure, Unavailable
-from service.peers.channel import LONGEST, Body, Channel, MessageTooLarge, close_all, written
+from service.peers.channel import Body, Channel, close_all
 
 _log = logging.getLogger(__name__)
-# Of messages not sent yet; a process that leaves more of them unread counts as dead. Each message counts at least
+# Bytes of messages not sent yet; a process that leaves more of them unread counts as dead. Each message counts at least
 # _LEAST bytes, because it takes an entry in the queue and may hold open files.
-_MOST_WAITING = 2 * LONGEST
+_MOST_WAITING = 128 << 20
 _LEAST = _MOST_WAITING // 4096
 _QUICK_SECONDS = 20.0  # for what takes no time: a process that does not answer is killed earlier
 _ANSWER = "answer"  # the kind of message that answers another
@@ -78,16 +79,15 @@ class Peer:
     def tell(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> None:
         """Send a message without waiting; do nothing once the peer has ended.
 
-        ``files`` are duplicated, and stay the caller's. A message that is too large is logged instead.
+        ``files`` are duplicated, and stay the caller's. Raises OSError if no descriptor is left for them.
         """
-        with contextlib.suppress(MessageTooLarge):
-            self._send({"kind": kind, "body": {} if body is None else body}, files)
+        self._send({"kind": kind, "body": {} if body is None else body}, files)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> Future[Body]:
         """Send a request as :meth:`tell` does, and return a future of its answer.
 
-        The future fails with the error of the other side, with Unavailable if the peer ends before it answers, with
-        OSError if ``files`` cannot be sent, or with MessageTooLarge.
+        The future fails with the error of the other side, with Unavailable if the peer ends before it answers, or with
+        OSError if no descriptor is left for ``files``.
         """
         future: Future[Body] = Future()
         with self._lock:
@@ -99,7 +99,7 @@ class Peer:
             self._pending[number] = future
         try:
             self._send({"kind": kind, "body": {} if body is None else body, "ask": number}, files)
-        except (OSError, MessageTooLarge) as error:  # OSError: no descriptor is left to duplicate the files
+        except OSError as error:
             with self._lock:
                 unsent = self._pending.pop(number, None)
             if unsent is not None:
@@ -126,18 +126,14 @@ class Peer:
         return Unavailable(f"{self.name} of this server has ended; try again", ENDED)
 
     def _send(self, message: Body, files: Sequence[int]) -> None:
-        """Raises OSError without a descriptor for ``files``, and MessageTooLarge, which is logged here."""
-        try:
-            text = written(message, files)
-        except MessageTooLarge as error:
-            _log.error("%s: %r is not sent: %s", self.name, message["kind"], error)
-            raise
+        text = json.dumps(message, separators=(",", ":")).encode()
+        size = max(_LEAST, len(text))
         with self._lock:
             if self._closed:
                 return
-            if self._waiting + max(_LEAST, len(text)) <= _MOST_WAITING:
-                self._outgoing.put((text, _duplicated(files)))
-                self._waiting += max(_LEAST, len(text))
+            if not self._waiting or self._waiting + size <= _MOST_WAITING:
+                self._outgoing.put((text, [os.dup(file) for file in files]))
+                self._waiting += size
                 return
         _log.error("%s does not read its messages; closing the connection", self.name)
         self.close()
@@ -215,12 +211,8 @@ class Peer:
         elif error is not None and number is None:  # no one waits for the answer
             _log.warning("%s", error)
         if number is not None:
-            head = {"kind": _ANSWER, "to": number}
-            payload = {"body": body or {}} if error is None else {"error": error_as_json(error)}
-            try:
-                self._send({**head, **payload}, ())
-            except MessageTooLarge as too_large:
-                self._send({**head, "error": error_as_json(too_large)}, ())
+            answer = {"body": body or {}} if error is None else {"error": error_as_json(error)}
+            self._send({"kind": _ANSWER, "to": number, **answer}, ())
 
     def _on_answer(self, message: Body) -> None:
         with self._lock:
@@ -265,18 +257,6 @@ def answers(pending: Mapping[str, Future[Body]]) -> dict[str, Body]:
 def died(error: BaseException) -> bool:
     """Whether ``error`` says that a process ended before it answered, or had not started."""
     return isinstance(error, Unavailable) and error.reason == ENDED
-
-
-def _duplicated(files: Sequence[int]) -> list[int]:
-    """Return duplicates of the descriptors. Raises OSError, and leaves none open then."""
-    duplicates: list[int] = []
-    try:
-        for file in files:
-            duplicates.append(os.dup(file))  # noqa: PERF401 -- those before one that fails are to be closed
-    except OSError:
-        close_all(duplicates)
-        raise
-    return duplicates
 
 
 def error_as_json(error: BaseException) -> Body:

@@ -54,9 +54,9 @@ class ShadowProcess:
 
     ``counts`` receives its counts, ``on_death`` its death, and ``verdicts`` the verdicts on models' recent drift.
     ``on_forget`` is called when some of a model's versions will not be counted any more. These callbacks run on threads
-    that must not block. ``shared``: several processes choose samples, and the policy's rate applies to all of them
-    together. ``find_plan`` then knows the plans that they serve, because a sample may arrive after its model was
-    unloaded everywhere else. ``clock`` is in seconds.
+    that must not block. With ``find_plan`` several processes choose samples, and the policy's rate applies to all of
+    them together. It knows the plans that they serve, because a sample may arrive after its model was unloaded
+    everywhere else. ``clock`` is in seconds.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class ShadowProcess:
         verdicts: Callable[[DriftVerdict], None] = lambda verdict: None,
         *,
         on_forget: Callable[[str, Collection[int]], None] = lambda model, versions: None,
-        shared: bool = False,
         find_plan: FindPlan | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +74,6 @@ class ShadowProcess:
         self._counts = counts
         self._on_death = on_death
         self._on_forget = on_forget
-        self._shared = shared
         self._find_plan = find_plan
         self._clock = clock
         self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
@@ -198,7 +196,7 @@ class ShadowProcess:
 
     def _forward(self, body: Mapping[str, Any], file: int, find_plan: Callable[[], Plan | None]) -> Future[Body]:
         outcomes: Future[Body] = Future()
-        body = {**body, "shared": self._shared}
+        body = {**body, "shared": self._find_plan is not None}
         key = _key(body)
         with self._lock:  # held until the samples are sent, so that "forget" for the model follows them
             plan, new = find_plan(), key not in self._plans

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 import resource
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,14 +16,16 @@ from pathlib import Path
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.messages.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import Runtime
+from bf16kit.runtime.memory.filestore import FileWeightStore
+from bf16kit.runtime.memory.weightstore import WeightStore
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import release_free_memory
 from service.config.resources import request_bytes
 from service.contract import Array
 
 _log = logging.getLogger(__name__)
-# A loaded reference was measured to take 1.08 to 1.33 times its fp32 weights, for 34 MB of weights and more, plus 11
-# MB. The memory of a run depends on the model. The allowance is generous: it is for runs that take memory without end.
+# Weights that cannot be read in place are copied. The memory of a run depends on the model. The allowance is generous:
+# it is for runs that take memory without end.
 _FACTOR, _FOR_RUNS = 2, 1 << 30
 _HEADROOM = 512 << 20  # of the process beside its references: samples, stacks, freed memory
 _OUT_OF_MEMORY = re.compile(r"bad.?alloc|alloc\w* .*memory", re.IGNORECASE)  # "Failed to allocate memory"
@@ -49,26 +50,25 @@ class ReferenceMemory:
         self._base = 0  # private memory of the process without references, in bytes
         self._allowed = 0  # to all references together
 
-    def load(self, name: str, weights: int, load: Callable[[], Runtime]) -> BoundedReference:
-        """Load a reference with ``weights`` bytes of fp32 weights.
+    def load(self, name: str, weights: int, load: Callable[[WeightStore], Runtime]) -> BoundedReference:
+        """Load a reference with ``weights`` bytes of fp32 weights, the large ones in the store that ``load`` is given.
 
         Raises ConfigError if there is no room for it or if loading takes too much, and whatever ``load`` raises.
         """
         with self._loading:
             allowance = min(_FACTOR * weights + _FOR_RUNS, _room(weights))
             self._allow(allowance)
+            store = FileWeightStore()
             try:
-                runtime = load()
+                runtime = load(store)
             except Exception as error:
                 self._allow(-allowance)
                 if isinstance(error, (MemoryError, RuntimeFailure)) and _is_out_of_memory(error):
                     raise ConfigError(f"loading it takes more than {allowance} bytes of memory; {_REMEDY}") from None
                 raise
-        return BoundedReference(name, runtime, lambda: self._allow(-allowance))
+        return BoundedReference(name, runtime, store, lambda: self._allow(-allowance))
 
     def _allow(self, more: int) -> None:
-        if not sys.platform.startswith("linux"):
-            return
         if more < 0:
             release_free_memory()
         taken = _private()
@@ -84,12 +84,16 @@ class ReferenceMemory:
 
 
 class BoundedReference:
-    """A :class:`service.drift.shadow.Reference`: a runtime that is freed once a run of it finds no memory."""
+    """A :class:`service.drift.shadow.Reference`: a runtime that is freed once a run of it finds no memory.
 
-    def __init__(self, name: str, runtime: Runtime, release: Callable[[], None]) -> None:
+    Between two runs, its weights take no memory of the process: at the defaults it runs for milliseconds in a second.
+    """
+
+    def __init__(self, name: str, runtime: Runtime, store: FileWeightStore, release: Callable[[], None]) -> None:
         """``release`` is called once it is freed."""
         self._name = name
         self._runtime: Runtime | None = runtime
+        self._store = store
         self._release = release
 
     @property
@@ -113,6 +117,8 @@ class BoundedReference:
             )
             self.close()
             raise Unavailable("the fp32 reference was unloaded") from None
+        finally:
+            self._store.drop_pages()
 
     def close(self) -> None:
         if self._runtime is not None:
@@ -130,8 +136,7 @@ def _room(weights: int) -> int:
         room = container.left - max(request_bytes(container), controlgroup.RESERVE)
         found = f"{container}, of which a quarter is kept for requests"
     else:
-        lines = Path("/proc/meminfo").read_text().splitlines() if sys.platform.startswith("linux") else []
-        room = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), sys.maxsize)
+        room = _bytes_of("MemAvailable", Path("/proc/meminfo"))
         found = f"{room / 1e6:.0f} MB are available on this machine"
     if weights > room:
         raise ConfigError(f"its weights are {weights} bytes in fp32, and {found}; {_REMEDY}")
@@ -140,8 +145,11 @@ def _room(weights: int) -> int:
 
 def _private() -> int:
     """Return the bytes of private memory that this process has requested, resident or not: the limit is of these."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:")), 0)
+    return _bytes_of("VmData", Path("/proc/self/status"))
+
+
+def _bytes_of(name: str, file: Path) -> int:
+    return next(int(line.split()[1]) << 10 for line in file.read_text().splitlines() if line.startswith(f"{name}:"))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -10,21 +10,20 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from bf16kit.messages.errors import ArtifactError, Bf16kitError, NotFound
+from bf16kit.messages.errors import ArtifactError, NotFound
 from service.config.logs import configure
 from service.config.periodic import PeriodicThread
 from service.config.resources import HeapTrimmer, bound_heap
 from service.drift.breachevidence import EvidenceRecorder
-from service.drift.sampler import OnOutcome, Outcome, Sample, TokenBucket
-from service.drift.shadow import MAX_BYTES, QUEUE_SIZE, Reference, Shadow
+from service.drift.sampler import Outcome, TokenBucket
+from service.drift.shadow import Measuring, Shadow
 from service.drift.verdict import DriftVerdict
 from service.models.directory import stamp_of
-from service.models.opened import OpenedArtifact, new_comparison, open_artifact
+from service.models.opened import new_comparison, open_artifact
 from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body, Channel, to_json
 from service.peers.child import socket_to_parent
@@ -49,43 +48,27 @@ class _MeasuredVersion:
     digest: str  # of the plan with them, which samples and verdicts name
     metrics: ModelMetrics
     tokens: TokenBucket
-    early: list[tuple[Sample, OnOutcome]] = field(
-        default_factory=list
-    )  # samples that came before its artifact was open
     loaded: Future[Body] = field(default_factory=Future)  # ends once its reference is loaded, or will not be
-    shadow: Shadow | None = None
-    failed: bool = False
+    shadow: Shadow = field(init=False)
     verdict: DriftVerdict | None = None  # the newest
     reported: DriftVerdict | None = None  # the last verdict that the server was sent
     recorder: EvidenceRecorder | None = None  # set if evidence is kept
 
-    def put(self, sample: Sample, on_outcome: OnOutcome) -> None:
-        """Queue a sample; see :meth:`Shadow.put`. The caller holds the lock."""
-        if self.failed:
-            on_outcome("failed")
-        elif self.shadow is not None:
-            self.shadow.put(sample, on_outcome)
-        elif len(self.early) < QUEUE_SIZE and sum(each.nbytes for each, _ in self.early) + sample.nbytes <= MAX_BYTES:
-            self.early.append((sample, on_outcome))
-        else:
-            on_outcome("dropped")
+    def stop(self) -> None:
+        """Measure nothing more. The caller holds the lock."""
+        self.shadow.stop()  # its thread frees the reference after its current sample
+        self.end_loading()
 
-    def fail(self, outcome: Outcome) -> None:
-        """Measure nothing more. Early samples have this outcome. The caller holds the lock."""
-        self.failed = True
-        early, self.early = self.early, []
-        for _, on_outcome in early:
-            on_outcome(outcome)
-        if self.shadow is not None:
-            self.shadow.stop()  # its thread frees the reference after its current sample
+    def end_loading(self) -> None:
+        """Answer whoever waits for the reference. The caller holds the lock."""
         if not self.loaded.done():
             self.loaded.set_result({})
 
 
 class References:
-    """Measures samples for the leading process: handles its messages on the peer's thread, opens artifacts on another.
+    """Measures samples for the leading process: handles its messages on the peer's thread.
 
-    Each model is measured on a thread of its own.
+    Each model is loaded and measured on a thread of its own.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -93,7 +76,6 @@ class References:
         self._memory = ReferenceMemory()
         self._models: dict[Key, _MeasuredVersion] = {}
         self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
-        self._opening = ThreadPoolExecutor(1, "opening")
         self._ended = threading.Event()
         self._keeps_evidence = False
         handlers = {
@@ -144,11 +126,17 @@ class References:
             if known is not None and known.digest == digest:
                 return known.loaded
             if known is not None:
-                known.fail("dropped")
+                known.stop()
             tokens = TokenBucket(plan.serving.shadow.max_per_second)
             model = self._models[key] = _MeasuredVersion(plan, digest, self._metrics.add(*key), tokens)
             model.metrics.reference_up(False)
-            self._opening.submit(self._open, key, model)
+            model.shadow = Shadow(
+                partial(self._load, key, model),
+                model.metrics,
+                name=label_of(key),
+                on_measured=partial(self._update_verdict, model),
+            )
+            model.shadow.start()
         return model.loaded
 
     def _receive_samples(self, message: Message) -> Future[Body]:
@@ -164,20 +152,20 @@ class References:
                 elif body["shared"] and not model.tokens.try_acquire():
                     outcomes.record(at, "dropped")
                 else:
-                    model.put(sample, partial(outcomes.record, at))
+                    model.shadow.put(sample, partial(outcomes.record, at))
         return outcomes.response
 
     def _restart(self, message: Message) -> None:
         with self._lock:
             model = self._models.get((message.body["model"], message.body["version"]))
-            if model is not None and model.shadow is not None:
+            if model is not None:
                 model.shadow.restart()
 
     def _forget(self, message: Message) -> Body:
         with self._lock:
             for name, version in message.body["keys"]:
                 if (model := self._models.pop((name, version), None)) is not None:
-                    model.fail("dropped")
+                    model.stop()
                     self._metrics.remove(model.metrics)
         return self._counts()
 
@@ -195,65 +183,41 @@ class References:
 
     # --- on other threads ---------------------------------------------------------------------------------------------
 
-    def _open(self, key: Key, model: _MeasuredVersion) -> None:
-        try:
-            if stamp_of(model.plan.path) != model.plan.stamp:
-                raise ArtifactError("its files have changed since it was loaded")
-            opened = open_artifact(model.plan.path, model.plan.serving)
-            model.metrics.opened(opened.weight_bytes, opened.outputs)
-            shadow = self._new_shadow(key, model, opened)
-            with self._lock:
-                if model.failed:  # forgotten meanwhile
-                    return
-                shadow.start()
-                model.shadow = shadow
-                while model.early:
-                    shadow.put(*model.early[0])
-                    model.early.pop(0)
-        except Exception as error:  # noqa: BLE001 -- whoever waits for what becomes of a sample must be told
-            expected = isinstance(error, (Bf16kitError, OSError))
-            _log.error("%s: no live drift: %s", label_of(key), error, exc_info=not expected)
-            with self._lock:
-                model.fail("failed")
+    def _load(self, key: Key, model: _MeasuredVersion) -> Measuring:
+        """Open a version's artifact and load its reference, on its own thread.
 
-    def _new_shadow(self, key: Key, model: _MeasuredVersion, opened: OpenedArtifact) -> Shadow:
-        comparison = new_comparison(*key, opened)
-        if self._keeps_evidence:
-            files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
-            model.recorder = EvidenceRecorder(opened.batch_axis, opened.budget, files)
-        return Shadow(
-            lambda: self._load(key, model, opened),
-            comparison,
-            model.metrics,
-            name=label_of(key),
-            recorder=model.recorder,
-            on_measured=lambda: self._update_verdict(model, comparison.verdict),
-        )
-
-    def _load(self, key: Key, model: _MeasuredVersion, opened: OpenedArtifact) -> Reference:
-        """Load a version's reference, on its own thread.
-
-        Raises ConfigError for want of memory, and whatever loading raises.
+        Raises ConfigError for want of memory, and whatever opening and loading raise.
         """
         from bf16kit.runtime.loading import load_reference
         from bf16kit.runtime.memory import weights as _weights  # noqa: F401 -- now: what the
         from bf16kit.runtime.ort import onnx as _onnx  # noqa: F401 -- libraries take is no reference's
 
-        _log.info("%s: its fp32 reference is being loaded", label_of(key))  # first, in case loading ends the process
         try:
-            weights = fp32_bytes(opened.artifact.manifest)
-            return self._memory.load(label_of(key), weights, lambda: load_reference(opened.artifact, threads=1))
+            if stamp_of(model.plan.path) != model.plan.stamp:
+                raise ArtifactError("its files have changed since it was loaded")
+            opened = open_artifact(model.plan.path, model.plan.serving)
+            artifact = opened.artifact
+            model.metrics.opened(opened.weight_bytes, opened.outputs)
+            if self._keeps_evidence:
+                files = {file: entry.sha256 for file, entry in artifact.manifest.files.items()}
+                model.recorder = EvidenceRecorder(opened.batch_axis, opened.budget, files)
+            _log.info("%s: its fp32 reference is being loaded", label_of(key))  # now, in case that ends the process
+            reference = self._memory.load(
+                label_of(key),
+                fp32_bytes(artifact.manifest),
+                lambda store: load_reference(artifact, threads=1, weights=store),
+            )
+            return Measuring(reference, new_comparison(*key, opened), model.recorder)
         finally:
             with self._lock:
-                if not model.loaded.done():
-                    model.loaded.set_result({})
+                model.end_loading()
 
-    def _update_verdict(self, model: _MeasuredVersion, verdict: Callable[[], DriftVerdict]) -> None:
+    def _update_verdict(self, model: _MeasuredVersion, verdict: DriftVerdict) -> None:
         """Update the verdict after each sample.
 
         Changes are reported at once, everything else once a second.
         """
-        model.verdict = replace(verdict(), plan=model.digest)
+        model.verdict = replace(verdict, plan=model.digest)
         if model.reported is None or model.verdict.status != model.reported.status:
             self._report_verdict(model)
 

@@ -28,6 +28,11 @@ def anonymous() -> int:
     return _field("RssAnon")
 
 
+def resident() -> int:
+    """Return the bytes of this process' memory that are resident, mapped files included."""
+    return _field("VmRSS")
+
+
 @dataclass
 class Peak:
     bytes: int = 0

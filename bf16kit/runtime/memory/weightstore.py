@@ -41,7 +41,7 @@ class WeightStore(Protocol):
     """Keeps bytes by key, as long as an array that :meth:`get` returned, or a view of it, exists."""
 
     def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
-        """Return ``size`` bytes (at least one) as ``fill`` writes them: aligned to 2 MiB, read-only.
+        """Return ``size`` bytes (at least one) as ``fill`` writes them: aligned to a page, read-only.
 
         ``key`` identifies the content: callers with the same key and size would fill the memory with the same bytes.
         ``fill`` is not called if the bytes exist already. Raises what it raises; :class:`MemoryError` without room.

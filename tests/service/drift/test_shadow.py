@@ -20,7 +20,7 @@ from bf16kit.runtime import Array
 from service.drift.breachevidence import EvidenceRecorder
 from service.drift.comparison import Comparison, Drifts
 from service.drift.sampler import Sample
-from service.drift.shadow import MAX_BYTES, NICENESS, QUEUE_SIZE, Shadow
+from service.drift.shadow import MAX_BYTES, NICENESS, QUEUE_SIZE, Measuring, Shadow
 from service.drift.verdict import DriftVerdict
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
@@ -94,8 +94,11 @@ def heard() -> Heard:
 def make(reference: Reference, heard: Heard) -> Iterator[Make]:
     shadows: list[Shadow] = []
 
-    def build(load: Callable[[], Reference] = lambda: reference, **options: Any) -> Shadow:
-        shadow = Shadow(load, Comparison(SPECS, 0, Budget()), heard.model, name="m", **options)
+    def build(
+        load: Callable[[], Reference] = lambda: reference, recorder: EvidenceRecorder | None = None, **options: Any
+    ) -> Shadow:
+        comparison = Comparison(SPECS, 0, Budget())
+        shadow = Shadow(lambda: Measuring(load(), comparison, recorder), heard.model, name="m", **options)
         shadow.start()
         shadows.append(shadow)
         return shadow
@@ -115,7 +118,9 @@ def test_a_live_response_is_compared_with_the_reference_row_by_row(make: Make, h
     """The time of the measurement is set before others are told of it."""
     told: list[float | None] = []
     begun = time.time()
-    heard.put(make(on_measured=lambda: told.append(heard.value("last_sample_timestamp_seconds"))), rows=3, error=0.03)
+    heard.put(
+        make(on_measured=lambda verdict: told.append(heard.value("last_sample_timestamp_seconds"))), rows=3, error=0.03
+    )
     until(lambda: heard.outcomes["measured"] == 3)
     assert heard.rows() == 3
     assert heard.ratio("relative_l2")[0] == pytest.approx(2.0, rel=1e-3)

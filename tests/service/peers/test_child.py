@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -9,7 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openfiles import no_more_files
@@ -126,6 +129,16 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def starts_after(pause: float, child: Child, clock: Clock) -> None:
+    """Check that the child is started after ``pause`` seconds, and not before."""
+    clock.now += pause - 0.01
+    child.maintain()
+    assert child.pid is None, "not yet"
+    clock.now += 0.02
+    child.maintain()
+    assert child.pid is not None
+
+
 def test_the_pause_before_a_restart_grows_each_time_a_child_dies_early(
     keep: Keep, clock: Clock, lost: list[float]
 ) -> None:
@@ -133,57 +146,63 @@ def test_the_pause_before_a_restart_grows_each_time_a_child_dies_early(
     child.maintain()
     for times, pause in enumerate((0.25, 0.5, 1.0, 2.0), 1):
         buried(child, lost, times)
-        clock.now += pause - 0.01
-        child.maintain()
-        assert child.pid is None, "not yet"
-        clock.now += 0.02
-        child.maintain()
-        assert child.pid is not None
+        starts_after(pause, child, clock)
 
 
-@pytest.mark.parametrize("files", [0, 2])  # 0: none for the pair of sockets; 2: none besides the pair
-def test_a_child_that_cannot_be_started_is_tried_again_with_growing_pauses(
-    files: int, keep: Keep, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The parent continues: a server serves without its shadow, and a supervisor has other workers."""
-    child = keep("time.sleep(600)")
-    opened = open_files()
-    for times, pause in enumerate((0.25, 0.5, 1.0), 1):
-        for at in (0.0, pause - 0.01):  # the second is too early
-            clock.now += at
-            with no_more_files(but=files):
-                child.maintain()
-            assert (child.pid, child.peer, len(caplog.records)) == (None, None, times)
-        clock.now += 0.02
-        last = caplog.records[-1].getMessage()
-        assert last.startswith("the child cannot be started: [Errno 24] Too many open files")
-        assert last.endswith(f"; trying again in {pause:g} s")
-    assert open_files() == opened, "nothing is left open"
-    child.maintain()
-    assert child.pid is not None
-
-
-def test_a_child_whose_reader_thread_cannot_start_is_killed_and_tried_again(
-    keep: Keep, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    child = keep("time.sleep(600)")
-    opened = open_files()
-    started: list[int | None] = []
+@contextmanager
+def no_reader_thread() -> Iterator[None]:
     begin = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
-        started.append(child.pid)
         if "reader" in thread.name:
             raise RuntimeError("can't start new thread")
         begin(thread)
 
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("lack", "why"),
+    [
+        (no_more_files, "[Errno 24] Too many open files"),
+        (lambda: no_more_files(but=2), "[Errno 24] Too many open files"),  # besides the pair of sockets
+        (no_reader_thread, "can't start new thread"),
+    ],
+)
+def test_a_child_that_cannot_be_started_is_tried_again_with_growing_pauses(
+    lack: Callable[[], AbstractContextManager[None]],
+    why: str,
+    keep: Keep,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The parent continues: a server serves without its shadow, and a supervisor has other workers."""
+    child = keep("time.sleep(600)")
+    opened = open_files()
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def recorded(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", recorded)
+    for pause in (0.25, 0.5, 1.0):
+        with lack():
+            child.maintain()
+        assert (child.pid, child.peer) == (None, None)
+        last = caplog.messages[-1]
+        assert last.startswith(f"the child cannot be started: {why}")
+        assert last.endswith(f"; trying again in {pause:g} s")
+        clock.now += pause - 0.01
         child.maintain()
-    assert started[-1] is not None
-    assert not Path(f"/proc/{started[-1]}").exists(), "it is not left behind"
-    assert (child.pid, child.peer, open_files()) == (None, None, opened)
-    clock.now += 0.26
+        assert child.pid is None, "not yet"
+        clock.now += 0.02
+    assert open_files() == opened, "nothing is left open"
+    assert all(process.returncode is not None for process in started), "nor running"
     child.maintain()
     assert child.pid is not None
 
@@ -201,30 +220,18 @@ def test_a_child_that_had_answered_for_long_is_restarted_at_once(keep: Keep, clo
     assert child.pid not in (None, first)
 
 
-def test_a_child_that_never_answers_is_restarted_after_growing_pauses_however_long_it_lives(
+def test_a_child_that_never_answers_has_two_minutes_and_is_restarted_after_growing_pauses(
     keep: Keep, clock: Clock, lost: list[float]
 ) -> None:
-    """On a machine that has no processor time for its imports, each restart at once would take more of it."""
-    child = keep("time.sleep(600)")
-    for times, pause in enumerate((0.25, 0.5, 1.0), 1):
-        child.maintain()
-        pass_time(child, clock, START_SECONDS + 1)
-        buried(child, lost, times)
-        clock.now += pause - 0.01
-        child.maintain()
-        assert child.pid is None, "not yet"
-        clock.now += 0.02
-
-
-def test_a_child_that_has_not_answered_yet_has_two_minutes(keep: Keep, clock: Clock, lost: list[float]) -> None:
-    """It may be importing, which takes long while other processes use the processors."""
+    """It imports, for long if others use the processors; each restart at once would take more of their time."""
     child = keep("time.sleep(600)", active=lambda pid: {})
     child.maintain()
-    pass_time(child, clock, START_SECONDS)
-    assert not killed(child)
-    pass_time(child, clock, 2)
-    assert killed(child)
-    buried(child, lost, 1)
+    for times, pause in enumerate((0.25, 0.5, 1.0), 1):
+        pass_time(child, clock, START_SECONDS)
+        assert not killed(child)
+        pass_time(child, clock, 2)
+        buried(child, lost, times)
+        starts_after(pause, child, clock)
 
 
 def test_a_child_that_stops_while_it_imports_is_waited_for_and_killed_if_it_stops_later(
@@ -336,16 +343,27 @@ def test_nothing_is_imported_from_the_working_directory(
 
 
 @pytest.mark.parametrize(
-    ("number", "name"),
-    [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGRTMIN + 6, "SIGRTMIN+6"), (signal.SIGRTMAX, "SIGRTMAX")],
+    ("number", "killed_for_memory", "reason"),
+    [
+        (signal.SIGSEGV, 1, "killed by SIGSEGV; restarting it"),
+        (40, 0, "killed by signal 40; restarting it"),  # Python has no name for most real-time signals
+        (signal.SIGKILL, 0, "killed by SIGKILL; restarting it"),
+        (signal.SIGKILL, 1, "killed by SIGKILL because memory ran out, of which this container may"),
+    ],
 )
-def test_the_log_names_the_signal_that_ended_a_child(
-    number: int, name: str, keep: Keep, lost: list[float], caplog: pytest.LogCaptureFixture
+def test_the_log_says_what_ended_a_child(
+    number: int,
+    killed_for_memory: int,
+    reason: str,
+    keep: Keep,
+    lost: list[float],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Python has no name for most real-time signals, which end a process as others do."""
-    child = keep(f"os.kill(os.getpid(), {int(number)})")
-    buried(child, lost, 1)
-    assert f"has ended: killed by {name}; restarting it" in caplog.messages[-1]
+    """The container's control group counts kills for memory; the count also has earlier kills of other processes."""
+    counts = itertools.chain([7], itertools.repeat(7 + killed_for_memory))
+    memory = lambda: Memory(limit=1 << 30, left=0, oom_kills=next(counts))  # noqa: E731
+    buried(keep(f"os.kill(os.getpid(), {int(number)})", memory=memory), lost, 1)
+    assert f"has ended: {reason}" in caplog.messages[-1]
 
 
 def test_a_retired_child_is_not_restarted(keep: Keep, clock: Clock, lost: list[float]) -> None:
@@ -357,27 +375,6 @@ def test_a_retired_child_is_not_restarted(keep: Keep, clock: Clock, lost: list[f
     clock.now += 100
     child.maintain()
     assert child.pid is None
-
-
-@pytest.mark.parametrize(
-    ("program", "ended", "expected"),
-    [
-        (
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            1,
-            "killed by SIGKILL because memory ran out, of which this container may",
-        ),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 0, "killed by SIGKILL; restarting it"),
-    ],
-)
-def test_the_log_says_if_a_child_was_killed_because_memory_ran_out(
-    program: str, ended: int, expected: str, keep: Keep, lost: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The container's control group counts such kills; the count also has earlier kills of other processes."""
-    counts = iter([7, 7 + ended])
-    child = keep(program, memory=lambda: Memory(limit=1 << 30, left=0, oom_kills=next(counts)))
-    buried(child, lost, 1)
-    assert expected in caplog.messages[-1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has it")

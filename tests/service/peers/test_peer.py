@@ -111,17 +111,13 @@ def test_requests_without_a_response_fail_when_the_peer_is_closed(connect: Conne
     peer.tell("never")
 
 
-def test_a_request_whose_files_cannot_be_duplicated_fails_and_the_next_succeeds(connect: Connect) -> None:
+def test_a_request_whose_file_cannot_be_duplicated_fails_and_the_next_succeeds(connect: Connect) -> None:
     peer = connect({"take": lambda message: {"files": len(message.files)}})
     assert peer.ask("take").result(20) == {"files": 0}, "all that is opened once is open"
     with Path(os.devnull).open() as file:
-        files = [file.fileno()] * 2
-        opened = len(list(Path("/proc/self/fd").iterdir()))
-        with no_more_files(but=1):
-            assert isinstance(peer.ask("take", {}, files).exception(20), OSError)
-        assert len(list(Path("/proc/self/fd").iterdir())) == opened
-        assert peer._pending == {}
-        assert peer.ask("take", {}, files).result(20) == {"files": 2}
+        with no_more_files():
+            assert isinstance(peer.ask("take", {}, [file.fileno()]).exception(20), OSError)
+        assert peer.ask("take", {}, [file.fileno()]).result(20) == {"files": 1}
 
 
 def test_files_stay_open_at_the_sender_and_are_closed_at_the_receiver(connect: Connect) -> None:
@@ -158,19 +154,12 @@ def test_sent_messages_make_room_for_more(connect: Connect) -> None:
         assert peer.ask("measure", {"text": "x" * (8 << 20)}).result(20) == {"size": 8 << 20}
 
 
-def test_a_message_over_the_size_limit_fails_and_the_conversation_goes_on(
-    connect: Connect, caplog: pytest.LogCaptureFixture
+def test_a_single_message_may_be_larger_than_all_that_may_wait(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peer = connect({"note": lambda message: None, "all": lambda message: {"text": "x" * (65 << 20)}})
-    large = {"text": "x" * (65 << 20)}
-    peer.tell("note", large)
-    too_large = r"a message of \d+ bytes and 0 files; at most 67108864 bytes and 64 files are allowed"
-    for asked in (peer.ask("note", large), peer.ask("all")):
-        with pytest.raises(RuntimeFailure, match=too_large):
-            asked.result(20)
-    assert peer.ask("note").result(20) == {}
-    logged = [record.getMessage().partition(" is not sent: ")[0] for record in caplog.records]
-    assert logged == ["the other: 'note'", "the other: 'note'", "the one: 'answer'"]
+    monkeypatch.setattr("service.peers.peer._MOST_WAITING", 1)
+    peer = connect({"measure": lambda message: {"size": len(message.body["text"])}})
+    assert peer.ask("measure", {"text": "x" * 100_000}).result(20) == {"size": 100_000}
 
 
 def test_requests_of_a_closed_peer_fail_on_its_own_thread(connect: Connect) -> None:

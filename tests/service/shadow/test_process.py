@@ -183,7 +183,6 @@ def several(tmp_path: Path, counting: Counting, wanted: set[str]) -> Iterator[Sh
         config,
         lambda message: counting.receive(NAME, message.body),
         lambda: counting.process_died(NAME),
-        shared=True,
         find_plan=find,
     )
     yield process

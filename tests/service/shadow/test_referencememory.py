@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from artifacts import write_greedy, write_mlp
+from peaks import measured_alone
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.system import controlgroup
@@ -27,7 +28,8 @@ from service.shadow.referencememory import ReferenceMemory, fp32_bytes
 memory, x = ReferenceMemory(), {"x": np.ones((1, 16), np.float32)}
 def loaded(path):
     artifact = Artifact.open(Path(path))
-    return memory.load(path, fp32_bytes(artifact.manifest), lambda: load_reference(artifact, threads=1))
+    load = lambda store: load_reference(artifact, threads=1, weights=store)
+    return memory.load(path, fp32_bytes(artifact.manifest), load)
 greedy, mlp = map(loaded, sys.argv[1:])
 assert mlp.run(x, ("y",), seconds=60)
 for _ in range(2):
@@ -54,6 +56,36 @@ def test_a_run_that_takes_too_much_memory_fails_and_other_references_go_on(tmp_p
     assert "give the server more memory, or set shadow.rate: 0" in done.stderr
 
 
+BETWEEN_RUNS = """
+import sys
+from pathlib import Path
+import numpy as np
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.runtime.loading import load_reference
+from bf16kit.system.controlgroup import release_free_memory
+from service.shadow.referencememory import ReferenceMemory, fp32_bytes
+from peaks import resident
+def taken(path, width):
+    artifact = Artifact.open(Path(path))
+    load = lambda store: load_reference(artifact, threads=1, weights=store)
+    reference = memory.load(path, fp32_bytes(artifact.manifest), load)
+    assert reference.run({"x": np.ones((1, width), np.float32)}, ("y",), seconds=60)["y"].any()
+    release_free_memory()
+    return reference, resident()
+memory = ReferenceMemory()
+small, before = taken(sys.argv[1], 16)
+large, after = taken(sys.argv[2], 2048)
+print(after - before)
+"""
+
+
+def test_between_runs_a_reference_takes_a_small_part_of_its_weights(tmp_path: Path) -> None:
+    """34 MB here. At the defaults it runs about once a second, for milliseconds."""
+    small, large = write_mlp(tmp_path / "small" / "1"), write_mlp(tmp_path / "large" / "1", width=2048)
+    grown = int(measured_alone(BETWEEN_RUNS, str(small.path), str(large.path)))
+    assert grown < fp32_bytes(large.manifest) / 4
+
+
 def test_the_bytes_of_the_weights_in_fp32(tmp_path: Path) -> None:
     assert fp32_bytes(write_mlp(tmp_path / "mlp" / "1", width=512).manifest) == 2 * 512 * 512 * 4
 
@@ -76,10 +108,10 @@ def test_a_reference_without_room_in_the_container_is_not_loaded(
         return
     expected = rf"its weights are {weights} bytes in fp32, and \d+ MB are left of the \d+ MB .* set shadow.rate: 0"
     with pytest.raises(ConfigError, match=expected):
-        ReferenceMemory().load("m", weights, lambda: pytest.fail("it is loaded"))
+        ReferenceMemory().load("m", weights, lambda store: pytest.fail("it is loaded"))
 
 
 def test_a_reference_larger_than_the_machines_memory_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controlgroup, "memory", lambda: None)
     with pytest.raises(ConfigError, match="MB are available on this machine"):
-        ReferenceMemory().load("m", 1 << 60, lambda: pytest.fail("it is loaded"))
+        ReferenceMemory().load("m", 1 << 60, lambda store: pytest.fail("it is loaded"))
