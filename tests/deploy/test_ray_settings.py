@@ -52,7 +52,9 @@ def test_server_settings_that_ray_does_not_support_are_rejected(
     ("wrong", "said"),
     [
         ({"min_replicas": 0}, "'min_replicas' is 0: input should be greater than or equal to 1"),
-        ({"min_replicas": 3}, "min_replicas is 3 and max_replicas 1"),
+        ({"min_replicas": 3, "max_replicas": 1}, "min_replicas is 3 and max_replicas 1"),
+        ({"max_replicas": 0}, "'max_replicas' is 0"),
+        ({"proxies": "Some"}, "'proxies' is 'Some'"),
         ({"cpus": 0}, "'cpus' is 0: input should be greater than 0"),
         ({"target": float("nan")}, "'target' is nan"),
         ({"gpus": float("inf")}, "'gpus' is inf"),
@@ -71,8 +73,7 @@ def test_the_program_reports_wrong_arguments_without_a_traceback(tmp_path: Path)
     write_mlp(tmp_path / "m" / "1")
     for arguments, said in (
         (("--repository", str(tmp_path / "none")), "is not a directory"),
-        (("--repository", str(tmp_path), "--min-replicas", "0"), "'min_replicas' is 0"),
-        (("--repository", str(tmp_path), "--max-replicas", "0"), "'max_replicas' is 0"),
+        (("--repository", str(tmp_path), "--min-replicas", "0"), "'min_replicas' is '0'"),
         (("--repository", str(tmp_path), "--model-control", "explicit"), "one replica of many"),
     ):
         command = [sys.executable, "-m", "deploy.ray", *arguments]
