@@ -95,25 +95,22 @@ def test_an_unreachable_cluster_address_gives_a_clear_message_and_exit_code_2(re
 
 
 def test_a_model_that_cannot_be_served_is_reported_and_loaded_again(repository: Path) -> None:
-    """By the time of the error message, Ray has given the replica up, and only the front knows the reason."""
     weights = repository / "b" / "1" / "weights.bf16"
     weights.write_bytes(bytes(weights.stat().st_size))
     grpc_port, http_port = _ports()
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port), "--cpus", "0.5", "--device", "cpu")
     with _started(repository, *ports) as running, grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
 
-        def refused() -> tuple[Any, Any]:
-            return call_rpc(channel, "ModelInfer", request("b"), timeout=2)
+        def asked(name: str) -> tuple[Any, Any]:
+            return call_rpc(channel, "ModelInfer", request(name), timeout=5)
 
-        words = "no version of model 'b' is ready; its replicas' log says why"
-        until(lambda: refused() == (grpc.StatusCode.NOT_FOUND, words), PATIENCE, "the refusal")
-        until(
-            lambda: call_rpc(channel, "ModelInfer", request("a"))[0] is grpc.StatusCode.OK, PATIENCE, "the other model"
-        )
-        assert "sha256" in _page(http_port, "/status.json")[1]
+        words = "no replica of model 'b' is ready; try again later"
+        until(lambda: asked("b") == (grpc.StatusCode.UNAVAILABLE, words), PATIENCE, "the refusal")
+        until(lambda: asked("a")[0] is grpc.StatusCode.OK, PATIENCE, "the other model")
+        until(lambda: "sha256" in _page(http_port, "/status.json")[1], PATIENCE, "the reason")
         shutil.rmtree(repository / "b")  # the repository is not scanned, so nothing reports the change
         write_mlp(repository / "b" / "1")
-        until(lambda: call_rpc(channel, "ModelInfer", request("b"))[0] is grpc.StatusCode.OK, PATIENCE, "the next try")
+        until(lambda: asked("b")[0] is grpc.StatusCode.OK, PATIENCE, "the next try")
         running.send_signal(signal.SIGTERM)
         running.communicate(timeout=PATIENCE)
     assert running.returncode == 0
