@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from bf16kit.messages.errors import InvalidRequest
-from bf16kit.numerics.tensors import Array, DType, TensorSpec
+from bf16kit.numerics.tensors import DType, TensorSpec
 from service.contract import Bounds, Model
 
 _GZIP = b"\x1f\x8b"  # never the start of a message: 0x1f would have a wire type that does not exist
@@ -35,9 +35,7 @@ _INTEGER_BYTES = 16  # bytes in memory: eight in the message, and eight in the a
 _FIELD_BYTES = 100  # bytes in memory of an empty field
 _MAX_TEXT = 1 << 20  # the most bytes of a name, an id or other text: Python copies and hashes texts again and again
 _LONGEST_VARINT = 10  # bytes
-# The most elements that an empty tensor may have if its empty dimensions are counted as 1. An empty tensor costs the
-# client nothing, but a model may make a large one of it: the sum of [2^26,0] along its last axis has 256 MiB.
-_MAX_EMPTY_ELEMENTS = 1 << 20
+_MAX_EMPTY_ELEMENTS = 1 << 20  # of an empty tensor whose empty dimensions are counted as 1
 _MIN_ITEM_BYTES = 4  # of one element of a BYTES tensor: the length of an empty string
 
 #: By field number: the fields of a nested message, 'text' for strings, 'packed' for integers that may be packed.
@@ -81,7 +79,6 @@ class MessageReader:
                 f"the request has {len(data)} bytes, expected at most {self._max_bytes} for a {self._kind.name}"
             )
         with self._one_at_a_time:
-            reserve(len(data))  # others may have taken long, and the client may have left
             scanner = _Scanner(data)
             scanner.count(0, len(data), self._known)
             reserve(len(data) + scanner.extra_memory)
@@ -93,7 +90,7 @@ class MessageReader:
         inflated = _inflate_up_to(inflate, data, min(_SMALL_INFLATED, most + 1))
         if not inflate.eof and len(inflated) <= most:
             with self._one_at_a_time:
-                reserve(len(data))  # as above
+                reserve(len(data))  # others may have taken long, and the client may have left
                 inflated += _inflate_up_to(inflate, inflate.unconsumed_tail, most + 1 - len(inflated))
         if len(inflated) > most:
             raise InvalidRequest(f"the request has more than {most} bytes once it is decompressed")
@@ -208,7 +205,16 @@ class BoundsCheck:
         self._empty = {spec.name: max(_fixed(spec), _MAX_EMPTY_ELEMENTS) for spec in model.inputs}
         self._outputs = {s.name: (_fixed(s), _free(s)) for s in model.outputs if known.issuperset(_free(s))}
 
-    def check_request(self, feeds: Mapping[str, Array], sizes: Mapping[str, int], wanted: Mapping[str, DType]) -> None:
+    def check_empty(self, name: str, shape: Sequence[int]) -> None:
+        """Raise InvalidRequest if the other dimensions of an empty input are too large, for this server or its model.
+
+        They cost the client nothing, but a model may make a large tensor of an empty one: the sum of [2^26,0] along its
+        last axis has 256 MiB.
+        """
+        if math.prod(size or 1 for size in shape) > self._empty[name]:
+            raise InvalidRequest(f"input {name!r} has shape {list(shape)}: too large, although it is empty")
+
+    def check_request(self, sizes: Mapping[str, int], wanted: Mapping[str, DType]) -> None:
         """Raise InvalidRequest if a dimension is too large, or if the response is known to become too large.
 
         ``sizes`` has the sizes of the free dimensions, by name; ``wanted`` the datatypes of the requested outputs.
@@ -219,8 +225,6 @@ class BoundsCheck:
                     f"dimension {name!r} is {sizes[name]}, expected at most {bound}"
                     " (max_dims of the model's serving.yaml)"
                 )
-        if 0 in sizes.values():
-            self._check_empty(feeds)
         response_bytes = 0
         for name, dtype in wanted.items():
             if name in self._outputs:
@@ -236,11 +240,6 @@ class BoundsCheck:
                 f"the response has {nbytes} bytes or more, expected at most {bound}; ask for fewer rows, shorter inputs"
                 " or fewer outputs"
             )
-
-    def _check_empty(self, feeds: Mapping[str, Array]) -> None:
-        for name, array in feeds.items():
-            if not array.size and math.prod(max(size, 1) for size in array.shape) > self._empty[name]:
-                raise InvalidRequest(f"input {name!r} has shape {list(array.shape)}: too large, although it is empty")
 
 
 def item_size(dtype: DType) -> int:

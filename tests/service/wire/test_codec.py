@@ -14,8 +14,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.operations import Region
 from service.regions.table import RegionLimits, RegionTable
 from service.request import Reply, Request
-from service.wire.codec import InferenceCodec, SharedMemory
-from service.wire.outputs import OutputOptions
+from service.wire.codec import InferenceCodec, OutputOptions, SharedMemory
 
 MODEL = LoopbackModel(
     inputs=[TensorSpec("ids", "int64", ("batch", "seq")), TensorSpec("mask", "bool", ("batch", "seq"))],
@@ -35,20 +34,25 @@ def refusal(message: pb.ModelInferRequest, model: LoopbackModel = MODEL) -> str:
     return str(refused.value)
 
 
-def test_inputs_may_come_in_any_order() -> None:
-    request = decode(infer_request(mask=MASK, ids=IDS))
-    np.testing.assert_array_equal(request.feeds["ids"], IDS)
-    np.testing.assert_array_equal(request.feeds["mask"], MASK)
+def test_inputs_come_in_any_order_raw_or_typed() -> None:
+    """MLServer's converters send empty contents beside raw ones."""
+    raw, typed = infer_request(mask=MASK, ids=IDS), infer_request(mask=MASK, ids=IDS)
+    for tensor in raw.inputs:
+        tensor.contents.SetInParent()
+    del typed.raw_input_contents[:]
+    typed.inputs[0].contents.bool_contents.extend(MASK.ravel().tolist())
+    typed.inputs[1].contents.int64_contents.extend(IDS.ravel().tolist())
+    for message in (raw, typed):
+        request = decode(message)
+        np.testing.assert_array_equal(request.feeds["ids"], IDS)
+        np.testing.assert_array_equal(request.feeds["mask"], MASK)
 
 
-def test_rows_are_the_size_of_the_batch_axis() -> None:
+def test_rows_are_the_size_of_the_batch_axis_and_may_be_0() -> None:
     assert decode(infer_request(ids=IDS, mask=MASK)).rows == 2
+    assert decode(infer_request(ids=IDS[:0], mask=MASK[:0])).rows == 0
     model = LoopbackModel(batch_axis=None, max_batch_size=0)
     assert decode(infer_request(x=np.zeros((5, 3), np.float32)), model).rows == 1
-
-
-def test_zero_rows_are_legal() -> None:
-    assert decode(infer_request(ids=IDS[:0], mask=MASK[:0])).rows == 0
 
 
 def test_more_rows_than_max_batch_size_are_rejected() -> None:
@@ -56,17 +60,15 @@ def test_more_rows_than_max_batch_size_are_rejected() -> None:
     assert words == "input 'x' has 9 rows, expected at most 8 (the model's max_batch_size)"
 
 
-def test_a_missing_an_unknown_and_a_repeated_input_are_rejected() -> None:
+def test_inputs_that_do_not_fit_the_model_are_rejected() -> None:
+    """The checks of one tensor are those of test_tensors.py."""
+    assert "input 'mask' has shape [2, 2]" in refusal(infer_request(ids=IDS, mask=MASK[:, :2]))
     assert "input 'mask' is missing" in refusal(infer_request(ids=IDS))
     assert "unknown input 'z'; the model's inputs are ids, mask" in refusal(infer_request(ids=IDS, mask=MASK, z=IDS))
     twice = infer_request(ids=IDS, mask=MASK)
     twice.inputs.append(twice.inputs[0])
     twice.raw_input_contents.append(twice.raw_input_contents[0])
     assert refusal(twice) == "input 'ids' was sent twice"
-
-
-def test_dimensions_of_one_name_must_agree() -> None:
-    assert "input 'mask' has shape [2, 2]" in refusal(infer_request(ids=IDS, mask=MASK[:, :2]))
 
 
 def test_raw_and_typed_contents_do_not_mix() -> None:
@@ -79,28 +81,9 @@ def test_raw_and_typed_contents_do_not_mix() -> None:
     assert "raw_input_contents has 1 entries for 2 inputs" in refusal(instead)
 
 
-def test_empty_contents_are_allowed_beside_raw_ones() -> None:
-    """MLServer's converters send empty contents with every input."""
-    beside = infer_request(ids=IDS, mask=MASK)
-    for tensor in beside.inputs:
-        tensor.contents.SetInParent()
-    assert decode(beside).feeds["ids"].tolist() == IDS.tolist()
-
-
-def test_typed_contents_alone_are_read() -> None:
+def test_outputs_keep_the_order_of_the_request_and_none_means_all() -> None:
     message = infer_request(ids=IDS, mask=MASK)
-    del message.raw_input_contents[:]
-    message.inputs[0].contents.int64_contents.extend(IDS.ravel().tolist())
-    message.inputs[1].contents.bool_contents.extend(MASK.ravel().tolist())
-    np.testing.assert_array_equal(decode(message).feeds["ids"], IDS)
-
-
-def test_a_request_without_outputs_means_all_outputs() -> None:
-    assert decode(infer_request(ids=IDS, mask=MASK)).outputs is None
-
-
-def test_outputs_keep_the_order_of_the_request() -> None:
-    message = infer_request(ids=IDS, mask=MASK)
+    assert decode(message).outputs is None
     message.outputs.add(name="b")
     message.outputs.add(name="a")
     assert decode(message).outputs == ("b", "a")
