@@ -100,19 +100,32 @@ def test_a_request_is_cancelled_if_its_call_is(tmp_path: Path) -> None:
     assert handle.cancelled
 
 
-def test_what_a_client_may_not_send_does_not_reach_a_replica(tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_text("looker-looker-looker-looker read\n")
-    front, handle = _front(tmp_path, token_file=str(tmp_path / "tokens"), max_message_bytes=1 << 10)
-    with_scope = ("authorization", "Bearer looker-looker-looker-looker")
-    for asked, context, code in (
-        (request(), Context(), StatusCode.UNAUTHENTICATED),
-        (request(), Context(with_scope), StatusCode.PERMISSION_DENIED),
-    ):
-        asyncio.run(front.ModelInfer(asked, context))
-        assert context.told[0] is code
-    context = Context(with_scope)
-    asyncio.run(front.ModelMetadata(b"\x0a" + bytes(1 << 11), context))
-    assert context.told == (StatusCode.RESOURCE_EXHAUSTED, "the message has 2049 bytes; max_message_bytes is 1024")
+TOKEN = "looker-looker-looker-looker"
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    (tmp_path / "tokens").write_text(f"{TOKEN} read\n")
+    return str(tmp_path / "tokens")
+
+
+def test_what_does_not_reach_a_replica(tmp_path: Path, tokens: str) -> None:
+    may_read = ("authorization", f"Bearer {TOKEN}")
+    front, handle = _front(tmp_path, token_file=tokens, max_message_bytes=1 << 10)
+
+    def told(method: str, data: bytes, *metadata: tuple[str, str]) -> tuple[Any, str]:
+        context = Context(*metadata)
+        asyncio.run(getattr(front, method)(data, context))
+        return context.told
+
+    assert told("ModelInfer", request())[0] is StatusCode.UNAUTHENTICATED
+    assert told("ModelInfer", request(), may_read)[0] is StatusCode.PERMISSION_DENIED
+    too_large = "the message has 2049 bytes; max_message_bytes is 1024"
+    large = b"\x0a" + bytes(1 << 11)
+    assert told("ModelMetadata", large, may_read) == (StatusCode.RESOURCE_EXHAUSTED, too_large)
+    front._models.by_name["mlp"].reports = ()
+    no_replica = "no replica of model 'mlp' is ready; try again later"
+    assert told("ModelMetadata", b"\x0a\x03mlp", may_read) == (StatusCode.UNAVAILABLE, no_replica)
     assert not handle.asked
 
 
@@ -153,20 +166,10 @@ def test_an_error_of_a_stream_names_its_request(tmp_path: Path) -> None:
     assert "not a message of this RPC" in broken.error_message
 
 
-def test_a_model_without_a_replica_is_unavailable(tmp_path: Path) -> None:
-    front, handle = _front(tmp_path)
-    front._models.by_name["mlp"].reports = ()
-    context = Context()
-    asyncio.run(front.ModelInfer(request(), context))
-    assert context.told == (StatusCode.UNAVAILABLE, "no replica of model 'mlp' is ready; try again later")
-    assert not handle.asked
-
-
-def test_a_stream_without_a_token_ends_with_a_status(tmp_path: Path) -> None:
+def test_a_stream_without_a_token_ends_with_a_status(tmp_path: Path, tokens: str) -> None:
     from deploy.ray.front import StreamEnd
 
-    (tmp_path / "tokens").write_text("looker-looker-looker-looker read\n")
-    front, context = _front(tmp_path, token_file=str(tmp_path / "tokens"))[0], Context()
+    front, context = _front(tmp_path, token_file=tokens)[0], Context()
 
     async def ended() -> None:
         with pytest.raises(StreamEnd):
