@@ -1,4 +1,4 @@
-"""``python -m deploy.ray``: serve a repository on a Ray cluster. Takes options of `bf16-serve`, and Ray's own."""
+"""``python -m deploy.ray``: serve a repository on a Ray cluster. Takes the options of `bf16-serve`, and its own."""
 
 from __future__ import annotations
 

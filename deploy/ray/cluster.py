@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -101,7 +101,7 @@ class RepositoryDeployment:
         self._deploy(each for name, each in scan.desired_models.items() if each != before.get(name))
         for name in (gone := sorted(before.keys() - scan.desired_models.keys())):
             _log.info("model %r: removed", name)
-        self._delete([*map(application, gone)])
+        self._delete(map(application, gone))
         self._desired_models = scan.desired_models  # only now: after an error, the next call deploys it again
 
     def _deploy(self, desired_models: Iterable[DesiredModel]) -> None:
@@ -111,11 +111,10 @@ class RepositoryDeployment:
             targets.append(applications.model(desired, self._config, self._scaling))
         _run(*targets)
 
-    def _delete(self, models: Sequence[str]) -> None:
+    def _delete(self, names: Iterable[str]) -> None:
         """Remove applications in parallel, each once its requests have ended."""
-        if models:
-            with ThreadPoolExecutor(min(len(models), _DELETED_AT_ONCE)) as pool:
-                list(pool.map(self._delete_one, models))
+        with ThreadPoolExecutor(_DELETED_AT_ONCE) as pool:
+            list(pool.map(self._delete_one, names))
 
     def _delete_one(self, name: str) -> None:
         until = time.monotonic() + self._config.drain_seconds
@@ -176,7 +175,7 @@ class RepositoryDeployment:
         with contextlib.suppress(*RAY_ERRORS):  # it may be gone already
             serve.get_app_handle(FRONT).broadcast("retire").results(timeout_s=_RETIRE_SECONDS)
         time.sleep(self._config.lame_duck_seconds)  # a second signal ends the program at once
-        self._delete([*map(application, self._desired_models or ())])
+        self._delete(map(application, self._desired_models or ()))
         self._delete([FRONT])
 
 

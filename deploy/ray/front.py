@@ -89,6 +89,10 @@ class Front:
     async def ModelStreamInfer(self, requests: Any, grpc_context: Any) -> AsyncIterator[Serialized]:  # noqa: N802
         """Answer the requests of a stream in their order, each by any replica of the model that it names."""
         rpc = RPCS["ModelStreamInfer"]
+        try:
+            self._check_token(rpc, grpc_context)
+        except Bf16kitError as error:
+            raise _stream_end(grpc_context, status_of(error)) from None
         begun: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(_STREAM_WINDOW)
         tasks = set[asyncio.Task[Any]]()
 
@@ -98,11 +102,6 @@ class Front:
                     tasks.add(task := asyncio.create_task(self._stream_response(rpc, data, grpc_context)))
                     await begun.put(task)
             await begun.put(None)
-
-        try:
-            self._check_token(rpc, grpc_context)
-        except Bf16kitError as error:
-            raise _stream_end(grpc_context, status_of(error)) from None
 
         tasks.add(asyncio.create_task(read()))
         try:
