@@ -16,7 +16,6 @@ from service.wire.limits import BoundsCheck, Reserve, item_size
 from service.wire.parameters import RegionPlace, class_count, output_datatype, region_place
 from service.wire.tensors import (
     Array,
-    check_raw_size,
     decode_contents,
     decode_raw,
     encode_raw,
@@ -168,7 +167,6 @@ class InferenceCodec:
             if tensor.parameters and (place := region_place(f"input {name!r}", tensor.parameters)) is not None:
                 shared += place.byte_size
                 self._memory.check_size(shared)
-                check_raw_size(name, dtype, shape, place.byte_size)  # before it is read
                 lease = self._memory.lease(f"input {name!r}", place)
                 if reserve is not None:
                     reserve(place.byte_size)  # before it is copied

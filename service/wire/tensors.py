@@ -61,27 +61,20 @@ def element_count(name: str, shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def check_raw_size(name: str, dtype: DType, shape: tuple[int, ...], nbytes: int) -> int:
-    """Return the number of elements of ``shape``. Raises InvalidRequest if ``nbytes`` does not fit it."""
-    count = element_count(name, shape)
+def decode_raw(name: str, dtype: DType, shape: tuple[int, ...], data: bytes) -> Array:
+    """Return the tensor in ``data``: a read-only view, or for BYTES an object array of ``str``."""
+    count, nbytes = element_count(name, shape), len(data)
     if dtype.oip == "BYTES":
         if count * _LENGTH > nbytes:
             raise InvalidRequest(
                 f"input {name!r} has {nbytes} bytes, too few for {count} BYTES elements of at least {_LENGTH} each"
             )
-    elif nbytes != count * dtype.numpy.itemsize:
+        return _objects(name, _split_bytes(name, count, data), shape)
+    if nbytes != count * dtype.numpy.itemsize:
         raise InvalidRequest(
             f"input {name!r} has {nbytes} bytes, expected {count * dtype.numpy.itemsize} for {dtype.oip} of shape"
             f" {list(shape)}"
         )
-    return count
-
-
-def decode_raw(name: str, dtype: DType, shape: tuple[int, ...], data: bytes) -> Array:
-    """Return the tensor in ``data``: a read-only view, or for BYTES an object array of ``str``."""
-    count = check_raw_size(name, dtype, shape, len(data))
-    if dtype.oip == "BYTES":
-        return _objects(name, _split_bytes(name, count, data), shape)
     array = np.frombuffer(data, dtype.numpy).reshape(shape)
     if dtype.oip == "BOOL" and count and array.view(np.uint8).max() > 1:
         raise InvalidRequest(f"input {name!r} is BOOL and holds a byte that is neither 0 nor 1")
