@@ -27,24 +27,22 @@ from ray.serve.exceptions import BackPressureError
 from service.config.certificates import Credentials
 from service.config.logs import configure
 from service.config.serverconfig import ServerConfig
-from service.grpc import control
 from service.grpc.access import RequiredScope
 from service.grpc.admission import ByteBudget, MessageBytes
+from service.grpc.control import ControlServicer
 from service.grpc.handlers import SERVICE
 from service.grpc.health import LIVE
 from service.grpc.status import Status, status_of
 from service.models.repository import parse_version
-from service.wire import metadata
+from service.operations import Operations
 
 _log = logging.getLogger(__name__)
 _STREAM_WINDOW = 8  # requests of one stream that are answered at once
 _WATCH_SECONDS = 1.0  # between two looks of a health watch, as often as the models are looked at
 _FULL = Status(StatusCode.RESOURCE_EXHAUSTED, "the queue for the replicas is full; try again later")
-# By a part of the RPC's name.
-_NOT_HERE = {
+_NOT_HERE = {  # by a part of the RPC's name; a server of one process has other reasons
     "RepositoryModel": "models are not loaded over the network here: change the repository",
     "SharedMemory": "a replica may be on another machine than the client; send tensors in raw_input_contents",
-    "Setting": "it cannot be changed while the replicas run; set it when starting",
 }
 _Health = health_pb2.HealthCheckResponse
 _Answer = bytes | Status  # a serialised response, or why there is none
@@ -62,7 +60,9 @@ class Front:
         configure(config.log_level, config.log_format)
         self._max_message_bytes = config.max_message_bytes
         self._tokens = Credentials.of(config).tokens
-        self._models = RunningModels()
+        models: Any = RunningModels()
+        self._models: RunningModels = models
+        self._control = ControlServicer(models, Operations(models=models))
         self._budget = ByteBudget(request_bytes)
 
     async def check_health(self) -> None:
@@ -145,33 +145,20 @@ class Front:
     async def _answer(self, rpc: Rpc, data: bytes, context: Any, held: MessageBytes) -> _Answer:
         if rpc.name in ("ModelInfer", "ModelMetadata", "ModelConfig"):
             return await self._pass_on(rpc, data, context, held)
-        if reason := next((reason for part, reason in _NOT_HERE.items() if part in rpc.name), ""):
+        own = next((reason for part, reason in _NOT_HERE.items() if part in rpc.name), "")
+        if reason := own or self._control.off_reason(rpc.name):
             raise Unsupported(f"{rpc.name}: {reason}")
         message = rpc.parse(data, held.reserve)
-        response: bytes = (await self._own_response(rpc.name, message)).SerializeToString()
+        if rpc.name == "ModelStatistics":
+            await self._models.ask(message.name)
+        answer = self._check_health if rpc.name == "Check" else getattr(self._control, rpc.name)
+        response: bytes = answer(message, context).SerializeToString()
         return response
 
-    async def _own_response(self, method: str, message: Any) -> Any:
-        models = self._models
-        match method:
-            case "ServerLive":
-                return pb.ServerLiveResponse(live=True)
-            case "ServerReady":
-                return pb.ServerReadyResponse(ready=models.ready)
-            case "ModelReady":
-                return pb.ModelReadyResponse(ready=models.is_ready(message.name, message.version))
-            case "ServerMetadata":
-                return metadata.server_metadata()
-            case "RepositoryIndex":
-                control.check_repository(message.repository_name)
-                return metadata.repository_index(models.index(), message.ready)
-            case "ModelStatistics":
-                return metadata.model_statistics(await models.statistics(message.name, message.version))
-            case _:  # Health.Check
-                status = self._health(message.service)
-                if status == _Health.SERVICE_UNKNOWN:
-                    raise NotFound(f"unknown service {quoted(message.service)}; for a model, give its name")
-                return _Health(status=status)
+    def _check_health(self, message: Any, context: Any) -> Any:
+        if (status := self._health(message.service)) == _Health.SERVICE_UNKNOWN:
+            raise NotFound(f"unknown service {quoted(message.service)}; for a model, give its name")
+        return _Health(status=status)
 
     def _health(self, service: str) -> Any:
         if service in ("", SERVICE, LIVE):

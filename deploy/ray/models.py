@@ -115,7 +115,9 @@ class RunningModel:
 
 
 class RunningModels:
-    """All models, by the applications that Ray runs. For one event loop."""
+    """All models, by the applications that Ray runs: what the front needs of a registry. For one event loop."""
+
+    live = True
 
     def __init__(self) -> None:
         self.by_name: dict[str, RunningModel] = {}
@@ -159,11 +161,15 @@ class RunningModels:
     def index(self) -> list[IndexEntry]:
         return [version for model in self.by_name.values() for version in model.versions()]
 
-    async def statistics(self, name: str, version: str) -> list[VersionStatistics]:
-        """See :meth:`service.operations.RegistryModels.statistics`: sums over all replicas, which are asked now."""
+    async def ask(self, name: str) -> None:
+        """Ask the replicas of a model for their reports; "": those of all models."""
+        models = [model for model in self.by_name.values() if name in ("", model.name) and model.reports]
+        await asyncio.gather(*(model.ask() for model in models))
+
+    def statistics(self, name: str, version: str) -> list[VersionStatistics]:
+        """See :meth:`service.operations.RegistryModels.statistics`: sums over all replicas, by their last reports."""
         models = [self.get(name)] if name or version else list(self.by_name.values())
         wanted = parse_version(version)
-        await asyncio.gather(*(model.ask() for model in models if model.reports))
         if wanted is not None and not models[0].is_ready(wanted):
             raise NotFound(f"version {version} of model {name!r} is not ready; its replicas' log says why")
         return [each for model in models for each in model.statistics() if wanted in (None, each.version)]
