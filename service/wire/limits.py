@@ -13,6 +13,7 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -127,52 +128,45 @@ class _Scanner:
 
     def count(self, at: int, end: int, known: _Known) -> None:
         """Count the fields and integers between ``at`` and ``end``. Raises InvalidRequest if there are too many."""
-        try:
+        with suppress(IndexError):
             while at < end:
-                at = self._field(at, end, known)
-        except (IndexError, ValueError):
-            return
-
-    def _field(self, at: int, end: int, known: _Known) -> int:
-        """Return where the next field begins. Raises IndexError or ValueError if the message is broken."""
-        self._fields += 1
-        if self._fields > _MAX_FIELDS:
-            raise InvalidRequest(
-                f"the request has more than {_MAX_FIELDS} fields; send numbers in raw_input_contents, one field for"
-                " each tensor, and fewer strings"
-            )
-        tag, at = self.varint(at)
-        kind = tag & 7
-        if kind == 2:
-            size, at = self.varint(at)
-            if tag >> 3 in known:
-                self._count_value(at, min(at + size, end), known[tag >> 3])
-            return at + size
-        if kind == 0:
-            return self.varint(at)[1]
-        if kind > 5:
-            raise ValueError
-        return at + (8, 0, 0, 0, 4)[kind - 1]  # a group's start and end have no value; its fields follow as others do
+                self._fields += 1
+                if self._fields > _MAX_FIELDS:
+                    raise InvalidRequest(
+                        f"the request has more than {_MAX_FIELDS} fields; send numbers in raw_input_contents, one field"
+                        " for each tensor, and fewer strings"
+                    )
+                tag, at = self._varint(at)
+                kind = tag & 7
+                if kind == 2:
+                    size, at = self._varint(at)
+                    if tag >> 3 in known:
+                        self._count_value(at, min(at + size, end), known[tag >> 3])
+                    at += size
+                elif kind == 0:
+                    _, at = self._varint(at)
+                else:  # a group's start and end have no value; its fields follow as others do
+                    at += {1: 8, 3: 0, 4: 0, 5: 4}.get(kind, end)
 
     def _count_value(self, at: int, end: int, known: _Known | Literal["text", "packed"]) -> None:
         if known == "text":
             if end - at > _MAX_TEXT:
                 raise InvalidRequest(f"the request has a string of {end - at} bytes, expected at most {_MAX_TEXT}")
-            return
-        if known != "packed":
+        elif known == "packed":
+            # The last byte of each integer is below 0x80, and no other is.
+            self._integers += int(np.count_nonzero(np.frombuffer(self._data, np.uint8)[at:end] < 0x80))
+            if self._integers > _MAX_INTEGERS:
+                raise InvalidRequest(
+                    f"the request has more than {_MAX_INTEGERS} integers in shapes and contents; send tensors in"
+                    " raw_input_contents"
+                )
+        else:
             self.count(at, end, known)
-            return
-        # The last byte of each integer is below 0x80, and no other is.
-        self._integers += int(np.count_nonzero(np.frombuffer(self._data, np.uint8)[at:end] < 0x80))
-        if self._integers > _MAX_INTEGERS:
-            raise InvalidRequest(
-                f"the request has more than {_MAX_INTEGERS} integers in shapes and contents; send tensors in"
-                " raw_input_contents"
-            )
 
-    def varint(self, at: int) -> tuple[int, int]:
+    def _varint(self, at: int) -> tuple[int, int]:
+        """Return the integer at ``at``, and where it ends. Raises IndexError if it does not end."""
         number = self._data[at]
-        if number < 0x80:
+        if number < 0x80:  # most have one byte
             return number, at + 1
         number &= 0x7F
         for place in range(1, _LONGEST_VARINT):
@@ -180,7 +174,7 @@ class _Scanner:
             number |= (byte & 0x7F) << 7 * place
             if byte < 0x80:
                 return number, at + place + 1
-        raise ValueError
+        raise IndexError
 
 
 def _known(kind: Descriptor) -> _Known:
