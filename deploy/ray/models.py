@@ -55,12 +55,11 @@ class RunningModel:
     def __init__(self, name: str) -> None:
         self.name = name
         self.reports: Sequence[Report] = ()
+        self.versions: Sequence[IndexEntry] = ()
         self._handle: Any = None
-        self._state = State("", "")
 
     async def update(self, application: Any) -> None:
         """Take Ray's state of the application, and ask its replicas for their reports."""
-        self._state = State.of(application)
         if self._handle is None:
             with contextlib.suppress(*RAY_ERRORS):  # it was removed just now
                 self._handle = await asyncio.to_thread(serve.get_app_handle, f"{FRONT}.{self.name}")
@@ -69,6 +68,7 @@ class RunningModel:
             await self.ask()
         else:
             self.reports = ()
+        self.versions = self._versions(State.of(application))
 
     async def ask(self) -> None:
         """Ask all replicas for a report. If one is late, all keep their last reports, and the log says so."""
@@ -77,7 +77,7 @@ class RunningModel:
         except RAY_ERRORS as error:
             _log.warning("replicas of %r count with their last reports: %s", self.name, type(error).__name__)
 
-    def versions(self) -> list[IndexEntry]:
+    def _versions(self, state: State) -> Sequence[IndexEntry]:
         """Return the versions that replicas report, ascending. While Ray deploys others, an entry has its reason."""
         best: dict[str, IndexEntry] = {}
         for each in (version for report in self.reports for version in report.versions):
@@ -85,14 +85,14 @@ class RunningModel:
             if known is None or _STATES.index(each.state) < _STATES.index(known.state):
                 best[each.version] = each
         found = sorted(best.values(), key=lambda each: int(each.version))
-        if self._state.status != "RUNNING":
-            state = "LOADING" if self._state.status == "DEPLOYING" else "UNAVAILABLE"
-            found.append(IndexEntry(self.name, "", state, f"Ray: {self._state.status}: {self._state.message}"))
+        if state.status != "RUNNING":
+            known_as = "LOADING" if state.status == "DEPLOYING" else "UNAVAILABLE"
+            found.append(IndexEntry(self.name, "", known_as, f"Ray: {state.status}: {state.message}"))
         return found
 
     def is_ready(self, version: int | None) -> bool:
         """Return whether a replica has this version ready; None: any version."""
-        return any(each.state == "READY" and version in (None, int(each.version)) for each in self.versions())
+        return any(each.state == "READY" and version in (None, int(each.version)) for each in self.versions)
 
     @property
     def handle(self) -> Any:
@@ -121,7 +121,8 @@ class RunningModels:
 
     def __init__(self) -> None:
         self.by_name: dict[str, RunningModel] = {}
-        self.retired = False  # from then on nothing is ready
+        self.retired = False  # if it is, nothing is ready
+        self._all_ready = False
         self._due = 0.0  # when the replicas are asked again
 
     async def update(self) -> None:
@@ -135,6 +136,7 @@ class RunningModels:
         self.by_name = {name: self.by_name.get(name) or RunningModel(name) for name in names}
         await asyncio.gather(*(model.update(applications[prefix + name]) for name, model in self.by_name.items()))
         replicas = sum(len(model.reports) for model in self.by_name.values())
+        self._all_ready = bool(self.by_name) and all(model.is_ready(None) for model in self.by_name.values())
         self._due = started + max(1.0, replicas / _REPORTS_PER_SECOND) - _SLACK_SECONDS
 
     @property
@@ -145,7 +147,7 @@ class RunningModels:
     @property
     def ready(self) -> bool:
         """Whether there are models, and each has a ready version."""
-        return bool(self.by_name) and all(map(self.is_ready, self.by_name))
+        return self._all_ready and not self.retired
 
     def is_ready(self, name: str, version: str = "") -> bool:
         """See :meth:`service.contract.Registry.is_ready`."""
@@ -159,7 +161,7 @@ class RunningModels:
         return self.by_name[name]
 
     def index(self) -> list[IndexEntry]:
-        return [version for model in self.by_name.values() for version in model.versions()]
+        return [version for model in self.by_name.values() for version in model.versions]
 
     async def ask(self, name: str) -> None:
         """Ask the replicas of a model for their reports; "": those of all models."""
