@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from bf16kit.messages.errors import Cancelled, InvalidRequest, NotFound, Overloaded, Unsupported
+from bf16kit.messages.errors import Bf16kitError, InvalidRequest, NotFound, Overloaded, Unsupported
 from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
 from deploy.ray.models import RAY_ERRORS, RunningModels
@@ -27,30 +27,25 @@ from ray.serve.exceptions import BackPressureError
 from service.config.certificates import Credentials
 from service.config.logs import configure
 from service.config.serverconfig import ServerConfig
-from service.grpc import control
 from service.grpc.access import RequiredScope
 from service.grpc.admission import ByteBudget, MessageBytes
+from service.grpc.control import ControlServicer
 from service.grpc.handlers import SERVICE
 from service.grpc.health import LIVE
 from service.grpc.status import Status, status_of
 from service.models.repository import parse_version
-from service.wire import metadata
+from service.operations import Operations
 
 _log = logging.getLogger(__name__)
-# The longest that one look at the cluster takes. Ray replaces a front that is silent for longer, but waits for the
-# first look, which takes long while replicas start on the same processors.
-_UPDATE_SECONDS, _FIRST_UPDATE_SECONDS = 5.0, 120.0
-_STREAM_IDLE_SECONDS = 600.0  # without a request, after which a stream ends
 _STREAM_WINDOW = 8  # requests of one stream that are answered at once
-_LONG_CALLS = 1024  # open streams and health watches: each lasts as long as its client wants
+_WATCH_SECONDS = 1.0  # between two looks of a health watch, as often as the models are looked at
 _FULL = Status(StatusCode.RESOURCE_EXHAUSTED, "the queue for the replicas is full; try again later")
-# By a part of the RPC's name.
-_NOT_HERE = {
+_NOT_HERE = {  # by a part of the RPC's name; a server of one process has other reasons
     "RepositoryModel": "models are not loaded over the network here: change the repository",
     "SharedMemory": "a replica may be on another machine than the client; send tensors in raw_input_contents",
-    "Setting": "it cannot be changed while the replicas run; set it when starting",
 }
 _Health = health_pb2.HealthCheckResponse
+_Answer = bytes | Status  # a serialised response, or why there is none
 
 
 class StreamEnd(Exception):
@@ -60,23 +55,20 @@ class StreamEnd(Exception):
 class Front:
     """Has a method for each RPC, by its name in the protocol, and :meth:`__call__` for pages."""
 
-    def __init__(
-        self, config: Mapping[str, Any], request_bytes: int, stream_idle_seconds: float = _STREAM_IDLE_SECONDS
-    ) -> None:
+    def __init__(self, config: ServerConfig, request_bytes: int) -> None:
         """``request_bytes``: of all requests in flight."""
-        self._config = ServerConfig(**config)
-        configure(self._config.log_level, self._config.log_format)
-        self._tokens = Credentials.of(self._config).tokens
-        self._models = RunningModels()
+        configure(config.log_level, config.log_format)
+        self._max_message_bytes = config.max_message_bytes
+        self._tokens = Credentials.of(config).tokens
+        models: Any = RunningModels()
+        self._models: RunningModels = models
+        self._control = ControlServicer(models, Operations(models=models))
         self._budget = ByteBudget(request_bytes)
-        self._long_calls = 0
-        self._stream_idle_seconds = stream_idle_seconds
 
     async def check_health(self) -> None:
         """Look at the cluster. Ray calls this each second, and once before a front gets requests."""
         try:
-            seconds = _UPDATE_SECONDS if self._models.known else _FIRST_UPDATE_SECONDS
-            await asyncio.wait_for(self._models.update(), seconds)
+            await self._models.update()
         except RAY_ERRORS as error:
             if not self._models.known:
                 raise
@@ -84,45 +76,38 @@ class Front:
 
     async def retire(self) -> None:
         """Be not ready from now on; requests that still arrive are answered."""
-        self._models.retire()
+        self._models.retired = True
 
     async def unary(self, rpc: Rpc, data: bytes, context: Any) -> Serialized:
         """Answer an RPC with one request and one response. No exception leaves: Ray would tell its text to clients."""
-        response = await self._guarded(rpc, data, context, self._answer)
-        if isinstance(response, Status):
-            _set_status(context, response)
-            response = b""
-        return Serialized(response)
+        answer = await self._guarded(rpc, data, context, self._answer)
+        if isinstance(answer, bytes):
+            return Serialized(answer)
+        _set_status(context, answer)
+        return Serialized(b"")
 
     async def ModelStreamInfer(self, requests: Any, grpc_context: Any) -> AsyncIterator[Serialized]:  # noqa: N802
         """Answer the requests of a stream in their order, each by any replica of the model that it names."""
         rpc = RPCS["ModelStreamInfer"]
-        begun: asyncio.Queue[asyncio.Future[bytes] | Exception | None] = asyncio.Queue(_STREAM_WINDOW)
-        tasks = set[asyncio.Future[Any]]()
+        try:
+            self._check_token(rpc, grpc_context)
+        except Bf16kitError as error:
+            raise _stream_end(grpc_context, status_of(error)) from None
+        begun: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(_STREAM_WINDOW)
+        tasks = set[asyncio.Task[Any]]()
 
         async def read() -> None:
-            try:
-                while (data := await self._next(requests)) is not None:
-                    task = asyncio.ensure_future(self._stream_response(rpc, data, grpc_context))
-                    tasks.add(task)
+            with suppress(Exception):  # the client has left
+                async for data in requests:
+                    tasks.add(task := asyncio.create_task(self._stream_response(rpc, data, grpc_context)))
                     await begun.put(task)
-            except Exception as error:  # noqa: BLE001 -- raised below, after the responses to earlier requests
-                await begun.put(error)
-            else:
-                await begun.put(None)
+            await begun.put(None)
 
+        tasks.add(asyncio.create_task(read()))
         try:
-            with self._long_call(rpc, grpc_context):
-                tasks.add(asyncio.ensure_future(read()))
-                while (task := await begun.get()) is not None:
-                    if isinstance(task, Exception):
-                        raise task
-                    yield Serialized(await task)
-                    tasks.discard(task)
-        except StreamEnd:
-            raise
-        except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
-            raise self._end(grpc_context, error) from None
+            while (task := await begun.get()) is not None:
+                yield Serialized(await task)
+                tasks.discard(task)
         finally:
             for each in tasks:
                 each.cancel()
@@ -131,65 +116,49 @@ class Front:
         """Yield the health of a service now and at each change."""
         rpc, last = RPCS["Watch"], None
         try:
-            with self._long_call(rpc, grpc_context):
-                service = rpc.parse(request, lambda nbytes: None).service
-                while True:
-                    changed, status = self._models.changed, self._health(service)
-                    if status != last:
-                        yield Serialized(_Health(status=status).SerializeToString())
-                    last = status
-                    await changed.wait()
-        except Exception as error:  # noqa: BLE001 -- as above
-            raise self._end(grpc_context, error) from None
+            service = rpc.parse(request, lambda nbytes: None).service
+        except InvalidRequest as error:
+            raise _stream_end(grpc_context, status_of(error)) from None
+        while True:
+            if (status := self._health(service)) != last:
+                yield Serialized(_Health(status=status).SerializeToString())
+            last = status
+            await asyncio.sleep(_WATCH_SECONDS)
 
-    async def _guarded(self, rpc: Rpc, data: bytes, context: Any, answer: Callable[..., Any]) -> bytes | Status:
+    async def _guarded(self, rpc: Rpc, data: bytes, context: Any, answer: Callable[..., Any]) -> _Answer:
         """Return the answer to one request, whose bytes count until then, or the status of its error."""
         with held_bytes(self._budget) as held:
             try:
-                self._check(rpc, context)
-                if len(data) > self._config.max_message_bytes:
-                    most = self._config.max_message_bytes
+                self._check_token(rpc, context)
+                if len(data) > (most := self._max_message_bytes):
                     raise Overloaded(f"the message has {len(data)} bytes; max_message_bytes is {most}")
                 held.reserve(len(data))
-                found: bytes | Status = await answer(rpc, data, context, held)
+                found: _Answer = await answer(rpc, data, context, held)
             except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
                 return status_of(error)
         return found
 
-    def _check(self, rpc: Rpc, context: Any) -> None:
+    def _check_token(self, rpc: Rpc, context: Any) -> None:
         """Raise if the call has no token for the RPC."""
         RequiredScope(self._tokens, rpc.scope).check(dict(context.invocation_metadata()).get("authorization"))
 
-    async def _answer(self, rpc: Rpc, data: bytes, context: Any, held: MessageBytes) -> bytes | Status:
-        if rpc.method in ("ModelInfer", "ModelMetadata", "ModelConfig"):
+    async def _answer(self, rpc: Rpc, data: bytes, context: Any, held: MessageBytes) -> _Answer:
+        if rpc.name in ("ModelInfer", "ModelMetadata", "ModelConfig"):
             return await self._pass_on(rpc, data, context, held)
-        if reason := next((reason for part, reason in _NOT_HERE.items() if part in rpc.method), ""):
-            raise Unsupported(f"{rpc.method}: {reason}")
+        own = next((reason for part, reason in _NOT_HERE.items() if part in rpc.name), "")
+        if own:
+            raise Unsupported(f"{rpc.name}: {own}")
         message = rpc.parse(data, held.reserve)
-        response: bytes = (await self._own_response(rpc.method, message)).SerializeToString()
+        if rpc.name == "ModelStatistics":
+            await self._models.ask(message.name)
+        answer = self._check_health if rpc.name == "Check" else getattr(self._control, rpc.name)
+        response: bytes = answer(message, context).SerializeToString()
         return response
 
-    async def _own_response(self, method: str, message: Any) -> Any:
-        models = self._models
-        match method:
-            case "ServerLive":
-                return pb.ServerLiveResponse(live=True)
-            case "ServerReady":
-                return pb.ServerReadyResponse(ready=models.ready)
-            case "ModelReady":
-                return pb.ModelReadyResponse(ready=models.is_ready(message.name, message.version))
-            case "ServerMetadata":
-                return metadata.server_metadata()
-            case "RepositoryIndex":
-                control.check_repository(message.repository_name)
-                return metadata.repository_index(models.index(), message.ready)
-            case "ModelStatistics":
-                return metadata.model_statistics(await models.statistics(message.name, message.version))
-            case _:  # Health.Check
-                status = self._health(message.service)
-                if status == _Health.SERVICE_UNKNOWN:
-                    raise NotFound(f"unknown service {quoted(message.service)}; for a model, give its name")
-                return _Health(status=status)
+    def _check_health(self, message: Any, context: Any) -> Any:
+        if (status := self._health(message.service)) == _Health.SERVICE_UNKNOWN:
+            raise NotFound(f"unknown service {quoted(message.service)}; for a model, give its name")
+        return _Health(status=status)
 
     def _health(self, service: str) -> Any:
         if service in ("", SERVICE, LIVE):
@@ -200,7 +169,7 @@ class Front:
             return _Health.SERVICE_UNKNOWN
         return _Health.SERVING if serving else _Health.NOT_SERVING
 
-    async def _pass_on(self, rpc: Rpc, data: bytes, context: Any, held: MessageBytes) -> bytes | Status:
+    async def _pass_on(self, rpc: Rpc, data: bytes, context: Any, held: MessageBytes) -> _Answer:
         """Return a replica's response to a request for a model. Only the replica parses a ModelInferRequest."""
         try:
             # Its first two fields are those of a ModelInferRequest, and the rest of one stays bytes here.
@@ -208,14 +177,14 @@ class Front:
         except DecodeError:
             raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
         parse_version(named.version)
-        return await self._ask(self._models.get(named.name).handle(named.version), rpc, data, context)
+        return await self._ask(self._models.get(named.name).handle, rpc, data, context)
 
-    async def _ask(self, handle: Any, rpc: Rpc, data: bytes, context: Any) -> bytes | Status:
+    async def _ask(self, handle: Any, rpc: Rpc, data: bytes, context: Any) -> _Answer:
         """Return a replica's response. If the client leaves, the request is cancelled there, or in the queue for it."""
         sent = {name: value for name, value in context.invocation_metadata() if name != "authorization"}
-        response = handle.answer.remote(rpc.method, data, str(context.peer()), sent)
+        response = handle.answer.remote(rpc.name, data, str(context.peer()), sent)
         try:
-            found: bytes | Status = await response
+            found: _Answer = await response
         except asyncio.CancelledError:
             response.cancel()
             raise
@@ -223,7 +192,7 @@ class Front:
             return _FULL
         except Exception as error:  # noqa: BLE001 -- of Ray, for replicas raise nothing; its text is not for clients
             incident = secrets.token_hex(6)
-            _log.error("incident %s: no replica answers %s: %s", incident, rpc.method, error)
+            _log.error("incident %s: no replica answers %s: %s", incident, rpc.name, error)
             details = f"the replica that had this request is gone, incident {incident}; send it again"
             return Status(StatusCode.UNAVAILABLE, details)
         return found
@@ -234,8 +203,7 @@ class Front:
         if isinstance(response, bytes):
             return response
         if ("triton_grpc_error", "true") in context.invocation_metadata():
-            _set_status(context, response)
-            raise StreamEnd
+            raise _stream_end(context, response)
         about = pb.ModelInferResponse()
         with suppress(InvalidRequest):  # bytes that are no request name none
             message = rpc.parse(data, lambda nbytes: None)
@@ -244,29 +212,6 @@ class Front:
             )
         failed = pb.ModelStreamInferResponse(error_message=response.details, infer_response=about)
         return failed.SerializeToString()
-
-    async def _next(self, requests: AsyncIterator[bytes]) -> bytes | None:
-        """Return the next request of a stream, or None. Raises Cancelled for a silent client."""
-        try:
-            return await asyncio.wait_for(anext(requests, None), self._stream_idle_seconds)
-        except TimeoutError:
-            idle = f"no request arrived on this stream for {self._stream_idle_seconds:g} s"
-            raise Cancelled(f"{idle}; open a new stream for the next one") from None
-
-    @contextmanager
-    def _long_call(self, rpc: Rpc, context: Any) -> Iterator[None]:
-        self._check(rpc, context)
-        if self._long_calls >= _LONG_CALLS:
-            raise Overloaded(f"{_LONG_CALLS} open streams and watches are the limit of a front; try again later")
-        self._long_calls += 1
-        try:
-            yield
-        finally:
-            self._long_calls -= 1
-
-    def _end(self, context: Any, error: Exception) -> StreamEnd:
-        _set_status(context, status_of(error))
-        return StreamEnd()
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request for a page: probes, the models' states, and where Prometheus scrapes the replicas."""
@@ -297,10 +242,15 @@ def _unary_method(rpc: Rpc) -> Callable[..., Any]:
 
 
 for _rpc in RPCS.values():
-    if _rpc.kind == "unary":
-        setattr(Front, _rpc.method, _unary_method(_rpc))
+    if _rpc.unary:
+        setattr(Front, _rpc.name, _unary_method(_rpc))
 
 
 def _set_status(context: Any, status: Status) -> None:
     context.set_code(status.code)
     context.set_details(status.details)
+
+
+def _stream_end(context: Any, status: Status) -> StreamEnd:
+    _set_status(context, status)
+    return StreamEnd()

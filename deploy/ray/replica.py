@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any
 
 import ray
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.system import controlgroup
 from deploy.ray.models import Report
 from deploy.ray.rpcs import RPCS, held_bytes
 from service.config.logs import configure
@@ -30,7 +27,6 @@ from service.request import Cancellation
 from service.server import ModelServer
 from service.wire.parameters import wants_final_mark
 
-_log = logging.getLogger(__name__)
 _MAINTAIN_SECONDS = 0.1
 _CHECK_SECONDS = 0.05
 
@@ -51,22 +47,22 @@ class ReplicaCall:
 
 
 class Replica:
-    """``desired`` is what to serve, as JSON: a replica that is started later serves the same as the others.
+    """``desired`` is what to serve: a replica that is started later serves the same as the others.
 
     Ray sends it at most ``calls`` requests at once, which may have ``request_bytes`` together with their responses. It
     does so once the constructor returns: then the model has passed every gate, including its golden samples. Otherwise
     the constructor raises RuntimeError with the reason, and Ray tries again.
     """
 
-    def __init__(self, config: Mapping[str, Any], desired: str, calls: int, request_bytes: int) -> None:
+    def __init__(self, config: ServerConfig, desired: DesiredModel, calls: int, request_bytes: int) -> None:
         bound_heap()
         # No lame duck here: whoever removes it has told load balancers before, so no request arrives by the time Ray
         # stops it.
-        self._config = ServerConfig(**{**config, "http_port": 0, "model_control": "none", "lame_duck_seconds": 0})
-        configure(self._config.log_level, self._config.log_format)
-        _warn_of_memory()
+        changed = {"http_port": 0, "model_control": "none", "lame_duck_seconds": 0.0}
+        self._config = config.model_copy(update=changed)
+        configure(config.log_level, config.log_format)
         self._ended = threading.Event()
-        self._served = served = ModelServer(self._config, [DesiredModel.from_json(desired)])
+        self._served = served = ModelServer(self._config, [desired])
         self._budget = ByteBudget(request_bytes)
         self._threads = ThreadPoolExecutor(calls, "call")
         self._inference = InferenceServicer(
@@ -151,16 +147,3 @@ class Replica:
     def _maintain(self) -> None:
         while not self._ended.wait(_MAINTAIN_SECONDS):
             self._served.maintain()
-
-
-def _warn_of_memory() -> None:
-    """Warn if the replica's node has less memory left than is reserved for it."""
-    reserved = int(ray.get_runtime_context().get_assigned_resources().get("memory", 0))
-    room = controlgroup.memory()
-    if room is not None and room.left < reserved:
-        _log.warning(
-            "%s, less than the %.0f MB that are reserved for this replica: something else takes memory there, or Ray"
-            " was told of more than the node has (`ray start --memory`)",
-            room,
-            reserved / 1e6,
-        )

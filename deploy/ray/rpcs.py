@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2
 
 from bf16kit.protocol import inference_pb2 as pb
+from service.config.tokens import Scope
 from service.grpc.admission import ByteBudget, MessageBytes, Permit
 from service.grpc.handlers import SERVICE
 from service.grpc.reflection import public_file
@@ -21,10 +22,15 @@ SERVICER_FUNCTION = "deploy.ray.rpcs.add_services"
 _WITHOUT_TENSORS = 64 << 10  # bytes: largest request without tensors, as in bf16-serve
 _WITH_TENSORS = 1 << 31  # bytes: Ray's proxies apply max_message_bytes, and a message of protobuf has 2 GiB at most
 _PROBES = ("ServerLive", "ServerReady", "ModelReady", "Check", "Watch")
-_HANDLERS: Mapping[str, Any] = {
-    "unary": grpc.unary_unary_rpc_method_handler,
-    "watch": grpc.unary_stream_rpc_method_handler,
-    "stream": grpc.stream_stream_rpc_method_handler,
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_METHODS: Mapping[str, Any] = {
+    SERVICE: pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods,
+    _HEALTH.full_name: _HEALTH.methods,
+}
+_KINDS: Mapping[tuple[bool, bool], Any] = {  # by whether client and server stream
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
 }
 
 
@@ -34,34 +40,26 @@ def application(model: str) -> str:
 
 
 class Rpc(NamedTuple):
-    """One RPC. ``method`` is the last part of its path, and by Ray's rule the name of the front's method for it.
+    """One RPC. ``name`` is the last part of its path, and by Ray's rule the name of the front's method for it.
 
     ``scope`` is the one that its token needs; None: it needs no token. ``parse`` returns the message in some bytes; it
     calls a function with the memory that this takes, and raises InvalidRequest.
     """
 
-    service: str
-    method: str
-    kind: Literal["unary", "watch", "stream"]
-    scope: Literal["infer", "read"] | None
+    name: str
+    unary: bool
+    scope: Scope | None
     parse: Callable[[bytes, Callable[[int], None]], Any]
 
 
-def _rpc(service: str, method: Any) -> Rpc:
+def _rpc(method: Any) -> Rpc:
     infers = method.name in ("ModelInfer", "ModelStreamInfer")
-    kind: Any = "stream" if method.client_streaming else "watch" if method.server_streaming else "unary"
-    scope: Any = None if method.name in _PROBES else "infer" if infers else "read"
-    most = _WITH_TENSORS if infers else _WITHOUT_TENSORS
-    return Rpc(service, method.name, kind, scope, MessageReader(method.input_type, most))
+    scope: Scope | None = None if method.name in _PROBES else "infer" if infers else "read"
+    parse = MessageReader(method.input_type, _WITH_TENSORS if infers else _WITHOUT_TENSORS)
+    return Rpc(method.name, not method.server_streaming, scope, parse)
 
 
-_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
-_INFERENCE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-RPCS: Mapping[str, Rpc] = {
-    method.name: _rpc(name, method)
-    for name, service in ((SERVICE, _INFERENCE), (_HEALTH.full_name, _HEALTH))
-    for method in service.methods
-}
+RPCS: Mapping[str, Rpc] = {method.name: _rpc(method) for methods in _METHODS.values() for method in methods}
 
 
 def add_services(servicer: object, server: Any) -> None:
@@ -71,8 +69,9 @@ def add_services(servicer: object, server: Any) -> None:
     described as clients know it, in the package ``inference``.
     """
     descriptor_pool.Default().AddSerializedFile(public_file().SerializeToString())
-    for service in (SERVICE, _HEALTH.full_name):
-        handlers = {m: _HANDLERS[rpc.kind](lambda *_: None) for m, rpc in RPCS.items() if rpc.service == service}
+    for service, methods in _METHODS.items():
+        # Ray's proxy takes only the kind of an RPC from its handler.
+        handlers = {m.name: _KINDS[m.client_streaming, m.server_streaming](lambda *_: None) for m in methods}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 
 

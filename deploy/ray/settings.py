@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,36 +21,37 @@ from service.shadow.referencememory import fp32_bytes
 
 
 class Scaling(BaseModel):
-    """The scaling of each model.
-
-    ``target`` is how many requests in flight one replica should have, ``queued`` how many may wait in each front for a
-    replica.
-    """
+    """How many processes there are, and their resources. Each field is an option, and its description the help text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int = Field(default=1, ge=1)
-    fronts: int = Field(default=1, ge=1)
-    target: float = Field(default=16.0, gt=0)
-    queued: int = Field(default=256, ge=1)
-    cpus: float = Field(default=1.0, gt=0)
-    gpus: float = Field(default=0.0, ge=0)
-    per_node: int = Field(default=0, ge=0)  # most replicas of one model on one node; 0: as many as fit
+    min_replicas: int = Field(default=1, ge=1, description="Replicas of each model.")
+    max_replicas: int | None = Field(default=None, ge=1, description="More than --min-replicas: autoscaled.")
+    fronts: int = Field(default=1, ge=1, description="Processes that pass requests on to the replicas.")
+    target: float = Field(default=16.0, gt=0, description="Requests in flight per replica to scale for.")
+    queued: int = Field(default=256, ge=1, description="Requests that may wait in a front; more are rejected.")
+    cpus: float = Field(default=1.0, gt=0, description="Processors and threads of a replica.")
+    gpus: float = Field(default=0.0, ge=0, description="GPUs of a replica.")
+    per_node: int = Field(default=0, ge=0, description="Most replicas of a model on one node; 0: as many as fit.")
+    proxies: Literal["EveryNode", "HeadOnly"] = Field(default="EveryNode", description="Nodes with a proxy of Ray's.")
+
+    @property
+    def autoscaled(self) -> bool:
+        return self.max_replicas is not None and self.max_replicas > self.min_replicas
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if self.min_replicas > self.max_replicas:
+        if self.max_replicas is not None and self.min_replicas > self.max_replicas:
             raise ValueError(
                 f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; give 1 ≤ min ≤ max"
             )
         return self
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
+    def of(cls, given: Mapping[str, Any]) -> Self:
         """Return the scaling with these values. Raises ConfigError."""
         try:
-            return cls(**values)
+            return cls(**given)
         except ValidationError as error:
             raise ConfigError(explain(error, cls, "scaling")) from None
 
@@ -108,15 +109,14 @@ def place(desired: DesiredModel, config: ServerConfig) -> Placement:
     The reservation is all that a replica has, as a container's limit is for a server. Limits that the operator set are
     reserved in full; those of requests follow from it otherwise.
     """
-    base = PROCESS_BYTES
-    measured = False
+    base, measured = PROCESS_BYTES, False
     for plan in desired.plans:
         with suppress(ArtifactError):  # the replica will say what is wrong with it
             manifest = Artifact.open(Path(plan.path), verify=False).manifest
-            measures = plan.serving.shadow.on and manifest.reference is not None
-            measured |= measures
             base += _own_bytes(plan, manifest)
-            base += int(_FP32_LOADED * fp32_bytes(manifest)) + _REFERENCE_RUN_BYTES if measures else 0
+            if plan.serving.shadow.on and manifest.reference is not None:
+                measured = True
+                base += int(_FP32_LOADED * fp32_bytes(manifest)) + _REFERENCE_RUN_BYTES
     base += REFERENCE_PROCESS_BYTES if measured else 0
     share = base // (MEMORY_DIVISOR - 1)  # so that it is 1/MEMORY_DIVISOR of the total
     given = "max_message_bytes" in config.model_fields_set

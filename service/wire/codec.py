@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bf16kit.messages.errors import InvalidRequest, Unsupported
 from bf16kit.messages.wording import quoted
@@ -13,15 +13,14 @@ from service.contract import Model
 from service.operations import Regions, RegionSlice
 from service.request import PRECISIONS, Cancellation, Precision, Reply, Request
 from service.wire.limits import BoundsCheck, Reserve, item_size
-from service.wire.outputs import OutputOptions, Sink, top_classes
 from service.wire.parameters import RegionPlace, class_count, output_datatype, region_place
 from service.wire.tensors import (
     Array,
-    check_raw_size,
     decode_contents,
     decode_raw,
     encode_raw,
     packed,
+    top_classes,
     widen,
     wire_dtype,
 )
@@ -50,6 +49,35 @@ class SharedMemory:
                 f"the inputs have {nbytes} bytes or more in shared memory, expected at most {self.max_bytes}"
                 " (max_message_bytes, the largest request)"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """The place in shared memory for one output."""
+
+    place: RegionPlace
+    slice: RegionSlice
+
+    def fill(self, output: pb.ModelInferResponse.InferOutputTensor, data: Array) -> None:
+        """Write the output, and describe its place in the response as Triton does."""
+        self.slice.write(data)
+        output.parameters["shared_memory_region"].string_param = self.place.region
+        output.parameters["shared_memory_byte_size"].int64_param = self.place.byte_size
+        if self.place.offset:
+            output.parameters["shared_memory_offset"].int64_param = self.place.offset
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """How to return the outputs of one request, by name; ``dtypes`` is in the order of the response.
+
+    ``sinks`` has the outputs that go into shared memory. ``classes`` has the number of classes of outputs returned as
+    BYTES.
+    """
+
+    dtypes: Mapping[str, DType]
+    sinks: Mapping[str, Sink] = field(default_factory=dict)
+    classes: Mapping[str, int] = field(default_factory=dict)
 
 
 class InferenceCodec:
@@ -90,7 +118,7 @@ class InferenceCodec:
         feeds = self._feeds(message, reserve)
         sizes = check_feeds(self._specs, feeds)
         rows = self._rows(feeds)
-        self._bounds.check_request(feeds, sizes, output_options.dtypes)
+        self._bounds.check_request(sizes, output_options.dtypes)
         return Request(feeds, rows, wanted, deadline, cancellation), output_options
 
     def encode(
@@ -125,7 +153,7 @@ class InferenceCodec:
         return response
 
     def _feeds(self, message: pb.ModelInferRequest, reserve: Reserve | None) -> dict[str, Array]:
-        inputs, raw = message.inputs, message.raw_input_contents
+        inputs, raw = message.inputs[:], message.raw_input_contents[:]  # lists: iterating over protobuf's own is slow
         if raw and len(raw) != len(inputs):
             _check_entries(message)
         feeds: dict[str, Array] = {}
@@ -134,47 +162,43 @@ class InferenceCodec:
             name = tensor.name
             if name in feeds:
                 raise InvalidRequest(f"input {name!r} was sent twice")
-            if tensor.parameters and (place := region_place(f"input {quoted(name)}", tensor.parameters)) is not None:
+            dtype, model_dtype, shape = self._wire_type(tensor)
+            data: bytes | None = None
+            if tensor.parameters and (place := region_place(f"input {name!r}", tensor.parameters)) is not None:
                 shared += place.byte_size
                 self._memory.check_size(shared)
-                feeds[name] = self._feed(name, tensor, None, place, reserve)
-            else:
-                feeds[name] = self._feed(name, tensor, raw[used] if raw else None)
+                lease = self._memory.lease(f"input {name!r}", place)
+                if reserve is not None:
+                    reserve(place.byte_size)  # before it is copied
+                data = lease.read()
+            elif raw:
+                data = raw[used]
                 used += 1
+            if data is None:
+                array = decode_contents(name, dtype, shape, tensor.contents)
+            elif tensor.HasField("contents") and tensor.contents.ListFields():  # MLServer's clients send them empty
+                raise InvalidRequest(f"input {name!r} has contents beside raw_input_contents or shared memory; use one")
+            else:
+                array = decode_raw(name, dtype, shape, data)
+            feeds[name] = array if dtype is model_dtype else widen(array)
         if raw and used != len(raw):
             _check_entries(message)
         return feeds
 
-    def _feed(
-        self,
-        name: str,
-        tensor: pb.ModelInferRequest.InferInputTensor,
-        raw: bytes | None,
-        place: RegionPlace | None = None,
-        reserve: Reserve | None = None,
-    ) -> Array:
+    def _wire_type(self, tensor: pb.ModelInferRequest.InferInputTensor) -> tuple[DType, DType, tuple[int, ...]]:
+        """Return the datatype in which an input came, the model's own, and its shape."""
+        name = tensor.name
         known = self._inputs.get(name)
         if known is None:
             raise InvalidRequest(f"unknown input {quoted(name)}; the model's inputs are {', '.join(self._inputs)}")
         spec, model_dtype = known
-        dtype = wire_dtype(spec, model_dtype, tensor.datatype)
-        rank = len(tensor.shape)
-        if rank != len(spec.shape):  # before sizes are multiplied: a message can hold a million dimensions
-            raise InvalidRequest(f"input {name!r} is of rank {rank}, expected {describe(spec.shape)}")
-        shape = tuple(tensor.shape)
-        if place is not None:
-            check_raw_size(name, dtype, shape, place.byte_size)  # before it is read
-            lease = self._memory.lease(f"input {name!r}", place)
-            if reserve is not None:
-                reserve(place.byte_size)  # before it is copied
-            raw = lease.read()
-        if raw is None:
-            array = decode_contents(name, dtype, shape, tensor.contents)
-        elif tensor.HasField("contents") and tensor.contents.ListFields():  # MLServer's clients send them empty
-            raise InvalidRequest(f"input {name!r} has contents beside raw_input_contents or shared memory; use one")
-        else:
-            array = decode_raw(name, dtype, shape, raw)
-        return array if dtype is model_dtype else widen(array)
+        dims = tensor.shape
+        if len(dims) != len(spec.shape):  # before sizes are multiplied: a message can hold a million dimensions
+            raise InvalidRequest(f"input {name!r} is of rank {len(dims)}, expected {describe(spec.shape)}")
+        shape = tuple(dims[:])
+        if 0 in shape:
+            self._bounds.check_empty(name, shape)
+        return wire_dtype(spec, model_dtype, tensor.datatype), model_dtype, shape
 
     def _rows(self, feeds: dict[str, Array]) -> int:
         axis = self._batch_axis

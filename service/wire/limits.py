@@ -13,6 +13,7 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from bf16kit.messages.errors import InvalidRequest
-from bf16kit.numerics.tensors import Array, DType, TensorSpec
+from bf16kit.numerics.tensors import DType, TensorSpec
 from service.contract import Bounds, Model
 
 _GZIP = b"\x1f\x8b"  # never the start of a message: 0x1f would have a wire type that does not exist
@@ -35,9 +36,7 @@ _INTEGER_BYTES = 16  # bytes in memory: eight in the message, and eight in the a
 _FIELD_BYTES = 100  # bytes in memory of an empty field
 _MAX_TEXT = 1 << 20  # the most bytes of a name, an id or other text: Python copies and hashes texts again and again
 _LONGEST_VARINT = 10  # bytes
-# The most elements that an empty tensor may have if its empty dimensions are counted as 1. An empty tensor costs the
-# client nothing, but a model may make a large one of it: the sum of [2^26,0] along its last axis has 256 MiB.
-_MAX_EMPTY_ELEMENTS = 1 << 20
+_MAX_EMPTY_ELEMENTS = 1 << 20  # of an empty tensor whose empty dimensions are counted as 1
 _MIN_ITEM_BYTES = 4  # of one element of a BYTES tensor: the length of an empty string
 
 #: By field number: the fields of a nested message, 'text' for strings, 'packed' for integers that may be packed.
@@ -86,7 +85,6 @@ class MessageReader:
                 f"the request has {len(data)} bytes, expected at most {self._max_bytes} for a {self._kind.name}"
             )
         with self._one_at_a_time:
-            reserve(len(data))  # others may have taken long, and the client may have left
             scanner = _Scanner(data)
             scanner.count(0, len(data), self._known)
             reserve(len(data) + scanner.extra_memory)
@@ -98,7 +96,7 @@ class MessageReader:
         inflated = _inflate_up_to(inflate, data, min(_SMALL_INFLATED, most + 1))
         if not inflate.eof and len(inflated) <= most:
             with self._one_at_a_time:
-                reserve(len(data))  # as above
+                reserve(len(data))  # others may have taken long, and the client may have left
                 inflated += _inflate_up_to(inflate, inflate.unconsumed_tail, most + 1 - len(inflated))
         if len(inflated) > most:
             raise InvalidRequest(f"the request has more than {most} bytes once it is decompressed")
@@ -135,52 +133,45 @@ class _Scanner:
 
     def count(self, at: int, end: int, known: _Known) -> None:
         """Count the fields and integers between ``at`` and ``end``. Raises InvalidRequest if there are too many."""
-        try:
+        with suppress(IndexError):
             while at < end:
-                at = self._field(at, end, known)
-        except (IndexError, ValueError):
-            return
-
-    def _field(self, at: int, end: int, known: _Known) -> int:
-        """Return where the next field begins. Raises IndexError or ValueError if the message is broken."""
-        self._fields += 1
-        if self._fields > _MAX_FIELDS:
-            raise InvalidRequest(
-                f"the request has more than {_MAX_FIELDS} fields; send numbers in raw_input_contents, one field for"
-                " each tensor, and fewer strings"
-            )
-        tag, at = self.varint(at)
-        kind = tag & 7
-        if kind == 2:
-            size, at = self.varint(at)
-            if tag >> 3 in known:
-                self._count_value(at, min(at + size, end), known[tag >> 3])
-            return at + size
-        if kind == 0:
-            return self.varint(at)[1]
-        if kind > 5:
-            raise ValueError
-        return at + (8, 0, 0, 0, 4)[kind - 1]  # a group's start and end have no value; its fields follow as others do
+                self._fields += 1
+                if self._fields > _MAX_FIELDS:
+                    raise InvalidRequest(
+                        f"the request has more than {_MAX_FIELDS} fields; send numbers in raw_input_contents, one field"
+                        " for each tensor, and fewer strings"
+                    )
+                tag, at = self._varint(at)
+                kind = tag & 7
+                if kind == 2:
+                    size, at = self._varint(at)
+                    if tag >> 3 in known:
+                        self._count_value(at, min(at + size, end), known[tag >> 3])
+                    at += size
+                elif kind == 0:
+                    _, at = self._varint(at)
+                else:  # a group's start and end have no value; its fields follow as others do
+                    at += {1: 8, 3: 0, 4: 0, 5: 4}.get(kind, end)
 
     def _count_value(self, at: int, end: int, known: _Known | Literal["text", "packed"]) -> None:
         if known == "text":
             if end - at > _MAX_TEXT:
                 raise InvalidRequest(f"the request has a string of {end - at} bytes, expected at most {_MAX_TEXT}")
-            return
-        if known != "packed":
+        elif known == "packed":
+            # The last byte of each integer is below 0x80, and no other is.
+            self._integers += int(np.count_nonzero(np.frombuffer(self._data, np.uint8)[at:end] < 0x80))
+            if self._integers > _MAX_INTEGERS:
+                raise InvalidRequest(
+                    f"the request has more than {_MAX_INTEGERS} integers in shapes and contents; send tensors in"
+                    " raw_input_contents"
+                )
+        else:
             self.count(at, end, known)
-            return
-        # The last byte of each integer is below 0x80, and no other is.
-        self._integers += int(np.count_nonzero(np.frombuffer(self._data, np.uint8)[at:end] < 0x80))
-        if self._integers > _MAX_INTEGERS:
-            raise InvalidRequest(
-                f"the request has more than {_MAX_INTEGERS} integers in shapes and contents; send tensors in"
-                " raw_input_contents"
-            )
 
-    def varint(self, at: int) -> tuple[int, int]:
+    def _varint(self, at: int) -> tuple[int, int]:
+        """Return the integer at ``at``, and where it ends. Raises IndexError if it does not end."""
         number = self._data[at]
-        if number < 0x80:
+        if number < 0x80:  # most have one byte
             return number, at + 1
         number &= 0x7F
         for place in range(1, _LONGEST_VARINT):
@@ -188,7 +179,7 @@ class _Scanner:
             number |= (byte & 0x7F) << 7 * place
             if byte < 0x80:
                 return number, at + place + 1
-        raise ValueError
+        raise IndexError
 
 
 def _known(kind: Descriptor) -> _Known:
@@ -213,7 +204,16 @@ class BoundsCheck:
         self._empty = {spec.name: max(_fixed(spec), _MAX_EMPTY_ELEMENTS) for spec in model.inputs}
         self._outputs = {s.name: (_fixed(s), _free(s)) for s in model.outputs if known.issuperset(_free(s))}
 
-    def check_request(self, feeds: Mapping[str, Array], sizes: Mapping[str, int], wanted: Mapping[str, DType]) -> None:
+    def check_empty(self, name: str, shape: Sequence[int]) -> None:
+        """Raise InvalidRequest if the other dimensions of an empty input are too large, for this server or its model.
+
+        They cost the client nothing, but a model may make a large tensor of an empty one: the sum of [2^26,0] along its
+        last axis has 256 MiB.
+        """
+        if math.prod(size or 1 for size in shape) > self._empty[name]:
+            raise InvalidRequest(f"input {name!r} has shape {list(shape)}: too large, although it is empty")
+
+    def check_request(self, sizes: Mapping[str, int], wanted: Mapping[str, DType]) -> None:
         """Raise InvalidRequest if a dimension is too large, or if the response is known to become too large.
 
         ``sizes`` has the sizes of the free dimensions, by name; ``wanted`` the datatypes of the requested outputs.
@@ -224,8 +224,6 @@ class BoundsCheck:
                     f"dimension {name!r} is {sizes[name]}, expected at most {bound}"
                     " (max_dims of the model's serving.yaml)"
                 )
-        if 0 in sizes.values():
-            self._check_empty(feeds)
         response_bytes = 0
         for name, dtype in wanted.items():
             if name in self._outputs:
@@ -241,11 +239,6 @@ class BoundsCheck:
                 f"the response has {nbytes} bytes or more, expected at most {bound}; ask for fewer rows, shorter inputs"
                 " or fewer outputs"
             )
-
-    def _check_empty(self, feeds: Mapping[str, Array]) -> None:
-        for name, array in feeds.items():
-            if not array.size and math.prod(max(size, 1) for size in array.shape) > self._empty[name]:
-                raise InvalidRequest(f"input {name!r} has shape {list(array.shape)}: too large, although it is empty")
 
 
 def item_size(dtype: DType) -> int:

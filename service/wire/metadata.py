@@ -94,7 +94,7 @@ def _dynamic_batching(bounds: QueueBounds, delay_s: float) -> pb.ModelDynamicBat
 
 def model_statistics(models: Iterable[VersionStatistics]) -> pb.ModelStatisticsResponse:
     """Return counts and durations of the ready models; the device of others is not known yet."""
-    return pb.ModelStatisticsResponse(model_stats=[_statistics(model, model.snapshot) for model in models])
+    return pb.ModelStatisticsResponse(model_stats=[_statistics(model) for model in models])
 
 
 def repository_index(lines: Iterable[IndexEntry], ready_only: bool) -> pb.RepositoryIndexResponse:
@@ -168,7 +168,8 @@ def _properties(model: Model) -> dict[str, str]:
     }
 
 
-def _statistics(model: VersionStatistics, snapshot: StatisticsSnapshot) -> pb.ModelStatistics:
+def _statistics(model: VersionStatistics) -> pb.ModelStatistics:
+    snapshot = model.snapshot
     return pb.ModelStatistics(
         name=model.name,
         version=str(model.version),
@@ -184,18 +185,14 @@ def _statistics(model: VersionStatistics, snapshot: StatisticsSnapshot) -> pb.Mo
             pb.InferBatchStatistics(batch_size=batch.batch_size, **_durations(batch, *_PHASES))
             for batch in snapshot.batches
         ],
-        memory_usage=_memory(model, snapshot),
+        memory_usage=_memory(model),
     )
 
 
-def _memory(model: VersionStatistics, snapshot: StatisticsSnapshot) -> Sequence[pb.MemoryUsage]:
+def _memory(model: VersionStatistics) -> Sequence[pb.MemoryUsage]:
     device, _, index = model.device.partition(":")
-    kind = "GPU" if device == "cuda" else "CPU"
-    return (
-        [pb.MemoryUsage(type=kind, id=int(index or 0), byte_size=snapshot.weight_bytes)]
-        if snapshot.weight_bytes
-        else ()
-    )
+    kind, nbytes = "GPU" if device == "cuda" else "CPU", model.snapshot.weight_bytes
+    return [pb.MemoryUsage(type=kind, id=int(index or 0), byte_size=nbytes)] if nbytes else ()
 
 
 def _durations(snapshot: StatisticsSnapshot | BatchStatistics, *names: str) -> dict[str, pb.StatisticDuration]:

@@ -23,7 +23,6 @@ from bf16kit.protocol import inference_pb2 as pb
 _MAX_STRINGS = 1 << 16  # of a BYTES tensor: a string of two bytes has six on the wire, and some 140 in memory
 _LENGTH = 4  # bytes of the little-endian length before each element of a BYTES tensor
 _PIECE = 1 << 16  # numbers of typed contents that are converted at a time
-_MAX_EXTENT = 2**31 - 1  # the product of an empty tensor's other dimensions: free on the wire, maybe not in the model
 
 #: The field of ``InferTensorContents`` for each datatype. FP16 and BF16 have none: they are sent raw.
 CONTENTS_FIELD = {
@@ -59,33 +58,23 @@ def element_count(name: str, shape: Sequence[int]) -> int:
     """Return the number of elements of ``shape``, exact for any sizes. Empty dimensions are allowed."""
     if shape and min(shape) < 0:
         raise InvalidRequest(f"input {name!r} has shape {list(shape)}: a request's dimensions are 0 or more")
-    count = math.prod(shape)
-    if not count and math.prod(d for d in shape if d) > _MAX_EXTENT:
-        raise InvalidRequest(f"input {name!r} has shape {list(shape)}: too large, although it is empty")
-    return count
+    return math.prod(shape)
 
 
-def check_raw_size(name: str, dtype: DType, shape: tuple[int, ...], nbytes: int) -> int:
-    """Return the number of elements of ``shape``. Raises InvalidRequest if ``nbytes`` does not fit it."""
-    count = element_count(name, shape)
+def decode_raw(name: str, dtype: DType, shape: tuple[int, ...], data: bytes) -> Array:
+    """Return the tensor in ``data``: a read-only view, or for BYTES an object array of ``str``."""
+    count, nbytes = element_count(name, shape), len(data)
     if dtype.oip == "BYTES":
         if count * _LENGTH > nbytes:
             raise InvalidRequest(
                 f"input {name!r} has {nbytes} bytes, too few for {count} BYTES elements of at least {_LENGTH} each"
             )
-    elif nbytes != count * dtype.numpy.itemsize:
+        return _objects(name, _split_bytes(name, count, data), shape)
+    if nbytes != count * dtype.numpy.itemsize:
         raise InvalidRequest(
             f"input {name!r} has {nbytes} bytes, expected {count * dtype.numpy.itemsize} for {dtype.oip} of shape"
             f" {list(shape)}"
         )
-    return count
-
-
-def decode_raw(name: str, dtype: DType, shape: tuple[int, ...], data: bytes) -> Array:
-    """Return the tensor in ``data``: a read-only view, or for BYTES an object array of ``str``."""
-    count = check_raw_size(name, dtype, shape, len(data))
-    if dtype.oip == "BYTES":
-        return _objects(name, _split_bytes(name, count, data), shape)
     array = np.frombuffer(data, dtype.numpy).reshape(shape)
     if dtype.oip == "BOOL" and count and array.view(np.uint8).max() > 1:
         raise InvalidRequest(f"input {name!r} is BOOL and holds a byte that is neither 0 nor 1")
@@ -121,18 +110,41 @@ def widen(array: Array) -> Array:
     return array.astype(np.float32)
 
 
-def encode_raw(dtype: DType, array: Array) -> bytes:
-    """Return the bytes of ``array`` for ``raw_output_contents``: row-major, or length-prefixed for BYTES."""
-    if dtype.oip == "BYTES":
-        return _join_bytes(array.ravel())
-    return _narrowed(dtype, array).tobytes()
-
-
 def packed(dtype: DType, array: Array) -> Array:
     """Return the bytes of :func:`encode_raw` as an array, ``array`` itself if it needs no conversion."""
-    if dtype.oip == "BYTES":
-        return np.frombuffer(_join_bytes(array.ravel()), np.uint8)
-    return _narrowed(dtype, array)
+    if dtype.oip != "BYTES":
+        return _narrowed(dtype, array)
+    encoded = (e.encode() if isinstance(e, str) else bytes(e) for e in array.ravel())
+    return np.frombuffer(b"".join(len(e).to_bytes(_LENGTH, "little") + e for e in encoded), np.uint8)
+
+
+def encode_raw(dtype: DType, array: Array) -> bytes:
+    """Return the bytes of ``array`` for ``raw_output_contents``: row-major, or length-prefixed for BYTES."""
+    return packed(dtype, array).tobytes()
+
+
+def top_classes(name: str, array: Array, count: int, *, batched: bool, labels: Sequence[str] = ()) -> Array:
+    """Return the ``count`` largest values of each row, the largest first, as Triton writes them.
+
+    A value is ``0.913240:7``, or ``0.913240:7:tabby`` if index 7 has a label. ``batched``: each index of the first axis
+    is a row; otherwise the whole array is one row, and the result has one dimension less. Equal values are in order of
+    index; NaN comes last. Raises InvalidRequest for too many classes.
+    """
+    if array.dtype == numerics.BF16:
+        array = numerics.to_fp32(array)
+    rows = array.reshape(len(array), math.prod(array.shape[1:])) if batched else array.reshape(1, array.size)
+    count = min(count, rows.shape[1])
+    if len(rows) * count > _MAX_STRINGS:
+        raise InvalidRequest(f"output {name!r} would have {len(rows) * count} classes, expected at most {_MAX_STRINGS}")
+    is_integer = rows.dtype.kind in "iu"
+    number_format = "%d" if is_integer else "%f"
+    classes = np.empty((len(rows), count), np.object_)
+    for row, values in enumerate(rows):  # row by row: the sort order takes twice the memory of the values
+        sort_keys = ~values if is_integer else -values  # ~ reverses the order of integers, and never overflows
+        for column, index in enumerate(np.argsort(sort_keys, kind="stable")[:count]):
+            label = f":{labels[index]}" if index < len(labels) else ""
+            classes[row, column] = f"{number_format % values[index]}:{index}{label}"
+    return classes if batched else classes[0]
 
 
 def _narrowed(dtype: DType, array: Array) -> Array:
@@ -185,8 +197,3 @@ def _objects(name: str, elements: Sequence[bytes], shape: tuple[int, ...]) -> Ar
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"input {name!r} holds BYTES that are not UTF-8: {error.reason}") from None
     return array.reshape(shape)
-
-
-def _join_bytes(elements: Iterable[str | bytes]) -> bytes:
-    encoded = (e.encode() if isinstance(e, str) else bytes(e) for e in elements)
-    return b"".join(len(e).to_bytes(_LENGTH, "little") + e for e in encoded)

@@ -66,8 +66,7 @@ def served(cluster: Any, repository: Path) -> Iterator[Served]:
         max_message_bytes=1 << 20,
         drain_seconds=10,
     )
-    program.join(cluster.address, config)
-    program.open_ports(config, "HeadOnly")
+    program.join(cluster.address, config, "HeadOnly")
     deployed = program.RepositoryDeployment(config, Scaling(min_replicas=2, max_replicas=2, cpus=0.6))
     deployed.deploy_changes()
     with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:

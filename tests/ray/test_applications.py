@@ -1,21 +1,15 @@
-"""The configuration of the applications that Ray gets, and that Ray accepts it; this needs no cluster."""
+"""The applications that Ray gets for a repository, and that Ray accepts them; this needs no cluster."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from artifacts import write_mlp
-from raycluster import PATIENCE
 
-from bf16kit.messages.errors import ConfigError
 from service.config.serverconfig import ServerConfig
 from service.models.directory import Directory
-from service.models.plan import DesiredModel
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 
@@ -30,15 +24,15 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _deployment(repository: Path, **scaling: Any) -> Any:
     from deploy.ray import applications
-    from deploy.ray.settings import Scaling, place
+    from deploy.ray.settings import Scaling
 
-    desired = Directory(repository).desired_model("a")
-    placed = place(desired, ServerConfig(repository=repository, drain_seconds=7))
-    return applications.deployment(desired, placed, Scaling(**scaling))._bound_deployment._deployment_config
+    config = ServerConfig(repository=repository, drain_seconds=7)
+    target = applications.model(Directory(repository).desired_model("a"), config, Scaling(**scaling))
+    return target.target._bound_deployment
 
 
 def test_autoscaling_follows_the_requests_in_flight(repository: Path) -> None:
-    told = _deployment(repository, min_replicas=1, max_replicas=5, target=8)
+    told = _deployment(repository, min_replicas=1, max_replicas=5, target=8)._deployment_config
     assert told.autoscaling_config.max_replicas == 5
     assert told.autoscaling_config.target_ongoing_requests == 8
     assert told.max_ongoing_requests == 32
@@ -47,32 +41,23 @@ def test_autoscaling_follows_the_requests_in_flight(repository: Path) -> None:
 
 
 def test_equal_bounds_fix_the_number_of_replicas_and_one_per_node_allows_no_surge(repository: Path) -> None:
-    told = _deployment(repository, min_replicas=3, max_replicas=3, per_node=1)
+    told = _deployment(repository, min_replicas=3, per_node=1)._deployment_config
     assert (told.num_replicas, told.autoscaling_config, told.max_surge_percent) == (3, None, 0)
 
 
 def test_the_reserved_memory_and_the_processors_limit_the_replica(repository: Path) -> None:
-    """Ray's configuration contains the limits too, so that they need not be computed again."""
-    from deploy.ray import applications
-    from deploy.ray.settings import Scaling, place
+    from deploy.ray.settings import place
 
-    config, desired = ServerConfig(repository=repository), Directory(repository).desired_model("a")
-    told = applications.ray_config(config, Scaling(cpus=4), {"a": desired}, "HeadOnly")["applications"][1]["args"]
-    written = {"config": {"repository": str(repository)}, "scaling": {"cpus": 4}, "model": "a"}  # by hand
-    for arguments in (told, written):
-        deployed = applications.model(arguments)._bound_deployment
-        reserved = deployed._replica_config.ray_actor_options["memory"]
-        given, wished, _, requests = deployed._replica_config.init_args
-        assert reserved == place(desired, config).memory
-        assert requests == reserved // 4
-        assert given["max_message_bytes"] == told["config"]["max_message_bytes"]
-        assert given["threads"] == 4
-        assert DesiredModel.from_json(wished) == desired
+    deployed, desired = _deployment(repository, cpus=4), Directory(repository).desired_model("a")
+    placed = place(desired, ServerConfig(repository=repository))
+    config, served, _, request_bytes = deployed.init_args
+    assert deployed.ray_actor_options["memory"] == placed.memory
+    assert (served, request_bytes) == (desired, placed.request_bytes)
+    assert (config.max_message_bytes, config.threads) == (placed.config.max_message_bytes, 4)
 
 
-def test_a_deployment_that_failed_is_sent_again_at_the_next_scan(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _repository_deployment(repository: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[list[str]]]:
+    """Return a deployment, and the applications that it tells Ray to run, of each time. Ray fails the second time."""
     from deploy.ray import cluster
     from deploy.ray.settings import Scaling
 
@@ -84,8 +69,13 @@ def test_a_deployment_that_failed_is_sent_again_at_the_next_scan(
             raise RuntimeError("the controller does not answer")
 
     monkeypatch.setattr("ray.serve.run_many", run_many)
-    monkeypatch.setattr("ray.nodes", list)
-    deployed = cluster.RepositoryDeployment(ServerConfig(repository=repository), Scaling())
+    return cluster.RepositoryDeployment(ServerConfig(repository=repository), Scaling()), told
+
+
+def test_a_deployment_that_failed_is_sent_again_at_the_next_scan(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed, told = _repository_deployment(repository, monkeypatch)
     with pytest.raises(RuntimeError):
         deployed.deploy_changes()
     for _ in range(2):
@@ -96,44 +86,10 @@ def test_a_deployment_that_failed_is_sent_again_at_the_next_scan(
 def test_an_empty_repository_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from deploy.ray import cluster
-    from deploy.ray.settings import Scaling
-
-    told: list[str] = []
-    monkeypatch.setattr("ray.serve.run_many", lambda targets, **more: told.extend(each.name for each in targets))
-    deployed = cluster.RepositoryDeployment(ServerConfig(repository=tmp_path), Scaling())
+    deployed, told = _repository_deployment(tmp_path, monkeypatch)
     for _ in range(2):
         deployed.deploy_changes()
     assert caplog.messages == [
         f"repository {tmp_path} is empty: serving, but not ready; put artifacts under <model>/<version>/ and restart"
     ]
-    assert told == ["bf16kit"]
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({}, "config: 'repository' is missing"),
-        ({"repository": ".", "grpc_prot": 1}, "unknown key 'grpc_prot'"),
-        ({"repository": ".", "workers": 2}, "workers is 2, which is not supported with Ray"),
-    ],
-)
-def test_a_manually_edited_configuration_file_is_validated(config: dict[str, Any], said: str) -> None:
-    from deploy.ray import applications
-
-    with pytest.raises(ConfigError, match=said):
-        applications.model({"config": config, "model": "a"})
-
-
-def test_the_printed_configuration_is_valid_for_ray(repository: Path) -> None:
-    from ray.serve.schema import ServeDeploySchema
-
-    command = [sys.executable, "-m", "deploy.ray", "--repository", str(repository), "--max-replicas", "3"]
-    done = subprocess.run([*command, "--print-config"], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    told = yaml.safe_load(done.stdout)
-    assert ServeDeploySchema(**told)
-    assert [each["name"] for each in told["applications"]] == ["bf16kit", "bf16kit.a", "bf16kit.b"]
-    for each in told["applications"]:
-        module, _, function = each["import_path"].partition(":")
-        assert getattr(__import__(module, fromlist=[function]), function)(each["args"])
+    assert told == [["bf16kit"]]

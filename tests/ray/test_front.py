@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from grpc import StatusCode
 from raycluster import request
 
 from bf16kit.protocol import inference_pb2 as pb
+from service.config.serverconfig import ServerConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 
@@ -57,38 +58,31 @@ class Handle:
 
 def _front(tmp_path: Path, outcome: Any = b"", **settings: Any) -> tuple[Any, Handle]:
     from deploy.ray.front import Front
-    from deploy.ray.models import RunningModel
+    from deploy.ray.models import Report, RunningModel
 
-    front = Front({"repository": str(tmp_path), **settings}, 1 << 20, stream_idle_seconds=0.3)
+    front = Front(ServerConfig(repository=tmp_path, **settings), 1 << 20)
     model, handle = RunningModel("mlp"), Handle(outcome)
-    model._handle = handle
+    model._handle, model.reports = handle, (Report("", (), ()),)
     front._models.by_name["mlp"] = model
     return front, handle
 
 
-def _errors() -> Sequence[tuple[Exception, StatusCode, str]]:
+def test_clients_do_not_get_rays_error_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ray.exceptions import ActorDiedError
     from ray.serve.exceptions import BackPressureError
 
-    return (
+    for error, code, words in (
         (BackPressureError(3, 2), StatusCode.RESOURCE_EXHAUSTED, "the queue for the replicas is full; try again later"),
         (ActorDiedError(), StatusCode.UNAVAILABLE, "the replica that had this request is gone, incident "),
         (RuntimeError("actor 17"), StatusCode.UNAVAILABLE, "; send it again"),
-    )
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_clients_do_not_get_rays_error_messages(
-    tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error, code, words = _errors()[number]
-    front, _ = _front(tmp_path, error)
-    context = Context()
-    assert asyncio.run(front.ModelInfer(request(), context)).SerializeToString() == b""
-    assert context.told[0] is code
-    assert words in context.told[1]
-    assert "actor" not in context.told[1]
-    assert ("actor" in capsys.readouterr().err) is (number > 0)
+    ):
+        front, _ = _front(tmp_path, error)
+        context = Context()
+        assert asyncio.run(front.ModelInfer(request(), context)).SerializeToString() == b""
+        assert context.told[0] is code
+        assert words in context.told[1]
+        assert "actor" not in context.told[1]
+        assert ("actor" in capsys.readouterr().err) is (code is StatusCode.UNAVAILABLE)
 
 
 def test_a_request_is_cancelled_if_its_call_is(tmp_path: Path) -> None:
@@ -106,66 +100,33 @@ def test_a_request_is_cancelled_if_its_call_is(tmp_path: Path) -> None:
     assert handle.cancelled
 
 
-def test_what_a_client_may_not_send_does_not_reach_a_replica(tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_text("looker-looker-looker-looker read\n")
-    front, handle = _front(tmp_path, token_file=str(tmp_path / "tokens"), max_message_bytes=1 << 10)
-    with_scope = ("authorization", "Bearer looker-looker-looker-looker")
-    for asked, context, code in (
-        (request(), Context(), StatusCode.UNAUTHENTICATED),
-        (request(), Context(with_scope), StatusCode.PERMISSION_DENIED),
-    ):
-        asyncio.run(front.ModelInfer(asked, context))
-        assert context.told[0] is code
-    context = Context(with_scope)
-    asyncio.run(front.ModelMetadata(b"\x0a" + bytes(1 << 11), context))
-    assert context.told == (StatusCode.RESOURCE_EXHAUSTED, "the message has 2049 bytes; max_message_bytes is 1024")
+TOKEN = "looker-looker-looker-looker"
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    (tmp_path / "tokens").write_text(f"{TOKEN} read\n")
+    return str(tmp_path / "tokens")
+
+
+def test_what_does_not_reach_a_replica(tmp_path: Path, tokens: str) -> None:
+    may_read = ("authorization", f"Bearer {TOKEN}")
+    front, handle = _front(tmp_path, token_file=tokens, max_message_bytes=1 << 10)
+
+    def told(method: str, data: bytes, *metadata: tuple[str, str]) -> tuple[Any, str]:
+        context = Context(*metadata)
+        asyncio.run(getattr(front, method)(data, context))
+        return context.told
+
+    assert told("ModelInfer", request())[0] is StatusCode.UNAUTHENTICATED
+    assert told("ModelInfer", request(), may_read)[0] is StatusCode.PERMISSION_DENIED
+    too_large = "the message has 2049 bytes; max_message_bytes is 1024"
+    large = b"\x0a" + bytes(1 << 11)
+    assert told("ModelMetadata", large, may_read) == (StatusCode.RESOURCE_EXHAUSTED, too_large)
+    front._models.by_name["mlp"].reports = ()
+    no_replica = "no replica of model 'mlp' is ready; try again later"
+    assert told("ModelMetadata", b"\x0a\x03mlp", may_read) == (StatusCode.UNAVAILABLE, no_replica)
     assert not handle.asked
-
-
-async def _ended(responses: AsyncIterator[Any]) -> list[bytes]:
-    from deploy.ray.front import StreamEnd
-
-    found = []
-    try:
-        async for each in responses:
-            found.append(each.SerializeToString())  # noqa: PERF401 -- what came before the end is wanted
-    except StreamEnd:
-        return found
-    raise AssertionError("the stream ended without a status")
-
-
-def test_a_stream_of_a_silent_client_is_ended_after_its_responses(tmp_path: Path) -> None:
-    """The limit also holds before the first request."""
-    for first in ((), (request(), request())):
-
-        async def requests(first: tuple[bytes, ...] = first) -> AsyncIterator[bytes]:
-            for each in first:
-                yield each
-            await asyncio.Event().wait()
-
-        front, context = _front(tmp_path, b"answer")[0], Context()
-        assert asyncio.run(_ended(front.ModelStreamInfer(requests(), context))) == [b"answer"] * len(first)
-        assert context.told[0] is StatusCode.CANCELLED
-        assert context.told[1] == "no request arrived on this stream for 0.3 s; open a new stream for the next one"
-
-
-def test_open_streams_and_watches_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.ray.front._LONG_CALLS", 2)
-    front = _front(tmp_path)[0]
-
-    async def watched() -> Context:
-        refused = Context()
-        watches = [front.Watch(b"", Context()) for _ in range(2)]
-        for each in watches:
-            await anext(each)
-        await _ended(front.Watch(b"", refused))
-        await watches[0].aclose()
-        await anext(front.Watch(b"", Context()))
-        return refused
-
-    code, words = asyncio.run(watched()).told
-    assert code is StatusCode.RESOURCE_EXHAUSTED
-    assert "2 open streams and watches are the limit" in words
 
 
 def test_requests_in_flight_have_a_limit_in_bytes(tmp_path: Path) -> None:
@@ -203,3 +164,16 @@ def test_an_error_of_a_stream_names_its_request(tmp_path: Path) -> None:
     unknown, broken = asyncio.run(found())
     assert (unknown.infer_response.id, unknown.error_message) == ("7", "unknown model 'nobody'")
     assert "not a message of this RPC" in broken.error_message
+
+
+def test_a_stream_without_a_token_ends_with_a_status(tmp_path: Path, tokens: str) -> None:
+    from deploy.ray.front import StreamEnd
+
+    front, context = _front(tmp_path, token_file=tokens)[0], Context()
+
+    async def ended() -> None:
+        with pytest.raises(StreamEnd):
+            await anext(front.ModelStreamInfer(None, context))
+
+    asyncio.run(ended())
+    assert context.told[0] is StatusCode.UNAUTHENTICATED

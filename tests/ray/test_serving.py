@@ -97,13 +97,10 @@ def test_a_clients_metadata_cannot_redirect_its_request(served: Served) -> None:
     assert pb.ModelInferResponse.FromString(answer).model_name == "mlp"
 
 
-def test_a_message_that_is_too_large_is_rejected(served: Served) -> None:
+def test_a_message_that_is_too_large_and_an_unknown_rpc_are_rejected(served: Served) -> None:
     code, words = served.ask("ModelInfer", request("mlp", id="x" * (1 << 20)))
     assert code is StatusCode.RESOURCE_EXHAUSTED
     assert "Traceback" not in str(words)
-
-
-def test_an_unknown_rpc_is_unimplemented(served: Served) -> None:
     assert served.ask("NoSuchMethod", b"")[0] is StatusCode.UNIMPLEMENTED
 
 
@@ -151,49 +148,23 @@ class TestStreams:
         assert [each.infer_response.id for each in found] == ["0", "1", "2", "3", "4"]
         assert [bool(each.error_message) for each in found] == [False, False, True, False, False]
 
-    def test_a_stream_for_an_unknown_model_gets_an_error_message(self, served: Served) -> None:
-        assert "unknown model 'nobody'" in self._answers(served, request("nobody"))[0].error_message
-
     def test_a_stream_ends_with_the_error_status_if_the_client_requests_it(self, served: Served) -> None:
         with pytest.raises(grpc.RpcError) as ended:
             self._answers(served, request("nobody"), metadata=[("triton_grpc_error", "true")])
         assert ended.value.code() is StatusCode.NOT_FOUND
 
-    def test_a_stream_without_requests_gets_no_responses(self, served: Served) -> None:
-        assert self._answers(served) == []
 
-    def test_a_cancelled_stream_frees_its_place(self, served: Served) -> None:
-        call: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
-
-        def forever() -> Any:
-            while True:
-                yield request()
-
-        for _ in range(3):
-            stream = call(forever(), timeout=60)
-            next(stream)
-            stream.cancel()
-        assert served.infer()[0] is StatusCode.OK
-
-
-class TestHealth:
-    def _check(self, served: Served, service: str) -> Any:
+def test_health_is_checked_and_watched_as_on_a_plain_server(served: Served, plain: Any) -> None:
+    for service in ("", SERVICE, "mlp", "nobody"):
         asked = health_pb2.HealthCheckRequest(service=service).SerializeToString()
-        code, answer = served.ask(f"{HEALTH}/Check", asked)
-        return health_pb2.HealthCheckResponse.FromString(answer).status if isinstance(answer, bytes) else code
-
-    @pytest.mark.parametrize("service", ["", SERVICE, "mlp"])
-    def test_a_ready_service_is_serving(self, served: Served, service: str) -> None:
-        assert self._check(served, service) == health_pb2.HealthCheckResponse.SERVING
-
-    def test_an_unknown_service_is_not_found(self, served: Served) -> None:
-        assert self._check(served, "nobody") is StatusCode.NOT_FOUND
-
-    def test_a_watch_gets_the_state_at_once(self, served: Served) -> None:
-        watch: Any = served.channel.unary_stream(f"{HEALTH}/Watch")
-        answers = watch(health_pb2.HealthCheckRequest(service="mlp").SerializeToString(), timeout=60)
-        assert health_pb2.HealthCheckResponse.FromString(next(answers)).status == 1
-        answers.cancel()
+        assert served.ask(f"{HEALTH}/Check", asked) == call_rpc(plain, f"{HEALTH}/Check", asked)
+        first = []
+        for channel in (served.channel, plain):
+            watch: Any = channel.unary_stream(f"{HEALTH}/Watch")
+            answers = watch(asked, timeout=60)
+            first.append(next(answers))
+            answers.cancel()
+        assert first[0] == first[1]
 
 
 def test_reflection_lists_the_services(served: Served) -> None:

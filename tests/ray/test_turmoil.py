@@ -50,7 +50,7 @@ def test_a_damaged_version_does_not_replace_the_serving_one(served: Served, repo
         _, index = served.ask("RepositoryIndex", b"")
         assert isinstance(index, bytes)
         models = pb.RepositoryIndexResponse.FromString(index).models
-        return next((each.reason for each in models if (each.name, each.version) == ("mlp", "3")), "")
+        return next((each.reason for each in models if each.name == "mlp" and each.state == "UNAVAILABLE"), "")
 
     until(lambda: "sha256" in reason(), PATIENCE, "the reason, also once its last replica has been given up")
     shutil.rmtree(repository / "mlp" / "3")

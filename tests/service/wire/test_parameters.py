@@ -17,44 +17,36 @@ from service.wire.parameters import (
     wants_final_mark,
 )
 
-
-def parameters(**values: pb.InferParameter) -> Mapping[str, pb.InferParameter]:
-    return values
-
-
+Parameters = Mapping[str, pb.InferParameter]
 INT = pb.InferParameter(int64_param=250_000)
 UINT = pb.InferParameter(uint64_param=250_000)
+ZERO = pb.InferParameter(int64_param=0)
+NEGATIVE = pb.InferParameter(int64_param=-1)
 TEXT = pb.InferParameter(string_param="BF16")
 YES = pb.InferParameter(bool_param=True)
+NO = pb.InferParameter(bool_param=False)
 
 
 @pytest.mark.parametrize("value", [INT, UINT])
 def test_timeout_is_in_microseconds(value: pb.InferParameter) -> None:
-    assert check_request(parameters(timeout=value)) == 0.25
-
-
-def test_a_timeout_of_zero_means_no_timeout() -> None:
-    assert check_request(parameters(timeout=pb.InferParameter(int64_param=0))) is None
-
-
-@pytest.mark.parametrize("value", [INT, UINT])
-def test_a_priority_is_checked_and_ignored(value: pb.InferParameter) -> None:
-    assert check_request(parameters(priority=value)) is None
+    assert check_request({"timeout": value}) == 0.25
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        {"sequence_id": pb.InferParameter(int64_param=0), "sequence_start": pb.InferParameter(bool_param=False)},
+        {"timeout": ZERO},  # no timeout
+        {"priority": INT},
+        {"priority": UINT},
+        {"sequence_id": ZERO},
         {"sequence_id": pb.InferParameter(string_param="")},
+        {"sequence_start": NO, "sequence_end": NO},
         {"binary_data_output": YES, "headers": TEXT},
         {"triton_enable_empty_final_response": YES},
-        {"anything": pb.InferParameter(double_param=0.5)},
+        {"mine": YES, "": TEXT},
     ],
 )
-def test_reserved_parameters_of_the_right_type_and_unknown_ones_are_ignored(
-    names: Mapping[str, pb.InferParameter],
-) -> None:
+def test_other_parameters_are_checked_and_ignored(names: Parameters) -> None:
     assert check_request(names) is None
 
 
@@ -62,9 +54,9 @@ def test_reserved_parameters_of_the_right_type_and_unknown_ones_are_ignored(
     ("names", "words"),
     [
         ({"timeout": TEXT}, "'timeout' came as string_param, expected int64_param or uint64_param"),
-        ({"timeout": pb.InferParameter(int64_param=-1)}, "'timeout' is -1, expected 0 or more"),
+        ({"timeout": NEGATIVE}, "'timeout' is -1, expected 0 or more"),
         ({"priority": YES}, "'priority' came as bool_param"),
-        ({"priority": pb.InferParameter(int64_param=-1)}, "'priority' is -1, expected 0 or more"),
+        ({"priority": NEGATIVE}, "'priority' is -1, expected 0 or more"),
         ({"sequence_start": INT}, "expected bool_param"),
         ({"sequence_id": INT}, "'sequence_id': models of this server keep no state between requests"),
         ({"sequence_id": TEXT}, "'sequence_id': models of this server keep no state"),
@@ -73,27 +65,22 @@ def test_reserved_parameters_of_the_right_type_and_unknown_ones_are_ignored(
         ({"mine": pb.InferParameter()}, "'mine' has no value"),
     ],
 )
-def test_a_bad_parameter_is_rejected(names: Mapping[str, pb.InferParameter], words: str) -> None:
+def test_a_bad_parameter_is_rejected(names: Parameters, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         check_request(names)
 
 
 def test_an_fp32_output_may_be_requested_as_bf16_fp16_or_fp32() -> None:
-    assert output_datatype("y", "FP32", parameters(datatype=pb.InferParameter(string_param="FP16"))) == "FP16"
-    assert output_datatype("y", "FP32", parameters(datatype=TEXT)) == "BF16"
-    assert output_datatype("y", "FP32", parameters(datatype=pb.InferParameter(string_param="FP32"))) == "FP32"
-    assert output_datatype("y", "INT64", parameters(binary_data=YES)) == "INT64"
-
-
-@pytest.mark.parametrize(("native", "value"), [("INT64", TEXT), ("FP32", pb.InferParameter(string_param="FP64"))])
-def test_another_output_datatype_is_rejected(native: str, value: pb.InferParameter) -> None:
-    with pytest.raises(InvalidRequest, match="output 'y' was requested as"):
-        output_datatype("y", native, parameters(datatype=value))
-
-
-def test_an_output_datatype_that_is_not_a_string_is_rejected() -> None:
-    with pytest.raises(InvalidRequest, match="came as bool_param, expected string_param"):
-        output_datatype("y", "FP32", parameters(datatype=YES))
+    for datatype in ("BF16", "FP16", "FP32"):
+        assert output_datatype("y", "FP32", {"datatype": pb.InferParameter(string_param=datatype)}) == datatype
+    assert output_datatype("y", "INT64", {"binary_data": YES}) == "INT64"
+    for native, value, words in (
+        ("INT64", TEXT, "output 'y' was requested as 'BF16', but is available as INT64$"),
+        ("FP32", pb.InferParameter(string_param="FP64"), "requested as 'FP64', but is available as FP32, BF16 or FP16"),
+        ("FP32", YES, "came as bool_param, expected string_param"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            output_datatype("y", native, {"datatype": value})
 
 
 def place(**values: pb.InferParameter) -> RegionPlace | None:
@@ -127,8 +114,8 @@ def test_a_class_count_is_positive_and_excludes_other_output_parameters() -> Non
     assert class_count("y", {"classification": INT}) == 250_000
     assert class_count("y", {"colour": TEXT}) == 0
     for bad, words in (
-        ({"classification": pb.InferParameter(int64_param=0)}, "with 0 classes, expected 1 or more"),
-        ({"classification": pb.InferParameter(int64_param=-1)}, "with -1 classes"),
+        ({"classification": ZERO}, "with 0 classes, expected 1 or more"),
+        ({"classification": NEGATIVE}, "with -1 classes"),
         ({"classification": TEXT}, "came as string_param, expected int64_param or uint64_param"),
         ({"classification": INT, "datatype": TEXT}, "'datatype' beside 'classification'"),
         ({"classification": INT, "shared_memory_region": TEXT}, "'shared_memory_region' beside 'classification'"),

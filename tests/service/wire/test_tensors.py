@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import tracemalloc
 from collections.abc import Mapping, Sequence
 
@@ -46,13 +45,10 @@ def test_a_column_major_output_is_sent_row_major() -> None:
     assert encode_raw(FP32, array) == np.arange(6, dtype=np.float32).tobytes()
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0, 2)])
-def test_an_empty_dimension_is_legal(shape: tuple[int, ...]) -> None:
-    assert decode_raw("x", FP32, shape, b"").shape == shape
-    assert decode_raw("x", BYTES, shape, b"").shape == shape
-
-
-def test_a_scalar_is_one_element() -> None:
+def test_empty_dimensions_and_scalars_are_legal() -> None:
+    for shape in ((0,), (0, 5), (3, 0, 2)):
+        assert decode_raw("x", FP32, shape, b"").shape == shape
+        assert decode_raw("x", BYTES, shape, b"").shape == shape
     assert decode_raw("x", FP32, (), b"\0\0\x80\x3f") == 1.0
 
 
@@ -63,7 +59,6 @@ def test_a_scalar_is_one_element() -> None:
         ((2, 4), "24 bytes, expected 32 for FP32 of shape [2, 4]"),
         ((2**40, 2**40), "24 bytes"),
         ((2**62, 4), "24 bytes"),  # the product is 0 in 64 bits
-        ((0, 2**40), "too large, although it is empty"),
     ],
 )
 def test_a_shape_that_does_not_fit_the_bytes_is_rejected_before_any_allocation(
@@ -91,28 +86,21 @@ def test_strings_survive_a_round_trip(texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("count", "data", "words"),
     [
-        (b"\x01\0\0", "too few for 1 BYTES elements"),
-        (b"\x05\0\0\0abcd", "ends inside BYTES element 0 of 1"),
-        (b"\xff\xff\xff\xffabcd", "ends inside BYTES element 0"),
-        (b"\x01\0\0\0ab", "6 bytes, expected 5"),
-        (b"\x01\0\0\0\xff", "not UTF-8"),
+        (1, b"\x01\0\0", "too few for 1 BYTES elements"),
+        (2**40, bytes(64), "too few"),  # and none is read
+        (1, b"\x05\0\0\0abcd", "ends inside BYTES element 0 of 1"),
+        (1, b"\xff\xff\xff\xffabcd", "ends inside BYTES element 0"),
+        (2, b"\x04\0\0\0abcd\x01\0", "ends inside BYTES element 1 of 2"),
+        (1, b"\x01\0\0\0ab", "6 bytes, expected 5"),
+        (1, b"\x01\0\0\0\xff", "not UTF-8"),
+        (65_537, bytes(4 * 65_537), "has 65537 BYTES elements, expected at most 65536"),
     ],
 )
-def test_broken_framing_is_rejected(data: bytes, words: str) -> None:
+def test_broken_framing_and_too_many_strings_are_rejected(count: int, data: bytes, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        decode_raw("x", BYTES, (1,), data)
-
-
-def test_an_element_truncated_inside_its_length_is_rejected() -> None:
-    with pytest.raises(InvalidRequest, match="ends inside BYTES element 1 of 2"):
-        decode_raw("x", BYTES, (2,), b"\x04\0\0\0abcd\x01\0")
-
-
-def test_more_elements_than_the_bytes_can_frame_are_rejected_without_reading_any() -> None:
-    with pytest.raises(InvalidRequest, match="too few"):
-        decode_raw("x", BYTES, (2**40,), bytes(64))
+        decode_raw("x", BYTES, (count,), data)
 
 
 @given(st.binary(max_size=40), st.integers(0, 5))
@@ -147,15 +135,10 @@ def test_typed_bytes_are_strings() -> None:
     assert decode_contents("x", BYTES, (2,), contents).tolist() == ["é", ""]
 
 
-@pytest.mark.parametrize("oip", ["FP16", "BF16"])
-def test_half_precision_is_accepted_only_as_raw_contents(oip: str) -> None:
-    with pytest.raises(InvalidRequest, match="raw_input_contents only"):
-        decode_contents("x", BY_OIP[oip], (1,), pb.InferTensorContents(fp32_contents=[1.0]))
-
-
 @pytest.mark.parametrize(
     ("oip", "filled", "words"),
     [
+        ("BF16", {"fp32_contents": [1.0, 2.0]}, "accepted in raw_input_contents only"),
         ("FP32", {"fp32_contents": [1.0]}, "1 elements in fp32_contents, expected 2"),
         ("FP32", {"int_contents": [1, 2]}, "expected in fp32_contents, but int_contents is filled"),
         ("FP32", {"fp32_contents": [1.0, 2.0], "fp64_contents": [3.0]}, "but fp64_contents is filled"),
@@ -171,46 +154,16 @@ def test_contents_that_do_not_fit_are_rejected(oip: str, filled: dict[str, list[
 # --- bf16 and fp16 for fp32 -------------------------------------------------------------------------------------------
 
 
-def test_every_bf16_value_is_widened_exactly() -> None:
-    bits = np.arange(1 << 16, dtype=np.uint16)
-    wide = widen(decode_raw("x", BY_OIP["BF16"], (1 << 16,), bits.tobytes()))
-    np.testing.assert_array_equal(wide.view(np.uint32), bits.astype(np.uint32) << 16)
-
-
-def test_every_fp16_value_is_widened_exactly() -> None:
-    bits = np.arange(1 << 16, dtype=np.uint16)
-    halves = bits.view(np.float16)
-    wide = widen(decode_raw("x", BY_OIP["FP16"], (1 << 16,), bits.tobytes()))
-    assert wide.dtype == np.float32
-    expected = [struct.unpack("<e", struct.pack("<H", b))[0] for b in bits[~np.isnan(halves)].tolist()]
-    np.testing.assert_array_equal(wide[~np.isnan(halves)], expected)
-    assert np.isnan(wide[np.isnan(halves)]).all()
-
-
-def test_an_fp32_output_is_rounded_to_nearest_even_as_bf16() -> None:
-    array = np.array([1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0 - 2**-9, np.inf, 1e-40], np.float32)
-    sent = np.frombuffer(encode_raw(BY_OIP["BF16"], array), ml_dtypes.bfloat16)
-    assert sent.astype(np.float32)[:3].tolist() == [1.0, 1.0 + 2**-6, -1.0]
-    np.testing.assert_array_equal(sent, array.astype(ml_dtypes.bfloat16))
-
-
-def test_an_fp32_output_is_rounded_to_nearest_even_as_fp16_and_overflows_to_infinity() -> None:
-    bits = np.arange(1 << 16, dtype=np.uint16)
-    exact = bits.view(np.float16)[np.isfinite(bits.view(np.float16))]
-    assert encode_raw(BY_OIP["FP16"], exact.astype(np.float32)) == exact.tobytes()
-    odd = np.array([2049.0, 2051.0, 65519.99, 65520.0, -65520.0, 1e30, np.nan, 2.0**-25], np.float32)
-    rounded = np.frombuffer(encode_raw(BY_OIP["FP16"], odd), np.float16)
-    np.testing.assert_array_equal(rounded, [2048.0, 2052.0, 65504.0, np.inf, -np.inf, np.inf, np.nan, 0.0])
-
-
-@pytest.mark.parametrize("oip", ["FP32", "BF16", "FP16", "INT64", "BYTES"])
-def test_an_output_packed_for_shared_memory_has_the_bytes_of_the_message(oip: str) -> None:
-    array = (
-        np.array([["a", "bc"]], np.object_)
-        if oip == "BYTES"
-        else np.array([[1, 2]]).astype("int64" if oip == "INT64" else "float32")
-    )
-    assert packed(BY_OIP[oip], array).tobytes() == encode_raw(BY_OIP[oip], array)
+def test_half_precision_is_widened_exactly_and_rounded_to_nearest_even() -> None:
+    """Rounding to bf16 is tested for all values in tests/kit. Too large a value becomes infinite."""
+    wide = np.array([1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0 - 2**-9, np.inf, 3.4e38, 1e-40], np.float32)
+    bf16 = decode_raw("x", BY_OIP["BF16"], wide.shape, encode_raw(BY_OIP["BF16"], wide))
+    np.testing.assert_array_equal(bf16, wide.astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(widen(bf16)[:4], np.array([1.0, 1.0, 1.0 + 2**-6, -1.0], np.float32))
+    wide = np.array([2049.0, 2051.0, 65519.99, 65520.0, -65520.0, 1e30, np.nan, 2.0**-25], np.float32)
+    fp16 = decode_raw("x", BY_OIP["FP16"], wide.shape, encode_raw(BY_OIP["FP16"], wide))
+    assert widen(fp16).dtype == np.float32
+    np.testing.assert_array_equal(widen(fp16), [2048.0, 2052.0, 65504.0, np.inf, -np.inf, np.inf, np.nan, 0.0])
 
 
 def test_an_output_that_needs_no_conversion_is_packed_without_a_copy() -> None:
@@ -218,25 +171,14 @@ def test_an_output_that_needs_no_conversion_is_packed_without_a_copy() -> None:
     assert packed(FP32, array) is array
 
 
-def test_an_fp32_input_takes_fp32_bf16_and_fp16() -> None:
+def test_an_fp32_input_takes_fp32_bf16_and_fp16_and_an_integer_input_its_own_datatype() -> None:
     assert [wire_dtype(SPEC, FP32, d).oip for d in ("FP32", "BF16", "FP16")] == ["FP32", "BF16", "FP16"]
-
-
-@pytest.mark.parametrize("datatype", ["FP64", "INT32", "", "float32"])
-def test_another_datatype_is_rejected_with_the_expected_ones(datatype: str) -> None:
-    with pytest.raises(InvalidRequest, match=rf"input 'x' has datatype '{datatype}', expected FP32 \(BF16 and FP16"):
-        wire_dtype(SPEC, FP32, datatype)
-
-
-def test_an_integer_input_is_not_widened() -> None:
+    for datatype in ("FP64", "INT32", "", "float32"):
+        words = rf"input 'x' has datatype '{datatype}', expected FP32 \(BF16 and FP16"
+        with pytest.raises(InvalidRequest, match=words):
+            wire_dtype(SPEC, FP32, datatype)
     with pytest.raises(InvalidRequest, match=r"has datatype 'INT32', expected INT64$"):
         wire_dtype(TensorSpec("ids", "int64", ("n",)), BY_NAME["int64"], "INT32")
-
-
-def test_the_number_of_strings_in_a_tensor_is_limited() -> None:
-    assert decode_raw("x", BYTES, (1 << 16,), bytes(4 << 16)).shape == (1 << 16,)
-    with pytest.raises(InvalidRequest, match="has 65537 BYTES elements, expected at most 65536"):
-        decode_raw("x", BYTES, (65_537,), bytes(4 * 65_537))
 
 
 def test_typed_numbers_read_in_pieces_are_unchanged() -> None:
