@@ -38,8 +38,7 @@ _LONG_S = 5e-4  # a shorter batch is over soon after another thread was woken fo
 class Batcher:
     """Joins requests into batches and runs them. Call :meth:`start` before the first :meth:`begin`.
 
-    The thread that has run a batch also answers its requests. There is one thread more than batches at once, so that
-    the next batch runs meanwhile.
+    The thread that has run a batch also answers its requests. With a spare thread, the next batch runs meanwhile.
 
     An extra instance runs a batch whose shape no running batch has: it could never join that one, and would wait for
     the end of a longer run (docs/decisions/0061). A request whose shape runs already should wait: joined with others of
@@ -62,9 +61,10 @@ class Batcher:
         self._execution = Execution(run, policy.axis, observer)
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-executor-{i}", daemon=True)
-            for i in range(self._idle + self._extra + 1)
+            for i in range(self._idle + self._extra + policy.spare_threads)
         ]
-        self._answering = len(self._threads)  # threads that will look at the queue without being woken
+        self._answering = 0  # threads that will look at the queue in a moment, without being woken
+        self._answer_s = 0.0  # seconds that the last response took
 
     def start(self) -> None:
         """Start the threads. Raises RuntimeError if the system cannot start them all; then none is left."""
@@ -109,11 +109,16 @@ class Batcher:
         if cancellation is not None:
             job.on_cancel = partial(self._withdraw, job)
             cancellation.subscribe(job.on_cancel)
+        if now >= self._queue.earliest_deadline:
+            with self._lock:
+                expired = self._expire(now)
+            _answer(expired)
         with self._lock:
-            expired, earliest = self._expire(now), self._queue.earliest_deadline
+            earliest = self._queue.earliest_deadline
             try:
                 while not self._put(job):
                     self._room.wait(_ROOM_S)
+                    earliest = self._queue.earliest_deadline
             except RequestError as error:
                 if request.waits_for_room:
                     job.set_timings(time.monotonic())
@@ -121,9 +126,8 @@ class Batcher:
                 job.forget_client()
                 raise
             self._wake_executor(job)
-            if self._queue.earliest_deadline < earliest:
+            if self._queue.earliest_deadline < earliest and not (self._notified or self._answering):
                 self._wake.notify()  # a thread that waits for the deadline
-        _answer(expired)
 
     # --- the queue; the caller has the lock ---------------------------------------------------------------------------
 
@@ -161,37 +165,33 @@ class Batcher:
     # --- the executors ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while self._run_next():
-            pass
+        answering = False
+        while (found := self._next_batch(answering=answering)) is not None:
+            answering = self._run(*found)
+            found = None  # an idle thread keeps no batch in memory
 
-    def _run_next(self) -> bool:
-        """Run the next batch, and answer it. Return False if the batcher is closed.
-
-        This is a function of its own so that an idle thread keeps no batch in memory.
-        """
-        found = self._next_batch()
-        if found is None:
-            return False
-        batch, extra = found
-        running = True
+    def _run(self, batch: list[Pending], extra: bool) -> bool:
+        """Run a batch, and answer it. Return whether this thread counts as answering until it looks for the next."""
+        answering = False
         for answered, more in self._execution.run(batch, self._observe):
-            if running and not more:
-                running = False
-                self._end(batch[0].shape, extra)
+            if not more:
+                answering = self._end(batch, extra)
+            started = time.monotonic()
             _answer(answered)
-        return True
+            if answered:
+                self._answer_s = (time.monotonic() - started) / len(answered)
+        return answering
 
-    def _next_batch(self) -> tuple[list[Pending], bool] | None:
+    def _next_batch(self, *, answering: bool) -> tuple[list[Pending], bool] | None:
         """Block until there is a batch; return it, and whether an extra instance runs it. None: the batcher is closed.
 
         Jobs whose deadline has passed are answered meanwhile.
         """
-        answered = True
         while True:
             with self._lock:
                 self._notified = False
-                self._answering -= answered
-                answered = False
+                self._answering -= answering
+                answering = False
                 if self._closed:
                     return None
                 now = time.monotonic()
@@ -203,8 +203,8 @@ class Batcher:
                     self._room.notify(len(batch))  # as many places are free now; hundreds may wait for one
                     self._observer.queued(-len(batch))
                     self._wake_executor()
-                    if len(self._queue) and self._queue.earliest_deadline < math.inf:
-                        self._wake.notify()  # as above: this one waits no longer
+                    if len(self._queue) and self._queue.earliest_deadline < math.inf and not self._notified:
+                        self._wake.notify()  # to wait for the deadline: this thread does so no longer
                 elif not expired:
                     wakeup = self._queue.next_wakeup(now, waits=bool(self._idle))
                     self._wake.wait(None if wakeup == math.inf else min(wakeup - now, _LONGEST_WAIT_S))
@@ -213,19 +213,24 @@ class Batcher:
                 return batch, extra
 
     def _wake_executor(self, job: Pending | None = None) -> None:
-        """Wake an executor if one may run ``job``, or without ``job`` the first one in the queue.
-
-        None is woken for a short batch while another thread is about to look for work: waking it takes as long.
-        """
+        """Wake an executor if one may run ``job``, or without ``job`` the first one in the queue."""
         if self._notified or not (self._idle or self._extra):
             return
         job = job or self._queue.first(time.monotonic())
-        if job is None or not (self._idle or self._fits(job)):
-            return
-        if self._answering and self._queue.pace.settled and not self._is_long(job):
-            return
-        self._notified = True
-        self._wake.notify()
+        if self._deserves_waking(job):
+            self._notified = True
+            self._wake.notify()
+
+    def _deserves_waking(self, job: Pending | None) -> bool:
+        """Return whether to wake a thread: while another is about to look, that takes as long as a short batch.
+
+        Without a ``job`` that may run now, one thread has to wait for the end of a delay.
+        """
+        if job is None:
+            return len(self._queue) > 0
+        if not (self._idle or self._fits(job)):
+            return False
+        return not self._answering or not self._queue.pace.settled or self._is_long(job)
 
     def _observe(self, shape: Hashable, rows: int, seconds: float) -> None:
         """Tell the queue how long a batch ran: it estimates the wait of other requests from that."""
@@ -238,12 +243,15 @@ class Batcher:
         self._running.append(shape)
         self._count(-1, extra)
 
-    def _end(self, shape: Hashable, extra: bool) -> None:
+    def _end(self, batch: list[Pending], extra: bool) -> bool:
+        """Free the instance. Return whether the responses take so short that the thread counts as answering."""
+        quick = len(batch) * self._answer_s < _LONG_S
         with self._lock:
-            self._running.remove(shape)
+            self._running.remove(batch[0].shape)
             self._count(1, extra)
-            self._answering += 1
+            self._answering += quick
             self._wake_executor()
+        return quick
 
     def _count(self, change: int, extra: bool) -> None:
         if extra:

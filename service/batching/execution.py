@@ -67,8 +67,9 @@ class Pending(Job):
     def answer(self) -> None:
         """Pass on the result. Never raises: the calling thread must live on."""
         self.forget_client()
+        result, self.result = self.result, None  # an error's traceback refers to the batch: no cycle is left
         try:
-            self._done(self.result or RuntimeError("a request ended with neither a reply nor an error"))
+            self._done(result or RuntimeError("a request ended with neither a reply nor an error"))
         except Exception:  # noqa: BLE001 -- see above
             _log.exception("a request cannot be answered")
 

@@ -38,7 +38,8 @@ class BatchPolicy:
 
     At most ``max_requests`` wait, with inputs of ``max_bytes``, and none with an expected wait over ``max_wait_s``.
     ``instances`` batches run at once, and ``extra_instances`` more of shapes that no running batch has; these only if
-    ``max_delay_s`` is 0.
+    ``max_delay_s`` is 0. There are ``spare_threads`` more threads than batches: one runs the next batch while another
+    sends responses, and waits for the deadlines of requests behind a batch that runs.
     """
 
     axis: int | None = None
@@ -49,6 +50,7 @@ class BatchPolicy:
     max_bytes: int = _MAX_QUEUE_BYTES
     instances: int = 1
     extra_instances: int = 0
+    spare_threads: int = 1
 
     @property
     def batch_rows(self) -> int:

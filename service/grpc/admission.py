@@ -1,10 +1,10 @@
 """Bounds how much the server holds at once. Further calls are rejected before they are read, so the client sees it.
 
 gRPC asks for a handler on the one thread that all calls share, when a call's headers have arrived, and submits the call
-to that handler's pool. There it gets a permit, or is rejected at once on that thread. An admitted call runs on the
-pool's own threads as soon as its request has arrived, so one class of RPCs cannot take the threads of another. It
-releases its permit when gRPC has nothing left to do for it. A client that does not read its response therefore keeps
-its permit, and the bytes of its response stay counted.
+to that handler's pool. There it gets a permit, or is rejected at once on that thread. Once its request has arrived, an
+admitted call runs on the pool's own threads, so one class of RPCs cannot take the threads of another; a small inference
+is queued at once. A call releases its permit when gRPC has nothing left to do for it. A client that does not read its
+response therefore keeps its permit, and the bytes of its response stay counted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Access to a call whose headers have arrived, before it has a thread: its client, and its request once that is there.
 
 grpcio's synchronous server first gives a call a thread, which then waits for the request. The arguments that it submits
-to the executor suffice to reverse that order. The thread is then taken once, when there is work (35 µs of a small
-model's 520 µs), and a client that sends nothing occupies none.
+to the executor suffice to reverse that order. A thread is then taken when there is work for one, and a client that
+sends nothing occupies none.
 
 grpcio does not guarantee this, so the server starts with the versions below only (:func:`check_supported`).
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,15 +22,15 @@ try:
     from grpc import _server
     from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-    _EVENT: Any = cygrpc.RequestCallEvent
     _STATE: Any = _server._RPCState
     _TOKEN: str = _server._RECEIVE_MESSAGE_TOKEN
     _receive_message: Any = _server._receive_message
     _send_status: Any = _server._status
     _OPERATION: Any = cygrpc.ReceiveMessageOperation
 except (ImportError, AttributeError):  # pragma: no cover -- another grpcio
-    _EVENT = _STATE = None
+    _STATE = None
 
+_log = logging.getLogger(__name__)
 _VERSIONS = range(80, 86)  # of grpcio 1.x: the tests have passed with the first and the last; see pyproject.toml
 _MAJOR, _MINOR = (int(part) for part in grpc.__version__.split(".")[:2])
 SUPPORTED = _STATE is not None and _MAJOR == 1 and _MINOR in _VERSIONS
@@ -94,7 +95,11 @@ class Arrival:
             ended, callbacks = receive(event)
             self._state.request = None  # on_message() has it
             if ended is None:
-                when_done()
+                try:
+                    when_done()
+                except Exception:  # noqa: BLE001 -- it would end gRPC's own thread, and with it the server
+                    _log.exception("a call cannot be answered; cancelling it")
+                    self.cancel()
             return ended, callbacks
 
         self._event.call.start_server_batch((_OPERATION(0),), on_event)

@@ -1,7 +1,7 @@
 """One call, from its headers until gRPC has nothing left to do for it.
 
 Each class is what gRPC calls a behavior. The call's :class:`~service.grpc.admission.RpcPool` calls :meth:`~Call.admit`
-and :meth:`~Call.start` before gRPC gives the call a thread.
+and :meth:`~Call.start` when its headers have arrived.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ class Call:
     def _on_end(self) -> None:
         """Release everything: gRPC has nothing left to do for the call."""
         self._has_ended = True
-        self.cancellation.cancel()
         self._pool.receive_timeouts.clear(self)
         self._pool.send_timeouts.clear(self)
         if self._permit is not None:
             self._permit.release()
+        self.cancellation.cancel()
 
     # --- on the call's thread -----------------------------------------------------------------------------------------
 
@@ -205,8 +205,24 @@ class UnaryCall(Call):
         return data
 
     def _on_request(self, arrival: Arrival, answer: Callable[[], object]) -> None:
-        """Answer, on a thread: the request is there, unless the client sent none."""
+        """Count the bytes of the request, and answer it. Without room, or a request, ``answer`` sends the rejection."""
+        try:
+            self._held = MessageBytes(self._check())
+            if self._data is None:
+                raise InvalidRequest("the call ended without a request")
+            self._held.reserve(len(self._data))
+        except RequestError as error:
+            self._rejection = error
+            answer()
+        else:
+            self._answer(arrival, answer)
+
+    def _answer(self, arrival: Arrival, answer: Callable[[], object]) -> None:
         self._hand_over(answer)
+
+    def _on_end(self) -> None:
+        self._data = None
+        super()._on_end()
 
     def _response(self) -> Any:
         """Return the response, or the status that ends the call."""
@@ -216,11 +232,10 @@ class UnaryCall(Call):
             return self._status(error)
 
     def _request(self) -> Any:
-        permit = self._check()
+        self._check()
         data, self._data = self._data, None
-        if data is None:
-            raise InvalidRequest("the call ended without a request")
-        self._held = MessageBytes(permit)
+        if data is None or self._held is None:
+            raise Cancelled("the client left before its request was read")
         return self._parse(data, self._held)
 
 
@@ -230,7 +245,7 @@ class InferenceCall(UnaryCall):
     A small request is decoded and queued on gRPC's own thread, which saves a change of threads. No model runs there.
     """
 
-    def _on_request(self, arrival: Arrival, answer: Callable[[], object]) -> None:
+    def _answer(self, arrival: Arrival, answer: Callable[[], object]) -> None:
         begin = partial(self._begin, arrival)
         if self._rpc.may_read_at_once(self._data or b""):
             begin()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -95,15 +95,12 @@ class InferenceServicer:
     def ModelStreamInfer(
         self, requests: Iterator[StreamRequest], call: CallContext
     ) -> Iterator[pb.ModelStreamInferResponse | Status]:
-        def begin(request: StreamRequest) -> Future[_StreamResult]:
-            response: Future[_StreamResult] = Future()
+        def begin(request: StreamRequest, respond: Callable[[_StreamResult], None]) -> None:
             message: pb.ModelInferRequest = request.message
-
-            def respond(result: pb.ModelInferResponse | Status) -> None:
-                response.set_result((message, result))
-
-            _Inference(self, "ModelStreamInfer", message, call, request.arrived, request.reserve_more, respond).begin()
-            return response
+            _Inference(
+                self, "ModelStreamInfer", message, call, request.arrived, request.reserve_more,
+                lambda result: respond((message, result)),
+            ).begin()  # fmt: skip
 
         responses = OrderedResponses(requests, begin, self._stream_threads, self._stream_window)
         call.cancellation.subscribe(responses.close)
@@ -116,6 +113,7 @@ class InferenceServicer:
                 if ends_on_error and isinstance(result, Status):
                     yield result
                 yield _stream_response(message, result)
+                del message, result  # an idle stream keeps none
         finally:
             self._open.discard(responses.close)
         if self._draining:

@@ -71,7 +71,10 @@ class StreamCall(Call):
                 return
             arrived, held = time.monotonic(), MessageBytes(permit)
             self._pending.append(held)
-            yield StreamRequest(self._parse(data, held), arrived, held.reserve_more)
+            request = StreamRequest(self._parse(data, held), arrived, held.reserve_more)
+            del data
+            yield request
+            del request  # an idle stream keeps none
 
     def _wake_reader(self) -> None:
         with self._bytes_released:
@@ -90,14 +93,17 @@ class StreamCall(Call):
 
 
 class OrderedResponses(Generic[Q, A]):
-    """Iterates over the results of ``begin(request)`` in the order of ``requests``, at most ``window`` of them open.
+    """Iterates over the responses to ``requests`` in their order, with at most ``window`` of them in flight.
 
-    A reader, on a thread of ``threads``, begins the next request while earlier ones are open, so that they can share a
-    batch. It stops reading while the window is full, so the transport's flow control holds the client back. The
-    iteration ends with ``requests``, or, after :meth:`close`, once the requests read so far are answered.
+    A reader, on a thread of ``threads``, passes each request to ``begin``, with the function that takes its response.
+    Earlier ones may be in flight then, so that they can share a batch. It stops reading while the window is full, so
+    the transport's flow control holds the client back. The iteration ends with ``requests``, or, after :meth:`close`,
+    once the requests read so far are answered.
     """
 
-    def __init__(self, requests: Iterator[Q], begin: Callable[[Q], Future[A]], threads: Executor, window: int) -> None:
+    def __init__(
+        self, requests: Iterator[Q], begin: Callable[[Q, Callable[[A], None]], None], threads: Executor, window: int
+    ) -> None:
         self._requests = requests
         self._begin = begin
         self._threads = threads
@@ -110,6 +116,7 @@ class OrderedResponses(Generic[Q, A]):
         try:
             while (response := self._responses.get()) is not None:
                 yield response.result()
+                del response
                 self._room.release()
         finally:
             self.close()
@@ -126,7 +133,10 @@ class OrderedResponses(Generic[Q, A]):
                 request = next(self._requests, None)
                 if request is None:
                     break
-                self._responses.put(self._begin(request))
+                response: Future[A] = Future()
+                self._responses.put(response)  # first: begin() may wait, and a request that was read is answered
+                self._begin(request, response.set_result)
+                del request, response  # an idle stream keeps none
         except BaseException as error:  # noqa: BLE001 -- it belongs to the one who iterates
             failed: Future[A] = Future()
             failed.set_exception(error)

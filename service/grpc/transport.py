@@ -65,9 +65,7 @@ class TransportOptions:
     max_streams: int = 64
     max_watches: int = 1024
     max_connections: int = 4096  # idle ones cost some 20 KB each
-    stream_window: int = (
-        16  # requests of one stream in flight, less with many streams: half a batch of the default size
-    )
+    stream_window: int = 16  # requests of one stream in flight: half a batch of the default size
     max_message_bytes: int = 64 << 20  # of a request
     max_request_bytes: int = 512 << 20  # of all requests and responses together
     receive_seconds: float = 10.0  # for a request to arrive, once its headers have

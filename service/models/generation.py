@@ -179,7 +179,7 @@ class Generation:
         self._changed()
 
     def _batching(self) -> BatchPolicy:
-        # torch's thread pools and CUDA's handles belong to one thread each, so there only executors may run batches.
+        # torch's thread pools and CUDA's handles belong to one thread each: as many threads as batches at once there.
         any_thread = self.info.backend == "onnxruntime" and self.info.device == "cpu"
         bounds = self.scheduling.bounds
         return BatchPolicy(
@@ -190,6 +190,7 @@ class Generation:
             max_wait_s=bounds.max_wait_s,
             instances=self.instances,
             extra_instances=int(any_thread),  # one: what it pays, and for whom, is in docs/decisions/0061
+            spare_threads=int(any_thread),
         )
 
     def _measure(self, loaded: LoadedModel, serving: Serving, sender: SampleSender) -> None:

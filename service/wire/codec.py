@@ -154,14 +154,13 @@ class InferenceCodec:
 
     def _feeds(self, message: pb.ModelInferRequest, reserve: Reserve | None) -> dict[str, Array]:
         inputs, raw = message.inputs[:], message.raw_input_contents[:]  # lists: iterating over protobuf's own is slow
+        self._check_names(inputs)
         if raw and len(raw) != len(inputs):
             _check_entries(message)
         feeds: dict[str, Array] = {}
         used = shared = 0
         for tensor in inputs:
             name = tensor.name
-            if name in feeds:
-                raise InvalidRequest(f"input {name!r} was sent twice")
             dtype, model_dtype, shape = self._wire_type(tensor)
             data: bytes | None = None
             if tensor.parameters and (place := region_place(f"input {name!r}", tensor.parameters)) is not None:
@@ -185,13 +184,20 @@ class InferenceCodec:
             _check_entries(message)
         return feeds
 
+    def _check_names(self, inputs: Sequence[pb.ModelInferRequest.InferInputTensor]) -> None:
+        """Raise InvalidRequest for the first name that is unknown or came before: few of a million are looked at."""
+        missing = set(self._inputs)
+        for name in (tensor.name for tensor in inputs):
+            if name not in self._inputs:
+                raise InvalidRequest(f"unknown input {quoted(name)}; the model's inputs are {', '.join(self._inputs)}")
+            if name not in missing:
+                raise InvalidRequest(f"input {name!r} was sent twice")
+            missing.remove(name)
+
     def _wire_type(self, tensor: pb.ModelInferRequest.InferInputTensor) -> tuple[DType, DType, tuple[int, ...]]:
         """Return the datatype in which an input came, the model's own, and its shape."""
         name = tensor.name
-        known = self._inputs.get(name)
-        if known is None:
-            raise InvalidRequest(f"unknown input {quoted(name)}; the model's inputs are {', '.join(self._inputs)}")
-        spec, model_dtype = known
+        spec, model_dtype = self._inputs[name]
         dims = tensor.shape
         if len(dims) != len(spec.shape):  # before sizes are multiplied: a message can hold a million dimensions
             raise InvalidRequest(f"input {name!r} is of rank {len(dims)}, expected {describe(spec.shape)}")

@@ -199,6 +199,18 @@ def test_a_request_fails_as_soon_as_its_deadline_passes_in_the_queue(make: Make)
     assert bench.heard.depth == 0
 
 
+def test_a_request_that_is_rejected_leaves_no_expired_one_unanswered(make: Make) -> None:
+    """Its arrival may be what finds that the deadline of another has passed."""
+    bench = make(max_requests=1, spare_threads=0)  # no thread waits for deadlines
+    held = bench.hold()
+    expired = bench.queue(1.0, deadline=time.monotonic() + 0.02)
+    time.sleep(0.05)
+    assert isinstance(bench.call(2.0, deadline=time.monotonic() - 1).exception(20), DeadlineExceeded)
+    assert isinstance(expired.exception(20), DeadlineExceeded)
+    bench.run.gate.set()
+    assert values(held) == [0.0]
+
+
 def test_each_of_many_deadlines_passes_while_other_batches_begin(make: Make) -> None:
     """Whichever thread waited for a deadline may run a batch by then; another one has to take its place."""
     bench = make(instances=2, max_rows=1)
@@ -295,6 +307,24 @@ def test_a_delay_gathers_a_fuller_batch(make: Make) -> None:
     first, second = bench.call(1.0), bench.call(2.0)
     assert (values(first), values(second)) == ([2.0], [4.0])
     assert bench.heard.executions == [(2, 2)]
+
+
+def test_a_delay_ends_while_the_responses_of_the_batch_before_it_are_sent(make: Make) -> None:
+    bench = make(max_delay_s=0.5)
+    sending, sent = threading.Event(), threading.Event()
+
+    def send(_: Reply | Exception) -> None:
+        sending.set()
+        assert sent.wait(20)
+
+    bench.run.gate.clear()
+    bench.batcher.begin(Request({"x": np.ones((1, 1), np.float32)}), send)
+    until(lambda: bench.run.running)
+    waiting = bench.queue(1.0)  # its delay ends after the batch
+    bench.run.gate.set()
+    assert sending.wait(20)
+    assert values(waiting) == [2.0]
+    sent.set()
 
 
 def test_a_batch_that_is_not_full_runs_when_the_delay_ends(make: Make) -> None:

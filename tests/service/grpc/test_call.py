@@ -19,7 +19,7 @@ from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
 from service.grpc import admission as admission_module
 from service.grpc import arrival
-from service.grpc.call import Call, UnaryCall
+from service.grpc.call import Call, InferenceCall, UnaryCall
 from service.grpc.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
@@ -144,6 +144,28 @@ def test_a_client_that_leaves_while_its_request_waits_frees_its_place_at_once() 
         gate.go.set()
         assert running.result(30)
     assert [code for *_, code in served.log.seen] == ["CANCELLED", "OK"]
+
+
+def test_large_requests_that_wait_to_be_decoded_are_counted() -> None:
+    with serving(LoopbackModel(max_batch_size=8192), max_request_bytes=3 * len(LARGE)) as served:
+        pool, go = served.transport.pools["inference"], threading.Event()
+        for _ in range(pool._max_workers):
+            pool.run(lambda: go.wait(60))
+        begun = [served.stub("ModelInfer").future(pb.ModelInferRequest.FromString(LARGE)) for _ in range(6)]
+        until(lambda: served.log.refusals == ["bytes"] * 3)
+        assert pool.budget.in_use == 3 * len(LARGE)
+        for call in begun:
+            call.cancel()
+        until(lambda: pool.budget.in_use == 0)
+        go.set()
+
+
+def test_a_bug_in_answering_ends_a_call_and_not_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(LoopbackModel()) as served:
+        with monkeypatch.context() as patched:
+            patched.setattr(InferenceCall, "_answer", lambda *_: 1 // 0)
+            assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
+        assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo"
 
 
 def test_a_bug_in_admission_ends_a_call_and_not_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,22 @@ def test_the_wait_of_a_streams_request_for_room_counts_in_its_timeout_and_its_la
         assert seen.seconds >= 0.05
 
 
+def test_a_stream_that_drains_answers_the_request_that_waits_for_room() -> None:
+    gate = Gate()
+    model = LoopbackModel(run=gate, max_batch_size=1, max_queue=1)
+    with serving(model) as served:
+        stream = served.stub("ModelStreamInfer")(forty("echo"), timeout=60)
+        until(lambda: len(model.seen) == 3)  # one runs, one waits in the queue, one for room
+        stopping = threading.Timer(0, served.transport.stop, (300.0,))
+        stopping.start()
+        until(lambda: served.transport.pools["streams"]._draining)
+        gate.go.set()
+        assert [next(stream).error_message for _ in range(3)] == [""] * 3
+        with pytest.raises(grpc.RpcError, match="shutting down"):
+            next(stream)
+        stopping.join(30)
+
+
 def test_no_more_than_the_window_is_read_ahead() -> None:
     gate = Gate()
     model = LoopbackModel(run=gate)
