@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 
-from bf16kit.messages.errors import ConfigError
 from service import leader
 from service.cli import main
 from service.models import loading
@@ -17,7 +15,7 @@ FIRST_RUN_S = 5.0  # the real one is 300 s
 
 
 class Scanning(Controller):
-    """Reads its repository again every :data:`PAUSE_S`, as if it were starting."""
+    """Polls its repository every :data:`PAUSE_S`, and waits for no copy to end."""
 
     def apply_initial(self) -> None:
         super().apply_initial()
@@ -25,8 +23,7 @@ class Scanning(Controller):
 
     def _scan_repeatedly(self) -> None:
         while True:
-            with contextlib.suppress(ConfigError):
-                super().apply_initial()
+            self.poll(lambda: None)
             time.sleep(PAUSE_S)
 
 
