@@ -24,6 +24,7 @@ REFUSALS = (
     "bytes",  # the limit on the bytes of all messages in flight
     "streams",  # the limit on open streams
     "watches",  # the limit on open health watches
+    "reflection",  # the limit on open reflection streams
     "control",  # the limit on calls for health and metadata
     "regions",  # a limit on registered shared memory
     "too_slow",  # the client was too slow to send its request or to read its response

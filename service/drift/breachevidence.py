@@ -7,11 +7,12 @@ request, if the server permits that.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 
 import bf16kit
 from bf16kit.artifact.evidence import Evidence, Header
@@ -61,12 +62,17 @@ class EvidenceRecorder:
         rows = [dict(zip(drifts, each, strict=True)) for each in zip(*drifts.values(), strict=False)]
         at = max(range(len(rows)), key=lambda at: self._ratio(rows[at], verdict))
         if self._kept is None or self._ratio(rows[at], verdict) > self._ratio(self._worst, verdict):
-            found = self._evidence(expected, sample, rows[at], at if len(rows) == sample.rows else None, verdict)
-            nbytes = sum(map(size_of, (found.feeds, found.served, found.reference)))
+            kept = [at] if len(rows) == sample.rows and self._batch_axis is not None else None
+            parts = (
+                sample.feeds,
+                {name: sample.outputs[name] for name in drifts},
+                {name: expected[name] for name in drifts},
+            )
+            nbytes = sum(size_of(arrays, kept, self._batch_axis) for arrays in parts)
             if nbytes > MAX_ROW_BYTES:
                 self._oversized_bytes = nbytes
             else:
-                self._kept, self._worst = found, rows[at]
+                self._kept, self._worst = self._evidence(parts, kept, sample, rows[at], verdict), rows[at]
 
     def evidence(self, label: str) -> Evidence:
         """Return the evidence of the newest breach. For any thread.
@@ -84,12 +90,16 @@ class EvidenceRecorder:
         return kept
 
     def _evidence(
-        self, expected: Mapping[str, Array], sample: Sample, drift: _RowDrift, at: int | None, verdict: DriftVerdict
+        self,
+        parts: tuple[Mapping[str, Array], ...],
+        kept: list[int] | None,
+        sample: Sample,
+        drift: _RowDrift,
+        verdict: DriftVerdict,
     ) -> Evidence:
-        """Return the sample's row ``at``, or all of it if rows cannot be separated, in memory of its own: a view would
+        """Return the row ``kept``, or all of the sample if rows cannot be separated, in memory of its own: a view would
         keep the whole sample alive."""
         axis = self._batch_axis
-        kept = None if at is None or axis is None else [at]
         header = Header(
             model=verdict.model,
             version=verdict.version,
@@ -105,10 +115,8 @@ class EvidenceRecorder:
             files=self._files,
             versions=self._versions,
         )
-        served, reference = ({name: outputs[name] for name in drift} for outputs in (sample.outputs, expected))
-        return Evidence(
-            header, copies(sample.feeds, kept, axis), copies(served, kept, axis), copies(reference, kept, axis)
-        )
+        feeds, served, reference = (copies(arrays, kept, axis) for arrays in parts)
+        return Evidence(header, feeds, served, reference)
 
     def _ratio(self, drift: _RowDrift, verdict: DriftVerdict) -> float:
         """Return one row's drift ÷ budget for the bound that the verdict names, or else the worst of all bounds."""
@@ -121,6 +129,8 @@ class EvidenceRecorder:
 
 def versions() -> dict[str, str]:
     """Return the versions of bf16kit, Python and the numeric packages, and the machine's architecture."""
-    packages = {each.name: each.version for each in distributions() if each.name in _PACKAGES}
-    own = {"bf16kit": bf16kit.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    return own | packages
+    found = {"bf16kit": bf16kit.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

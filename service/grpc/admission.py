@@ -217,8 +217,10 @@ class RpcPool(ThreadPoolExecutor):
             raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")
         return Permit(self.shares, self.budget, client)
 
-    def drain(self) -> None:
-        """Reject every new call from now on, and wait no longer for clients than under pressure."""
+    def drain(self, grace: float) -> None:
+        """Reject every new call, and wait no longer for clients than under pressure, or for half of ``grace`` seconds."""
+        self.receive_timeouts.shorten(grace / 2)
+        self.send_timeouts.shorten(grace / 2)
         self._draining = True
 
     def status(self, error: Exception) -> Status:

@@ -67,7 +67,7 @@ def open_by_path(
     info = _REFLECTION.methods_by_name["ServerReflectionInfo"]
     add(_HEALTH.full_name, _HEALTH.methods_by_name["Check"], "control", None, UnaryCall, health.check)
     add(_HEALTH.full_name, _HEALTH.methods_by_name["Watch"], "watches", None, WatchCall, health.watch)
-    add(_REFLECTION.full_name, info, "control", "read", StreamCall, reflect)
+    add(_REFLECTION.full_name, info, "reflection", "read", StreamCall, reflect)
     return paths
 
 

@@ -50,6 +50,10 @@ class CallTimeouts:
         """Stop the timeout of ``call``, if it has one."""
         self._waiting.pop(call, None)
 
+    def shorten(self, seconds: float) -> None:
+        """Let a client take at most ``seconds`` under pressure."""
+        self._under_pressure = min(self._under_pressure, seconds)
+
     def end_expired(self) -> None:
         """End the calls whose timeout has expired."""
         now, slow = self._clock(), 0

@@ -31,7 +31,8 @@ from service.request import Tracer
 from service.wire.codec import SharedMemory
 
 _log = logging.getLogger(__name__)
-_CONTROL_CALLS = 128  # concurrent calls for health, metadata, statistics and reflection
+_CONTROL_CALLS = 128  # concurrent calls for health, metadata and statistics
+_REFLECTION_STREAMS = 16  # each stays open as long as its client goes on asking
 _DECODERS = 8  # threads that decode large requests and queue them
 _CHANGES = 32  # concurrent calls that wait for a load or unload
 _WATCH_THREADS = 128  # a watch needs one only to begin
@@ -39,7 +40,7 @@ _SLOW_WATCHER_SECONDS = 1.0  # to read a few bytes; only few watchers may take l
 _FINAL_WAIT_SECONDS = 1.0  # wait of a stopping server for watchers to be notified, and for calls to end
 # gRPC's thread has delivered the calls that had arrived if it has none to reject for so long; at most, for new ones may
 # arrive all the time.
-_QUIET_SECONDS, _MAX_DELIVERY_SECONDS = 0.2, 2.0
+_QUIET_SECONDS, _MAX_DELIVERY_SECONDS = 0.2, 1.0
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
 _PING_SECONDS = 20.0  # at most, for the response to the server's ping
 # Calls of one connection at a time; or a quarter of the places, if that is more. The others wait in the client, where
@@ -143,7 +144,7 @@ class Transport:
         """
         until = time.monotonic() + grace
         for pool in self._inferring:
-            pool.drain()
+            pool.drain(grace)
         self._health.shut_down(min(grace, _FINAL_WAIT_SECONDS))
         self._inference.drain()
         self._control.drain()
@@ -192,6 +193,7 @@ def _pools(options: TransportOptions, count_refusal: Callable[[str], None]) -> d
         "control": pool("control", _CONTROL_CALLS, "calls for health and metadata", "control"),
         "changes": pool("change", _CHANGES, "loads and unloads of models", "control"),
         "watches": pool("watch", options.max_watches, "health watches", "watches", threads=_WATCH_THREADS),
+        "reflection": pool("reflection", _REFLECTION_STREAMS, "reflection streams", "reflection"),
     }
     idle = options.stream_idle_seconds  # also while many are open: streams are idle by nature
     pools["streams"].receive_timeouts = CallTimeouts(idle, idle)

@@ -47,14 +47,16 @@ class Channel:
         """
         head, rights, flags, _ = self._end.recvmsg(_HEAD.size, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
         files = array.array("i", b"".join(data for *_, data in rights)).tolist()
-        text = None
+        found: tuple[Body, list[int]] | None = None
         try:
             if flags & socket.MSG_CTRUNC:
                 raise ConnectionError("files of a message were lost: too many are open here")
             text = self._exactly(*_HEAD.unpack(head)) if head else None
-            return None if text is None else (json.loads(text), files)
+            if text is not None:
+                found = json.loads(text), files
+            return found
         finally:
-            if text is None:
+            if found is None:
                 close_all(files)
 
     def close(self) -> None:

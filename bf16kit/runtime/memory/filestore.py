@@ -32,7 +32,7 @@ class FileWeightStore:
                 del memory
                 with path.open("rb") as file:
                     mapping = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
-        except ScratchUnavailable:
+        except (ScratchUnavailable, OSError):  # or no descriptor or address is left
             return PRIVATE_STORE.get(key, size, fill)
         self._mappings.add(mapping)
         return np.frombuffer(mapping, np.uint8)
