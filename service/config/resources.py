@@ -25,8 +25,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameter numbers o
 # block anew would double the time of an 8 MiB request, because of page faults.
 _MMAP_BYTES = 32 << 20
 _KEPT_BYTES = 8 << 20  # bytes kept at the end of each arena, for the next messages
-# In a container with less memory for each process that serves, both are 1 MiB: with 512 MiB, twenty requests of 4 MiB at
-# once left so much free memory in the heap that the system killed the server.
+# In a container of this size or smaller, both are 1 MiB: in one of 512 MiB, twenty requests of 4 MiB at once left so
+# much free memory in the heap that the system killed the server.
 _SMALL_CONTAINER, _SMALL_BYTES = 2 << 30, 1 << 20
 _ARENAS = 2  # more arenas gain nothing: Python's lock lets few allocations run at once
 # CPU seconds since the last trim that make another, of some 3 ms, worthwhile. Not more: on a busy machine a trim may
@@ -39,10 +39,8 @@ _MESSAGES = 8  # of the largest size that requests and responses in flight may h
 _LEAST = 1 << 20  # bytes: a server that accepts less is useless
 
 
-def bound_heap(workers: int = 1) -> None:
+def bound_heap() -> None:
     """Limit the free memory that glibc keeps, unless the operator has set its options.
-
-    ``workers``: as many processes share the container.
 
     Call it before any thread starts: each thread chooses its arena once. Other C libraries are left alone.
     """
@@ -51,7 +49,7 @@ def bound_heap(workers: int = 1) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         container = controlgroup.memory()
-        small = container is not None and container.limit // workers <= _SMALL_CONTAINER
+        small = container is not None and container.limit <= _SMALL_CONTAINER
         mapped, kept = (_SMALL_BYTES, _SMALL_BYTES) if small else (_MMAP_BYTES, _KEPT_BYTES)
         for parameter, value in ((_ARENA_MAX, _ARENAS), (_MMAP_THRESHOLD, mapped), (_TRIM_THRESHOLD, kept)):
             mallopt(parameter, value)

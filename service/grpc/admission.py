@@ -218,7 +218,7 @@ class RpcPool(ThreadPoolExecutor):
         return Permit(self.shares, self.budget, client)
 
     def drain(self, grace: float) -> None:
-        """Reject every new call, and wait no longer for clients than under pressure, or for half of ``grace`` seconds."""
+        """Reject every new call. Wait for clients no longer than under pressure, and than half of ``grace`` seconds."""
         self.receive_timeouts.shorten(grace / 2)
         self.send_timeouts.shorten(grace / 2)
         self._draining = True

@@ -26,10 +26,13 @@ MIB = 1 << 20
 _CHURN = """
 import ctypes, sys, threading
 from pathlib import Path
+from bf16kit.system import controlgroup
 from service.config.resources import bound_heap
 def resident_bytes():
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
-if sys.argv[1] == "bound":
+if sys.argv[1] != "as it is":
+    small = controlgroup.Memory(1 << 30, 1 << 30, 0)
+    controlgroup.memory = lambda: small if sys.argv[1] == "small" else None
     bound_heap()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -61,6 +64,7 @@ def test_bounding_the_heap_limits_the_memory_that_the_c_library_keeps(monkeypatc
     for name in ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
     assert _kept("bound") < 128 < _kept("as it is")
+    assert _kept("small") < 8, "a small container can spare less"
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(1 << 30))
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
     assert _kept("bound") > 128, "what the operator has set stays"

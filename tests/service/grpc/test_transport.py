@@ -139,6 +139,13 @@ def test_a_stop_waits_seconds_for_an_inactive_client_and_is_clean(client: str, m
         until(lambda: stream in idle.ended or idle.closed)
 
 
+def test_a_short_stop_waits_half_of_its_time_for_an_inactive_client() -> None:
+    with serving(LoopbackModel()) as served, RawConnection(served.port) as idle:
+        idle.call(f"/{SERVICE}/ModelInfer")
+        until(lambda: served.transport.pools["inference"].shares.in_use)
+        assert served.transport.stop(grace=2)
+
+
 @pytest.mark.long
 def test_a_stop_gives_requests_in_flight_its_whole_time() -> None:
     gate = Gate()
