@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.ray.front import Front
+from deploy.ray.front import CALLS, Front
 from deploy.ray.replica import Replica
 from deploy.ray.rpcs import FRONT, application
 from deploy.ray.settings import MESSAGES_AT_ONCE, Scaling, place
@@ -14,7 +14,6 @@ from service.models.plan import DesiredModel
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _FRONT_BYTES = 256 << 20  # beside the requests that it passes on
-_FRONT_CALLS = 4096
 _PER_REPLICA = 4  # times the target: requests that one replica gets at most
 _SURGE_PERCENT = 25  # of the replicas, rounded up: that many new ones are ready before as many old ones are stopped
 _MAX_STARTS = 3  # to start a replica: a damaged artifact stays damaged
@@ -29,7 +28,7 @@ def front(config: ServerConfig, scaling: Scaling) -> serve.RunTarget:
         Front,
         name="Front",
         num_replicas=scaling.fronts,
-        max_ongoing_requests=_FRONT_CALLS,
+        max_ongoing_requests=CALLS,
         ray_actor_options=options,
         max_surge_percent=100,
         health_check_period_s=1,

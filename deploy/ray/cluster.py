@@ -98,7 +98,9 @@ class RepositoryDeployment:
         if before is None:
             _run(applications.front(self._config, self._scaling))
             before = {}
-        self._deploy(each for name, each in scan.desired_models.items() if each != before.get(name))
+        kept = {name for name, each in scan.desired_models.items() if each == before.get(name)}
+        self._retries = {name: retry for name, retry in self._retries.items() if name in kept}
+        self._deploy(each for name, each in scan.desired_models.items() if name not in kept)
         for name in (gone := sorted(before.keys() - scan.desired_models.keys())):
             _log.info("model %r: removed", name)
         self._delete(map(application, gone))

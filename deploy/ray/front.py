@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -37,10 +37,13 @@ from service.models.repository import parse_version
 from service.operations import Operations
 
 _log = logging.getLogger(__name__)
+CALLS = 4096  # at once; Ray lets further ones wait
+_LONG_CALLS = CALLS // 2  # of them: streams and health watches, which last as long as their clients want
 _STREAM_WINDOW = 8  # requests of one stream that are answered at once
+_PARSED_BYTES = 64 << 10  # largest request that is parsed here, where all calls wait for it
 _WATCH_SECONDS = 1.0  # between two looks of a health watch, as often as the models are looked at
 _FULL = Status(StatusCode.RESOURCE_EXHAUSTED, "the queue for the replicas is full; try again later")
-_NOT_HERE = {  # by a part of the RPC's name; a server of one process has other reasons
+_UNSUPPORTED = {  # by a part of the RPC's name; a server of one process has other reasons
     "RepositoryModel": "models are not loaded over the network here: change the repository",
     "SharedMemory": "a replica may be on another machine than the client; send tensors in raw_input_contents",
 }
@@ -64,6 +67,7 @@ class Front:
         self._models: RunningModels = models
         self._control = ControlServicer(models, Operations(models=models))
         self._budget = ByteBudget(request_bytes)
+        self._long_calls = 0
 
     async def check_health(self) -> None:
         """Look at the cluster. Ray calls this each second, and once before a front gets requests."""
@@ -89,11 +93,8 @@ class Front:
     async def ModelStreamInfer(self, requests: Any, grpc_context: Any) -> AsyncIterator[Serialized]:  # noqa: N802
         """Answer the requests of a stream in their order, each by any replica of the model that it names."""
         rpc = RPCS["ModelStreamInfer"]
-        try:
-            self._check_token(rpc, grpc_context)
-        except Bf16kitError as error:
-            raise _stream_end(grpc_context, status_of(error)) from None
-        begun: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(_STREAM_WINDOW)
+        # Two more are begun: the one that the client gets next, and the one that waits for room in the queue.
+        begun: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(_STREAM_WINDOW - 2)
         tasks = set[asyncio.Task[Any]]()
 
         async def read() -> None:
@@ -103,27 +104,40 @@ class Front:
                     await begun.put(task)
             await begun.put(None)
 
-        tasks.add(asyncio.create_task(read()))
-        try:
-            while (task := await begun.get()) is not None:
-                yield Serialized(await task)
-                tasks.discard(task)
-        finally:
-            for each in tasks:
-                each.cancel()
+        with self._long_call(rpc, grpc_context):
+            tasks.add(asyncio.create_task(read()))
+            try:
+                while (task := await begun.get()) is not None:
+                    yield Serialized(await task)
+                    tasks.discard(task)
+            finally:
+                for each in tasks:
+                    each.cancel()
 
     async def Watch(self, request: bytes, grpc_context: Any) -> AsyncIterator[Serialized]:  # noqa: N802
         """Yield the health of a service now and at each change."""
         rpc, last = RPCS["Watch"], None
-        try:
+        with self._long_call(rpc, grpc_context):
             service = rpc.parse(request, lambda nbytes: None).service
-        except InvalidRequest as error:
-            raise _stream_end(grpc_context, status_of(error)) from None
-        while True:
-            if (status := self._health(service)) != last:
-                yield Serialized(_Health(status=status).SerializeToString())
-            last = status
-            await asyncio.sleep(_WATCH_SECONDS)
+            while True:
+                if (status := self._health(service)) != last:
+                    yield Serialized(_Health(status=status).SerializeToString())
+                last = status
+                await asyncio.sleep(_WATCH_SECONDS)
+
+    @contextmanager
+    def _long_call(self, rpc: Rpc, context: Any) -> Iterator[None]:
+        """Count a call that ends when its client wants. Turns an error into the call's status."""
+        self._long_calls += 1
+        try:
+            self._check_token(rpc, context)
+            if self._long_calls > _LONG_CALLS:
+                raise Overloaded(f"{_LONG_CALLS} open streams and watches are the limit of a front; try again later")
+            yield
+        except Bf16kitError as error:
+            raise _stream_end(context, status_of(error)) from None
+        finally:
+            self._long_calls -= 1
 
     async def _guarded(self, rpc: Rpc, data: bytes, context: Any, answer: Callable[..., Any]) -> _Answer:
         """Return the answer to one request, whose bytes count until then, or the status of its error."""
@@ -145,7 +159,7 @@ class Front:
     async def _answer(self, rpc: Rpc, data: bytes, context: Any, held: MessageBytes) -> _Answer:
         if rpc.name in ("ModelInfer", "ModelMetadata", "ModelConfig"):
             return await self._pass_on(rpc, data, context, held)
-        own = next((reason for part, reason in _NOT_HERE.items() if part in rpc.name), "")
+        own = next((reason for part, reason in _UNSUPPORTED.items() if part in rpc.name), "")
         if own:
             raise Unsupported(f"{rpc.name}: {own}")
         message = rpc.parse(data, held.reserve)
@@ -205,11 +219,9 @@ class Front:
         if ("triton_grpc_error", "true") in context.invocation_metadata():
             raise _stream_end(context, response)
         about = pb.ModelInferResponse()
-        with suppress(InvalidRequest):  # bytes that are no request name none
-            message = rpc.parse(data, lambda nbytes: None)
-            about = pb.ModelInferResponse(
-                model_name=message.model_name, model_version=message.model_version, id=message.id
-            )
+        with suppress(DecodeError):  # bytes that are no request name none
+            asked = pb.ModelInferRequest.FromString(data if len(data) <= _PARSED_BYTES else b"")
+            about = pb.ModelInferResponse(model_name=asked.model_name, model_version=asked.model_version, id=asked.id)
         failed = pb.ModelStreamInferResponse(error_message=response.details, infer_response=about)
         return failed.SerializeToString()
 

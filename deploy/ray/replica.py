@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from queue import SimpleQueue
 
 import ray
@@ -69,8 +69,8 @@ class Replica:
             served.repository,
             served.metrics.refused,
             2 * calls,  # more than Ray sends: its one model may have all
-            self._threads,
-            1,
+            Executor(),  # for streams, which come as single requests
+            0,
             tracer=served.tracing,
         )
         self._control = ControlServicer(served.repository, Operations())

@@ -62,6 +62,8 @@ _NOT_HERE = {
     "tls_certificate": "Ray's gRPC proxy speaks no TLS: put a proxy that does in front",
     "shared_memory": "a replica may be on another machine than the client",
     "load_model": "every model of the repository is served",
+    "max_in_flight": "set --target, which bounds the requests in a replica, and --queued, those that wait for one",
+    "max_connection_age_seconds": "connections end at Ray's proxies, which have no such limit: leave it out",
 }
 
 
@@ -70,7 +72,7 @@ def check(config: ServerConfig) -> ServerConfig:
     for name, reason in _NOT_HERE.items():
         value = getattr(config, name)
         if value != ServerConfig.model_fields[name].default:
-            raise ConfigError(f"{name} is {value!r}, which is not supported with Ray: {reason}")
+            raise ConfigError(f"{name} is {value}, which is not supported with Ray: {reason}")
     if not config.grpc_port or not config.http_port or config.grpc_port == config.http_port:
         raise ConfigError(
             f"grpc_port is {config.grpc_port} and http_port {config.http_port}; give two that differ, and not 0: Ray's"

@@ -159,9 +159,10 @@ class ControlServicer:
     def _update(
         self, target: Settings | None, call: CallContext, changes: Mapping[str, Sequence[Setting]], model: str = ""
     ) -> Mapping[str, Sequence[Setting]]:
+        settings = _on(target, _NO_SETTINGS)
         if changes:
             self._manage.check(call.metadata_value("authorization"))
-        return _on(target, _NO_SETTINGS).update(changes, model)
+        return settings.update(changes, model)
 
     def SystemSharedMemoryStatus(
         self, message: pb.SystemSharedMemoryStatusRequest, call: CallContext

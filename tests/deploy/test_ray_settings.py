@@ -34,6 +34,9 @@ def _nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"workers": 2}, "workers is 2, which is not supported with Ray: Ray scales by replicas"),
         ({"shared_memory": True}, "another machine"),
+        ({"tls_certificate": "/c.pem", "tls_key": "/k.pem"}, "tls_certificate is /c.pem, which is not supported"),
+        ({"max_in_flight": 4}, "max_in_flight is 4, .*: set --target"),
+        ({"max_connection_age_seconds": 9}, "max_connection_age_seconds is 9.0, .*: leave it out"),
         ({"model_control": "explicit"}, "one replica of many"),
         ({"load_model": ("m",), "model_control": "explicit"}, "every model of the repository is served"),
         ({"grpc_port": 0}, "grpc_port is 0 and http_port 8002; give two that differ, and not 0"),

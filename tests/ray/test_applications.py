@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,38 @@ def test_a_deployment_that_failed_is_sent_again_at_the_next_scan(
     for _ in range(2):
         deployed.deploy_changes()
     assert told == 2 * [["bf16kit"], ["bf16kit.a", "bf16kit.b"]]
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_model_that_failed_and_has_changed_is_tried_again_as_early_as_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    from deploy.ray.models import State
+
+    (deployed, told), now = _repository_deployment(tmp_path, monkeypatch), 0.0
+    monkeypatch.setattr("ray.serve.delete", lambda name: None)
+    monkeypatch.setattr("deploy.ray.cluster.time.monotonic", lambda: now)
+
+    def is_retried(seconds: float) -> bool:
+        nonlocal now
+        now, before = now + seconds, len(told)
+        deployed.retry({"bf16kit.m": State("DEPLOY_FAILED", "")})
+        return len(told) > before
+
+    deployed.deploy_changes()
+    artifact = write_mlp(tmp_path / "m" / "1")
+    with pytest.raises(RuntimeError):  # of Ray, as at each second time
+        deployed.deploy_changes()
+    deployed.deploy_changes()
+    assert [is_retried(seconds) for seconds in (0, 29, 1, 59, 1)] == [False, False, True, False, True]
+    if removed:
+        shutil.move(artifact.path.parent, tmp_path.parent / "aside")
+        deployed.deploy_changes()
+        shutil.move(tmp_path.parent / "aside", tmp_path / "m")
+    else:
+        (tmp_path / "m" / "serving.yaml").write_text("max_queue_size: 2")
+    deployed.deploy_changes()
+    assert [is_retried(seconds) for seconds in (0, 29, 1)] == [False, False, True]
 
 
 def test_an_empty_repository_is_logged_once(

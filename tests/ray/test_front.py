@@ -149,9 +149,12 @@ def test_requests_in_flight_have_a_limit_in_bytes(tmp_path: Path) -> None:
     assert "the limit is 1048576; try again later" in words
 
 
-def test_an_error_of_a_stream_names_its_request(tmp_path: Path) -> None:
+def test_an_error_of_a_stream_names_its_request_unless_it_is_large(tmp_path: Path) -> None:
+    """All calls would wait while a large request is parsed."""
+
     async def requests() -> AsyncIterator[bytes]:
         yield request("nobody", id="7")
+        yield request("nobody", id="x" * (64 << 10))
         yield b"\xff"
 
     async def found() -> list[Any]:
@@ -161,9 +164,52 @@ def test_an_error_of_a_stream_names_its_request(tmp_path: Path) -> None:
             async for each in front.ModelStreamInfer(requests(), Context())
         ]
 
-    unknown, broken = asyncio.run(found())
+    unknown, large, broken = asyncio.run(found())
     assert (unknown.infer_response.id, unknown.error_message) == ("7", "unknown model 'nobody'")
+    assert (large.infer_response.id, large.error_message) == ("", "unknown model 'nobody'")
     assert "not a message of this RPC" in broken.error_message
+
+
+def test_eight_requests_of_a_stream_are_answered_at_once(tmp_path: Path) -> None:
+    front, handle = _front(tmp_path, None)
+
+    async def requests() -> AsyncIterator[bytes]:
+        while True:
+            yield request()
+
+    async def begun() -> None:
+        with pytest.raises(TimeoutError):  # none of them is answered
+            await asyncio.wait_for(anext(front.ModelStreamInfer(requests(), Context())), 0.5)
+
+    asyncio.run(begun())
+    assert len(handle.asked) == 8
+
+
+def test_open_streams_and_watches_are_limited_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deploy.ray.front import StreamEnd
+
+    monkeypatch.setattr("deploy.ray.front._LONG_CALLS", 2)
+    front, _ = _front(tmp_path, b"answer")
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield request()
+
+    async def rejected() -> list[Context]:
+        contexts = [Context(), Context()]
+        opened = front.Watch(b"", Context()), front.ModelStreamInfer(requests(), Context())
+        for each in opened:
+            await anext(each)
+        for call in (front.Watch(b"", contexts[0]), front.ModelStreamInfer(requests(), contexts[1])):
+            with pytest.raises(StreamEnd):
+                await anext(call)
+        for each in opened:
+            await each.aclose()
+            await anext(front.Watch(b"", Context()))  # in its place
+        return contexts
+
+    for context in asyncio.run(rejected()):
+        assert context.told[0] is StatusCode.RESOURCE_EXHAUSTED
+        assert "2 open streams and watches are the limit" in context.told[1]
 
 
 def test_a_stream_without_a_token_ends_with_a_status(tmp_path: Path, tokens: str) -> None:
