@@ -27,6 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     os.environ.update(PYTHONPATH=os.pathsep.join(path), RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
     os.environ.update(RAY_enable_metrics_collection="0", RAY_AUTH_MODE="disabled")
     os.environ.update(RAY_SERVE_GRPC_MAX_MESSAGE_SIZE=str(8 << 20))
+    os.environ.update(RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60")  # 5 s are too few on a busy machine
     # The front would send requests only to the replicas of its node: those that the tests kill must get requests too.
     os.environ.update(RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING="0")
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
