@@ -169,7 +169,7 @@ class WorkerModels:
                 if time.monotonic() - begun >= loads.PATIENCE_SECONDS:
                     self._check_wanted(desired)
             await answer
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the worker is not left as it is
             if died(error) and not serving:
                 return None
             failed = error if isinstance(error, Bf16kitError) else RuntimeFailure(f"{first}: {brief(error)}")

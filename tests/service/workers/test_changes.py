@@ -251,7 +251,7 @@ def test_a_change_while_no_worker_serves_is_what_they_begin_with(
 ) -> None:
     """Else a change that cures what ends them at every start would not reach them."""
     up, workers.up, workers.slots = workers.up, [], {}
-    changes.apply_all([desired(1, stamp="too large"), desired(1, name="other")])
+    started = changes.apply_all([desired(1, stamp="too large"), desired(1, name="other")])
     assert set(workers.desired_models) == {"m", "other"}
     if dying:  # of what it began with
         workers.up, workers.wrong["worker 1"] = ["worker 1"], DIED
@@ -263,9 +263,11 @@ def test_a_change_while_no_worker_serves_is_what_they_begin_with(
     workers.report()
     with pytest.raises(TimeoutError):
         future.result(0.5)
-    workers.slots = {name: [SlotState("m", 1, "ready")] for name in up}
+    workers.slots = {name: [SlotState("m", 1, "ready"), SlotState("other", 1, "ready")] for name in up}
     workers.report()
     future.result(20)
+    started["other"].result(20)
+    assert "is being changed again instead" in str(started["m"].exception(20))
 
 
 def test_only_versions_with_a_different_plan_are_reported_as_changed(
@@ -304,6 +306,16 @@ def test_changes_that_wait_or_come_when_the_server_stops_are_unavailable(
         with pytest.raises(Unavailable, match="the server is stopping"):
             stopped.result(20)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("worker", ["worker 1", "worker 3"])
+def test_a_worker_that_stops_is_no_error_of_a_model(
+    workers: Workers, changes: WorkerModels, caplog: pytest.LogCaptureFixture, worker: str
+) -> None:
+    workers.wrong[worker] = Unavailable("the server is shutting down", "draining")
+    error = changes.apply(desired(1)).exception(20)
+    assert isinstance(error, Unavailable)
+    assert (error.reason, caplog.text) == ("draining", "")
 
 
 def test_a_change_that_takes_long_holds_up_only_those_of_its_own_model(workers: Workers, changes: WorkerModels) -> None:
