@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -379,7 +380,9 @@ def test_a_change_that_is_not_wanted_any_more_is_not_begun_and_holds_up_the_next
     until(lambda: workers.told, what="the begin")
     with pytest.raises(TimeoutError):
         hanging.result(0.5)  # nothing else is wanted yet
+    monkeypatch.setattr(loads, "PATIENCE_SECONDS", math.inf)
     never, last = changes.apply(desired(2)), changes.apply(desired(3))
+    monkeypatch.setattr(loads, "PATIENCE_SECONDS", 0.01)
     last.result(20)
     for superseded in (hanging, never):
         assert "is being changed again instead" in str(superseded.exception(20))
