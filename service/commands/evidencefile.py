@@ -98,6 +98,8 @@ def _fetch(server: str, model: str, version: int | None, token: str, files: tupl
     except UnicodeEncodeError:
         raise UsageError(f"MODEL {quoted(model)}: is not valid UTF-8, so it cannot be a model's name") from None
     connection = http.client.HTTPConnection(host, port, timeout=_SECONDS)
+    if parts.scheme == "http" and any(files):
+        raise UsageError(f"--ca, --certificate and --key need --server https://HOST:PORT, not {server!r}")
     if parts.scheme == "https":
         connection = http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=_context(*files))
     where = f"{host}:{port}"

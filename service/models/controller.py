@@ -175,9 +175,12 @@ class Controller:
         for slot in self._slots():
             slots.setdefault(slot.name, {})[slot.version] = slot
         for name, desired in self._desired_models.items():
-            if not has_failed(desired, slots.get(name, {})):
-                continue
             known, due, pause = before.get(name, (None, 0.0, 0.0))
+            of_model = slots.get(name, {})
+            if not has_failed(desired, of_model):
+                if known == desired and any(slot.state == "loading" for slot in of_model.values()):
+                    self._retry_at[name] = desired, due, pause  # it may fail again
+                continue
             if known != desired:
                 due, pause = now + RETRY_SECONDS, RETRY_SECONDS
             elif now >= due:

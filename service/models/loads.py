@@ -65,7 +65,8 @@ class Loads:
     """Runs loads for the threads that call :meth:`run`. Thread-safe."""
 
     def __init__(self) -> None:
-        self._given_up: list[_Load] = []  # also those that have ended: there are few
+        self._given_up: list[_Load] = []  # replaced as a whole; may have some that have ended
+        self._lock = threading.Lock()  # for a replacement of that list
         self._stop_at = math.inf
 
     def run(
@@ -82,11 +83,15 @@ class Loads:
                 f"{len(left)} loads that were given up still run ({', '.join(left)}); restart the server to load more"
             )
         attempt, told = _Load(label, load), ""  # told: the step that was logged last
-        attempt.start()
+        try:
+            attempt.start()
+        except RuntimeError as error:  # the system allows no more threads
+            raise Unavailable(f"no thread can be started to load it: {error}") from None
         while not wait([attempt.result], _CHECK_SECONDS).done:
             step, since, _ = attempt.step
             if (reason := self._reason_to_give_up(attempt, unwanted)) and attempt.result.cancel():
-                self._given_up.append(attempt)
+                with self._lock:
+                    self._given_up = [*(each for each in self._given_up if each.is_alive()), attempt]
                 raise Unavailable(reason)
             if step != told and time.monotonic() - since >= SLOW_SECONDS:
                 told = step

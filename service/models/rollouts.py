@@ -22,6 +22,17 @@ _log = logging.getLogger(__name__)
 ApplyAll: TypeAlias = Callable[[Iterable[DesiredModel]], Mapping[str, Future[None]]]
 
 
+class NotLoaded(Unavailable):
+    """A change that was undone, because one of several processes could not make it.
+
+    ``slots`` are the model's in that process, by version, as they were before that.
+    """
+
+    def __init__(self, text: str, cause: BaseException, slots: Mapping[int, SlotView]) -> None:
+        super().__init__(text, getattr(cause, "reason", ""))
+        self.slots = slots
+
+
 @dataclass(slots=True)
 class _Rollout:
     """What is wanted of a model, and what is applied for it. A newer wish is another object."""
@@ -93,21 +104,24 @@ class Rollouts:
             _log.error("model %r: %s; %s", applied.name, "; ".join(failed), applied.instead)
         stopping = isinstance(error, Unavailable) and error.reason == "draining"
         if applied.plans and isinstance(error, Bf16kitError) and not stopping:
-            threading.Thread(target=self._replace, args=(rollout, applied), name="older-version", daemon=True).start()
+            given = rollout, applied, error
+            threading.Thread(target=self._replace, args=given, name="older-version", daemon=True).start()
 
-    def _replace(self, rollout: _Rollout, applied: DesiredModel) -> None:
+    def _replace(self, rollout: _Rollout, applied: DesiredModel, cause: Bf16kitError) -> None:
         """Apply what may serve instead of ``applied``, unless something else is wanted by now."""
         name = applied.name
         with self._lock:
             if self._rollouts.get(name) is not rollout or rollout.applied is not applied:
                 return
             slots = {slot.version: slot for slot in self._slots() if slot.name == name}
+            if isinstance(cause, NotLoaded):
+                slots |= {version: slot for version, slot in cause.slots.items() if version in applied.versions}
             try:
                 older = list(self._older(applied)) if rollout.loads_older else []
             except Bf16kitError as error:
                 _log.error("model %r: its older versions cannot be listed: %s", name, error)
                 older = []
-            found = instead_of(applied, slots, self._plans.get(name, {}), older)
+            found = instead_of(applied, slots, self._plans.get(name, {}), older, undone=isinstance(cause, NotLoaded))
             if found is None:
                 return
             for plan in found.plans:
@@ -118,13 +132,18 @@ class Rollouts:
 
 
 def instead_of(
-    tried: DesiredModel, slots: Mapping[int, SlotView], known: Mapping[int, Plan], older: Iterable[Plan]
+    tried: DesiredModel,
+    slots: Mapping[int, SlotView],
+    known: Mapping[int, Plan],
+    older: Iterable[Plan],
+    *,
+    undone: bool = False,
 ) -> DesiredModel | None:
     """Return what to serve now that ``tried`` could not be loaded as a whole; None if nothing else may serve.
 
     These are other versions that serve already, with the newest settings: ``known`` has their paths and stamps. If they
     are too few, and the version policy allows it, the first of ``older`` that were not tried are added. ``slots`` are
-    the model's, by version.
+    the model's, by version. ``undone``: the versions of ``tried`` that could be loaded serve only if that is said.
     """
     failing = [plan for plan in tried.plans if not _serves(slots.get(plan.version))]
     if not failing or any(plan.broken for plan in failing):
@@ -140,7 +159,7 @@ def instead_of(
     new = [plan for plan in older if plan.version not in others] if tries_older else []
     chosen = [*running, *new][: len(failing)]
     kept = [plan for plan in tried.plans if plan not in failing]
-    if not chosen and not (kept and tries_older):
+    if not chosen and not (kept and (tries_older or undone)):
         return None
     plans = tuple(sorted((*kept, *chosen), key=lambda plan: plan.version))
     failed = tuple(FailedVersion(plan, _reason(slots.get(plan.version))) for plan in failing)

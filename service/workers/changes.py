@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 import time
-from asyncio import AbstractEventLoop, Lock, gather, run_coroutine_threadsafe, sleep, wrap_future
+from asyncio import AbstractEventLoop, Lock, gather, run_coroutine_threadsafe, sleep, wait, wrap_future
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 
-from bf16kit.messages.errors import Bf16kitError, Unavailable
+from bf16kit.messages.errors import Bf16kitError, RuntimeFailure, Unavailable
 from bf16kit.messages.wording import brief
 from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
+from service.models import loads
 from service.models.plan import DesiredModel
+from service.models.rollouts import NotLoaded
 from service.peers.channel import Body, to_json
 from service.peers.peer import died
 from service.request import Precision
@@ -54,28 +56,20 @@ class WorkerModels:
     def apply(self, desired: DesiredModel) -> Future[None]:
         """Return a future that ends when every worker serves ``desired``.
 
-        A worker that dies meanwhile gets it at its restart. The future fails with Unavailable once this is closed.
+        A worker that dies meanwhile gets it at its restart. The future fails with Unavailable once this is closed, or
+        if something else is wanted before the change begins or while it takes long.
         """
         self._asked[desired.name] = desired
         return run_coroutine_threadsafe(self._apply(desired), self._loop)
 
     def apply_all(self, desired_models: Iterable[DesiredModel]) -> dict[str, Future[None]]:
-        """Serve these models and no others. Return a future per model that changes, by name, as :meth:`apply` does.
+        """Set the models that all workers start with, before any runs. Return a future per model, by name.
 
-        Before any worker runs, this sets the models that all of them start with. A future ends when no worker loads
-        the model any more, or one could not.
+        It ends when no worker loads the model any more, or one could not.
         """
-        wanted = {desired.name: desired for desired in desired_models}
-        if not self._fleet.running:
-            self._asked = dict(wanted)
-            self._fleet.change(wanted)
-            return {name: run_coroutine_threadsafe(self._loaded(each), self._loop) for name, each in wanted.items()}
-        futures = {}
-        for name in sorted({*self._asked, *wanted}):
-            desired = wanted.get(name, DesiredModel(name))
-            if self._asked.get(name) != desired:  # else it serves, is being tried, or has failed
-                futures[name] = self.apply(desired)
-        return futures
+        self._asked = {desired.name: desired for desired in desired_models}
+        self._fleet.change(self._asked)
+        return {name: run_coroutine_threadsafe(self._loaded(each), self._loop) for name, each in self._asked.items()}
 
     def close(self) -> None:
         """Start no further change: those that wait fail with Unavailable. A change in progress continues."""
@@ -106,25 +100,35 @@ class WorkerModels:
     # --- on the loop --------------------------------------------------------------------------------------------------
 
     async def _loaded(self, desired: DesiredModel) -> None:
-        """Wait until workers that begin with ``desired`` have loaded it, unless something else is wanted meanwhile."""
-        while self._asked.get(desired.name) is desired:
+        """Wait until workers that begin with ``desired`` have loaded it. Raises Unavailable if one could not."""
+        while True:
+            self._check_wanted(desired)
             slots = [self._fleet.state.slots.get((desired.name, version)) for version in desired.versions]
             if all(slot is not None and slot.state != "loading" for slot in slots):
                 for slot in slots:
                     if slot is not None and slot.state != "ready":
-                        raise Unavailable(f"model {slot.name!r} version {slot.version}: {slot.reason}")
+                        raise Unavailable(
+                            f"model {slot.name!r}: version {slot.version} cannot be loaded: {slot.reason}"
+                        )
                 return
             await sleep(_POLL_SECONDS)
+
+    def _check_wanted(self, desired: DesiredModel) -> None:
+        if self._asked[desired.name] != desired:
+            raise Unavailable(f"model {desired.name!r} is being changed again instead")
 
     async def _apply(self, desired: DesiredModel) -> None:
         async with self._turns[desired.name]:
             if self._closed:
                 raise Unavailable("the server is stopping; try another", "draining")
+            self._check_wanted(desired)
             before = self._fleet.desired_models.get(desired.name, DesiredModel(desired.name))
             try:
                 await self._apply_everywhere(before, desired)
             except Bf16kitError as error:
-                _log.error("%s", error)
+                if not _stopping(error):
+                    named = f"model {desired.name!r}: "
+                    _log.error("%s%s", named, str(error).replace(named, "", 1))
                 raise
             versions = _changed(before, desired)
             now = self._clock()
@@ -138,39 +142,62 @@ class WorkerModels:
         first = await self._try(before, desired) if desired.plans else ""
         self._fleet.change_model(desired)  # workers that start from now on begin with it
         failed = await self._all([name for name in self._fleet.running if name != first], desired)
-        if failed is not None and desired.plans:
-            self._fleet.change_model(before)
-            await self._all(self._fleet.running, before)
+        if failed is not None:
+            if first is not None and desired.plans:
+                self._fleet.change_model(before)
+                await self._go_back(self._fleet.running, before)
             raise failed
+        if first is None:
+            await self._loaded(desired)
 
-    async def _try(self, before: DesiredModel, desired: DesiredModel) -> str:
+    async def _try(self, before: DesiredModel, desired: DesiredModel) -> str | None:
         """Have one worker load ``desired``, and return the worker's name.
 
-        If that fails, restore what it served and raise its error.
+        If that fails, restore what it served and raise its error. Returns None if no worker can try: none runs, or it
+        died while nothing was served, perhaps of what it began with. Then what workers begin with must change.
         """
         first = next(iter(self._fleet.running), None)
         if first is None:
-            raise Unavailable("no worker of this server is running; try again")
+            return None
+        serving = any(slot.state == "ready" for slot in self._fleet.state.models())
         self._fleet.change_model(before, trying=desired)
+        answer = wrap_future(self._fleet.ask_to_serve(first, desired))
+        answer.add_done_callback(lambda done: done.exception())  # it is known, also if nobody waits any more
         try:
-            await wrap_future(self._fleet.ask_to_serve(first, desired))
-        except Bf16kitError:
-            if before.plans and not _serves_as_before(desired, before):
-                await self._all([first], before)
-            raise
+            begun = time.monotonic()
+            while not (await wait([answer], timeout=_POLL_SECONDS))[0]:
+                if time.monotonic() - begun >= loads.PATIENCE_SECONDS:
+                    self._check_wanted(desired)
+            await answer
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the worker is not left as it is
+            if died(error) and not serving:
+                return None
+            failed = error if isinstance(error, Bf16kitError) else RuntimeFailure(f"{first}: {brief(error)}")
+            slots = self._fleet.slots_of(first, desired.name)
+            new = [slots.get(plan.version) for plan in desired.plans if plan not in before.plans]
+            if not answer.done() or any(slot is not None and slot.state == "ready" and not slot.reason for slot in new):
+                await self._go_back([first], before)
+                failed = NotLoaded(str(failed), error, slots)
+            raise failed from None
         finally:
             self._fleet.change_model(before)
         return first
 
-    async def _all(self, names: Iterable[str], desired: DesiredModel) -> Bf16kitError | None:
+    async def _go_back(self, names: Collection[str], before: DesiredModel) -> None:
+        if (failed := await self._all(names, before)) is not None and not _stopping(failed):
+            _log.error("model %r: a worker does not serve what it did: %s", before.name, failed)
+
+    async def _all(self, names: Collection[str], desired: DesiredModel) -> NotLoaded | None:
         """Have these workers serve ``desired``.
 
         Return the first error of one that still runs: a dead one gets it anyway.
         """
         asked = [wrap_future(self._fleet.ask_to_serve(name, desired)) for name in names]
         answers = await gather(*asked, return_exceptions=True)
-        errors = (each for each in answers if isinstance(each, Bf16kitError) and not died(each))
-        return next(errors, None)
+        for name, error in zip(names, answers, strict=True):
+            if isinstance(error, BaseException) and not died(error):
+                return NotLoaded(f"{name}: {brief(error)}", error, self._fleet.slots_of(name, desired.name))
+        return None
 
 
 async def _carried_out(order: PrecisionOrder, pending: Mapping[str, Future[Body]]) -> None:
@@ -187,11 +214,8 @@ async def _carried_out(order: PrecisionOrder, pending: Mapping[str, Future[Body]
         raise next((each for each in errors.values() if not died(each)), next(iter(errors.values())))
 
 
-def _serves_as_before(desired: DesiredModel, before: DesiredModel) -> bool:
-    """Whether a worker that failed to apply ``desired`` serves what it did: nothing new, and everything it had."""
-    new = [plan for plan in desired.plans if plan not in before.plans]
-    kept = all(plan in desired.plans for plan in before.plans)
-    return len(new) == 1 and (len(desired.plans) == 1 or kept or new[0].serving.version_policy.tries_older)
+def _stopping(error: Bf16kitError) -> bool:
+    return isinstance(error, Unavailable) and error.reason == "draining"
 
 
 def _changed(before: DesiredModel, after: DesiredModel) -> list[int]:

@@ -23,7 +23,7 @@ from service.peers.child import Child
 from service.peers.peer import ENDED, Answer, Message, Peer
 from service.workers.placement import VISIBLE, gpu_for, gpus
 from service.workers.regions import FleetRegions
-from service.workers.state import Report, ServerState
+from service.workers.state import Report, ServerState, SlotState
 from service.workers.weights import WeightBroker
 
 _log = logging.getLogger(__name__)
@@ -97,6 +97,11 @@ class Fleet:
         """Stop sending the remembered message of this kind and name."""
         with self._lock:
             self._remembered.pop((kind, name), None)
+
+    def slots_of(self, worker: str, model: str) -> dict[int, SlotState]:
+        """Return a model's slots in the worker of this name, by version, as it reported them last."""
+        reports = (report for report, each in zip(self._reports, self.workers, strict=True) if each.name == worker)
+        return {slot.version: slot for report in reports if report for slot in report.slots if slot.name == model}
 
     # --- messages -----------------------------------------------------------------------------------------------------
 

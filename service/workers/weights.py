@@ -72,21 +72,28 @@ class WeightBroker:
         key, use = message.body["key"], (worker, message.body["number"])
         with self._lock:
             if key not in self._copies and len(self._copies) >= self._most_copies:
-                self._answer(use, "alone")
+                self._answer(key, use, "alone")
                 return
             copy = self._copies.setdefault(key, _Copy())
             copy.uses.append(use)
             if copy.memory is not None:
-                self._answer(use, "use", copy.memory)
+                self._answer(key, use, "use", copy.memory)
             elif copy.uses[0] == use:
-                self._answer(use, "fill")
+                self._answer(key, use, "fill")
 
     def _fill(self, worker: str, message: Message) -> None:
         with self._lock:
-            copy = self._copies[message.body["key"]]
-            copy.memory = os.dup(message.files[0])
+            key = message.body["key"]
+            copy = self._copies[key]
+            try:
+                copy.memory = os.dup(message.files[0])
+            except OSError:  # no descriptor is left: nobody else can use it
+                del self._copies[key]
+                for use in copy.uses[1:]:
+                    self._answer(key, use, "alone")
+                return
             for use in copy.uses[1:]:
-                self._answer(use, "use", copy.memory)
+                self._answer(key, use, "use", copy.memory)
 
     def _release(self, worker: str, message: Message) -> None:
         with self._lock:
@@ -94,16 +101,22 @@ class WeightBroker:
 
     # --- with the lock held -------------------------------------------------------------------------------------------
 
-    def _answer(self, use: Use, what: What, *memory: int) -> None:
-        self._tell(use[0], "weights", {"number": use[1], "do": what}, memory)
+    def _answer(self, key: str, use: Use, what: What, *memory: int) -> None:
+        try:
+            self._tell(use[0], "weights", {"number": use[1], "do": what}, memory)
+        except OSError:  # no descriptor is left for the message
+            self._tell(use[0], "weights", {"number": use[1], "do": "alone"}, ())
+            self._end(key, use)
 
     def _end(self, key: str, use: Use) -> None:
-        copy = self._copies[key]
+        copy = self._copies.get(key)
+        if copy is None or use not in copy.uses:  # it was filled, but could not be shared
+            return
         was_first = copy.uses[0] == use
         copy.uses.remove(use)
         if copy.uses:
             if was_first and copy.memory is None:
-                self._answer(copy.uses[0], "fill")
+                self._answer(key, copy.uses[0], "fill")
             return
         del self._copies[key]
         if copy.memory is not None:

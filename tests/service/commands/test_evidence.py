@@ -155,6 +155,7 @@ def test_tls_is_used_and_the_certificate_is_verified(serve: Open, run: Run, tmp_
 
 def test_wrong_usage_is_one_line(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "breach"
+    check(run("evidence", "m", "--ca", out, "--out", out), 2, "--ca, --certificate and --key need --server https://")
     for server in ("host:8002", "ftp://host:1", "http://host:1/evidence", "http://host:99999", "https://[x]:1"):
         check(run("evidence", "m", "--server", server, "--out", out), 2, "expected http://HOST:PORT, or https://")
     check(run("evidence", "m", "--key", out, "--out", out), 2, "give --certificate and --key together")

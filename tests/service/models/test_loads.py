@@ -109,6 +109,15 @@ def test_a_slow_load_is_logged_once_with_its_model_and_step(
     assert caplog.text.count("opening x.onnx") == 1
 
 
+def test_a_load_without_a_thread_is_unavailable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(Unavailable, match="can't start new thread"):
+        bench.loads.run("m", Held())
+
+
 def test_few_loads_are_left_behind(bench: Bench) -> None:
     begun = [bench.begin(0.01) for _ in range(MOST_LEFT_BEHIND)]
     for _, future in begun:

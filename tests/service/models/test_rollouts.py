@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -319,6 +321,33 @@ def test_a_polled_model_serves_once_the_cause_of_its_failed_load_has_passed(
         server.poll()
     server.wait({1: "ready"})
     assert "model 'm' could not be loaded; trying again" in caplog.text
+
+
+def test_pauses_between_tries_grow_though_a_load_takes_longer_than_a_poll(
+    tmp_path: Path,
+) -> None:
+    put(tmp_path, {1: 0})
+    now, took = 0.0, 40.0
+    begun: list[float] = []
+
+    def apply(desired: DesiredModel) -> Future[None]:
+        begun.append(now)
+        return Future()
+
+    def slots() -> list[SlotState]:
+        loading = begun and now - begun[-1] < took
+        return [SlotState("m", 1, "loading") if loading else SlotState("m", 1, "unavailable", "over the budget")]
+
+    control = Controller(
+        tmp_path, apply, lambda start: {each.name: Future() for each in start}, "poll", (), slots, lambda: now
+    )
+    control.apply_initial()
+    while len(begun) < 4:
+        control.poll(lambda: None)
+        now += 10
+    assert [after - before for before, after in itertools.pairwise(begun)] == [
+        RETRY_SECONDS * factor for factor in (2, 4, 8)
+    ]
 
 
 def test_a_desired_model_is_the_same_after_it_was_written_and_read() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -17,31 +18,43 @@ from bf16kit.messages.errors import ArtifactError, Bf16kitError, Unavailable
 from service.config.serverconfig import ServerConfig
 from service.contract import State
 from service.drift.fallbackcontroller import PrecisionOrder
+from service.models import loads
 from service.models.plan import DesiredModel, FailedVersion, Plan
-from service.models.serving import Serving
+from service.models.rollouts import Rollouts
+from service.models.serving import Serving, VersionPolicy
 from service.peers.channel import Body, to_json
+from service.peers.peer import died
 from service.workers.changes import WorkerModels
 from service.workers.fleet import Fleet
-from service.workers.state import SlotState
+from service.workers.state import Report, SlotState
 
 NONE = DesiredModel("m")
 DAMAGED = Unavailable("version 2 cannot be loaded")
 DIED = Unavailable("worker 2 of this server has ended; try again", "ended")
 
 
-def desired(*versions: int, name: str = "m", stamp: str = "") -> DesiredModel:
-    return DesiredModel(name, tuple(Plan(version, Path("/nowhere"), Serving(), stamp) for version in versions))
+def desired(*versions: int, name: str = "m", stamp: str = "", serving: Serving | None = None) -> DesiredModel:
+    return DesiredModel(
+        name, tuple(Plan(version, Path("/nowhere"), serving or Serving(), stamp) for version in versions)
+    )
 
 
 class Workers(Fleet):
-    """A fleet of three whose processes are not started: each serves what it is told, unless the test has it fail."""
+    """A fleet of three whose processes are not started: each serves what it is told, unless the test has it fail.
+
+    All of them serve a model "base", too.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(ServerConfig(repository=directory, workers=3), 1, {}, lambda worker: None)
         self.up = [worker.name for worker in self.workers]
         self.serves: dict[str, dict[str, DesiredModel]] = {name: {} for name in self.up}
         self.told: list[tuple[str, DesiredModel]] = []
-        self.wrong: dict[str, Bf16kitError] = {}  # the error of a worker that is to load something new
+        self.wrong: dict[str, Exception] = {}  # the error of a worker that is to load something new
+        self.damaged = frozenset(range(100))  # the new versions that such a worker cannot load
+        self.slots = {name: [SlotState("base", 1, "ready")] for name in self.up}
+        self.report()
+        self.hangs: DesiredModel | None = None  # never loaded
         self.held: Future[Body] | None = None  # the answer of all workers on model "m"
         self.remembered: dict[tuple[str, str], Mapping[str, Any]] = {}
         self.asked: dict[str, Future[Body]] = {}  # the answers to an order, by worker
@@ -53,14 +66,39 @@ class Workers(Fleet):
     def ask_to_serve(self, name: str, desired: DesiredModel) -> Future[Body]:
         answer: Future[Body] = Future()
         self.told.append((name, desired))
+        if desired == self.hangs:
+            return answer
         if self.held is not None and desired.name == "m":
             return self.held
-        if name in self.wrong and desired.plans and desired != self.serves[name].get(desired.name):
+        before = self.serves[name].get(desired.name, DesiredModel(desired.name))
+        if name in self.wrong and any(
+            plan not in before.plans and plan.version in self.damaged for plan in desired.plans
+        ):
+            if not died(self.wrong[name]):
+                self._load(name, desired, self.damaged - before.versions, before.versions)
             answer.set_exception(self.wrong[name])
         else:
             self.serves[name][desired.name] = desired
+            self._load(name, desired)
             answer.set_result({})
         return answer
+
+    def _load(
+        self, name: str, desired: DesiredModel, damaged: Collection[int] = (), kept: Collection[int] = ()
+    ) -> None:
+        """Set the slots of a worker as it reports them."""
+        others = [each for each in self.slots[name] if each.name != desired.name or each.version in kept]
+        new = [
+            SlotState(desired.name, each, *(("unavailable", "damaged") if each in damaged else ("ready",)))
+            for each in sorted(desired.versions - set(kept))
+        ]
+        self.slots[name] = [*others, *new]
+        self.report()
+
+    def report(self) -> None:
+        """Fold what all workers serve into the state of the server."""
+        for index, (name, slots) in enumerate(self.slots.items()):
+            self._report(index, Report(True, True, tuple(slots)) if name in self.up else None)
 
     def remember(self, kind: str, name: str, body: Mapping[str, Any]) -> None:
         self.remembered[kind, name] = body
@@ -112,29 +150,24 @@ def test_a_load_is_tried_in_one_worker_and_then_made_in_all(
 
 @pytest.mark.parametrize("error", [DAMAGED, DIED])
 @pytest.mark.parametrize(
-    ("before", "asked", "reverted"),
-    [
-        (NONE, desired(1), False),  # its slot says why
-        (desired(1), desired(2), False),  # it serves what it did, and its slot says why no more
-        (desired(1, 2), desired(2, 3), False),  # version 1 stays there, by the policy latest
-        (desired(1), desired(1, 2, 3), True),  # one of the new ones may serve
-    ],
+    ("before", "asked"),
+    [(NONE, desired(1)), (desired(1), desired(2)), (desired(1, 2), desired(2, 3)), (desired(1), desired(1, 2, 3))],
 )
 def test_a_load_that_fails_in_the_first_worker_or_kills_it_reaches_no_other(
     workers: Workers,
     changes: WorkerModels,
     changed: list[tuple[str, list[int]]],
-    error: Bf16kitError,
+    error: Exception,
     before: DesiredModel,
     asked: DesiredModel,
-    reverted: bool,
 ) -> None:
+    """It serves what it did, and its slots say why no more."""
     changes.apply(before).result(20)
     served, known = workers.desired_models, list(changed)
     workers.told.clear()
     workers.wrong["worker 1"] = error
     assert changes.apply(asked).exception(20) is error
-    assert workers.told == [("worker 1", asked), *([("worker 1", before)] if reverted else [])]
+    assert workers.told == [("worker 1", asked)]
     assert workers.desired_models == served, "a worker that starts now begins with what serves"
     assert changed == known
 
@@ -146,14 +179,56 @@ def test_a_version_that_failed_to_load_is_dropped_once_it_is_no_longer_wanted(
     workers.wrong["worker 1"] = DAMAGED
     assert changes.apply(desired(1, 2)).exception(20) is DAMAGED
     workers.told.clear()
-    changes.apply_all([desired(1)])["m"].result(20)
+    changes.apply(desired(1)).result(20)
     assert workers.told[0] == ("worker 1", desired(1))
 
 
-def test_all_workers_revert_a_load_that_fails_in_a_later_one(workers: Workers, changes: WorkerModels) -> None:
+ALL, TWO = VersionPolicy(all=True), VersionPolicy(specific=(2, 3))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("before", "policy", "asked", "damaged", "served"),
+    [(NONE, ALL, (1, 2), 2, (1,)), (desired(1), TWO, (2, 3), 3, (1, 2))],
+)
+def test_a_damaged_version_among_new_ones_takes_no_other_with_it(
+    workers: Workers,
+    changes: WorkerModels,
+    first: bool,
+    before: DesiredModel,
+    policy: VersionPolicy,
+    asked: tuple[int, ...],
+    damaged: int,
+    served: tuple[int, ...],
+) -> None:
+    """All workers serve the others, and tell why that one is not served."""
+    rollouts = Rollouts(changes.apply, changes.apply_all, workers.state.models, lambda tried: (), threading.RLock())
+    if before.plans:
+        rollouts.apply(before).result(20)
+    workers.wrong["worker 1" if first else "worker 3"] = DAMAGED
+    workers.damaged = frozenset({damaged})
+    wanted = desired(*asked, serving=Serving(version_policy=policy))
+    assert DAMAGED.args[0] in str(rollouts.apply(wanted).exception(20))
+    until(lambda: None not in workers.all_serve() and all(each.failed for each in workers.all_serve() if each))
+    for each in workers.all_serve():
+        assert each is not None
+        assert each.versions == set(served)
+        assert [(one.plan.version, one.reason) for one in each.failed] == [(damaged, "damaged")]
+    assert workers.desired_models["m"] == workers.all_serve()[0]
+
+
+@pytest.mark.parametrize("error", [DAMAGED, OSError(24, "Too many open files")])
+@pytest.mark.parametrize("worker", ["worker 1", "worker 3"])
+def test_all_workers_revert_a_load_that_fails_in_one(
+    workers: Workers, changes: WorkerModels, caplog: pytest.LogCaptureFixture, error: Exception, worker: str
+) -> None:
     changes.apply(desired(1)).result(20)
-    workers.wrong["worker 3"] = DAMAGED
-    assert changes.apply(desired(2)).exception(20) is DAMAGED
+    workers.wrong[worker] = error
+    failed = changes.apply(desired(2)).exception(20)
+    assert isinstance(failed, Bf16kitError)
+    assert str(error) in str(failed)
+    assert f"model 'm': {failed}" in caplog.text
+    assert (worker in str(failed)) is (worker == "worker 3" or isinstance(error, OSError))
     assert workers.all_serve() == [desired(1)] * 3
     assert workers.desired_models == {"m": desired(1)}
 
@@ -171,24 +246,29 @@ def test_an_unload_reaches_all_workers(workers: Workers, changes: WorkerModels) 
     assert workers.desired_models == {}
 
 
-def test_a_load_without_a_worker_is_unavailable(workers: Workers, changes: WorkerModels) -> None:
-    workers.up = []
-    assert isinstance(changes.apply(desired(1)).exception(20), Unavailable)
-
-
-def test_models_set_before_the_start_hold_for_all_and_later_only_changes_are_sent(
-    workers: Workers, changes: WorkerModels
+@pytest.mark.parametrize("dying", [False, True])
+def test_a_change_while_no_worker_serves_is_what_they_begin_with(
+    workers: Workers, changes: WorkerModels, dying: bool
 ) -> None:
-    running, workers.up = workers.up, []
-    changes.apply_all([desired(1), desired(1, name="other")])
-    assert workers.told == []
+    """Else a change that cures what ends them at every start would not reach them."""
+    up, workers.up, workers.slots = workers.up, [], {}
+    started = changes.apply_all([desired(1, stamp="too large"), desired(1, name="other")])
     assert set(workers.desired_models) == {"m", "other"}
-    workers.up = running
-    for future in changes.apply_all([desired(1), desired(1, name="new")]).values():
-        future.result(20)
-    served = {"new": desired(1, name="new"), "other": DesiredModel("other")}
-    assert list(workers.serves.values()) == [served] * 3
-    assert set(workers.desired_models) == {"m", "new"}
+    if dying:  # of what it began with
+        workers.up, workers.wrong["worker 1"] = ["worker 1"], DIED
+        workers.slots["worker 1"] = []
+    workers.report()
+    future = changes.apply(desired(1))
+    until(lambda: workers.desired_models["m"] == desired(1), what="the change")
+    workers.slots, workers.up = {name: [SlotState("m", 1, "loading")] for name in up}, up
+    workers.report()
+    with pytest.raises(TimeoutError):
+        future.result(0.5)
+    workers.slots = {name: [SlotState("m", 1, "ready"), SlotState("other", 1, "ready")] for name in up}
+    workers.report()
+    future.result(20)
+    started["other"].result(20)
+    assert "is being changed again instead" in str(started["m"].exception(20))
 
 
 def test_only_versions_with_a_different_plan_are_reported_as_changed(
@@ -217,8 +297,9 @@ def test_changes_that_wait_or_come_when_the_server_stops_are_unavailable(
     workers: Workers, changes: WorkerModels, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers.held = Future()
-    in_progress, waiting = changes.apply(desired(1)), changes.apply(desired(2))
+    in_progress = changes.apply(desired(1))
     until(lambda: workers.told, what="the first one's begin")
+    waiting = changes.apply(desired(2))
     changes.close()
     workers.held.set_result({})
     in_progress.result(20)
@@ -228,9 +309,21 @@ def test_changes_that_wait_or_come_when_the_server_stops_are_unavailable(
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("worker", ["worker 1", "worker 3"])
+def test_a_worker_that_stops_is_no_error_of_a_model(
+    workers: Workers, changes: WorkerModels, caplog: pytest.LogCaptureFixture, worker: str
+) -> None:
+    workers.wrong[worker] = Unavailable("the server is shutting down", "draining")
+    error = changes.apply(desired(1)).exception(20)
+    assert isinstance(error, Unavailable)
+    assert (error.reason, caplog.text) == ("draining", "")
+
+
 def test_a_change_that_takes_long_holds_up_only_those_of_its_own_model(workers: Workers, changes: WorkerModels) -> None:
     workers.held = Future()
-    long, next_of_it = changes.apply(desired(1)), changes.apply(desired(2))
+    long = changes.apply(desired(1))
+    until(lambda: workers.told, what="its begin")
+    next_of_it = changes.apply(desired(2))
     for number in range(20):
         changes.apply(desired(1, name=f"other {number}")).result(20)
     assert [each for _, each in workers.told if each.name == "m"] == [desired(1)]
@@ -256,29 +349,45 @@ def test_what_the_workers_begin_with_has_failed_once_it_failed_in_one_and_none_l
     with pytest.raises(TimeoutError):
         futures["m"].result(0.5)
     report("ready", "unavailable", "loading")
-    assert str(futures["m"].exception(20)) == "model 'm' version 2: damaged"
+    assert str(futures["m"].exception(20)) == "model 'm': version 2 cannot be loaded: damaged"
     assert not futures["old"].done()
     report("ready", "loading", "ready")
     futures["old"].result(20)
 
 
-def test_what_is_being_tried_or_has_failed_is_not_tried_again_because_another_model_changes(
-    workers: Workers, changes: WorkerModels, caplog: pytest.LogCaptureFixture
+def test_a_repository_put_back_while_a_change_is_being_loaded_is_followed(
+    workers: Workers, changes: WorkerModels
 ) -> None:
-    changes.apply(desired(1, name="old")).result(20)
-    workers.wrong["worker 1"] = DAMAGED
-    assert changes.apply_all([desired(1, name="old"), desired(2)])["m"].exception(20) is DAMAGED
-    assert "version 2 cannot be loaded" in caplog.text
-    workers.wrong.clear()
-    assert list(changes.apply_all([desired(2, name="old"), desired(2)])) == ["old"]
-    workers.held = Future()
-    trying = changes.apply_all([desired(2, name="old"), desired(5)])["m"]
-    assert changes.apply_all([desired(2, name="old"), desired(5)]) == {}
-    back = changes.apply_all([desired(2, name="old"), desired(2)])["m"]
+    rollouts = Rollouts(changes.apply, changes.apply_all, workers.state.models, lambda tried: (), threading.RLock())
+    rollouts.apply(desired(1)).result(20)
+    workers.held, workers.told = Future(), []
+    rollouts.replace_all([desired(2)])
+    until(lambda: workers.told, what="the begin")
+    rollouts.replace_all([desired(2)])
+    rollouts.replace_all([desired(1)])
     workers.held.set_result({})
-    trying.result(20)
-    back.result(20)
-    assert workers.desired_models["m"] == desired(2)
+    until(lambda: workers.told[-3:] == [(f"worker {at}", desired(1)) for at in (1, 2, 3)], what="the way back")
+    until(lambda: workers.desired_models["m"] == desired(1))
+    assert len(workers.told) == 6
+
+
+def test_a_change_that_is_not_wanted_any_more_is_not_begun_and_holds_up_the_next_for_a_while_only(
+    workers: Workers, changes: WorkerModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "PATIENCE_SECONDS", 0.01)
+    workers.hangs = desired(1)
+    hanging = changes.apply(desired(1))
+    until(lambda: workers.told, what="the begin")
+    with pytest.raises(TimeoutError):
+        hanging.result(0.5)  # nothing else is wanted yet
+    monkeypatch.setattr(loads, "PATIENCE_SECONDS", math.inf)
+    never, last = changes.apply(desired(2)), changes.apply(desired(3))
+    monkeypatch.setattr(loads, "PATIENCE_SECONDS", 0.01)
+    last.result(20)
+    for superseded in (hanging, never):
+        assert "is being changed again instead" in str(superseded.exception(20))
+    told = [("worker 1", desired(1)), ("worker 1", NONE), *((f"worker {at}", desired(3)) for at in (1, 2, 3))]
+    assert workers.told == told
 
 
 # --- which precision answers ------------------------------------------------------------------------------------------

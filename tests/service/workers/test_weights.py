@@ -300,3 +300,36 @@ def test_beyond_the_limit_of_copies_each_worker_makes_its_own(caplog: pytest.Log
     assert len(mappings()) == 1
     del kept
     server.close()
+
+
+@pytest.mark.parametrize("when", ["filled", "waiting", "later"])
+def test_without_a_descriptor_for_the_others_each_makes_its_own(when: str) -> None:
+    """Nobody waits for ever, and the copy is freed with the uses that are left."""
+    answers: list[tuple[str, str]] = []
+    full = False
+
+    def tell(worker: str, kind: str, body: Mapping[str, Any], files: Sequence[int]) -> None:
+        if full and files:
+            raise OSError(24, "Too many open files")
+        answers.append((worker, body["do"]))
+
+    broker = WeightBroker(tell)
+    request = {"key": "key", "number": 0}
+
+    def send(kind: str, worker: str, *files: int) -> None:
+        broker.handlers[kind](worker, Message(request, files))
+
+    with (Path("/dev/zero")).open() as memory:
+        send("weights", "first")
+        if when != "later":
+            send("weights", "second")
+        full = when == "waiting"
+        send("filled", "first", -1 if when == "filled" else memory.fileno())  # -1 cannot be duplicated either
+        full = when == "later"
+        if full:
+            send("weights", "second")
+    assert answers == [("first", "fill"), ("second", "alone")]
+    send("released", "first")
+    full = False
+    send("weights", "third")
+    assert answers[2:] == [("third", "fill")]
