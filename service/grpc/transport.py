@@ -156,6 +156,7 @@ class Transport:
         completed = self._wait_empty(until)
         self._server.stop(0)
         self._watchdog.stop()
+        self._wait_empty(time.monotonic() + _FINAL_WAIT_SECONDS)
         # The threads get a moment: a run that was cut off may never end.
         closing = threading.Thread(target=self._close_pools, name="grpc-closing", daemon=True)
         closing.start()
