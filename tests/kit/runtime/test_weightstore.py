@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +40,10 @@ def descriptors(of: str = "") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def descriptor() -> int:
-    return create_filled(SIZE, fill)
+def descriptor() -> Iterator[int]:
+    filled = create_filled(SIZE, fill)
+    yield filled
+    os.close(filled)  # other tests count the copies that this process has open
 
 
 def test_filled_memory_is_mapped_read_only_and_aligned(descriptor: int) -> None:
