@@ -197,7 +197,7 @@ class Batcher:
                 now = time.monotonic()
                 expired = self._expire(now)
                 extra = not self._idle
-                batch = self._queue.pop_batch(now, self._fits if extra else self._may_run)
+                batch = self._queue.pop_batch(now, self._fits) if extra else self._queue.pop_batch(now)
                 if batch:
                     self._begin(batch[0].shape, extra)
                     self._room.notify(len(batch))  # as many places are free now; hundreds may wait for one
@@ -258,9 +258,6 @@ class Batcher:
             self._extra += change
         else:
             self._idle += change
-
-    def _may_run(self, _: Pending) -> bool:
-        return True
 
     def _fits(self, job: Pending) -> bool:
         """Return whether an extra instance may run such a batch now. It must be long enough to gain anything."""

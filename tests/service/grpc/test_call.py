@@ -19,7 +19,7 @@ from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
 from service.grpc import admission as admission_module
 from service.grpc import arrival
-from service.grpc.call import Call, InferenceCall, UnaryCall
+from service.grpc.call import Call, InferenceCall
 from service.grpc.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
@@ -160,18 +160,11 @@ def test_large_requests_that_wait_to_be_decoded_are_counted() -> None:
         go.set()
 
 
-def test_a_bug_in_answering_ends_a_call_and_not_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", ["start", "_answer"])
+def test_a_bug_in_a_call_ends_that_call_and_not_the_server(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     with serving(LoopbackModel()) as served:
         with monkeypatch.context() as patched:
-            patched.setattr(InferenceCall, "_answer", lambda *_: 1 // 0)
-            assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
-        assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo"
-
-
-def test_a_bug_in_admission_ends_a_call_and_not_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(LoopbackModel()) as served:
-        with monkeypatch.context() as patched:
-            patched.setattr(UnaryCall, "start", lambda *_: 1 // 0)
+            patched.setattr(InferenceCall, broken, lambda *_: 1 // 0)
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
         assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo"
         assert served.transport.pools["inference"].shares.in_use <= 1  # the last call's, until gRPC reports its end
