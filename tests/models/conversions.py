@@ -18,7 +18,8 @@ from bf16kit.artifact.manifest import Manifest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD = Path(os.environ.get("BF16KIT_MODELS", ROOT / "build" / "models"))
-SITE = BUILD / "site"  # where requirements.txt is installed: only these tests and their conversions use it
+# Where tests/environments/models.txt is installed: only these tests and their conversions use it.
+SITE = ROOT / "build" / "environments" / "models" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
 MEASURED = BUILD / "measured.json"
 LONGEST = 900.0  # seconds of one conversion: its search may take 300, and more to finish a step on a busy machine
 

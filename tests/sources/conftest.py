@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-_ENVIRONMENTS = Path(__file__).parents[2] / "build" / "sources"
+_ENVIRONMENTS = Path(__file__).parents[2] / "build" / "environments"
 Environment = Callable[[str], Path]
 
 

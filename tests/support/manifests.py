@@ -27,7 +27,7 @@ WAYS = {
     "demo": ("--values", str(DEPLOY / "helm" / "demo.yaml")),
 }
 KUBERNETES = "1.37"  # the version whose schemas are used
-_TOOLS = ROOT / "build" / "kubernetes"
+_TOOLS = ROOT / "build" / "environments" / "helm" / "bin"
 
 Manifest = dict[str, Any]
 

@@ -159,7 +159,7 @@ def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
 
 
 def test_the_commands_install_the_versions_that_are_tested() -> None:
-    tested = set((_ROOT / "tests" / "sources" / "tensorflow.txt").read_text().split())
+    tested = set((_ROOT / "tests" / "environments" / "tensorflow.txt").read_text().split())
     said = re.findall(r"\S+==\S+", tensorflow.PREPARE[1])
     assert [pin.partition("==")[0] for pin in said] == ["tensorflow-cpu", "tf2onnx"]
     assert tested.issuperset(said)
