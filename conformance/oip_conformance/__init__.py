@@ -1,4 +1,4 @@
-"""A conformance suite for the Open Inference Protocol v2 over gRPC as Triton implements it: ``python -m conformance``.
+"""A conformance suite for the Open Inference Protocol v2 over gRPC as Triton implements it: ``oip-conformance``.
 
-It is only a client: it imports nothing of this repository, and can check any server.
+It is only a client, and can check any server.
 """

@@ -1,4 +1,4 @@
-"""``python -m conformance``: the command line. Exit codes: 0 conforms, 1 does not, 2 could not be checked."""
+"""The command ``oip-conformance``. Exit codes: 0 conforms, 1 does not, 2 could not be checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from oip_conformance import reports
+from oip_conformance import compare, reports
 from oip_conformance.checks import CHECKS
 from oip_conformance.models import UsageError, discover, parse_input, preference
 from oip_conformance.protocol import inference_pb2 as pb
@@ -25,12 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write("".join(f"{c.id}  [{c.level.value}]  {c.rule} ({c.source})\n" for c in CHECKS))
         return 0
     try:
+        if args.compare:
+            sys.stdout.write(compare.tables(args.compare))
+            return 0
         if not args.address:
             raise UsageError("say which server: HOST:PORT")
         results, server = _run_checks(args)
         _write_reports(args, results, server)
     except (UsageError, OSError) as error:
-        sys.stderr.write(f"conformance: {error}\n")
+        sys.stderr.write(f"oip-conformance: {error}\n")
         return 2
     return 1 if reports.failed(results) else 0
 
@@ -43,16 +46,15 @@ def _run_checks(args: argparse.Namespace) -> tuple[list[Result], str]:
         if not target.wait(args.patience):
             raise UsageError(f"no gRPC server answers at {args.address}")
         session = _session(args, target)
-        server = server_label(session)
         checks = select_checks(CHECKS, args.check, args.skip)
         if not checks:
             raise UsageError("no check has such an id; --list lists them")
-        return run(session, checks), server
+        return run(session, checks), server_label(session)
 
 
 def _session(args: argparse.Namespace, target: Target) -> Session:
     models = discover(target, args.model, dict(parse_input(text) for text in args.input))
-    metadata = target.call("ServerMetadata", pb.ServerMetadataRequest())
+    metadata = target.call(pb.ServerMetadataRequest())
     declared = metadata.message.extensions if metadata.ok else ()
     options = Options(
         args.control, args.same_host or _local(args.address), args.dangerous, args.patience, args.region_prefix
@@ -60,7 +62,7 @@ def _session(args: argparse.Namespace, target: Target) -> Session:
     usable = [m for m in sorted(models, key=preference) if _responds(target, Session(target, m, models, frozenset()))]
     if not usable:
         session = Session(target, models[0], models, frozenset())
-        refused = target.call("ModelInfer", session.request())
+        refused = target.call(session.request())
         raise UsageError(
             f"no model answers to inputs made up from its metadata ({models[0].name}: {refused});"
             " say what one wants with --input NAME=SHAPE/VALUES"
@@ -73,7 +75,7 @@ def _session(args: argparse.Namespace, target: Target) -> Session:
 
 
 def _responds(target: Target, session: Session) -> bool:
-    return target.call("ModelInfer", session.request()).ok
+    return target.call(session.request()).ok
 
 
 def _write_reports(args: argparse.Namespace, results: list[Result], server: str) -> None:
@@ -97,64 +99,36 @@ def _local(address: str) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m conformance",
-        description="Holds a server to the Open Inference Protocol v2 over gRPC, as Triton speaks it.",
-        epilog="Exit codes: 0 conforms, 1 breaks a rule of level MUST or TRITON, 2 could not be tried.",
+        prog="oip-conformance",
+        description="Checks a server against the Open Inference Protocol v2 over gRPC, as Triton implements it.",
+        epilog="Exit codes: 0 conforms, 1 breaks a rule of level MUST or TRITON, 2 could not be checked.",
     )
     add = parser.add_argument
+
+    def repeated(option: str, value: str, about: str) -> None:
+        add(option, action="append", default=[], metavar=value, help=about)
+
+    def seconds(option: str, about: str) -> None:
+        add(option, type=float, default=10.0, metavar="SECONDS", help=f"{about} (%(default)s)")
+
     add("address", nargs="?", default="", metavar="HOST:PORT", help="of the server's gRPC port")
-    add(
-        "--model",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="to try (repeat for more); otherwise all that are ready",
-    )
-    add(
-        "--input",
-        action="append",
-        default=[],
-        metavar="NAME=SHAPE[/VALUES]",
-        help="what an input wants: ids=1,8/101,2023 or x=1,16/0..1",
-    )
+    repeated("--model", "NAME", "a model to check (repeat for more); without it every model that is ready")
+    repeated("--input", "NAME=SHAPE[/VALUES]", "what an input needs: ids=1,8/101,2023 or x=1,16/0..1")
     add("--control", default="", metavar="NAME", help="a model that may be unloaded and loaded again")
-    add(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="EXTENSION",
-        help="try an extension that the server does not declare",
-    )
-    add("--dangerous", action="store_true", help="try, last of all, what has ended servers")
+    repeated("--assume", "EXTENSION", "check an extension that the server does not declare")
+    add("--dangerous", action="store_true", help="send, last of all, what has crashed servers")
     add("--same-host", action="store_true", help="the server can open this machine's /dev/shm (known for loopback)")
     add("--region-prefix", default="conformance_", metavar="TEXT", help="of the keys of shared memory (%(default)s)")
-    add(
-        "--metadata",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="to send with each call, e.g. authorization=Bearer …",
-    )
-    add(
-        "--tls",
-        nargs="?",
-        const="",
-        metavar="CA.pem",
-        help="over TLS, the server's certificate signed by this authority",
-    )
-    add("--check", action="append", default=[], metavar="ID", help="make these checks alone (* matches)")
-    add("--skip", action="append", default=[], metavar="ID", help="leave these checks out (* matches)")
-    add("--timeout", type=float, default=10.0, metavar="SECONDS", help="for each call (%(default)s)")
-    add(
-        "--patience",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="for a connection, and for what is done a moment after its answer (%(default)s)",
-    )
+    repeated("--metadata", "KEY=VALUE", "to send with each call, e.g. authorization=Bearer …")
+    add("--tls", nargs="?", const="", metavar="CA.pem", help="use TLS; this authority signed the server's certificate")
+    repeated("--check", "ID", "run only these checks (* matches)")
+    repeated("--skip", "ID", "leave out these checks (* matches)")
+    seconds("--timeout", "for each call")
+    seconds("--patience", "for a connection, and for effects that follow a response")
     add("--junit", default="", metavar="FILE", help="write JUnit's XML")
     add("--table", default="", metavar="FILE", help="write a table in Markdown")
     add("--json", action="store_true", help="print everything as JSON")
-    add("--verbose", "-v", action="store_true", help="print the checks that passed and were skipped, too")
+    add("--verbose", "-v", action="store_true", help="also print the checks that passed or were skipped")
     add("--list", action="store_true", help="print every check and its rule, and end")
+    add("--compare", nargs="+", metavar="NAME=FILE", help="print tables of several servers' --json, and end")
     return parser

@@ -1,4 +1,4 @@
-"""Compares several servers: ``python -m conformance.compare NAME=FILE.json[,FILE.json] …`` prints tables.
+"""Compares several servers: ``oip-conformance --compare NAME=FILE.json[,FILE.json] …`` prints tables.
 
 Several files for one server are from runs between restarts. A later result replaces an earlier one unless it was
 skipped.
@@ -7,29 +7,29 @@ skipped.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from oip_conformance.models import UsageError
+from oip_conformance.reports import cell
+
 Run = Mapping[str, Mapping[str, Any]]  # check id → the check's entry in the output of ``--json``
 _MARKS = {"pass": "✓", "FAIL": "**✗**", "told": "told", "skip": "–"}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the tables; return the exit code."""
+def tables(arguments: Sequence[str]) -> str:
+    """Return the tables for arguments ``NAME=FILE.json[,FILE.json]``. Raises :class:`UsageError`."""
     runs = {name: _read(files) for name, _, files in (argument.partition("=") for argument in arguments)}
-    if not runs or not all(runs.values()):
-        sys.stderr.write("conformance.compare: expected NAME=FILE.json[,FILE.json] …, each from --json\n")
-        return 2
-    sys.stdout.write("\n".join([*_counts(runs), "", *_broken(runs), "", *_all(runs), ""]))
-    return 0
+    if not all(runs.values()):
+        raise UsageError("--compare: expected NAME=FILE.json[,FILE.json] …, each file from --json")
+    return "\n".join([*_counts(runs), "", *_broken(runs), "", *_all(runs), ""])
 
 
 def _read(files: str) -> Run:
     run: dict[str, Mapping[str, Any]] = {}
-    for file in files.split(","):
+    for file in filter(None, files.split(",")):
         for check in json.loads(Path(file).read_text())["checks"]:
             if check["id"] not in run or check["outcome"] != "skip":
                 run[check["id"]] = check
@@ -53,7 +53,7 @@ def _broken(runs: Mapping[str, Run]) -> list[str]:
         for id, check in run.items():
             if check["outcome"] == "FAIL" and check["level"] == "MUST":
                 outcome = f"expected {check['expected']}; came {check['came']}"
-                lines.append(f"| `{id}`: {check['rule']} | {name} | {_cell(outcome)} |")
+                lines.append(f"| `{id}`: {check['rule']} | {name} | {cell(outcome, 120)} |")
     return lines
 
 
@@ -64,7 +64,7 @@ def _all(runs: Mapping[str, Run]) -> list[str]:
     for id, check in first.items():
         if "/" not in id:
             cells = [_mark(run, id) for run in runs.values()]
-            lines.append(f"| `{id}` {_cell(check['rule'], 400)} | {check['level']} | " + " | ".join(cells) + " |")
+            lines.append(f"| `{id}` {cell(check['rule'], 400)} | {check['level']} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -75,13 +75,3 @@ def _mark(run: Run, id: str) -> str:
         mark += " **status**" if status["outcome"] == "FAIL" else ""
         mark += " text" if text is not None and text["outcome"] == "told" else ""
     return mark
-
-
-def _cell(text: str, most: int = 120) -> str:
-    line = " ".join(text.split())
-    line = line if len(line) <= most else f"{line[:most]}…"
-    return line.replace("|", "\\|").replace("<", "&lt;")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

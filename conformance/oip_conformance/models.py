@@ -115,7 +115,7 @@ class Model:
 def discover(target: Target, names: Sequence[str], inputs: Mapping[str, InputSetting]) -> list[Model]:
     """Return the models called ``names``, or else those in the repository's index. Raises :class:`UsageError`."""
     if not names:
-        index = target.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
+        index = target.call(pb.RepositoryIndexRequest(ready=True))
         if not index.ok:
             raise UsageError(f"the server does not list its models ({index}); name one with --model")
         names = list(dict.fromkeys(m.name for m in index.message.models if m.state in ("READY", "")))
@@ -129,10 +129,10 @@ def discover(target: Target, names: Sequence[str], inputs: Mapping[str, InputSet
 
 
 def _describe(target: Target, name: str, inputs: Mapping[str, InputSetting]) -> Model | None:
-    metadata = target.call("ModelMetadata", pb.ModelMetadataRequest(name=name))
+    metadata = target.call(pb.ModelMetadataRequest(name=name))
     if not metadata.ok or any(spec.datatype not in DATATYPES for spec in metadata.message.inputs):
         return None
-    config = target.call("ModelConfig", pb.ModelConfigRequest(name=name))
+    config = target.call(pb.ModelConfigRequest(name=name))
     model = Model(name, metadata.message, config.message.config if config.ok else None)
     return replace(model, known={spec.name: inputs[spec.name] for spec in model.inputs if spec.name in inputs})
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from oip_conformance.suite import Check, Level
+from oip_conformance.target import brief
 
 
 class Outcome(enum.Enum):
@@ -63,8 +64,8 @@ def lines(results: Sequence[Result], *, all_of_them: bool = False) -> str:
         head = f"{result.outcome.value}  {result.check.id}  [{result.check.level.value}]"
         if result.outcome in (Outcome.FAILED, Outcome.WARNED):
             parts.append(
-                f"{head}\n  rule      {result.check.rule} ({result.check.source})\n  sent      {_short(result.sent)}\n"
-                f"  expected  {result.expected}\n  came      {_short(result.actual)}"
+                f"{head}\n  rule      {result.check.rule} ({result.check.source})\n  sent      {brief(result.sent)}\n"
+                f"  expected  {result.expected}\n  came      {brief(result.actual)}"
             )
         elif all_of_them:
             parts.append(head + (f"  {result.reason}" if result.reason else ""))
@@ -78,14 +79,9 @@ def table(results: Sequence[Result], server: str) -> str:
         "| check | level | result | rule | what came |\n|---|---|---|---|---|",
     ]
     for result in results:
-        cells = (
-            f"`{result.check.id}`",
-            result.check.level.value,
-            result.outcome.value,
-            result.check.rule,
-            result.details,
-        )
-        rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+        check = result.check
+        texts = (f"`{check.id}`", check.level.value, result.outcome.value, check.rule, result.details)
+        rows.append("| " + " | ".join(map(cell, texts)) + " |")
     return "\n".join(rows) + "\n"
 
 
@@ -99,9 +95,9 @@ def as_json(results: Sequence[Result], server: str) -> str:
             "rule": result.check.rule,
             "extension": result.check.needs,
             "outcome": result.outcome.value,
-            "sent": _short(result.sent, 2000),
+            "sent": brief(result.sent, 2000),
             "expected": result.expected,
-            "came": _short(result.actual, 2000),
+            "came": brief(result.actual, 2000),
             "why": result.reason,
         }
         for result in results
@@ -123,7 +119,7 @@ def junit(results: Sequence[Result], server: str) -> bytes:
     for result in results:
         group, _, name = result.check.id.partition(".")
         case = ElementTree.SubElement(suite, "testcase", classname=group, name=name, time=f"{result.seconds:.3f}")
-        text = _printable(f"{result.check.rule}\nsent: {_short(result.sent)}\n{result.details}")
+        text = _printable(f"{result.check.rule}\nsent: {brief(result.sent)}\n{result.details}")
         if result.outcome is Outcome.FAILED:
             ElementTree.SubElement(case, "failure", message=_printable(result.details)[:500]).text = text
         elif result.outcome is Outcome.SKIPPED:
@@ -133,13 +129,9 @@ def junit(results: Sequence[Result], server: str) -> bytes:
     return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
 
 
-def _cell(text: str) -> str:
-    return " ".join(_short(text, 160).replace("|", "\\|").replace("<", "&lt;").split())
-
-
-def _short(text: str, most: int = 600) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[:most]}… ({len(line)} characters)"
+def cell(text: str, most: int = 160) -> str:
+    """Return a text in one line for a table in Markdown, cut short."""
+    return brief(text, most).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _printable(text: str) -> str:

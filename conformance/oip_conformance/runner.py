@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from oip_conformance.protocol import inference_pb2 as pb
@@ -21,19 +21,9 @@ def select_checks(checks: Iterable[Check], only: Sequence[str], without: Sequenc
     return [check for check in checks if (not only or listed(check, only)) and not listed(check, without)]
 
 
-def run(
-    session: Session, checks: Iterable[Check], on_result: Callable[[Result], None] = lambda result: None
-) -> list[Result]:
-    """Run every check and return its result; ``on_result`` gets each one.
-
-    A check of an extension that the server does not declare is skipped.
-    """
-    results = []
-    for check in checks:
-        result = _run_check(session, check)
-        on_result(result)
-        results.append(result)
-    return results
+def run(session: Session, checks: Iterable[Check]) -> list[Result]:
+    """Run every check and return its result. A check of an extension that the server does not declare is skipped."""
+    return [_run_check(session, check) for check in checks]
 
 
 def _run_check(session: Session, check: Check) -> Result:
@@ -56,5 +46,5 @@ def _run_check(session: Session, check: Check) -> Result:
 
 def server_label(session: Session) -> str:
     """Return the server's own name and version."""
-    answer = session.target.call("ServerMetadata", pb.ServerMetadataRequest())
+    answer = session.target.call(pb.ServerMetadataRequest())
     return f"{answer.message.name} {answer.message.version}" if answer.ok else "a server without metadata"

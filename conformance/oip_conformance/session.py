@@ -15,14 +15,14 @@ from oip_conformance.target import Response, Target
 from oip_conformance.wire import Array, Tensor, encode, fill_contents
 
 #: For each extension with RPCs of its own, a call that changes nothing, for a model's name.
-PROBES: Mapping[str, Callable[[str], tuple[str, Message]]] = {
-    "model_configuration": lambda name: ("ModelConfig", pb.ModelConfigRequest(name=name)),
-    "statistics": lambda name: ("ModelStatistics", pb.ModelStatisticsRequest(name=name)),
-    "model_repository": lambda name: ("RepositoryIndex", pb.RepositoryIndexRequest()),
-    "system_shared_memory": lambda name: ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest()),
-    "cuda_shared_memory": lambda name: ("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest()),
-    "trace": lambda name: ("TraceSetting", pb.TraceSettingRequest()),
-    "logging": lambda name: ("LogSettings", pb.LogSettingsRequest()),
+PROBES: Mapping[str, Callable[[str], Message]] = {
+    "model_configuration": lambda name: pb.ModelConfigRequest(name=name),
+    "statistics": lambda name: pb.ModelStatisticsRequest(name=name),
+    "model_repository": lambda name: pb.RepositoryIndexRequest(),
+    "system_shared_memory": lambda name: pb.SystemSharedMemoryStatusRequest(),
+    "cuda_shared_memory": lambda name: pb.CudaSharedMemoryStatusRequest(),
+    "trace": lambda name: pb.TraceSettingRequest(),
+    "logging": lambda name: pb.LogSettingsRequest(),
 }
 _LOCKED = (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)
 
@@ -55,7 +55,7 @@ class Session:
         """Return the call and its response; it is made only once, however many checks use it."""
         if name not in self._invalid_calls:
             call = make_call(self)
-            self._invalid_calls[name] = call, self.target.call(call.rpc, call.message)
+            self._invalid_calls[name] = call, self.target.call(call.message)
         return self._invalid_calls[name]
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Session:
 
     def infer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
         """Send a request that must succeed, and return the response; :class:`Failed` if it does not."""
-        response = self.target.call("ModelInfer", request)
+        response = self.target.call(request)
         if not response.ok:
             raise Failed("an answer", response, request)
         message: pb.ModelInferResponse = response.message
@@ -99,7 +99,7 @@ class Session:
 
     def alive(self) -> None:
         """Raise :class:`Failed` if the server no longer responds."""
-        response = self.target.call("ServerLive", pb.ServerLiveRequest())
+        response = self.target.call(pb.ServerLiveRequest())
         if not response.ok or not response.message.live:
             raise Failed("the server to live on", response, "ServerLive after what came before")
         self.infer(self.request())
@@ -146,7 +146,7 @@ def restricted_extensions(target: Target, model: str, extensions: Iterable[str])
     refused = {}
     for extension in extensions:
         if extension in PROBES:
-            response = target.call(*PROBES[extension](model))
+            response = target.call(PROBES[extension](model))
             if response.code in _LOCKED or (
                 response.code is Code.UNAVAILABLE and "restricted" in response.details
             ):  # Triton

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import grpc
 from google.protobuf.message import Message
 
+from oip_conformance.target import rpc_of
+
 if TYPE_CHECKING:
     from oip_conformance.session import Session
 
@@ -23,6 +25,9 @@ class Level(enum.Enum):
     MUST = "MUST"  # written in the protocol, in a declared extension's document, or in gRPC's documents
     TRITON = "TRITON"  # not written, but observed in Triton, so that its clients rely on it
     SHOULD = "SHOULD"  # makes a server pleasant to use; reported, not counted
+
+
+MUST, TRITON, SHOULD = Level.MUST, Level.TRITON, Level.SHOULD
 
 
 class Failed(Exception):
@@ -66,11 +71,10 @@ def must(condition: object, expected: str, actual: object, sent: object = "") ->
 
 @dataclass(frozen=True, slots=True)
 class InvalidCall:
-    """A message for an RPC, and words of which a good rejection contains at least one."""
+    """A request, and words of which a good rejection contains at least one."""
 
     message: Message
     keywords: Sequence[str] = ()
-    rpc: str = "ModelInfer"
 
 
 def refusal(
@@ -90,7 +94,7 @@ def refusal(
 
     def refused(session: Session) -> None:
         call, response = session.call_once(name, make_call)
-        must(not response.ok, f"{call.rpc} to be refused", response, call.message)
+        must(not response.ok, f"{rpc_of(call.message)} to be refused", response, call.message)
 
     def by_code(session: Session) -> None:
         call, response = session.call_once(name, make_call)

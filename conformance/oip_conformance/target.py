@@ -32,7 +32,9 @@ class Response:
         return self.code is grpc.StatusCode.OK
 
     def __str__(self) -> str:
-        return f"OK: {brief(self.message)}" if self.ok else f"{self.code.name}: {self.details[:600]!r}"
+        if not self.ok:
+            return f"{self.code.name}: {self.details[:600]!r}"
+        return f"OK: {brief(self.message) or '(empty)'}"
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class StreamResponse:
     details: str = ""
 
     def __str__(self) -> str:
-        text = "; ".join(brief(message) for message in self.messages) or "no message"
+        text = "; ".join(brief(message) or "(empty)" for message in self.messages) or "no message"
         return f"{text}; then {self.code.name}{f': {self.details[:300]!r}' if self.details else ''}"
 
 
@@ -66,31 +68,27 @@ class Target:
             return False
         return True
 
-    def call(self, rpc: str, message: Message, *, timeout: float | None = None, gzip: bool = False) -> Response:
-        """Make one call of the inference service and return its result."""
-        send = self._channel.unary_unary(
-            f"/{SERVICE}/{rpc}",
-            request_serializer=type(message).SerializeToString,
-            response_deserializer=GetMessageClass(_RPCS[rpc].output_type).FromString,
-        )
+    def call(self, message: Message, *, timeout: float | None = None, gzip: bool = False) -> Response:
+        """Make the call of the inference service that takes this request, and return its result."""
+        compression = grpc.Compression.Gzip if gzip else None
         return self._outcome(
-            lambda: send(
-                message,
-                timeout=timeout or self._timeout,
-                metadata=self._metadata,
-                compression=grpc.Compression.Gzip if gzip else None,
+            lambda: self._sender(message)(
+                message, timeout=timeout or self._timeout, metadata=self._metadata, compression=compression
             )
         )
 
-    def start(self, rpc: str, message: Message) -> grpc.Future[Any]:
+    def start(self, message: Message) -> grpc.Future[Any]:
         """Start a call without waiting for its result."""
-        send = self._channel.unary_unary(
+        future: grpc.Future[Any] = self._sender(message).future(message, timeout=self._timeout, metadata=self._metadata)
+        return future
+
+    def _sender(self, message: Message) -> Any:
+        rpc = rpc_of(message)
+        return self._channel.unary_unary(
             f"/{SERVICE}/{rpc}",
             request_serializer=type(message).SerializeToString,
             response_deserializer=GetMessageClass(_RPCS[rpc].output_type).FromString,
         )
-        future: grpc.Future[Any] = send.future(message, timeout=self._timeout, metadata=self._metadata)
-        return future
 
     def finish(self, future: grpc.Future[Any]) -> Response:
         """Return the result of a call that was started."""
@@ -158,9 +156,14 @@ def connect(address: str, authority: bytes | None = None) -> grpc.Channel:
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(authority or None), options=options)
 
 
+def rpc_of(message: Message) -> str:
+    """Return the name of the RPC that takes this request."""
+    return message.DESCRIPTOR.name.removesuffix("Request")
+
+
 def brief(message: object, most: int = 600) -> str:
     """Return a message in one line, cut short."""
-    text = " ".join(str(message).split()) or "(empty)"
+    text = " ".join(str(message).split())
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 

@@ -16,7 +16,6 @@ from oipserver import oip_server
 from twists import put, refusing
 
 from oip_conformance.cli import main
-from oip_conformance.compare import main as compare
 from oip_conformance.models import InputSetting, UsageError, parse_input
 
 ECHO = ("--model", "echo", "--check", "server.*", "--check", "infer.id")
@@ -63,6 +62,7 @@ def test_a_failed_should_rule_is_reported_but_gives_exit_code_0(capsys: pytest.C
         (["{}", "--check", "no.such.check"], "no check has such an id"),
         (["{}", "--input", "x_FP32"], "expected NAME=SHAPE"),
         (["{}", "--model", "echo", "--input", "x_FP32=1,5"], "say what one wants with --input"),
+        (["--compare", "A="], "expected NAME=FILE.json"),
         (["{}", "--junit", "/no/such/directory/file", *ECHO], "/no/such/directory/file"),
     ],
 )
@@ -117,7 +117,7 @@ def test_compare_puts_runs_side_by_side(
     for name, address in (("right", right), ("wrong", wrong)):
         main([address, *ECHO, "--json"])
         (tmp_path / name).write_text(capsys.readouterr().out)
-    assert compare([f"A={tmp_path / 'right'}", f"B={tmp_path / 'wrong'}"]) == 0
+    assert main(["--compare", f"A={tmp_path / 'right'}", f"B={tmp_path / 'wrong'}"]) == 0
     said = capsys.readouterr().out
     assert "| A | 8 | 0 | 0 | 0 | 0 |" in said
     assert "| MUST | ✓ | **✗** |" in said
@@ -130,7 +130,7 @@ def test_compare_merges_runs_of_one_server_and_prefers_tested_results(
         main([right, "--check", "danger.classes-of-strings", "--json", *more])
         (tmp_path / name).write_text(capsys.readouterr().out)
     for order in (("first", "second"), ("second", "first")):
-        assert compare(["A=" + ",".join(str(tmp_path / name) for name in order)]) == 0
+        assert main(["--compare", "A=" + ",".join(str(tmp_path / name) for name in order)]) == 0
         assert "| A | 1 | 0 | 0 | 0 | 0 |" in capsys.readouterr().out
 
 

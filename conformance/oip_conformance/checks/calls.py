@@ -8,7 +8,7 @@ from oip_conformance.checks.metadata import UNKNOWN_NAME
 from oip_conformance.checks.sources import GRPC, OBSERVED
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Code, Level, check, must
+from oip_conformance.suite import MUST, SHOULD, TRITON, Code, check, must
 from oip_conformance.target import SERVICE
 
 _REFUSED = (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND, Code.OUT_OF_RANGE)
@@ -16,29 +16,29 @@ _REFUSED = (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND, Code
 
 @check(
     "call.deadline",
-    Level.MUST,
+    MUST,
     GRPC,
     "A request whose deadline passes is DEADLINE_EXCEEDED, unless it was answered in time; the server serves on.",
 )
 def deadline(session: Session) -> None:
     for microseconds in (1, 10, 100, 1000, 10_000):
-        response = session.target.call("ModelInfer", session.request(), timeout=microseconds / 1e6)
+        response = session.target.call(session.request(), timeout=microseconds / 1e6)
         in_time = response.ok or response.code is Code.DEADLINE_EXCEEDED
         must(in_time, "DEADLINE_EXCEEDED, or an answer", response, f"a deadline of {microseconds} microseconds")
     session.alive()
 
 
-@check("call.cancelled", Level.MUST, GRPC, "A call may be cancelled at any time; the server serves on.")
+@check("call.cancelled", MUST, GRPC, "A call may be cancelled at any time; the server serves on.")
 def cancelled(session: Session) -> None:
     for _ in range(8):
-        session.target.start("ModelInfer", session.request()).cancel()
+        session.target.start(session.request()).cancel()
     session.alive()
 
 
-@check("call.large-id", Level.TRITON, OBSERVED, "An id of 5 MB is returned, or the message refused for its size.")
+@check("call.large-id", TRITON, OBSERVED, "An id of 5 MB is returned, or the message refused for its size.")
 def large_id(session: Session) -> None:
     request = session.request(request_id="i" * 5_000_000)
-    response = session.target.call("ModelInfer", request)
+    response = session.target.call(request)
     must(response.ok or response.code in _REFUSED, "an answer, or a refusal for the size", response, "an id of 5 MB")
     if response.ok:
         must(response.message.id == request.id, "the id", f"one of {len(response.message.id)} characters")
@@ -47,14 +47,14 @@ def large_id(session: Session) -> None:
 
 @check(
     "call.long-model-name",
-    Level.SHOULD,
+    SHOULD,
     GRPC,
     "A refusal stays small enough for gRPC to carry (8 KB of metadata), whatever it quotes.",
 )
 def long_model_name(session: Session) -> None:
     request = session.request()
     request.model_name = UNKNOWN_NAME * 4000
-    response = session.target.call("ModelInfer", request)
+    response = session.target.call(request)
     session.alive()
     must(
         response.code in (Code.NOT_FOUND, Code.INVALID_ARGUMENT),
@@ -64,22 +64,22 @@ def long_model_name(session: Session) -> None:
     )
 
 
-@check("call.many-dimensions", Level.TRITON, OBSERVED, "A shape of 100,000 dimensions is refused.")
+@check("call.many-dimensions", TRITON, OBSERVED, "A shape of 100,000 dimensions is refused.")
 def many_dimensions(session: Session) -> None:
     request = session.request()
     request.inputs[0].shape[:] = [1] * 100_000
-    response = session.target.call("ModelInfer", request)
+    response = session.target.call(request)
     session.alive()
     must(not response.ok, "a refusal", response, "a shape of 100,000 dimensions")
 
 
-@check("call.many-inputs", Level.TRITON, OBSERVED, "Ten thousand inputs do not hurt the server.")
+@check("call.many-inputs", TRITON, OBSERVED, "Ten thousand inputs do not hurt the server.")
 def many_inputs(session: Session) -> None:
     request = session.request()
     for number in range(10_000):
         request.inputs.add(name=f"i{number}", datatype="FP32", shape=[1])
         request.raw_input_contents.append(bytes(4))
-    response = session.target.call("ModelInfer", request)
+    response = session.target.call(request)
     session.alive()
     must(
         response.code not in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED),
@@ -89,7 +89,7 @@ def many_inputs(session: Session) -> None:
     )
 
 
-@check("call.truncated", Level.MUST, GRPC, "A message that ends inside a field is refused.")
+@check("call.truncated", MUST, GRPC, "A message that ends inside a field is refused.")
 def truncated(session: Session) -> None:
     message = session.request().SerializeToString()
     for size in (1, len(message) // 2, len(message) - 1):
@@ -103,7 +103,7 @@ def truncated(session: Session) -> None:
 
 @check(
     "call.announced-length",
-    Level.MUST,
+    MUST,
     GRPC,
     "A field that announces 2 GB and has none is refused, without room being made for it.",
 )

@@ -11,7 +11,7 @@ from oip_conformance.checks.sources import OBSERVED, extension
 from oip_conformance.models import Model
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Code, InvalidCall, Level, Skipped, check, must, refusal
+from oip_conformance.suite import MUST, TRITON, Code, InvalidCall, Skipped, check, must, refusal
 from oip_conformance.wire import Array
 
 _NEEDS = "classification"
@@ -46,7 +46,7 @@ def _classes(session: Session, request: pb.ModelInferRequest) -> tuple[list[int]
 
 @check(
     "classification.format",
-    Level.MUST,
+    MUST,
     _SOURCE,
     'The elements are "<value>:<index>[:<label>]", the n highest-valued first.',
     _NEEDS,
@@ -69,9 +69,7 @@ def written(session: Session) -> None:
         must(abs(values[index] - value) <= near, f"the value at {index}, {values[index]:f}", repr(text), request)
 
 
-@check(
-    "classification.count", Level.MUST, _SOURCE, "The tensor is of type BYTES with shape [batch-size, count].", _NEEDS
-)
+@check("classification.count", MUST, _SOURCE, "The tensor is of type BYTES with shape [batch-size, count].", _NEEDS)
 def count(session: Session) -> None:
     model, name, _ = _output(session)
     wanted = [1, 1] if model.max_batch_size > 0 else [1]
@@ -80,11 +78,7 @@ def count(session: Session) -> None:
 
 
 @check(
-    "classification.rows",
-    Level.MUST,
-    _SOURCE,
-    "Each row of a batch has its own classes: shape [batch-size, count].",
-    _NEEDS,
+    "classification.rows", MUST, _SOURCE, "Each row of a batch has its own classes: shape [batch-size, count].", _NEEDS
 )
 def rows(session: Session) -> None:
     model, name, _ = _output(session)
@@ -94,9 +88,7 @@ def rows(session: Session) -> None:
     must(shape == [2, 1], "shape [2, 1]", shape)
 
 
-@check(
-    "classification.more-than-there-are", Level.TRITON, OBSERVED, "More classes than there are: all there are.", _NEEDS
-)
+@check("classification.more-than-there-are", TRITON, OBSERVED, "More classes than there are: all there are.", _NEEDS)
 def more(session: Session) -> None:
     model, name, array = _output(session)
     class_count = array[0].size if model.max_batch_size > 0 else array.size
@@ -117,20 +109,8 @@ def _text(session: Session) -> InvalidCall:
 
 
 NONE = refusal(
-    "classification.of-none",
-    Level.TRITON,
-    OBSERVED,
-    "classification is 1 or more.",
-    [Code.INVALID_ARGUMENT],
-    _zero,
-    _NEEDS,
+    "classification.of-none", TRITON, OBSERVED, "classification is 1 or more.", [Code.INVALID_ARGUMENT], _zero, _NEEDS
 )
 TEXT = refusal(
-    "classification.a-string",
-    Level.TRITON,
-    OBSERVED,
-    "classification is an int64.",
-    [Code.INVALID_ARGUMENT],
-    _text,
-    _NEEDS,
+    "classification.a-string", TRITON, OBSERVED, "classification is an int64.", [Code.INVALID_ARGUMENT], _text, _NEEDS
 )

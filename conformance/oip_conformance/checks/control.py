@@ -13,7 +13,7 @@ from oip_conformance.checks.sources import OBSERVED, extension
 from oip_conformance.models import Model
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Check, Code, InvalidCall, Level, Skipped, check, must, refusal
+from oip_conformance.suite import MUST, TRITON, Check, Code, InvalidCall, Skipped, check, must, refusal
 from oip_conformance.target import Response
 
 _NEEDS = "model_repository"
@@ -22,7 +22,7 @@ _GONE = (Code.NOT_FOUND, Code.UNAVAILABLE)
 
 
 def _index(session: Session, *, ready: bool = False) -> list[pb.RepositoryIndexResponse.ModelIndex]:
-    response = session.target.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
+    response = session.target.call(pb.RepositoryIndexRequest(ready=ready))
     must(response.ok, "the index", response, f"ready={ready}")
     return list(response.message.models)
 
@@ -34,15 +34,15 @@ def _load(session: Session, name: str, **parameters: str | int) -> Response:
             request.parameters[key].string_param = value
         else:
             request.parameters[key].int64_param = value
-    return session.target.call("RepositoryModelLoad", request, timeout=60)
+    return session.target.call(request, timeout=60)
 
 
 def _unload(session: Session, name: str) -> Response:
-    return session.target.call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=name), timeout=60)
+    return session.target.call(pb.RepositoryModelUnloadRequest(model_name=name), timeout=60)
 
 
 def _ready(session: Session, name: str) -> bool:
-    response = session.target.call("ModelReady", pb.ModelReadyRequest(name=name))
+    response = session.target.call(pb.ModelReadyRequest(name=name))
     return response.ok and bool(response.message.ready)
 
 
@@ -57,9 +57,7 @@ def _controlled(session: Session) -> Model:
     raise Skipped(f"--control {name}: the server has no such model ready")
 
 
-@check(
-    "index.models", Level.MUST, _SOURCE, "RepositoryIndex gives every model available: name, version, state.", _NEEDS
-)
+@check("index.models", MUST, _SOURCE, "RepositoryIndex gives every model available: name, version, state.", _NEEDS)
 def models(session: Session) -> None:
     listed = {(m.name, m.version): m.state for m in _index(session)}
     for model in session.models:
@@ -68,7 +66,7 @@ def models(session: Session) -> None:
             must(state == "READY", f"{model.name!r} version {version} as READY", state or "nothing of it")
 
 
-@check("index.ready", Level.MUST, _SOURCE, "ready: if true return only models currently ready for inferencing.", _NEEDS)
+@check("index.ready", MUST, _SOURCE, "ready: if true return only models currently ready for inferencing.", _NEEDS)
 def ready_only(session: Session) -> None:
     listed = _index(session, ready=True)
     must(all(m.state in ("READY", "") for m in listed), "models that are READY", [m.state for m in listed])
@@ -77,15 +75,15 @@ def ready_only(session: Session) -> None:
 
 
 NAMED_REPOSITORY = refusal(
-    "index.named-repository", Level.TRITON, OBSERVED, "An index of one named repository is not had.",
+    "index.named-repository", TRITON, OBSERVED, "An index of one named repository is not had.",
     [Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT, Code.NOT_FOUND],
-    lambda session: InvalidCall(pb.RepositoryIndexRequest(repository_name=UNKNOWN_NAME), ["repository_name"], "RepositoryIndex"), _NEEDS,
+    lambda session: InvalidCall(pb.RepositoryIndexRequest(repository_name=UNKNOWN_NAME), ["repository_name"]), _NEEDS,
 )  # fmt: skip
 
 
 @check(
     "control.unload",
-    Level.MUST,
+    MUST,
     _SOURCE,
     "RepositoryModelUnload unloads a model: it is not ready, and no longer answers.",
     _NEEDS,
@@ -100,7 +98,7 @@ def unload(session: Session) -> None:
             time.sleep(0.05)
         must(not _ready(session, model.name), "ready: false", "ready: true", model.name)
         request = session.request(model)
-        refused = session.target.call("ModelInfer", request)
+        refused = session.target.call(request)
         must(refused.code in _GONE, "NOT_FOUND or UNAVAILABLE", refused, request)
         listed = [m for m in _index(session) if m.name == model.name]
         must(all(m.state != "READY" for m in listed), "no version of it READY", listed)
@@ -114,11 +112,7 @@ def unload(session: Session) -> None:
 
 
 @check(
-    "control.load",
-    Level.MUST,
-    _SOURCE,
-    "RepositoryModelLoad loads a model: when it is answered, the model is ready.",
-    _NEEDS,
+    "control.load", MUST, _SOURCE, "RepositoryModelLoad loads a model: when it is answered, the model is ready.", _NEEDS
 )
 def load(session: Session) -> None:
     model = _controlled(session)
@@ -131,7 +125,7 @@ def load(session: Session) -> None:
 
 @check(
     "control.reload",
-    Level.MUST,
+    MUST,
     _SOURCE,
     "RepositoryModelLoad of a loaded model reloads it; requests meanwhile are answered.",
     _NEEDS,
@@ -139,7 +133,7 @@ def load(session: Session) -> None:
 def reload(session: Session) -> None:
     model = _controlled(session)
     session.outputs(session.request(model), model)
-    loading = session.target.start("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name=model.name))
+    loading = session.target.start(pb.RepositoryModelLoadRequest(model_name=model.name))
     sent = 0
     while not loading.done() or not sent:
         session.outputs(session.request(model), model)
@@ -150,11 +144,7 @@ def reload(session: Session) -> None:
 
 
 @check(
-    "control.unload-twice",
-    Level.TRITON,
-    OBSERVED,
-    "Unload of a model that is not loaded is no error (or NOT_FOUND).",
-    _NEEDS,
+    "control.unload-twice", TRITON, OBSERVED, "Unload of a model that is not loaded is no error (or NOT_FOUND).", _NEEDS
 )
 def unload_twice(session: Session) -> None:
     model = _controlled(session)
@@ -174,7 +164,7 @@ def _bad_load(name: str, rule: str, codes: list[Code], call: Callable[[Session, 
         must(response.code in codes, " or ".join(code.name for code in codes), response, name)
         session.outputs(session.request(model), model)
 
-    return Check(f"control.{name}", Level.TRITON, OBSERVED, f"{rule} What served goes on serving.", run, _NEEDS)
+    return Check(f"control.{name}", TRITON, OBSERVED, f"{rule} What served goes on serving.", run, _NEEDS)
 
 
 _INVALID, _CANNOT = [Code.INVALID_ARGUMENT], [Code.INTERNAL, Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.UNIMPLEMENTED]

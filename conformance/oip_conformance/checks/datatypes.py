@@ -8,7 +8,7 @@ from collections.abc import Callable
 from oip_conformance.checks.sources import OBSERVED, OIP
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Check, Code, InvalidCall, Level, must, refusal
+from oip_conformance.suite import MUST, TRITON, Check, Code, InvalidCall, must, refusal
 from oip_conformance.wire import DATATYPES, encode, fill_contents, same
 
 
@@ -32,11 +32,11 @@ def _typed(datatype: str) -> Callable[[Session], None]:
 
 
 RAW = tuple(
-    Check(f"datatype.{name}.raw", Level.MUST, OIP, f"{name} travels in raw_input_contents, little-endian and row-major.", _raw(name))
+    Check(f"datatype.{name}.raw", MUST, OIP, f"{name} travels in raw_input_contents, little-endian and row-major.", _raw(name))
     for name in DATATYPES
 )  # fmt: skip
 TYPED = tuple(
-    Check(f"datatype.{name}.typed", Level.MUST, OIP, f"{name} travels in {kind.field}.", _typed(name))
+    Check(f"datatype.{name}.typed", MUST, OIP, f"{name} travels in {kind.field}.", _typed(name))
     for name, kind in DATATYPES.items()
     if kind.field
 )
@@ -60,7 +60,7 @@ def _typed_half(datatype: str) -> Callable[[Session], InvalidCall]:
 
 FP16_TYPED, BF16_TYPED = (
     refusal(
-        f"datatype.{name}.typed", Level.MUST, OIP, f"{name} must be raw, as no field is of a 16-bit float type.",
+        f"datatype.{name}.typed", MUST, OIP, f"{name} must be raw, as no field is of a 16-bit float type.",
         [Code.INVALID_ARGUMENT], _typed_half(name),
     )
     for name in ("FP16", "BF16")
@@ -80,7 +80,7 @@ def _framed(frame: Callable[[bytes], bytes]) -> Callable[[Session], InvalidCall]
 
 _FRAMING = "BYTES: a 4-byte little-endian length before each element, as many elements as the shape has."
 BYTES_SHORT, BYTES_PAST_END, BYTES_FEWER, BYTES_MORE, BYTES_HUGE = (
-    refusal(f"datatype.BYTES.{name}", Level.TRITON, OBSERVED, _FRAMING, [Code.INVALID_ARGUMENT], _framed(frame))
+    refusal(f"datatype.BYTES.{name}", TRITON, OBSERVED, _FRAMING, [Code.INVALID_ARGUMENT], _framed(frame))
     for name, frame in (
         ("cut-length", lambda raw: b"\x01\x00"),
         ("past-the-end", lambda raw: raw[:-1]),

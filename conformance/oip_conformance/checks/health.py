@@ -6,7 +6,7 @@ from oip_conformance.checks.metadata import UNKNOWN_NAME
 from oip_conformance.checks.sources import GRPC, HEALTH, OBSERVED
 from oip_conformance.protocol import probes_pb2 as probes
 from oip_conformance.session import Session
-from oip_conformance.suite import Code, Level, Skipped, check, must
+from oip_conformance.suite import MUST, SHOULD, TRITON, Code, Skipped, check, must
 from oip_conformance.target import SERVICE, Response
 
 _CHECK, _WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -19,10 +19,7 @@ def _health(session: Session, service: str) -> Response:
 
 
 @check(
-    "health.check",
-    Level.TRITON,
-    OBSERVED,
-    "grpc.health.v1 Check of the whole server is SERVING while the server is ready.",
+    "health.check", TRITON, OBSERVED, "grpc.health.v1 Check of the whole server is SERVING while the server is ready."
 )
 def server_health(session: Session) -> None:
     response = _health(session, "")
@@ -32,7 +29,7 @@ def server_health(session: Session) -> None:
 
 @check(
     "health.service",
-    Level.SHOULD,
+    SHOULD,
     HEALTH,
     "A service's own name can be asked for: inference.GRPCInferenceService is SERVING.",
 )
@@ -43,12 +40,7 @@ def service(session: Session) -> None:
     must(response.ok and response.message.status == _SERVING, "SERVING", response, f"Check of {SERVICE!r}")
 
 
-@check(
-    "health.unknown-service",
-    Level.SHOULD,
-    HEALTH,
-    "If the service name is not registered, the server returns NOT_FOUND.",
-)
+@check("health.unknown-service", SHOULD, HEALTH, "If the service name is not registered, the server returns NOT_FOUND.")
 def unknown_service(session: Session) -> None:
     response = _health(session, UNKNOWN_NAME)
     if response.code is Code.UNIMPLEMENTED:
@@ -57,10 +49,7 @@ def unknown_service(session: Session) -> None:
 
 
 @check(
-    "health.watch",
-    Level.MUST,
-    HEALTH,
-    "Watch sends the current status at once; a server without it answers UNIMPLEMENTED.",
+    "health.watch", MUST, HEALTH, "Watch sends the current status at once; a server without it answers UNIMPLEMENTED."
 )
 def watch(session: Session) -> None:
     stream = session.target.call_stream(
@@ -77,7 +66,7 @@ def watch(session: Session) -> None:
 
 @check(
     "reflection.services",
-    Level.MUST,
+    MUST,
     GRPC,
     "Reflection lists the services that are there; a server without it answers UNIMPLEMENTED.",
 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from oip_conformance import judging
 from oip_conformance.checks.sources import GRPC, OBSERVED, OIP
 from oip_conformance.session import Session
-from oip_conformance.suite import Code, Failed, Level, Skipped, check, must
+from oip_conformance.suite import MUST, SHOULD, TRITON, Code, Failed, Skipped, check, must
 from oip_conformance.wire import same
 
 
 @check(
     "infer.answered",
-    Level.MUST,
+    MUST,
     OIP,
     "ModelInfer answers with tensors of the metadata's datatypes and shapes, raw or typed, each filling its shape exactly.",
 )
@@ -21,9 +21,7 @@ def answered(session: Session) -> None:
         must(found, "an output at least", "none", model.name)
 
 
-@check(
-    "infer.all-outputs", Level.MUST, OIP, "Outputs not specified: all outputs produced by the model will be returned."
-)
+@check("infer.all-outputs", MUST, OIP, "Outputs not specified: all outputs produced by the model will be returned.")
 def all_outputs(session: Session) -> None:
     for model in session.models:
         found = session.outputs(session.request(model), model)
@@ -33,7 +31,7 @@ def all_outputs(session: Session) -> None:
 
 @check(
     "infer.raw-outputs",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "Answers come in raw_output_contents, one for each output: tritonclient reads no other.",
 )
@@ -42,7 +40,7 @@ def raw_outputs(session: Session) -> None:
     must(len(response.raw_output_contents) == len(response.outputs) > 0, "a raw content for each output", response)
 
 
-@check("infer.version", Level.MUST, OIP, "model_version: the version of the model used for inference.")
+@check("infer.version", MUST, OIP, "model_version: the version of the model used for inference.")
 def version(session: Session) -> None:
     known = session.model.metadata.versions
     if not known:
@@ -51,12 +49,7 @@ def version(session: Session) -> None:
     must(chosen in known, f"one of {list(known)}", repr(chosen), "a request without a version")
 
 
-@check(
-    "infer.each-version",
-    Level.MUST,
-    OIP,
-    "model_version of the request: the version of the model to use for inference.",
-)
+@check("infer.each-version", MUST, OIP, "model_version of the request: the version of the model to use for inference.")
 def each_version(session: Session) -> None:
     for model in session.models:
         for wanted in model.metadata.versions:
@@ -64,25 +57,20 @@ def each_version(session: Session) -> None:
             must(used == wanted, f"version {wanted} of {model.name!r}", repr(used))
 
 
-@check(
-    "infer.id",
-    Level.MUST,
-    OIP,
-    "id: optional identifier for the request. If specified will be returned in the response.",
-)
+@check("infer.id", MUST, OIP, "id: optional identifier for the request. If specified will be returned in the response.")
 def request_id(session: Session) -> None:
     for sent in ("1", "a b/c\u2028é", "x" * 1000):
         received = session.infer(session.request(request_id=sent)).id
         must(received == sent, f"id {sent[:40]!r}", repr(received[:40]))
 
 
-@check("infer.no-id", Level.TRITON, OBSERVED, "A request without an id is answered without one.")
+@check("infer.no-id", TRITON, OBSERVED, "A request without an id is answered without one.")
 def no_id(session: Session) -> None:
     received = session.infer(session.request()).id
     must(not received, "no id", repr(received))
 
 
-@check("infer.one-output", Level.MUST, OIP, "outputs: the requested output tensors; no others are returned.")
+@check("infer.one-output", MUST, OIP, "outputs: the requested output tensors; no others are returned.")
 def one_output(session: Session) -> None:
     model = max(session.models, key=lambda m: len(m.outputs))
     for spec in model.outputs:
@@ -93,7 +81,7 @@ def one_output(session: Session) -> None:
 
 @check(
     "infer.some-outputs",
-    Level.MUST,
+    MUST,
     OIP,
     "raw_output_contents are in the order of outputs, whichever were requested in whichever order.",
 )
@@ -111,14 +99,14 @@ def some_outputs(session: Session) -> None:
 
 @check(
     "infer.same-output-twice",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "An output that is requested twice is returned once (or refused as an invalid argument), never twice.",
 )
 def same_output_twice(session: Session) -> None:
     name = session.model.outputs[0].name
     request = session.request(outputs=[name, name])
-    response = session.target.call("ModelInfer", request)
+    response = session.target.call(request)
     if response.ok:
         judging.outputs(session.model, request, response.message)
     else:
@@ -127,7 +115,7 @@ def same_output_twice(session: Session) -> None:
 
 @check(
     "infer.typed",
-    Level.MUST,
+    MUST,
     OIP,
     "Data may be in the repeated field that matches the tensor's datatype: the answer is that of the same data raw.",
 )
@@ -143,7 +131,7 @@ def typed(session: Session) -> None:
 
 @check(
     "infer.batch",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "With max_batch_size > 0, up to so many rows come in one request; each is answered as if alone.",
 )
@@ -162,7 +150,7 @@ def batch(session: Session) -> None:
 
 @check(
     "infer.no-rows",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "A size of 0 is answered with tensors that are empty alike, or refused as an invalid argument.",
 )
@@ -174,7 +162,7 @@ def no_rows(session: Session) -> None:
     feeds = {name: type(t)(t.datatype, t.array[:0]) for name, t in model.feeds(1).items()}
     request = session.request(model, feeds=feeds)
     request.raw_input_contents[:] = [b""] * len(feeds)
-    response = session.target.call("ModelInfer", request)
+    response = session.target.call(request)
     if response.ok:
         judging.outputs(model, request, response.message)
     else:
@@ -183,7 +171,7 @@ def no_rows(session: Session) -> None:
 
 @check(
     "infer.optional-input",
-    Level.MUST,
+    MUST,
     OIP,
     "An input that the configuration calls optional may be left out.",
     "model_configuration",
@@ -199,20 +187,18 @@ def optional_input(session: Session) -> None:
 
 @check(
     "infer.compressed",
-    Level.SHOULD,
+    SHOULD,
     GRPC,
     "A message compressed with gzip is read; a server without it answers UNIMPLEMENTED.",
 )
 def compressed(session: Session) -> None:
-    response = session.target.call("ModelInfer", session.request(), gzip=True)
+    response = session.target.call(session.request(), gzip=True)
     must(response.ok or response.code is Code.UNIMPLEMENTED, "an answer", response, "a request compressed with gzip")
 
 
-@check(
-    "infer.side-by-side", Level.MUST, OIP, "Requests that are in flight together are each answered with their own id."
-)
+@check("infer.side-by-side", MUST, OIP, "Requests that are in flight together are each answered with their own id.")
 def side_by_side(session: Session) -> None:
-    waiting = [session.target.start("ModelInfer", session.request(request_id=str(k))) for k in range(16)]
+    waiting = [session.target.start(session.request(request_id=str(k))) for k in range(16)]
     for number, future in enumerate(waiting):
         response = session.target.finish(future)
         if not response.ok:

@@ -6,7 +6,7 @@ from oip_conformance.checks.regions import NEEDS, SIZE, SOURCE, region, region_r
 from oip_conformance.checks.sources import OBSERVED, extension
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Code, InvalidCall, Level, check, must, refusal
+from oip_conformance.suite import MUST, TRITON, Code, InvalidCall, check, must, refusal
 
 _CUDA = "cuda_shared_memory"
 
@@ -15,7 +15,7 @@ _CUDA = "cuda_shared_memory"
 
 @check(
     "memory.register",
-    Level.MUST,
+    MUST,
     SOURCE,
     "After a region is registered, its status tells its name, key, offset and size, alone and among all.",
     NEEDS,
@@ -32,14 +32,14 @@ def register(session: Session) -> None:
             must(received == (memory.name, memory.key, 4096, 8192), "what was registered", received)
 
 
-@check("memory.unregister", Level.MUST, SOURCE, "After a region is unregistered, it can no longer be used.", NEEDS)
+@check("memory.unregister", MUST, SOURCE, "After a region is unregistered, it can no longer be used.", NEEDS)
 def unregister(session: Session) -> None:
     with region(session) as memory:
         request = request_with_region(memory)
         session.infer(request)
         response = memory.unregister()
         must(response.ok, "an empty answer", response, memory.name)
-        response = session.target.call("ModelInfer", request)
+        response = session.target.call(request)
         must(not response.ok, "the region to be refused", response, request)
         listed = memory.status()
         must(listed.ok and memory.name not in listed.message.regions, "the region to be gone", listed)
@@ -47,7 +47,7 @@ def unregister(session: Session) -> None:
 
 @check(
     "memory.unregister-all",
-    Level.MUST,
+    MUST,
     SOURCE,
     "Unregister without a name: all system shared-memory regions are unregistered.",
     NEEDS,
@@ -60,13 +60,7 @@ def unregister_all(session: Session) -> None:
         must(listed.ok and not listed.message.regions, "no region", listed)
 
 
-@check(
-    "memory.unregister-unknown",
-    Level.TRITON,
-    OBSERVED,
-    "Unregister of a name that is not registered is no error.",
-    NEEDS,
-)
+@check("memory.unregister-unknown", TRITON, OBSERVED, "Unregister of a name that is not registered is no error.", NEEDS)
 def unregister_unknown(session: Session) -> None:
     with region(session, registered=False) as memory:
         response = memory.unregister()
@@ -75,17 +69,17 @@ def unregister_unknown(session: Session) -> None:
 
 # Triton responds INTERNAL for memory that it cannot map; a code that says whose fault it is, is better
 _UNMAPPABLE = [Code.INTERNAL, Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.PERMISSION_DENIED, Code.OUT_OF_RANGE]
-STATUS_UNKNOWN = region_refusal("status-unknown", Level.MUST, SOURCE, "Status of a region that is not registered is an error.", [Code.NOT_FOUND], lambda m: m.status(f"{m.name}-not"))  # fmt: skip
-TWICE = region_refusal("register-twice", Level.TRITON, OBSERVED, "A name that is registered is not registered again.", [Code.ALREADY_EXISTS], lambda m: m.register())  # fmt: skip
-NO_KEY = region_refusal("register-no-memory", Level.MUST, SOURCE, "Shared memory must be created before it is registered.", _UNMAPPABLE, lambda m: m.register(key=f"{m.key}-not", name=f"{m.name}-2"))  # fmt: skip
+STATUS_UNKNOWN = region_refusal("status-unknown", MUST, SOURCE, "Status of a region that is not registered is an error.", [Code.NOT_FOUND], lambda m: m.status(f"{m.name}-not"))  # fmt: skip
+TWICE = region_refusal("register-twice", TRITON, OBSERVED, "A name that is registered is not registered again.", [Code.ALREADY_EXISTS], lambda m: m.register())  # fmt: skip
+NO_KEY = region_refusal("register-no-memory", MUST, SOURCE, "Shared memory must be created before it is registered.", _UNMAPPABLE, lambda m: m.register(key=f"{m.key}-not", name=f"{m.name}-2"))  # fmt: skip
 NO_NAME = region_refusal(
-    "register-no-name", Level.TRITON, OBSERVED, "A region has a name.", _UNMAPPABLE, lambda m: m.register(name="")
+    "register-no-name", TRITON, OBSERVED, "A region has a name.", _UNMAPPABLE, lambda m: m.register(name="")
 )
-NO_SIZE = region_refusal("register-no-size", Level.TRITON, OBSERVED, "A region has a size.", _UNMAPPABLE, lambda m: m.register(byte_size=0, name=f"{m.name}-2"))  # fmt: skip
-TOO_LARGE = region_refusal("register-too-large", Level.TRITON, OBSERVED, "A region ends no later than its memory.", _UNMAPPABLE, lambda m: m.register(byte_size=SIZE + 1, name=f"{m.name}-2"))  # fmt: skip
-TOO_FAR = region_refusal("register-too-far", Level.TRITON, OBSERVED, "A region ends no later than its memory.", _UNMAPPABLE, lambda m: m.register(offset=SIZE, byte_size=1, name=f"{m.name}-2"))  # fmt: skip
-OVERFLOW = region_refusal("register-overflow", Level.TRITON, OBSERVED, "Offset and size that add up to more than 64 bits are refused.", _UNMAPPABLE, lambda m: m.register(offset=2**64 - 8, byte_size=16, name=f"{m.name}-2"))  # fmt: skip
-OUTSIDE = region_refusal("register-outside", Level.TRITON, OBSERVED, "A key leads to shared memory and nowhere else.", _UNMAPPABLE, lambda m: m.register(key="/../../etc/passwd", byte_size=16, name=f"{m.name}-2"))  # fmt: skip
+NO_SIZE = region_refusal("register-no-size", TRITON, OBSERVED, "A region has a size.", _UNMAPPABLE, lambda m: m.register(byte_size=0, name=f"{m.name}-2"))  # fmt: skip
+TOO_LARGE = region_refusal("register-too-large", TRITON, OBSERVED, "A region ends no later than its memory.", _UNMAPPABLE, lambda m: m.register(byte_size=SIZE + 1, name=f"{m.name}-2"))  # fmt: skip
+TOO_FAR = region_refusal("register-too-far", TRITON, OBSERVED, "A region ends no later than its memory.", _UNMAPPABLE, lambda m: m.register(offset=SIZE, byte_size=1, name=f"{m.name}-2"))  # fmt: skip
+OVERFLOW = region_refusal("register-overflow", TRITON, OBSERVED, "Offset and size that add up to more than 64 bits are refused.", _UNMAPPABLE, lambda m: m.register(offset=2**64 - 8, byte_size=16, name=f"{m.name}-2"))  # fmt: skip
+OUTSIDE = region_refusal("register-outside", TRITON, OBSERVED, "A key leads to shared memory and nowhere else.", _UNMAPPABLE, lambda m: m.register(key="/../../etc/passwd", byte_size=16, name=f"{m.name}-2"))  # fmt: skip
 
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------
@@ -93,22 +87,20 @@ OUTSIDE = region_refusal("register-outside", Level.TRITON, OBSERVED, "A key lead
 
 @check(
     "memory.cuda-none",
-    Level.MUST,
+    MUST,
     extension(_CUDA),
     "Without CUDA regions their status is empty, and unregistering all is no error.",
     _CUDA,
 )
 def cuda_none(session: Session) -> None:
-    status = session.target.call("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest())
+    status = session.target.call(pb.CudaSharedMemoryStatusRequest())
     must(status.ok and not status.message.regions, "no region", status, "CudaSharedMemoryStatus")
-    response = session.target.call("CudaSharedMemoryUnregister", pb.CudaSharedMemoryUnregisterRequest())
+    response = session.target.call(pb.CudaSharedMemoryUnregisterRequest())
     must(response.ok, "an empty answer", response, "CudaSharedMemoryUnregister")
 
 
 CUDA_HANDLE = refusal(
-    "memory.cuda-no-handle", Level.MUST, extension(_CUDA), "Bytes that are no handle of CUDA's are refused.",
+    "memory.cuda-no-handle", MUST, extension(_CUDA), "Bytes that are no handle of CUDA's are refused.",
     [Code.INVALID_ARGUMENT, Code.INTERNAL, Code.UNIMPLEMENTED],
-    lambda session: InvalidCall(
-        pb.CudaSharedMemoryRegisterRequest(name="conformance", raw_handle=b"x" * 64, byte_size=64), rpc="CudaSharedMemoryRegister"
-    ), _CUDA,
+    lambda session: InvalidCall(pb.CudaSharedMemoryRegisterRequest(name="conformance", raw_handle=b"x" * 64, byte_size=64)), _CUDA,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from oip_conformance.checks.regions import (
 )
 from oip_conformance.checks.sources import OBSERVED
 from oip_conformance.session import Session
-from oip_conformance.suite import Check, Code, Level, Skipped, check, must
+from oip_conformance.suite import MUST, TRITON, Check, Code, Level, Skipped, check, must
 from oip_conformance.target import Response
 from oip_conformance.wire import DATATYPES, decode, encode, same
 
@@ -25,11 +25,7 @@ from oip_conformance.wire import DATATYPES, decode, encode, same
 
 
 @check(
-    "memory.input",
-    Level.MUST,
-    SOURCE,
-    "An input may lie in a region; the offset is optional and defaults to zero.",
-    NEEDS,
+    "memory.input", MUST, SOURCE, "An input may lie in a region; the offset is optional and defaults to zero.", NEEDS
 )
 def input_in_region(session: Session) -> None:
     plain = session.outputs(session.request())
@@ -41,11 +37,7 @@ def input_in_region(session: Session) -> None:
 
 
 @check(
-    "memory.output",
-    Level.MUST,
-    SOURCE,
-    "An output may be written to a region; its contents are not in the response.",
-    NEEDS,
+    "memory.output", MUST, SOURCE, "An output may be written to a region; its contents are not in the response.", NEEDS
 )
 def output_in_region(session: Session) -> None:
     model, name, size = numeric_output(session)
@@ -72,7 +64,7 @@ def output_in_region(session: Session) -> None:
             must(same(array, plain), f"{name!r} in the region as in an answer", array.ravel()[:4], request)
 
 
-@check("memory.larger-output", Level.TRITON, OBSERVED, "A place for an output may be larger than the output.", NEEDS)
+@check("memory.larger-output", TRITON, OBSERVED, "A place for an output may be larger than the output.", NEEDS)
 def larger_output(session: Session) -> None:
     _, name, size = numeric_output(session)
     with region(session) as memory:
@@ -85,7 +77,7 @@ def larger_output(session: Session) -> None:
 
 @check(
     "memory.memory-read-anew",
-    Level.MUST,
+    MUST,
     SOURCE,
     "A region is memory, not a copy of it: what is written after it was registered is what is read.",
     NEEDS,
@@ -122,7 +114,7 @@ def _at_input(
     def call(memory: Memory) -> Response:
         session = memory.session
         size = len(session.request().raw_input_contents[0])
-        return session.target.call("ModelInfer", request_with_region(memory, place(memory, size)))
+        return session.target.call(request_with_region(memory, place(memory, size)))
 
     return region_refusal(name, level, source, rule, codes, call)
 
@@ -130,22 +122,22 @@ def _at_input(
 _INVALID = [Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE]
 _NOT_REGISTERED = [Code.NOT_FOUND, Code.INVALID_ARGUMENT]
 _BOUNDS = "What is read lies within the region."
-UNKNOWN_REGION = _at_input("input-unknown-region", Level.MUST, SOURCE, "A region must be registered before it is used.", _NOT_REGISTERED, lambda m, size: RegionPlace(f"{m.name}-not", size))  # fmt: skip
-WITHOUT_SIZE = _at_input("input-without-size", Level.MUST, SOURCE, "shared_memory_region and shared_memory_byte_size are both given, or it is an error.", _INVALID, lambda m, size: RegionPlace(m.name, None))  # fmt: skip
-SHORT = _at_input("input-too-short", Level.TRITON, OBSERVED, "The size in the region is that of the shape.", _INVALID, lambda m, size: RegionPlace(m.name, size - 1))  # fmt: skip
-LONG = _at_input("input-too-long", Level.TRITON, OBSERVED, "The size in the region is that of the shape.", _INVALID, lambda m, size: RegionPlace(m.name, size + 4))  # fmt: skip
-BEYOND = _at_input("input-beyond-the-end", Level.TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, SIZE - size + 1))  # fmt: skip
+UNKNOWN_REGION = _at_input("input-unknown-region", MUST, SOURCE, "A region must be registered before it is used.", _NOT_REGISTERED, lambda m, size: RegionPlace(f"{m.name}-not", size))  # fmt: skip
+WITHOUT_SIZE = _at_input("input-without-size", MUST, SOURCE, "shared_memory_region and shared_memory_byte_size are both given, or it is an error.", _INVALID, lambda m, size: RegionPlace(m.name, None))  # fmt: skip
+SHORT = _at_input("input-too-short", TRITON, OBSERVED, "The size in the region is that of the shape.", _INVALID, lambda m, size: RegionPlace(m.name, size - 1))  # fmt: skip
+LONG = _at_input("input-too-long", TRITON, OBSERVED, "The size in the region is that of the shape.", _INVALID, lambda m, size: RegionPlace(m.name, size + 4))  # fmt: skip
+BEYOND = _at_input("input-beyond-the-end", TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, SIZE - size + 1))  # fmt: skip
 BEHIND = _at_input(
-    "input-behind-the-end", Level.TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, SIZE)
+    "input-behind-the-end", TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, SIZE)
 )
 NEGATIVE = _at_input(
-    "input-negative-offset", Level.TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, -1)
+    "input-negative-offset", TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, -1)
 )
 FAR = _at_input(
-    "input-overflow", Level.TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, 2**63 - 1)
+    "input-overflow", TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, size, 2**63 - 1)
 )
 NEGATIVE_SIZE = _at_input(
-    "input-negative-size", Level.TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, -1)
+    "input-negative-size", TRITON, OBSERVED, _BOUNDS, _INVALID, lambda m, size: RegionPlace(m.name, -1)
 )
 
 
@@ -155,10 +147,10 @@ def _with_contents(memory: Memory) -> Response:
         raise Skipped("the model has an FP16 or BF16 input, which have no contents")
     request = request_with_region(memory)
     request.inputs[0].contents.CopyFrom(session.request(typed=True).inputs[0].contents)
-    return session.target.call("ModelInfer", request)
+    return session.target.call(request)
 
 
-AND_CONTENTS = region_refusal("input-and-contents", Level.MUST, SOURCE, "When these parameters are set for an input the contents field must not be set.", _INVALID, _with_contents)  # fmt: skip
+AND_CONTENTS = region_refusal("input-and-contents", MUST, SOURCE, "When these parameters are set for an input the contents field must not be set.", _INVALID, _with_contents)  # fmt: skip
 
 
 def _output_at(place: Callable[[Memory, int], RegionPlace]) -> Callable[[Memory], Response]:
@@ -166,14 +158,14 @@ def _output_at(place: Callable[[Memory, int], RegionPlace]) -> Callable[[Memory]
         _, name, size = numeric_output(memory.session)
         request = memory.session.request(outputs=[name])
         place(memory, size).put(request.outputs[0])
-        response = memory.session.target.call("ModelInfer", request)
+        response = memory.session.target.call(request)
         must(not any(memory.path.read_bytes()) or response.ok, "nothing written of an answer that is refused", "bytes")
         return response
 
     return call
 
 
-OUTPUT_SHORT = region_refusal("output-too-short", Level.TRITON, OBSERVED, "A place for an output holds all of it.", [*_INVALID, Code.INTERNAL], _output_at(lambda m, size: RegionPlace(m.name, size - 1)))  # fmt: skip
-OUTPUT_UNKNOWN = region_refusal("output-unknown-region", Level.MUST, SOURCE, "A region must be registered before it is used.", _NOT_REGISTERED, _output_at(lambda m, size: RegionPlace(f"{m.name}-not", size)))  # fmt: skip
-OUTPUT_BEYOND = region_refusal("output-beyond-the-end", Level.TRITON, OBSERVED, "What is written lies within the region.", _INVALID, _output_at(lambda m, size: RegionPlace(m.name, size, SIZE - size + 1)))  # fmt: skip
-OUTPUT_FAR = region_refusal("output-overflow", Level.TRITON, OBSERVED, "What is written lies within the region.", _INVALID, _output_at(lambda m, size: RegionPlace(m.name, size, 2**63 - 1)))  # fmt: skip
+OUTPUT_SHORT = region_refusal("output-too-short", TRITON, OBSERVED, "A place for an output holds all of it.", [*_INVALID, Code.INTERNAL], _output_at(lambda m, size: RegionPlace(m.name, size - 1)))  # fmt: skip
+OUTPUT_UNKNOWN = region_refusal("output-unknown-region", MUST, SOURCE, "A region must be registered before it is used.", _NOT_REGISTERED, _output_at(lambda m, size: RegionPlace(f"{m.name}-not", size)))  # fmt: skip
+OUTPUT_BEYOND = region_refusal("output-beyond-the-end", TRITON, OBSERVED, "What is written lies within the region.", _INVALID, _output_at(lambda m, size: RegionPlace(m.name, size, SIZE - size + 1)))  # fmt: skip
+OUTPUT_FAR = region_refusal("output-overflow", TRITON, OBSERVED, "What is written lies within the region.", _INVALID, _output_at(lambda m, size: RegionPlace(m.name, size, 2**63 - 1)))  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from oip_conformance.checks.sources import OBSERVED, OIP, extension
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Code, InvalidCall, Level, Skipped, check, must, refusal
+from oip_conformance.suite import MUST, TRITON, Code, InvalidCall, Skipped, check, must, refusal
 from oip_conformance.wire import DATATYPES
 
 UNKNOWN_NAME = "conformance-no-such-model"
@@ -13,31 +13,28 @@ _CONFIG = extension("model_configuration")
 _OF_TYPE = {pb.TYPE_STRING: "BYTES"}
 
 
-@check("model.ready", Level.MUST, OIP, "ModelReady: true if the model is ready; no version: the server chooses one.")
+@check("model.ready", MUST, OIP, "ModelReady: true if the model is ready; no version: the server chooses one.")
 def model_ready(session: Session) -> None:
     for model in session.models:
         for version in ("", *model.metadata.versions):
             request = pb.ModelReadyRequest(name=model.name, version=version)
-            response = session.target.call("ModelReady", request)
+            response = session.target.call(request)
             must(response.ok and response.message.ready, "ready: true", response, request)
 
 
 @check(
-    "model.ready-unknown",
-    Level.TRITON,
-    OBSERVED,
-    "ModelReady of a model or a version that is not there is false, no error.",
+    "model.ready-unknown", TRITON, OBSERVED, "ModelReady of a model or a version that is not there is false, no error."
 )
 def unknown_is_not_ready(session: Session) -> None:
     for name, version in ((UNKNOWN_NAME, ""), (session.model.name, "987654321")):
         request = pb.ModelReadyRequest(name=name, version=version)
-        response = session.target.call("ModelReady", request)
+        response = session.target.call(request)
         must(response.ok and not response.message.ready, "ready: false", response, request)
 
 
 @check(
     "model.metadata",
-    Level.MUST,
+    MUST,
     OIP,
     "ModelMetadata: the model's name and its tensors: names, datatypes, shapes (-1: variable).",
 )
@@ -55,12 +52,12 @@ def metadata(session: Session) -> None:
                 must(all(size >= -1 for size in tensor.shape), "sizes of -1 or more", list(tensor.shape), model.name)
 
 
-@check("model.versions", Level.MUST, OIP, "versions: the versions of the model available on the server.")
+@check("model.versions", MUST, OIP, "versions: the versions of the model available on the server.")
 def versions(session: Session) -> None:
     for model in session.models:
         for version in model.metadata.versions:
             request = pb.ModelMetadataRequest(name=model.name, version=version)
-            response = session.target.call("ModelMetadata", request)
+            response = session.target.call(request)
             must(
                 response.ok and version in response.message.versions,
                 f"metadata of version {version}",
@@ -70,23 +67,23 @@ def versions(session: Session) -> None:
 
 
 metadata_unknown = refusal(
-    "model.metadata-unknown", Level.MUST, OIP, "ModelMetadata of an unknown model is an error.", [Code.NOT_FOUND],
-    lambda session: InvalidCall(pb.ModelMetadataRequest(name=UNKNOWN_NAME), [UNKNOWN_NAME], "ModelMetadata"),
+    "model.metadata-unknown", MUST, OIP, "ModelMetadata of an unknown model is an error.", [Code.NOT_FOUND],
+    lambda session: InvalidCall(pb.ModelMetadataRequest(name=UNKNOWN_NAME), [UNKNOWN_NAME]),
 )  # fmt: skip
 metadata_unknown_version = refusal(
-    "model.metadata-unknown-version", Level.MUST, OIP, "ModelMetadata of an unknown version is an error.", [Code.NOT_FOUND],
-    lambda session: InvalidCall(pb.ModelMetadataRequest(name=session.model.name, version="987654321"), ["987654321"], "ModelMetadata"),
+    "model.metadata-unknown-version", MUST, OIP, "ModelMetadata of an unknown version is an error.", [Code.NOT_FOUND],
+    lambda session: InvalidCall(pb.ModelMetadataRequest(name=session.model.name, version="987654321"), ["987654321"]),
 )  # fmt: skip
 metadata_no_number = refusal(
-    "model.metadata-bad-version", Level.MUST, OIP, "ModelMetadata of a version that is no number is an error.",
+    "model.metadata-bad-version", MUST, OIP, "ModelMetadata of a version that is no number is an error.",
     [Code.INVALID_ARGUMENT, Code.NOT_FOUND],
-    lambda session: InvalidCall(pb.ModelMetadataRequest(name=session.model.name, version="newest"), ["newest"], "ModelMetadata"),
+    lambda session: InvalidCall(pb.ModelMetadataRequest(name=session.model.name, version="newest"), ["newest"]),
 )  # fmt: skip
 
 
 @check(
     "config.agrees",
-    Level.MUST,
+    MUST,
     _CONFIG,
     "ModelConfig gives the model's configuration: its tensors are those of the metadata.",
     "model_configuration",
@@ -111,7 +108,7 @@ def config(session: Session) -> None:
 
 @check(
     "config.batch-dimension",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "With max_batch_size > 0 the shapes of the metadata are -1 and then the configuration's dims; without it, the dims.",
     "model_configuration",
@@ -128,11 +125,11 @@ def batch_dimension(session: Session) -> None:
 
 
 config_unknown = refusal(
-    "config.unknown", Level.MUST, _CONFIG, "ModelConfig of an unknown model is an error.", [Code.NOT_FOUND],
-    lambda session: InvalidCall(pb.ModelConfigRequest(name=UNKNOWN_NAME), [UNKNOWN_NAME], "ModelConfig"), "model_configuration",
+    "config.unknown", MUST, _CONFIG, "ModelConfig of an unknown model is an error.", [Code.NOT_FOUND],
+    lambda session: InvalidCall(pb.ModelConfigRequest(name=UNKNOWN_NAME), [UNKNOWN_NAME]), "model_configuration",
 )  # fmt: skip
 config_unknown_version = refusal(
-    "config.unknown-version", Level.MUST, _CONFIG, "ModelConfig of an unknown version is an error.", [Code.NOT_FOUND],
-    lambda session: InvalidCall(pb.ModelConfigRequest(name=session.model.name, version="987654321"), ["987654321"], "ModelConfig"),
+    "config.unknown-version", MUST, _CONFIG, "ModelConfig of an unknown version is an error.", [Code.NOT_FOUND],
+    lambda session: InvalidCall(pb.ModelConfigRequest(name=session.model.name, version="987654321"), ["987654321"]),
     "model_configuration",
 )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from oip_conformance.checks.sources import OBSERVED, OIP, extension
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Check, Code, InvalidCall, Level, check, must, refusal
+from oip_conformance.suite import MUST, TRITON, Check, Code, InvalidCall, check, must, refusal
 
 Set = Callable[[pb.InferParameter], None]
 
@@ -37,7 +37,7 @@ def _with(session: Session, **parameters: Set) -> pb.ModelInferRequest:
 
 @check(
     "parameters.unknown",
-    Level.MUST,
+    MUST,
     OIP,
     "A server can implement server-specific parameters; one that it does not know changes nothing.",
 )
@@ -48,7 +48,7 @@ def unknown(session: Session) -> None:
 
 @check(
     "parameters.unknown-of-tensors",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "Parameters of an input or of a requested output that are not known change nothing.",
 )
@@ -61,7 +61,7 @@ def unknown_of_tensors(session: Session) -> None:
 
 @check(
     "parameters.timeout",
-    Level.MUST,
+    MUST,
     extension("schedule_policy"),
     "timeout: int64, microseconds. One that is long enough changes nothing.",
     "schedule_policy",
@@ -72,7 +72,7 @@ def timeout(session: Session) -> None:
 
 @check(
     "parameters.priority",
-    Level.MUST,
+    MUST,
     extension("schedule_policy"),
     "priority: int64; 0 is the default level, 1 the highest.",
     "schedule_policy",
@@ -84,19 +84,19 @@ def priority(session: Session) -> None:
 
 @check(
     "parameters.sequence-of-stateless",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "A model without sequences answers a request with sequence_id as one without (or refuses it as an invalid argument).",
 )
 def sequence_of_stateless(session: Session) -> None:
     request = _with(session, sequence_id=_integer(7), sequence_start=_truth(True), sequence_end=_truth(True))
-    response = session.target.call("ModelInfer", request)
+    response = session.target.call(request)
     must(response.ok or response.code is Code.INVALID_ARGUMENT, "an answer or INVALID_ARGUMENT", response, request)
 
 
 def _refused(name: str, needs: str, rule: str, **parameters: Set) -> tuple[Check, ...]:
     return refusal(
-        f"parameters.{name}", Level.TRITON, OBSERVED, rule, [Code.INVALID_ARGUMENT],
+        f"parameters.{name}", TRITON, OBSERVED, rule, [Code.INVALID_ARGUMENT],
         lambda session: InvalidCall(_with(session, **parameters), [*parameters, "triton_"]), needs,
     )  # fmt: skip
 

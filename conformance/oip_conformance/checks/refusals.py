@@ -10,7 +10,7 @@ from oip_conformance.checks.metadata import UNKNOWN_NAME
 from oip_conformance.checks.sources import OBSERVED, OIP
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Check, Code, InvalidCall, Level, Skipped, refusal
+from oip_conformance.suite import MUST, TRITON, Check, Code, InvalidCall, Level, Skipped, refusal
 from oip_conformance.wire import DATATYPES, encode, filled
 
 Edit = Callable[[Session, pb.ModelInferRequest], list[str]]
@@ -204,55 +204,45 @@ def _unknown_output(session: Session, request: pb.ModelInferRequest) -> list[str
     return ["conformance-no-such-output"]
 
 
-UNKNOWN_MODEL = _bad(
-    "unknown-model", Level.MUST, OIP, "An unknown model is an error.", _unknown_model, [Code.NOT_FOUND]
-)
-NO_MODEL = _bad(
-    "no-model", Level.MUST, OIP, "A request names its model.", _no_model, [Code.NOT_FOUND, Code.INVALID_ARGUMENT]
-)
+UNKNOWN_MODEL = _bad("unknown-model", MUST, OIP, "An unknown model is an error.", _unknown_model, [Code.NOT_FOUND])
+NO_MODEL = _bad("no-model", MUST, OIP, "A request names its model.", _no_model, [Code.NOT_FOUND, Code.INVALID_ARGUMENT])
 UNKNOWN_VERSION = _bad(
-    "unknown-version", Level.MUST, OIP, "An unknown version is an error.", _version("987654321"), [Code.NOT_FOUND]
+    "unknown-version", MUST, OIP, "An unknown version is an error.", _version("987654321"), [Code.NOT_FOUND]
 )
-VERSION_A_WORD = _bad("version-a-word", Level.TRITON, OBSERVED, "A version is a number.", _version("newest"))
-VERSION_NEGATIVE = _bad("version-negative", Level.TRITON, OBSERVED, "A version is not negative.", _version("-1"))
-VERSION_TOO_LARGE = _bad("version-30-digits", Level.TRITON, OBSERVED, "A version is a number of 64 bits.", _version("9" * 30), [Code.INVALID_ARGUMENT, Code.NOT_FOUND])  # fmt: skip
-NO_INPUTS = _bad("no-inputs", Level.TRITON, OBSERVED, "Every input that is not optional is there.", _no_inputs)
-MISSING_INPUT = refusal("request.missing-input", Level.TRITON, OBSERVED, "Every input that is not optional is there.", _INVALID, _missing_input)  # fmt: skip
-EXTRA_INPUT = _bad(
-    "extra-input", Level.TRITON, OBSERVED, "Inputs that the model does not have are refused.", _extra_input
-)
-RENAMED_INPUT = _bad("unknown-input", Level.TRITON, OBSERVED, "Inputs that the model does not have are refused.", _renamed_input)  # fmt: skip
-SAME_INPUT_TWICE = _bad("same-input-twice", Level.TRITON, OBSERVED, "Each input is there once.", _same_input_twice)
-OTHER_DATATYPE = _bad(
-    "other-datatype", Level.TRITON, OBSERVED, "An input has the datatype of the metadata.", _other_datatype
-)
+VERSION_A_WORD = _bad("version-a-word", TRITON, OBSERVED, "A version is a number.", _version("newest"))
+VERSION_NEGATIVE = _bad("version-negative", TRITON, OBSERVED, "A version is not negative.", _version("-1"))
+VERSION_TOO_LARGE = _bad("version-30-digits", TRITON, OBSERVED, "A version is a number of 64 bits.", _version("9" * 30), [Code.INVALID_ARGUMENT, Code.NOT_FOUND])  # fmt: skip
+NO_INPUTS = _bad("no-inputs", TRITON, OBSERVED, "Every input that is not optional is there.", _no_inputs)
+MISSING_INPUT = refusal("request.missing-input", TRITON, OBSERVED, "Every input that is not optional is there.", _INVALID, _missing_input)  # fmt: skip
+EXTRA_INPUT = _bad("extra-input", TRITON, OBSERVED, "Inputs that the model does not have are refused.", _extra_input)
+RENAMED_INPUT = _bad("unknown-input", TRITON, OBSERVED, "Inputs that the model does not have are refused.", _renamed_input)  # fmt: skip
+SAME_INPUT_TWICE = _bad("same-input-twice", TRITON, OBSERVED, "Each input is there once.", _same_input_twice)
+OTHER_DATATYPE = _bad("other-datatype", TRITON, OBSERVED, "An input has the datatype of the metadata.", _other_datatype)
 UNKNOWN_DATATYPE = _bad(
-    "unknown-datatype", Level.TRITON, OBSERVED, "A datatype is one of the protocol's.", _no_datatype("FLOAT")
+    "unknown-datatype", TRITON, OBSERVED, "A datatype is one of the protocol's.", _no_datatype("FLOAT")
 )
 LOWERCASE_DATATYPE = _bad(
-    "lowercase-datatype", Level.TRITON, OBSERVED, "A datatype is written in capitals.", _no_datatype("fp32")
+    "lowercase-datatype", TRITON, OBSERVED, "A datatype is written in capitals.", _no_datatype("fp32")
 )
-NO_DATATYPE = _bad("no-datatype", Level.TRITON, OBSERVED, "An input names its datatype.", _no_datatype(""))
-OTHER_SIZE = _bad(
-    "other-size", Level.TRITON, OBSERVED, "An input has the sizes of the metadata.", _reshaped(_fixed_size)
-)
-RANK_TOO_HIGH = _bad("rank-too-high", Level.TRITON, OBSERVED, "An input has as many dimensions as the metadata.", _reshaped(lambda shape, _: [*shape, 1]))  # fmt: skip
-RANK_TOO_LOW = _bad("no-shape", Level.TRITON, OBSERVED, "An input says its shape.", _shape_only(lambda shape: []))
-NEGATIVE_SIZE = _bad("negative-size", Level.TRITON, OBSERVED, "Sizes in a request are not negative.", _shape_only(lambda shape: [-1, *shape[1:]]))  # fmt: skip
-ALL_NEGATIVE = _bad("sizes-negative-alike", Level.TRITON, OBSERVED, "Sizes in a request are not negative, even where their product is not.", _shape_only(lambda shape: [-size for size in shape] if len(shape) > 1 else [-1]))  # fmt: skip
-HUGE_SIZE = _bad("huge-size", Level.MUST, OIP, _MATCH, _shape_only(lambda shape: [2**63 - 1, *shape[1:]]))
-HUGE_SIZE_32 = _bad("huge-size-in-32-bits", Level.MUST, OIP, _MATCH, _shape_only(lambda shape: [shape[0] + 2**33, *shape[1:]]))  # fmt: skip
-SHORT = _bad("raw-too-short", Level.MUST, OIP, _MATCH, _raw_of(lambda raw: raw[:-1]))
-LONG = _bad("raw-too-long", Level.MUST, OIP, _MATCH, _raw_of(lambda raw: raw + raw))
-EMPTY = _bad("raw-empty", Level.MUST, OIP, _MATCH, _raw_of(lambda raw: b""))
-NO_DATA = _bad("no-data", Level.MUST, OIP, _MATCH, _no_data)
-RAW_FOR_SOME = refusal("request.raw-for-some", Level.MUST, OIP, "raw_input_contents must be initialized with data for each tensor.", _INVALID, _raw_for_all_but_one)  # fmt: skip
-RAW_AND_TYPED = _bad("raw-and-typed", Level.MUST, OIP, "If raw_input_contents is specified then contents must not be specified for any input tensor.", _both)  # fmt: skip
-TYPED_SHORT = _bad("typed-too-short", Level.MUST, OIP, "The size of typed contents must match what is expected by the tensor's shape.", _typed_of(_one_value_less))  # fmt: skip
-TYPED_LONG = _bad("typed-too-long", Level.MUST, OIP, "The size of typed contents must match what is expected by the tensor's shape.", _typed_of(_one_value_more))  # fmt: skip
-TYPED_ELSEWHERE = _bad("typed-in-another-field", Level.MUST, OIP, "Typed data is in the repeated field that matches the tensor's data type.", _typed_of(_other_field))  # fmt: skip
+NO_DATATYPE = _bad("no-datatype", TRITON, OBSERVED, "An input names its datatype.", _no_datatype(""))
+OTHER_SIZE = _bad("other-size", TRITON, OBSERVED, "An input has the sizes of the metadata.", _reshaped(_fixed_size))
+RANK_TOO_HIGH = _bad("rank-too-high", TRITON, OBSERVED, "An input has as many dimensions as the metadata.", _reshaped(lambda shape, _: [*shape, 1]))  # fmt: skip
+RANK_TOO_LOW = _bad("no-shape", TRITON, OBSERVED, "An input says its shape.", _shape_only(lambda shape: []))
+NEGATIVE_SIZE = _bad("negative-size", TRITON, OBSERVED, "Sizes in a request are not negative.", _shape_only(lambda shape: [-1, *shape[1:]]))  # fmt: skip
+ALL_NEGATIVE = _bad("sizes-negative-alike", TRITON, OBSERVED, "Sizes in a request are not negative, even where their product is not.", _shape_only(lambda shape: [-size for size in shape] if len(shape) > 1 else [-1]))  # fmt: skip
+HUGE_SIZE = _bad("huge-size", MUST, OIP, _MATCH, _shape_only(lambda shape: [2**63 - 1, *shape[1:]]))
+HUGE_SIZE_32 = _bad("huge-size-in-32-bits", MUST, OIP, _MATCH, _shape_only(lambda shape: [shape[0] + 2**33, *shape[1:]]))  # fmt: skip
+SHORT = _bad("raw-too-short", MUST, OIP, _MATCH, _raw_of(lambda raw: raw[:-1]))
+LONG = _bad("raw-too-long", MUST, OIP, _MATCH, _raw_of(lambda raw: raw + raw))
+EMPTY = _bad("raw-empty", MUST, OIP, _MATCH, _raw_of(lambda raw: b""))
+NO_DATA = _bad("no-data", MUST, OIP, _MATCH, _no_data)
+RAW_FOR_SOME = refusal("request.raw-for-some", MUST, OIP, "raw_input_contents must be initialized with data for each tensor.", _INVALID, _raw_for_all_but_one)  # fmt: skip
+RAW_AND_TYPED = _bad("raw-and-typed", MUST, OIP, "If raw_input_contents is specified then contents must not be specified for any input tensor.", _both)  # fmt: skip
+TYPED_SHORT = _bad("typed-too-short", MUST, OIP, "The size of typed contents must match what is expected by the tensor's shape.", _typed_of(_one_value_less))  # fmt: skip
+TYPED_LONG = _bad("typed-too-long", MUST, OIP, "The size of typed contents must match what is expected by the tensor's shape.", _typed_of(_one_value_more))  # fmt: skip
+TYPED_ELSEWHERE = _bad("typed-in-another-field", MUST, OIP, "Typed data is in the repeated field that matches the tensor's data type.", _typed_of(_other_field))  # fmt: skip
 UNKNOWN_OUTPUT = _bad(
-    "unknown-output", Level.TRITON, OBSERVED, "Outputs that the model does not have are refused.", _unknown_output
+    "unknown-output", TRITON, OBSERVED, "Outputs that the model does not have are refused.", _unknown_output
 )
 
 
@@ -264,6 +254,6 @@ def _too_many_rows(session: Session) -> InvalidCall:
 
 
 TOO_MANY_ROWS = refusal(
-    "request.batch-too-large", Level.TRITON, OBSERVED, "No more rows than max_batch_size come in one request.", _INVALID,
+    "request.batch-too-large", TRITON, OBSERVED, "No more rows than max_batch_size come in one request.", _INVALID,
     _too_many_rows, "model_configuration",
 )  # fmt: skip

@@ -17,7 +17,7 @@ from oip_conformance.checks.sources import OBSERVED, extension
 from oip_conformance.models import Model
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Check, Code, Level, Skipped, must
+from oip_conformance.suite import TRITON, Check, Code, Level, Skipped, must
 from oip_conformance.target import Response
 
 NEEDS = "system_shared_memory"
@@ -45,14 +45,14 @@ class Memory:
         request = pb.SystemSharedMemoryRegisterRequest(
             name=self.name if name is None else name, key=key or self.key, offset=offset, byte_size=byte_size
         )
-        return self.session.target.call("SystemSharedMemoryRegister", request)
+        return self.session.target.call(request)
 
     def unregister(self, name: str | None = None) -> Response:
         request = pb.SystemSharedMemoryUnregisterRequest(name=self.name if name is None else name)
-        return self.session.target.call("SystemSharedMemoryUnregister", request)
+        return self.session.target.call(request)
 
     def status(self, name: str = "") -> Response:
-        return self.session.target.call("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest(name=name))
+        return self.session.target.call(pb.SystemSharedMemoryStatusRequest(name=name))
 
     def write(self, data: bytes, offset: int = 0) -> None:
         with self.path.open("r+b") as file:
@@ -141,5 +141,5 @@ def region_refusal(
 
     return (
         Check(f"memory.{name}", level, source, rule, run, NEEDS),
-        Check(f"memory.{name}/status", Level.TRITON, OBSERVED, f"{rule} Which status.", status, NEEDS),
+        Check(f"memory.{name}/status", TRITON, OBSERVED, f"{rule} Which status.", status, NEEDS),
     )

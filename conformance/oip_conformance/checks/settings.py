@@ -9,7 +9,7 @@ from oip_conformance.checks.metadata import UNKNOWN_NAME
 from oip_conformance.checks.sources import OBSERVED, extension
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Code, InvalidCall, Level, Skipped, check, must, refusal
+from oip_conformance.suite import MUST, TRITON, Code, InvalidCall, Skipped, check, must, refusal
 
 _TRACE, _LOG = extension("trace"), extension("logging")
 
@@ -18,7 +18,7 @@ def _trace(session: Session, model: str = "", **settings: list[str]) -> dict[str
     request = pb.TraceSettingRequest(model_name=model)
     for name, values in settings.items():
         request.settings[name].value.extend(values)
-    response = session.target.call("TraceSetting", request)
+    response = session.target.call(request)
     must(response.ok, "the settings", response, request)
     return {name: list(setting.value) for name, setting in response.message.settings.items()}
 
@@ -27,14 +27,14 @@ def _log(session: Session, level: int | None = None) -> dict[str, pb.LogSettings
     request = pb.LogSettingsRequest()
     if level is not None:
         request.settings["log_verbose_level"].uint32_param = level
-    response = session.target.call("LogSettings", request)
+    response = session.target.call(request)
     must(response.ok, "the settings", response, request)
     return dict(response.message.settings)
 
 
 @check(
     "trace.settings",
-    Level.MUST,
+    MUST,
     _TRACE,
     "TraceSetting returns the latest settings: trace_level, trace_rate, log_frequency among them.",
     "trace",
@@ -45,15 +45,9 @@ def trace_settings(session: Session) -> None:
         must(settings.get(name), f"{name} among the settings", settings)
 
 
-@check(
-    "trace.change",
-    Level.MUST,
-    _TRACE,
-    "Only the specified settings are updated, and the updated ones returned.",
-    "trace",
-)
+@check("trace.change", MUST, _TRACE, "Only the specified settings are updated, and the updated ones returned.", "trace")
 def trace_change(session: Session) -> None:
-    _changeable(session, "TraceSetting")
+    _must_be_changeable(session, pb.TraceSettingRequest())
     before = _trace(session)
     other = "501" if before.get("trace_rate") != ["501"] else "502"
     try:
@@ -66,15 +60,9 @@ def trace_change(session: Session) -> None:
         _trace(session, trace_rate=before.get("trace_rate", []))
 
 
-@check(
-    "trace.of-model",
-    Level.MUST,
-    _TRACE,
-    "A model's settings begin as the server's, and change apart from them.",
-    "trace",
-)
+@check("trace.of-model", MUST, _TRACE, "A model's settings begin as the server's, and change apart from them.", "trace")
 def trace_of_model(session: Session) -> None:
-    _changeable(session, "TraceSetting")
+    _must_be_changeable(session, pb.TraceSettingRequest())
     server = _trace(session)
     must(
         _trace(session, session.model.name) == server,
@@ -88,43 +76,42 @@ def trace_of_model(session: Session) -> None:
         _trace(session, session.model.name, trace_rate=[])
 
 
-def _changeable(session: Session, rpc: str) -> None:
-    """Skip if the operator does not let clients change settings; tries to set the current value again."""
-    trace, log = pb.TraceSettingRequest(), pb.LogSettingsRequest()
-    if rpc == "TraceSetting":
-        trace.settings["trace_rate"].value.extend(_trace(session).get("trace_rate", []))
+def _must_be_changeable(session: Session, request: pb.TraceSettingRequest | pb.LogSettingsRequest) -> None:
+    """Skip if the operator does not let clients change settings. ``request`` gets a setting's current value."""
+    if isinstance(request, pb.TraceSettingRequest):
+        request.settings["trace_rate"].value.extend(_trace(session).get("trace_rate", []))
     else:
-        log.settings["log_verbose_level"].uint32_param = _log(session)["log_verbose_level"].uint32_param
-    response = session.target.call(rpc, trace if rpc == "TraceSetting" else log)
+        request.settings["log_verbose_level"].uint32_param = _log(session)["log_verbose_level"].uint32_param
+    response = session.target.call(request)
     if response.code in (Code.UNIMPLEMENTED, Code.PERMISSION_DENIED):
         raise Skipped(f"settings can be read, and not changed: {response}")
 
 
 def _bad_trace(session: Session, model: str = "", **settings: str) -> InvalidCall:
-    _changeable(session, "TraceSetting")
+    _must_be_changeable(session, pb.TraceSettingRequest())
     request = pb.TraceSettingRequest(model_name=model)
     for name, value in settings.items():
         request.settings[name].value.append(value)
-    return InvalidCall(request, [model, *settings] if model else [*settings], "TraceSetting")
+    return InvalidCall(request, [model, *settings] if model else [*settings])
 
 
 def _bad_log(session: Session, name: str, **value: object) -> InvalidCall:
-    _changeable(session, "LogSettings")
+    _must_be_changeable(session, pb.LogSettingsRequest())
     request = pb.LogSettingsRequest()
     request.settings[name].CopyFrom(pb.LogSettingsRequest.SettingValue(**value))  # type: ignore[arg-type]  # one of three
-    return InvalidCall(request, [name], "LogSettings")
+    return InvalidCall(request, [name])
 
 
 TRACE_UNKNOWN_MODEL = refusal(
-    "trace.unknown-model", Level.TRITON, OBSERVED, "Settings of an unknown model are an error.",
+    "trace.unknown-model", TRITON, OBSERVED, "Settings of an unknown model are an error.",
     [Code.INVALID_ARGUMENT, Code.NOT_FOUND], lambda session: _bad_trace(session, UNKNOWN_NAME), "trace",
 )  # fmt: skip
 TRACE_RATE = refusal(
-    "trace.rate-a-word", Level.TRITON, OBSERVED, "trace_rate is a number.", [Code.INVALID_ARGUMENT],
+    "trace.rate-a-word", TRITON, OBSERVED, "trace_rate is a number.", [Code.INVALID_ARGUMENT],
     lambda session: _bad_trace(session, trace_rate="often"), "trace",
 )  # fmt: skip
 TRACE_FILE = refusal(
-    "trace.file", Level.TRITON, OBSERVED, "The file that traces go to is not a client's to choose.",
+    "trace.file", TRITON, OBSERVED, "The file that traces go to is not a client's to choose.",
     [Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT, Code.PERMISSION_DENIED],
     lambda session: _bad_trace(session, trace_file="/tmp/conformance"), "trace",  # noqa: S108 -- must be refused
 )  # fmt: skip
@@ -132,7 +119,7 @@ TRACE_FILE = refusal(
 
 @check(
     "log.settings",
-    Level.MUST,
+    MUST,
     _LOG,
     "LogSettings returns the latest settings: log_info and log_verbose_level among them, of their types.",
     "logging",
@@ -144,9 +131,9 @@ def log_settings(session: Session) -> None:
         must(received == kind, f"{name} as {kind}", received)
 
 
-@check("log.change", Level.MUST, _LOG, "Only the specified settings are updated, and all are returned.", "logging")
+@check("log.change", MUST, _LOG, "Only the specified settings are updated, and all are returned.", "logging")
 def log_change(session: Session) -> None:
-    _changeable(session, "LogSettings")
+    _must_be_changeable(session, pb.LogSettingsRequest())
     before = _log(session)
     level = before["log_verbose_level"].uint32_param
     try:
@@ -161,15 +148,15 @@ def log_change(session: Session) -> None:
 
 
 LOG_TYPE = refusal(
-    "log.wrong-type", Level.TRITON, OBSERVED, "log_info is a bool.", [Code.INVALID_ARGUMENT],
+    "log.wrong-type", TRITON, OBSERVED, "log_info is a bool.", [Code.INVALID_ARGUMENT],
     lambda session: _bad_log(session, "log_info", string_param="yes"), "logging",
 )  # fmt: skip
 LOG_FORMAT = refusal(
-    "log.unknown-format", Level.TRITON, OBSERVED, "log_format is one of those that there are.", [Code.INVALID_ARGUMENT],
+    "log.unknown-format", TRITON, OBSERVED, "log_format is one of those that there are.", [Code.INVALID_ARGUMENT],
     lambda session: _bad_log(session, "log_format", string_param="conformance"), "logging",
 )  # fmt: skip
 LOG_FILE = refusal(
-    "log.file", Level.TRITON, OBSERVED, "The file that the log goes to is not a client's to choose.",
+    "log.file", TRITON, OBSERVED, "The file that the log goes to is not a client's to choose.",
     [Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT, Code.PERMISSION_DENIED],
     lambda session: _bad_log(session, "log_file", string_param="/tmp/conformance"), "logging",  # noqa: S108 -- must be refused
 )  # fmt: skip

@@ -9,7 +9,7 @@ from oip_conformance.checks.sources import extension
 from oip_conformance.models import Model
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Code, InvalidCall, Level, check, must, refusal
+from oip_conformance.suite import MUST, Code, InvalidCall, check, must, refusal
 
 _NEEDS = "statistics"
 _SOURCE = extension(_NEEDS)
@@ -18,7 +18,7 @@ _SOURCE = extension(_NEEDS)
 def _statistics(session: Session, model: Model, version: str = "") -> pb.ModelStatistics:
     """Return the statistics of one version; without a version, the sums of the fields that the checks need."""
     request = pb.ModelStatisticsRequest(name=model.name, version=version)
-    response = session.target.call("ModelStatistics", request)
+    response = session.target.call(request)
     must(response.ok and response.message.model_stats, "statistics", response, request)
     total = pb.ModelStatistics(name=model.name)
     for statistics in response.message.model_stats:
@@ -54,7 +54,7 @@ def _send_requests(
 
 @check(
     "statistics.success",
-    Level.MUST,
+    MUST,
     _SOURCE,
     "inference_stats.success: the count of all successful inference requests, and their cumulative duration.",
     _NEEDS,
@@ -68,7 +68,7 @@ def success(session: Session) -> None:
 
 @check(
     "statistics.rows",
-    Level.MUST,
+    MUST,
     _SOURCE,
     "inference_count: each inference in a batched request is counted as an individual inference.",
     _NEEDS,
@@ -82,12 +82,12 @@ def rows(session: Session) -> None:
     must(1 <= runs <= 3, "execution_count 1 to 3 more after 3 requests", f"{runs} more")
 
 
-@check("statistics.refused", Level.MUST, _SOURCE, "inference_count and success count successful requests only.", _NEEDS)
+@check("statistics.refused", MUST, _SOURCE, "inference_count and success count successful requests only.", _NEEDS)
 def refused(session: Session) -> None:
     before = _statistics(session, session.model)
     request = session.request()
     request.raw_input_contents[0] += b"\0"
-    response = session.target.call("ModelInfer", request)
+    response = session.target.call(request)
     must(not response.ok, "a refusal", response, request)
     session.infer(session.request())
     after = _wait_for_successes(session, session.model, before.inference_stats.success.count + 1)
@@ -97,7 +97,7 @@ def refused(session: Session) -> None:
 
 @check(
     "statistics.last-inference",
-    Level.MUST,
+    MUST,
     _SOURCE,
     "last_inference: the time of the last inference request, as milliseconds since the epoch.",
     _NEEDS,
@@ -111,7 +111,7 @@ def last_inference(session: Session) -> None:
 
 @check(
     "statistics.batches",
-    Level.MUST,
+    MUST,
     _SOURCE,
     "batch_stats indicate how many actual model executions were performed: they add up to execution_count.",
     _NEEDS,
@@ -124,7 +124,7 @@ def batches(session: Session) -> None:
 
 @check(
     "statistics.versions",
-    Level.MUST,
+    MUST,
     _SOURCE,
     "No version: statistics for all model versions; a version: of that one.",
     _NEEDS,
@@ -132,12 +132,12 @@ def batches(session: Session) -> None:
 def versions(session: Session) -> None:
     for model in session.models:
         known = {*model.metadata.versions}
-        response = session.target.call("ModelStatistics", pb.ModelStatisticsRequest(name=model.name))
+        response = session.target.call(pb.ModelStatisticsRequest(name=model.name))
         listed = {statistics.version for statistics in response.message.model_stats} if response.ok else set()
         must(response.ok and known <= listed, f"versions {sorted(known)} of {model.name!r}", response)
         for version in known:
             request = pb.ModelStatisticsRequest(name=model.name, version=version)
-            one = session.target.call("ModelStatistics", request)
+            one = session.target.call(request)
             must(
                 one.ok and [s.version for s in one.message.model_stats] == [version],
                 f"version {version} alone",
@@ -146,16 +146,16 @@ def versions(session: Session) -> None:
             )
 
 
-@check("statistics.all-models", Level.MUST, _SOURCE, "No name: statistics for all models.", _NEEDS)
+@check("statistics.all-models", MUST, _SOURCE, "No name: statistics for all models.", _NEEDS)
 def all_models(session: Session) -> None:
-    response = session.target.call("ModelStatistics", pb.ModelStatisticsRequest())
+    response = session.target.call(pb.ModelStatisticsRequest())
     listed = {statistics.name for statistics in response.message.model_stats} if response.ok else set()
     wanted = {model.name for model in session.models}
     must(response.ok and wanted <= listed, f"{sorted(wanted)} among them", response)
 
 
 UNKNOWN = refusal(
-    "statistics.unknown-model", Level.MUST, _SOURCE, "Statistics of an unknown model are an error.",
+    "statistics.unknown-model", MUST, _SOURCE, "Statistics of an unknown model are an error.",
     [Code.INVALID_ARGUMENT, Code.NOT_FOUND],  # Triton returns the first; for every other RPC it returns the second
-    lambda session: InvalidCall(pb.ModelStatisticsRequest(name=UNKNOWN_NAME), [UNKNOWN_NAME], "ModelStatistics"), _NEEDS,
+    lambda session: InvalidCall(pb.ModelStatisticsRequest(name=UNKNOWN_NAME), [UNKNOWN_NAME]), _NEEDS,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from oip_conformance.checks.metadata import UNKNOWN_NAME
 from oip_conformance.checks.sources import OBSERVED, extension
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
-from oip_conformance.suite import Code, Level, check, must
+from oip_conformance.suite import MUST, TRITON, Code, check, must
 from oip_conformance.target import Metadata, StreamResponse
 from oip_conformance.wire import same
 
@@ -31,7 +31,7 @@ def _must_end_ok(stream: StreamResponse, messages: int) -> None:
 
 @check(
     "stream.answers",
-    Level.MUST,
+    MUST,
     _SEQUENCE,
     "ModelStreamInfer: infer_response holds the results of a request, as ModelInfer's response; no error_message means success.",
     "sequence",
@@ -48,7 +48,7 @@ def answers(session: Session) -> None:
         must(same(array, alone[name]), f"{name!r} as ModelInfer gives it", array.ravel()[:4])
 
 
-@check("stream.in-order", Level.TRITON, OBSERVED, "Answers come in the order of the requests.", "sequence")
+@check("stream.in-order", TRITON, OBSERVED, "Answers come in the order of the requests.", "sequence")
 def in_order(session: Session) -> None:
     sent = [str(number) for number in range(24)]
     stream = _stream(session, *(session.request(request_id=number) for number in sent))
@@ -59,7 +59,7 @@ def in_order(session: Session) -> None:
 
 @check(
     "stream.nothing-sent",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "A stream on which nothing is sent ends with OK and no message.",
     "sequence",
@@ -70,7 +70,7 @@ def nothing_sent(session: Session) -> None:
 
 @check(
     "stream.error-message",
-    Level.MUST,
+    MUST,
     _SEQUENCE,
     "error_message describes the error; the stream goes on with the next request.",
     "sequence",
@@ -85,7 +85,7 @@ def error_message(session: Session) -> None:
 
 @check(
     "stream.error-id",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "infer_response beside an error_message bears the id of the request that it is about.",
     "sequence",
@@ -98,7 +98,7 @@ def error_id(session: Session) -> None:
 
 @check(
     "stream.grpc-error",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "With the metadata triton_grpc_error: true, an error may end the stream with its status; what came before it is answered.",
     "sequence",
@@ -113,7 +113,7 @@ def grpc_error(session: Session) -> None:
 
 @check(
     "stream.final-response",
-    Level.TRITON,
+    TRITON,
     OBSERVED,
     "With triton_enable_empty_final_response, the last response to a request has triton_final_response: true.",
     "sequence",
