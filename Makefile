@@ -142,7 +142,8 @@ $(RAY)/.installed: tests/ray/requirements.txt | setup
 test-ray: $(RAY)/.installed ## run replicas behind Ray Serve, and conversions, on a real cluster of two nodes; kill one node (400 MB of packages)
 	sh tests/ray/run.sh $(RAY)/bin/python -m pytest -m ray tests/ray --durations=5 $(PYTEST_ARGS)
 
-conformance: setup ## check the demo's server against each rule of the protocol (docs/conformance.md); options: CONFORMANCE_ARGS
+conformance: setup ## the conformance suite's own tests, then the suite against the demo's server; options for it: CONFORMANCE_ARGS
+	$(BIN)/pytest -q -n auto --maxprocesses 4 conformance/tests $(PYTEST_ARGS)
 	@[ -d build/demo/minilm/1 ] || $(MAKE) demo
 	@$(BIN)/python deploy/demo/conform.py $(CONFORMANCE_ARGS)
 
@@ -238,5 +239,5 @@ cuda-kernels: setup ## list the bf16 CUDA kernels of ten releases of ONNX Runtim
 	@$(BIN)/python -m bench.gpu.registry
 
 clean: ## remove the files that builds and tests leave behind; .venv stays
-	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist ./*.egg-info conformance/{build,*.egg-info} .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -94,7 +94,7 @@ def refusal(
 
     def refused(session: Session) -> None:
         call, response = session.call_once(name, make_call)
-        must(not response.ok, f"{rpc_of(call.message)} to be refused", response, call.message)
+        must(not response.ok, f"{rpc_of(call.message)} to be rejected", response, call.message)
 
     def by_code(session: Session) -> None:
         call, response = session.call_once(name, make_call)
@@ -106,7 +106,7 @@ def refusal(
     def by_text(session: Session) -> None:
         call, response = session.call_once(name, make_call)
         if response.ok or not call.keywords:
-            raise Skipped("there is no refusal to read" if response.ok else "nothing in particular is to be named")
+            raise Skipped("there is no rejection to read" if response.ok else "nothing in particular is to be named")
         wanted = " or ".join(repr(word) for word in call.keywords)
         must(any(word in response.details for word in call.keywords), f"a text with {wanted}", response, call.message)
 

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-from oipserver import oip_server
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from oip_conformance.protocol import inference_pb2 as pb
@@ -51,33 +50,3 @@ def test_triton_has_every_rpc() -> None:
 )
 def test_the_suite_and_tritonclient_load_in_one_process(order: str) -> None:
     subprocess.run([sys.executable, "-c", order], check=True, timeout=60)
-
-
-ONLY_THREE = """
-import importlib.metadata, sys
-import google.protobuf, grpc, numpy
-of_import = importlib.metadata.packages_distributions()
-allowed = {"grpcio", "protobuf", "numpy", "typing-extensions"}  # grpcio requires the last one
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        top = name.partition(".")[0]
-        if top == "oip_conformance" or top in sys.stdlib_module_names:
-            return None
-        if {found.lower().replace("_", "-") for found in of_import.get(top, ())} & allowed:
-            return None
-        raise ModuleNotFoundError(f"the suite imports {name}", name=name)
-
-sys.meta_path.insert(0, Missing())
-from oip_conformance.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_the_suite_runs_with_grpcio_protobuf_and_numpy_alone() -> None:
-    """All checks run in a process in which no other package, and nothing else of this repository, can be imported."""
-    with oip_server() as address:
-        command = [sys.executable, "-c", ONLY_THREE, address, "--model", "typed", "--dangerous", "--patience", "0.5"]
-        done = subprocess.run(command, timeout=60, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 failed" in done.stdout

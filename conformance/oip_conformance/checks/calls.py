@@ -18,7 +18,7 @@ _REFUSED = (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND, Code
     "call.deadline",
     MUST,
     GRPC,
-    "A request whose deadline passes is DEADLINE_EXCEEDED, unless it was answered in time; the server serves on.",
+    "A request whose deadline passes is DEADLINE_EXCEEDED, unless it was answered in time; the server goes on serving.",
 )
 def deadline(session: Session) -> None:
     for microseconds in (1, 10, 100, 1000, 10_000):
@@ -28,18 +28,18 @@ def deadline(session: Session) -> None:
     session.alive()
 
 
-@check("call.cancelled", MUST, GRPC, "A call may be cancelled at any time; the server serves on.")
+@check("call.cancelled", MUST, GRPC, "A call may be cancelled at any time; the server goes on serving.")
 def cancelled(session: Session) -> None:
     for _ in range(8):
         session.target.start(session.request()).cancel()
     session.alive()
 
 
-@check("call.large-id", TRITON, OBSERVED, "An id of 5 MB is returned, or the message refused for its size.")
+@check("call.large-id", TRITON, OBSERVED, "An id of 5 MB is returned, or the message is rejected for its size.")
 def large_id(session: Session) -> None:
     request = session.request(request_id="i" * 5_000_000)
     response = session.target.call(request)
-    must(response.ok or response.code in _REFUSED, "an answer, or a refusal for the size", response, "an id of 5 MB")
+    must(response.ok or response.code in _REFUSED, "an answer, or a rejection for the size", response, "an id of 5 MB")
     if response.ok:
         must(response.message.id == request.id, "the id", f"one of {len(response.message.id)} characters")
     session.alive()
@@ -49,7 +49,7 @@ def large_id(session: Session) -> None:
     "call.long-model-name",
     SHOULD,
     GRPC,
-    "A refusal stays small enough for gRPC to carry (8 KB of metadata), whatever it quotes.",
+    "A rejection is small enough for gRPC to carry (8 KB of metadata), whatever it quotes.",
 )
 def long_model_name(session: Session) -> None:
     request = session.request()
@@ -64,13 +64,13 @@ def long_model_name(session: Session) -> None:
     )
 
 
-@check("call.many-dimensions", TRITON, OBSERVED, "A shape of 100,000 dimensions is refused.")
+@check("call.many-dimensions", TRITON, OBSERVED, "A shape of 100,000 dimensions is rejected.")
 def many_dimensions(session: Session) -> None:
     request = session.request()
     request.inputs[0].shape[:] = [1] * 100_000
     response = session.target.call(request)
     session.alive()
-    must(not response.ok, "a refusal", response, "a shape of 100,000 dimensions")
+    must(not response.ok, "a rejection", response, "a shape of 100,000 dimensions")
 
 
 @check("call.many-inputs", TRITON, OBSERVED, "Ten thousand inputs do not hurt the server.")
@@ -83,13 +83,13 @@ def many_inputs(session: Session) -> None:
     session.alive()
     must(
         response.code not in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED),
-        "an answer or a refusal",
+        "an answer or a rejection",
         response,
         "10,000 inputs",
     )
 
 
-@check("call.truncated", MUST, GRPC, "A message that ends inside a field is refused.")
+@check("call.truncated", MUST, GRPC, "A message that ends inside a field is rejected.")
 def truncated(session: Session) -> None:
     message = session.request().SerializeToString()
     for size in (1, len(message) // 2, len(message) - 1):
@@ -97,7 +97,7 @@ def truncated(session: Session) -> None:
         if _parses(data):
             continue  # the cut is between two fields
         response = session.target.raw(f"/{SERVICE}/ModelInfer", data)
-        must(not response.ok, "a refusal", response, f"the first {size} of {len(message)} bytes of a request")
+        must(not response.ok, "a rejection", response, f"the first {size} of {len(message)} bytes of a request")
     session.alive()
 
 
@@ -105,12 +105,12 @@ def truncated(session: Session) -> None:
     "call.announced-length",
     MUST,
     GRPC,
-    "A field that announces 2 GB and has none is refused, without room being made for it.",
+    "A field that announces 2 GB and has none is rejected, and no memory is allocated for it.",
 )
 def announced_length(session: Session) -> None:
     huge = b"\x3a" + b"\xff\xff\xff\xff\x07" + struct.pack("<I", 1)  # raw_input_contents of 2^31 - 1 bytes
     response = session.target.raw(f"/{SERVICE}/ModelInfer", huge)
-    must(not response.ok, "a refusal", response, "raw_input_contents that announce 2 GB")
+    must(not response.ok, "a rejection", response, "raw_input_contents that announce 2 GB")
     session.alive()
 
 

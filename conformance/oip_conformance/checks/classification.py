@@ -88,7 +88,13 @@ def rows(session: Session) -> None:
     must(shape == [2, 1], "shape [2, 1]", shape)
 
 
-@check("classification.more-than-there-are", TRITON, OBSERVED, "More classes than there are: all there are.", _NEEDS)
+@check(
+    "classification.more-than-there-are",
+    TRITON,
+    OBSERVED,
+    "A request for more classes than there are gets all of them.",
+    _NEEDS,
+)
 def more(session: Session) -> None:
     model, name, array = _output(session)
     class_count = array[0].size if model.max_batch_size > 0 else array.size

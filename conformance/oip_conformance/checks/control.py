@@ -75,7 +75,7 @@ def ready_only(session: Session) -> None:
 
 
 NAMED_REPOSITORY = refusal(
-    "index.named-repository", TRITON, OBSERVED, "An index of one named repository is not had.",
+    "index.named-repository", TRITON, OBSERVED, "An index of a named repository is rejected.",
     [Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT, Code.NOT_FOUND],
     lambda session: InvalidCall(pb.RepositoryIndexRequest(repository_name=UNKNOWN_NAME), ["repository_name"]), _NEEDS,
 )  # fmt: skip
@@ -164,14 +164,14 @@ def _bad_load(name: str, rule: str, codes: list[Code], call: Callable[[Session, 
         must(response.code in codes, " or ".join(code.name for code in codes), response, name)
         session.outputs(session.request(model), model)
 
-    return Check(f"control.{name}", TRITON, OBSERVED, f"{rule} What served goes on serving.", run, _NEEDS)
+    return Check(f"control.{name}", TRITON, OBSERVED, f"{rule} The model goes on serving.", run, _NEEDS)
 
 
 _INVALID, _CANNOT = [Code.INVALID_ARGUMENT], [Code.INTERNAL, Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.UNIMPLEMENTED]
 UNKNOWN_MODEL = _bad_load(
-    "load-unknown", "Load of a model that is not there is refused.", _CANNOT, lambda s, m: _load(s, UNKNOWN_NAME)
+    "load-unknown", "Load of an unknown model is rejected.", _CANNOT, lambda s, m: _load(s, UNKNOWN_NAME)
 )
-UNKNOWN_PARAMETER = _bad_load("load-unknown-parameter", "Parameters of a load that are not known are refused.", [*_INVALID, Code.UNIMPLEMENTED], lambda s, m: _load(s, m.name, conformance="x"))  # fmt: skip
+UNKNOWN_PARAMETER = _bad_load("load-unknown-parameter", "Unknown parameters of a load are rejected.", [*_INVALID, Code.UNIMPLEMENTED], lambda s, m: _load(s, m.name, conformance="x"))  # fmt: skip
 CONFIG_NUMBER = _bad_load(
     "load-config-a-number",
     "config is a string.",
@@ -179,6 +179,6 @@ CONFIG_NUMBER = _bad_load(
     lambda s, m: _load(s, m.name, config=3),
 )
 CONFIG_DAMAGED = _bad_load(
-    "load-config-damaged", "A config that is no JSON is refused.", _CANNOT, lambda s, m: _load(s, m.name, config="{")
+    "load-config-damaged", "A config that is not JSON is rejected.", _CANNOT, lambda s, m: _load(s, m.name, config="{")
 )
-CONFIG_UNKNOWN = _bad_load("load-config-unknown-field", "A config with fields that are none of ModelConfig's is refused.", _CANNOT, lambda s, m: _load(s, m.name, config='{"conformance": 1}'))  # fmt: skip
+CONFIG_UNKNOWN = _bad_load("load-config-unknown-field", "A config with fields that ModelConfig does not have is rejected.", _CANNOT, lambda s, m: _load(s, m.name, config='{"conformance": 1}'))  # fmt: skip

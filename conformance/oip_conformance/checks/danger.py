@@ -9,7 +9,7 @@ from oip_conformance.checks.sources import OIP
 from oip_conformance.session import Session
 from oip_conformance.suite import MUST, Skipped, check, must
 
-_RULE = "Errors are indicated by the google.rpc.Status returned for the request: the server lives to return it."
+_RULE = "Errors are indicated by the google.rpc.Status returned for the request: the server must survive to return it."
 
 
 def _allowed(session: Session) -> None:
@@ -25,7 +25,7 @@ def classes_of_strings(session: Session) -> None:
     request.outputs[0].parameters["classification"].int64_param = 1
     response = session.target.call(request)
     session.alive()
-    must(not response.ok, "a refusal", response, request)
+    must(not response.ok, "a rejection", response, request)
 
 
 @check(
@@ -39,4 +39,4 @@ def region_shrunk(session: Session) -> None:
         os.truncate(memory.path, 4096)
         response = session.target.call(request)
         session.alive()
-        must(not response.ok, "a refusal", response, request)
+        must(not response.ok, "a rejection", response, request)

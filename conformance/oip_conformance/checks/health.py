@@ -68,7 +68,7 @@ def watch(session: Session) -> None:
     "reflection.services",
     MUST,
     GRPC,
-    "Reflection lists the services that are there; a server without it answers UNIMPLEMENTED.",
+    "Reflection lists the server's services; a server without it answers UNIMPLEMENTED.",
 )
 def reflection(session: Session) -> None:
     for version in ("v1", "v1alpha"):

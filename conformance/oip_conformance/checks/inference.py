@@ -101,7 +101,7 @@ def some_outputs(session: Session) -> None:
     "infer.same-output-twice",
     TRITON,
     OBSERVED,
-    "An output that is requested twice is returned once (or refused as an invalid argument), never twice.",
+    "An output that is requested twice is returned once (or rejected as an invalid argument), never twice.",
 )
 def same_output_twice(session: Session) -> None:
     name = session.model.outputs[0].name
@@ -110,7 +110,7 @@ def same_output_twice(session: Session) -> None:
     if response.ok:
         judging.outputs(session.model, request, response.message)
     else:
-        must(response.code is Code.INVALID_ARGUMENT, "INVALID_ARGUMENT, if it is refused", response, request)
+        must(response.code is Code.INVALID_ARGUMENT, "INVALID_ARGUMENT, if it is rejected", response, request)
 
 
 @check(
@@ -152,7 +152,7 @@ def batch(session: Session) -> None:
     "infer.no-rows",
     TRITON,
     OBSERVED,
-    "A size of 0 is answered with tensors that are empty alike, or refused as an invalid argument.",
+    "A size of 0 is answered with empty tensors, or rejected as an invalid argument.",
 )
 def no_rows(session: Session) -> None:
     batched = [m for m in session.models if m.max_batch_size > 0]
@@ -166,7 +166,7 @@ def no_rows(session: Session) -> None:
     if response.ok:
         judging.outputs(model, request, response.message)
     else:
-        must(response.code is Code.INVALID_ARGUMENT, "INVALID_ARGUMENT, if it is refused", response, request)
+        must(response.code is Code.INVALID_ARGUMENT, "INVALID_ARGUMENT, if it is rejected", response, request)
 
 
 @check(

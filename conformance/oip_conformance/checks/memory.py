@@ -17,7 +17,7 @@ _CUDA = "cuda_shared_memory"
     "memory.register",
     MUST,
     SOURCE,
-    "After a region is registered, its status tells its name, key, offset and size, alone and among all.",
+    "After a region is registered, its status gives its name, key, offset and size, alone and among all.",
     NEEDS,
 )
 def register(session: Session) -> None:
@@ -40,7 +40,7 @@ def unregister(session: Session) -> None:
         response = memory.unregister()
         must(response.ok, "an empty answer", response, memory.name)
         response = session.target.call(request)
-        must(not response.ok, "the region to be refused", response, request)
+        must(not response.ok, "the region to be rejected", response, request)
         listed = memory.status()
         must(listed.ok and memory.name not in listed.message.regions, "the region to be gone", listed)
 
@@ -78,8 +78,8 @@ NO_NAME = region_refusal(
 NO_SIZE = region_refusal("register-no-size", TRITON, OBSERVED, "A region has a size.", _UNMAPPABLE, lambda m: m.register(byte_size=0, name=f"{m.name}-2"))  # fmt: skip
 TOO_LARGE = region_refusal("register-too-large", TRITON, OBSERVED, "A region ends no later than its memory.", _UNMAPPABLE, lambda m: m.register(byte_size=SIZE + 1, name=f"{m.name}-2"))  # fmt: skip
 TOO_FAR = region_refusal("register-too-far", TRITON, OBSERVED, "A region ends no later than its memory.", _UNMAPPABLE, lambda m: m.register(offset=SIZE, byte_size=1, name=f"{m.name}-2"))  # fmt: skip
-OVERFLOW = region_refusal("register-overflow", TRITON, OBSERVED, "Offset and size that add up to more than 64 bits are refused.", _UNMAPPABLE, lambda m: m.register(offset=2**64 - 8, byte_size=16, name=f"{m.name}-2"))  # fmt: skip
-OUTSIDE = region_refusal("register-outside", TRITON, OBSERVED, "A key leads to shared memory and nowhere else.", _UNMAPPABLE, lambda m: m.register(key="/../../etc/passwd", byte_size=16, name=f"{m.name}-2"))  # fmt: skip
+OVERFLOW = region_refusal("register-overflow", TRITON, OBSERVED, "Offset and size that add up to more than 64 bits are rejected.", _UNMAPPABLE, lambda m: m.register(offset=2**64 - 8, byte_size=16, name=f"{m.name}-2"))  # fmt: skip
+OUTSIDE = region_refusal("register-outside", TRITON, OBSERVED, "A key names shared memory and no other file.", _UNMAPPABLE, lambda m: m.register(key="/../../etc/passwd", byte_size=16, name=f"{m.name}-2"))  # fmt: skip
 
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def cuda_none(session: Session) -> None:
 
 
 CUDA_HANDLE = refusal(
-    "memory.cuda-no-handle", MUST, extension(_CUDA), "Bytes that are no handle of CUDA's are refused.",
+    "memory.cuda-no-handle", MUST, extension(_CUDA), "Bytes that are not a CUDA handle are rejected.",
     [Code.INVALID_ARGUMENT, Code.INTERNAL, Code.UNIMPLEMENTED],
     lambda session: InvalidCall(pb.CudaSharedMemoryRegisterRequest(name="conformance", raw_handle=b"x" * 64, byte_size=64)), _CUDA,
 )  # fmt: skip

@@ -159,7 +159,7 @@ def _output_at(place: Callable[[Memory, int], RegionPlace]) -> Callable[[Memory]
         request = memory.session.request(outputs=[name])
         place(memory, size).put(request.outputs[0])
         response = memory.session.target.call(request)
-        must(not any(memory.path.read_bytes()) or response.ok, "nothing written of an answer that is refused", "bytes")
+        must(not any(memory.path.read_bytes()) or response.ok, "nothing written of an answer that is rejected", "bytes")
         return response
 
     return call

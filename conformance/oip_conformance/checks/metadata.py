@@ -22,9 +22,7 @@ def model_ready(session: Session) -> None:
             must(response.ok and response.message.ready, "ready: true", response, request)
 
 
-@check(
-    "model.ready-unknown", TRITON, OBSERVED, "ModelReady of a model or a version that is not there is false, no error."
-)
+@check("model.ready-unknown", TRITON, OBSERVED, "ModelReady of an unknown model or version is false, not an error.")
 def unknown_is_not_ready(session: Session) -> None:
     for name, version in ((UNKNOWN_NAME, ""), (session.model.name, "987654321")):
         request = pb.ModelReadyRequest(name=name, version=version)
@@ -75,7 +73,7 @@ metadata_unknown_version = refusal(
     lambda session: InvalidCall(pb.ModelMetadataRequest(name=session.model.name, version="987654321"), ["987654321"]),
 )  # fmt: skip
 metadata_no_number = refusal(
-    "model.metadata-bad-version", MUST, OIP, "ModelMetadata of a version that is no number is an error.",
+    "model.metadata-bad-version", MUST, OIP, "ModelMetadata of a version that is not a number is an error.",
     [Code.INVALID_ARGUMENT, Code.NOT_FOUND],
     lambda session: InvalidCall(pb.ModelMetadataRequest(name=session.model.name, version="newest"), ["newest"]),
 )  # fmt: skip

@@ -86,7 +86,7 @@ def priority(session: Session) -> None:
     "parameters.sequence-of-stateless",
     TRITON,
     OBSERVED,
-    "A model without sequences answers a request with sequence_id as one without (or refuses it as an invalid argument).",
+    "A model without sequences answers a request with sequence_id as one without (or rejects it as an invalid argument).",
 )
 def sequence_of_stateless(session: Session) -> None:
     request = _with(session, sequence_id=_integer(7), sequence_start=_truth(True), sequence_end=_truth(True))

@@ -212,11 +212,11 @@ UNKNOWN_VERSION = _bad(
 VERSION_A_WORD = _bad("version-a-word", TRITON, OBSERVED, "A version is a number.", _version("newest"))
 VERSION_NEGATIVE = _bad("version-negative", TRITON, OBSERVED, "A version is not negative.", _version("-1"))
 VERSION_TOO_LARGE = _bad("version-30-digits", TRITON, OBSERVED, "A version is a number of 64 bits.", _version("9" * 30), [Code.INVALID_ARGUMENT, Code.NOT_FOUND])  # fmt: skip
-NO_INPUTS = _bad("no-inputs", TRITON, OBSERVED, "Every input that is not optional is there.", _no_inputs)
-MISSING_INPUT = refusal("request.missing-input", TRITON, OBSERVED, "Every input that is not optional is there.", _INVALID, _missing_input)  # fmt: skip
-EXTRA_INPUT = _bad("extra-input", TRITON, OBSERVED, "Inputs that the model does not have are refused.", _extra_input)
-RENAMED_INPUT = _bad("unknown-input", TRITON, OBSERVED, "Inputs that the model does not have are refused.", _renamed_input)  # fmt: skip
-SAME_INPUT_TWICE = _bad("same-input-twice", TRITON, OBSERVED, "Each input is there once.", _same_input_twice)
+NO_INPUTS = _bad("no-inputs", TRITON, OBSERVED, "Every input that is not optional must be given.", _no_inputs)
+MISSING_INPUT = refusal("request.missing-input", TRITON, OBSERVED, "Every input that is not optional must be given.", _INVALID, _missing_input)  # fmt: skip
+EXTRA_INPUT = _bad("extra-input", TRITON, OBSERVED, "Inputs that the model does not have are rejected.", _extra_input)
+RENAMED_INPUT = _bad("unknown-input", TRITON, OBSERVED, "Inputs that the model does not have are rejected.", _renamed_input)  # fmt: skip
+SAME_INPUT_TWICE = _bad("same-input-twice", TRITON, OBSERVED, "Each input is given once.", _same_input_twice)
 OTHER_DATATYPE = _bad("other-datatype", TRITON, OBSERVED, "An input has the datatype of the metadata.", _other_datatype)
 UNKNOWN_DATATYPE = _bad(
     "unknown-datatype", TRITON, OBSERVED, "A datatype is one of the protocol's.", _no_datatype("FLOAT")
@@ -227,7 +227,7 @@ LOWERCASE_DATATYPE = _bad(
 NO_DATATYPE = _bad("no-datatype", TRITON, OBSERVED, "An input names its datatype.", _no_datatype(""))
 OTHER_SIZE = _bad("other-size", TRITON, OBSERVED, "An input has the sizes of the metadata.", _reshaped(_fixed_size))
 RANK_TOO_HIGH = _bad("rank-too-high", TRITON, OBSERVED, "An input has as many dimensions as the metadata.", _reshaped(lambda shape, _: [*shape, 1]))  # fmt: skip
-RANK_TOO_LOW = _bad("no-shape", TRITON, OBSERVED, "An input says its shape.", _shape_only(lambda shape: []))
+RANK_TOO_LOW = _bad("no-shape", TRITON, OBSERVED, "An input has a shape.", _shape_only(lambda shape: []))
 NEGATIVE_SIZE = _bad("negative-size", TRITON, OBSERVED, "Sizes in a request are not negative.", _shape_only(lambda shape: [-1, *shape[1:]]))  # fmt: skip
 ALL_NEGATIVE = _bad("sizes-negative-alike", TRITON, OBSERVED, "Sizes in a request are not negative, even where their product is not.", _shape_only(lambda shape: [-size for size in shape] if len(shape) > 1 else [-1]))  # fmt: skip
 HUGE_SIZE = _bad("huge-size", MUST, OIP, _MATCH, _shape_only(lambda shape: [2**63 - 1, *shape[1:]]))
@@ -242,7 +242,7 @@ TYPED_SHORT = _bad("typed-too-short", MUST, OIP, "The size of typed contents mus
 TYPED_LONG = _bad("typed-too-long", MUST, OIP, "The size of typed contents must match what is expected by the tensor's shape.", _typed_of(_one_value_more))  # fmt: skip
 TYPED_ELSEWHERE = _bad("typed-in-another-field", MUST, OIP, "Typed data is in the repeated field that matches the tensor's data type.", _typed_of(_other_field))  # fmt: skip
 UNKNOWN_OUTPUT = _bad(
-    "unknown-output", TRITON, OBSERVED, "Outputs that the model does not have are refused.", _unknown_output
+    "unknown-output", TRITON, OBSERVED, "Outputs that the model does not have are rejected.", _unknown_output
 )
 
 

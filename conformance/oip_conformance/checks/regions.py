@@ -131,7 +131,7 @@ def region_refusal(
     def run(session: Session) -> None:
         with region(session) as memory:
             response = call(memory)
-            must(not response.ok, "a refusal", response, name)
+            must(not response.ok, "a rejection", response, name)
 
     def status(session: Session) -> None:
         with region(session) as memory:

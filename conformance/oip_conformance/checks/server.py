@@ -44,22 +44,22 @@ def extensions(session: Session) -> None:
         must(response.code is not Code.UNIMPLEMENTED, f"{rpc}, as {extension!r} is declared", response, rpc)
 
 
-@check("server.unknown-rpc", MUST, GRPC, "A method or a service that is not there is answered with UNIMPLEMENTED.")
+@check("server.unknown-rpc", MUST, GRPC, "An unknown method or service is answered with UNIMPLEMENTED.")
 def unknown_rpc(session: Session) -> None:
     for path in (f"/{SERVICE}/NoSuchMethod", "/no.such.Service/Method"):
         response = session.target.raw(path, b"")
         must(response.code is Code.UNIMPLEMENTED, "UNIMPLEMENTED", response, path)
 
 
-@check("server.unknown-fields", MUST, GRPC, "Fields that a message's reader does not know are passed over.")
+@check("server.unknown-fields", MUST, GRPC, "Unknown fields of a message are ignored.")
 def unknown_fields(session: Session) -> None:
     newer = session.request().SerializeToString() + b"\xfa\xff\x03\x03new"  # field 8191, three bytes
     response = session.target.raw(f"/{SERVICE}/ModelInfer", newer)
     must(response.ok, "an answer", response, "a ModelInferRequest with a field 8191 beside its own")
 
 
-@check("server.garbage", TRITON, OBSERVED, "Bytes that are no message are refused, and the server serves on.")
+@check("server.garbage", TRITON, OBSERVED, "Bytes that are not a message are rejected, and the server goes on serving.")
 def garbage(session: Session) -> None:
     response = session.target.raw(f"/{SERVICE}/ModelInfer", b"\xff\xff\xff\xff")
-    must(not response.ok, "a refusal", response, "the bytes ff ff ff ff for ModelInfer")
+    must(not response.ok, "a rejection", response, "the bytes ff ff ff ff for ModelInfer")
     session.alive()

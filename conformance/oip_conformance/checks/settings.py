@@ -111,9 +111,9 @@ TRACE_RATE = refusal(
     lambda session: _bad_trace(session, trace_rate="often"), "trace",
 )  # fmt: skip
 TRACE_FILE = refusal(
-    "trace.file", TRITON, OBSERVED, "The file that traces go to is not a client's to choose.",
+    "trace.file", TRITON, OBSERVED, "A client cannot choose the file that traces are written to.",
     [Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT, Code.PERMISSION_DENIED],
-    lambda session: _bad_trace(session, trace_file="/tmp/conformance"), "trace",  # noqa: S108 -- must be refused
+    lambda session: _bad_trace(session, trace_file="/tmp/conformance"), "trace",  # noqa: S108 -- must be rejected
 )  # fmt: skip
 
 
@@ -152,11 +152,11 @@ LOG_TYPE = refusal(
     lambda session: _bad_log(session, "log_info", string_param="yes"), "logging",
 )  # fmt: skip
 LOG_FORMAT = refusal(
-    "log.unknown-format", TRITON, OBSERVED, "log_format is one of those that there are.", [Code.INVALID_ARGUMENT],
+    "log.unknown-format", TRITON, OBSERVED, "An unknown log_format is rejected.", [Code.INVALID_ARGUMENT],
     lambda session: _bad_log(session, "log_format", string_param="conformance"), "logging",
 )  # fmt: skip
 LOG_FILE = refusal(
-    "log.file", TRITON, OBSERVED, "The file that the log goes to is not a client's to choose.",
+    "log.file", TRITON, OBSERVED, "A client cannot choose the file that the log is written to.",
     [Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT, Code.PERMISSION_DENIED],
-    lambda session: _bad_log(session, "log_file", string_param="/tmp/conformance"), "logging",  # noqa: S108 -- must be refused
+    lambda session: _bad_log(session, "log_file", string_param="/tmp/conformance"), "logging",  # noqa: S108 -- must be rejected
 )  # fmt: skip

@@ -88,11 +88,11 @@ def refused(session: Session) -> None:
     request = session.request()
     request.raw_input_contents[0] += b"\0"
     response = session.target.call(request)
-    must(not response.ok, "a refusal", response, request)
+    must(not response.ok, "a rejection", response, request)
     session.infer(session.request())
     after = _wait_for_successes(session, session.model, before.inference_stats.success.count + 1)
     grown = after.inference_stats.success.count - before.inference_stats.success.count
-    must(grown == 1, "success.count 1 more after one request answered and one refused", f"{grown} more")
+    must(grown == 1, "success.count 1 more after one request answered and one rejected", f"{grown} more")
 
 
 @check(

@@ -87,7 +87,7 @@ def error_message(session: Session) -> None:
     "stream.error-id",
     TRITON,
     OBSERVED,
-    "infer_response beside an error_message bears the id of the request that it is about.",
+    "infer_response beside an error_message has the id of the rejected request.",
     "sequence",
 )
 def error_id(session: Session) -> None:
