@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from oip_conformance.checks.sources import OBSERVED, OIP, extension
 from oip_conformance.protocol import inference_pb2 as pb
 from oip_conformance.session import Session
 from oip_conformance.suite import MUST, TRITON, Check, Code, InvalidCall, check, must, refusal
 
-Set = Callable[[pb.InferParameter], None]
+Parameter = pb.InferParameter
 
 
-def _string(value: str) -> Set:
-    return lambda parameter: setattr(parameter, "string_param", value)
-
-
-def _integer(value: int) -> Set:
-    return lambda parameter: setattr(parameter, "int64_param", value)
-
-
-def _natural(value: int) -> Set:
-    return lambda parameter: setattr(parameter, "uint64_param", value)
-
-
-def _truth(value: bool) -> Set:
-    return lambda parameter: setattr(parameter, "bool_param", value)
-
-
-def _with(session: Session, **parameters: Set) -> pb.ModelInferRequest:
+def _with(session: Session, **parameters: Parameter) -> pb.ModelInferRequest:
     request = session.request()
-    for name, put in parameters.items():
-        put(request.parameters[name])
+    for name, parameter in parameters.items():
+        request.parameters[name].CopyFrom(parameter)
     return request
 
 
@@ -42,8 +24,8 @@ def _with(session: Session, **parameters: Set) -> pb.ModelInferRequest:
     "A server can implement server-specific parameters; one that it does not know changes nothing.",
 )
 def unknown(session: Session) -> None:
-    for put in (_string("x"), _integer(7), _truth(True)):
-        session.outputs(_with(session, conformance_parameter=put))
+    for parameter in (Parameter(string_param="x"), Parameter(int64_param=7), Parameter(bool_param=True)):
+        session.outputs(_with(session, conformance_parameter=parameter))
 
 
 @check(
@@ -67,7 +49,7 @@ def unknown_of_tensors(session: Session) -> None:
     "schedule_policy",
 )
 def timeout(session: Session) -> None:
-    session.outputs(_with(session, timeout=_integer(60_000_000)))
+    session.outputs(_with(session, timeout=Parameter(int64_param=60_000_000)))
 
 
 @check(
@@ -78,8 +60,13 @@ def timeout(session: Session) -> None:
     "schedule_policy",
 )
 def priority(session: Session) -> None:
-    for put in (_integer(0), _integer(1), _natural(0), _natural(1)):
-        session.outputs(_with(session, priority=put))
+    for parameter in (
+        Parameter(int64_param=0),
+        Parameter(int64_param=1),
+        Parameter(uint64_param=0),
+        Parameter(uint64_param=1),
+    ):
+        session.outputs(_with(session, priority=parameter))
 
 
 @check(
@@ -89,24 +76,35 @@ def priority(session: Session) -> None:
     "A model without sequences answers a request with sequence_id as one without (or rejects it as an invalid argument).",
 )
 def sequence_of_stateless(session: Session) -> None:
-    request = _with(session, sequence_id=_integer(7), sequence_start=_truth(True), sequence_end=_truth(True))
+    request = _with(
+        session,
+        sequence_id=Parameter(int64_param=7),
+        sequence_start=Parameter(bool_param=True),
+        sequence_end=Parameter(bool_param=True),
+    )
     response = session.target.call(request)
     must(response.ok or response.code is Code.INVALID_ARGUMENT, "an answer or INVALID_ARGUMENT", response, request)
 
 
-def _refused(name: str, needs: str, rule: str, **parameters: Set) -> tuple[Check, ...]:
+def _refused(name: str, needs: str, rule: str, **parameters: Parameter) -> tuple[Check, ...]:
     return refusal(
         f"parameters.{name}", TRITON, OBSERVED, rule, [Code.INVALID_ARGUMENT],
         lambda session: InvalidCall(_with(session, **parameters), [*parameters, "triton_"]), needs,
     )  # fmt: skip
 
 
-TIMEOUT_TEXT = _refused("timeout-a-string", "schedule_policy", "timeout is an integer.", timeout=_string("soon"))
-PRIORITY_TEXT = _refused("priority-a-string", "schedule_policy", "priority is an integer.", priority=_string("high"))
-PRIORITY_NEGATIVE = _refused("priority-negative", "schedule_policy", "priority is 0 or more.", priority=_integer(-1))
-SEQUENCE_TRUTH = _refused("sequence-id-a-bool", "sequence", "sequence_id is an integer or a string.", sequence_id=_truth(True))  # fmt: skip
-START_A_NUMBER = _refused(
-    "sequence-start-a-number", "sequence", "sequence_start is a bool.", sequence_start=_integer(1)
+TIMEOUT_TEXT = _refused(
+    "timeout-a-string", "schedule_policy", "timeout is an integer.", timeout=Parameter(string_param="soon")
 )
-RESERVED = _refused("reserved-prefix", "parameters", "Names that begin with triton_ are reserved.", triton_conformance=_string("x"))  # fmt: skip
-WITHOUT_VALUE = _refused("without-value", "parameters", "A parameter has a value.", conformance_parameter=lambda p: p.SetInParent())  # fmt: skip
+PRIORITY_TEXT = _refused(
+    "priority-a-string", "schedule_policy", "priority is an integer.", priority=Parameter(string_param="high")
+)
+PRIORITY_NEGATIVE = _refused(
+    "priority-negative", "schedule_policy", "priority is 0 or more.", priority=Parameter(int64_param=-1)
+)
+SEQUENCE_TRUTH = _refused("sequence-id-a-bool", "sequence", "sequence_id is an integer or a string.", sequence_id=Parameter(bool_param=True))  # fmt: skip
+START_A_NUMBER = _refused(
+    "sequence-start-a-number", "sequence", "sequence_start is a bool.", sequence_start=Parameter(int64_param=1)
+)
+RESERVED = _refused("reserved-prefix", "parameters", "Names that begin with triton_ are reserved.", triton_conformance=Parameter(string_param="x"))  # fmt: skip
+WITHOUT_VALUE = _refused("without-value", "parameters", "A parameter has a value.", conformance_parameter=Parameter())  # fmt: skip
