@@ -239,5 +239,5 @@ cuda-kernels: setup ## list the bf16 CUDA kernels of ten releases of ONNX Runtim
 	@$(BIN)/python -m bench.gpu.registry
 
 clean: ## remove the files that builds and tests leave behind; .venv stays
-	rm -rf build dist ./*.egg-info conformance/{build,*.egg-info} .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist ./*.egg-info conformance/{build,.pytest_cache,*.egg-info} .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
