@@ -43,7 +43,7 @@ help: ## list these targets
 setup: $(STAMP) ## create .venv with the versions in constraints.txt, and build the CPU kernel
 
 # The stamp is written last: an interrupted set-up is repeated, a complete one is skipped.
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/*/*.h kernels/*/*.inl kernels/*/*.cpp)
+$(STAMP): pyproject.toml conformance/pyproject.toml constraints.txt setup.py $(wildcard kernels/*/*.h kernels/*/*.inl kernels/*/*.cpp)
 	@command -v $(PYTHON) >/dev/null || { echo "setup: no $(PYTHON) on PATH; install Python 3.11 or newer, or name another one: make PYTHON=python3.12 setup" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "setup: $(PYTHON) is $$($(PYTHON) -V 2>&1); bf16kit needs 3.11 or newer: make PYTHON=python3.12 setup" >&2; exit 1; }
@@ -52,7 +52,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/*/*.h kerne
 		$(PYTHON) -m venv $(VENV) || { echo "setup: $(PYTHON) cannot create environments (Debian: apt-get install python3-venv)" >&2; exit 1; }; }
 	@echo "setup: installing the pinned versions into $(VENV) (1.6 GB, one to a few minutes)"
 	@rm -f $(KERNEL)
-	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt -e '.[$(EXTRAS)]' -e './conformance[test]'
 	@[ -f $(KERNEL) ] || echo "setup: the CPU kernel was not built: it needs a C++17 compiler (Debian: apt-get install g++)." \
 		"Everything works without it, but the profile cpu then runs on ONNX Runtime's fp32 kernels and needs twice the memory. To build it later: rm $(STAMP) && make setup"
 	@touch $(STAMP)
@@ -83,8 +83,8 @@ check: setup ## check format, lint, types, import rules, generated code and mani
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) proto
-	@git diff --exit-code --stat -- bf16kit/protocol conformance/protocol || { \
-		echo "check: bf16kit/protocol or conformance/protocol differs from what proto/ generates; 'make proto' has just written it: commit that" >&2; exit 1; }
+	@git diff --exit-code --stat -- bf16kit/protocol conformance/oip_conformance/protocol || { \
+		echo "check: a protocol/ differs from what the .proto files generate; 'make proto' has just written it: commit that" >&2; exit 1; }
 	$(MAKE) test-deploy
 
 # One process per core, at most four because each takes 1.5 GB. A file's tests run in one process, files in collection order.
@@ -150,7 +150,8 @@ test-kernel: setup ## the C++ kernel under sanitizers: 10,000 random cases again
 test-kernel-versions: setup ## the kernel inside every minor release of ONNX Runtime since 1.21: 11 wheels, one to two minutes
 	PYTHON=$(BIN)/python kernels/tests/versions.sh
 
-conformance: setup ## check the demo's server against each rule of the protocol (docs/conformance.md); options: CONFORMANCE_ARGS
+conformance: setup ## the conformance suite's own tests, then the suite against the demo's server; options for it: CONFORMANCE_ARGS
+	$(BIN)/pytest -q -n auto --maxprocesses 4 conformance/tests $(PYTEST_ARGS)
 	@[ -d build/demo/minilm/1 ] || $(MAKE) demo
 	@$(BIN)/python deploy/demo/conform.py $(CONFORMANCE_ARGS)
 
@@ -164,15 +165,15 @@ fuzz: setup ## convert 20,000 damaged sources, SIGKILL 50 conversions; all cores
 	@PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(BIN)/python -m fuzzing $(FUZZ_ARGS)
 
 # The message package is renamed to bf16kit.inference, so that the stubs and tritonclient's can be loaded in one process. The
-# conformance suite imports nothing of bf16kit and has its own copy, conformance.inference.
+# conformance suite has its own files, with packages of its own.
 PROTO_TMP := build/proto
-proto: setup ## regenerate bf16kit/protocol and conformance/protocol from proto/
-	@rm -rf $(PROTO_TMP) && mkdir -p $(PROTO_TMP)/bf16kit/protocol $(PROTO_TMP)/conformance/protocol
-	@for package in bf16kit conformance; do \
-		sed "s/^package inference;$$/package $$package.inference;/" proto/inference.proto > $(PROTO_TMP)/$$package/protocol/inference.proto; done
-	@cp proto/probes.proto $(PROTO_TMP)/conformance/protocol/
-	@$(BIN)/python -m grpc_tools.protoc --proto_path=$(PROTO_TMP) --python_out=. --pyi_out=. \
-		bf16kit/protocol/inference.proto conformance/protocol/inference.proto conformance/protocol/probes.proto
+proto: setup ## regenerate bf16kit/protocol from proto/, and the conformance suite's stubs from conformance/proto/
+	@rm -rf $(PROTO_TMP) && mkdir -p $(PROTO_TMP)/{bf16kit,oip_conformance}/protocol
+	@sed "s/^package inference;$$/package bf16kit.inference;/" proto/inference.proto > $(PROTO_TMP)/bf16kit/protocol/inference.proto
+	@cp conformance/proto/*.proto $(PROTO_TMP)/oip_conformance/protocol/
+	@cd $(PROTO_TMP) && protoc=($(abspath $(BIN))/python -m grpc_tools.protoc --proto_path=.) && \
+		"$${protoc[@]}" --python_out=$(CURDIR) --pyi_out=$(CURDIR) bf16kit/protocol/*.proto && \
+		"$${protoc[@]}" --python_out=$(CURDIR)/conformance --pyi_out=$(CURDIR)/conformance oip_conformance/protocol/*.proto
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ bench-gpu: setup ## compare bf16 with fp32 and TF32 on an NVIDIA GPU; without on
 	@$(BIN)/python -m bench gpu
 
 clean: ## remove the files that builds and tests leave behind; .venv stays
-	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist ./*.egg-info conformance/{build,.pytest_cache,*.egg-info} .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .PHONY: help setup check test $(suites) test-kernel test-kernel-versions demo serve image conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean

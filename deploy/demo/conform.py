@@ -14,7 +14,6 @@ from demo import REPOSITORY
 from publish import MODEL
 from running import DemoFailed, running_server
 
-ROOT = Path(__file__).parents[2]
 # Enables everything that is off by default, so that the suite checks all that a client can ask for.
 ENABLED = {
     "BF16KIT_SHARED_MEMORY": "true",
@@ -34,8 +33,9 @@ def main(arguments: list[str]) -> int:
     try:
         os.environ |= ENABLED
         with running_server(REPOSITORY) as (address, _):
-            command = [sys.executable, "-m", "conformance", address, "--model", MODEL, *SUITE_ARGUMENTS, *arguments]
-            return subprocess.run(command, cwd=ROOT, check=False).returncode
+            suite = Path(sys.executable).with_name("oip-conformance")
+            command = [str(suite), address, "--model", MODEL, *SUITE_ARGUMENTS, *arguments]
+            return subprocess.run(command, check=False).returncode
     except DemoFailed as failure:
         print(f"conformance: {failure}", file=sys.stderr)
         return 2

@@ -1,7 +1,0 @@
-"""``python -m conformance``."""
-
-import sys
-
-from conformance.cli import main
-
-sys.exit(main())
