@@ -259,8 +259,8 @@ class Served:
 
     def reports_draining(self) -> bool:
         """Whether its health is NOT_SERVING: it has begun to stop, and rejects new inferences."""
-        check: Any = health_pb2_grpc.HealthStub(self.channel).Check
-        return bool(check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING)
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)  # its RPCs exist only after construction
+        return bool(stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def stub(self, method: str) -> Any:
         """Return the callable of one RPC, with the project's own messages."""

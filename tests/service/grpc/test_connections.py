@@ -126,8 +126,12 @@ def reply(served: Served) -> bytes:
 def test_too_many_calls_that_wait_for_grpcs_thread_are_rejected() -> None:
     """gRPC queues the calls that its one thread has not reached; that queue must be bounded."""
     begun, go = threading.Event(), threading.Event()
-    tokens = SlowTokens(lambda: (begun.set(), go.wait(30)))
-    with serving(LoopbackModel(), tokens=tokens, max_undelivered_calls=4) as served:
+
+    def wait() -> None:
+        begun.set()
+        assert go.wait(30)
+
+    with serving(LoopbackModel(), tokens=SlowTokens(wait), max_undelivered_calls=4) as served:
         infer = served.stub("ModelInfer")
         calls = [infer.future(infer_request(x=X), timeout=30, metadata=SOME_TOKEN) for _ in range(60)]
         assert begun.wait(30)

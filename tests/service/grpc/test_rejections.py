@@ -67,8 +67,11 @@ def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gate) ->
 def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gate) -> None:
     """Another connection has a place, but not for this model; another model still serves."""
     model = LoopbackModel(run=gate, max_batch_size=0)
-    options = {"max_in_flight": 8}
-    with serving(model, LoopbackModel("other"), **options) as served, RawConnection(served.port) as another, gate:
+    with (
+        serving(model, LoopbackModel("other"), max_in_flight=8) as served,
+        RawConnection(served.port) as another,
+        gate,
+    ):
         held = run_held(served, gate, calls=7)
         until(lambda: len(model.seen) == 7)
         stream = another.call(INFER, MESSAGE)

@@ -171,8 +171,10 @@ def test_a_stop_does_not_wait_for_a_client_that_does_not_reply_to_pings() -> Non
 
 def test_stopping_twice_is_harmless() -> None:
     with serving(LoopbackModel()) as served:
-        served.transport.stop(0)
-        served.transport.stop(0)
+        assert served.transport.stop(0)
+        assert served.transport.stop(0)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", served.port), timeout=10)
 
 
 def test_no_thread_of_the_server_is_left_after_stopping() -> None:
@@ -187,8 +189,12 @@ def test_no_thread_of_the_server_is_left_after_stopping() -> None:
 
 def test_health_checks_do_not_wait_behind_inferences_that_grpc_has_not_delivered() -> None:
     begun, delivered = threading.Event(), threading.Semaphore(0)
-    tokens = SlowTokens(lambda: (begun.set(), delivered.acquire(timeout=30)))
-    with serving(LoopbackModel(), tokens=tokens) as served:
+
+    def wait() -> None:
+        begun.set()
+        assert delivered.acquire(timeout=30)
+
+    with serving(LoopbackModel(), tokens=SlowTokens(wait)) as served:
         infer = served.stub("ModelInfer")
         inferences = [infer.future(infer_request(x=X), metadata=SOME_TOKEN) for _ in range(100)]
         assert begun.wait(30)
