@@ -227,6 +227,8 @@ def test_every_job_leaves_once_and_all_totals_return_to_zero() -> None:
     waiting.clear()
     assert waiting.next_wakeup(now, waits=True) == math.inf
     new = queue(pace, max_rows=8, max_delay_s=0.01, max_bytes=4000, max_requests=50, max_wait_s=0.2)
+    for shape in "stu" * 40:
+        pace.observe(shape, 1, 1.0)  # so slow that only a batch may wait
     for step in range(200):  # it has exactly the room of a new queue
         jobs = [Named(str(step), now, 1 + step % 8, "stu"[step % 3], nbytes=step % 90) for _ in range(2)]
         assert _rejection(waiting, jobs[0]) == _rejection(new, jobs[1])

@@ -53,6 +53,7 @@ def counts(message):
             time.sleep(0.005)
         with open(os.environ["COUNTS"]) as file:
             answer.set_result(json.load(file))
+        open(os.environ["COUNTS"] + ".sent", "w").close()
     threading.Thread(target=wait, daemon=True).start()
     return answer
 
@@ -268,13 +269,16 @@ def test_the_process_may_be_silent_for_longer_than_a_worker(
     report(counts, ("m", 1))
     pid = start(shadow)
     until(lambda: [each.value for each in up(counting)] == [1.0], 30, "its report")
+    clock.now += 1.0
+    shadow.maintain()
+    assert shadow.peer is not None
+    assert shadow.peer.ask("ping").result(30) == {}, "and the one before it: it has begun to answer"
     os.kill(pid, signal.SIGSTOP)
     for _ in range(round(10 * SILENT_SECONDS)):
         clock.now += 1.0
         shadow.maintain()
     assert shadow.pid == pid
     os.kill(pid, signal.SIGCONT)
-    assert shadow.peer is not None
     assert shadow.peer.ask("ping").result(30) == {}
 
 
@@ -379,7 +383,8 @@ def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(
     def receive(message: Message) -> None:
         if process.pid is not None and not counts.exists():
             report(counts, ("m", 1), ("n", 1), ("o", 1))
-            threading.Event().wait(0.5)  # the process's report arrives now, and waits
+            until(counts.with_suffix(".json.sent").exists, 60, "its report")
+            threading.Event().wait(0.2)  # it arrives now, and waits
         heard.append(len(message.body["metrics"]))
 
     process = make(receive)
