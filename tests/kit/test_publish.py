@@ -238,6 +238,7 @@ class TestTargetExists:
         def look(path: Path) -> bool:
             found = lexists(path)
             if path == tmp_path / "1":
+                monkeypatch.setattr(os.path, "lexists", lexists)
                 appear(path)
             return found
 
