@@ -15,9 +15,9 @@ def test_the_last_two_parts_of_out_are_model_and_version() -> None:
 
 
 def test_dimensions_are_sizes_or_names() -> None:
-    assert parse_inputs(["ids:int64:batch, seq", "image:float32:n,3,8,8", "steps:int64:"]) == (
+    assert parse_inputs(["ids:int64:batch, seq", "image:0:float32:n,3,8,8", "steps:int64:"]) == (
         TensorSpec("ids", "int64", ("batch", "seq")),
-        TensorSpec("image", "float32", ("n", 3, 8, 8)),
+        TensorSpec("image:0", "float32", ("n", 3, 8, 8)),
         TensorSpec("steps", "int64", ()),
     )
 
