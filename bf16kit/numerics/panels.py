@@ -20,7 +20,7 @@ from bf16kit.numerics.tensors import Array as Array
 
 WIDTH = 32  # columns: two registers of 16 fp32, and 64 bytes of bf16, a cache line, per step down K
 
-_STRIP = 4 << 20  # bytes of panels that are packed at a time
+STRIP = 4 << 20  # bytes of panels that are packed at a time
 
 
 def pack(matrix: Array, axis: int) -> Array:
@@ -36,7 +36,7 @@ def strips(array: Array, axis: int | None) -> Iterator[memoryview]:
         yield array.reshape(-1).view(np.uint8).data
         return
     columns = _columns(array, axis)
-    step = max(1, _STRIP // max(1, columns[:, :WIDTH].nbytes)) * WIDTH
+    step = max(1, STRIP // max(1, columns[:, :WIDTH].nbytes)) * WIDTH
     for first in range(0, columns.shape[1], step):
         yield pack(columns[:, first : first + step], 1).view(np.uint8).data
 

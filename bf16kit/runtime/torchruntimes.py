@@ -28,6 +28,7 @@ from bf16kit.runtime.probe import classify, weights
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
+CPUINFO = Path("/proc/cpuinfo")  # what the kernel says of the processor
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 # x86 dot products (AVX512_BF16), x86 tiles (AMX), and the Arm extension, as the Linux kernel names them.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -225,10 +226,10 @@ def cuda_works() -> bool:
     return torch.cuda.is_available()
 
 
-def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def cpu_has_bf16(cpuinfo: Path | None = None) -> bool:
     """Return whether the CPU multiplies bf16 in hardware; False if the system does not say."""
     with suppress(OSError):
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (cpuinfo or CPUINFO).read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, flags = line.partition(":")
             if key.strip() in ("flags", "Features"):
                 return not _BF16_FLAGS.isdisjoint(flags.split())

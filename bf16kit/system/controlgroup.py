@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-_ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+#: The hierarchy of groups, and the file that names the groups of this process.
+ROOT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60  # version 1 writes a number beyond any memory when there is no limit
 # Page cache that the kernel reclaims before it refuses memory. Files in shared memory do not count.
 _FILE_CACHE = ("active_file", "inactive_file")
@@ -37,7 +38,7 @@ class Memory:
         return f"{self.left / 1e6:.0f} MB are left of the {self.limit / 1e6:.0f} MB that this container may take"
 
 
-def memory(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Memory | None:
+def memory(root: Path | None = None, membership: Path | None = None) -> Memory | None:
     """Return the memory of this process' group now, or None if it is not limited."""
     found = [memory for each in _groups("memory", root, membership) if (memory := _memory_of(each)) is not None]
     if not found:
@@ -45,7 +46,7 @@ def memory(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Memory | None:
     return Memory(min(m.limit for m in found), min(m.left for m in found), max(m.oom_kills for m in found))
 
 
-def cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
+def cpus(root: Path | None = None, membership: Path | None = None) -> float | None:
     """Return how many CPUs the group may use, not always a whole number, or None if that is not limited."""
     found = [quota for each in _groups("cpu", root, membership) if (quota := _quota_of(each)) is not None]
     return min(found, default=None)
@@ -57,11 +58,12 @@ def maximize_oom_score(process: int | str = "self") -> None:
         Path(f"/proc/{process}/oom_score_adj").write_text("1000")
 
 
-def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
+def _groups(controller: str, root: Path | None, membership: Path | None) -> Iterator[Path]:
     """Yield the directories of this process' group and of the groups around it, innermost first.
 
     A container mostly sees its own group as the root, whatever its path is called outside.
     """
+    root, membership = root or ROOT, membership or MEMBERSHIP
     try:
         lines = membership.read_text("ascii").splitlines()
     except (OSError, ValueError):

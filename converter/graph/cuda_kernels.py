@@ -24,7 +24,7 @@ from converter.process import program
 _FILE = "cuda_kernels.json"
 # The operators with kernels that a plan may narrow: they pass on the dtype of their data. Others take a dtype from an
 # attribute (ConstantOfShape), run a subgraph (If), or need another floating type by their purpose.
-_PLANNED: Mapping[str, frozenset[str]] = {
+PLANNED: Mapping[str, frozenset[str]] = {
     "": frozenset(
         {"Abs", "Add", "Attention", "AveragePool", "Cast", "Concat", "Conv", "Cos", "Div", "Erf", "Exp", "Expand"}
         | {"Flatten", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm", "HardSigmoid", "HardSwish", "Identity"}
@@ -76,7 +76,7 @@ class KernelTable:
 
     def has_bf16_kernel(self, domain: str, op: str, since: int) -> bool:
         """Whether a plan may let version ``since`` of the operator compute in bf16."""
-        return op in _PLANNED.get(domain, ()) and self.accepts_dtypes(domain, op, since, {})
+        return op in PLANNED.get(domain, ()) and self.accepts_dtypes(domain, op, since, {})
 
     def accepts_dtypes(self, domain: str, op: str, since: int, dtypes: Mapping[str, str]) -> bool:
         """Whether a kernel runs version ``since`` on ``dtypes``, by type constraint; others may be any."""

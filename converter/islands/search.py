@@ -48,7 +48,7 @@ from converter.verify.measure import Drifts
 
 # Of the budget, for a profile's first, second and third search. A search tries plans in its own graph, which sums in
 # another order than the written graph, so a few values are rounded the other way; a device uses yet another order.
-_REPEATED = (1.0, 0.9, 0.75)
+REPEATED = (1.0, 0.9, 0.75)
 # Of the budget. Values that are rounded the other way in the written graph change the drift by up to a tenth. A set
 # that suffices on a few samples may miss the budget on all by some percent.
 _SHARE, _SHARE_OF_ROUNDING = 0.97, 0.92
@@ -68,7 +68,7 @@ class IslandSearches:
         self._prepared, self._options = prepared, options
         self._progress, self._scratch = progress, scratch
         self._deadline: Deadline | None = None  # starts with the first search
-        self._left = {name: list(_REPEATED) for name, profile in PROFILES.items() if profile.searched}
+        self._left = {name: list(REPEATED) for name, profile in PROFILES.items() if profile.searched}
         self.results: dict[str, SearchResult] = {}
 
     def next_islands(self, certified: Certified) -> Islands | None:

@@ -43,7 +43,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     notes = precision_notes(options, tensors)
     parameters = [tensors[name] for name in program.graph_signature.parameters]
     others = frozenset(array.dtype.name for array in parameters) & frozenset(OTHER_FLOATS)
-    inputs = onnx_file.resolve_inputs(_inputs(options.source, program, others), options.inputs)
+    inputs = onnx_file.resolve_inputs(program_inputs(options.source, program, others), options.inputs)
     checkpoint = Checkpoint("torch-export", digest_files([options.source], advance), tensors)
     module = statedict.in_fp32(ProgramModule(program, others)).eval()
     with oracles.unchanged(module, "running the program"):  # its tensors share the checkpoint's memory
@@ -75,7 +75,7 @@ def _arguments(program: ExportedProgram) -> list[Any]:
     return [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
 
 
-def _inputs(path: Path, program: ExportedProgram, others: Collection[str]) -> tuple[TensorSpec, ...]:
+def program_inputs(path: Path, program: ExportedProgram, others: Collection[str]) -> tuple[TensorSpec, ...]:
     """Return the program's inputs, in its order; those in a precision of ``others`` become fp32."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     names: dict[str, str] = {}

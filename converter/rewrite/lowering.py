@@ -28,7 +28,8 @@ _REWRITTEN = {"GlobalAveragePool": "ReduceMean", "Clip": "Min"}
 
 
 @cache
-def _table() -> KernelTable:
+def kernel_table() -> KernelTable:
+    """Return the table of the installed ONNX Runtime."""
     return KernelTable.load()
 
 
@@ -40,7 +41,7 @@ class SupportedOpset(Step):
     def apply(self, model: ir.Model) -> None:
         if "ai.onnx" in model.opset_imports:
             model.opset_imports[""] = model.opset_imports.pop("ai.onnx")
-        opset, kernels = model.opset_imports.get(""), _table()
+        opset, kernels = model.opset_imports.get(""), kernel_table()
         if opset is None:
             raise ConversionError(
                 "the model imports no ONNX opset, so all its operators are custom; export it with ONNX operators"
@@ -96,7 +97,7 @@ def _runs(node: ir.Node, opset: int) -> bool:
 
 def _has_kernel(node: ir.Node, opset: int) -> bool:
     since = since_version(node, opset)
-    return since is not None and _table().has_bf16_kernel(node.domain, node.op_type, since)
+    return since is not None and kernel_table().has_bf16_kernel(node.domain, node.op_type, since)
 
 
 def _state_coordinates(model: ir.Model) -> None:

@@ -17,7 +17,7 @@ from publish import program_path
 
 LOGS = Path(__file__).parents[2] / "build"
 PATIENCE_SECONDS = 300.0  # a machine with other work may take minutes for a step that takes seconds
-_ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
 T = TypeVar("T")
 
 
@@ -37,7 +37,7 @@ def running_server(repository: Path) -> Iterator[tuple[str, str]]:
     with log.open("w") as out:
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
-        wait("the server to be ready", lambda: _ready(server, http_port, log) or None)
+        wait("the server to be ready", lambda: is_ready(server, http_port, log) or None)
         print(f"   ready after {time.perf_counter() - started:.1f} s")
         yield f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}"
         server.send_signal(signal.SIGTERM)
@@ -65,11 +65,12 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _ready(server: subprocess.Popen[bytes], http_port: int, log: Path) -> bool:
+def is_ready(server: subprocess.Popen[bytes], http_port: int, log: Path) -> bool:
+    """Return whether the server is ready; raise :class:`DemoFailed` with its log if it has ended."""
     if server.poll() is not None:
         raise DemoFailed(f"the server ended with exit code {server.returncode}:\n{log.read_text()[-2000:]}")
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/readyz", timeout=_ANSWER_SECONDS) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/readyz", timeout=ANSWER_SECONDS) as reply:
             return bool(reply.status == 200)
     except OSError:  # nobody listens yet, it is not ready, or a busy machine does not come to answer
         return False

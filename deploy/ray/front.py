@@ -38,7 +38,7 @@ from service.operations import Operations
 
 _log = logging.getLogger(__name__)
 CALLS = 4096  # at once; Ray lets further ones wait
-_LONG_CALLS = CALLS // 2  # of them: streams and health watches, which last as long as their clients want
+LONG_CALLS = CALLS // 2  # of them: streams and health watches, which last as long as their clients want
 _STREAM_WINDOW = 8  # requests of one stream that are answered at once
 _PARSED_BYTES = 64 << 10  # largest request that is parsed here, where all calls wait for it
 _WATCH_SECONDS = 1.0  # between two looks of a health watch, as often as the models are looked at
@@ -58,14 +58,14 @@ class StreamEnd(Exception):
 class Front:
     """Has a method for each RPC, by its name in the protocol, and :meth:`__call__` for pages."""
 
-    def __init__(self, config: ServerConfig, request_bytes: int) -> None:
-        """``request_bytes``: of all requests in flight."""
+    def __init__(self, config: ServerConfig, request_bytes: int, models: RunningModels | None = None) -> None:
+        """``request_bytes``: of all requests in flight. ``models``: None, those that Ray runs."""
         configure(config.log_level, config.log_format)
         self._max_message_bytes = config.max_message_bytes
         self._tokens = Credentials.of(config).tokens
-        models: Any = RunningModels()
-        self._models: RunningModels = models
-        self._control = ControlServicer(models, Operations(models=models))
+        self._models = models or RunningModels()
+        listed: Any = self._models
+        self._control = ControlServicer(listed, Operations(models=listed))
         self._budget = ByteBudget(request_bytes)
         self._long_calls = 0
 
@@ -131,8 +131,8 @@ class Front:
         self._long_calls += 1
         try:
             self._check_token(rpc, context)
-            if self._long_calls > _LONG_CALLS:
-                raise Overloaded(f"{_LONG_CALLS} open streams and watches are the limit of a front; try again later")
+            if self._long_calls > LONG_CALLS:
+                raise Overloaded(f"{LONG_CALLS} open streams and watches are the limit of a front; try again later")
             yield
         except Bf16kitError as error:
             raise _stream_end(context, status_of(error)) from None

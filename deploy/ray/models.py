@@ -51,11 +51,12 @@ class Report(NamedTuple):
 class RunningModel:
     """One model: its application's handle, Ray's state of it, and the newest reports of its replicas."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, handle: Any = None) -> None:
+        """``handle``: None, it is asked of Ray."""
         self.name = name
         self.reports: Sequence[Report] = ()
         self.versions: Sequence[IndexEntry] = ()
-        self._handle: Any = None
+        self._handle = handle
 
     async def update(self, application: Any) -> None:
         """Take Ray's state of the application, and ask its replicas for their reports."""

@@ -32,7 +32,7 @@ from service.request import Done, Request
 
 _ROOM_S = 0.1  # how often a request that waits for room checks that its client is still there
 _LONGEST_WAIT_S = 3600.0  # a client may set a deadline that is later than any wait can be
-_LONG_S = 5e-4  # a shorter batch is over soon after another thread was woken for it: an extra instance gains nothing
+LONG_S = 5e-4  # a shorter batch is over soon after another thread was woken for it: an extra instance gains nothing
 
 
 class Batcher:
@@ -245,7 +245,7 @@ class Batcher:
 
     def _end(self, batch: list[Pending], extra: bool) -> bool:
         """Free the instance. Return whether the responses take so short that the thread counts as answering."""
-        quick = len(batch) * self._answer_s < _LONG_S
+        quick = len(batch) * self._answer_s < LONG_S
         with self._lock:
             self._running.remove(batch[0].shape)
             self._count(1, extra)
@@ -264,7 +264,7 @@ class Batcher:
         return self._extra > 0 and job.shape not in self._running and self._is_long(job)
 
     def _is_long(self, job: Pending) -> bool:
-        return self._queue.pace.seconds(job.shape, job.rows) >= _LONG_S
+        return self._queue.pace.seconds(job.shape, job.rows) >= LONG_S
 
 
 def _answer(jobs: Iterable[Pending]) -> None:

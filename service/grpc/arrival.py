@@ -31,16 +31,16 @@ except (ImportError, AttributeError):  # pragma: no cover -- another grpcio
     _STATE = None
 
 _log = logging.getLogger(__name__)
-_VERSIONS = range(80, 86)  # of grpcio 1.x: the tests have passed with the first and the last; see pyproject.toml
+VERSIONS = range(80, 86)  # of grpcio 1.x: the tests have passed with the first and the last; see pyproject.toml
 _MAJOR, _MINOR = (int(part) for part in grpc.__version__.split(".")[:2])
-SUPPORTED = _STATE is not None and _MAJOR == 1 and _MINOR in _VERSIONS
+SUPPORTED = _STATE is not None and _MAJOR == 1 and _MINOR in VERSIONS
 
 
 def check_supported() -> None:
     """Raise :class:`ConfigError` if calls cannot be admitted with this grpcio."""
     if not SUPPORTED:
         raise ConfigError(
-            f"grpcio is {grpc.__version__}; this server needs 1.{_VERSIONS[0]} to 1.{_VERSIONS[-1]}: install one of"
+            f"grpcio is {grpc.__version__}; this server needs 1.{VERSIONS[0]} to 1.{VERSIONS[-1]}: install one of"
             " these versions (`pip install 'grpcio<1.86'`)"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,25 +31,13 @@ from service.request import Tracer
 from service.wire.codec import SharedMemory
 
 _log = logging.getLogger(__name__)
-_CONTROL_CALLS = 128  # concurrent calls for health, metadata and statistics
 _REFLECTION_STREAMS = 16  # each stays open as long as its client goes on asking
 _DECODERS = 8  # threads that decode large requests and queue them
 _CHANGES = 32  # concurrent calls that wait for a load or unload
 _WATCH_THREADS = 128  # a watch needs one only to begin
 _SLOW_WATCHER_SECONDS = 1.0  # to read a few bytes; only few watchers may take longer, for each occupies a thread
 _FINAL_WAIT_SECONDS = 1.0  # wait of a stopping server for watchers to be notified, and for calls to end
-# gRPC's thread has delivered the calls that had arrived if it has none to reject for so long; at most, for new ones may
-# arrive all the time.
-_QUIET_SECONDS, _MAX_DELIVERY_SECONDS = 0.2, 1.0
-_MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
 _PING_SECONDS = 20.0  # at most, for the response to the server's ping
-# Calls of one connection at a time; or a quarter of the places, if that is more. The others wait in the client, where
-# they cost the server nothing (docs/decisions/0025).
-_STREAMS_PER_CONNECTION = 64
-# Calls of one RPC that gRPC's one thread has not reached. Of more than these gRPC ends some at random, of whichever
-# client, and all beyond twice the number; many connections with all their calls open stay below.
-_UNDELIVERED_CALLS = 2048
-_HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +63,19 @@ class TransportOptions:
     keepalive_seconds: float = 60.0  # silence after which the client is pinged
     max_connection_idle_seconds: float = 1800.0
     max_connection_age_seconds: float = 0.0  # 0 = no limit
+    max_control_calls: int = 128  # concurrent calls for health, metadata and statistics
+    # Calls of one connection at a time; or a quarter of the places, if that is more. The others wait in the client,
+    # where they cost the server nothing (docs/decisions/0025).
+    max_connection_calls: int = 64
+    # Calls of one RPC that gRPC's one thread has not reached. Of more than these gRPC ends some at random, of whichever
+    # client, and all beyond twice the number; many connections with all their calls open stay below.
+    max_undelivered_calls: int = 2048
+    handshake_seconds: float = 10.0  # a connection that is not HTTP/2 by then is closed
+    min_ping_seconds: float = 10.0  # between a client's pings; gRPC's own limit of 5 minutes drops Triton clients
+    # When the server stops, gRPC's thread has delivered the calls that had arrived if it has none to reject for
+    # ``quiet_seconds``; at most ``max_delivery_seconds``, for new ones may arrive all the time.
+    quiet_seconds: float = 0.2
+    max_delivery_seconds: float = 1.0
     share_port: bool = False
 
 
@@ -150,7 +151,7 @@ class Transport:
         self._control.drain()
         self.pools["changes"].shares.wait_empty(min(until, time.monotonic() + _FINAL_WAIT_SECONDS))
         if not self._wait_empty(0.0):
-            wait_for_delivery(self._inferring, until)
+            self._wait_for_delivery(until)
         # gRPC cancels only after the check below.
         self._server.stop(max(0.0, until - time.monotonic()) + _FINAL_WAIT_SECONDS)
         completed = self._wait_empty(until)
@@ -166,6 +167,17 @@ class Transport:
     def _wait_empty(self, until: float) -> bool:
         """Wait until no inference is inside. Return False if one still is at ``until``."""
         return all(pool.shares.wait_empty(until) for pool in self._inferring)
+
+    def _wait_for_delivery(self, until: float) -> None:
+        """Wait until gRPC's one thread has delivered the calls that have arrived: a stop cancels undelivered ones.
+
+        Delivered calls are rejected, for the pools drain. A client may safely repeat a rejected call, but does not know
+        the outcome of a cancelled one.
+        """
+        started, quiet = time.monotonic(), self._options.quiet_seconds
+        until = min(until, started + self._options.max_delivery_seconds)
+        while time.monotonic() < min(until, max(started, *(pool.last_drained for pool in self._inferring)) + quiet):
+            time.sleep(0.01)
 
     def _end_expired(self) -> None:
         for pool in self.pools.values():
@@ -191,7 +203,7 @@ def _pools(options: TransportOptions, count_refusal: Callable[[str], None]) -> d
             "infer", options.max_in_flight, "requests in flight", "in_flight", budget=budget, threads=_DECODERS
         ),
         "streams": pool("open-stream", options.max_streams, "open streams", "streams", budget=budget),
-        "control": pool("control", _CONTROL_CALLS, "calls for health and metadata", "control"),
+        "control": pool("control", options.max_control_calls, "calls for health and metadata", "control"),
         "changes": pool("change", _CHANGES, "loads and unloads of models", "control"),
         "watches": pool("watch", options.max_watches, "health watches", "watches", threads=_WATCH_THREADS),
         "reflection": pool("reflection", _REFLECTION_STREAMS, "reflection streams", "reflection"),
@@ -202,18 +214,6 @@ def _pools(options: TransportOptions, count_refusal: Callable[[str], None]) -> d
     return pools
 
 
-def wait_for_delivery(pools: Collection[RpcPool], until: float) -> None:
-    """Wait until gRPC's one thread has delivered the calls that have arrived: a stop cancels undelivered ones.
-
-    Delivered calls are rejected, for ``pools`` drain. A client may safely repeat a rejected call, but does not know the
-    outcome of a cancelled one.
-    """
-    started = time.monotonic()
-    until = min(until, started + _MAX_DELIVERY_SECONDS)
-    while time.monotonic() < min(until, max(started, *(pool.last_drained for pool in pools)) + _QUIET_SECONDS):
-        time.sleep(0.01)
-
-
 def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
     timeout_ms = _ms(min(options.keepalive_seconds, _PING_SECONDS))
     arguments = {
@@ -222,19 +222,19 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         "grpc.max_receive_message_length": options.max_message_bytes,
         "grpc.per_message_decompression": 0,  # see service.wire.limits
         "grpc.max_send_message_length": -1,  # outputs are as large as the model makes them
-        "grpc.max_concurrent_streams": max(_STREAMS_PER_CONNECTION, options.max_in_flight // 4),
+        "grpc.max_concurrent_streams": max(options.max_connection_calls, options.max_in_flight // 4),
         # Off: it counts ended calls that Python has yet to release, so it refuses calls of clients within the limit.
         "grpc.http.overload_protection": 0,
         "grpc.max_allowed_incoming_connections": options.max_connections,
-        "grpc.server.max_pending_requests": _UNDELIVERED_CALLS,
-        "grpc.server.max_pending_requests_hard_limit": 2 * _UNDELIVERED_CALLS,
-        "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
+        "grpc.server.max_pending_requests": options.max_undelivered_calls,
+        "grpc.server.max_pending_requests_hard_limit": 2 * options.max_undelivered_calls,
+        "grpc.server_handshake_timeout_ms": _ms(options.handshake_seconds),
         "grpc.keepalive_time_ms": _ms(options.keepalive_seconds),
         "grpc.keepalive_timeout_ms": timeout_ms,  # for bytes that TCP has sent
         # For the response to a ping: a minute by default, whatever the timeout above.
         "grpc.http2.ping_timeout_ms": timeout_ms,
         "grpc.keepalive_permit_without_calls": 1,
-        "grpc.http2.min_ping_interval_without_data_ms": _MIN_PING_INTERVAL_MS,
+        "grpc.http2.min_ping_interval_without_data_ms": _ms(options.min_ping_seconds),
         "grpc.max_connection_idle_ms": _ms(options.max_connection_idle_seconds),
     }
     if options.max_connection_age_seconds:

@@ -48,8 +48,10 @@ class Options(TypedDict, total=False):
     ``device`` and ``threads`` are the server's, ``weights`` the store of copied weights. ``new_sender`` creates the
     sender of a model's samples; None: drift is not measured. ``on_verdict`` receives the verdicts of golden gates that
     are not passed; ``rank`` is this process's among those that serve the same models. ``ready_when_empty``: the server
-    is ready without models, as when clients load them.
+    is ready without models, as when clients load them. ``load`` loads an artifact as :func:`loading.load` does.
     """
+
+    load: Callable[..., loading.LoadedModel]
 
     device: str
     threads: int | None
@@ -82,6 +84,7 @@ class Reconciler:
         self._changed = changed
         self._threads_per_run = options.get("threads")
         self._weights = options.get("weights", PRIVATE_STORE)
+        self._load = options.get("load", loading.load)
         self._options = options
         self._unload_seconds = options.get("unload_seconds", UNLOAD_SECONDS)
         self._lock = threading.Lock()  # guards the table, and what follows
@@ -220,7 +223,7 @@ class Reconciler:
             if plan.broken:
                 raise ConfigError(plan.broken)
             load = partial(
-                loading.load,
+                self._load,
                 plan.path,
                 plan.serving,
                 device=self._options.get("device", "auto"),

@@ -19,8 +19,8 @@ from service.peers.channel import Body, Channel, close_all
 _log = logging.getLogger(__name__)
 # Bytes of messages not sent yet; a process that leaves more of them unread counts as dead. Each message counts at least
 # _LEAST bytes, because it takes an entry in the queue and may hold open files.
-_MOST_WAITING = 128 << 20
-_LEAST = _MOST_WAITING // 4096
+MOST_WAITING = 128 << 20
+_LEAST = MOST_WAITING // 4096
 _QUICK_SECONDS = 20.0  # for what takes no time: a process that does not answer is killed earlier
 _ANSWER = "answer"  # the kind of message that answers another
 ENDED = "ended"  # the reason of an Unavailable: the process has ended, or has not begun
@@ -131,7 +131,7 @@ class Peer:
         with self._lock:
             if self._closed:
                 return
-            if not self._waiting or self._waiting + size <= _MOST_WAITING:
+            if not self._waiting or self._waiting + size <= MOST_WAITING:
                 self._outgoing.put((text, [os.dup(file) for file in files]))
                 self._waiting += size
                 return

@@ -56,7 +56,7 @@ class ShadowProcess:
     ``on_forget`` is called when some of a model's versions will not be counted any more. These callbacks run on threads
     that must not block. With ``find_plan`` several processes choose samples, and the policy's rate applies to all of
     them together. It knows the plans that they serve, because a sample may arrive after its model was unloaded
-    everywhere else. ``clock`` is in seconds.
+    everywhere else. ``clock`` is in seconds; ``module`` is what the process runs.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class ShadowProcess:
         on_forget: Callable[[str, Collection[int]], None] = lambda model, versions: None,
         find_plan: FindPlan | None = None,
         clock: Callable[[], float] = time.monotonic,
+        module: str = REFERENCES,
     ) -> None:
         self._config = config
         self._counts = counts
@@ -91,13 +92,25 @@ class ShadowProcess:
         self._off = ""  # why it stays off
         handlers: dict[str, Handler] = {"verdict": lambda message: verdicts(from_json(DriftVerdict, message.body))}
         self._child = Child(
-            NAME, REFERENCES, handlers, self._start, self._handle_death, silent_seconds=SILENT_SECONDS, expendable=True
+            NAME,
+            module,
+            handlers,
+            self._start,
+            self._handle_death,
+            silent_seconds=SILENT_SECONDS,
+            clock=clock,
+            expendable=True,
         )
 
     @property
     def peer(self) -> Peer | None:
         started = self._started
         return started if started is self._child.peer else None
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process, until its death was handled; None while none runs."""
+        return self._child.pid
 
     def ask_counts(self) -> Future[Body] | None:
         """Ask for its current counts; None if it does not run or has not answered yet, also since the last request."""

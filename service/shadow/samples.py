@@ -24,7 +24,7 @@ from service.peers.channel import Body
 from service.wire.tensors import decode_raw, encode_raw
 
 _log = logging.getLogger(__name__)
-_GATHER_S = 0.05  # time that samples wait, to be sent together
+GATHER_S = 0.05  # time that samples wait, to be sent together
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 # Fields of a sample that are sent unchanged.
 _PLAIN = ("rows", "nbytes", "probability", "precision", "profile", "client")
@@ -88,7 +88,7 @@ class PlanSampleSender:
 
     def _send_waiting(self) -> None:
         """Send what waits, on the thread. Samples that cannot be sent count as failed."""
-        self._ended.wait(_GATHER_S)
+        self._ended.wait(GATHER_S)
         items = self._take()
         if not items:
             return

@@ -15,7 +15,7 @@ from service.telemetry.metrics import Metrics, Sample, samples
 from service.telemetry.values import Values, fell, from_message, merge, model_of
 
 # Wait for the processes' current counts; of those that are late, the last report counts.
-_TIMEOUT_SECONDS = 2.0
+ANSWER_SECONDS = 2.0
 Version = tuple[str, int]  # a model's name and version
 Ask = Callable[[], Mapping[str, Future[Body]]]  # returns every other process' answer, by its name
 
@@ -70,7 +70,7 @@ class Counting:
     def _values(self) -> Values:
         wait(
             [when_received(answer, partial(self.receive, process)) for process, answer in self._ask().items()],
-            _TIMEOUT_SECONDS,
+            ANSWER_SECONDS,
         )
         with self._lock:
             live = {model_of(key) for values in self._latest.values() for key in values}

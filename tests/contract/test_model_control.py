@@ -396,7 +396,7 @@ def test_files_and_named_repositories_are_rejected(tmp_path: Path, client: Infer
     put(tmp_path)
     code, text = refusal(lambda: client.load_model("mlp", config="{}", files={"file:1/model.onnx": b"onnx"}))
     assert (code, "'file:1/model.onnx'" in text) == ("INVALID_ARGUMENT", True)
-    stub: Any = client._client_stub
+    stub: Any = client._client_stub  # noqa: SLF001 -- its methods do not send this field
     for rpc, request in (
         (stub.RepositoryModelLoad, service_pb2.RepositoryModelLoadRequest),
         (stub.RepositoryModelUnload, service_pb2.RepositoryModelUnloadRequest),

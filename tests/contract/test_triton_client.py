@@ -61,7 +61,7 @@ def test_an_fp32_input_may_be_sent_as_fp16_or_bf16(client: Any) -> None:
 
 def test_an_fp32_output_may_be_requested_as_bf16_at_half_the_bytes(client: Any) -> None:
     output = triton.InferRequestedOutput("doubled")
-    output._get_tensor().parameters["datatype"].string_param = "BF16"
+    output._get_tensor().parameters["datatype"].string_param = "BF16"  # noqa: SLF001 -- has no public way
     result = client.infer("types", types_inputs(), outputs=[output])
     assert result.get_output("doubled").datatype == "BF16"
     assert len(result.get_response().raw_output_contents[0]) == 8

@@ -106,7 +106,8 @@ def test_a_stream_marks_the_last_response_of_a_request_if_requested(client: Any)
 def test_custom_parameters_headers_and_any_priority_are_accepted(client: Any) -> None:
     x = tensor("x", X, "FP32")
     mine = {"text": "value", "number": 3, "share": 0.5, "yes": True}
-    client.infer("classes", [x], parameters=mine, headers={"mine": "1"}, request_id="r", priority=7)
+    result = client.infer("classes", [x], parameters=mine, headers={"mine": "1"}, request_id="r", priority=7)
+    assert result.get_response().id == "r"
 
 
 def test_the_extensions_are_declared(client: Any) -> None:

@@ -13,8 +13,6 @@ from converting import MLP, ONNX_ONLY, Cli, process, tree
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.numerics.tensors import TensorSpec
-from converter.options import parse_inputs
 
 ARGUMENTS = (*MLP, *ONNX_ONLY)
 
@@ -99,6 +97,7 @@ def test_a_full_disk_publishes_nothing(tmp_path: Path, target: Path) -> None:
         (["--input", "x:float31:2"], "unknown dtype 'float31'"),
         (["--input", "x:string:2"], "unknown dtype 'string'"),
         (["--input", "x:float32:0"], "'0' is neither a size of 1 or more nor a name"),
+        (["--input", "x:float32:-1"], "'-1' is neither"),
         (["--input", "x:float32:2,,3"], "'' is neither"),
         (["--input", "x:float32:batch size"], "--input 'x:float32:batch size': 'batch size' is neither"),
         (["--input", "x:float32:2", "--input", "x:int64:2"], "--input x: given twice"),
@@ -114,21 +113,13 @@ def test_a_full_disk_publishes_nothing(tmp_path: Path, target: Path) -> None:
         (["--samples", "absent.npz"], "no such file or directory"),
         (["--model", "architectures:Mlp"], "an ONNX file brings its own architecture"),
         (["--model-args", "{"], "--model-args: not JSON"),
-        (["--model-args", "[1]"], "--model-args: expected a JSON object"),
+        *((["--model-args", text], "--model-args: expected a JSON object") for text in ("[1]", "8")),
     ],
 )
 def test_a_bad_option_is_named(cli: Cli, onnx_file: Path, target: Path, flags: list[str], said: str) -> None:
     out = [] if "--out" in flags else ["--out", str(target)]
     cli("checkpoint", onnx_file, *out, *flags).refused(2, said)
     assert not target.parent.exists()
-
-
-def test_dimensions_are_sizes_or_names_and_a_scalar_has_none() -> None:
-    assert parse_inputs(["ids:int64:batch, seq", "image:float32:n,3,8,8", "steps:int64:"]) == (
-        TensorSpec("ids", "int64", ("batch", "seq")),
-        TensorSpec("image", "float32", ("n", 3, 8, 8)),
-        TensorSpec("steps", "int64", ()),
-    )
 
 
 def test_samples_that_do_not_fit_are_rejected_with_what_was_expected(

@@ -90,15 +90,15 @@ def test_a_traceback_is_shown_only_with_debug(cli: Cli, tmp_path: Path, target: 
 
 
 def test_an_eoferror_is_not_reported_as_an_interruption(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, small: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """click turns an EOFError into Abort, as it does with Control-C."""
 
     def ended(*_: object, **__: object) -> None:
         raise EOFError("the file ended")
 
-    monkeypatch.setattr("converter.restore.restore", ended)
-    done = cli("restore", tmp_path / "m", "--out", tmp_path / "back.safetensors")
+    monkeypatch.setattr("hashlib.file_digest", ended)
+    done = cli("restore", small.path, "--out", tmp_path / "back.safetensors")
     assert done.code == 3
     assert "interrupted" not in done.err
     assert "unexpected EOFError: the file ended; this is a bug" in done.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,10 @@ def test_doctor_succeeds_on_a_misconfigured_machine(cli: Cli, monkeypatch: pytes
 
 
 def test_every_missing_part_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("converter.process.program.version_of", lambda name: None)
+    def missing_package(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", missing_package)
     missing = [part for part in record()["installed"] if not part["found"]]
     assert {"torch", "transformers", "onnxruntime"} <= {part["name"] for part in missing}
     assert all(part["remedy"] for part in missing)

@@ -28,9 +28,9 @@ def test_a_server_that_does_not_come_to_answer_is_not_ready_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its port listens, and nobody accepts."""
-    monkeypatch.setattr(running, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(running, "ANSWER_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, subprocess.Popen(["sleep", "60"]) as process:
         try:
-            assert not running._ready(process, silent.getsockname()[1], tmp_path / "log")
+            assert not running.is_ready(process, silent.getsockname()[1], tmp_path / "log")
         finally:
             process.kill()

@@ -15,6 +15,7 @@ import pytest
 import tritonclient.grpc as triton
 from click.testing import CliRunner
 from ownlog import restored_log
+from sessions import recorded_sessions
 
 import graphs
 from bf16kit.artifact.artifact import Artifact, Golden
@@ -49,8 +50,14 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Native:
 
 
 @pytest.fixture
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return a function that counts the sessions of ONNX Runtime that are open."""
+    return recorded_sessions(monkeypatch)
+
+
+@pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list of all runtimes loaded. When loading is over, at most the serving one is still open."""
+    """Return the list of all runtimes loaded."""
     found: list[Any] = []
     load = runtimes.load
 
@@ -62,16 +69,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def still_open(found: list[Any]) -> list[str]:
-    return [runtime.info.profile for runtime in found if runtime._session is not None]
-
-
 def loaded(path: Path, **serving: object) -> LoadedModel:
     return loading.load(path, Serving.model_validate(serving), device="auto", threads=1)
 
 
 def test_auto_serves_the_profile_with_fewer_bits_and_loads_no_other(
-    converted: Path, native: Native, opened: list[Any]
+    converted: Path, native: Native, opened: list[Any], in_memory: Callable[[], int]
 ) -> None:
     native(True)
     for _ in range(2):
@@ -80,7 +83,7 @@ def test_auto_serves_the_profile_with_fewer_bits_and_loads_no_other(
         assert found.info.choice == "auto: cpu-bf16 is within budget, and this processor multiplies bf16"
         assert found.info.choice in found.summary
         assert "profile cpu-bf16, " in found.summary
-        assert still_open(opened) == ["cpu-bf16"]
+        assert in_memory() == 1
         found.close()
     assert [each.info.profile for each in opened] == ["cpu-bf16"] * 2
 
@@ -135,6 +138,7 @@ def test_a_profile_that_fails_the_golden_gate_is_skipped_and_the_model_serves(
     converted: Path,
     native: Native,
     opened: list[Any],
+    in_memory: Callable[[], int],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -151,7 +155,7 @@ def test_a_profile_that_fails_the_golden_gate_is_skipped_and_the_model_serves(
         found = loaded(converted)
     assert (found.info.profile, found.info.choice) == ("cpu", f"auto: cpu-bf16 was skipped, {said}")
     assert ("secret" in caplog.text) == isinstance(error, RuntimeFailure)
-    assert still_open(opened) == ["cpu"]
+    assert in_memory() == 1
 
 
 @pytest.mark.parametrize("profile", BOTH)

@@ -193,7 +193,7 @@ def test_sizes_and_offsets_beyond_all_bounds_are_rejected(
         for offset, size in ((number, 1), (0, number), (number, number), (4096 - 1, number)):
             register = functools.partial(client.register_system_shared_memory, "other", path.name, size, offset)
             assert outcome(register) == REFUSED
-            place = x._get_tensor().parameters
+            place = x._get_tensor().parameters  # noqa: SLF001 -- its methods check the numbers
             place["shared_memory_region"].string_param = "r"
             place["shared_memory_offset"].uint64_param = offset
             place["shared_memory_byte_size"].uint64_param = size

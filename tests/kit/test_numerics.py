@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from loops import without_loops
 from numpy.typing import NDArray
 
 from bf16kit.numerics import rounding as numerics
@@ -86,12 +88,14 @@ def bf16_bits(x: Bf16Array) -> NDArray[np.uint16]:
 
 
 @pytest.fixture(params=["compiled", "numpy"])
-def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def loops(request: pytest.FixtureRequest) -> Iterator[None]:
     """Use the compiled loops, then numpy. A library that is too old to have them fails the tests: build it again."""
     if request.param == "numpy":
-        monkeypatch.setattr(numerics, "loops", lambda: None)
+        with without_loops():
+            yield
     elif numerics.LIBRARY.exists():
         assert numerics.loops() is not None
+        yield
     else:
         pytest.skip("the kernel was not built: no C++17 compiler")
 

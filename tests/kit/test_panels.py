@@ -41,7 +41,7 @@ def test_every_byte_is_where_the_format_says_and_unpacking_restores_it(
     flat = pack(matrix, axis)
     assert flat.tobytes() == bytes(expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(panels, "_STRIP", strip)
+        patch.setattr(panels, "STRIP", strip)
         assert b"".join(strips(matrix, axis)) == bytes(expected)
     assert b"".join(strips(matrix, None)) == matrix.tobytes()
     back = unpack(flat, matrix.shape, axis)

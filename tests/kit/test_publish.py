@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from forbidden import without
 from small import publish_small, write_small
 
 from bf16kit.artifact import publish
@@ -67,6 +68,12 @@ def publish_after(target: Path, step: Callable[[StagingArtifact], object], *, fo
         manifest = write_small(staged)
         step(staged)
         staged.publish(manifest)
+
+
+def _damage_graph(descriptor: int) -> None:
+    path = Path(f"/proc/self/fd/{descriptor}").readlink()
+    if path.name == "cpu.onnx":
+        _flip_last_byte(path)
 
 
 def _flip_last_byte(path: Path) -> None:
@@ -136,8 +143,7 @@ class TestPublishing:
         """The disk, not another program, changes the file: the draft has no reason to read it again."""
         with staging(tmp_path / "1") as staged:
             manifest = write_small(staged)
-            sync = publish._sync
-            monkeypatch.setattr(publish, "_sync", lambda p: _flip_last_byte(p) if p.name == "cpu.onnx" else sync(p))
+            monkeypatch.setattr(os, "fsync", _damage_graph)
             with pytest.raises(ConversionError, match=r"(?s)changed after it was written.*cpu\.onnx: its sha256 is"):
                 staged.publish(manifest)
         assert names(tmp_path) == []
@@ -201,14 +207,16 @@ class TestTargetExists:
         assert names(tmp_path / "1") == before
 
     @pytest.mark.parametrize("fallback", [False, True])
-    def test_force_replaces_it(self, tmp_path: Path, fallback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_force_replaces_it(self, tmp_path: Path, fallback: bool) -> None:
         """With and without a kernel or file system that can exchange two names; an empty directory is replaced, too."""
-        if fallback:
-            monkeypatch.setattr(publish, "_exchanged", lambda *_: False)
+
+        def replace() -> None:
+            publish_small(tmp_path / "1", force=True)
+            (tmp_path / "1" / "stale").write_text("of the old one")
+            publish_small(tmp_path / "1", force=True, residual=False)
+
         (tmp_path / "1").mkdir()
-        publish_small(tmp_path / "1", force=True)
-        (tmp_path / "1" / "stale").write_text("of the old one")
-        publish_small(tmp_path / "1", force=True, residual=False)
+        without("renameat2", replace) if fallback else replace()
         assert Artifact.open(tmp_path / "1").manifest.tensors[0].residual is None
         assert not (tmp_path / "1" / "stale").exists()
         assert names(tmp_path) == ["1"]
@@ -225,9 +233,20 @@ class TestTargetExists:
         self, tmp_path: Path, appear: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Even if it appears at the last moment, after the check."""
-        monkeypatch.setattr(publish, "check_target", lambda *_: None)
-        with pytest.raises(ArtifactExists, match="another conversion was published there"):
-            publish_after(tmp_path / "1", lambda _: appear(tmp_path / "1"))
+        lexists = os.path.lexists
+
+        def look(path: Path) -> bool:
+            found = lexists(path)
+            if path == tmp_path / "1":
+                monkeypatch.setattr(os.path, "lexists", lexists)
+                appear(path)
+            return found
+
+        def build(staged: StagingArtifact) -> None:
+            monkeypatch.setattr(os.path, "lexists", look)
+
+        with pytest.raises(ArtifactExists):
+            publish_after(tmp_path / "1", build)
         assert names(tmp_path) == ["1"]
 
     def test_a_reader_never_misses_an_artifact_that_is_being_replaced(self, tmp_path: Path) -> None:

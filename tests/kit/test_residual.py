@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from loops import without_loops
 from numpy.typing import NDArray
 
 from bf16kit.messages.errors import ArtifactDamaged
-from bf16kit.numerics import residual
 from bf16kit.numerics.residual import Decoder, Encoder, Piece, Scale, bits_needed, encode_chunks
 from bf16kit.numerics.rounding import BF16, Bf16Array, to_bf16
 
@@ -173,7 +173,7 @@ def test_numbers_from_a_narrower_dtype_are_restored_from_few_bytes(dtype: str, m
 
 
 @pytest.mark.parametrize("related", [True, False])
-def test_the_compiled_loops_give_the_bits_of_numpy(related: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_loops_give_the_bits_of_numpy(related: bool) -> None:
     """Restore every tie and millions of bits, also from unrelated values, and from a segment at an odd address."""
     bits = np.random.default_rng(0).integers(0, 1 << 32, 4_000_000, np.uint32)
     bits = np.concatenate([np.array(SPECIAL, np.uint32), (np.arange(1 << 16, dtype=np.uint32) << 16) | 0x8000, bits])
@@ -182,6 +182,6 @@ def test_the_compiled_loops_give_the_bits_of_numpy(related: bool, monkeypatch: p
     segment = encode(fp32, bf16)
     assert decode(segment, bf16).tobytes() == bits.tobytes()
     assert decode(memoryview(b"x" + segment)[1:], bf16).tobytes() == bits.tobytes()
-    monkeypatch.setattr(residual, "loops", lambda: None)
-    assert encode(fp32, bf16) == segment
-    assert decode(segment, bf16).tobytes() == bits.tobytes()
+    with without_loops():
+        assert encode(fp32, bf16) == segment
+        assert decode(segment, bf16).tobytes() == bits.tobytes()

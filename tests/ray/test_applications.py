@@ -29,11 +29,11 @@ def _deployment(repository: Path, **scaling: Any) -> Any:
 
     config = ServerConfig(repository=repository, drain_seconds=7)
     target = applications.model(Directory(repository).desired_model("a"), config, Scaling(**scaling))
-    return target.target._bound_deployment
+    return target.target._bound_deployment  # noqa: SLF001 -- Ray shows an application in no other way
 
 
 def test_autoscaling_follows_the_requests_in_flight(repository: Path) -> None:
-    told = _deployment(repository, min_replicas=1, max_replicas=5, target=8)._deployment_config
+    told = _deployment(repository, min_replicas=1, max_replicas=5, target=8)._deployment_config  # noqa: SLF001 -- as above
     assert told.autoscaling_config.max_replicas == 5
     assert told.autoscaling_config.target_ongoing_requests == 8
     assert told.max_ongoing_requests == 32
@@ -42,7 +42,7 @@ def test_autoscaling_follows_the_requests_in_flight(repository: Path) -> None:
 
 
 def test_equal_bounds_fix_the_number_of_replicas_and_one_per_node_allows_no_surge(repository: Path) -> None:
-    told = _deployment(repository, min_replicas=3, per_node=1)._deployment_config
+    told = _deployment(repository, min_replicas=3, per_node=1)._deployment_config  # noqa: SLF001 -- as above
     assert (told.num_replicas, told.autoscaling_config, told.max_surge_percent) == (3, None, 0)
 
 
@@ -92,7 +92,7 @@ def test_a_model_that_failed_and_has_changed_is_tried_again_as_early_as_at_first
 
     (deployed, told), now = _repository_deployment(tmp_path, monkeypatch), 0.0
     monkeypatch.setattr("ray.serve.delete", lambda name: None)
-    monkeypatch.setattr("deploy.ray.cluster.time.monotonic", lambda: now)
+    monkeypatch.setattr("time.monotonic", lambda: now)
 
     def is_retried(seconds: float) -> bool:
         nonlocal now

@@ -39,32 +39,31 @@ class Handle:
         self.answer = self
         self.asked: list[Any] = []
         self.cancelled = False
-        self._outcome = outcome
+        self.outcome = outcome
 
     def remote(self, *arguments: Any) -> Any:
         self.asked.append(arguments)
         return self
 
     def __await__(self) -> Any:
-        if self._outcome is None:
+        if self.outcome is None:
             return asyncio.Event().wait().__await__()
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return asyncio.sleep(0, self._outcome).__await__()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return asyncio.sleep(0, self.outcome).__await__()
 
     def cancel(self) -> None:
         self.cancelled = True
 
 
-def _front(tmp_path: Path, outcome: Any = b"", **settings: Any) -> tuple[Any, Handle]:
+def _front(tmp_path: Path, outcome: Any = b"", *, without_replica: bool = False, **settings: Any) -> tuple[Any, Handle]:
     from deploy.ray.front import Front
-    from deploy.ray.models import Report, RunningModel
+    from deploy.ray.models import Report, RunningModel, RunningModels
 
-    front = Front(ServerConfig(repository=tmp_path, **settings), 1 << 20)
-    model, handle = RunningModel("mlp"), Handle(outcome)
-    model._handle, model.reports = handle, (Report("", (), ()),)
-    front._models.by_name["mlp"] = model
-    return front, handle
+    handle, models = Handle(outcome), RunningModels()
+    models.by_name["mlp"] = RunningModel("mlp", handle)
+    models.by_name["mlp"].reports = () if without_replica else (Report("", (), ()),)
+    return Front(ServerConfig(repository=tmp_path, **settings), 1 << 20, models), handle
 
 
 def test_clients_do_not_get_rays_error_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,9 +110,11 @@ def tokens(tmp_path: Path) -> str:
 
 def test_what_does_not_reach_a_replica(tmp_path: Path, tokens: str) -> None:
     may_read = ("authorization", f"Bearer {TOKEN}")
-    front, handle = _front(tmp_path, token_file=tokens, max_message_bytes=1 << 10)
+    limits: dict[str, Any] = {"token_file": tokens, "max_message_bytes": 1 << 10}
+    front, handle = _front(tmp_path, **limits)
+    down, unasked = _front(tmp_path, without_replica=True, **limits)
 
-    def told(method: str, data: bytes, *metadata: tuple[str, str]) -> tuple[Any, str]:
+    def told(method: str, data: bytes, *metadata: tuple[str, str], front: Any = front) -> tuple[Any, str]:
         context = Context(*metadata)
         asyncio.run(getattr(front, method)(data, context))
         return context.told
@@ -123,10 +124,9 @@ def test_what_does_not_reach_a_replica(tmp_path: Path, tokens: str) -> None:
     too_large = "the message has 2049 bytes; max_message_bytes is 1024"
     large = b"\x0a" + bytes(1 << 11)
     assert told("ModelMetadata", large, may_read) == (StatusCode.RESOURCE_EXHAUSTED, too_large)
-    front._models.by_name["mlp"].reports = ()
     no_replica = "no replica of model 'mlp' is ready; try again later"
-    assert told("ModelMetadata", b"\x0a\x03mlp", may_read) == (StatusCode.UNAVAILABLE, no_replica)
-    assert not handle.asked
+    assert told("ModelMetadata", b"\x0a\x03mlp", may_read, front=down) == (StatusCode.UNAVAILABLE, no_replica)
+    assert not handle.asked + unasked.asked
 
 
 def test_requests_in_flight_have_a_limit_in_bytes(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_requests_in_flight_have_a_limit_in_bytes(tmp_path: Path) -> None:
         await front.ModelInfer(large, refused)
         waiting.cancel()
         await asyncio.wait([waiting])
-        handle._outcome = b"answer"
+        handle.outcome = b"answer"
         assert (await front.ModelInfer(large, Context())).SerializeToString() == b"answer"
         return refused
 
@@ -188,7 +188,7 @@ def test_eight_requests_of_a_stream_are_answered_at_once(tmp_path: Path) -> None
 def test_open_streams_and_watches_are_limited_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deploy.ray.front import StreamEnd
 
-    monkeypatch.setattr("deploy.ray.front._LONG_CALLS", 2)
+    monkeypatch.setattr("deploy.ray.front.LONG_CALLS", 2)
     front, _ = _front(tmp_path, b"answer")
 
     async def requests() -> AsyncIterator[bytes]:

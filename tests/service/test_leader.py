@@ -6,12 +6,12 @@ import logging
 from pathlib import Path
 
 import pytest
+from forbidden import without
 
 from bf16kit.messages.errors import ConfigError, InvalidRequest
 from service.config.serverconfig import load_config
 from service.leader import open_regions
 from service.operations import Region
-from service.regions import files
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,7 @@ def test_a_prefix_that_no_plain_file_name_can_begin_with_is_rejected(tmp_path: P
         load_config({"repository": tmp_path, "shared_memory": prefix or [prefix]})
 
 
-def test_a_system_that_forbids_safe_copies_is_an_error_at_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "_process_vm_writev", lambda *_: -1)  # as if seccomp forbids the call
+def test_a_system_that_forbids_safe_copies_is_an_error_at_start(tmp_path: Path) -> None:
+    config = load_config({"repository": tmp_path, "shared_memory": True})
     with pytest.raises(ConfigError, match="needs the system call process_vm_writev, which is not allowed here"):
-        open_regions(load_config({"repository": tmp_path, "shared_memory": True}))
+        without("process_vm_writev", lambda: open_regions(config))

@@ -57,7 +57,7 @@ def loopback() -> Iterator[Make]:
 
 
 @pytest.fixture
-def production(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def production(tmp_path: Path) -> Iterator[Make]:
     held = threading.Event()
     opened: list[Controlled] = []
 
@@ -65,15 +65,13 @@ def production(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
         for (name, version), state in states.items():
             write_mlp(tmp_path / name / str(version), spoil=0.5 if state == "unavailable" else 0)
             (tmp_path / name / "serving.yaml").write_text("version_policy: all\nshadow: {rate: 0}", "utf-8")
-        load = loading.load
 
-        def load_or_wait(path: Path, *given: Any, **more: Any) -> Any:
+        def load_or_wait(path: Path, *given: Any, **more: Any) -> loading.LoadedModel:
             if states[path.parent.name, int(path.name)] == "loading":
                 held.wait(60)
-            return load(path, *given, **more)
+            return loading.load(path, *given, **more)
 
-        monkeypatch.setattr(loading, "load", load_or_wait)
-        repository = Controlled(tmp_path, Metrics(), device="cpu", threads=1)
+        repository = Controlled(tmp_path, Metrics(), device="cpu", threads=1, load=load_or_wait)
         opened.append(repository)
         repository.scan()
         repository.start()

@@ -106,6 +106,7 @@ def test_an_nnx_state_has_its_variables_under_value(written: Path, tmp_path: Pat
 
 def test_an_older_step_has_its_own_weights(written: Path, tmp_path: Path) -> None:
     found, _, _ = read_item(locate(written / "cnn" / "managed", 3, "weights"), lambda _: True, tmp_path)
+    assert sorted(found) == sorted(_leaves(written, "cnn"))
     assert not any(array.any() for array in found.values())
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
@@ -23,7 +24,7 @@ from bf16kit.runtime import RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.queue import BatchPolicy
 from service.config.certificates import CertificateFiles
-from service.config.tokens import TokenFile
+from service.config.tokens import SCOPES, Scopes, TokenFile
 from service.contract import (
     ActivePrecision,
     Array,
@@ -227,6 +228,21 @@ class Gate:
         self.go.set()
 
 
+class SlowTokens(TokenFile):
+    """Knows every token, after ``wait``: gRPC's own thread, which all calls share, asks it for each call with
+    :data:`SOME_TOKEN`."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self._wait = wait
+
+    def scopes(self, authorization: str) -> Scopes | None:
+        self._wait()
+        return frozenset(SCOPES)
+
+
+SOME_TOKEN = (("authorization", "Bearer 0123456789abcdef"),)
+
+
 @dataclass
 class Served:
     """A running server and a channel to it."""
@@ -240,6 +256,11 @@ class Served:
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    def reports_draining(self) -> bool:
+        """Whether its health is NOT_SERVING: it has begun to stop, and rejects new inferences."""
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)  # its RPCs exist only after construction
+        return bool(stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def stub(self, method: str) -> Any:
         """Return the callable of one RPC, with the project's own messages."""

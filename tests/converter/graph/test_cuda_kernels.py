@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from converting import ONNX_ONLY, Cli
 from onnx import TensorProto, helper
+from sessions import recorded_sessions
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.ort import session
-from bf16kit.runtime.ort.session import ort
 from bf16kit.system import is_older
 from converter.graph.cuda_kernels import KernelTable, missing_kernels, releases, required
-from converter.process import program
-from converter.rewrite import lowering
+from converter.rewrite.lowering import kernel_table
 
 NEWEST = "1.31.1"
 
 
+@pytest.fixture(autouse=True)
+def forget_installed() -> Iterator[None]:
+    yield
+    kernel_table.cache_clear()
+
+
 def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    monkeypatch.setattr(program, "onnxruntime", lambda: version)
-    monkeypatch.setattr(lowering, "_table", KernelTable.load)  # its cache would outlive this test
+    def found(name: str) -> SimpleNamespace:
+        if version is None or name != "onnxruntime":
+            raise metadata.PackageNotFoundError(name)
+        return SimpleNamespace(version=version)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", found)
+    kernel_table.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -184,8 +197,8 @@ def test_an_older_release_is_rejected_before_it_loads_anything(
     small: Artifact, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(small, "cpu").close()
-    monkeypatch.setattr(ort, "__version__", "1.23.2")
-    monkeypatch.setattr(session, "open_session", None)
+    recorded_sessions(monkeypatch, lambda: pytest.fail("it is opened"))
+    monkeypatch.setattr(onnxruntime, "__version__", "1.23.2")
     with pytest.raises(RuntimeFailure, match=r"profile cpu needs ONNX Runtime 1\.24 or later, but 1\.23\.2 is"):
         load(small, "cpu")
     cli("verify", small.path, "--profile", "cpu").refused(3, "profile cpu needs ONNX Runtime 1.24 or later", "upgrade")

@@ -130,12 +130,12 @@ def test_a_search_that_certification_does_not_confirm_is_repeated(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search is repeated with a tighter budget, and its result is certified again."""
-    monkeypatch.setattr(of_the_search, "_REPEATED", (300.0, 0.9))
+    monkeypatch.setattr(of_the_search, "REPEATED", (300.0, 0.9))
     built = softmax()
     done = cli(*_command(built, tmp_path, target)).published()
     assert _islands(Artifact.open(target).manifest) == (built.nodes, built.weights)
     assert done.err.count("writing weights") == 3, "or the first search would have been right"
-    monkeypatch.setattr(of_the_search, "_REPEATED", (300.0,))
+    monkeypatch.setattr(of_the_search, "REPEATED", (300.0,))
     cli(*_command(built, tmp_path, target.with_name("2"))).refused(
         1, "but running the written graph did not confirm any"
     )

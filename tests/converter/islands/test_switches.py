@@ -5,14 +5,15 @@ With the switches of a plan, it agrees with the written graphs, on a model of th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from converting import ONNX_ONLY, Cli
 from lowered import Lowered, lower, specs
@@ -23,7 +24,6 @@ import graphs
 from bf16kit.drift.budget import Budget
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.ort.onnx import OnnxRuntime
-from bf16kit.runtime.ort.session import open_session
 from converter.islands.candidates import bf16_alone, candidates
 from converter.islands.switches import Bf16, Switched
 from converter.islands.trials import Task, Trials
@@ -141,7 +141,14 @@ class TestAgreement:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
     ) -> None:
         """Without ONNX Runtime's optimisations both run the same kernels."""
-        monkeypatch.setattr("bf16kit.runtime.ort.onnx.open_session", functools.partial(open_session, optimise=False))
+        options = onnxruntime.SessionOptions
+
+        def unoptimised() -> Any:
+            made = options()
+            made.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            return made
+
+        monkeypatch.setattr(onnxruntime, "SessionOptions", unoptimised)
         found = Simulated(tmp_path, "cuda", share)
         assert [one["y"].rows for one in found.simulated] == [one["y"].rows for one in found.written]
         assert (found.errors[0][0] > 1e-4) == (share < 1)

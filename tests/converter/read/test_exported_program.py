@@ -18,7 +18,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.torchruntimes import load_program
-from converter.read.exportedprogram import ProgramModule, _inputs
+from converter.read.exportedprogram import ProgramModule, program_inputs
 
 TRUSTED = "--trust-code"
 
@@ -122,7 +122,7 @@ def test_inputs_in_structures_by_keyword_and_constants_are_given_as_exported(tmp
     path = tmp_path / "m.pt2"
     torch.export.save(torch.export.export(Many(), (torch.ones(2),), named), path)
     program = load_program(path)
-    assert [spec.name for spec in _inputs(path, program, ())] == ["x", "pair_0", "pair_1_k"]
+    assert [spec.name for spec in program_inputs(path, program, ())] == ["x", "pair_0", "pair_1_k"]
     found = ProgramModule(program)(torch.full((2,), 5.0), torch.full((2,), 4.0), torch.full((2,), 1.0))
     assert found.tolist() == [18.0, 18.0]
 

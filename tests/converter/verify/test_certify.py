@@ -79,7 +79,8 @@ def test_torchscript_is_certified_in_both_arithmetics_on_the_same_samples_and_th
     flags += ["--samples", str(tmp_path)] if given else []
     found = {}
     for native in (True, False):
-        monkeypatch.setattr(torchruntimes, "cpu_has_bf16", lambda native=native: native)
+        (tmp_path / "cpuinfo").write_text("flags : avx512_bf16\n" if native else "flags : sse2\n")
+        monkeypatch.setattr(torchruntimes, "CPUINFO", tmp_path / "cpuinfo")
         version = target.with_name(str(1 + native))
         cli("checkpoint", mlp_file, "--out", version, *flags).published()
         found[native] = Artifact.open(version).manifest

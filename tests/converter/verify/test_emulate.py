@@ -25,7 +25,7 @@ from torch.nn import functional
 import graphs
 from bf16kit.runtime.ort.session import open_session
 from converter.fuse.fuse import PUT_TOGETHER
-from converter.graph.cuda_kernels import _PLANNED
+from converter.graph.cuda_kernels import PLANNED
 from converter.graph.operators import EXACT
 from converter.verify import running
 
@@ -188,7 +188,7 @@ def _ordered(values: Array) -> NDArray[np.int64]:
 
 def test_every_operator_that_a_plan_may_narrow_is_compared() -> None:
     """TopK is left out, because it only chooses values."""
-    planned = {(domain, op) for domain, ops in _PLANNED.items() for op in ops if op not in EXACT}
+    planned = {(domain, op) for domain, ops in PLANNED.items() for op in ops if op not in EXACT}
     assert planned - {("", "Cast"), ("", "TopK")} == CASES.keys()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import artifacts
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from architectures import Mlp
@@ -99,10 +100,10 @@ def test_loading_a_reference_from_changed_or_truncated_files_fails(
     """The process must not crash, and must not load a reference with other weights or keep these in the store."""
     with (product.path / "weights.bf16").open("r+b") as file:
         file.write(bytes(64))
-    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: its sha256 is"):
+    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16"):
         load_reference(product, scratch=tmp_path, weights=store)
     os.truncate(product.path / "residual.bin", 100)
-    with pytest.raises(ArtifactDamaged, match=r"residual\.bin: truncated to 100 bytes"):
+    with pytest.raises(ArtifactDamaged, match=r"residual\.bin"):
         load_reference(product, scratch=tmp_path, weights=store)
     assert store is None or store.arrays == {}
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
@@ -173,7 +174,7 @@ def test_a_session_that_outlives_its_runtime_keeps_its_weights(product: Artifact
     """``close`` may be called while another thread runs the model."""
     runtime = load(product, "cpu", threads=1, scratch=tmp_path)
     right = runtime.run({"x": X})["y"]
-    session = vars(runtime)["_session"]
+    (session,) = [each for each in gc.get_referents(vars(runtime)) if isinstance(each, onnxruntime.InferenceSession)]
     runtime.close()
     del runtime
     gc.collect()
@@ -227,6 +228,6 @@ def test_weights_that_changed_before_the_copy_are_not_stored(product: Artifact, 
     with (product.path / "weights.bf16").open("r+b") as file:
         file.write(bytes(64))
     store = KeptWeights()
-    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: its sha256 is"):
+    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16"):
         load(product, "cpu", threads=1, scratch=tmp_path, weights=store)
     assert store.arrays == {}

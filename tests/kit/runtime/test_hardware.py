@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from containers import in_container
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.runtime import available_cpus, canonical
 from bf16kit.runtime.torchruntimes import cpu_has_bf16
-from bf16kit.system import controlgroup
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,9 @@ def test_without_flags_from_the_kernel_no_bf16_instructions_are_assumed(tmp_path
 
 @pytest.mark.parametrize(("quota", "expected"), [(1.0, 1), (0.1, 1), (None, None), (1e9, None)])
 def test_a_containers_cpu_quota_bounds_the_threads(
-    quota: float | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+    quota: float | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controlgroup, "cpus", lambda: quota)
+    in_container(monkeypatch, tmp_path, cpus=quota)
     assert available_cpus() == (expected or len(os.sched_getaffinity(0)))
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import products
 import pytest
 from onnx import ModelProto, helper
@@ -14,7 +15,7 @@ from onnx import ModelProto, helper
 import graphs
 from bf16kit.messages.errors import ConfigError
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.ort import kernel, session
+from bf16kit.runtime.ort import kernel
 from bf16kit.runtime.ort.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, usable_kernel
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from bf16kit.runtime.ort.onnxgraph import kernel_for
@@ -126,7 +127,7 @@ def test_an_error_of_onnx_runtime_or_the_library_is_quoted(monkeypatch: pytest.M
             assert path == str(kernel.LIBRARY)
             raise RuntimeError("ONNX Runtime 2.0.0 is not a release this kernel knows")
 
-    monkeypatch.setattr(session.ort, "SessionOptions", Refusing)
+    monkeypatch.setattr(onnxruntime, "SessionOptions", Refusing)
     found = usable_kernel()
     assert found.path == ""
     assert "ONNX Runtime 2.0.0 is not a release this kernel knows" in found.note

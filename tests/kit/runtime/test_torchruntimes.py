@@ -19,7 +19,14 @@ import graphs
 from bf16kit.messages.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import scriptgraph
-from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchRuntime, TorchScriptRuntime, load_program
+from bf16kit.runtime.torchruntimes import (
+    TorchExportRuntime,
+    TorchRuntime,
+    TorchScriptRuntime,
+    load_module,
+    load_program,
+    widen,
+)
 
 X = TensorSpec("x", "float32", ("batch", 16))
 Y = TensorSpec("y", "float32", ("batch", 16))
@@ -82,10 +89,18 @@ def test_a_program_computes_in_bf16_or_is_widened_to_fp32_with_the_bf16_weights(
         assert np.array_equal(loaded.run({"x": x})["y"], expected)
         assert (loaded.info.precision, loaded.info.accumulation) == (precision, "fp32")
         assert ("was widened to fp32 once" in loaded.info.note) == (not native)
-        module: Any = getattr(loaded._call, "__self__", loaded._call)  # the module, or its bound method
-        is_script = kind is TorchScriptRuntime
-        found = scriptgraph.tensors(module, module.graph) if is_script else [*module.parameters(), *module.buffers()]
-        assert (torch.bfloat16 in {tensor.dtype for tensor in found}) == native
+    assert torch.bfloat16 not in {tensor.dtype for tensor in widened(kind, path)}
+
+
+def widened(kind: Kind, path: Path) -> list[torch.Tensor]:
+    """Return the tensors of the program once it is widened."""
+    if kind is TorchScriptRuntime:
+        module = load_module(path, torch.device("cpu"))
+        scriptgraph.widen(module)
+        return list(scriptgraph.tensors(module, module.graph))
+    program = load_program(path).module(check_guards=False)
+    widen(program, (torch.bfloat16,))
+    return [*program.parameters(), *program.buffers()]
 
 
 def test_a_comparison_of_dtypes_follows_the_widening() -> None:
@@ -116,9 +131,9 @@ class Tied(torch.nn.Module):
 
 @BOTH
 def test_tied_weights_are_widened_once(kind: Kind, tmp_path: Path) -> None:
-    loaded: Any = kind(written(kind, tmp_path, Tied()), [X], [Y], native_bf16=False)
-    module = getattr(loaded._call, "__self__", loaded._call)
-    assert len({tensor.data_ptr() for tensor in module.parameters() if tensor.dtype == torch.float32}) == 1
+    found = widened(kind, written(kind, tmp_path, Tied()))
+    assert {tensor.dtype for tensor in found} == {torch.float32}
+    assert len({tensor.data_ptr() for tensor in found}) == 1
 
 
 @BOTH
@@ -130,8 +145,7 @@ def test_a_program_without_bf16_is_fp32(kind: Kind, tmp_path: Path) -> None:
 
 def test_a_program_written_on_the_cpu_can_be_sent_to_another_device(tmp_path: Path) -> None:
     """Tracing and export record the device of each new tensor in the graph."""
-    loaded: Any = TorchScriptRuntime(written(TorchScriptRuntime, tmp_path, Layer()), [X], [Y])
-    graph = loaded._call.graph
+    graph = load_module(written(TorchScriptRuntime, tmp_path, Layer()), torch.device("cpu")).graph
     scriptgraph.replace_devices(graph, "meta")
     constants = [node for node in scriptgraph.nodes(graph) if node.kind() == "prim::Constant"]
     assert {n.s("value") for n in constants if n.output().type().kind() == "DeviceObjType"} == {"meta"}

@@ -338,7 +338,7 @@ def test_the_next_batch_runs_while_the_responses_of_the_last_one_are_sent(make: 
 
 def test_a_short_batch_waits_for_the_thread_that_sends_responses(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """To wake another thread would take as long as the batch."""
-    monkeypatch.setattr(batching, "_LONG_S", 10.0)
+    monkeypatch.setattr(batching, "LONG_S", 10.0)
     bench = make()
     for _ in range(ENOUGH_BATCHES):
         bench.call(1.0).result(20)

@@ -83,7 +83,7 @@ Make = Callable[..., Bench]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(batching, "_LONG_S", 0.0)  # every run is long enough to run beside others
+    monkeypatch.setattr(batching, "LONG_S", 0.0)  # every run is long enough to run beside others
     benches: list[Bench] = []
 
     def build(**policy: object) -> Bench:
@@ -157,8 +157,8 @@ def test_one_batch_runs_at_a_time_without_an_extra_one_with_a_delay_or_without_b
 
 
 def test_a_quick_request_waits_for_the_running_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run shorter than ``_LONG_S`` gains nothing beside others: waking a thread for it takes as long."""
-    monkeypatch.setattr(batching, "_LONG_S", 10.0)
+    """A run shorter than ``LONG_S`` gains nothing beside others: waking a thread for it takes as long."""
+    monkeypatch.setattr(batching, "LONG_S", 10.0)
     bench = make()
     bench.call(4).result(20)
     bench.hold(64)

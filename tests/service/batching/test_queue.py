@@ -119,14 +119,14 @@ class TestRoom:
     def test_the_number_of_waiting_requests_is_limited(self) -> None:
         waiting = queue(max_requests=2)
         put(waiting, "a"), put(waiting, "b")
-        with pytest.raises(Overloaded, match=r"2 requests are waiting \(max_queue_size in serving\.yaml\)") as refused:
+        with pytest.raises(Overloaded) as refused:
             put(waiting, "more")
         assert refused.value.reason == "queue_full"
 
     def test_the_bytes_of_waiting_requests_are_limited(self) -> None:
         waiting = queue(max_bytes=100)
         put(waiting, "a", nbytes=60)
-        with pytest.raises(Overloaded, match="60 bytes are waiting, the limit is 100; try again later") as refused:
+        with pytest.raises(Overloaded) as refused:
             put(waiting, "b", nbytes=41)
         assert refused.value.reason == "queue_bytes"
         put(waiting, "c", nbytes=40)
@@ -137,7 +137,7 @@ class TestRoom:
         waiting = queue(measured(0.030), max_rows=1, max_requests=100, max_wait_s=0.1)
         for name in "abcd":
             put(waiting, name)
-        with pytest.raises(Overloaded, match=r"would wait 120 ms, the limit is 100 ms \(max_queue_ms in ") as refused:
+        with pytest.raises(Overloaded) as refused:
             put(waiting, "e")
         assert refused.value.reason == "queue_wait"
 
@@ -225,8 +225,22 @@ def test_every_job_leaves_once_and_all_totals_return_to_zero() -> None:
                 inside.remove(job)
         assert len(waiting) == len(inside)
     waiting.clear()
-    assert (waiting._count, waiting._seconds, waiting._rows, waiting._nbytes) == (0, 0.0, 0, 0)
-    assert waiting._groups == {}
+    assert waiting.next_wakeup(now, waits=True) == math.inf
+    new = queue(pace, max_rows=8, max_delay_s=0.01, max_bytes=4000, max_requests=50, max_wait_s=0.2)
+    for shape in "stu" * 40:
+        pace.observe(shape, 1, 1.0)  # so slow that only a batch may wait
+    for step in range(200):  # it has exactly the room of a new queue
+        jobs = [Named(str(step), now, 1 + step % 8, "stu"[step % 3], nbytes=step % 90) for _ in range(2)]
+        assert _rejection(waiting, jobs[0]) == _rejection(new, jobs[1])
+    assert 0 < len(waiting) == len(new) < 200
+
+
+def _rejection(waiting: Queue[Named], job: Named) -> str:
+    try:
+        waiting.put(job)
+    except Overloaded as error:
+        return error.reason
+    return ""
 
 
 class TestPace:
@@ -255,4 +269,4 @@ class TestPace:
             pace.observe(shape, 1, 1.0)
             pace.observe("always", 1, 5.0)
         assert pace.seconds("always", 1) == 5.0
-        assert len(pace._by_shape) == 256
+        assert sum(pace.seconds(shape, 1) == 1.0 for shape in range(1000)) == 255

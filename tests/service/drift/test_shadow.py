@@ -27,7 +27,10 @@ SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
 
 
 class Reference:
-    """A reference with y = x, exactly. A test can hold its runs; ``nice`` is the niceness of the thread that ran it."""
+    """A reference with y = x, exactly. A test can hold its runs, or have them fail with ``error``.
+
+    ``nice`` is the niceness of the thread that ran it.
+    """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -36,11 +39,15 @@ class Reference:
         self.nice: int | None = None
         self.running = False
         self.closed = False
+        self.error: Exception | None = None
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
         self.nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.running = True
         assert self.gate.wait(20)
+        if self.error is not None:
+            self.up = not isinstance(self.error, Unavailable)
+            raise self.error
         assert feeds["x"].flags.c_contiguous
         return {"y": feeds["x"].copy()}
 
@@ -204,18 +211,14 @@ def test_a_restart_takes_effect_after_the_samples_that_were_put_before_it(
 
 
 def test_samples_that_fail_are_counted_and_the_next_is_measured(
-    make: Make, heard: Heard, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, heard: Heard, reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error of the reference is logged without a traceback, and a bug with one."""
-
-    def refuse(*_: object, **more: object) -> dict[str, Array]:
-        raise RuntimeFailure("ONNX Runtime failed: dimensions")
-
     shadow = make()
-    with monkeypatch.context() as patched:
-        patched.setattr(reference, "run", refuse)
-        heard.put(shadow)
-        until(lambda: heard.outcomes["failed"])
+    reference.error = RuntimeFailure("ONNX Runtime failed: dimensions")
+    heard.put(shadow)
+    until(lambda: heard.outcomes["failed"])
+    reference.error = None
     wrong = sample()
     heard.offer(shadow, replace(wrong, feeds={"wrong": wrong.feeds["x"]}))
     heard.put(shadow)
@@ -236,21 +239,15 @@ def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog
 
 
 def test_samples_fail_quietly_while_the_reference_is_away_and_its_state_is_reported(
-    make: Make, heard: Heard, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, heard: Heard, reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def away(*_: object, **more: object) -> dict[str, Array]:
-        reference.up = False
-        raise Unavailable("the fp32 reference was unloaded")
-
-    run = reference.run
-    monkeypatch.setattr(reference, "run", away)
+    reference.error = Unavailable("the fp32 reference was unloaded")
     shadow = make()
     heard.put(shadow)
     heard.put(shadow)
     until(lambda: heard.outcomes["failed"] == 2)
     assert heard.value("reference_up") == 0
-    reference.up = True
-    monkeypatch.setattr(reference, "run", run)
+    reference.up, reference.error = True, None
     heard.put(shadow)
     until(lambda: heard.outcomes["measured"] == 1)
     assert heard.value("reference_up") == 1

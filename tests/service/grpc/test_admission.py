@@ -72,7 +72,7 @@ def test_bytes_are_limited_except_for_a_single_call(calls: Calls) -> None:
     first, second = calls.permit(), calls.message()
     MessageBytes(first).reserve(150)
     crowded = [calls.budget.half_full]
-    with pytest.raises(Overloaded, match="requests and responses hold 150 bytes, the limit is 100") as refused:
+    with pytest.raises(Overloaded) as refused:
         second.reserve(1)
     assert refused.value.reason == "bytes"
     first.release()

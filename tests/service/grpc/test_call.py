@@ -17,9 +17,8 @@ from rawgrpc import RawConnection, framed
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc import admission as admission_module
 from service.grpc import arrival
-from service.grpc.call import Call, InferenceCall
+from service.grpc.call import Call
 from service.grpc.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
@@ -36,21 +35,6 @@ def test_a_grpcio_whose_calls_cannot_be_admitted_is_refused_at_start(monkeypatch
         serving(LoopbackModel()),
     ):
         pass
-
-
-def test_the_client_of_a_call_is_known_before_the_call_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check what this version of grpcio passes to an executor: another version may pass something else."""
-    found: list[Any] = []
-    known = arrival.find_arrival
-
-    def find_arrival(arguments: tuple[Any, ...]) -> Any:
-        found.append(known(arguments))
-        return found[-1]
-
-    monkeypatch.setattr(admission_module, "find_arrival", find_arrival)
-    with serving(LoopbackModel()) as served:
-        served.call("ModelInfer", infer_request(x=X))
-    assert [arrived.client.startswith("ipv4:127.0.0.1:") for _, arrived in found] == [True]
 
 
 def test_a_call_takes_no_thread_before_its_request_is_there() -> None:
@@ -149,7 +133,7 @@ def test_a_client_that_leaves_while_its_request_waits_frees_its_place_at_once() 
 def test_large_requests_that_wait_to_be_decoded_are_counted() -> None:
     with serving(LoopbackModel(max_batch_size=8192), max_request_bytes=3 * len(LARGE)) as served:
         pool, go = served.transport.pools["inference"], threading.Event()
-        for _ in range(pool._max_workers):
+        for _ in range(64):  # more than it has threads
             pool.run(lambda: go.wait(60))
         begun = [served.stub("ModelInfer").future(pb.ModelInferRequest.FromString(LARGE)) for _ in range(6)]
         until(lambda: served.log.refusals == ["bytes"] * 3)
@@ -158,16 +142,6 @@ def test_large_requests_that_wait_to_be_decoded_are_counted() -> None:
             call.cancel()
         until(lambda: pool.budget.in_use == 0)
         go.set()
-
-
-@pytest.mark.parametrize("broken", ["start", "_answer"])
-def test_a_bug_in_a_call_ends_that_call_and_not_the_server(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    with serving(LoopbackModel()) as served:
-        with monkeypatch.context() as patched:
-            patched.setattr(InferenceCall, broken, lambda *_: 1 // 0)
-            assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
-        assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo"
-        assert served.transport.pools["inference"].shares.in_use <= 1  # the last call's, until gRPC reports its end
 
 
 def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:

@@ -9,19 +9,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
-from loopback import LoopbackModel, Served, infer_request, serving
+from loopback import SOME_TOKEN, LoopbackModel, Served, SlowTokens, infer_request, serving
 from rawgrpc import RawConnection
 from waiting import until
 
 from bench.serving.http2 import Connection, keep_open
-from service.grpc import transport
-from service.grpc.handlers import SERVICE, HandlerInterceptor
+from service.grpc.handlers import SERVICE
+from service.grpc.transport import TransportOptions
 
 X = np.ones((2, 3), np.float32)
-_STREAMS = transport._STREAMS_PER_CONNECTION
 READY = f"/{SERVICE}/ServerReady"
 
 
@@ -51,10 +49,9 @@ def test_only_a_client_that_does_not_reply_to_pings_is_disconnected() -> None:
         assert answered(alive)
 
 
-def test_a_client_may_send_keepalive_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_may_send_keepalive_pings() -> None:
     """Triton's clients ping every few seconds; gRPC's default is to disconnect them for it."""
-    monkeypatch.setattr(transport, "_MIN_PING_INTERVAL_MS", 20)
-    with connected() as client:
+    with connected(min_ping_seconds=0.02) as client:
         for _ in range(10):
             time.sleep(0.1)
             client.ping()
@@ -89,21 +86,20 @@ def test_a_connection_over_the_limit_is_closed() -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"], ids=["nothing", "no settings"])
-def test_a_connection_that_does_not_become_http2_in_time_is_closed(
-    begun: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transport, "_HANDSHAKE_MS", 300)
-    with serving(LoopbackModel()) as served, socket.create_connection(("127.0.0.1", served.port), timeout=10) as silent:
+def test_a_connection_that_does_not_become_http2_in_time_is_closed(begun: bytes) -> None:
+    with (
+        serving(LoopbackModel(), handshake_seconds=0.3) as served,
+        socket.create_connection(("127.0.0.1", served.port), timeout=10) as silent,
+    ):
         silent.sendall(begun)
         with contextlib.suppress(ConnectionResetError):
             while silent.recv(1 << 16):  # the server sends its own settings first
                 pass
 
 
-def test_a_call_over_the_limit_of_its_connection_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_over_the_limit_of_its_connection_is_rejected() -> None:
     """Only a client that breaks HTTP/2's rules sends it."""
-    monkeypatch.setattr(transport, "_STREAMS_PER_CONNECTION", 3)
-    with connected(max_in_flight=12) as client:
+    with connected(max_connection_calls=3, max_in_flight=12) as client:
         assert answered(client)
         waiting = [client.call(f"/{SERVICE}/ModelStreamInfer") for _ in range(3)]
         refused = client.call(f"/{SERVICE}/ModelStreamInfer")
@@ -114,7 +110,7 @@ def test_a_call_over_the_limit_of_its_connection_is_rejected(monkeypatch: pytest
 def test_calls_within_the_limit_of_a_connection_are_never_refused_and_more_wait_in_the_client() -> None:
     """A refused call ends with UNAVAILABLE in clients that do not repeat it by themselves."""
     with serving(LoopbackModel()) as served:
-        message, held = infer_request(x=X).SerializeToString(), _STREAMS
+        message, held = infer_request(x=X).SerializeToString(), TransportOptions().max_connection_calls
         counted = Connection(served.port, f"/{SERVICE}/ModelInfer", message, len(reply(served)))
         with contextlib.closing(counted):
             assert keep_open([counted], held, 2.0) > 500  # raises if the server ends a call otherwise
@@ -127,20 +123,17 @@ def reply(served: Served) -> bytes:
     return answer
 
 
-def test_too_many_calls_that_wait_for_grpcs_thread_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_calls_that_wait_for_grpcs_thread_are_rejected() -> None:
     """gRPC queues the calls that its one thread has not reached; that queue must be bounded."""
     begun, go = threading.Event(), threading.Event()
-    intercept = HandlerInterceptor.intercept_service
 
-    def slowly(self: HandlerInterceptor, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+    def wait() -> None:
         begun.set()
         assert go.wait(30)
-        return intercept(self, continuation, details)
 
-    monkeypatch.setattr(HandlerInterceptor, "intercept_service", slowly)
-    monkeypatch.setattr(transport, "_UNDELIVERED_CALLS", 4)
-    with serving(LoopbackModel()) as served:
-        calls = [served.stub("ModelInfer").future(infer_request(x=X), timeout=30) for _ in range(60)]
+    with serving(LoopbackModel(), tokens=SlowTokens(wait), max_undelivered_calls=4) as served:
+        infer = served.stub("ModelInfer")
+        calls = [infer.future(infer_request(x=X), timeout=30, metadata=SOME_TOKEN) for _ in range(60)]
         assert begun.wait(30)
         try:
             until(lambda: sum(call.done() for call in calls) > 45, 10, "the refusal of most")

@@ -15,6 +15,7 @@ from loopback import LoopbackModel, LoopbackRegistry, RequestLog, Served, infer_
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.grpc import admission as admission_module
+from service.grpc.call import InferenceCall
 from service.grpc.health import HealthServicer
 
 X = np.ones((1, 3), np.float32)
@@ -96,3 +97,13 @@ def test_a_call_whose_admission_fails_ends_and_grpcs_own_thread_continues(
         assert "secret" not in details
         assert "/secret" in caplog.text
         assert _infer(served)
+
+
+@pytest.mark.parametrize("broken", ["start", "_answer"])
+def test_a_bug_in_a_call_ends_that_call_and_not_the_server(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    with serving(LoopbackModel()) as served:
+        with monkeypatch.context() as patched:
+            patched.setattr(InferenceCall, broken, lambda *_: 1 // 0)
+            assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
+        assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo"
+        assert served.transport.pools["inference"].shares.in_use <= 1  # the last call's, until gRPC reports its end

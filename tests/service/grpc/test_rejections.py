@@ -15,7 +15,6 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from rawgrpc import RawConnection, framed
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc import transport as server_module
 from service.grpc.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
@@ -68,21 +67,24 @@ def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gate) ->
 def test_requests_for_one_model_beyond_its_share_are_rejected(gate: Gate) -> None:
     """Another connection has a place, but not for this model; another model still serves."""
     model = LoopbackModel(run=gate, max_batch_size=0)
-    with serving(model, LoopbackModel("other")) as served, RawConnection(served.port) as another, gate:
-        held = run_held(served, gate, calls=1)
-        assert len(model.seen) == 1
-        limit = served.transport._inference.shares
-        limit.limit = 8
-        begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(6)]
+    with (
+        serving(model, LoopbackModel("other"), max_in_flight=8) as served,
+        RawConnection(served.port) as another,
+        gate,
+    ):
+        held = run_held(served, gate, calls=7)
         until(lambda: len(model.seen) == 7)
         stream = another.call(INFER, MESSAGE)
         until(lambda: stream in another.ended)
         assert served.log.refusals == ["model_share"]
         assert served.log.seen == [("echo", 1, "RESOURCE_EXHAUSTED")]
-        assert served.call("ModelInfer", infer_request("other", x=X)).model_name == "other"
+        stream = another.call(INFER, infer_request("other", x=X).SerializeToString())
+        until(lambda: stream in another.ended)
+        assert served.log.seen[1:] == [("other", 1, "OK")]
         gate.go.set()
-        assert [call.result(30).model_name for call in held + begun] == ["echo"] * 7
-        assert limit.in_use == 0
+        assert [call.result(30).model_name for call in held] == ["echo"] * 7
+        until(lambda: served.transport.pools["inference"].shares.in_use == 0)
+        assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo", "the shares are returned"
 
 
 def test_a_rejection_by_a_full_queue_is_counted_by_the_model(gate: Gate) -> None:
@@ -148,11 +150,10 @@ def test_open_streams_and_watches_beyond_their_limit_are_rejected(kind: str) -> 
         stay.set()
 
 
-def test_calls_for_health_and_metadata_beyond_their_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_CONTROL_CALLS", 1)
+def test_calls_for_health_and_metadata_beyond_their_limit_are_rejected() -> None:
     path = f"/{SERVICE}/ModelReady"
     question = pb.ModelReadyRequest(name="echo")
-    with serving(LoopbackModel()) as served, RawConnection(served.port) as slow:
+    with serving(LoopbackModel(), max_control_calls=1) as served, RawConnection(served.port) as slow:
         streams = [slow.call(path)]  # its request is not sent yet
 
         def one_too_many() -> bool:
@@ -174,21 +175,18 @@ def _control_refused(served: Served) -> bool:
     return False
 
 
-def test_calls_during_a_shutdown_are_rejected(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shutdown is paused where the server has closed its doors but gRPC has not closed its port."""
-    go_on = threading.Event()
-    monkeypatch.setattr(server_module, "wait_for_delivery", lambda pools, until: go_on.wait(30))
-    with serving(LoopbackModel(run=gate)) as served, gate:
+def test_calls_during_a_shutdown_are_rejected(gate: Gate) -> None:
+    """Each of them delays the step at which gRPC closes its port by another second."""
+    with serving(LoopbackModel(run=gate), quiet_seconds=1.0, max_delivery_seconds=30.0) as served, gate:
         (held,) = run_held(served, gate)
         stopping = threading.Thread(target=served.transport.stop, args=(30.0,))
         stopping.start()
-        until(lambda: all(served.transport.pools[name]._draining for name in ("inference", "streams")))
+        until(served.reports_draining)
         assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
         assert served.log.refusals == ["draining"]
         assert refused(lambda: served.stub("ModelStreamInfer")(iter([]), timeout=30)) is StatusCode.UNAVAILABLE
         assert served.log.refusals == ["draining"] * 2
         gate.go.set()
-        go_on.set()
         assert held.result(30).model_name == "echo"
         stopping.join(30)
 

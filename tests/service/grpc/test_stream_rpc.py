@@ -124,7 +124,7 @@ def test_a_held_back_stream_ends_with_its_client_or_the_server() -> None:
         until(lambda: served.transport.pools["streams"].shares.in_use == 1)
         stopping = threading.Timer(0, served.transport.stop, (300.0,))
         stopping.start()
-        until(lambda: served.transport.pools["streams"]._draining)
+        until(served.reports_draining)
         gate.go.set()
         with pytest.raises(grpc.RpcError) as ended:
             list(kept)
@@ -159,7 +159,7 @@ def test_a_stream_that_drains_answers_the_request_that_waits_for_room() -> None:
         until(lambda: len(model.seen) == 3)  # one runs, one waits in the queue, one for room
         stopping = threading.Timer(0, served.transport.stop, (300.0,))
         stopping.start()
-        until(lambda: served.transport.pools["streams"]._draining)
+        until(served.reports_draining)
         gate.go.set()
         assert [next(stream).error_message for _ in range(3)] == [""] * 3
         with pytest.raises(grpc.RpcError, match="shutting down"):

@@ -100,6 +100,10 @@ def everything(peer: socket.socket) -> str:
     return b"".join(received).decode("latin-1")
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def exchange(peer: socket.socket) -> None:
     """Get the response to a probe, on a connection that stays open."""
     peer.sendall(GET)
@@ -305,21 +309,19 @@ def test_single_bytes_do_not_extend_the_request_timeout(serve: Serve) -> None:
 
 def test_a_client_that_does_not_read_is_disconnected_and_others_are_served(serve: Serve) -> None:
     serving = serve(limits=QUICK)
+    opened = open_files()
     with serving.connect() as lazy:
         lazy.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         lazy.recv(1)
         assert serving.get("/livez")[0] == 200
-        until(lambda: not serving.http._open)
+        until(lambda: open_files() == opened + 1)  # its own end
         assert len(everything(lazy)) < len(LARGE)
 
 
 def test_at_the_connection_limit_the_connection_that_waited_longest_is_closed(serve: Serve) -> None:
     serving = serve(limits=Limits(connections=8, request_seconds=60, idle_seconds=60))
     with contextlib.ExitStack() as stack:
-        idle = []
-        for count in range(1, 9):
-            idle.append(stack.enter_context(serving.connect()))
-            until(lambda count=count: len(serving.http._open) == count)  # type: ignore[misc]
+        idle = [stack.enter_context(serving.connect()) for _ in range(8)]
         exchange(idle[1])  # since this response it has waited for less time than the rest
         idle[2].sendall(GET[:9])  # a part of a request is no progress
         for _ in range(3):
@@ -331,7 +333,7 @@ def test_at_the_connection_limit_the_connection_that_waited_longest_is_closed(se
 
 
 def test_closing_the_server_ends_connections_in_every_state(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    slow = Slow()
+    slow, before = Slow(), set(threading.enumerate())
     serving = serve(slow, limits=Limits(request_seconds=60, idle_seconds=60, response_seconds=60))
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(serving.connect()) for _ in range(5)]
@@ -342,7 +344,7 @@ def test_closing_the_server_ends_connections_in_every_state(serve: Serve, caplog
         peers[4].sendall(GET.replace(b"livez", b"slow"))
         slow.begun.acquire()
         serving.http.close()
-        assert not serving.http._thread.is_alive()
+        assert "http" not in {thread.name for thread in threading.enumerate() if thread not in before}
         slow.go.set()
         assert everything(peers[4]) == ""
     assert caplog.text == ""

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from artifacts import write_mlp
+from artifacts import write_mlp, write_product
+from containers import in_container
+from numpy.typing import NDArray
 
 from bf16kit.artifact.entries import DriftEntry
 from bf16kit.artifact.manifest import MANIFEST, MEASUREMENTS
@@ -17,8 +19,9 @@ from bf16kit.artifact.publish import staging
 from bf16kit.drift.measurements import InputRange, Measurements, ProfileMeasurements, SampleColumns
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.messages.errors import ConfigError, RuntimeFailure
-from bf16kit.system import controlgroup
-from bf16kit.system.controlgroup import RESERVE, Memory
+from bf16kit.runtime.memory.weightstore import Fill, PrivateWeightStore
+from bf16kit.runtime.ort import kernel
+from bf16kit.system.controlgroup import RESERVE
 from service.drift.sampler import Sample
 from service.models import loading
 from service.models.opened import OpenedArtifact, new_comparison, open_artifact
@@ -35,12 +38,12 @@ def artifact(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_model_that_does_not_fit_is_rejected_and_the_log_has_the_sizes_of_one_that_does(
-    artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: int
+    tmp_path: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: int
 ) -> None:
     """The line is the last one of the log if the load ends the container."""
     caplog.set_level(logging.INFO)
     left = RESERVE + open_artifact(artifact, Serving()).weight_bytes - missing
-    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(100_000_000, left))
+    in_container(monkeypatch, tmp_path, limit=100_000_000, left=left)
     room = "67 MB are left of the 100 MB that this container may take"
     expected = pytest.raises(ConfigError, match=f"^it needs 67 MB of memory at least, and {room}; raise")
     with expected if missing else nullcontext():
@@ -48,15 +51,18 @@ def test_a_model_that_does_not_fit_is_rejected_and_the_log_has_the_sizes_of_one_
     assert (f"{artifact}: 0 MB of weights are loaded now; {room}" in caplog.messages) is not bool(missing)
 
 
-def test_a_lack_of_memory_during_a_load_is_a_runtime_failure(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bf16kit.runtime import loading as runtimes
+class Full(PrivateWeightStore):
+    """A store of weights without room: another process may have taken it since the load began."""
 
-    def refused(*arguments: object, **named: object) -> None:
-        raise MemoryError("no room for 45 MB of weights: 1 MB are left of the 10 MB that this container may take")
+    def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
+        raise MemoryError("no room for 45 MB of weights")
 
-    monkeypatch.setattr(runtimes, "load", refused)
-    with pytest.raises(RuntimeFailure, match=r"profile cpu cannot be loaded: no room for 45 MB of weights: 1 MB are"):
-        loading.load(artifact, Serving(profile="cpu"), device="cpu", threads=1)
+
+@pytest.mark.skipif(not kernel.configured_kernel().path, reason="only the CPU kernel reads weights as stored")
+def test_a_lack_of_memory_during_a_load_is_a_runtime_failure(tmp_path: Path) -> None:
+    write_product(tmp_path / "m" / "1")
+    with pytest.raises(RuntimeFailure, match=r"profile cpu cannot be loaded: no room for 45 MB of weights"):
+        loading.load(tmp_path / "m" / "1", Serving(profile="cpu"), device="cpu", threads=1, weights=Full())
 
 
 def measured_artifact(tmp_path: Path, data: bytes) -> OpenedArtifact:

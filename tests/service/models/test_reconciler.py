@@ -18,10 +18,10 @@ import pytest
 from artifacts import write_mlp
 from beginning import leased
 from controlled import Controlled
+from sessions import recorded_sessions
 from waiting import until
 
 from bf16kit.messages.errors import Unavailable
-from service.config import resources
 from service.contract import infer
 from service.models import loading
 from service.models import loads as loading_threads
@@ -50,10 +50,9 @@ class Held:
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+def loads() -> Iterator[Held]:
     """Yield the recorded loads of models, which a test can hold."""
     held = Held(loading.load)
-    monkeypatch.setattr(loading, "load", held)
     yield held
     held.go.set()
 
@@ -64,9 +63,9 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def repository(tmp_path: Path, metrics: Metrics) -> Iterator[Controlled]:
+def repository(tmp_path: Path, metrics: Metrics, loads: Held) -> Iterator[Controlled]:
     """Yield a repository that is empty and started."""
-    repository = Controlled(tmp_path, metrics, device="cpu", threads=1, unload_seconds=30.0)
+    repository = Controlled(tmp_path, metrics, device="cpu", threads=1, unload_seconds=30.0, load=loads)
     repository.start()
     yield repository
     repository.close()
@@ -99,7 +98,7 @@ def rows_run(metrics: Metrics) -> float | None:
 def test_models_are_loaded_one_after_another_by_name_and_version(tmp_path: Path, metrics: Metrics, loads: Held) -> None:
     for name, version in (("b", 1), ("a", 10), ("a", 9), ("c", 1)):
         put(tmp_path, name, version)
-    repository = Controlled(tmp_path, metrics, device="cpu", threads=1)
+    repository = Controlled(tmp_path, metrics, device="cpu", threads=1, load=loads)
     repository.scan()
     repository.start()
     until(lambda: set(states(repository).values()) == {"ready"})
@@ -183,12 +182,8 @@ def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
     if replacing:
         repository.load("m").result(60)
         put(tmp_path)
-    loaded: list[loading.LoadedModel] = []
-    load, start = loading.load, threading.Thread.start
-
-    def noted(*given: Any, **more: Any) -> loading.LoadedModel:
-        loaded.append(load(*given, **more))
-        return loaded[-1]
+    start = threading.Thread.start
+    in_memory = recorded_sessions(monkeypatch)
 
     def refused(thread: threading.Thread) -> None:
         if thread.name == "m-1-executor-1":  # the second of two
@@ -196,10 +191,9 @@ def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
         start(thread)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loading, "load", noted)
         patched.setattr(threading.Thread, "start", refused)
         assert isinstance(repository.load("m").exception(60), Unavailable)
-    assert loaded[0].runtime._session is None  # type: ignore[attr-defined]  # an OnnxRuntime: it is closed
+    assert in_memory() == 0
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("m-1-executor-0") == replacing
     if replacing:
@@ -425,11 +419,10 @@ def test_a_model_is_excluded_from_garbage_collection_until_it_is_replaced_or_unl
 ) -> None:
     """A garbage collection of all objects stops every request for tens of milliseconds; a reload needs one."""
     stops: list[int] = []
-    settle = resources.collect_and_freeze
 
-    def counted() -> None:
-        stops.append(1)
-        settle()
+    def counted(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            stops.append(1)
 
     put(tmp_path)
     gc.unfreeze()
@@ -439,11 +432,14 @@ def test_a_model_is_excluded_from_garbage_collection_until_it_is_replaced_or_unl
     replaced.itself = replaced  # type: ignore[attr-defined]  # a cycle, as any closure makes one
     models = [weakref.ref(replaced)]
     del replaced
-    monkeypatch.setattr(resources, "collect_and_freeze", counted)
     (tmp_path / "m" / "serving.yaml").write_text(f"{QUIET}max_queue_delay_ms: 3\n", "utf-8")
-    repository.load("m").result(60)
-    models.append(weakref.ref(repository.get("m", "")))
-    until(lambda: models[0]() is None)
+    gc.callbacks.append(counted)
+    try:
+        repository.load("m").result(60)
+        models.append(weakref.ref(repository.get("m", "")))
+        until(lambda: models[0]() is None)
+    finally:
+        gc.callbacks.remove(counted)
     assert stops == [1]
     repository.unload("m").result(60)
     until(lambda: models[1]() is None)

@@ -6,9 +6,10 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from artifacts import write_mlp
@@ -35,19 +36,20 @@ Versions = dict[int, float]  # by version: how much its outputs are spoiled
 class Server:
     """A repository, its controller in a mode, and the loads so far."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
         self.now = 1000.0
         self.loads: list[str] = []
         self.metrics = Metrics()
-        self.repository = Repository(self.metrics, device="cpu", threads=1)
+        self.has_room = True
+        self.repository = Repository(self.metrics, device="cpu", threads=1, load=self._load)
         self.control: Controller
-        real = loading.load
-        monkeypatch.setattr(loading, "load", lambda path, *given, **more: self._load(real, path, *given, **more))
 
-    def _load(self, real: Callable[..., loading.LoadedModel], path: Path, *given: object, **more: object) -> object:
+    def _load(self, path: Path, *given: Any, **more: Any) -> loading.LoadedModel:
         self.loads.append(f"{path.parent.name}/{path.name}")
-        return real(path, *given, **more)
+        if not self.has_room:
+            raise RuntimeFailure("no room for weights")
+        return loading.load(path, *given, **more)
 
     def start(self, mode: Mode = "none", *start_up: str) -> None:
         slots = self.repository.models
@@ -84,8 +86,8 @@ def put(root: Path, versions: Versions, policy: str = "{latest: 1}", name: str =
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    made = Server(tmp_path, monkeypatch)
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
     yield made
     made.repository.close()
 
@@ -303,18 +305,14 @@ def test_a_load_is_tried_again_if_its_cause_may_have_passed(
 
 
 def test_a_polled_model_serves_once_the_cause_of_its_failed_load_has_passed(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing changes in the repository."""
-
-    def no_room(*given: object, **more: object) -> object:
-        raise RuntimeFailure("no room for weights")
-
     put(tmp_path, {1: 0})
-    with monkeypatch.context() as patched:
-        patched.setattr(loading, "load", no_room)
-        server.start("poll")
-        server.wait({1: "unavailable"})
+    server.has_room = False
+    server.start("poll")
+    server.wait({1: "unavailable"})
+    server.has_room = True
     server.poll()
     server.now += RETRY_SECONDS
     with caplog.at_level("INFO"):

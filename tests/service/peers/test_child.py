@@ -117,12 +117,12 @@ def answered(child: Child, clock: Clock) -> None:
     """Wait until the child has answered all pings, that of this moment included."""
     clock.now += PING_SECONDS
     child.maintain()
-    peer = child.peer
-    until(lambda: child._last_answer == clock.now and peer is not None and not peer._pending, 30, "its answers")
+    assert child.peer is not None
+    child.peer.ask("ping").result(30)  # it answers in order
 
 
 def killed(child: Child) -> bool:
-    return child.peer is None or child.peer._closed
+    return child.peer is None or ((asked := child.peer.ask("ping")).done() and asked.exception() is not None)
 
 
 def open_files() -> int:
@@ -265,14 +265,13 @@ def test_a_child_is_not_killed_for_the_time_in_which_the_parent_was_paused(keep:
 
     It receives no response meanwhile, and would otherwise kill all its children at once.
     """
-    heard: list[object] = []
-    child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body)})
+    child = keep(_ANSWERS + "time.sleep(600)", active=lambda pid: {})
     child.maintain()
-    until(lambda: heard)
+    answered(child, clock)
     clock.now += 10 * SILENT_SECONDS
     child.maintain()
     assert not killed(child)
-    until(lambda: child._last_answer == clock.now)
+    answered(child, clock)
 
 
 def test_a_busy_child_that_does_not_respond_has_two_minutes(keep: Keep, clock: Clock, lost: list[float]) -> None:

@@ -157,7 +157,7 @@ def test_sent_messages_make_room_for_more(connect: Connect) -> None:
 def test_a_single_message_may_be_larger_than_all_that_may_wait(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.peers.peer._MOST_WAITING", 1)
+    monkeypatch.setattr("service.peers.peer.MOST_WAITING", 1)
     peer = connect({"measure": lambda message: {"size": len(message.body["text"])}})
     assert peer.ask("measure", {"text": "x" * 100_000}).result(20) == {"size": 100_000}
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from artifacts import write_greedy, write_mlp
+from containers import in_container
 from peaks import measured_alone
 
-from bf16kit.messages.errors import ConfigError
-from bf16kit.system import controlgroup
-from service.shadow import referencememory
+from bf16kit.messages.errors import ArtifactError, ConfigError
+from bf16kit.runtime import Runtime
+from bf16kit.runtime.memory.weightstore import WeightStore
 from service.shadow.referencememory import ReferenceMemory, fp32_bytes
 
 GIB = 1 << 30
@@ -100,18 +102,26 @@ def test_the_bytes_of_the_weights_in_fp32(tmp_path: Path) -> None:
     ],
 )
 def test_a_reference_without_room_in_the_container_is_not_loaded(
-    limit: int, left: int, weights: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+    limit: int, left: int, weights: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controlgroup, "memory", lambda: controlgroup.Memory(limit, left))
+    in_container(monkeypatch, tmp_path, limit=limit, left=left)
+    monkeypatch.setattr(resource, "setrlimit", lambda *limits: None)  # it would hold for all tests of this process
+
+    def load(store: WeightStore) -> Runtime:
+        raise ArtifactError("it is loaded")
+
     if not refused:
-        assert referencememory._room(weights) >= weights
+        with pytest.raises(ArtifactError):
+            ReferenceMemory().load("m", weights, load)
         return
     expected = rf"its weights are {weights} bytes in fp32, and \d+ MB are left of the \d+ MB .* set shadow.rate: 0"
     with pytest.raises(ConfigError, match=expected):
-        ReferenceMemory().load("m", weights, lambda store: pytest.fail("it is loaded"))
+        ReferenceMemory().load("m", weights, load)
 
 
-def test_a_reference_larger_than_the_machines_memory_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controlgroup, "memory", lambda: None)
+def test_a_reference_larger_than_the_machines_memory_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_container(monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match="MB are available on this machine"):
         ReferenceMemory().load("m", 1 << 60, lambda store: pytest.fail("it is loaded"))

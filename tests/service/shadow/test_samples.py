@@ -135,7 +135,7 @@ def test_each_samples_outcome_is_counted_by_its_own_callback(sender: PlanSampleS
 def test_samples_taken_at_about_the_same_time_are_sent_together(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples_module, "_GATHER_S", 2.0)
+    monkeypatch.setattr(samples_module, "GATHER_S", 2.0)
     sender = PlanSampleSender("m", PLAN, leader.ask)
     for _ in range(4):
         sender.send(SAMPLE, Outcomes())
@@ -183,7 +183,7 @@ def test_samples_that_wait_or_arrive_after_an_unload_are_dropped(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone: list[str] = []
-    monkeypatch.setattr(samples_module, "_GATHER_S", 60.0)
+    monkeypatch.setattr(samples_module, "GATHER_S", 60.0)
     sender = PlanSampleSender("m", PLAN, leader.ask, lambda name, desired: gone.append(name))
     outcomes = Outcomes()
     sender.send(SAMPLE, outcomes)
@@ -214,7 +214,13 @@ def test_an_unload_waits_for_samples_that_are_being_sent() -> None:
     sender.send(SAMPLE, Outcomes())
     assert sending.wait(20)
     threading.Thread(target=finish).start()
-    until(lambda: sender._ended.is_set())
+    dropped = Outcomes()
+
+    def finishing() -> bool:
+        sender.send(SAMPLE, dropped)
+        return bool(dropped)
+
+    until(finishing)
     assert not forgot.wait(0.05)
     go.set()
     assert forgot.wait(20)

@@ -88,7 +88,7 @@ def test_every_reader_gets_the_current_counts_of_all_processes(
 def test_the_last_counts_of_a_worker_that_does_not_answer_in_time_are_shown(
     counting: Counting, workers: dict[str, Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counts, "_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(counts, "ANSWER_SECONDS", 0.05)
     one, two = workers.values()
     one.ran(1)
     assert value(counting) == 1

@@ -208,9 +208,12 @@ def test_a_clients_strings_are_shortened(collector: tuple[Collector, str]) -> No
 
 
 def test_a_request_ends_as_usual_if_its_spans_cannot_be_made(collector: tuple[Collector, str]) -> None:
-    _, endpoint = collector
+    collected, endpoint = collector
     with tracing(endpoint) as (tracer, _):
         one(tracer, Observation("m", "1", "", "NO_SUCH_CODE", 0.1))
+        one(tracer, Observation("next", "1", "", "OK", 0.1))
+        (span,) = collected.wait(1)
+    assert span.attributes["bf16kit.model.name"] == "next"
 
 
 def test_a_collector_that_is_down_is_logged_once_each_time_with_the_reason(

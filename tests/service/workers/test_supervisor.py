@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 from bf16kit.messages.errors import ConfigError
 from service.config.serverconfig import ServerConfig, load_config
-from service.workers.fleet import Fleet
 
 
 def test_the_supervisor_has_neither_grpc_nor_a_runtime_in_memory() -> None:
@@ -32,22 +30,3 @@ def test_an_invalid_number_of_workers_is_rejected(tmp_path: Path, workers: int) 
 def test_a_worker_gets_the_supervisors_configuration(tmp_path: Path) -> None:
     config = ServerConfig(repository=tmp_path, workers=3, max_in_flight=9, drain_seconds=3)
     assert ServerConfig(**config.model_dump(mode="json")) == config
-
-
-def test_an_error_with_one_worker_is_logged_and_the_others_are_kept_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Raised, it would end the server."""
-    fleet, kept = Fleet(ServerConfig(repository=tmp_path, workers=2), 1, {}, lambda worker: None), list[str]()
-
-    def fail() -> None:
-        raise RuntimeError("a surprise")
-
-    monkeypatch.setattr(fleet.workers[0], "maintain", fail)
-    monkeypatch.setattr(fleet.workers[1], "maintain", lambda: kept.append("worker 2"))
-    for _ in range(2):
-        fleet.maintain()
-    assert kept == ["worker 2"] * 2
-    (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert logged.getMessage() == "worker 1's maintenance failed; it will run again"
-    assert logged.exc_info

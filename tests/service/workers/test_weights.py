@@ -279,7 +279,7 @@ def test_if_the_filling_worker_is_killed_the_next_that_lives_fills_and_a_killed_
 
 def test_weights_without_room_raise_memory_error_each_time(store: SharedWeights) -> None:
     for _ in range(2):
-        with pytest.raises(MemoryError, match=r"no room for \d+ MB of weights"):
+        with pytest.raises(MemoryError):
             store.get("key", 1 << 60, never)
     freed()
 

@@ -115,7 +115,7 @@ def _loaded(source: Path) -> onnx.ModelProto:
     ONNX's own loader would read the rest of the file. ONNX Runtime reads only as much as it needs.
     """
     model = onnx.load(source, load_external_data=False)
-    for tensor in external_data_helper._get_all_tensors(model):
+    for tensor in external_data_helper._get_all_tensors(model):  # noqa: SLF001 -- at any level
         entries = {entry.key for entry in tensor.external_data}
         if external_data_helper.uses_external_data(tensor) and "length" not in entries:
             itemsize = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_a_failure_of_the_tensorflow_process_is_reported_in_one_message(
     said: str,
 ) -> None:
     replies(code)
-    monkeypatch.setattr(tensorflow, "on_disk", lambda: tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target).refused(exit_code, said)
     assert not list(tmp_path.glob("bf16kit-tensorflow-*"))
 

@@ -1,7 +1,8 @@
-"""The server as one process."""
+"""A bug in one part of the server ends neither the server nor the other parts. The tests put the bug there."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ from service.config.stop import Ending, Stop
 from service.drift.fallbackcontroller import FallbackController
 from service.server import serve_single_process
 from service.shadow.process import ShadowProcess
+from service.workers.fleet import Fleet
 
 
 @pytest.mark.parametrize("part", [FallbackController, ShadowProcess])
@@ -44,3 +46,22 @@ def test_the_periodic_work_is_done_at_intervals_and_an_error_in_it_does_not_end_
         stop.close()
     assert ends == [Ending(completed=True, threads_ended=True)]
     assert caplog.text.count("ZeroDivisionError: a bug") == len(calls)
+
+
+def test_an_error_with_one_worker_is_logged_and_the_others_are_kept_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Raised, it would end the server."""
+    fleet, kept = Fleet(ServerConfig(repository=tmp_path, workers=2), 1, {}, lambda worker: None), list[str]()
+
+    def fail() -> None:
+        raise RuntimeError("a surprise")
+
+    monkeypatch.setattr(fleet.workers[0], "maintain", fail)
+    monkeypatch.setattr(fleet.workers[1], "maintain", lambda: kept.append("worker 2"))
+    for _ in range(2):
+        fleet.maintain()
+    assert kept == ["worker 2"] * 2
+    (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert logged.getMessage() == "worker 1's maintenance failed; it will run again"
+    assert logged.exc_info
