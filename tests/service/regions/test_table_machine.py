@@ -39,6 +39,7 @@ from hypothesis.stateful import (
     initialize,
     invariant,
     multiple,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -141,11 +142,13 @@ class SharedRegions(RuleBasedStateMachine):
             worker.real.unregister(body["name"])
 
     def _at(self, name: str) -> Content | None:
-        return next((each for each in self.files if each.path == self.directory / name), None)
+        return next((each for each in self.files if each.path is not None and each.path.name == name), None)
 
-    @initialize(target=contents, size=SIZES)
-    def one_file(self, size: int) -> Content:
-        return self._create("bf16kit", size)
+    @initialize(target=contents, size=SIZES, offset=st.sampled_from([0, 63]))
+    def begin(self, size: int, offset: int) -> Content:
+        content = self._create("bf16kit", size)
+        self._register(Region("r", "bf16kit", offset, size - offset))
+        return content
 
     # --- the client's files ------------------------------------------------------------------------------------------
 
@@ -171,44 +174,38 @@ class SharedRegions(RuleBasedStateMachine):
             del content.data[size:]
             content.data.extend(bytes(size - len(content.data)))
 
-    @rule(content=contents, byte=BYTES)
-    def fill(self, content: Content, byte: int) -> None:
-        if content.path is not None:
+    @rule(content=contents, byte=BYTES, how=st.sampled_from(["fill", "unlink", "link"]))
+    def change(self, content: Content, byte: int, how: str) -> None:
+        """Write all of the file, or remove it, or give it a second name or take that away again."""
+        if content.path is None:
+            return
+        other = self.directory / f"other-{content.inode}"
+        if how == "unlink":
+            content.path.unlink()
+            content.path = None
+        elif how == "fill":
             content.data[:] = bytes([byte]) * len(content.data)
             with content.path.open("r+b") as file:
                 file.write(content.data)
-
-    @rule(content=contents)
-    def unlink(self, content: Content) -> None:
-        if content.path is not None:
-            content.path.unlink()
-            content.path = None
-
-    @rule(content=contents)
-    def link(self, content: Content) -> None:
-        """Give the file a second name, or take it away again."""
-        if content.path is not None:
-            other = self.directory / f"other-{content.inode}"
-            if content.links == 1:
-                other.hardlink_to(content.path)
-            else:
-                other.unlink()
-            content.links = 3 - content.links
+        elif content.links == 1:
+            other.hardlink_to(content.path)
+            content.links = 2
+        else:
+            other.unlink()
+            content.links = 1
 
     # --- registrations -----------------------------------------------------------------------------------------------
 
     @rule(
         name=NAMES,
-        file=FILES,
+        content=contents,
         slash=st.sampled_from(["", "/"]),
-        offset=st.sampled_from([0, 0, 64, PAGE]),
-        left=st.sampled_from([0, 0, 64, -1]),
+        offset=st.sampled_from([0, 0, 63, PAGE]),
+        left=st.sampled_from([0, 0, 1, -1]),
     )
-    def register(self, name: str, file: str, slash: str, offset: int, left: int) -> None:
-        content = self._at(file)
-        self._register(
-            Region(name, slash + file, offset, PAGE if content is None else len(content.data) - offset - left)
-        )
+    def register(self, name: str, content: Content, slash: str, offset: int, left: int) -> None:
+        if content.path is not None:
+            self._register(Region(name, slash + content.path.name, offset, len(content.data) - offset - left))
 
     @rule(
         name=NAMES | st.sampled_from(["", "x" * 255, "x" * 256]),
@@ -240,8 +237,10 @@ class SharedRegions(RuleBasedStateMachine):
             for process in self.processes:
                 process.known[region.name] = Mapped(region, content)
 
-    @rule(name=NAMES | st.just(""))
-    def unregister(self, name: str) -> None:
+    @precondition(lambda self: self.processes[0].known)
+    @rule(name=NAMES, every=st.sampled_from([False, False, True]))
+    def unregister(self, name: str, every: bool) -> None:
+        name = "" if every else name
         self.fleet.unregister(name)
         for process in self.processes:
             if name:
@@ -258,10 +257,12 @@ class SharedRegions(RuleBasedStateMachine):
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    @rule(target=leases, table=TABLES, name=NAMES, first=st.sampled_from([0, 1, 64]), left=st.sampled_from([0, 1, 64]))
-    def lease(self, table: int, name: str, first: int, left: int) -> Any:
-        mapped = self.processes[table].known.get(name)
-        return self._lease(table, name, first, 0 if mapped is None else mapped.region.byte_size - left - first)
+    @precondition(lambda self: self.processes[0].known)
+    @rule(target=leases, table=TABLES, which=BYTES, first=st.sampled_from([0, 1]), left=st.sampled_from([0, 0, 1]))
+    def lease(self, table: int, which: int, first: int, left: int) -> Any:
+        known = self.processes[table].known
+        name = sorted(known)[which % len(known)]
+        return self._lease(table, name, first, known[name].region.byte_size - left - first)
 
     @rule(target=leases, table=TABLES, name=NAMES, offset=BORDERS, size=BORDERS)
     def lease_odd(self, table: int, name: str, offset: int, size: int) -> Any:
