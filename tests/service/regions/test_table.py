@@ -277,3 +277,16 @@ def test_another_process_adopts_the_registered_file_even_if_it_was_renamed(make:
     for other in (region(path), region(path, offset=16, byte_size=16)):
         with pytest.raises(AlreadyExists):
             worker.adopt(other, supervisor.descriptor("r"))
+
+
+def test_another_process_adopts_a_region_whose_file_is_shrunk_for_a_while(make: Make) -> None:
+    path, supervisor, worker = make("short", 8192), table(), table()
+    supervisor.register(region(path, byte_size=8192))
+    os.truncate(path, 1)
+    worker.adopt(region(path, byte_size=8192), supervisor.descriptor("r"))
+    held = worker.lease("r", 4096, 4)
+    with pytest.raises(InvalidRequest, match="'r' has been shrunk since it was registered"):
+        held.write(np.ones(4, np.uint8))
+    os.truncate(path, 8192)
+    held.write(np.frombuffer(b"abcd", np.uint8))
+    assert held.read() == path.read_bytes()[4096:4100] == b"abcd"
