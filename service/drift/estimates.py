@@ -177,7 +177,8 @@ def corroborated(window: Window, budget: Budget, found: Sequence[Estimate]) -> l
 def _excess(window: Window, bound: str, limit: float) -> Values:
     """Return by how much each row raises the drift above ``limit``; negative if it lowers the drift."""
     metric, _, part = bound.partition(".")
-    values = window["top1_rows" if metric == "top1_agreement" else metric]
+    over: Values
+    over = values = window["top1_rows" if metric == "top1_agreement" else metric]
     if metric == "nonfinite":
         return values
     if metric == "top1_agreement":
@@ -187,7 +188,7 @@ def _excess(window: Window, bound: str, limit: float) -> Values:
     else:
         over = values / limit - 1 if limit else values
     if part in _QUANTILES:
-        over = (over > 0) - (1 - _QUANTILES[part])
+        over = np.where(over > 0, 1.0, 0.0) - (1 - _QUANTILES[part])
     elif part or metric == "max_abs":
         over = np.maximum(over, 0.0)
     return window.weights * np.minimum(over, _MOST)

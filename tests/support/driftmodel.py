@@ -1,7 +1,7 @@
 """What docs/drift.md and decision 0054 say of live drift, computed plainly and slowly from lists of rows.
 
-It shares no code with the service. Where the documents name a formula, it is that formula. Left out: slices, a request's
-rows beyond the eighth unless they are alike, and the limit of 2,048 requests, which examples test.
+It shares no code with the service. Where the documents name a formula, it is that formula. Left out: slices, rows
+beyond a request's eighth unless they are alike, and the limit of 2,048 requests, which examples test.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def _judge(window: Sequence[Request], bound: str, most: float, *, logits: bool) 
         return Judged(bound, found, found, found, found)
     worst = max(value for value, _ in values)
     if part == "worst" or metric == "max_abs":
-        return Judged(bound, *[worst / most] * 4)
+        return Judged(bound, worst / most, worst / most, worst / most, worst / most)
     if part:
         return _quantile(window, bound, values, {"p50": 0.5, "p99": 0.99}[part], most)
     if math.isinf(worst):
-        return Judged(bound, *[math.inf] * 4)
+        return Judged(bound, math.inf, math.inf, math.inf, math.inf)
     return _mean(window, bound, metric, most)
 
 
@@ -139,8 +139,8 @@ def _agreement(window: Sequence[Request], least: float) -> Judged:
     low, high = _wilson(share, size)
     highest = max(high, _chernoff(share, size))
     can_confirm = (1 - _wilson(1.0, size)[0]) / allowed <= 1
-    ratios = [(1 - each) / allowed for each in (share, high, low, highest)]
-    return Judged("top1_agreement", *ratios, can_confirm)
+    ratio, best, most, lowest = ((1 - each) / allowed for each in (share, high, low, highest))
+    return Judged("top1_agreement", ratio, best, most, lowest, can_confirm)
 
 
 def _wilson(share: float, n: float) -> tuple[float, float]:

@@ -31,7 +31,7 @@ from service.drift.verdict import DriftVerdict
 from service.request import Precision
 
 DAY, MINUTE, START = 86_400.0, 60.0, 1_000.0
-MODELS = st.sampled_from(["m", "n"])
+MODELS = st.sampled_from(["m", "m", "m", "n"])
 SAMPLES = 100  # clean ones, to return
 POLICIES = st.sampled_from(
     [
@@ -49,6 +49,8 @@ UNCLEAN = [
     replace(CLEAN, changed=True),
     replace(CLEAN, effective_samples=SAMPLES - 1.0),
 ]
+VERDICTS = st.sampled_from([OVER, CLEAN, *UNCLEAN])
+LATE = st.sampled_from([-1.0, 0.0, 1.0, DAY])
 BUDGET = Budget.from_dict({"relative_l2": 0.01})
 
 
@@ -73,12 +75,12 @@ class Version:
 
     @property
     def stay(self) -> float:
-        return min(DAY, self.policy.min_stay_seconds * 2 ** (self.stays - 1))
+        return min(DAY, self.policy.min_stay_seconds * 2.0 ** (self.stays - 1))
 
 
 class Precisions(RuleBasedStateMachine):
-    @initialize(first=POLICIES, second=POLICIES)
-    def start(self, first: FallbackPolicy, second: FallbackPolicy) -> None:
+    @initialize(second=POLICIES)
+    def start(self, second: FallbackPolicy) -> None:
         self.now = 0.0
         self.loads = 0
         self.late: list[tuple[str, Future[None]]] = []  # answers to orders for versions that were replaced
@@ -89,7 +91,7 @@ class Precisions(RuleBasedStateMachine):
         self.transitions, self.expected = Counter[tuple[str, Precision]](), Counter[tuple[str, Precision]]()
         self.restarts = Counter[str]()
         self.controller = FallbackController(self, self._restart, clock=lambda: self.now)
-        self._load("m", first)
+        self._load("m", FallbackPolicy(policy="fp32", min_stay_seconds=300, clean_samples=SAMPLES))
         self._load("n", second)
 
     # --- the serving processes ---------------------------------------------------------------------------------------
@@ -120,12 +122,14 @@ class Precisions(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(model=MODELS, policy=POLICIES)
-    def reload(self, model: str, policy: FallbackPolicy) -> None:
-        """Load another artifact or another serving.yaml in its place."""
+    @rule(model=MODELS, policy=POLICIES, is_gone=st.booleans())
+    def reload(self, model: str, policy: FallbackPolicy, is_gone: bool) -> None:
+        """Load another artifact or another serving.yaml in its place, or unload the version."""
         self.now += 1
         self.late += [(model, future) for future in self.served[model].pending] if model in self.served else []
-        self._load(model, policy)
+        self.served.pop(model, None)
+        if not is_gone:
+            self._load(model, policy)
 
     @precondition(lambda self: self.late)
     @rule()
@@ -141,18 +145,36 @@ class Precisions(RuleBasedStateMachine):
     def unload(self, model: str) -> None:
         self.served.pop(model, None)
 
-    @rule(model=MODELS, gate=st.booleans())
-    def breach(self, model: str, gate: bool) -> None:
-        verdict = OVER
-        if gate:
-            found = [Breach("y", "relative_l2", 0.05, 0.01)]
-            verdict = breach_verdict(model, 1, found, BUDGET, 8, START)
-        self._receive(model, verdict)
+    @rule(model=MODELS, by_gate=st.booleans(), works=st.sampled_from([True, True, False, None]))
+    def breach(self, model: str, by_gate: bool, works: bool | None) -> None:
+        """The order that may follow is answered at once, or later if ``works`` is None."""
+        found = [Breach("y", "relative_l2", 0.05, 0.01)]
+        self._receive(model, breach_verdict(model, 1, found, BUDGET, 8, START) if by_gate else OVER)
+        if works is not None:
+            self._answer(model, works)
 
-    @rule(model=MODELS, seconds=st.sampled_from([0.0, 300.0, DAY]))
-    def clean(self, model: str, seconds: float) -> None:
-        self.now += seconds
+    @rule(model=MODELS)
+    def clean(self, model: str) -> None:
         self._receive(model, CLEAN)
+
+    @rule(model=MODELS, verdict=VERDICTS, late=LATE)
+    def end_of_stay(self, model: str, verdict: DriftVerdict, late: float) -> None:
+        """Wait until a second before the earliest return to bf16, or later."""
+        version = self.served.get(model)
+        if version is not None and version.phase == "fp32":
+            self.now = max(self.now, version.over_at + version.stay + late)
+        self._receive(model, verdict)
+        self.the_order_in_force_is_the_models()
+
+    @rule(model=MODELS, times=st.integers(1, 4), verdict=VERDICTS, apart=st.sampled_from([1.0, MINUTE, DAY]))
+    def come_and_go(self, model: str, times: int, verdict: DriftVerdict, apart: float) -> None:
+        """Fall back, hear ``verdict`` at the end of the stay, and return after it or a second stay."""
+        for _ in range(times):
+            self.breach(model, by_gate=False, works=True)
+            self.end_of_stay(model, CLEAN, -1.0)
+            self.end_of_stay(model, verdict, 0.0)
+            self.end_of_stay(model, CLEAN, 0.0)
+            self.now += apart
 
     @rule(model=MODELS, verdict=st.sampled_from(UNCLEAN))
     def doubtful(self, model: str, verdict: DriftVerdict) -> None:
@@ -194,21 +216,23 @@ class Precisions(RuleBasedStateMachine):
             version.phase, version.since, version.is_told = "bf16", self.now, False
             self.expected[model, "bf16"] += 1
 
-    @precondition(lambda self: any(version.phase == "warming" for version in self.served.values()))
-    @rule(works=st.sampled_from([True, True, False]))
-    def answer(self, works: bool) -> None:
-        """The processes have loaded the reference, or cannot."""
-        for model, version in self.served.items():
-            if version.phase != "warming":
-                continue
-            if works:
-                version.stays = 1 if self.now - version.since >= DAY else version.stays + 1
-                version.phase, version.since, version.over_at = "fp32", self.now, self.now
-                self.expected[model, "fp32"] += 1
-                version.pending.pop().set_result(None)
-            else:
-                version.phase, version.retry_at = "bf16", self.now + MINUTE
-                version.pending.pop().set_exception(ArtifactError("no residual"))
+    @rule(model=MODELS, works=st.booleans())
+    def answer(self, model: str, works: bool) -> None:
+        self._answer(model, works)
+
+    def _answer(self, model: str, works: bool) -> None:
+        """The processes have loaded the reference, if they should, or cannot."""
+        version = self.served.get(model)
+        if version is None or version.phase != "warming":
+            return
+        if works:
+            version.stays = 1 if self.now - version.since >= DAY else version.stays + 1
+            version.phase, version.since, version.over_at = "fp32", self.now, self.now
+            self.expected[model, "fp32"] += 1
+            version.pending.pop().set_result(None)
+        else:
+            version.phase, version.retry_at = "bf16", self.now + MINUTE
+            version.pending.pop().set_exception(ArtifactError("no residual"))
 
     @rule()
     def maintain(self) -> None:
@@ -243,7 +267,7 @@ class Precisions(RuleBasedStateMachine):
 
 def test_precisions_follow_the_model_in_any_order() -> None:
     few = settings()
-    run_state_machine_as_test(Precisions, settings=settings(few, max_examples=few.max_examples // 2))
+    run_state_machine_as_test(Precisions, settings=settings(few, max_examples=few.max_examples, stateful_step_count=30))
 
 
 @pytest.mark.long

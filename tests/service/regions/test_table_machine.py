@@ -58,6 +58,7 @@ TABLES = st.integers(0, 2)  # 0: the supervisor's
 SIZES = st.sampled_from([64, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
 BORDERS = st.sampled_from([0, 1, 63, 64, 65, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2**63, 2**64 - 1, -1])
 BYTES = st.integers(0, 255)
+HOW = st.sampled_from(["cut a byte", "cut half", "empty", "restore", "lengthen"])
 
 
 @dataclass(eq=False)
@@ -168,7 +169,7 @@ class SharedRegions(RuleBasedStateMachine):
         self.files.append(Content(self.directory / name, (self.directory / name).stat().st_ino, data, size))
         return self.files[-1]
 
-    @rule(content=contents, how=st.sampled_from(["cut a byte", "cut half", "empty", "restore", "lengthen"]))
+    @rule(content=contents, how=HOW)
     def resize(self, content: Content, how: str) -> None:
         if content.path is not None:
             size = len(content.data)
@@ -223,7 +224,7 @@ class SharedRegions(RuleBasedStateMachine):
     def _register(self, region: Region) -> None:
         supervisor, content = self.processes[0], self._at(region.key.removeprefix("/"))
         in_use = sum(each.region.byte_size for each in supervisor.known.values())
-        reasons = {
+        reasons: dict[type[Bf16kitError], bool] = {
             AlreadyExists: region.name in supervisor.known,
             InvalidRequest: not 1 <= len(region.name) <= 255
             or region.offset < 0
@@ -297,6 +298,17 @@ class SharedRegions(RuleBasedStateMachine):
         if is_allowed:
             lease.mapped.content.data[lease.at : lease.at + size] = data.tobytes()
         self._read(lease)
+
+    @precondition(lambda self: self.processes[0].known)
+    @rule(table=TABLES, which=BYTES, first=st.sampled_from([0, 1]), how=HOW, byte=BYTES)
+    def change_while_in_use(self, table: int, which: int, first: int, how: str, byte: int) -> None:
+        """A region is used, its file changes, and it is used again, by a request that ends."""
+        lease = self.lease(table, which, first, 0)
+        if isinstance(lease, Lease):
+            self.use(lease, 0, byte)
+            self.resize(lease.mapped.content, how)
+            self.use(lease, 0, byte ^ 1)
+            self.end(lease)
 
     def _read(self, lease: Lease) -> None:
         made = list[bytes]()
