@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 HALF_LIFE, FEWEST = 400, 8.0  # requests; effective samples for an interval
 NARROW, WIDE, WIDE_RANKS = 1.959963984540054, 4.5, 4.75  # standard errors
@@ -20,16 +21,14 @@ CLIP, ALLOWANCE = math.log(64), 0.6 * math.log(2)
 TEN_WEEKS, SOONEST, LEARN = 10 * 7 * 86_400, 10, 200  # samples, requests, rows
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     relative_l2: float
     max_abs: float
     nonfinite: int
     is_top1: bool
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     rows: tuple[Row, ...]
     weight: float
     client: str
@@ -307,4 +306,4 @@ class Output:
 
 def _older(window: Sequence[Request], newest: Request) -> list[Request]:
     faded = 2 ** (-1 / HALF_LIFE)
-    return [*(replace(each, weight=each.weight * faded) for each in window), newest]
+    return [*(Request(rows, weight * faded, client) for rows, weight, client in window), newest]

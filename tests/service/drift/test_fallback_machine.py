@@ -122,9 +122,11 @@ class Precisions(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(model=MODELS, policy=POLICIES, is_gone=st.booleans())
-    def reload(self, model: str, policy: FallbackPolicy, is_gone: bool) -> None:
-        """Load another artifact or another serving.yaml in its place, or unload the version."""
+    @rule(model=MODELS, policy=POLICIES, is_gone=st.booleans(), falls=st.sampled_from(["no", "yes", "late"]))
+    def reload(self, model: str, policy: FallbackPolicy, is_gone: bool, falls: str) -> None:
+        """Load another artifact or another serving.yaml in its place, or unload the version, which ``falls`` back before."""
+        if falls != "no":
+            self.breach(model, by_gate=False, works=True if falls == "yes" else None)
         self.now += 1
         self.late += [(model, future) for future in self.served[model].pending] if model in self.served else []
         self.served.pop(model, None)
