@@ -194,17 +194,6 @@ def test_one_element_that_is_not_finite_is_a_breach_at_once() -> None:
     assert live.metrics.ratio("nonfinite") == (math.inf, math.inf, math.inf)
 
 
-def test_a_breach_lasts_until_the_narrow_interval_has_1_in_it() -> None:
-    live = Live()
-    states = [live.send(1.15e-2 if at < 300 else 0.7e-2, spread=0.3) for at in range(1300)]
-    begun = next(at for at, each in enumerate(states) if each.state == "over")
-    ended = next(at for at, each in enumerate(states) if at > begun and each.state != "over")
-    assert any(each.low > 1 for each in states[:begun])
-    assert all(each.low > 1 for each in states[begun:ended])
-    assert states[ended].low <= 1
-    assert all(each.state != "over" for each in states[ended:])
-
-
 def test_an_output_that_is_no_longer_requested_leaves_the_verdict() -> None:
     comparison, metrics = Comparison(SPECS, 0, BUDGET, calibration=CALIBRATION), DriftMetrics(*SPECS)
     for _ in range(20):

@@ -2,6 +2,14 @@
 
 After every request the verdict is the model's, and every counter of the metrics is what the model has counted, so none
 ever falls. Each of these planted faults was found:
+
+| fault | found as |
+|---|---|
+| `Detector`: the alarm ends as soon as the sum is below the threshold | `changed` is false too early |
+| `_Output.judge`: a breach ends with the wide interval | the state is not `over` any more |
+| `Comparison.observe`: requests out of range count with the others | another state |
+| `RecentRows.window`: each row is a request | another effective size |
+| `Comparison.observe`: an overflow in fp32 begins another profile | recent drift is forgotten |
 """
 
 from __future__ import annotations

@@ -2,6 +2,17 @@
 
 After every step the order in force, and the numbers of changes of precision and of measurements begun anew, are the
 model's. Each of these planted faults was found:
+
+| fault | found as |
+|---|---|
+| `Fallback.stay` does not double | bf16 answers too early |
+| `Fallback._return`: the stay counts from the fallback | bf16 answers too soon after a breach |
+| `Fallback._return` does not ask for the alarm, or for the margin | bf16 answers after an unclean verdict |
+| `FallbackController._current` does not compare when versions were loaded | a reload keeps fp32 |
+| `FallbackController.receive` counts older verdicts | a new version falls back |
+| `FallbackController._precision_changed` begins no measurement on a return | one fewer than the changes |
+| `Fallback.warmed`: a day in bf16 does not make the stay short again | bf16 answers too late |
+| `Fallback._fall_back` does not wait after a failure | fp32 is ordered again at once |
 """
 
 from __future__ import annotations
@@ -124,7 +135,7 @@ class Precisions(RuleBasedStateMachine):
 
     @rule(model=MODELS, policy=POLICIES, is_gone=st.booleans(), falls=st.sampled_from(["no", "yes", "late"]))
     def reload(self, model: str, policy: FallbackPolicy, is_gone: bool, falls: str) -> None:
-        """Load another artifact or another serving.yaml in its place, or unload the version, which ``falls`` back before."""
+        """Load another artifact or another serving.yaml in its place, or unload it; it ``falls`` back before."""
         if falls != "no":
             self.breach(model, by_gate=False, works=True if falls == "yes" else None)
         self.now += 1

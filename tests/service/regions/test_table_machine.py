@@ -4,16 +4,13 @@ The model is a bytearray per file and two dictionaries. After every step each fi
 was written outside a leased range and no file grew; and the process has those files open that a registration or a
 lease needs, and no other. Each of these planted faults was found:
 
-| fault in service/regions | found as |
+| fault | found as |
 |---|---|
-| `SharedFile.write` does not ask for the file's size | bytes of the last page are lost without an error |
+| `SharedFile.write` does not ask for the file's size | bytes beyond the end are lost without an error |
 | `SharedFile.write` uses pwrite | a shrunk file grows again |
 | `SharedFile.read` leaves out the region's offset | other bytes are read |
-| `RegionTable.lease` compares only the size with the region's | bytes beyond the region are read |
-| `RegionSlice` looks its file up by name at each use | a lease ends with its registration |
-| `RegionTable` keeps an unregistered file in a list | it stays open |
-| `RegionTable.adopt` opens the file by name | workers use the file that has taken the name |
-| the limit on bytes counts regions from other files only | more than the limit is registered |
+| `RegionTable.lease` compares only the size with the region's | a slice ends beyond its region |
+| `RegionTable.adopt` demands all bytes | a restarted worker lacks the region of a shrunk file |
 """
 
 from __future__ import annotations
