@@ -10,6 +10,7 @@ lease needs, and no other. Each of these planted faults was found:
 | `SharedFile.write` uses pwrite | a shrunk file grows again |
 | `SharedFile.read` leaves out the region's offset | other bytes are read |
 | `RegionTable.lease` compares only the size with the region's | a slice ends beyond its region |
+| `unregister` keeps the file in a list, or `SharedFile` never unmaps it | bytes stay open or mapped |
 | `RegionTable.adopt` demands all bytes | a restarted worker lacks the region of a shrunk file |
 """
 
