@@ -115,13 +115,13 @@ class Comparison:
         because an output of the reference is not finite. Raises ArtifactError if a reference output has no rows; then
         none of the request's outputs count.
         """
-        if self._profile != sample.profile:
-            self._start_profile(sample.profile)
         outside = self._is_outside(sample, metrics)
         requested = [spec for spec in self._specs if spec.name in sample.outputs]
         if not all(all_finite(expected[s.name]) for s in requested if s.name not in self._calibration.infinite):
             metrics.reference_nonfinite(sample.rows)
             return None
+        if self._profile != sample.profile:
+            self._start_profile(sample.profile)
         drifts = {spec.name: self._drift(spec, expected, sample, outside) for spec in requested}
         weight = 1.0 / sample.probability
         self._requests += 1

@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from bf16kit.drift.metrics import Budget
 from service.drift import intervals
-from service.drift.intervals import Z_ALWAYS, Interval, Z
+from service.drift.intervals import Z_ALWAYS, Interval, Values, Z
 from service.drift.recent import MIN_EFFECTIVE_SIZE, Window
 
 _QUANTILES = {"p50": 0.5, "p99": 0.99}
-_TRIED = 4  # clients, those with the most drift; a breach that one of the others causes alone does not exist
 _MOST_ROWS = 0.9  # share of the rows above which a client counts by itself
-_MOST = 1e6  # relative_l2 that a row counts at most: an infinite one would make all clients with one equal
+_MOST = 1e6  # times a bound that a row counts at most: an infinite one would make all clients with one equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,22 +153,42 @@ def corroborated(window: Window, budget: Budget, found: Sequence[Estimate]) -> l
     It is that client's alone if others sent a tenth of the rows at least, and the estimate for these is within the
     budget. Bounds of which the window has no rows, those on slices, are left as they are.
     """
-    judged = list(found)
-    if not any(each.low > 1 for each in judged):
-        return judged
-    clients, at = np.unique(window.clients, return_inverse=True)
-    if len(clients) == 1:
-        return judged
-    drift = np.bincount(at, window.weights * np.minimum(window["relative_l2"], _MOST))
+    if not any(each.low > 1 for each in found):
+        return list(found)
+    _, at = np.unique(window.clients, return_inverse=True)
     share = np.bincount(at, window.weights) / window.weights.sum()
-    for client in np.argsort(drift)[::-1][:_TRIED]:
-        if share[client] > _MOST_ROWS:
-            continue
-        others = {each.metric: each.ratio for each in estimates(window.select(at != client), budget)}
-        judged = [
-            replace(each, low=min(each.low, 1.0), lowest=min(each.lowest, 1.0))
-            if others.get(each.metric, math.inf) <= 1
-            else each
-            for each in judged
-        ]
-    return judged
+    if not (share <= _MOST_ROWS).any():
+        return list(found)
+    without = lru_cache(lambda client: {e.metric: e.ratio for e in estimates(window.select(at != client), budget)})
+
+    def judged(each: Estimate) -> Estimate:
+        limit = budget.bound(each.metric)
+        if each.low <= 1 or limit is None:
+            return each
+        # A breach that vanishes without any client vanishes without this one: the others' drift is least without it.
+        worst = np.where(share > _MOST_ROWS, -np.inf, np.bincount(at, _excess(window, each.metric, limit))).argmax()
+        if without(int(worst)).get(each.metric, math.inf) > 1:
+            return each
+        return replace(each, low=1.0, lowest=min(each.lowest, 1.0))
+
+    return [judged(each) for each in found]
+
+
+def _excess(window: Window, bound: str, limit: float) -> Values:
+    """Return by how much each row raises the drift above ``limit``; negative if it lowers the drift."""
+    metric, _, part = bound.partition(".")
+    over: Values
+    over = values = window["top1_rows" if metric == "top1_agreement" else metric]
+    if metric == "nonfinite":
+        return values
+    if metric == "top1_agreement":
+        over = values * limit - window["top1_matches"]
+    elif metric == "sqnr_db":
+        over = np.where(values == math.inf, 0.0, limit - values)
+    else:
+        over = values / limit - 1 if limit else values
+    if part in _QUANTILES:
+        over = np.where(over > 0, 1.0, 0.0) - (1 - _QUANTILES[part])
+    elif part or metric == "max_abs":
+        over = np.maximum(over, 0.0)
+    return window.weights * np.minimum(over, _MOST)

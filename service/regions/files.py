@@ -24,20 +24,23 @@ _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 class SharedFile:
     """``byte_size`` bytes from ``offset`` on of the file open as ``descriptor``.
 
-    It owns the descriptor, and closes it when the last reference is gone. Raises InvalidRequest if the file is too
-    short.
+    It owns the descriptor, and closes it when the last reference is gone. Raises InvalidRequest if the bytes cannot be
+    mapped or, unless the file ``may_be_short``, if it ends before them.
     """
 
-    def __init__(self, descriptor: int, offset: int, byte_size: int) -> None:
+    def __init__(self, descriptor: int, offset: int, byte_size: int, *, may_be_short: bool = False) -> None:
         weakref.finalize(self, os.close, descriptor)
         size = os.fstat(descriptor).st_size
-        if offset + byte_size > size:
+        if not may_be_short and offset + byte_size > size:
             raise InvalidRequest(
                 f"{byte_size} bytes from offset {offset} end beyond the {size} bytes of the shared memory"
             )
         self.descriptor = descriptor
         self._offset = offset
-        self._mapped, self._address = _map(descriptor, offset, byte_size)
+        before = offset % mmap.ALLOCATIONGRANULARITY
+        mapped = _map(descriptor, offset - before, before + byte_size)
+        weakref.finalize(self, _libc.munmap, mapped, before + byte_size)
+        self._address = mapped + before
 
     def is_same_file(self, descriptor: int) -> bool:
         """Return whether ``descriptor`` has the same file open."""
@@ -75,23 +78,13 @@ def check_system() -> None:
         )
 
 
-def _map(descriptor: int, offset: int, byte_size: int) -> tuple[object, int]:
-    """Map the bytes. Returns the mapping, which is unmapped with its last reference, and the address of ``offset``."""
-    before = offset % mmap.ALLOCATIONGRANULARITY
-    try:
-        mapped = mmap.mmap(descriptor, before + byte_size, offset=offset - before)
-    except (ValueError, OSError):  # the file was shrunk meanwhile, or no address space is left
-        raise InvalidRequest(f"{byte_size} bytes from offset {offset} of the shared memory cannot be mapped") from None
-    return mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped)) + before
-
-
 class _Span(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-_process_vm_writev = ctypes.CDLL(None, use_errno=True).process_vm_writev
-_process_vm_writev.restype = ctypes.c_ssize_t
-_process_vm_writev.argtypes = (
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_writev.restype = ctypes.c_ssize_t
+_libc.process_vm_writev.argtypes = (
     ctypes.c_int,
     ctypes.POINTER(_Span),
     ctypes.c_ulong,
@@ -99,9 +92,21 @@ _process_vm_writev.argtypes = (
     ctypes.c_ulong,
     ctypes.c_ulong,
 )
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def _map(descriptor: int, offset: int, nbytes: int) -> int:
+    """Return the address of ``nbytes`` of the file, which may be shorter now: Python's own mmap would refuse that."""
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
+    if address in (None, _MAP_FAILED):  # no address space is left
+        raise InvalidRequest(f"{nbytes} bytes from offset {offset} of the shared memory cannot be mapped")
+    return int(address)
 
 
 def _copy(source: int, target: int, nbytes: int) -> int:
     """Have the kernel copy within this process; return the number of bytes copied before it met missing memory."""
-    done = _process_vm_writev(os.getpid(), _Span(source, nbytes), 1, _Span(target, nbytes), 1, 0)
+    done = _libc.process_vm_writev(os.getpid(), _Span(source, nbytes), 1, _Span(target, nbytes), 1, 0)
     return max(int(done), 0)

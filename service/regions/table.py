@@ -80,12 +80,13 @@ class RegionTable:
     def adopt(self, region: Region, descriptor: int) -> None:
         """Register a region that another process has registered, with the file that it has open.
 
-        ``descriptor`` stays the caller's. Does nothing if the same region is registered already.
+        ``descriptor`` stays the caller's. Its file may have been shrunk since. Does nothing if the same region is
+        registered already.
         """
         known = self._registered.get(region.name)
         if known is not None and known.region == region and known.file.is_same_file(descriptor):
             return
-        self._add(region, SharedFile(os.dup(descriptor), region.offset, region.byte_size))
+        self._add(region, SharedFile(os.dup(descriptor), region.offset, region.byte_size, may_be_short=True))
 
     def descriptor(self, name: str) -> int:
         """Return the descriptor of this region's file; it is valid as long as the region is registered."""

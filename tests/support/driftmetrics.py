@@ -22,6 +22,11 @@ class DriftMetrics:
         """Return a series' value; None if there is no such series."""
         return next((value for found, value in self._series(name) if found == labels), None)
 
+    def values(self, label: str, *names: str) -> dict[tuple[str, str], float]:
+        """Return the series of ``names`` from one scrape: by name, and by the value of ``label`` or ""."""
+        found = {(name, labels.get(label, "")): value for name, labels, value in self._scrape()}
+        return {key: value for key, value in found.items() if key[0] in names}
+
     def ratio(self, metric: str, output: str = "y") -> tuple[float, ...]:
         """Return drift ÷ budget and its interval."""
         found = (self.value(f"budget_ratio{end}", output=output, metric=metric) for end in ("", "_low", "_high"))
@@ -36,8 +41,10 @@ class DriftMetrics:
         return self.value("max_abs_count", output=output)
 
     def _series(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
+        return ((labels, value) for found, labels, value in self._scrape() if found == name)
+
+    def _scrape(self) -> Iterator[tuple[str, dict[str, str], float]]:
         for family in text_string_to_metric_families(self._metrics.expose()[0].decode()):
             for sample in family.samples:
-                if sample.name == f"bf16kit_drift_{name}":
-                    labels = sample.labels.items() - {("model", "m"), ("version", "1")}
-                    yield dict(labels), sample.value
+                labels = sample.labels.items() - {("model", "m"), ("version", "1")}
+                yield sample.name.removeprefix("bf16kit_drift_"), dict(labels), sample.value

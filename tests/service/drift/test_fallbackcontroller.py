@@ -49,25 +49,6 @@ def test_the_description_of_a_breach_has_its_bound_its_size_and_its_cause() -> N
     assert describe(breach_verdict("m", 1, [], Budget({}), 1, 1.0)) == "the golden samples can no longer be run"
 
 
-@pytest.mark.parametrize(
-    "unclean",
-    [
-        replace(WITHIN, effective_samples=199.0),
-        replace(WITHIN, high=0.91),
-        replace(WITHIN, changed=True),
-        replace(WITHIN, state="unknown"),
-        OVER,
-    ],
-    ids=["few samples", "near the budget", "changed", "not sure", "over"],
-)
-def test_bf16_returns_only_after_enough_clean_samples_clearly_below_the_budget(unclean: DriftVerdict) -> None:
-    fallback = fallen()
-    assert not fallback.receive(unclean, 1000.0)
-    assert fallback.phase == "fp32"
-    assert fallback.receive(WITHIN, 1100.0)
-    assert (fallback.phase, fallback.reason) == ("bf16", "")
-
-
 def test_the_stay_doubles_with_each_fallback_up_to_a_day_and_is_short_after_a_day_in_bf16() -> None:
     fallback, now, stays = fallen(), 0.0, []
     for _ in range(16):
@@ -235,18 +216,6 @@ def test_if_fp32_cannot_be_loaded_bf16_stays_and_fp32_is_tried_again(
     rig.now = RETRY_S
     assert rig.receive(OVER) == ["fp32"]
     assert rig.orders[-1] == ("fp32", describe(OVER))
-
-
-@pytest.mark.parametrize("plan", ["another", "plan"])
-def test_a_replacement_starts_with_a_new_state(rig: Rig, plan: str) -> None:
-    """Verdicts measured before it was loaded, or on another plan, do not count."""
-    rig.fall_back()
-    rig.serves = ActivePlan(plan, 200.0, FP32)
-    within, over = replace(WITHIN, plan=plan, at=300.0), replace(OVER, plan=plan, at=300.0)
-    assert rig.receive(replace(over, at=199.0), replace(over, plan="a third")) == ["bf16"]
-    assert rig.orders[-1] == ("bf16", "")
-    assert rig.receive(within) == []
-    assert rig.receive(over) == ["fp32"]
 
 
 def test_a_replacement_is_ordered_to_serve_bf16_without_a_verdict(rig: Rig) -> None:
