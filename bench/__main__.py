@@ -2,7 +2,8 @@
 ``bench/results/MACHINE/NAME.json``, MACHINE being the kind of machine it is.
 
 Each benchmark runs in a process of its own, one after the other, so that none inherits another's threads or memory.
-Exit code 0 when every target is met, 1 when one is missed or a benchmark failed. The numbers are worth no more than the
+Exit code 0 when every target is met, 1 when one is missed, a benchmark failed, or its result is not fit to be published
+(:mod:`bench.core.publishing`): that one is printed, and kept in ``build/bench``. The numbers are worth no more than the
 machine's quiet: stop what else runs.
 """
 
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.core import machine, results
+from bench.core import machine, publishing, results
 from bench.core.workspace import Workspace
 
 MODULES = {
@@ -56,6 +57,7 @@ MODULES = {
     "drift_fleet": "drift.fleet",
     "image": "deployment.image",
 }
+UNPUBLISHED = machine.ROOT / "build" / "bench"  # where results go that are not fit to be published
 BY_NAME_ONLY = ("calibrated_rounding", "latency_commits")  # what a decision rests on, and no promise
 NAMES = tuple(name for name in MODULES if name not in BY_NAME_ONLY)
 
@@ -91,6 +93,7 @@ def _run(chosen: argparse.Namespace, workspace: Path) -> int:
 
 
 def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int:
+    machine.adopt_orphans()
     described, others = machine.describe(), machine.OtherProgramsTime()
     result: results.Result = importlib.import_module(f"bench.{MODULES[name]}").measure(workspace, quick=chosen.quick)
     for grid in result.grids:
@@ -98,11 +101,15 @@ def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int
     print(results.table([result]), flush=True)
     for note in result.notes:
         print(f"  ({note})", flush=True)
-    if not chosen.quick and not result.skipped:  # the result of a machine that could run it is worth keeping
-        described |= others.shares()
-        results.write(result, chosen.results, command=f"python -m bench {name}", machine=described)
-        if not described["clean"]:
-            print("  (the tree differs from its commit, or has none: the result says so, and is not for publishing)")
+    described |= others.shares()
+    command = f"python -m bench {name}{' --quick' * chosen.quick}"
+    content = results.content_of(result, command=command, machine=described)
+    if result.skipped:
+        return 0
+    if reason := publishing.unfit(content):
+        print(f"  (not published: {reason}; see {results.write(content, UNPUBLISHED)})")
+        return 0 if chosen.quick else 1
+    print(f"  ({results.write(content, chosen.results)})")
     return 1 if result.missed else 0
 
 

@@ -1,23 +1,22 @@
 """``python -m bench.kernel.report``: README's table and claim, docs/kernel.md and its picture, from the results.
 
-Measures nothing. Results that are not fit to be published (:mod:`bench.kernel.published`) change nothing, and the
+Measures nothing. Results that are not fit to be published (:mod:`bench.core.publishing`) change nothing, and the
 reason is said.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.core import results
+from bench.core import publishing, results
 from bench.core.grid import Grid
+from bench.core.publishing import Published
 from bench.kernel import layers, published
 from bench.kernel.compare import best
 from bench.kernel.picture import Line, draw
-from bench.kernel.published import Published
 from bench.kernel.sides import PEERS, path_of
 
 _ROOT = Path(__file__).parents[2]
@@ -32,10 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=results.here(), help="where results are, bench/results/MACHINE")
     parser.add_argument("--into", type=Path, default=_ROOT, help=f"the tree of {', '.join(BLOCKS_OF)} and {PICTURE}")
     chosen = parser.parse_args(arguments)
-    for reason in refusals(chosen.results):
+    for reason in publishing.refusals(chosen.results):
         print(f"not published: {reason}", file=sys.stderr)
-    found = published.read(chosen.results)
-    if found is None:
+    found = publishing.read(chosen.results)
+    if "kernel" not in found.contents:
         print(f"nothing to publish in {chosen.results}: run make bench-kernel on a quiet machine", file=sys.stderr)
         return 1
     for name, blocks in BLOCKS_OF.items():
@@ -49,19 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def refusals(directory: Path) -> Iterator[str]:
-    """What is there and not fit to be published, and why."""
-    for name in published.NAMES:
-        file = directory / f"{name}.json"
-        if file.exists() and (reason := published.unfit(json.loads(file.read_text("utf-8")))):
-            yield f"{name}: {reason}"
-
-
 def every(root: Path) -> list[Published]:
-    """The results of all kinds of machines that are fit to be published."""
-    return [
-        found for directory in sorted(root.iterdir()) if directory.is_dir() and (found := published.read(directory))
-    ]
+    """What is fit to be published of all kinds of machines whose layers were measured."""
+    return [found for found in publishing.every(root) if "kernel" in found.contents]
 
 
 def with_blocks(text: str, found: Sequence[Published], blocks: Sequence[str]) -> str:
@@ -80,7 +69,7 @@ def with_blocks(text: str, found: Sequence[Published], blocks: Sequence[str]) ->
 
 def picture(of: Published) -> str:
     """How many times as fast as the best fp32 peer everyone is on the layers."""
-    machine, grid = of.machine, Grid.from_dict(of.contents["kernel"]["grids"][0])
+    machine, grid = of.contents["kernel"]["machine"], Grid.from_dict(of.contents["kernel"]["grids"][0])
     return draw(
         list(lines(grid)),
         layers.CPU,
