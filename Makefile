@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # ONNX Runtime 1.31 reports usage to its vendor unless this is set.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test test-long test-hostile test-clients test-sources test-ray conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu cuda-kernels test-kernel test-kernel-versions test-gpu test-compose test-deploy test-models models-table proto image clean
+.PHONY: help setup demo test test-long test-hostile test-clients test-sources test-ray conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-deploy test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -167,7 +167,7 @@ test-gpu: setup ## the tests that need an NVIDIA GPU; without one they are skipp
 	$(BIN)/pytest -m gpu $(PYTEST_ARGS)
 
 test-compose: setup ## start compose.yaml on a Docker engine, send requests, restart it, break it, check Prometheus' alerts
-	$(BIN)/pytest -m compose tests/compose tests/deploy tests/bench/deployment --durations=10 $(PYTEST_ARGS)
+	$(BIN)/pytest -m compose tests/compose tests/deploy --durations=10 $(PYTEST_ARGS)
 
 # helm comes from another project's package, for Linux on x86-64. If it cannot be installed, its tests are skipped.
 KUBERNETES := build/kubernetes
@@ -217,25 +217,21 @@ proto: setup ## regenerate bf16kit/protocol and conformance/protocol from proto/
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
-bench: setup ## measure every published number, write bench/results/MACHINE; needs an idle machine
-	@$(BIN)/python -m bench
+bench: setup ## measure README's numbers at this commit, write bench/results/MACHINE, README and docs; half an hour; needs an idle machine
+	@$(BIN)/python -m bench readme
 
-bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO and torch; writes README's table and picture and docs/kernel.md; 35 minutes; needs an idle machine
+bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO and torch; writes README's claim and docs/kernel.md; 35 minutes; needs an idle machine
 	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino
-	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_memory kernel_drift kernel_numerics || status=$$?; \
-	$(BIN)/python -m bench.kernel.report || status=1; exit $$status
+	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_drift || status=$$?; \
+	$(BIN)/python -m bench.report || status=1; exit $$status
 
-bench-drift: setup ## measure live drift: faults detected (docs/drift.md), the detector and a fleet over simulated weeks, sampling, overhead; needs an idle machine
+bench-drift: setup ## measure which faults live drift detects, and how soon; writes docs/drift.md
 	@rm -f build/faults.jsonl && mkdir -p build
 	@BF16KIT_FAULTS=build/faults.jsonl $(BIN)/pytest -q -n 0 tests/e2e/test_drift_faults.py tests/e2e/test_service_faults.py -k 'not the_page_has'
 	@$(BIN)/python tests/support/drifttable.py build/faults.jsonl docs/drift.md
-	@$(BIN)/python -m bench drift_detector drift_over_budget drift_fleet drift_sampling drift_overhead
 
 bench-gpu: setup ## compare bf16 with fp32 and TF32 on an NVIDIA GPU; without one it is skipped, with the reason
 	@$(BIN)/python -m bench gpu
-
-cuda-kernels: setup ## list the bf16 CUDA kernels of ten releases of ONNX Runtime; no GPU needed; 2.5 GB of wheels, some minutes
-	@$(BIN)/python -m bench.gpu.registry
 
 clean: ## remove the files that builds and tests leave behind; .venv stays
 	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

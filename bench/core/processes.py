@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from bench.serving import wire
 
 _READY_TIMEOUT_S = 60.0
 _POLL_S = 0.005
+_DRIFT_SAMPLES = re.compile(r'^bf16kit_drift_samples_total\{.*model="(\w+)",outcome="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +88,20 @@ def _proportional(pid: int) -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
 
 
-@contextmanager
-def bf16_serve(repository: Path, log: Path, *flags: str, tree: Path | None = None) -> Iterator[Server]:
-    """`bf16-serve` on ``repository``, ready; its log goes to ``log`` and is shown when it does not get there.
+def drift_samples(server: Server) -> dict[tuple[str, str], float]:
+    """Rows by model and outcome, as the metrics of one of our servers have them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    return {(model, outcome): float(value) for model, outcome, value in _DRIFT_SAMPLES.findall(text)}
 
-    ``tree`` holds the packages to run, where they are not this tree's.
-    """
+
+@contextmanager
+def bf16_serve(repository: Path, log: Path, *flags: str) -> Iterator[Server]:
+    """`bf16-serve` on ``repository``, ready; its log goes to ``log`` and is shown when it does not get there."""
     port, http_port = _free_ports(2)
-    environment = dict(os.environ) if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
     command = [program("bf16-serve"), "--repository", str(repository), "--device", "cpu", *flags]
     command += ["--grpc-port", str(port), "--http-port", str(http_port)]
-    with _running(command, port, log, environment) as server:
+    with _running(command, port, log, os.environ) as server:
         yield replace(server, http_port=http_port)
 
 

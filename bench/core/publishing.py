@@ -17,8 +17,7 @@ from bench.core.verdict import FEWEST_PROCESSES
 
 MOST_OTHERS = 0.05  # of the processors' time, for other programs and other machines
 # What compares with no other program, or does not time: sizes, drift, what a conversion takes.
-_ALONE = frozenset({"artifact_size", "conversion_memory", "conversion_speed", "drift_minilm"})
-_ALONE |= {"kernel_drift", "kernel_memory", "kernel_numerics"}
+_ALONE = frozenset({"artifact_size", "conversion_speed", "kernel_drift"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Results of the kernel's benchmarks as they are published: the pages' text from them.
 
-README's claim and table and docs/kernel.md's goals are never written by hand: they are what :func:`claim`,
-:func:`tables` and :func:`goals` make of the results that are committed, and a test holds them against each other.
+:mod:`bench.report` puts what :func:`claim`, :func:`tables` and :func:`goals` make of the results into the pages.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from bench.core.publishing import Published
 from bench.kernel.compare import best
 from bench.kernel.sides import path_of
 
-NAMES = ("kernel", "kernel_minilm", "kernel_lm", "kernel_memory", "kernel_drift", "kernel_numerics")
+NAMES = ("kernel", "kernel_minilm", "kernel_lm", "kernel_drift")
 _COMPARED = ("kernel", "kernel_minilm", "kernel_lm")
 # A column of two sides is one of a peer's: at its defaults, and at its best.
 _COLUMNS = {
@@ -40,9 +39,13 @@ def measured(of: Published, *names: str) -> Iterator[Mapping[str, Any]]:
 
 def claim(found: Sequence[Published]) -> str:
     """The bullet above the fold: what the tables support, and no more."""
-    if not found:
-        return "* **bf16 weights on CPUs too**, by a kernel of our own. " + NOTHING
-    return "".join(map(_claim, found))
+    kernels = _kernels(found)
+    return "".join(map(_claim, kernels)) or "* **bf16 weights on CPUs too**, by a kernel of our own. " + NOTHING
+
+
+def _kernels(found: Sequence[Published]) -> list[Published]:
+    """Of the machines on which the layers were measured."""
+    return [one for one in found if "kernel" in one.contents]
 
 
 def _claim(of: Published) -> str:
@@ -54,14 +57,12 @@ def _claim(of: Published) -> str:
     title = "Faster than fp32 on CPUs" + (
         "" if len(by[_FASTER]) == count else f" in {len(by[_FASTER])} of {count} cases"
     )
-    memory = next((one for one in measured(of, "kernel_memory") if one["name"].startswith("loaded model: ours")), None)
-    half = f", in {memory['value']:.2f} of the memory" if memory else ""
     results = [
         f"Time of the fastest of ONNX Runtime, OpenVINO and torch in fp32 ÷ ours, {_where(of)}: {_list(by[_FASTER])}"
     ]
     results += [f"no difference seen: {_list(by[_SAME])}"] if by[_SAME] else []
     results += [f"slower: {_list(by[_SLOWER])}"] if by[_SLOWER] else []
-    text = f"* **{title}{half}.** {'; '.join(results)}."
+    text = f"* **{title}.** {'; '.join(results)}."
     return fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
 
 
@@ -92,7 +93,7 @@ def _list(names: Sequence[str]) -> str:
 
 def tables(found: Sequence[Published]) -> str:
     """Times, which goals were missed, and where others win, of every kind of machine."""
-    return "\n".join(map(_tables, found)) if found else NOTHING
+    return "\n".join(map(_tables, _kernels(found))) or NOTHING
 
 
 def _tables(of: Published) -> str:
@@ -147,7 +148,7 @@ def _missed(of: Published) -> str:
     absent = sum(1 for one in measured(of, *NAMES) if _goal(one)) - len(judged)
     counts += f", {absent} not measured" * bool(absent)
     missed = [f"{one['name']} {_value(one)} ({_goal(one)})" for one in judged if one["verdict"] == "missed"]
-    return f"Of the [goals](docs/kernel.md): {counts}. Missed: {'; '.join(missed) or 'none'}."
+    return f"Of the goals below: {counts}. Missed: {'; '.join(missed) or 'none'}."
 
 
 # --- the goals --------------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def _missed(of: Published) -> str:
 
 def goals(found: Sequence[Published]) -> str:
     """Every goal with its verdict, of every kind of machine."""
-    return "\n".join(map(_goals, found)) if found else NOTHING
+    return "\n".join(map(_goals, _kernels(found))) or NOTHING
 
 
 def _goals(of: Published) -> str:

@@ -1,4 +1,4 @@
-"""The sizing table of docs/scaling.md, computed from published results: ``python -m bench.serving.sizing``.
+"""The sizing table of docs/scaling.md, computed from published results.
 
 Nothing here was measured at these numbers of replicas: what one does is multiplied. What that leaves out is said on the
 page, and where the product meets a limit that is known.
@@ -7,22 +7,17 @@ page, and where the product meets a limit that is known.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bench.core import models, publishing
+from bench.core import models
 from bench.core.publishing import Published
 from bench.serving import wire
 from bf16kit.protocol import inference_pb2 as pb
 from service.drift.driftpolicy import ShadowPolicy
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "scaling.md"
 REPLICAS = (1, 10, 100, 1000)
-_BLOCK = re.compile(r"(<!-- sizing: python -m bench\.serving\.sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)
 _SCRAPE_SECONDS = 15  # deploy/prometheus/prometheus.yml
 _HEADERS = 100  # bytes of HTTP/2 frames and of headers that repeat, beside each message: a round upper bound
 # `curl :8002/metrics` of bf16-serve with MiniLM and nothing else, once ready, on 2026-11-22: its samples, its bytes.
@@ -47,7 +42,7 @@ class One:
 
 def measured(found: Sequence[Published]) -> One:
     """From published results; NaN where there are none of a kind."""
-    throughput = _of(found, "throughput_minilm")
+    throughput, overload = _of(found, "throughput_minilm"), _of(found, "overload")
 
     def per_core(case: str) -> float:
         client = _value(throughput, f"{case}: processor time of the client") / 100
@@ -55,7 +50,7 @@ def measured(found: Sequence[Published]) -> One:
         return _value(throughput, f"{case}: served") / (cores * (1 - client))
 
     return One(
-        mlp=1e6 / _value(_of(found, "cpu_mlp"), "as it is: bf16-serve"),
+        mlp=1e6 / _value(overload, "MLP: server's processor time per call"),
         short=per_core("16 clients of 1 × 16"),
         long=per_core("16 clients of 1 × 128"),
         memory=_value(_of(found, "memory"), "bf16-serve without a reference"),
@@ -92,13 +87,6 @@ def table(found: Sequence[Published]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    """The page with the table as it is now."""
-    text, replaced = _BLOCK.subn(lambda found: found[1] + table(publishing.every()) + found[2], PAGE.read_text("utf-8"))
-    assert replaced == 1, f"{PAGE} has no place for the table"
-    return text
-
-
 def _rounded(value: float) -> str:
     """Two significant digits: more would claim a precision that no product of this kind has."""
     digits = float(f"{value:.2g}")
@@ -121,7 +109,3 @@ def _message_bytes() -> int:
     answer.outputs.add(name="last_hidden_state", datatype="FP32", shape=(1, models.TOKENS, _HIDDEN))
     answer.raw_output_contents.append(bytes(4 * models.TOKENS * _HIDDEN))
     return len(wire.infer_request("minilm", feeds)) + answer.ByteSize()
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), "utf-8")
