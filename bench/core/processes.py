@@ -39,17 +39,12 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """User and system time that the process and those it has started have used so far."""
-        return cpu_seconds(self.process.pid)
+        return sum(map(_ticks, _process_tree(self.process.pid))) / os.sysconf("SC_CLK_TCK")
 
     def own_cpu_seconds(self) -> float:
         """The same of the process alone, without those it has started, to the nanosecond."""
         clock = (~self.process.pid << 3) | 2  # Linux' name for a process' CPU clock: MAKE_PROCESS_CPUCLOCK(pid, SCHED)
         return time.clock_gettime(clock)
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of process ``pid`` and those it has started so far; 0 where it cannot be seen."""
-    return sum(_ticks(member) for member in _process_tree(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str]:
@@ -138,10 +133,10 @@ def _running(
 
 
 @contextmanager
-def bare_handler(graph: Path, *flags: str) -> Iterator[Server]:
+def bare_handler(graph: Path) -> Iterator[Server]:
     """The bare handler of :mod:`bench.serving.bare` around ``graph``."""
     started = time.perf_counter()
-    command = [sys.executable, "-m", "bench.serving.bare", str(graph), *flags]
+    command = [sys.executable, "-m", "bench.serving.bare", str(graph)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

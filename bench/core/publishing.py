@@ -33,8 +33,10 @@ def unfit(content: Mapping[str, Any]) -> str:
     found, settings = content.get("machine", {}), content.get("settings", {})
     if "skipped" in content:
         return f"skipped: {content['skipped']}"
-    if not content.get("command") or "--quick" in content["command"]:
+    if not content.get("command"):
         return "no command is recorded that measures it"
+    if "--quick" in content["command"]:
+        return "it was measured with --quick"
     if not found.get("key"):
         return "the machine has no name"
     if not found.get("clean"):

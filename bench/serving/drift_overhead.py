@@ -158,9 +158,9 @@ def _round(
             turns: dict[str, list[_Turn]] = {side: [] for side in clients}
             for turn in range(effort.turns):
                 for side in orders[turn % len(orders)]:
-                    warm = clients[side].timed_load(number, effort.seconds / 4)
+                    warm = clients[side].load(number, effort.seconds / 4)
                     busy = server.own_cpu_seconds()
-                    load = clients[side].timed_load(number, effort.seconds)
+                    load = clients[side].load(number, effort.seconds)
                     _settle(server)
                     turns[side].append(_Turn(load, server.own_cpu_seconds() - busy))
                     calls[side] += warm.calls + load.calls
@@ -178,7 +178,7 @@ def _wait_for_references(server: Server, clients: Mapping[str, Client]) -> None:
     deadline = time.monotonic() + _READY_S
     while time.monotonic() < deadline:
         for client in clients.values():
-            client.timed_load(4, 0.3)
+            client.load(4, 0.3)
         samples = drift_samples(server)
         if all(samples.get((side, "measured"), 0) > 0 for side in (DEFAULTS, TENTH)):
             return

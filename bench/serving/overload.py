@@ -69,9 +69,9 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
 
 def _round(repository: Path, log: Path, request: bytes, seconds: float, capacity_seconds: float) -> _Round:
     with bf16_serve(repository, log) as server, Client(server.port, request) as client:
-        client.load(_IN_FLIGHT, capacity_seconds / 2, "http2")
+        client.load(_IN_FLIGHT, capacity_seconds / 2)
         before = server.cpu_seconds()
-        load = client.load(_IN_FLIGHT, capacity_seconds, "http2")
+        load = client.load(_IN_FLIGHT, capacity_seconds)
         cpu_us = (server.cpu_seconds() - before) / load.calls * 1e6
         calm = _offer(server, request, 0.8 * load.rate, seconds)
         return _Round(load.rate, calm, _offer(server, request, 10 * load.rate, seconds), cpu_us)

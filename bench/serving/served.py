@@ -117,5 +117,5 @@ def _block(server: Server, client: Client, calls: int, seconds: float) -> dict[s
     """In seconds."""
     latency = client.latency(calls)
     before = server.cpu_seconds()
-    load = client.load(_IN_FLIGHT, seconds, "http2")
+    load = client.load(_IN_FLIGHT, seconds)
     return {_P50: latency.p50, _P99: latency.p99, _BUSY: (server.cpu_seconds() - before) / load.calls}

@@ -143,10 +143,10 @@ def _round(
     request = wire.infer_request("minilm", models.minilm_feeds(case.rows, case.tokens))
     rates: dict[str, list[float]] = {"served": [], "alike": [], "best": []}
     with Client(server.port, request) as client:
-        client.load(case.clients, seconds / 3, "http2")
+        client.load(case.clients, seconds / 3)
 
         def served() -> float:
-            found.loads.append(client.load(case.clients, seconds, "http2"))
+            found.loads.append(client.load(case.clients, seconds))
             return found.loads[-1].rate * case.rows
 
         runs = {

@@ -50,7 +50,7 @@ def test_nothing_else_is_committed_as_a_result() -> None:
         ({"machine": {"key": ""}}, "the machine has no name"),
         ({"settings": {"processes": 4}}, "fewer than 5 processes"),
         ({"command": ""}, "no command"),
-        ({"command": "python -m bench b --quick"}, "no command"),
+        ({"command": "python -m bench b --quick"}, "with --quick"),
         ({"skipped": "no kernel"}, "no kernel"),
     ],
 )
