@@ -218,6 +218,7 @@ proto: setup ## regenerate bf16kit/protocol and conformance/protocol from proto/
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 bench: setup ## measure README's numbers at this commit, write bench/results/MACHINE, README and docs; half an hour; needs an idle machine
+	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino
 	@$(BIN)/python -m bench readme
 
 bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO and torch; writes README's claim and docs/kernel.md; 35 minutes; needs an idle machine
