@@ -34,14 +34,14 @@ _NO_REFERENCE = "shadow:\n  rate: 0\n"
 
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
-    """Four servers in turn, each by itself: ours thrice, and the bare one."""
+    """Four servers in turn, each by itself: ours thrice, and the bare one. The reference is one for all workers."""
     artifact, log = workspace.minilm(), workspace.root / "memory.log"
     graph = fp32_graph(artifact, workspace.root / "minilm_fp32" / "model.onnx")
     ours = workspace.repository("memory", artifact)
     without = workspace.repository("memory_without", artifact, _NO_REFERENCE)
     sides: Mapping[str, Callable[[], AbstractContextManager[Server]]] = {
         DEFAULTS: lambda: bf16_serve(ours, log),
-        TWO: lambda: bf16_serve(ours, log, "--workers", "2"),
+        TWO: lambda: bf16_serve(without, log, "--workers", "2"),
         ALONE: lambda: bf16_serve(without, log),
         FP32: lambda: bare_handler(graph),
     }
@@ -53,14 +53,12 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
         for side, start in sides.items():
             with start() as server:
                 _ask(server.port, request)
-                if side in (DEFAULTS, TWO):
-                    peak = _peak(server, request)
                 if side == DEFAULTS:
-                    most.append(peak)
+                    most.append(_peak(server, request))
                     started.append(server.started_s)
                 time.sleep(_IDLE_S)
                 idle[side].append(proportional_bytes(server))
-    further = [two - one for two, one in zip(idle[TWO], idle[DEFAULTS], strict=True)]
+    further = [two - one for two, one in zip(idle[TWO], idle[ALONE], strict=True)]
     return Result(
         "memory",
         (
