@@ -101,7 +101,7 @@ suite-long := $(side-by-side) -m 'long and $(elsewhere)'
 ## test-hostile  attacks on a running server over real sockets; target: three minutes on two cores
 suite-hostile := -m hostile tests/hostile --durations 10
 ## test-compose  start compose.yaml on a Docker engine, send requests, restart it, break it, check Prometheus' alerts
-suite-compose := -m compose tests/compose tests/deploy tests/bench/deployment --durations 10
+suite-compose := -m compose tests/compose tests/deploy --durations 10
 ## test-deploy   check the Helm chart, KServe's manifests and the compose files; part of `make check`
 suite-deploy := -q -m manifests tests/deploy
 needs-deploy := helm compose-schema
@@ -177,19 +177,19 @@ proto: setup ## regenerate bf16kit/protocol from proto/, and the conformance sui
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
-bench: setup ## measure every published number, write bench/results/MACHINE; needs an idle machine
-	@$(BIN)/python -m bench
-
-bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO and torch; writes README's table and picture and docs/kernel.md; 35 minutes; needs an idle machine
+bench: setup ## measure README's numbers at this commit, write bench/results/MACHINE, README and docs; half an hour; needs an idle machine
 	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino
-	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_memory kernel_drift kernel_numerics || status=$$?; \
-	$(BIN)/python -m bench.kernel.report || status=1; exit $$status
+	@$(BIN)/python -m bench readme
 
-bench-drift: setup ## measure live drift: faults detected (docs/drift.md), the detector and a fleet over simulated weeks, sampling, overhead; needs an idle machine
+bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO and torch; writes README's claim and docs/kernel.md; 35 minutes; needs an idle machine
+	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino
+	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_drift || status=$$?; \
+	$(BIN)/python -m bench.report || status=1; exit $$status
+
+bench-drift: setup ## measure which faults live drift detects, and how soon; writes docs/drift.md
 	@rm -f build/faults.jsonl && mkdir -p build
 	@BF16KIT_FAULTS=build/faults.jsonl $(BIN)/pytest -q -n 0 tests/e2e/test_drift_faults.py tests/e2e/test_service_faults.py -k 'not the_page_has'
 	@$(BIN)/python tests/support/drifttable.py build/faults.jsonl docs/drift.md
-	@$(BIN)/python -m bench drift_detector drift_over_budget drift_fleet drift_sampling drift_overhead
 
 bench-gpu: setup ## compare bf16 with fp32 and TF32 on an NVIDIA GPU; without one it is skipped, with the reason
 	@$(BIN)/python -m bench gpu

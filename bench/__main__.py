@@ -1,63 +1,48 @@
-"""``python -m bench [NAME …]``: run benchmarks, print a table, write
+"""``python -m bench NAME …``: run benchmarks, print a table, write
 ``bench/results/MACHINE/NAME.json``, MACHINE being the kind of machine it is.
 
 Each benchmark runs in a process of its own, one after the other, so that none inherits another's threads or memory.
-Exit code 0 when every target is met, 1 when one is missed or a benchmark failed. The numbers are worth no more than the
-machine's quiet: stop what else runs.
+``python -m bench readme`` measures what README shows, and writes README and the documentation from it. When the result
+of one of them is not published, run that one again at the same commit, then ``python -m bench.report``.
+
+Exit code 1 when a benchmark failed or its result is not fit to be published (:mod:`bench.core.publishing`): it is
+printed, and kept in ``build/bench``. Goals that are missed are results like others.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.core import machine, results
+from bench import report
+from bench.core import machine, publishing, results
+from bench.core.publishing import Published
 from bench.core.workspace import Workspace
 
 MODULES = {
     "artifact_size": "conversion.artifact_size",
-    "conversion_memory": "conversion.memory",
-    "conversion_large": "conversion.large",
-    "conversion_torch": "conversion.torch_sources",
     "conversion_speed": "conversion.speed",
-    "rounding_speed": "conversion.rounding_speed",
-    "drift_minilm": "conversion.drift",
-    "startup": "serving.startup",
-    "latency_mlp": "serving.latency",
-    "cpu_mlp": "serving.cpu",
+    "memory": "serving.memory",
+    "served": "serving.served",
     "throughput_minilm": "serving.throughput",
+    "drift_overhead": "serving.drift_overhead",
     "overload": "serving.overload",
-    "workers_memory": "serving.workers_memory",
+    "peers_mlp": "peers.mlp",
+    "minilm": "kernel.minilm:measure_short",
     "kernel": "kernel.layers",
     "kernel_minilm": "kernel.minilm",
     "kernel_lm": "kernel.lm",
-    "kernel_memory": "kernel.memory",
-    "kernel_numerics": "kernel.numerics",
     "kernel_drift": "kernel.drift",
-    "peers_mlp": "peers.mlp",
-    "peers_image": "peers.image",
-    "shared_memory": "serving.shared_memory",
-    "latency_mixed": "serving.mixed",
-    "workers": "serving.workers",
-    "ray": "serving.ray",
-    "drift_overhead": "serving.drift_overhead",
-    "drift_sampling": "serving.drift_sampling",
     "gpu": "gpu.gpu",
-    "recovery": "conversion.recovery",
-    "calibrated_rounding": "conversion.calibrated_rounding",
-    "latency_commits": "serving.latency_commits",
-    "drift_detector": "drift.detector",
-    "drift_over_budget": "drift.overbudget",
-    "drift_fleet": "drift.fleet",
-    "image": "deployment.image",
 }
-BY_NAME_ONLY = ("calibrated_rounding", "latency_commits")  # what a decision rests on, and no promise
-NAMES = tuple(name for name in MODULES if name not in BY_NAME_ONLY)
+README = "readme"  # all that README's table shows
+UNPUBLISHED = machine.ROOT / "build" / "bench"  # where results go that are not fit to be published
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of bf16kit.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which ones, of {', '.join(NAMES)}; all of them")
+    parser.add_argument(
+        "names", nargs="+", metavar="NAME", help=f"{', '.join(MODULES)}; or {README}: what README shows"
+    )
     parser.add_argument("--quick", action="store_true", help="few repetitions, to see that it runs; writes no results")
     parser.add_argument("--workspace", type=Path, help="keep converted models here for the next run")
     parser.add_argument("--results", type=Path, default=results.here(), help="where results go, bench/results/MACHINE")
@@ -79,31 +66,57 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(chosen: argparse.Namespace, workspace: Path) -> int:
-    names = chosen.names or NAMES
+    names = report.HEADLINES if chosen.names == [README] else chosen.names
     unknown = sorted(set(names) - MODULES.keys())
     if unknown:
-        print(f"no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}", file=sys.stderr)
+        print(f"no benchmark {unknown[0]!r}; there are {README}, {', '.join(MODULES)}", file=sys.stderr)
         return 2
     if len(names) == 1:
         return _measure(names[0], Workspace(workspace), chosen)
     flags = ["--workspace", str(workspace), "--results", str(chosen.results), *(["--quick"] if chosen.quick else [])]
-    return max(subprocess.run([sys.executable, "-m", "bench", name, *flags], check=False).returncode for name in names)
+    status = max(
+        subprocess.run([sys.executable, "-m", "bench", name, *flags], check=False).returncode for name in names
+    )
+    return _tell(chosen, status) if chosen.names == [README] else status
+
+
+def _tell(chosen: argparse.Namespace, status: int) -> int:
+    """README's table of what was just measured. The pages follow what is published, which may be less."""
+    if not chosen.quick:
+        print(report.numbers([publishing.read(chosen.results)]))
+        return max(status, report.main(["--results", str(chosen.results.parent)]))
+    files = [UNPUBLISHED / f"{name}.json" for name in report.HEADLINES]
+    contents = {file.stem: json.loads(file.read_text("utf-8")) for file in files if file.exists()}
+    print(report.numbers([Published(machine.key(), contents)]))
+    return status
+
+
+def _function(name: str) -> Callable[..., results.Result]:
+    """What measures it: ``measure`` of its module, or what is named after a colon."""
+    module, _, function = MODULES[name].partition(":")
+    found: Callable[..., results.Result] = getattr(importlib.import_module(f"bench.{module}"), function or "measure")
+    return found
 
 
 def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int:
+    machine.adopt_orphans()
     described, others = machine.describe(), machine.OtherProgramsTime()
-    result: results.Result = importlib.import_module(f"bench.{MODULES[name]}").measure(workspace, quick=chosen.quick)
+    result: results.Result = _function(name)(workspace, quick=chosen.quick)
     for grid in result.grids:
         print(grid.text(), end="\n\n", flush=True)
     print(results.table([result]), flush=True)
     for note in result.notes:
         print(f"  ({note})", flush=True)
-    if not chosen.quick and not result.skipped:  # the result of a machine that could run it is worth keeping
-        described |= others.shares()
-        results.write(result, chosen.results, command=f"python -m bench {name}", machine=described)
-        if not described["clean"]:
-            print("  (the tree differs from its commit, or has none: the result says so, and is not for publishing)")
-    return 1 if result.missed else 0
+    described |= others.shares()
+    command = f"python -m bench {name}{' --quick' * chosen.quick}"
+    content = results.content_of(result, command=command, machine=described)
+    if result.skipped:  # where a GPU is missing nothing is wrong; README needs all of its own
+        return int(name in report.HEADLINES)
+    if reason := publishing.unfit(content):
+        print(f"  (not published: {reason}; see {results.write(content, UNPUBLISHED)})")
+        return 0 if chosen.quick else 1
+    print(f"  ({results.write(content, chosen.results)})")
+    return 0
 
 
 if __name__ == "__main__":

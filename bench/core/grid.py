@@ -24,20 +24,6 @@ class Grid:
         }
         return {"title": self.title, "unit": self.unit, "columns": list(self.columns), "rows": rows}
 
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Grid:
-        """The grid that :meth:`as_dict` wrote."""
-        return cls(content["title"], content["unit"], tuple(content["columns"]), dict(content["rows"]))
-
-    def ratios_to(self, column: str) -> Grid:
-        """``column``'s values, then those divided by each other column's: of times, how many times as fast it is."""
-        base = self.columns.index(column)
-        others = [index for index in range(len(self.columns)) if index != base]
-        rows = {
-            label: [row[base], *(_ratio(row[base], row[index]) for index in others)] for label, row in self.rows.items()
-        }
-        return Grid(self.title, "", (f"{column}, {self.unit}", *(self.columns[index] for index in others)), rows)
-
     def text(self) -> str:
         """For people: three significant digits, a dash for what was not measured."""
         lines = [("", *self.columns), *((label, *map(_cell, row)) for label, row in self.rows.items())]
@@ -45,10 +31,6 @@ class Grid:
         head = f"{self.title}{', ' if self.unit else ''}{self.unit}"
         body = ["  ".join((line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:]))) for line in lines]
         return "\n".join([head, *body])
-
-
-def _ratio(base: float | None, value: float | None) -> float | None:
-    return None if base is None or value is None else base / value
 
 
 def _cell(value: float | None) -> str:

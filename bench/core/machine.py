@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
+import re
 import resource
 import subprocess
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +24,7 @@ _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch", "openvino", "tr
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 # The widest that a processor has names its kind; the words of /proc/cpuinfo.
 _KINDS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "asimd")
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _VENDORS = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
 
 
@@ -81,6 +85,17 @@ def clean() -> bool:
     return bool(_git("rev-parse", "HEAD")) and not _git("status", "--porcelain", "--", ".", *unmeasured)
 
 
+def in_history(commit: str) -> bool:
+    """Whether ``commit`` is the one checked out, or one before it. Without the history (no checkout, or a shallow one)
+    nobody can tell, and the answer is yes: from there nothing new is published, see :func:`clean`."""
+    if _git("rev-parse", "--is-shallow-repository") != "false":
+        return True
+    if re.fullmatch("[0-9a-f]{7,40}", commit) is None:
+        return False
+    command = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
 def _git(*arguments: str) -> str:
     """What git says about this checkout; empty outside one."""
     command = ["git", *arguments]
@@ -99,16 +114,22 @@ def _digest(file: Path) -> str:
 # --- who else was at work ---------------------------------------------------------------------------------------------
 
 
+def adopt_orphans() -> None:
+    """Become the parent of processes whose own parent ends first, as servers do that start some and do not wait for
+    them: :func:`own_seconds` then has what they used."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 class OtherProgramsTime:
     """How much of the processors went to other programs meanwhile, and to other machines on the same host."""
 
     def __init__(self) -> None:
-        self._before = _ticks(), _own_seconds(), time.monotonic()
+        self._before = _ticks(), own_seconds(), time.monotonic()
 
     def shares(self) -> dict[str, float]:
         """Since the start: fractions of all processors' time. Our own children count once they have ended."""
         (busy, stolen), own, started = self._before
-        (busy_now, stolen_now), own_now = _ticks(), _own_seconds()
+        (busy_now, stolen_now), own_now = _ticks(), own_seconds()
         available = (time.monotonic() - started) * (os.cpu_count() or 1) or 1.0
         others = max(0.0, (busy_now - busy) - (own_now - own)) / available
         return {"other_programs": round(others, 4), "stolen": round((stolen_now - stolen) / available, 4)}
@@ -122,6 +143,10 @@ def _ticks() -> tuple[float, float]:
     return user + nice + system + interrupts + soft, stolen
 
 
-def _own_seconds() -> float:
+def own_seconds() -> float:
+    """Processor time of this process and of all it started that have ended."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)

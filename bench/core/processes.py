@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from bench.serving import wire
 
 _READY_TIMEOUT_S = 60.0
 _POLL_S = 0.005
+_DRIFT_SAMPLES = re.compile(r'^bf16kit_drift_samples_total\{.*model="(\w+)",outcome="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +39,12 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """User and system time that the process and those it has started have used so far."""
-        return cpu_seconds(self.process.pid)
+        return sum(map(_ticks, _process_tree(self.process.pid))) / os.sysconf("SC_CLK_TCK")
 
     def own_cpu_seconds(self) -> float:
         """The same of the process alone, without those it has started, to the nanosecond."""
         clock = (~self.process.pid << 3) | 2  # Linux' name for a process' CPU clock: MAKE_PROCESS_CPUCLOCK(pid, SCHED)
         return time.clock_gettime(clock)
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of process ``pid`` and those it has started so far; 0 where it cannot be seen."""
-    return sum(_ticks(member) for member in _process_tree(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str]:
@@ -85,17 +83,20 @@ def _proportional(pid: int) -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
 
 
-@contextmanager
-def bf16_serve(repository: Path, log: Path, *flags: str, tree: Path | None = None) -> Iterator[Server]:
-    """`bf16-serve` on ``repository``, ready; its log goes to ``log`` and is shown when it does not get there.
+def drift_samples(server: Server) -> dict[tuple[str, str], float]:
+    """Rows by model and outcome, as the metrics of one of our servers have them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    return {(model, outcome): float(value) for model, outcome, value in _DRIFT_SAMPLES.findall(text)}
 
-    ``tree`` holds the packages to run, where they are not this tree's.
-    """
+
+@contextmanager
+def bf16_serve(repository: Path, log: Path, *flags: str) -> Iterator[Server]:
+    """`bf16-serve` on ``repository``, ready; its log goes to ``log`` and is shown when it does not get there."""
     port, http_port = _free_ports(2)
-    environment = dict(os.environ) if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
     command = [program("bf16-serve"), "--repository", str(repository), "--device", "cpu", *flags]
     command += ["--grpc-port", str(port), "--http-port", str(http_port)]
-    with _running(command, port, log, environment) as server:
+    with _running(command, port, log, os.environ) as server:
         yield replace(server, http_port=http_port)
 
 
@@ -132,10 +133,10 @@ def _running(
 
 
 @contextmanager
-def bare_handler(graph: Path, *flags: str) -> Iterator[Server]:
+def bare_handler(graph: Path) -> Iterator[Server]:
     """The bare handler of :mod:`bench.serving.bare` around ``graph``."""
     started = time.perf_counter()
-    command = [sys.executable, "-m", "bench.serving.bare", str(graph), *flags]
+    command = [sys.executable, "-m", "bench.serving.bare", str(graph)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -13,7 +13,7 @@ from bench.core import machine as machines
 from bench.core.grid import Grid
 from bench.core.verdict import Estimate, Samples, Verdict, verdict
 
-_RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,11 @@ class Result:
 
 def here() -> Path:
     """Where the results of this kind of machine are kept."""
-    return _RESULTS / machines.key()
+    return RESULTS / machines.key()
 
 
-def write(result: Result, directory: Path, *, command: str, machine: Mapping[str, Any]) -> Path:
-    """``directory/<benchmark>.json``: the result, the command that made it and the machine it was made on."""
-    directory.mkdir(parents=True, exist_ok=True)
+def content_of(result: Result, *, command: str, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a result: itself, the command that made it and the machine it was made on."""
     content: dict[str, Any] = {"benchmark": result.benchmark, "command": command, "machine": machine}
     if result.skipped:
         content["skipped"] = result.skipped
@@ -117,7 +116,13 @@ def write(result: Result, directory: Path, *, command: str, machine: Mapping[str
             piece: {side: _written(samples) for side, samples in sides.items()}
             for piece, sides in result.samples.items()
         }
-    file = directory / f"{result.benchmark}.json"
+    return content
+
+
+def write(content: Mapping[str, Any], directory: Path) -> Path:
+    """``directory/<benchmark>.json``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"{content['benchmark']}.json"
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
     return file
 

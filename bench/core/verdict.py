@@ -68,7 +68,12 @@ def estimate(processes: Sequence[NDArray[np.float64]]) -> Estimate:
     """
     medians = np.array([np.median(np.log(values)) for values in processes])
     value = float(np.exp(medians.mean()))
-    if len(medians) < FEWEST_PROCESSES:
-        return Estimate(value, 0.0, float("inf"))
-    apart = _T[min(len(medians) - 1, max(_T))] * medians.std(ddof=1) / len(medians) ** 0.5
+    apart = _apart(medians)
     return Estimate(value, float(value * np.exp(-apart)), float(value * np.exp(apart)))
+
+
+def _apart(medians: NDArray[np.float64]) -> float:
+    """Half of Student's interval about the mean of ``medians``."""
+    if len(medians) < FEWEST_PROCESSES:
+        return float("inf")
+    return float(_T[min(len(medians) - 1, max(_T))] * medians.std(ddof=1) / len(medians) ** 0.5)

@@ -1,23 +1,16 @@
-"""``python -m bench.gpu.roofline ARTIFACT --dim batch=64 --dim seq=128``: the times that GPUs' data sheets allow.
+"""The times that GPUs' data sheets allow; :mod:`bench.gpu.predicted` makes tables of them.
 
 Predicted from the artifact's own graphs, never measured: bf16 from cuda.onnx, fp32 and TF32 from its reference.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.gpu.costs import Costs, NotCosted, costs
-from bench.gpu.devices import DEVICES, Device
+from bench.gpu.devices import Device
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.messages.errors import Bf16kitError
-
-PRECISIONS = ("bf16", "tf32", "fp32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,62 +65,3 @@ class Model:
         """By precision."""
         wide = {each: predict(self.reference, device, each) for each in ("tf32", "fp32")}
         return {"bf16": predict(self.narrow, device), **wide}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code: 2 for an artifact that cannot be costed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.roofline", description=__doc__)
-    parser.add_argument("artifact", type=Path)
-    parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="of a named dimension")
-    parser.add_argument("--layers", action="store_true", help="every node of the bf16 graph as well")
-    chosen = parser.parse_args(arguments)
-    try:
-        dims = {name: int(size) for name, _, size in (each.partition("=") for each in chosen.dim)}
-        model = Model.of(chosen.artifact, dims)
-    except (Bf16kitError, NotCosted, ValueError) as error:
-        print(f"roofline: {error}", file=sys.stderr)
-        return 2
-    print("predicted from data sheets, never measured\n")
-    if chosen.layers:
-        print(layers(model.narrow))
-    print(text(model))
-    return 0
-
-
-def text(model: Model) -> str:
-    """The predictions in lines, and how much the graph computes and moves."""
-    narrow = model.narrow
-    flops, moved = (sum(getattr(node, field) for node in narrow.nodes) for field in ("flops", "bytes"))
-    lines = [
-        f"{flops / 1e9:.3f} GFLOP, {moved / 1e6:.1f} MB through nodes, {narrow.least_bytes / 1e6:.1f} MB at least\n",
-        f"{'':6} {'':5} {'at least ms':>12} {'by node ms':>12} {'÷ bf16':>7} {'products bound':>15} {'launches':>9}",
-    ]
-    for name, device in DEVICES.items():
-        predicted = model.on(device)
-        for precision in PRECISIONS:
-            one = predicted[precision]
-            ratio = one.by_node / predicted["bf16"].by_node
-            lines.append(
-                f"{name:6} {precision:5} {one.least * 1e3:12.4f} {one.by_node * 1e3:12.4f} {ratio:7.2f}"
-                f" {one.bound:15.0%} {one.launches:9}"
-            )
-    return "\n".join(lines)
-
-
-def layers(of: Costs) -> str:
-    """Every node that computes or moves anything, and their sum by operator."""
-    rows = [
-        f"{node.op:20} {node.precision:5} {node.flops:16,} {node.bytes:14,}  {node.name}"
-        for node in of.nodes
-        if node.bytes
-    ]
-    flops, moved = Counter[str](), Counter[str]()
-    for node in of.nodes:
-        flops[node.op] += node.flops
-        moved[node.op] += node.bytes
-    sums = [f"{op:20} {'':5} {flops[op]:16,} {moved[op]:14,}  all" for op, _ in moved.most_common() if moved[op]]
-    return "\n".join([f"{'operator':20} {'':5} {'FLOP':>16} {'bytes':>14}", *rows, "", *sums, ""])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from bf16kit.artifact.manifest import PROFILES
 from bf16kit.runtime.ort.onnxgraph import REBUILT, locations
 
 WIDTH = 4096
-COLUMNS = 96 + 4  # of the numerics models: three panels and a narrower one
 _OPSET, _IR = 22, 10
 _LARGE = 256  # elements of a matrix that the converter stores in bf16
 
@@ -36,22 +34,14 @@ def layers(workspace: Workspace, count: int) -> tuple[Path, Path]:
         names = ["x", *(f"h{layer}" for layer in range(1, count)), "y"]
         products = [(names[layer], f"w{layer}", names[layer + 1]) for layer in range(count)]
         weights = {f"w{layer}": _weight(WIDTH, WIDTH, seed=layer) for layer in range(count)}
-        _write_products(file, products, weights, {"x": WIDTH}, {"y": WIDTH})
+        nodes = [helper.make_node("MatMul", [x, w], [y], w.replace("w", "product")) for x, w, y in products]
+        x, y = (helper.make_tensor_value_info(edge, TensorProto.FLOAT, ["rows", WIDTH]) for edge in "xy")
+        tensors = [numpy_helper.from_array(weight, key) for key, weight in weights.items()]
+        graph = helper.make_graph(nodes, "products", [x], [y], tensors)
+        _save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR), file)
     # A residual of a gigabyte would be written for nothing.
     flags = ["--no-residual"] if count > 4 else []
     return file, workspace.converted(name, file, *_flags(), *flags)
-
-
-def products(workspace: Workspace, depths: Sequence[int]) -> Path:
-    """An artifact of products of depth K for each of ``depths``: xK [rows, K] by wK [K, 100] is yK."""
-    file = workspace.root / "products" / "products.onnx"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        weights = {f"w{depth}": _weight(depth, COLUMNS, seed=depth) for depth in depths}
-        named = [(f"x{depth}", f"w{depth}", f"y{depth}") for depth in depths]
-        inputs, outputs = {f"x{depth}": depth for depth in depths}, {f"y{depth}": COLUMNS for depth in depths}
-        _write_products(file, named, weights, inputs, outputs)
-    return workspace.converted("products", file, *_flags())
 
 
 def language_model(workspace: Workspace, *, tied: bool) -> Path:
@@ -79,29 +69,12 @@ def _weight(rows: int, columns: int, seed: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal((rows, columns), np.float32) * np.float32(rows**-0.5)
 
 
-def _write_products(
-    file: Path,
-    products: Sequence[tuple[str, str, str]],
-    weights: dict[str, NDArray[np.float32]],
-    inputs: dict[str, int],
-    outputs: dict[str, int],
-) -> None:
-    nodes = [helper.make_node("MatMul", [x, w], [y], w.replace("w", "product")) for x, w, y in products]
-    edges = [
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width]) for name, width in side.items()]
-        for side in (inputs, outputs)
-    ]
-    tensors = [numpy_helper.from_array(weight, name) for name, weight in weights.items()]
-    graph = helper.make_graph(nodes, "products", edges[0], edges[1], tensors)
-    _save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR), file)
-
-
 # --- what the peers read ----------------------------------------------------------------------------------------------
 
 
-def fp32_graph(artifact: Path, file: Path, *, rounded: bool = False) -> Path:
+def fp32_graph(artifact: Path, file: Path) -> Path:
     """The source model in fp32 as the converter read it, as one ONNX graph: the artifact's reference, its weights
-    restored bit for bit and written beside ``file``. With ``rounded`` they are the bf16 ones, widened."""
+    restored bit for bit and written beside ``file``."""
     if file.exists():
         return file
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -112,12 +85,7 @@ def fp32_graph(artifact: Path, file: Path, *, rounded: bool = False) -> Path:
     for tensor in model.graph.initializer:
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
-        if tensor.name not in rebuilt:
-            array = opened.tensor(tensor.name)
-        elif rounded:
-            array = opened.tensor(tensor.name).astype(np.float32)
-        else:
-            array = opened.restore(tensor.name)
+        array = opened.restore(tensor.name) if tensor.name in rebuilt else opened.tensor(tensor.name)
         _fill(tensor, numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
     _save(model, file)
     return file

@@ -1,26 +1,21 @@
-"""Results of the kernel's benchmarks as they are published: which are fit to be, and the pages' text from them.
+"""Results of the kernel's benchmarks as they are published: the pages' text from them.
 
-README's claim and table and docs/kernel.md's goals are never written by hand: they are what :func:`claim`,
-:func:`tables` and :func:`goals` make of the results that are committed, and a test holds them against each other.
+:mod:`bench.report` puts what :func:`claim`, :func:`tables` and :func:`goals` make of the results into the pages.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from bench.core.verdict import FEWEST_PROCESSES
+from bench.core.publishing import Published
 from bench.kernel.compare import best
 from bench.kernel.sides import path_of
 
-NAMES = ("kernel", "kernel_minilm", "kernel_lm", "kernel_memory", "kernel_drift", "kernel_numerics")
+NAMES = ("kernel", "kernel_minilm", "kernel_lm", "kernel_drift")
 _COMPARED = ("kernel", "kernel_minilm", "kernel_lm")
-_MOST_OTHERS = 0.05  # of the processors' time, for other programs and other machines
 # A column of two sides is one of a peer's: at its defaults, and at its best.
 _COLUMNS = {
     "ONNX Runtime fp32": ("ONNX Runtime fp32, spinning off", "ONNX Runtime fp32, spinning in runs"),
@@ -33,45 +28,10 @@ _FASTER, _SAME, _SLOWER = "faster", "same", "slower"
 NOTHING = "Not measured yet by `make bench-kernel` on a quiet machine from a clean commit.\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The results of one kind of machine, by benchmark."""
-
-    key: str
-    contents: Mapping[str, Mapping[str, Any]]
-
-    @property
-    def machine(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.contents["kernel"]["machine"]
-        return found
-
-    def measured(self, *names: str) -> Iterator[Mapping[str, Any]]:
-        for name in names:
-            yield from self.contents.get(name, {}).get("measurements", ())
-
-
-def read(directory: Path) -> Published | None:
-    """The results in ``directory`` that are fit to be published; None where the layers' are not."""
-    contents = {}
-    for name in NAMES:
-        file = directory / f"{name}.json"
-        content = json.loads(file.read_text("utf-8")) if file.exists() else {}
-        if content and not unfit(content):
-            contents[name] = content
-    return Published(directory.name, contents) if "kernel" in contents else None
-
-
-def unfit(content: Mapping[str, Any]) -> str:
-    """Why a result is not to be published; empty when it is."""
-    machine = content["machine"]
-    if "skipped" in content:
-        return f"skipped: {content['skipped']}"
-    if not machine.get("clean"):
-        return "the tree was not that of a commit"
-    if content["benchmark"] in _COMPARED and content["settings"].get("processes", 0) < FEWEST_PROCESSES:
-        return f"fewer than {FEWEST_PROCESSES} processes"
-    taken = machine["other_programs"] + machine["stolen"]
-    return "" if taken <= _MOST_OTHERS else f"other programs took {taken:.0%} of the processors"
+def measured(of: Published, *names: str) -> Iterator[Mapping[str, Any]]:
+    """What the benchmarks ``names`` found."""
+    for name in names:
+        yield from of.contents.get(name, {}).get("measurements", ())
 
 
 # --- the claim --------------------------------------------------------------------------------------------------------
@@ -79,9 +39,13 @@ def unfit(content: Mapping[str, Any]) -> str:
 
 def claim(found: Sequence[Published]) -> str:
     """The bullet above the fold: what the tables support, and no more."""
-    if not found:
-        return "* **bf16 weights on CPUs too**, by a kernel of our own. " + NOTHING
-    return "".join(map(_claim, found))
+    kernels = _kernels(found)
+    return "".join(map(_claim, kernels)) or "* **bf16 weights on CPUs too**, by a kernel of our own. " + NOTHING
+
+
+def _kernels(found: Sequence[Published]) -> list[Published]:
+    """Of the machines on which the layers were measured."""
+    return [one for one in found if "kernel" in one.contents]
 
 
 def _claim(of: Published) -> str:
@@ -93,20 +57,18 @@ def _claim(of: Published) -> str:
     title = "Faster than fp32 on CPUs" + (
         "" if len(by[_FASTER]) == count else f" in {len(by[_FASTER])} of {count} cases"
     )
-    memory = next((one for one in of.measured("kernel_memory") if one["name"].startswith("loaded model: ours")), None)
-    half = f", in {memory['value']:.2f} of the memory" if memory else ""
     results = [
         f"Time of the fastest of ONNX Runtime, OpenVINO and torch in fp32 ÷ ours, {_where(of)}: {_list(by[_FASTER])}"
     ]
     results += [f"no difference seen: {_list(by[_SAME])}"] if by[_SAME] else []
     results += [f"slower: {_list(by[_SLOWER])}"] if by[_SLOWER] else []
-    text = f"* **{title}{half}.** {'; '.join(results)}."
+    text = f"* **{title}.** {'; '.join(results)}."
     return fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def _against(of: Published, what: str) -> list[Mapping[str, Any]]:
     """Measurements of ``what`` that are there; of work with warm and cold caches, the warm."""
-    found = [one for one in of.measured(*_COMPARED) if one["name"].endswith(f": {what}") and "absent" not in one]
+    found = [one for one in measured(of, *_COMPARED) if one["name"].endswith(f": {what}") and "absent" not in one]
     return [one for one in found if ", cold: " not in one["name"]]
 
 
@@ -118,7 +80,7 @@ def _outcome(one: Mapping[str, Any]) -> str:
 
 
 def _where(of: Published) -> str:
-    machine = of.machine
+    machine = of.contents["kernel"]["machine"]
     return f"{machine['cores']} cores of {machine['cpu']} ({of.key}), {machine['date']}, commit {machine['commit']}"
 
 
@@ -131,7 +93,7 @@ def _list(names: Sequence[str]) -> str:
 
 def tables(found: Sequence[Published]) -> str:
     """Times, which goals were missed, and where others win, of every kind of machine."""
-    return "\n".join(map(_tables, found)) if found else NOTHING
+    return "\n".join(map(_tables, _kernels(found))) or NOTHING
 
 
 def _tables(of: Published) -> str:
@@ -180,13 +142,13 @@ def _ms(ms: float, fastest: float) -> str:
 
 def _missed(of: Published) -> str:
     """How many goals came to what, and each that was missed."""
-    judged = [one for one in of.measured(*NAMES) if _goal(one) and "absent" not in one]
+    judged = [one for one in measured(of, *NAMES) if _goal(one) and "absent" not in one]
     verdicts = Counter(one["verdict"] for one in judged)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
-    absent = sum(1 for one in of.measured(*NAMES) if _goal(one)) - len(judged)
+    absent = sum(1 for one in measured(of, *NAMES) if _goal(one)) - len(judged)
     counts += f", {absent} not measured" * bool(absent)
     missed = [f"{one['name']} {_value(one)} ({_goal(one)})" for one in judged if one["verdict"] == "missed"]
-    return f"Of the [goals](docs/kernel.md): {counts}. Missed: {'; '.join(missed) or 'none'}."
+    return f"Of the goals below: {counts}. Missed: {'; '.join(missed) or 'none'}."
 
 
 # --- the goals --------------------------------------------------------------------------------------------------------
@@ -194,7 +156,7 @@ def _missed(of: Published) -> str:
 
 def goals(found: Sequence[Published]) -> str:
     """Every goal with its verdict, of every kind of machine."""
-    return "\n".join(map(_goals, found)) if found else NOTHING
+    return "\n".join(map(_goals, _kernels(found))) or NOTHING
 
 
 def _goals(of: Published) -> str:
@@ -204,7 +166,7 @@ def _goals(of: Published) -> str:
         "",
         "| | measured | goal | |",
         "|---|---|---|---|",
-        *(_verdict(one) for one in of.measured(*NAMES) if _goal(one)),
+        *(_verdict(one) for one in measured(of, *NAMES) if _goal(one)),
     ]
     return "\n".join(lines) + "\n"
 

@@ -44,9 +44,9 @@ class Handler:
         return reply
 
 
-def serve(graph: Path, *, pack: bool = True) -> None:
-    """Serve ``graph`` on a free port of the loopback interface. ``pack`` as :func:`open_session` has it."""
-    session = open_session(graph, library=kernel_for(graph).library, pack=pack)
+def serve(graph: Path) -> None:
+    """Serve ``graph`` on a free port of the loopback interface."""
+    session = open_session(graph, library=kernel_for(graph).library)
     handler = grpc.unary_unary_rpc_method_handler(
         Handler(session).infer, pb.ModelInferRequest.FromString, pb.ModelInferResponse.SerializeToString
     )
@@ -60,4 +60,4 @@ def serve(graph: Path, *, pack: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), pack="--unpacked" not in sys.argv[2:])
+    serve(Path(sys.argv[1]))

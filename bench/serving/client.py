@@ -8,23 +8,19 @@ take turns while both clients stay connected and warm.
 from __future__ import annotations
 
 import json
-import math
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import grpc
 
 from bench.serving import wire
 from bench.serving.http2 import Connection, keep_open
-
-Transport = Literal["http2", "grpcio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +35,14 @@ class Latency:
 class Load:
     """Of one block with several calls in flight; ``client_cpu_s`` is what the client itself used, in seconds.
 
-    ``p50`` and ``p99`` of the calls' own seconds are NaN where they were not asked for.
+    ``p50`` and ``p99`` are of the calls' own seconds.
     """
 
     calls: int
     seconds: float
     client_cpu_s: float
-    p50: float = math.nan
-    p99: float = math.nan
+    p50: float
+    p99: float
 
     @property
     def rate(self) -> float:
@@ -76,17 +72,12 @@ class Client:
         """Percentiles over ``calls`` calls, each sent when the one before has been answered."""
         return Latency(**self._do("latency", calls=calls))
 
-    def load(self, in_flight: int, seconds: float, transport: Transport, connections: int = 1) -> Load:
-        """``in_flight`` calls kept open for ``seconds``, by :mod:`bench.serving.http2` or by grpcio's own client.
+    def load(self, in_flight: int, seconds: float, connections: int = 1) -> Load:
+        """``in_flight`` calls kept open for ``seconds`` by :mod:`bench.serving.http2`.
 
         Several ``connections`` are for servers of several processes: each of them belongs to one.
         """
-        how = {"in_flight": in_flight, "seconds": seconds, "transport": transport, "connections": connections}
-        return Load(**self._do("load", **how))
-
-    def timed_load(self, in_flight: int, seconds: float) -> Load:
-        """The same by :mod:`bench.serving.http2` on one connection, and how long the calls took."""
-        return Load(**self._do("timed_load", in_flight=in_flight, seconds=seconds))
+        return Load(**self._do("load", in_flight=in_flight, seconds=seconds, connections=connections))
 
     def _do(self, command: str, **arguments: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -104,84 +95,41 @@ class Client:
 
 
 class _Caller:
-    """The two ways to call one server with one request."""
+    """Calls one server with one request."""
 
     def __init__(self, port: int, request: bytes) -> None:
         self._port = port
         self._request = request
-        self._calls = [self._connect()]
-
-    def _connect(self) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
-        """Without serialisers the call takes and gives bytes. Without a pool of its own it would share a connection."""
-        options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-        return grpc.insecure_channel(f"127.0.0.1:{self._port}", options).unary_unary(wire.INFER)
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_receive_message_length", -1)])
+        # Without serialisers it takes and gives bytes.
+        self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(wire.INFER)
 
     def latency(self, calls: int) -> dict[str, float]:
-        call, request, clock = self._calls[0], self._request, time.perf_counter
+        call, request, clock = self._call, self._request, time.perf_counter
         durations = []
         for _ in range(calls):
             started = clock()
             call(request)
             durations.append(clock() - started)
-        durations.sort()
-        return {"p50": durations[calls // 2], "p99": durations[calls * 99 // 100]}
+        return _percentiles(durations)
 
-    def load(self, in_flight: int, seconds: float, transport: Transport, connections: int) -> dict[str, float]:
-        run = self._over_http2 if transport == "http2" else self._over_grpcio
-        cpu, started = _cpu_seconds(), time.perf_counter()
-        calls = run(in_flight, seconds, connections)
-        elapsed = time.perf_counter() - started
-        return {"calls": calls, "seconds": elapsed, "client_cpu_s": _cpu_seconds() - cpu}
-
-    def timed_load(self, in_flight: int, seconds: float) -> dict[str, float]:
+    def load(self, in_flight: int, seconds: float, connections: int) -> dict[str, float]:
         took: list[float] = []
-        connection = Connection(self._port, wire.INFER, self._request, len(self._calls[0](self._request)), took.append)
+        expected = len(self._call(self._request))
+        opened = [Connection(self._port, wire.INFER, self._request, expected, took.append) for _ in range(connections)]
         cpu, started = _cpu_seconds(), time.perf_counter()
         try:
-            calls = keep_open([connection], in_flight, seconds)
-        finally:
-            connection.close()
-        elapsed = time.perf_counter() - started
-        took.sort()
-        shares = {"p50": took[calls // 2], "p99": took[calls * 99 // 100]}
-        return {"calls": calls, "seconds": elapsed, "client_cpu_s": _cpu_seconds() - cpu, **shares}
-
-    def _over_http2(self, in_flight: int, seconds: float, connections: int) -> int:
-        expected = len(self._calls[0](self._request))
-        opened = [Connection(self._port, wire.INFER, self._request, expected) for _ in range(connections)]
-        try:
-            return keep_open(opened, in_flight, seconds)
+            calls = keep_open(opened, in_flight, seconds)
         finally:
             for connection in opened:
                 connection.close()
+        elapsed = time.perf_counter() - started
+        return {"calls": calls, "seconds": elapsed, "client_cpu_s": _cpu_seconds() - cpu, **_percentiles(took)}
 
-    def _over_grpcio(self, in_flight: int, seconds: float, connections: int) -> int:
-        """Futures: the callback of each sends the next. Cheaper than a thread per call, and no thread to wake."""
-        while len(self._calls) < connections:
-            self._calls.append(self._connect())
-        deadline = time.perf_counter() + seconds
-        finished, failures, completed = threading.Semaphore(0), list[str](), [0] * in_flight
 
-        def send(index: int) -> None:
-            call = self._calls[index % connections]
-            call.future(self._request).add_done_callback(lambda call: received(index, call))
-
-        def received(index: int, call: Any) -> None:
-            completed[index] += 1
-            if call.code() is not grpc.StatusCode.OK:
-                failures.append(str(call.details()))
-            if failures or time.perf_counter() >= deadline:
-                finished.release()
-            else:
-                send(index)
-
-        for index in range(in_flight):
-            send(index)
-        for _ in range(in_flight):
-            finished.acquire()
-        if failures:
-            raise RuntimeError(f"a call failed: {failures[0]}")
-        return sum(completed)
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    seconds.sort()
+    return {"p50": seconds[len(seconds) // 2], "p99": seconds[len(seconds) * 99 // 100]}
 
 
 def _cpu_seconds() -> float:
@@ -194,7 +142,6 @@ def _main(port: int, request: bytes) -> None:
     commands: dict[str, Callable[..., dict[str, float]]] = {
         "latency": caller.latency,
         "load": caller.load,
-        "timed_load": caller.timed_load,
     }
     for line in sys.stdin:
         command, arguments = json.loads(line)

@@ -10,10 +10,8 @@ request.
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ import numpy as np
 
 from bench.core import models
 from bench.core.grid import Grid
-from bench.core.processes import Server, bf16_serve
+from bench.core.processes import Server, bf16_serve, drift_samples
 from bench.core.results import Measurement, Result
 from bench.core.verdict import estimate
 from bench.core.workspace import Workspace
@@ -42,7 +40,6 @@ _SHADOWS = {
 _GOALS = {DEFAULTS: (1.01, 1.02, 1.01), TENTH: (1.05, 1.05, 1.05)}
 _IN_FLIGHT = (16, 1)
 _READY_S = 60.0
-_METRIC = re.compile(r'^bf16kit_drift_samples_total\{.*model="(\w+)",outcome="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class _Effort:
     seconds: float  # of each turn; as much again as a quarter of it goes before and is not measured
 
 
-_FULL, _QUICK = _Effort(5, 6, 0.8), _Effort(1, 2, 0.4)
+_FULL, _QUICK = _Effort(5, 6, 0.6), _Effort(1, 2, 0.4)
 _STILL_S, _SETTLED_S = 0.06, 3.0  # the server idle for so long has nothing left to measure; waited for at most
 
 
@@ -155,21 +152,21 @@ def _round(
         server = stack.enter_context(bf16_serve(repository, root / "drift_overhead.log"))
         clients = {side: stack.enter_context(Client(server.port, request)) for side, request in requests.items()}
         _wait_for_references(server, clients)
-        before, calls = _samples(server), dict.fromkeys(clients, 0)
+        before, calls = drift_samples(server), dict.fromkeys(clients, 0)
         orders = list(permutations(clients))  # each side is as often first, second and last
         for number, into in found.items():
             turns: dict[str, list[_Turn]] = {side: [] for side in clients}
             for turn in range(effort.turns):
                 for side in orders[turn % len(orders)]:
-                    warm = clients[side].timed_load(number, effort.seconds / 4)
+                    warm = clients[side].load(number, effort.seconds / 4)
                     busy = server.own_cpu_seconds()
-                    load = clients[side].timed_load(number, effort.seconds)
+                    load = clients[side].load(number, effort.seconds)
                     _settle(server)
                     turns[side].append(_Turn(load, server.own_cpu_seconds() - busy))
                     calls[side] += warm.calls + load.calls
             for side, taken in turns.items():
                 into.turns[side].append(taken)
-        after = _samples(server)
+        after = drift_samples(server)
         return {
             (side, outcome): (count - before.get((side, outcome), 0)) / calls[side]
             for (side, outcome), count in after.items()
@@ -181,8 +178,8 @@ def _wait_for_references(server: Server, clients: Mapping[str, Client]) -> None:
     deadline = time.monotonic() + _READY_S
     while time.monotonic() < deadline:
         for client in clients.values():
-            client.timed_load(4, 0.3)
-        samples = _samples(server)
+            client.load(4, 0.3)
+        samples = drift_samples(server)
         if all(samples.get((side, "measured"), 0) > 0 for side in (DEFAULTS, TENTH)):
             return
     raise RuntimeError(f"no live drift was measured within {_READY_S:g} s: {samples}")
@@ -196,13 +193,6 @@ def _settle(server: Server) -> None:
         time.sleep(_STILL_S)
         if server.cpu_seconds() - before < _STILL_S / 4:
             return
-
-
-def _samples(server: Server) -> dict[tuple[str, str], float]:
-    """Rows by model and outcome, as the server tells its metrics."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics", timeout=20) as answer:
-        text = answer.read().decode()
-    return {(model, outcome): float(value) for model, outcome, value in _METRIC.findall(text)}
 
 
 def _shares(rounds: Sequence[Mapping[tuple[str, str], float]]) -> list[float]:

@@ -7,20 +7,24 @@ fresh server per round.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from bench.core import models
 from bench.core.processes import Server, bf16_serve
 from bench.core.results import Measurement, Result
+from bench.core.verdict import Estimate, estimate
 from bench.core.workspace import Workspace
 from bench.serving import wire
 from bench.serving.client import Client
 from bench.serving.generator import NOT_SENT
 from bench.serving.openloop import Outcome, offer
 
-_ROUNDS, _SECONDS, _CAPACITY_SECONDS = 5, 10.0, 5.0
+_ROUNDS, _SECONDS, _CAPACITY_SECONDS = 5, 6.0, 3.0
 _QUICK = 1, 2.0, 1.0
 _IN_FLIGHT = 16
 _MS = 1e3
@@ -65,9 +69,9 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
 
 def _round(repository: Path, log: Path, request: bytes, seconds: float, capacity_seconds: float) -> _Round:
     with bf16_serve(repository, log) as server, Client(server.port, request) as client:
-        client.load(_IN_FLIGHT, capacity_seconds / 2, "http2")
+        client.load(_IN_FLIGHT, capacity_seconds / 2)
         before = server.cpu_seconds()
-        load = client.load(_IN_FLIGHT, capacity_seconds, "http2")
+        load = client.load(_IN_FLIGHT, capacity_seconds)
         cpu_us = (server.cpu_seconds() - before) / load.calls * 1e6
         calm = _offer(server, request, 0.8 * load.rate, seconds)
         return _Round(load.rate, calm, _offer(server, request, 10 * load.rate, seconds), cpu_us)
@@ -78,8 +82,15 @@ def _offer(server: Server, request: bytes, rate: float, seconds: float) -> Outco
 
 
 def _measurements(name: str, rounds: list[_Round]) -> list[Measurement]:
+    def middle(value: Callable[[_Round], float]) -> float:
+        return median(map(value, rounds))
+
+    def paired(value: Callable[[_Round], float]) -> Estimate:
+        """Of each server by itself."""
+        return estimate([np.array([value(one)]) for one in rounds])
+
     def over(of: str, share: float, *, storm: bool) -> float:
-        return median((r.storm if storm else r.calm).percentile(of, share) for r in rounds) * _MS
+        return middle(lambda one: (one.storm if storm else one.calm).percentile(of, share)) * _MS
 
     refused: list[Measurement] = []
     if any(r.storm.refused for r in rounds):
@@ -87,33 +98,21 @@ def _measurements(name: str, rounds: list[_Round]) -> list[Measurement]:
             Measurement(f"{name}: refused p50", over("refused", 0.5, storm=True), "ms", at_most=_REFUSED_P50_MS),
             Measurement(f"{name}: refused p99", over("refused", 0.99, storm=True), "ms", at_most=_REFUSED_P99_MS),
         ]
-    calm, storm = over("answered", 0.99, storm=False), over("served", 0.99, storm=True)
+    slower = paired(lambda one: one.storm.percentile("served", 0.99) / one.calm.percentile("answered", 0.99))
+    # Offered was ten times the capacity: so many seconds were calls answered in.
+    answered = paired(lambda one: 10 * len(one.storm.answered) / one.storm.offered)
+    not_sent = middle(lambda one: one.storm.counts.get(NOT_SENT, 0) / one.storm.offered)
     return [
-        Measurement(f"{name}: capacity in a closed loop", median(r.capacity for r in rounds), "calls/s"),
-        Measurement(f"{name}: server's processor time per call", median(r.cpu_us for r in rounds), "µs"),
+        Measurement(f"{name}: capacity in a closed loop", middle(lambda one: one.capacity), "calls/s"),
+        Measurement(f"{name}: server's processor time per call", middle(lambda one: one.cpu_us), "µs"),
         Measurement(f"{name}: p50 at 80 %", over("answered", 0.5, storm=False), "ms"),
-        Measurement(f"{name}: p99 at 80 %", calm, "ms"),
+        Measurement(f"{name}: p99 at 80 %", over("answered", 0.99, storm=False), "ms"),
         Measurement(f"{name}: offered 10 ×, answered p50 from when due", over("answered", 0.5, storm=True), "ms"),
         Measurement(f"{name}: offered 10 ×, answered p50 from when sent", over("served", 0.5, storm=True), "ms"),
-        Measurement(f"{name}: offered 10 ×, answered p99 from when sent", storm, "ms"),
-        Measurement(f"{name}: p99 of the answered, from when sent, ÷ p99 at 80 %", storm / calm, at_most=_TIMES_SLOWER),
+        Measurement(f"{name}: offered 10 ×, answered p99 from when sent", over("served", 0.99, storm=True), "ms"),
+        Measurement.of(f"{name}: p99 of the answered, from when sent, ÷ p99 at 80 %", slower, at_most=_TIMES_SLOWER),
         *refused,
-        Measurement(
-            f"{name}: refused by gRPC itself, with CANCELLED, ÷ refused",
-            median(r.storm.counts.get("CANCELLED", 0) / max(len(r.storm.refused), 1) for r in rounds),
-        ),
-        Measurement(
-            f"{name}: answered under 10 × ÷ capacity",
-            median(len(r.storm.answered) / r.capacity for r in rounds) / _answering_seconds(rounds),
-            at_least=_GOODPUT,
-        ),
-        Measurement(
-            f"{name}: not sent within a second, ÷ offered",
-            median(r.storm.counts.get(NOT_SENT, 0) / r.storm.offered for r in rounds),
-        ),
+        Measurement.of(f"{name}: answered under 10 × ÷ capacity", answered, at_least=_GOODPUT),
+        Measurement(f"{name}: not sent within a second, ÷ offered", not_sent),
         Measurement(f"{name}: neither answered nor refused", float(sum(r.storm.lost for r in rounds)), at_most=0),
     ]
-
-
-def _answering_seconds(rounds: list[_Round]) -> float:
-    return rounds[0].storm.offered / (10 * rounds[0].capacity)

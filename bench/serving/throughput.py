@@ -4,7 +4,7 @@ Twice bare: configured as the server says that it serves (profile, batches at on
 all layouts; each with batches of the size that is fastest for it, of those that the server may make. Client and server
 share the cores, so the load comes from :mod:`bench.serving.http2`, whose share of the processor is reported.
 
-Three kinds of requests: how much work is in one decides how much of a core its answer leaves for the model.
+Two kinds of requests: how much work is in one decides how much of a core its answer leaves for the model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Case:
 
 
 # No more than a batch waits while one request runs: that much is never refused, however slow the machine is.
-_CASES = (_Case(1, 16, 16), _Case(8, 16, 5), _Case(1, 128, 16))
+_CASES = (_Case(1, 16, 16), _Case(1, 128, 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ def _round(
     request = wire.infer_request("minilm", models.minilm_feeds(case.rows, case.tokens))
     rates: dict[str, list[float]] = {"served": [], "alike": [], "best": []}
     with Client(server.port, request) as client:
-        client.load(case.clients, seconds / 3, "http2")
+        client.load(case.clients, seconds / 3)
 
         def served() -> float:
-            found.loads.append(client.load(case.clients, seconds, "http2"))
+            found.loads.append(client.load(case.clients, seconds))
             return found.loads[-1].rate * case.rows
 
         runs = {

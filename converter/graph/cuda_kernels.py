@@ -1,6 +1,6 @@
 """The bf16 kernels of CUDA providers that are not installed here, and the ONNX Runtime that a profile needs.
 
-The table was read from the releases themselves, without a device: ``python -m bench.gpu.registry`` writes it.
+The table was read from the releases themselves, without a device (docs/decisions/0082).
 """
 
 from __future__ import annotations

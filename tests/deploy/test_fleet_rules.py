@@ -12,12 +12,11 @@ from threading import Thread
 import numpy as np
 import prometheusprocess
 import pytest
+from fleetrules import WRONG, firing, is_over
 from manyreplicas import BUDGET, MODEL, POOLED, PROMTOOL, labelled, needs_promtool, promtool
 from prometheusprocess import Prometheus
 from waiting import until
 
-from bench.drift.fleet import is_over
-from bench.drift.rules import WRONG, firing
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from service.telemetry.families import MOMENTS
@@ -77,7 +76,7 @@ def test_the_pooled_mean_is_that_of_all_rows_and_is_judged_by_its_error(mean: fl
     total = np.zeros(5)
     for _, metric, moment, value in fleet.sums():
         total[MOMENTS.index(moment)] += value if metric == "relative_l2" else 0
-    over = bool(is_over(total))
+    over = bool(is_over(total, BUDGET))
     assert over == (mean > BUDGET)
     truth = fleet.drift / fleet.weight
     selected = '{metric="relative_l2", window="1h"}'

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from bench.core import machine
 
+ROOT = Path(__file__).parents[3]
 AUTHOR = ["-c", "user.name=tests", "-c", "user.email=tests@localhost"]
 
 ZEN4 = {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "17", "flags": "fma avx2 avx512f avx512_bf16"}
@@ -66,7 +68,25 @@ def test_the_share_of_other_programs_excludes_our_own_time(monkeypatch: pytest.M
     """Two processors in ten seconds: twelve seconds are busy, four of these are ours, and one second is stolen."""
     ticks, own, now = iter([(100.0, 5.0), (112.0, 6.0)]), iter([1.0, 5.0]), iter([0.0, 10.0])
     monkeypatch.setattr(machine, "_ticks", lambda: next(ticks))
-    monkeypatch.setattr(machine, "_own_seconds", lambda: next(own))
+    monkeypatch.setattr(machine, "own_seconds", lambda: next(own))
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert machine.OtherProgramsTime().shares() == {"other_programs": 0.4, "stolen": 0.05}
+
+
+def test_time_of_children_whose_parent_did_not_wait_is_our_own() -> None:
+    """A child starts a grandchild that computes for half a second, and ends before it."""
+    spin = "import time\nwhile time.process_time() < 0.5: pass"
+    leave = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {spin!r}])"
+    script = f"""
+import subprocess, sys, time
+from bench.core import machine
+machine.adopt_orphans()
+subprocess.run([sys.executable, "-c", {leave!r}], check=True)
+deadline = time.monotonic() + 60
+while machine.own_seconds() < 0.5 and time.monotonic() < deadline:
+    time.sleep(0.05)
+print(machine.own_seconds())
+"""
+    used = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert float(used) > 0.5

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.core.results import Measurement, Result, samples_of, table, write
+from bench.core.results import Measurement, Result, content_of, samples_of, table, write
 from bench.core.verdict import Estimate
 
 
@@ -29,7 +29,7 @@ def test_a_written_result_has_every_run(tmp_path: Path) -> None:
     found = Result(
         "one", [Measurement.of("m", Estimate(2.0, 1.0, 3.0), at_least=1.5)], samples={"work": {"a": samples}}
     )
-    content = json.loads(write(found, tmp_path, command="c", machine={"commit": "x", "clean": True}).read_text())
+    content = json.loads(write(content_of(found, command="c", machine={"commit": "x"}), tmp_path).read_text())
     assert content["measurements"] == [
         {"name": "m", "value": 2.0, "unit": "", "interval": [1.0, 3.0], "at_least": 1.5, "verdict": "undecided"}
     ]

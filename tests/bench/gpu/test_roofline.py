@@ -118,45 +118,16 @@ def test_rates_are_those_of_dense_matrices() -> None:
         assert rate in page
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the artifact of an MLP with a cuda profile."""
-    where = tmp_path_factory.mktemp("mlp")
-    onnx.save(graphs.mlp((256, 512, 256)), where / "mlp.onnx")
+def test_an_artifact_is_costed_by_its_own_graphs(tmp_path: Path) -> None:
+    onnx.save(graphs.mlp((256, 512, 256)), tmp_path / "mlp.onnx")
+    artifact = tmp_path / "mlp" / "1"
     flags = ("--profile", "cuda", "--format", "onnx", "--no-report")
-    assert run(["checkpoint", str(where / "mlp.onnx"), "--out", str(where / "mlp" / "1"), *flags]) == 0
-    return where / "mlp" / "1"
-
-
-def test_the_command_prints_the_prediction_for_an_artifact(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert roofline.main([str(artifact), "--dim", "batch=8", "--layers"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("predicted from data sheets, never measured\n")
-    assert f"{2 * 8 * 2 * 256 * 512 / 1e9:.3f} GFLOP" in told
-    assert all(name in told for name in DEVICES)
-    assert "matmul0" in told
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ((), "input 'x': dimension batch has no size"),
-        (("--dim", "batch"), "invalid literal"),
-        (("--dim", "batch=x"), "invalid"),
-    ],
-)
-def test_the_command_rejects_missing_and_invalid_dimensions(
-    artifact: Path, arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert roofline.main([str(artifact), *arguments]) == 2
-    assert told in capsys.readouterr().err
-
-
-def test_the_command_rejects_a_directory_that_is_not_an_artifact(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert roofline.main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("roofline: ")
+    assert run(["checkpoint", str(tmp_path / "mlp.onnx"), "--out", str(artifact), *flags]) == 0
+    model = roofline.Model.of(artifact, {"batch": 8})
+    assert model.narrow.flops("bf16") == model.reference.flops("fp32") == 2 * 8 * 2 * 256 * 512
+    assert set(model.on(DEVICES["L4"])) == {"bf16", "tf32", "fp32"}
+    with pytest.raises(NotCosted, match="dimension batch has no size"):
+        roofline.Model.of(artifact, {})
 
 
 @pytest.mark.models  # converts MiniLM

@@ -120,7 +120,7 @@ def test_objects_are_set_aside_until_the_next_time_and_freed_if_they_are_garbage
 
 
 def test_onednn_keeps_few_kernels_unless_the_environment_sets_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"  # bench/conversion/memory.py measures its effect
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
     monkeypatch.setenv(name, "7")
     keep_few_primitives()
     assert os.environ[name] == "7"

@@ -1,4 +1,4 @@
-"""The change detector in simulations with fixed seeds; `python -m bench drift_detector` simulates weeks."""
+"""The change detector in simulations with fixed seeds; docs/decisions/0054 has weeks of it."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
+from traffic import Clock, arrivals
 from waiting import until
 
-from bench.serving.traffic import Clock, arrivals
 from bf16kit.messages.errors import RuntimeFailure
 from service.contract import Array
 from service.drift.driftpolicy import ShadowPolicy

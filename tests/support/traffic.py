@@ -53,7 +53,7 @@ def arrivals(
     Latency is log-normal about a millisecond per element of length, drift 1 per element, half as much again where it
     took long and by the row's place.
     """
-    chance = random.Random(seed)  # noqa: S311 - simulated
+    chance = random.Random(seed)
     lengths, weights = list(rates), list(rates.values())
     inputs: dict[tuple[int, int], Array] = {}
     while clock.now < seconds:

@@ -1,4 +1,4 @@
-"""The alerts that fire if something is wrong on all replicas: the rules as shipped, evaluated by promtool."""
+"""What the rules say of many replicas: the alerts that fire, by promtool, and the pooled verdict as arrays."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from service.drift.intervals import Z_ALWAYS
+
 _RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
 _MINUTES = 30
+_EFFECTIVE = 100  # requests, of the rule
 _FIRING = re.compile(r'\{alertname="(\w+)", severity="(\w+)"\} ([\d.E+]+)')
 _TARGET = 'job="bf16kit", instance="r{number}:8002"'
 _MODEL = '{target}, model="m", version="2"'
@@ -59,3 +65,13 @@ def firing(promtool: str, fault: str, replicas: int) -> dict[tuple[str, str], in
     if "got:" not in said:
         raise RuntimeError(f"promtool: {said}")
     return {(name, severity): int(float(count)) for name, severity, count in _FIRING.findall(said)}
+
+
+def is_over(sums: NDArray[np.float64], budget: float) -> NDArray[np.bool_]:
+    """Whether the pooled mean is over ``budget`` beyond chance, by the moments in the last axis of ``sums``."""
+    weight, drift, weight2, product, drift2 = np.moveaxis(sums, -1, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = drift / weight
+        error = np.sqrt(np.maximum(drift2 - 2 * mean * product + mean**2 * weight2, 0)) / weight
+        low = mean * np.exp(-Z_ALWAYS * error / mean)
+        return np.asarray((low > budget) & (weight**2 / weight2 > _EFFECTIVE))

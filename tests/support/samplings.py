@@ -1,37 +1,25 @@
-"""Which requests live drift measures: simulated traffic, and what choosing costs the thread that answers.
-
-At the defaults. A round is a seed. docs/decisions/0055 has the same simulations of a sampler by strata.
-"""
+"""Which requests live drift measures: simulated traffic, at the defaults. docs/decisions/0055 has longer runs."""
 
 from __future__ import annotations
 
 import math
-import os
 import random
-import time
-from collections.abc import Callable, Iterator, Mapping
-from statistics import median
+from collections.abc import Callable, Mapping
 
 import numpy as np
+from traffic import Arrival, Clock, arrivals
 
-from bench.core import models
-from bench.core.results import Measurement, Result
-from bench.core.workspace import Workspace
-from bench.serving.traffic import Arrival, Clock, arrivals
 from bf16kit.drift.metrics import Budget, SampleDrift
-from bf16kit.numerics.tensors import Array
 from service.drift.driftpolicy import ShadowPolicy
 from service.drift.estimates import Estimate, estimates
 from service.drift.forwarder import SampleForwarder
 from service.drift.recent import RecentRows
 from service.drift.sampler import OnOutcome, Outcome, Sample
-from service.request import Reply, Request, Timings
-from service.shadow.samples import pack
+from service.request import Reply, Request
 
 HEALTHY = 3.7e-3  # relative_l2, a quarter of the budget
 BOUNDS = Budget.from_dict({"relative_l2": 0.015, "relative_l2.p99": 0.1, "cosine_distance": 5e-4})
 RARE = 500  # the length of the rare kind of requests
-_BIAS = {"22 requests a second": {16: 20.0, 64: 2.0, RARE: 0.22}, "2 a second": {16: 1.8, 64: 0.18, RARE: 0.02}}
 _OF_KIND = {16: 1.0, 64: 2.0, RARE: 4.0}  # times the drift of a common request
 _OFTEN = {16: 18.0, 64: 1.8, RARE: 0.2}  # the rare kind is one request in a hundred
 Wrong = Callable[[Arrival, random.Random], float]  # relative_l2 of a request once the fault has begun
@@ -40,10 +28,7 @@ FAULTS: Mapping[str, Wrong] = {
     "1 % of all requests destroyed": lambda each, chance: 1.4 if chance.random() < 0.01 else _healthy(chance),
     "5 % of all requests destroyed": lambda each, chance: 1.4 if chance.random() < 0.05 else _healthy(chance),
 }
-_BURSTS = ((20, 0.1), (100, 0.1), (100, 5.0), (200, 20.0), (5000, 5.0))  # requests, in seconds
 _HEALTHY_S, _MOST_S = 300.0, 7200.0
-_AT_MOST_US = 2.0
-_CALLS, _TIMES = 2000, 30
 
 
 def _healthy(chance: random.Random, spread: float = 0.1) -> float:
@@ -57,7 +42,7 @@ class Samples:
         self.forwarder = SampleForwarder(
             self, policy, self._sampled,
             name="m", batch_axis=0, profile="cpu", precision="bf16", run_bf16=lambda feeds, outputs: ({}, "bf16"),
-            chance=random.Random(seed), clock=clock,  # noqa: S311 - simulated
+            chance=random.Random(seed), clock=clock,
         )  # fmt: skip
         self.newest: Sample | None = None
         self.dropped = 0
@@ -88,7 +73,7 @@ def add(recent: RecentRows, relative_l2: float, sample: Sample) -> None:
 def unbiased(rates: Mapping[int, float], seconds: float, seed: int) -> tuple[float, Estimate, float, int, float]:
     """Return the error of the weighted mean in standard errors, its interval ÷ the truth, the share of effective
     samples, how many there are, and the share of dropped ones. Drift follows from length and latency."""
-    clock, recent, chance = Clock(), RecentRows(), random.Random(seed)  # noqa: S311 - simulated
+    clock, recent, chance = Clock(), RecentRows(), random.Random(seed)
     samples = Samples(clock, 1000 + seed)
     everything, drifts, weights = [], [], []
     for each in arrivals(clock, rates, seconds, seed):
@@ -108,7 +93,7 @@ def unbiased(rates: Mapping[int, float], seconds: float, seed: int) -> tuple[flo
 
 def until_over(wrong: Wrong, seed: int, rates: Mapping[int, float] = _OFTEN, most: float = _MOST_S) -> float:
     """Return the seconds from the beginning of a fault until a breach is established; infinite if it is not."""
-    clock, recent, chance = Clock(), RecentRows(), random.Random(seed)  # noqa: S311 - simulated
+    clock, recent, chance = Clock(), RecentRows(), random.Random(seed)
     samples = Samples(clock, 1000 + seed)
     for each in arrivals(clock, rates, _HEALTHY_S + most, seed):
         faulty = clock.now > _HEALTHY_S
@@ -122,7 +107,7 @@ def until_over(wrong: Wrong, seed: int, rates: Mapping[int, float] = _OFTEN, mos
 
 def burst_weight(requests: int, seconds: float, seed: int) -> float:
     """Return the weights of a burst's samples ÷ its requests, of ten bursts into a model that is idle otherwise."""
-    clock, chance, weight = Clock(), random.Random(seed), 0.0  # noqa: S311 - simulated
+    clock, chance, weight = Clock(), random.Random(seed), 0.0
     samples = Samples(clock, seed)
     request, reply = Request({"x": np.zeros((1, 16), np.float32)}), Reply({"y": np.ones((1, 1))}, "bf16")
     for start in range(0, 600, 60):
@@ -132,78 +117,3 @@ def burst_weight(requests: int, seconds: float, seed: int) -> float:
             sample = samples.choose(request, reply)
             weight += 1 / sample.probability if bursting and sample is not None else 0.0
     return weight / (10 * requests)
-
-
-def measure(workspace: Workspace, *, quick: bool) -> Result:
-    """Samples, their weights and errors; microseconds where a request is not chosen."""
-    rounds, runs, seconds = (2, 1, 60.0) if quick else (400, 40, 300.0)
-    found = [*_costs()]
-    for name, rates in _BIAS.items():
-        told = [unbiased(rates, seconds, seed) for seed in range(rounds)]
-        errors, intervals, effective, counts, dropped = zip(*told, strict=True)
-        found += [
-            Measurement(f"{name}: samples per second", float(np.mean(counts)) / seconds, "1/s"),
-            Measurement(f"{name}: dropped", 100 * float(np.mean(dropped)), "% of the chosen"),
-            Measurement(f"{name}: effective samples", 100 * float(np.mean(effective)), "%"),
-            Measurement(f"{name}: error of the mean, average", float(np.mean(errors)), "standard errors"),
-            Measurement(f"{name}: error of the mean, spread", float(np.std(errors)), "standard errors"),
-            Measurement(
-                f"{name}: intervals above the truth", 100 * float(np.mean([i.low > 1 for i in intervals])), "%"
-            ),
-            Measurement(f"{name}: intervals below it", 100 * float(np.mean([i.high < 1 for i in intervals])), "%"),
-        ]
-    for name, wrong in FAULTS.items():
-        delays = [until_over(wrong, seed, most=60.0 if quick else _MOST_S) for seed in range(runs)]
-        high = float(np.quantile(delays, 0.95, method="higher"))
-        detail = f"95th percentile {high:.0f}"
-        found.append(Measurement(f"{name}: until over budget, median", median(delays), "s", detail=detail))
-    for requests, length in _BURSTS:
-        weights = [burst_weight(requests, length, seed) for seed in range(runs)]
-        name = f"{requests} requests in {length:g} s: weight of their samples"
-        found.append(Measurement(name, float(np.mean(weights)), "of the requests"))
-    return Result(
-        "drift_sampling",
-        tuple(found),
-        settings={"rounds": rounds, "faults and bursts of each": runs, "seconds": seconds},
-        notes=("simulated on a clock of its own",),
-    )
-
-
-# --- what it costs ----------------------------------------------------------------------------------------------------
-
-
-def _costs() -> Iterator[Measurement]:
-    """Of the calling thread; the fastest of many blocks."""
-    hidden = {"last_hidden_state": np.zeros((1, 16, 384), np.float32), "embedding": np.zeros((1, 384), np.float32)}
-    yield from _cost("MLP", models.mlp_feeds(rows=1), {"y": np.zeros((1, 16), np.float32)})
-    yield from _cost("MiniLM", models.minilm_feeds(1), hidden)
-
-
-def _cost(name: str, feeds: dict[str, Array], outputs: dict[str, Array]) -> Iterator[Measurement]:
-    request, reply = Request(feeds, timings=Timings(arrived=time.monotonic())), Reply(outputs, "bf16")
-
-    def offering(policy: ShadowPolicy) -> Callable[[], Sample | None]:
-        samples = Samples(time.monotonic, 0, policy)  # type: ignore[arg-type]  # a real clock
-        return lambda: samples.choose(request, reply)
-
-    everything = offering(ShadowPolicy(rate=1, max_per_second=1e9))
-    sample = everything()
-    assert sample is not None
-
-    def written() -> None:
-        _, file = pack([sample])
-        os.close(file)
-
-    yield Measurement(f"{name}: not chosen", _us(offering(ShadowPolicy())), "µs", at_most=_AT_MOST_US)
-    yield Measurement(f"{name}: chosen and copied", _us(everything), "µs")
-    yield Measurement(f"{name}: written to a file", _us(written), "µs")
-
-
-def _us(call: Callable[[], object]) -> float:
-    best = float("inf")
-    for _ in range(_TIMES):
-        began = time.perf_counter()
-        for _ in range(_CALLS):
-            call()
-        best = min(best, (time.perf_counter() - began) / _CALLS)
-    return best * 1e6

@@ -1,1 +1,0 @@
-"""Benchmarks of what is deployed: images and containers."""

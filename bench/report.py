@@ -1,0 +1,187 @@
+"""``python -m bench.report``: what README and the documentation quote of the published results.
+
+Measures nothing. ``bench/results`` is read through the gate (:mod:`bench.core.publishing`); what stands between the
+marks of a page is what the functions here make of it, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.core import publishing
+from bench.core.machine import ROOT
+from bench.core.publishing import Published
+from bench.core.results import RESULTS
+from bench.kernel import published as kernel
+from bench.serving import sizing
+
+# README's rows: what it is called there, the benchmark, the measurement.
+ROWS: Sequence[tuple[str, str, str]] = (
+    ("artifact on disk ÷ checkpoint; fp32 can be restored bit for bit", "artifact_size", "artifact ÷ checkpoint"),
+    ("the same with `--no-residual`", "artifact_size", "without the residual ÷ checkpoint"),
+    ("memory of the server, between runs of the fp32 reference", "memory", "bf16-serve with its defaults"),
+    ("the same ÷ a bare gRPC handler around ONNX Runtime fp32", "memory", "defaults ÷ a bare handler"),
+    ("the same while the reference runs", "memory", "while its reference runs ÷ a bare handler"),
+    ("without live drift (`shadow: {rate: 0}`)", "memory", "without a reference ÷ a bare handler"),
+    ("16 tokens: time of the fastest fp32 runtime ÷ `cpu`", "minilm", "MiniLM 1×16: best fp32 peer ÷ cpu"),
+    ("of the fastest bf16 runtime ÷ `cpu-bf16`", "minilm", "MiniLM 1×16: best bf16 peer ÷ cpu-bf16"),
+    ("128 tokens: the first of the two", "minilm", "MiniLM 1×128: best fp32 peer ÷ cpu"),
+    ("128 tokens: the second of the two", "minilm", "MiniLM 1×128: best bf16 peer ÷ cpu-bf16"),
+    ("served, one client: p50 ÷ a bare handler, fp32", "served", "MiniLM: p50, bf16-serve ÷ a bare handler"),
+    ("the same, 16→16 MLP on both sides", "served", "MLP: p50, bf16-serve ÷ a bare handler"),
+    (
+        "served, 16 clients of 16 tokens: rate ÷ the runtime alone, same settings",
+        "throughput_minilm",
+        "16 clients of 1 × 16: served ÷ bare sessions alike",
+    ),
+    (
+        "the same of 128 tokens",
+        "throughput_minilm",
+        "16 clients of 1 × 128: served ÷ bare sessions alike",
+    ),
+    *(
+        (f"live drift, {label}: {what} ÷ off", "drift_overhead", f"{case}: {what}, {side}")
+        for case, side, label in (
+            ("MiniLM, 16 in flight", "defaults", "16 in flight"),
+            ("MiniLM, 1 in flight", "defaults", "1 in flight"),
+            ("MLP, 16 in flight", "defaults", "16→16 MLP, 16 in flight"),
+            ("MiniLM, 16 in flight", "tenth", "a tenth of all requests measured, 16 in flight"),
+        )
+        for what in ("time per request", "p99")
+    ),
+    (
+        "ten times the capacity is asked: answered ÷ capacity",
+        "overload",
+        "MiniLM: answered under 10 × ÷ capacity",
+    ),
+    ("the same: time until a request is rejected, p50", "overload", "MiniLM: refused p50"),
+    (
+        "the same: p99 of the answered ÷ p99 at 80 % load",
+        "overload",
+        "MiniLM: p99 of the answered, from when sent, ÷ p99 at 80 %",
+    ),
+)
+#: What ``make bench`` measures, all at one commit.
+HEADLINES = tuple(dict.fromkeys(benchmark for _, benchmark, _ in ROWS))
+NOTHING = (
+    "Not measured yet by `make bench` on a quiet machine from one clean commit."
+    " [docs/benchmarks.md](docs/benchmarks.md) has earlier results.\n"
+)
+
+
+def numbers(found: Sequence[Published]) -> str:
+    """README's table, of every kind of machine that has all of it at one commit."""
+    whole = [one for one in found if one_commit(one)]
+    return "\n".join(map(_numbers, whole)) if whole else NOTHING
+
+
+def one_commit(of: Published) -> bool:
+    """Whether all headlines are there, and were measured at one commit."""
+    return len({of.contents.get(name, {}).get("machine", {}).get("commit", name) for name in HEADLINES}) == 1
+
+
+def _numbers(of: Published) -> str:
+    machine = of.contents[HEADLINES[0]]["machine"]
+    where = f"{machine['cores']} cores of {machine['cpu']} ({of.key}), {machine['date']}, commit {machine['commit']}"
+    lines = [f"**{where}.**", "", "| all-MiniLM-L6-v2, defaults | measured | goal | |", "|---|---|---|---|"]
+    lines += [_row(label, _find(of, benchmark, name)) for label, benchmark, name in ROWS]
+    return "\n".join(lines) + "\n\n" + _others(of)
+
+
+def _others(of: Published) -> str:
+    """Where another program is faster, by the medians."""
+    wins = []
+    for one in of.contents["minilm"]["measurements"]:
+        work, _, who = one["name"].partition(": the fastest ")
+        ours = _find(of, "minilm", f"{work}: bf16kit") if who else None
+        if ours is not None and one["value"] < ours["value"]:
+            wins.append(f"{work} ({one['value']:.3g} ms, {who}; we {ours['value']:.3g})")
+    return f"Another program is the fastest of all: {', '.join(wins) or 'nowhere'}.\n"
+
+
+def _find(of: Published, benchmark: str, name: str) -> Mapping[str, Any] | None:
+    measurements = of.contents.get(benchmark, {}).get("measurements", ())
+    return next((one for one in measurements if one["name"] == name), None)
+
+
+def _row(label: str, one: Mapping[str, Any] | None) -> str:
+    if one is None or "absent" in one:
+        return f"| {label} | – | | {'none was' if one is None else one['absent']} |"
+    goal = f"≥ {one['at_least']:g}" if "at_least" in one else f"≤ {one['at_most']:g}" if "at_most" in one else ""
+    verdict = one.get("verdict", "")
+    value = f"{_number(one['value'])} {one['unit']}".rstrip()
+    if "interval" in one:
+        value += f" [{', '.join(map(_number, one['interval']))}]"
+    return f"| {label} | {value} | {goal} | {f'**{verdict}**' if verdict not in ('', 'met') else verdict} |"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def results(found: Sequence[Published]) -> str:
+    """Everything that is published and not the kernel's, which has a page of its own."""
+    return "\n".join(part for of in found for part in _results(of)) or "Nothing yet.\n"
+
+
+def _results(of: Published) -> Iterator[str]:
+    for name, content in of.contents.items():
+        if name.startswith("kernel"):
+            continue
+        machine = content["machine"]
+        lines = [
+            f"### {name}",
+            f"{machine['cores']} cores of {machine['cpu']} ({of.key}), {machine['date']}, commit {machine['commit']},"
+            f" `{content['command']}`",
+            "",
+            "| | measured | goal | |",
+            "|---|---|---|---|",
+            *(_row(one["name"], one) for one in content["measurements"]),
+        ]
+        yield "\n".join(lines) + "\n"
+
+
+Block = Callable[[Sequence[Published]], str]
+PAGES: Mapping[str, Mapping[str, Block]] = {
+    "README.md": {"claim": kernel.claim, "numbers": numbers},
+    "docs/benchmarks.md": {"results": results},
+    "docs/kernel.md": {"tables": kernel.tables, "goals": kernel.goals},
+    "docs/scaling.md": {"sizing": sizing.table},
+}
+
+
+def written(page: str, text: str, found: Sequence[Published]) -> str:
+    """``text``, which is that of ``page``, with what the results say between its marks."""
+    for name, block in PAGES[page].items():
+        pattern = rf"(<!-- {name}: written by [^>]* -->\n).*?(<!-- end of {name} -->\n)"
+        marked = re.findall(pattern, text, re.DOTALL)
+        assert len(marked) == 1, f"{page} has {len(marked)} marks for {name}"
+        begin, end = marked[0]
+        text = re.sub(pattern, lambda _: begin + block(found) + end, text, flags=re.DOTALL)  # noqa: B023 - used at once
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description="Pages from the published results.")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results are, by kind of machine")
+    parser.add_argument("--into", type=Path, default=ROOT, help=f"the tree of {', '.join(PAGES)}")
+    chosen = parser.parse_args(arguments)
+    for directory in sorted(chosen.results.iterdir()):
+        for reason in publishing.refusals(directory):
+            print(f"not published: {reason}", file=sys.stderr)
+    found = publishing.every(chosen.results)
+    for name in PAGES:
+        page = chosen.into / name
+        page.write_text(written(name, page.read_text("utf-8"), found), "utf-8")
+    print(f"written: {', '.join(PAGES)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
