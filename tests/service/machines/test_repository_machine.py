@@ -5,9 +5,8 @@ must be true comes from ``expectedserving``. After each step the test waits unti
 
 Breaking one of these is found: a lease that is not counted, a close that does not wait for leases, an engine that is
 not stopped, a failed load that withdraws or unloads what serves, the oldest version serves, an unwanted reference is
-left open. The long run also finds: fp32 survives a reload of the same plan, a late verdict counts, an order for another
-plan is carried out, a switch closes beneath a run, a lease is released twice by a switch, a load that was given up is
-left open, the outcome of an earlier wish replaces a newer one, what a newer wish keeps is unloaded.
+left open. More examples also find: fp32 survives a reload of the same plan, a late verdict counts, a switch closes
+beneath a run.
 """
 
 from __future__ import annotations
