@@ -34,12 +34,6 @@ class TestShares:
         assert not shares.acquire("flood")  # "flood" holds 46, and its part is 32 now
         assert shares.acquire("other")
 
-    def test_the_limit_holds_for_newcomers_too(self) -> None:
-        shares = Shares(4)
-        assert [shares.acquire(holder) for holder in "abcde"] == [True] * 4 + [False]
-        shares.release("a")
-        assert shares.acquire("e")
-
     def test_wait_empty_waits_until_the_last_one_leaves(self) -> None:
         shares = Shares(8)
         assert shares.wait_empty(time.monotonic() - 1)
