@@ -124,6 +124,7 @@ def write(directory: Path) -> None:
     half = {name: tensor.half() for name, tensor in weights(Mlp(), seed=2).items()}
     save_file(half, directory / "half.safetensors")
     onnx.save(lstm(), directory / "lstm.onnx")
+    np.savez(directory / "samples.npz", **next(batches()))  # type: ignore[arg-type]  # numpy's stub takes one for a flag
 
 
 def digest(tensors: Mapping[str, np.ndarray[Any, Any]]) -> str:

@@ -83,6 +83,25 @@ def test_its_manifest_is_read_and_every_file_is_as_it_was_written(name: str) -> 
 
 
 @every
+def test_its_measurements_are_read_and_none_is_added(name: str) -> None:
+    """The rest of a recovery is ignored: earlier versions recorded more."""
+    file, measured = PATHS[name] / "measurements.json", Artifact.open(PATHS[name]).measurements()
+    assert (measured is not None) == file.exists() == (schema_of(name) > 2)
+    if measured is not None:
+        found, written = json.loads(measured.dumps()), json.loads(file.read_bytes())
+        assert ("recovery" in found) == ("recovery" in written)
+        found["recovery"] = written.setdefault("recovery", None)
+        assert _stated(found) == _stated(written)
+
+
+def _stated(value: Any) -> Any:
+    """Return ``value`` without what is null."""
+    if isinstance(value, dict):
+        return {key: _stated(each) for key, each in value.items() if each is not None}
+    return [_stated(each) for each in value] if isinstance(value, list) else value
+
+
+@every
 def test_inspect_says_what_older_versions_did_not_measure(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(PATHS[name])]) == 0
     text, schema = capsys.readouterr().out, schema_of(name)
