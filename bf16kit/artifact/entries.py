@@ -201,7 +201,7 @@ class TrainingEntry(_RecoveryEntry):
     """
 
     steps: Size
-    skipped: Size = 0
+    skipped: Size
     precision: str
     computed: str
     device: str
@@ -211,7 +211,7 @@ class TrainingEntry(_RecoveryEntry):
     learning_rate: Number
     scaling: str
     scale_first: Number
-    scale_last: Number = 1.0
+    scale_last: Number
     weights: Size
     biases_corrected: Size = 0
     yardstick: Size = 0

@@ -160,7 +160,7 @@ class Source(Entry):
 class Manifest(Entry):
     """Everything about an artifact but its bytes. ``files`` is filled in when the artifact is published."""
 
-    omitted = ("measurements", "oracle", "exports", "given")
+    omitted = ("measurements", "oracle", "exports", "given", "requires")
 
     model: str
     inputs: list[SpecEntry]
@@ -183,6 +183,7 @@ class Manifest(Entry):
     tools: dict[str, str] = {}
     seed: int = 0
     options: dict[str, JsonValue] = {}
+    requires: dict[str, str] = {}  # of every profile: where the first writers of version 3 had it
     schema_version: int = SCHEMA_VERSION
 
     @model_validator(mode="after")
@@ -234,16 +235,20 @@ class Manifest(Entry):
                 f"{where}: schema version {version} is newer than {SCHEMA_VERSION}, the newest this bf16kit reads;"
                 " upgrade bf16kit or convert the checkpoint again"
             )
-        found = _DIGEST.search(data)
-        if found is None or hashlib.sha256(_with_digest(data, _ZEROS)).hexdigest().encode() != found[1]:
+        digest = _DIGEST.search(data)
+        if digest is None or hashlib.sha256(_with_digest(data, _ZEROS)).hexdigest().encode() != digest[1]:
             raise ArtifactDamaged(
                 f"{where}: not the bytes that were written (its digest differs); copy or convert it again"
             )
         fields.pop("digest", None)  # the line found may lie deeper; then the schema rejects the key around it
         try:
-            return cls.model_validate_json(json.dumps(fields), strict=True)
+            found = cls.model_validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
             raise ArtifactError(f"{where}: {first_error(error)}") from None
+        if not found.requires:
+            return found
+        profiles = {p: entry.model_copy(update={"requires": found.requires}) for p, entry in found.profiles.items()}
+        return found.amended(profiles=profiles, requires={})
 
 
 def sealed(fields: dict[str, Any]) -> bytes:

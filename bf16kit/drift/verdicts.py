@@ -72,6 +72,15 @@ class WorstSlice:
     used: float | None
 
 
+def golden_budget(manifest: Manifest, budget: Budget) -> Budget:
+    """Return the part of ``budget`` that the golden samples of an artifact are judged by.
+
+    A converter before schema version 7 let the agreement of a few rows pass by its upper confidence limit, so it did
+    not choose golden samples that are within the bound.
+    """
+    return budget.override({"top1_agreement": None}) if manifest.schema_version < SINCE_SLICES else budget
+
+
 def drift_rows(manifest: Manifest) -> Iterator[DriftRow]:
     """Yield every measured metric and every bounded quantile, in the order of profiles, outputs and metrics."""
     budget = Budget.from_dict(manifest.budget)

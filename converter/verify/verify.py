@@ -13,7 +13,7 @@ import numpy as np
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.slices import Scales, Values
-from bf16kit.drift.verdicts import DriftRow, rows_of
+from bf16kit.drift.verdicts import DriftRow, golden_budget, rows_of
 from bf16kit.messages.errors import ArtifactError, BudgetExceeded, UsageError
 from bf16kit.messages.wording import plain, table
 from bf16kit.runtime.loading import load_reference
@@ -81,6 +81,8 @@ def verify(path: Path, argument: str | None, profiles: Sequence[str]) -> Verifie
     ran: list[str] = []
     samples = 0
     budget = Budget.from_dict(artifact.manifest.budget)
+    if given_samples is None:
+        budget = golden_budget(artifact.manifest, budget)
     for profile in chosen:
         if profile in exports and artifact.manifest.reference is None:
             ran.append(

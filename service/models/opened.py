@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.manifest import MANIFEST, SINCE_SLICES, Manifest
+from bf16kit.artifact.manifest import MANIFEST, Manifest
 from bf16kit.drift.metrics import METRICS, Budget, DriftSummary
+from bf16kit.drift.verdicts import golden_budget
 from bf16kit.messages.errors import ArtifactError, ConfigError, UsageError
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import TensorSpec
@@ -36,13 +37,8 @@ class OpenedArtifact:
 
     @property
     def golden_budget(self) -> Budget:
-        """The budget for golden samples.
-
-        A converter before schema version 7 let the agreement of a few rows pass by its upper confidence limit, so it
-        did not choose golden samples that are within the bound.
-        """
-        older = self.artifact.manifest.schema_version < SINCE_SLICES
-        return self.budget.override({"top1_agreement": None}) if older else self.budget
+        """The budget for golden samples."""
+        return golden_budget(self.artifact.manifest, self.budget)
 
     def check_room(self, profile: str) -> None:
         """Raise ConfigError if the container has no room for the weights of ``profile`` and a little memory to run.

@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from bf16kit.artifact.entries import CheckpointEntry, DriftEntry, GivenEntry, Segment, TensorEntry
+from bf16kit.artifact.entries import CheckpointEntry, DriftEntry, Segment, TensorEntry
 from bf16kit.artifact.manifest import (
-    ExportEntry,
     FileEntry,
     Manifest,
-    OracleEntry,
     Plan,
     PlanEntry,
     ProfileEntry,
@@ -80,38 +78,6 @@ class TestBytes:
         data = manifest().dumps()
         digest = fields_of(data)["digest"].encode()
         assert hashlib.sha256(data.replace(digest, b"0" * 64)).hexdigest().encode() == digest
-
-
-class TestVersions:
-    """The newest version is written; manifests of all versions are read, and written again as they were."""
-
-    @pytest.mark.parametrize("version", range(1, 8))
-    def test_manifests_of_all_versions_are_read(self, version: int) -> None:
-        data = sealed(fields_of(manifest().dumps()) | {"schema_version": version})
-        found = Manifest.loads(data, "")
-        assert (found.schema_version, found.dumps()) == (version, data)
-
-    def test_what_later_versions_added_is_read_as_it_was_written(self) -> None:
-        own = CPU.model_copy(update={"requires": {"onnxruntime": "1.24"}, "golden": "own.safetensors"})
-        made = manifest(
-            tensors=[MATRIX.model_copy(update={"panels": 0})],
-            oracle=OracleEntry(checked=False, how="the source cannot answer"),
-            profiles={"cpu": own, "cpu-bf16": CPU, "pt2": CPU.model_copy(update={"format": "pt2"})},
-            measurements="measurements.json",
-            plan=Plan(tensors=[PlanEntry(name="w", op="MatMul", precision="fp32", reason="", code="small")]),
-            budget={"relative_l2.p99": 0.02},
-            exports={"safetensors": ExportEntry(**_EXPORT)},
-            given=[GivenEntry(**_GIVEN)],
-            golden="golden.safetensors",
-        )
-        assert made.schema_version == 7
-        assert Manifest.loads(made.dumps(), "") == made
-        files = [made.golden_of(profile) for profile in (None, "cpu", "cpu-bf16")]
-        assert files == ["golden.safetensors", "own.safetensors", "golden.safetensors"]
-
-    def test_what_later_versions_added_is_not_mentioned_without_it(self) -> None:
-        added = (b"panels", b"oracle", b"requires", b"measurements", b'"code"', b"exports", b"given", b'"golden": "own')
-        assert not any(word in manifest().dumps() for word in added)
 
 
 class TestRejected:

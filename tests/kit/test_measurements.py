@@ -63,17 +63,6 @@ def test_measurements_are_read_exactly_as_they_were_written() -> None:
     assert data.endswith(b"}\n")
 
 
-def test_what_older_versions_do_not_know_is_not_mentioned_without_it() -> None:
-    measured = _measured()
-    profile = measured.profiles["cpu"].model_copy(update={"slices": {}})
-    old = measured.model_copy(update={"profiles": {"cpu": profile}, "inputs": {}})
-    for key in (b'"slices"', b'"inputs"'):
-        assert key in measured.dumps()
-        assert key not in old.dumps()
-    assert b'"recovery"' not in measured.dumps()
-    assert Measurements.loads(old.dumps(), "m") == old
-
-
 def test_thousands_of_samples_are_thinned_evenly_and_their_count_is_kept() -> None:
     found = sample_columns({p: {o: _drifts(9_000) for o in "ab"} for p in ("cpu", "cuda")})
     rows = found["cpu"]["a"]

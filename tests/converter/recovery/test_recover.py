@@ -22,10 +22,8 @@ from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry
-from bf16kit.drift.measurements import Measurements
 from bf16kit.numerics.tensors import TensorSpec
 from converter.recovery.trainable import Loader
-from converter.report.inspect import recovery_text
 
 SHIFTED = ("--model", "recovering:Shifted", "--input", "x:float32:batch,16")
 CHEAP = ("--format", "onnx", "--profile", "cpu", "--device", "cpu")
@@ -314,24 +312,3 @@ def test_a_batch_may_have_any_usual_form(monkeypatch: pytest.MonkeyPatch, given:
     (batch,) = Loader("--data", "recovering:three", inputs, 0).batches(0)
     assert np.array_equal(batch["a"], _A)
     assert np.array_equal(batch["b"], _B)
-
-
-def test_an_artifact_of_an_earlier_version_is_still_read() -> None:
-    """Earlier versions counted lost gradients, updates that were rounded away, and labelled rows."""
-    training = {
-        "steps": 20, "skipped": 0, "precision": "bf16-true", "computed": "bfloat16", "device": "cpu",
-        "loss": "cross-entropy", "loss_first": 1.0, "loss_last": "nan", "learning_rate": 1e-3, "scaling": "none",
-        "scale_first": 1.0, "scale_last": 1.0, "weights": 1, "updates_lost": 0.5, "biases_corrected": 2, "yardstick": 8,
-        "loss_before": 0.5, "looks": [{"step": 0, "loss": 0.4}, {"step": 2, "loss": 0.3}], "kept": 2, "rate_share": 0.5,
-    }  # fmt: skip
-    gradient = {"step": 0, "of": "weights", "format": "fp16", "scale": 1.0, "values": 9, "vanished": 1, "subnormal": 0}
-    drift = {"profile": "cpu", "output": "y", "metric": "relative_l2", "before": 0.5, "after": 0.01, "own": 0.0}
-    recovery = {"recovered_from": "0" * 64, "judged_on": "x", "samples": 1, "held_out": True}
-    recovery |= {"gradients": [gradient | {"overflowed": 0}], "drift": [drift | {"bound": 0.015}]}
-    recovery |= {"accuracy": [{"model": "fp32", "correct": 9, "rows": 10}]}
-    oldest = {name: value for name, value in training.items() if name not in ("kept", "looks", "loss_before")}
-    for each, said in ((training, "0.3 after step 2, whose weights were kept"), (oldest, "20 steps on the cpu")):
-        content = json.loads(Measurements().dumps()) | {"recovery": recovery | {"training": each}}
-        found = Measurements.loads(json.dumps(content).encode(), "measurements.json").recovery
-        assert found is not None
-        assert said in recovery_text(found)
