@@ -29,13 +29,14 @@ BUILD = DOCKER_BUILDKIT=1 docker build --build-arg VARIANT=$(VARIANT) --build-ar
 INSTALL := install -qq --no-compile --disable-pip-version-check
 PYTEST_ARGS ?=
 CONFORMANCE_ARGS ?=
+WEEKLY_ARGS ?=
 FUZZ_ARGS ?=
 # Tests start hundreds of Python processes: without bytecode, each would compile torch's modules again, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 # ONNX Runtime 1.31 reports usage to its vendor unless this is set.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test test-long test-hostile test-clients test-sources test-ray conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu cuda-kernels test-kernel test-kernel-versions test-gpu test-compose test-deploy test-models models-table proto image clean
+.PHONY: help setup demo test test-long test-hostile test-weekly test-clients test-sources test-ray conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu cuda-kernels test-kernel test-kernel-versions test-gpu test-compose test-deploy test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +103,9 @@ test-long: setup ## the tests too slow for `make test`: many models, damaged fil
 
 test-hostile: setup ## attacks on a running server over real sockets; target: three minutes on two cores; prints the ten slowest tests
 	$(BIN)/pytest -m hostile tests/hostile --durations=10 $(PYTEST_ARGS)
+
+test-weekly: setup ## property tests with new examples; the lowest and the newest dependencies; Python 3.12 to 3.14; steps: WEEKLY_ARGS (.ci/weekly)
+	@EXTRAS=$(EXTRAS) .ci/weekly $(WEEKLY_ARGS)
 
 # Each client has an environment of its own: their requirements conflict with each other's and with those of .venv.
 CLIENTS := build/clients

@@ -56,7 +56,7 @@ def test_a_client_may_send_keepalive_pings(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(transport, "_MIN_PING_INTERVAL_MS", 20)
     with connected() as client:
         for _ in range(10):
-            time.sleep(0.1)
+            time.sleep(0.1)  # clients ping at intervals; only without them is a client disconnected
             client.ping()
         assert answered(client)
         assert not client.told_to_leave
