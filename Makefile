@@ -29,6 +29,7 @@ BUILD = DOCKER_BUILDKIT=1 docker build --build-arg VARIANT=$(VARIANT) --build-ar
 INSTALL := install -qq --no-compile --disable-pip-version-check
 PYTEST_ARGS ?=
 CONFORMANCE_ARGS ?=
+WEEKLY_ARGS ?=
 FUZZ_ARGS ?=
 # Tests start hundreds of Python processes: without bytecode, each would compile torch's modules again, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -127,6 +128,9 @@ python-ray = sh tests/ray/run.sh build/environments/ray/bin/python -m pytest
 $(suites): test-%: setup $$(addprefix build/environments/,$$(addsuffix /.installed,$$(needs-$$*)))
 	@time $(or $(python-$*),$(BIN)/pytest) $(suite-$*) $(PYTEST_ARGS)
 
+test-weekly: setup ## property tests with new examples; the lowest and the newest dependencies; Python 3.12 to 3.14; steps: WEEKLY_ARGS (.ci/weekly)
+	@EXTRAS=$(EXTRAS) .ci/weekly $(WEEKLY_ARGS)
+
 # Packages that conflict with those of .venv, or that few tests need, are in environments of their own: tests/environments/*.txt.
 # `on-top` also see the packages of .venv; `alone` are installed without their dependencies; the tests skip without the `optional`.
 on-top := ray lightning
@@ -198,4 +202,4 @@ clean: ## remove the files that builds and tests leave behind; .venv stays
 	rm -rf build dist ./*.egg-info conformance/{build,.pytest_cache,*.egg-info} .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: help setup check test $(suites) test-kernel test-kernel-versions demo serve image conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean
+.PHONY: help setup check test $(suites) test-weekly test-kernel test-kernel-versions demo serve image conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean

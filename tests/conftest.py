@@ -20,7 +20,9 @@ from bf16kit.runtime.ort import kernel
 
 # A deadline per example fails on a busy machine, and tests nothing about the code.
 # In CI every run tries the same examples: a new example must not fail a commit that has nothing to do with it.
+# `make test-weekly` (--hypothesis-profile=weekly) looks for such examples, and prints how to repeat one that fails.
 settings.register_profile("bf16kit", deadline=None, derandomize=os.environ.get("CI") == "true")
+settings.register_profile("weekly", deadline=None, derandomize=False, max_examples=2000, print_blob=True)
 settings.load_profile("bf16kit")
 
 # Tests fork processes that do not use gRPC (fuzzing/confined.py); with its handlers around fork() the forked process

@@ -335,7 +335,7 @@ def slowed(process: int, times: int) -> Iterator[None]:
 
     def stop_for_a_moment() -> None:
         os.kill(process, signal.SIGSTOP)
-        time.sleep(0.002 * (times - 1))
+        time.sleep(0.002 * (times - 1))  # the fault: the process stands still for so long
         os.kill(process, signal.SIGCONT)
 
     with repeating(stop_for_a_moment, 0.002):

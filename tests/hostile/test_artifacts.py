@@ -233,7 +233,7 @@ def test_a_model_that_is_reloaded_repeatedly_is_never_wrong(workshop: Workshop, 
         while time.monotonic() < end:
             choice.choice(CHANGES)(version, workshop, choice)
             changes += 1
-            time.sleep(choice.choice((0, 0.01, 0.1, 0.3)))
+            time.sleep(choice.choice((0, 0.01, 0.1, 0.3)))  # so that changes meet scans and loads at different moments
         shutil.rmtree(version.with_name("2"), ignore_errors=True)
         settle(workshop, version, asking)
     figures.record(how_much=f"{changes} changes", answers_by_artifact=dict(asking.answered))

@@ -53,7 +53,7 @@ def infer(target: Target, timeout: float = 5.0) -> None:
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.CANCELLED:
                     raise
-                time.sleep(0.01)
+                time.sleep(0.01)  # a pause before the next try
             else:
                 return
 
@@ -88,7 +88,7 @@ def test_health_watchers_that_do_not_read_delay_no_other_watcher(connections: Co
         clients = [connections(served.port, window=0) for _ in range(many)]
         for client in clients * each:
             client.call(WATCH, request.SerializeToString())
-        time.sleep(0.2)  # the server is sending them messages that they do not read
+        time.sleep(0.2)  # the server is sending them messages that they do not read, which nothing shows
         serving_now = health_pb2.HealthCheckResponse.SERVING
         for told in (watch, *([stub.Watch(request, timeout=60)] if many < 64 else [])):
             begun = time.monotonic()
@@ -116,7 +116,7 @@ def test_health_checks_without_a_request_delay_no_other_health_check(attack: Att
     with target.stays_healthy():
         begin_400(target, connections, CHECK)
         infer(target)
-        time.sleep(1)
+        time.sleep(1)  # meanwhile its health is checked all the time
 
 
 def test_silent_reflection_streams_are_ended_and_delay_no_other_call(attack: Attack, connections: Connect) -> None:
@@ -170,7 +170,7 @@ def test_requests_sent_a_byte_a_second_are_ended_and_delay_no_other_client(
             for stream in streams:
                 slow.data(stream, data[byte : byte + 1])
             infer(target)
-            time.sleep(1)
+            time.sleep(1)  # the pace is the attack
         # No more than eight may be slow at once: 512 MiB of requests of 64 MiB each.
         assert len(slow.ended.intersection(streams)) == 42
         until(lambda: slow.ended.issuperset(streams), what="the end of the rest")
@@ -203,7 +203,7 @@ def test_responses_read_a_byte_a_second_are_ended_and_delay_no_other_client(
             for stream in open_still:
                 slow.take(stream, 1)
             infer(target)
-            time.sleep(1)
+            time.sleep(1)  # the pace is the attack
         assert slow.received >= 2 * len(streams)  # the clients did read some bytes
 
 

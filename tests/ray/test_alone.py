@@ -117,7 +117,7 @@ def test_unavailable_resources_and_unknown_variables_are_logged(repository: Path
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
     with _started(repository, *ports, "--cpus", "5000", BF16KIT_DRAIN_SECONDS="1", BF16KIT_POL_SECONDS="2") as running:
         until(lambda: "to be scheduled" in _page(http_port, "/status.json")[1], PATIENCE, "the reason in the front")
-        time.sleep(3)  # the program asks once a second
+        time.sleep(3)  # the program asks once a second; what it logs then can be read only when it has ended
         running.send_signal(signal.SIGTERM)
         said, _ = running.communicate(timeout=PATIENCE)
     assert running.returncode == 0, said

@@ -252,7 +252,7 @@ def idle_cost(session: Session) -> float:
     for _ in range(_TRIES):
         session.run(None, feeds)
         before = time.process_time()
-        time.sleep(_QUIET)
+        time.sleep(_QUIET)  # what the idle session uses in it is what is measured
         costs.append(time.process_time() - before)
         if costs[-1] < _QUIET / 100:
             break

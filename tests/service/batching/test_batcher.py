@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 from beginning import begun
-from waiting import until
+from waiting import stays, until
 
 from bf16kit.messages.errors import (
     Cancelled,
@@ -203,8 +203,9 @@ def test_a_request_that_is_rejected_leaves_no_expired_one_unanswered(make: Make)
     """Its arrival may be what finds that the deadline of another has passed."""
     bench = make(max_requests=1, spare_threads=0)  # no thread waits for deadlines
     held = bench.hold()
-    expired = bench.queue(1.0, deadline=time.monotonic() + 0.02)
-    time.sleep(0.05)
+    deadline = time.monotonic() + 0.02
+    expired = bench.queue(1.0, deadline=deadline)
+    until(lambda: time.monotonic() > deadline)
     assert isinstance(bench.call(2.0, deadline=time.monotonic() - 1).exception(20), DeadlineExceeded)
     assert isinstance(expired.exception(20), DeadlineExceeded)
     bench.run.gate.set()
@@ -357,8 +358,7 @@ def _check_beside_responses(bench: Bench, *, waits: bool) -> None:
     assert sending.wait(20)
     other = bench.call(2.0)
     if waits:
-        time.sleep(0.05)
-        assert not other.done()
+        stays(lambda: not other.done(), 0.05, "the wait of the other batch")
         sent.set()
     assert values(other) == [4.0]
     sent.set()

@@ -53,7 +53,7 @@ def test_a_client_may_send_keepalive_pings() -> None:
     """Triton's clients ping every few seconds; gRPC's default is to disconnect them for it."""
     with connected(min_ping_seconds=0.02) as client:
         for _ in range(10):
-            time.sleep(0.1)
+            time.sleep(0.1)  # clients ping at intervals; only without them is a client disconnected
             client.ping()
         assert answered(client)
         assert not client.told_to_leave

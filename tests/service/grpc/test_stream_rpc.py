@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
+from waiting import stays
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.grpc.handlers import SERVICE
@@ -173,8 +173,7 @@ def test_no_more_than_the_window_is_read_ahead() -> None:
     with serving(model, stream_window=3) as served:
         answers = served.stub("ModelStreamInfer")(forty("echo"), timeout=60)
         until(lambda: len(model.seen) == 3)
-        time.sleep(0.1)
-        assert len(model.seen) == 3
+        stays(lambda: len(model.seen) == 3, 0.1, "no more is read")
         gate.go.set()
         assert len(list(answers)) == 40
 

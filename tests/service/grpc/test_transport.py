@@ -199,9 +199,10 @@ def test_health_checks_do_not_wait_behind_inferences_that_grpc_has_not_delivered
         inferences = [infer.future(infer_request(x=X), metadata=SOME_TOKEN) for _ in range(100)]
         assert begun.wait(30)
         with grpc.insecure_channel(served.address, options=[("grpc.use_local_subchannel_pool", 1)]) as another:
+            grpc.channel_ready_future(another).result(30)
             stub: Any = health_pb2_grpc.HealthStub(another)
             check = stub.Check.future(health_pb2.HealthCheckRequest())
-            time.sleep(0.2)  # by then all of them have arrived
+            time.sleep(0.2)  # by then all of them have arrived, which gRPC does not show
             delivered.release(5)
             assert check.result(20).status == health_pb2.HealthCheckResponse.SERVING
         delivered.release(95)

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from waiting import until
+from waiting import stays, until
 
 from bf16kit.messages.errors import ConfigError, Unavailable
 from service.models import loads
@@ -103,7 +103,7 @@ def test_a_slow_load_is_logged_once_with_its_model_and_step(
     with caplog.at_level(logging.WARNING):
         held, future = bench.begin()
         until(lambda: "model 1 has been loading for 0 s: opening x.onnx" in caplog.text)
-        time.sleep(0.5)  # it is looked at again meanwhile
+        stays(lambda: caplog.text.count("opening x.onnx") == 1, 0.5, "one line")  # it is looked at again meanwhile
     held.go.set()
     assert future.result(20) is held
     assert caplog.text.count("opening x.onnx") == 1
@@ -133,14 +133,14 @@ def test_few_loads_are_left_behind(bench: Bench) -> None:
 
 def test_a_load_that_is_not_wanted_any_more_gets_a_little_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     held, future = bench.begin(unwanted=True)
-    time.sleep(0.5)
+    stays(lambda: not future.done(), 0.5, "the load")
     held.go.set()
     assert future.result(20) is held
     monkeypatch.setattr(loads, "PATIENCE_SECONDS", 0.01)
     _, future = bench.begin(unwanted=True)
     assert "because the model was changed or unloaded meanwhile" in str(future.exception(20))
     held, future = bench.begin(unwanted=False)
-    time.sleep(0.5)
+    stays(lambda: not future.done(), 0.5, "the load")
     held.go.set()
     assert future.result(20) is held
 

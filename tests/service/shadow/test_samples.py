@@ -139,7 +139,7 @@ def test_samples_taken_at_about_the_same_time_are_sent_together(
     sender = PlanSampleSender("m", PLAN, leader.ask)
     for _ in range(4):
         sender.send(SAMPLE, Outcomes())
-        time.sleep(0.05)
+        time.sleep(0.05)  # time to send each by itself, if it did not wait for others
     until(lambda: leader.asked)
     body, samples = leader.asked[0]
     assert [sample.nbytes for sample in samples] == [64] * 4

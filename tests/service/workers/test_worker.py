@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import stays, until
 
 from service.config.serverconfig import ServerConfig
 from service.peers.channel import text_file
@@ -85,10 +84,12 @@ def test_an_idle_worker_sends_nothing_unless_it_is_asked(tmp_path: Path) -> None
 
         until(listens, 60, "its reports")
         told.clear()
-        for _ in range(25):
+
+        def says_nothing() -> bool:
             child.maintain()  # which pings it
-            time.sleep(0.1)
-        assert told == []
+            return not told
+
+        stays(says_nothing, 2.5, "silence")
         assert child.peer is not None
         assert child.peer.ask("counts").result(20)["metrics"]
     finally:
