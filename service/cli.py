@@ -9,6 +9,8 @@ import io
 import logging
 import os
 import sys
+import threading
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,8 @@ from bf16kit.messages.errors import Bf16kitError
 
 if TYPE_CHECKING:
     from service.config.stop import Ending
+
+_LAST_SECONDS = 2.0  # for threads that are ending when the server has stopped
 
 #: The commands: the module of each, and its line in --help.
 _COMMANDS = {
@@ -111,10 +115,22 @@ def main(context: click.Context, /, file: Path | None, **flags: object) -> None:
     except Bf16kitError as error:
         click.echo(f"bf16-serve: {error}", err=True)
         sys.exit(EXIT_USAGE)
-    if not ending.threads_ended:
-        # A thread is still in native code (it loads or runs a model). A normal exit of the interpreter would crash it.
+    if not (ending.threads_ended and _others_ended()):
+        # A thread is still in native code. A normal exit of the interpreter would crash it if it loads or runs a model,
+        # and would wait for ever for one of gRPC's that does not end.
         logging.shutdown()
         os._exit(0 if ending.completed else EXIT_UNCLEAN)
+
+
+def _others_ended() -> bool:
+    """Wait a moment for the threads that the interpreter would wait for; return whether they ended."""
+    until = time.monotonic() + _LAST_SECONDS
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                return False
+    return True
 
 
 def _refuse_misplaced(context: click.Context) -> None:

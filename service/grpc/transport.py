@@ -155,13 +155,12 @@ class Transport:
         # gRPC cancels only after the check below.
         self._server.stop(max(0.0, until - time.monotonic()) + _FINAL_WAIT_SECONDS)
         completed = self._wait_empty(until)
-        self._server.stop(0)
         self._watchdog.stop()
-        self._wait_empty(time.monotonic() + _FINAL_WAIT_SECONDS)
-        # The threads get a moment: a run that was cut off may never end.
-        closing = threading.Thread(target=self._close_pools, name="grpc-closing", daemon=True)
+        # All of this gets a moment only. A run that was cut off may never end. Nor may gRPC: it has been seen to wait
+        # for ever, holding its lock, after the process could start no more threads.
+        closing = threading.Thread(target=self._close, name="grpc-closing", daemon=True)
         closing.start()
-        closing.join(_FINAL_WAIT_SECONDS)
+        closing.join(2 * _FINAL_WAIT_SECONDS)
         return completed
 
     def _wait_empty(self, until: float) -> bool:
@@ -184,7 +183,9 @@ class Transport:
             pool.receive_timeouts.end_expired()
             pool.send_timeouts.end_expired()
 
-    def _close_pools(self) -> None:
+    def _close(self) -> None:
+        self._server.stop(0)
+        self._wait_empty(time.monotonic() + _FINAL_WAIT_SECONDS)
         for pool in (*self.pools.values(), *self._others):
             pool.shutdown(cancel_futures=True)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from serverprocess import ServerProcess
 from waiting import until
 
 from service.config.serverconfig import ServerConfig
@@ -46,6 +48,22 @@ def test_the_periodic_work_is_done_at_intervals_and_an_error_in_it_does_not_end_
         stop.close()
     assert ends == [Ending(completed=True, threads_ended=True)]
     assert caplog.text.count("ZeroDivisionError: a bug") == len(calls)
+
+
+def test_a_thread_that_does_not_end_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
+    """gRPC's have been seen not to, after the process could start no more threads."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "from service.cli import main\n"
+        "main()\n"
+    )
+    ports = ("--grpc-port", "0", "--http-port", "0", "--model-control", "explicit")
+    with contextlib.closing(ServerProcess("--repository", str(tmp_path), *ports, program=program)) as server:
+        until(lambda: server.get("/readyz")[0] == 200, what="a server without models")
+        server.terminate()
+        assert server.exit_code() == 0
 
 
 def test_an_error_with_one_worker_is_logged_and_the_others_are_kept_running(
