@@ -20,7 +20,7 @@ from waiting import until
 from bf16kit.runtime.ort.kernel import PATHS
 
 pytestmark = pytest.mark.compose
-_QUICKSTART = re.compile(r"^## Ask a served model$.*?^```python$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_QUICKSTART = re.compile(r"^### Ask a served model$.*?^```python$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def embed(client: triton.InferenceServerClient, text: str) -> NDArray[np.float64]:
