@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 _TESTS = Path(__file__).parents[1]
-_PRODUCT = re.compile(r"(bf16kit|conformance|converter|deploy|service)\.|a local ")
+_PRODUCT = re.compile(r"(bf16kit|oip_conformance|converter|deploy|service)\.|a local ")
 # These replace functions of the product all the same.
 _EXCEPTIONS = {
     "contract/test_model_control.py": "holds a load or a run of a server that has only its configuration as a door",
@@ -22,8 +22,11 @@ _EXCEPTIONS = {
     "converter/verify/test_secondjudge.py": "breaks the judge: the second judge notices",
     "e2e/test_profile_choice.py": "runs as on another processor, whose instructions this one lacks",
     "service/grpc/test_incidents.py": "puts a bug into a call: the others go on",
+    "service/machines/test_admission_machine.py": "delivers calls in gRPC's place, in any order",
     "service/test_bugs.py": "puts a bug into periodic work: the server goes on",
+    "support/scriptedengines.py": "scripts the sessions of a repository of hundreds of states",
     "support/secondjudge.py": "judges every conversion of these tests a second time",
+    "support/servedmachine.py": "leaves out the garbage collection after each of hundreds of loads",
 }
 
 

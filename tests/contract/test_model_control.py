@@ -200,7 +200,7 @@ def test_a_model_is_unloading_until_its_requests_in_flight_are_complete(
 
 @pytest.mark.long
 def test_concurrent_loads_and_unloads_end_as_the_last_request_says(
-    tmp_path: Path, client: InferenceServerClient, loads: Held
+    tmp_path: Path, loads: Held, client: InferenceServerClient
 ) -> None:
     put(tmp_path)
     put(tmp_path, "first")
@@ -272,7 +272,7 @@ def test_a_failed_load_gives_the_reason_and_the_serving_model_continues(
 
 
 def test_callers_that_wait_for_one_load_get_the_same_error(
-    tmp_path: Path, client: InferenceServerClient, loads: Held
+    tmp_path: Path, loads: Held, client: InferenceServerClient
 ) -> None:
     put(tmp_path, "first")
     put(tmp_path, spoil=0.5)
@@ -301,7 +301,7 @@ def test_a_model_that_the_repository_lacks_is_not_found(
 # --- waiting ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_deadline_ends_the_wait_and_not_the_load(tmp_path: Path, client: InferenceServerClient, loads: Held) -> None:
+def test_a_deadline_ends_the_wait_and_not_the_load(tmp_path: Path, loads: Held, client: InferenceServerClient) -> None:
     put(tmp_path)
     loads.go.clear()
     code, text = refusal(lambda: client.load_model("mlp", client_timeout=1.0))
@@ -314,7 +314,7 @@ def test_a_deadline_ends_the_wait_and_not_the_load(tmp_path: Path, client: Infer
 
 
 def test_callers_that_wait_for_loads_do_not_delay_probes(
-    tmp_path: Path, client: InferenceServerClient, loads: Held
+    tmp_path: Path, loads: Held, client: InferenceServerClient
 ) -> None:
     put(tmp_path)
     loads.go.clear()
@@ -330,7 +330,7 @@ def test_callers_that_wait_for_loads_do_not_delay_probes(
     assert ended.count(None) >= 1
 
 
-def test_a_stop_does_not_wait_for_loads(tmp_path: Path, serve: Serve, loads: Held) -> None:
+def test_a_stop_does_not_wait_for_loads(tmp_path: Path, loads: Held, serve: Serve) -> None:
     put(tmp_path)
     stop, started = Stop(), SimpleQueue[int]()
     config = ServerConfig(

@@ -32,7 +32,7 @@ INFER = f"/{SERVICE}/ModelInfer"
 def test_a_grpcio_whose_calls_cannot_be_admitted_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrival, "SUPPORTED", False)
     with (
-        pytest.raises(ConfigError, match=rf"grpcio is {grpc.__version__}; this server needs 1\.80 to 1\.85"),
+        pytest.raises(ConfigError, match=rf"grpcio is {grpc.__version__}; this server needs 1\.82 to 1\.85"),
         serving(LoopbackModel()),
     ):
         pass

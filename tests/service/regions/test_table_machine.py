@@ -93,7 +93,7 @@ class Lease:
 
     @property
     def is_whole(self) -> bool:
-        return self.at + self.byte_size <= len(self.mapped.content.data)
+        return not self.byte_size or self.at + self.byte_size <= len(self.mapped.content.data)
 
 
 @dataclass
