@@ -170,6 +170,7 @@ def test_an_unload_of_a_model_that_is_not_loaded_or_unknown_changes_nothing(
     assert index(client) == [("mlp", "", "")]
 
 
+@pytest.mark.long
 def test_a_model_is_unloading_until_its_requests_in_flight_are_complete(
     tmp_path: Path, client: InferenceServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +302,7 @@ def test_a_model_that_the_repository_lacks_is_not_found(
 # --- waiting ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_deadline_ends_the_wait_and_not_the_load(tmp_path: Path, loads: Held, client: InferenceServerClient) -> None:
     put(tmp_path)
     loads.go.clear()
@@ -374,6 +376,7 @@ def test_a_configuration_sent_with_a_load_applies_until_a_load_without_one(
     assert (client.get_model_config("mlp").config.max_batch_size, infer(client)) == (16, "2")
 
 
+@pytest.mark.long
 def test_the_configuration_that_the_server_shows_is_complete_and_may_be_sent_back(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:

@@ -35,11 +35,13 @@ def run(program: str, address: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_client_works_in_a_process_without_our_modules(address: str) -> None:
     only_theirs = THEIRS + INFER + "assert not any(name.startswith('bf16kit') for name in sys.modules)\n"
     assert run(only_theirs, address) == "(1, 16)\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [THEIRS + OURS, OURS + THEIRS], ids=["theirs first", "ours first"])
 def test_both_sets_of_stubs_load_in_either_order(address: str, order: str) -> None:
     assert run(order + INFER + OUR_MESSAGE, address) == "(1, 16)\n6\n"

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
+import pytest
 import tritonclient.grpc.aio as triton
 from tritonclient.grpc import InferInput
 
@@ -19,6 +20,7 @@ def inputs() -> list[Any]:
     return [x]
 
 
+@pytest.mark.long
 def test_concurrent_requests_get_the_same_response(address: str) -> None:
     async def ask() -> list[Any]:
         async with triton.InferenceServerClient(address) as client:

@@ -56,6 +56,7 @@ def refusal(client: Any, inputs: list[Any], **more: Any) -> tuple[str, str]:
     return str(refused.value.status()), str(refused.value.message())
 
 
+@pytest.mark.long
 def test_classes_of_an_output_are_returned_with_their_labels(client: Any) -> None:
     x = tensor("x", X, "FP32")
     values = client.infer("classes", [x]).as_numpy("y")

@@ -17,6 +17,7 @@ from bf16kit.artifact.artifact import Artifact
 ARGUMENTS = (*MLP, *ONNX_ONLY)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("values", "said"),
     [(float("nan"), "1024 of 1024 values are NaN"), (float("inf"), "infinite"), (3.4e38, "overflow bfloat16")],
@@ -29,6 +30,7 @@ def test_weights_that_bf16_cannot_hold_are_named_and_counted(
     assert tree(tmp_path) == ["m.pt"]
 
 
+@pytest.mark.long
 def test_overflowing_weights_may_be_saturated(cli: Cli, tmp_path: Path, target: Path) -> None:
     weight = torch.zeros(64, 16)
     weight[0, 0] = 3.4e38
@@ -74,6 +76,7 @@ def test_a_failed_conversion_keeps_the_previous_artifact(
     assert [path.name for path in target.parent.iterdir()] == ["1"]
 
 
+@pytest.mark.long
 def test_a_full_disk_publishes_nothing(tmp_path: Path, target: Path) -> None:
     source = tmp_path / "large.onnx"
     onnx.save(graphs.mlp((256, 256, 256)), source)
@@ -122,6 +125,7 @@ def test_a_bad_option_is_named(cli: Cli, onnx_file: Path, target: Path, flags: l
     assert not target.parent.exists()
 
 
+@pytest.mark.long
 def test_samples_that_do_not_fit_are_rejected_with_what_was_expected(
     cli: Cli, tmp_path: Path, onnx_file: Path, target: Path
 ) -> None:

@@ -130,6 +130,7 @@ def test_a_pipe_that_closes_early_is_not_reported_as_a_bug(small: Artifact) -> N
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_published_files_are_readable_by_other_users(cli: Cli, onnx_file: Path, target: Path) -> None:
     """The server runs as another user than the converter."""
     before = os.umask(0o022)

@@ -66,6 +66,7 @@ def test_every_missing_part_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(part["remedy"] for part in missing)
 
 
+@pytest.mark.long
 def test_doctor_takes_less_than_two_seconds() -> None:
     """The bound is on CPU time, with child processes, the best of three: a busy machine does not fail the test."""
 

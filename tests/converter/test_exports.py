@@ -84,6 +84,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, mlp_file: Path) -> Artifact:
 
 
 class TestExportAlone:
+    @pytest.mark.long
     def test_holds_every_tensor_once_and_records_the_drift(self, alone: Artifact) -> None:
         manifest = alone.manifest
         assert {path.name for path in alone.path.iterdir()} == _ALONE
@@ -110,6 +111,7 @@ class TestExportAlone:
         inspected = json.loads(cli("inspect", alone.path, "--json").published().out)
         assert inspected["exports"]["safetensors"]["verified"] == "host"
 
+    @pytest.mark.long
     def test_has_half_the_checkpoint_s_size_and_all_of_it_with_the_residual(
         self, cli: Cli, tmp_path: Path, target: Path
     ) -> None:
@@ -120,6 +122,7 @@ class TestExportAlone:
         assert (target / "model.safetensors").stat().st_size <= 0.53 * size
         assert sum(path.stat().st_size for path in target.iterdir()) <= 1.06 * size
 
+    @pytest.mark.long
     def test_no_batchnorm_is_folded_into_the_exported_weights(self, cli: Cli, tmp_path: Path, target: Path) -> None:
         source = save(tmp_path / "m.pt", Cnn())
         cli("checkpoint", source, "--out", target, *CONV, *SAFETENSORS).published()
@@ -131,6 +134,7 @@ class TestExportAlone:
         _assert_same(_exported(target), _rounded(state, *matrices))
         _assert_same(_restored(cli, target), state)
 
+    @pytest.mark.long
     def test_tied_weights_are_exported_under_both_names(self, cli: Cli, tmp_path: Path, target: Path) -> None:
         source = save(tmp_path / "m.pt", Tied())
         tied = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq")
@@ -163,6 +167,7 @@ class TestExportAlone:
         assert measured == pytest.approx(float((found - expected).norm() / expected.norm()), rel=0.5)
         _assert_same(_restored(cli, target), torch.load(source))
 
+    @pytest.mark.long
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     def test_other_precisions_are_rounded_once_from_their_fp32_values(
         self, cli: Cli, tmp_path: Path, target: Path, dtype: torch.dtype
@@ -175,6 +180,7 @@ class TestExportAlone:
         fp32 = {n: t.float() if dtype is torch.float64 and n.endswith("weight") else t for n, t in state.items()}
         _assert_same(_restored(cli, target), fp32)
 
+    @pytest.mark.long
     def test_the_export_of_an_onnx_file_has_its_initializers(self, cli: Cli, onnx_file: Path, target: Path) -> None:
         cli("checkpoint", onnx_file, "--out", target, *SAFETENSORS).published()
         found = _exported(target)
@@ -184,6 +190,7 @@ class TestExportAlone:
         for name, tensor in restored.items():
             assert torch.equal(found[name], tensor.to(found[name].dtype)), name
 
+    @pytest.mark.long
     def test_without_a_residual_nothing_is_restored_and_no_reference_is_kept(
         self, cli: Cli, mlp_file: Path, target: Path
     ) -> None:
@@ -193,6 +200,7 @@ class TestExportAlone:
         assert "without a residual there is no fp32 reference" in cli("verify", target).published().out
         cli("restore", target, "--out", target.parent / "r").refused(2, "keeps no residual")
 
+    @pytest.mark.long
     def test_the_same_input_gives_the_same_bytes(self, cli: Cli, alone: Artifact, mlp_file: Path, target: Path) -> None:
         outcome = cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
         assert "export safetensors: model.safetensors" in outcome.out
@@ -226,6 +234,7 @@ class TestExportBesideProfiles:
         choose_profiles(artifact, "auto", "cpu")
         cli("verify", target, "--profile", "safetensors").published()
 
+    @pytest.mark.long
     def test_shards_are_those_of_the_source(self, cli: Cli, tmp_path: Path, target: Path) -> None:
         state = dict(seeded(Mlp()).state_dict())
         files = {"a.safetensors": ["up.weight", "down.bias"], "b.safetensors": ["up.bias", "down.weight"]}
@@ -243,6 +252,7 @@ class TestExportBesideProfiles:
 
 
 class TestOptions:
+    @pytest.mark.long
     def test_a_weight_that_bf16_cannot_hold_is_rejected_by_name_or_saturated(
         self, cli: Cli, tmp_path: Path, target: Path
     ) -> None:
@@ -255,6 +265,7 @@ class TestOptions:
         assert _exported(target)["up.weight"][0, 0] == torch.finfo(torch.bfloat16).max
         _assert_same(_restored(cli, target), torch.load(source))
 
+    @pytest.mark.long
     def test_subnormals_are_flushed_on_request(self, cli: Cli, tmp_path: Path, target: Path) -> None:
         weight = seeded(Mlp()).state_dict()["up.weight"].clone()
         weight[0, 0] = 1e-39
@@ -275,6 +286,7 @@ class TestOptions:
         cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, *tight, "--keep-fp32", "weight").published()
         _assert_same(_exported(target), torch.load(mlp_file))
 
+    @pytest.mark.long
     def test_an_export_over_budget_is_not_dropped(self, cli: Cli, mlp_file: Path, target: Path) -> None:
         both = ("--format", "torchscript", *SAFETENSORS, "--drop-failing-profiles", "--budget", "relative_l2=1e-4")
         cli("checkpoint", mlp_file, "--out", target, *MLP, *both).refused(1, "export safetensors")

@@ -21,6 +21,7 @@ _ALWAYS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "more"),
     [
@@ -38,6 +39,7 @@ def test_the_requested_onnx_profiles_are_written(
     assert {path.name for path in target.iterdir()} == _ALWAYS | more | {"manifest.json"}
 
 
+@pytest.mark.long
 def test_torchscript_alone_keeps_the_weights_for_its_reference(cli: Cli, mlp_file: Path, target: Path) -> None:
     cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "torchscript").published()
     artifact = Artifact.open(target)
@@ -47,6 +49,7 @@ def test_torchscript_alone_keeps_the_weights_for_its_reference(cli: Cli, mlp_fil
     cli("verify", target).published()
 
 
+@pytest.mark.long
 def test_torchscript_without_a_residual_has_no_onnx_file(cli: Cli, mlp_file: Path, target: Path) -> None:
     cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "torchscript", "--no-residual").published()
     assert not list(target.glob("*.onnx"))

@@ -129,6 +129,7 @@ def test_without_a_fault_the_sources_are_published(cli: Cli, target: Path, tmp_p
     cli("checkpoint", *globals()[f"_{name}"](tmp_path), "--out", target).published()
 
 
+@pytest.mark.long
 def test_a_fault_is_rejected_and_nothing_is_published(
     cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch, fault: str
 ) -> None:
@@ -391,6 +392,7 @@ def a_kernel_product_that_does_not_round_as_planned(patch: Patch) -> None:
     _always(False, patch)
 
 
+@pytest.mark.long
 def test_a_kernel_product_that_rounds_where_none_should_is_not_published(
     cli: Cli, target: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:

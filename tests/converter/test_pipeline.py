@@ -103,6 +103,7 @@ def _wide_conv_bn() -> onnx.ModelProto:
     return graphs.conv_bn(channels=16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [graphs.embedding, _wide_conv_bn, graphs.if_branches, graphs.loop])
 def test_weights_of_onnx_files_are_restored_bit_for_bit_wherever_they_were(
     cli: Cli, tmp_path: Path, target: Path, build: object
@@ -125,6 +126,7 @@ def test_weights_of_onnx_files_are_restored_bit_for_bit_wherever_they_were(
     assert_restored(out, weights)
 
 
+@pytest.mark.long
 def test_a_tied_table_is_stored_once_in_panels_restored_twice_and_gives_the_outputs_of_the_source(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_tied_table_is_stored_once_in_panels_restored_twice_and_gives_the_outp
     assert_restored(tmp_path / "fp32.safetensors", state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("profiles", "axes"), [(("cpu", "cuda"), {1}), (("cuda",), {None})])
 def test_weights_are_stored_as_panels_only_for_the_profile_that_reads_panels(
     profiles: tuple[str, ...], axes: set[int | None], cli: Cli, onnx_file: Path, target: Path
@@ -162,6 +165,7 @@ def test_weights_are_stored_as_panels_only_for_the_profile_that_reads_panels(
     assert_restored(out, graphs.weights_of(onnx.load(onnx_file)))
 
 
+@pytest.mark.long
 def test_a_model_that_mixes_its_batch_gets_no_batch_axis(cli: Cli, mlp_file: Path, target: Path) -> None:
     flags = ("--model", "architectures:Centred", *MLP[2:], *ONNX_ONLY, "--allow-over-budget")
     done = cli("checkpoint", mlp_file, "--out", target, *flags).published()
@@ -169,6 +173,7 @@ def test_a_model_that_mixes_its_batch_gets_no_batch_axis(cli: Cli, mlp_file: Pat
     assert Artifact.open(target).manifest.batch_axis is None
 
 
+@pytest.mark.long
 def test_without_a_residual_there_is_no_reference_but_drift_is_measured(
     cli: Cli, onnx_file: Path, target: Path
 ) -> None:
@@ -187,6 +192,7 @@ def test_drift_over_budget_is_an_error_unless_it_is_allowed(cli: Cli, onnx_file:
     assert Artifact.open(target).manifest.budget["relative_l2"] == 1e-6
 
 
+@pytest.mark.long
 def test_onnx_alone_is_written_by_default(cli: Cli, mlp_file: Path, target: Path) -> None:
     assert "TorchScript" not in cli("checkpoint", mlp_file, "--out", target, *MLP).published().out
     assert Artifact.open(target).manifest.profiles.keys() == {"cpu", "cpu-bf16", "cuda"}
@@ -197,6 +203,7 @@ def test_torchscript_of_an_onnx_file_is_an_error(cli: Cli, onnx_file: Path, targ
     cli(*command, "--format", "torchscript").refused(3, "--format torchscript: this format is made from a torch module")
 
 
+@pytest.mark.long
 def test_samples_of_a_function_are_measured_and_recorded(
     cli: Cli, onnx_file: Path, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +217,7 @@ def test_samples_of_a_function_are_measured_and_recorded(
     assert (entry.samples, entry.source) == (6, "calibration_of_a_test:three, and 13 made of them by perturbation")
 
 
+@pytest.mark.long
 def test_convert_can_be_called_without_a_command_line(onnx_file: Path, target: Path) -> None:
     result = convert(Options(source=onnx_file, target=parse_target(target), formats=("onnx",)))
     assert result.artifact.path == target

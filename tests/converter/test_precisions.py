@@ -29,6 +29,7 @@ def saved(
     return state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "bound", "restored", "said"),
     [
@@ -94,6 +95,7 @@ def test_a_value_beyond_fp32_is_rejected_with_its_tensor(cli: Cli, tmp_path: Pat
     cli("checkpoint", tmp_path / "model.safetensors", "--out", target, *ARGUMENTS, *INPUT).refused(2, said)
 
 
+@pytest.mark.long
 def test_subnormals_that_are_flushed_are_restored_nevertheless(cli: Cli, tmp_path: Path, target: Path) -> None:
     """Then even a bf16 tensor is not stored unchanged; the residual holds the difference."""
     state = saved(tmp_path / "model.safetensors", "bfloat16")

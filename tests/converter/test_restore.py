@@ -31,6 +31,7 @@ def test_the_checkpoint_is_restored_bit_for_bit(cli: Cli, mlp: Artifact, mlp_fil
     assert [path.name for path in tmp_path.iterdir()] == ["fp32.safetensors"]
 
 
+@pytest.mark.long
 def test_every_bit_pattern_of_a_weight_is_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
     """The weight has ties, subnormals, both zeros, and the largest numbers that do not overflow."""
     bits = np.random.default_rng(0).integers(0, 2**32, (64, 64), np.uint32)
@@ -45,6 +46,7 @@ def test_every_bit_pattern_of_a_weight_is_restored(cli: Cli, tmp_path: Path, tar
     assert_restored(tmp_path / "out", {"table": weight})
 
 
+@pytest.mark.long
 def test_tensors_of_every_dtype_are_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
     random = np.random.default_rng(0)
     state: dict[str, Array] = {name: tensor.numpy() for name, tensor in seeded(Mlp()).state_dict().items()}
@@ -87,6 +89,7 @@ def test_a_missing_directory_is_not_created(cli: Cli, small: Artifact, tmp_path:
     cli("restore", small.path, "--out", tmp_path / "no" / "fp32").refused(2, f"{tmp_path / 'no'}: no such directory")
 
 
+@pytest.mark.long
 def test_without_a_residual_the_error_states_why_nothing_can_be_restored(
     cli: Cli, onnx_file: Path, tmp_path: Path, target: Path
 ) -> None:

@@ -43,6 +43,7 @@ def _weights_doubled(artifact: Path) -> list[str]:
     return [entry.name for entry in Artifact.open(artifact).manifest.tensors if entry.file == "residual.bin"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [(), ("--format", "torchscript")])
 def test_a_module_that_branches_on_values_is_written_only_as_torchscript(
     cli: Cli, tmp_path: Path, target: Path, flags: tuple[str, ...]
@@ -65,6 +66,7 @@ def test_a_module_that_branches_on_values_is_written_only_as_torchscript(
     assert artifact.manifest.outputs[0].shape == ["batch", 16]
 
 
+@pytest.mark.long
 def test_the_checkpoint_is_restored_from_the_torchscript_module_and_its_residual(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -80,6 +82,7 @@ def test_the_checkpoint_is_restored_from_the_torchscript_module_and_its_residual
     cli("explain", target).refused(2, "no ONNX graph could be made of its source")
 
 
+@pytest.mark.long
 def test_without_a_residual_the_converter_states_that_nothing_can_be_restored(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -90,6 +93,7 @@ def test_without_a_residual_the_converter_states_that_nothing_can_be_restored(
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").refused(2, "keeps no residual")
 
 
+@pytest.mark.long
 def test_a_fused_transformer_layer_keeps_its_batch_axis_and_stores_bf16_matrices(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -109,6 +113,7 @@ def test_a_fused_transformer_layer_keeps_its_batch_axis_and_stores_bf16_matrices
     assert 0 < np.linalg.norm(answered - expected) / np.linalg.norm(expected) < 1.5e-2
 
 
+@pytest.mark.long
 def test_a_torch_module_that_onnx_cannot_express_is_written_only_as_a_trace(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -132,6 +137,7 @@ def test_a_torch_module_that_branches_is_rejected_with_the_advice_to_script_it(
     assert tree(tmp_path) == ["m.pt"]
 
 
+@pytest.mark.long
 def test_a_trace_that_does_not_run_is_rejected_with_both_reasons(cli: Cli, tmp_path: Path, target: Path) -> None:
     """Its file holds the weights, so nothing is left to publish."""
     torch.save(seeded(Stepwise()).state_dict(), tmp_path / "m.pt")
@@ -142,6 +148,7 @@ def test_a_trace_that_does_not_run_is_rejected_with_both_reasons(cli: Cli, tmp_p
     assert tree(tmp_path) == ["m.pt"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
@@ -182,6 +189,7 @@ def test_a_weight_that_bf16_cannot_hold_is_named(cli: Cli, tmp_path: Path, targe
     assert tree(tmp_path) == ["m.pt"]
 
 
+@pytest.mark.long
 def test_the_same_file_gives_the_same_bytes(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = save(tmp_path / "m.pt", Deciding(), X[:2])
     written = []

@@ -46,6 +46,7 @@ def test_promtool_accepts_the_rules() -> None:
     promtool("check", "config", "prometheus.yml")
 
 
+@pytest.mark.long
 @needs_promtool
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
 def test_alerts_fire_as_their_promtool_tests_expect(path: Path) -> None:

@@ -58,6 +58,7 @@ class Fleet:
                     yield number, sample.labels["metric"], sample.labels["moment"], sample.value
 
 
+@pytest.mark.long
 @needs_promtool
 @pytest.mark.parametrize("mean", [1.2 * BUDGET, 0.9 * BUDGET])
 def test_the_pooled_mean_is_that_of_all_rows_and_is_judged_by_its_error(mean: float, tmp_path: Path) -> None:

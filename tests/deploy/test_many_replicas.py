@@ -80,6 +80,7 @@ FLEETS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_the_fleets_alert_is_about_drift_that_is_there_and_that_no_replica_sees(fleet: str, tmp_path: Path) -> None:
     replicas, tests = FLEETS[fleet]

@@ -42,6 +42,7 @@ def source(tmp_path: Path) -> tuple[Path, Callable[[np.ndarray[Any, Any]], np.nd
     return path, lambda x: np.maximum(x @ a, 0) @ b
 
 
+@pytest.mark.long
 def test_a_converted_model_gives_its_sources_outputs_and_live_drift_is_measured(
     tmp_path: Path,
     source: tuple[Path, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]],

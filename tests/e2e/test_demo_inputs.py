@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import minilm
 import numpy as np
+import pytest
 from sentences import sentences
 
 
+@pytest.mark.long
 def test_sentences_are_distinct_complete_and_deterministic() -> None:
     found = sentences(300)
     assert len(set(found)) == 300
@@ -14,6 +16,7 @@ def test_sentences_are_distinct_complete_and_deterministic() -> None:
     assert sentences(300)[:50] == found[:50]
 
 
+@pytest.mark.long
 def test_calibration_feeds_hold_one_sentence_without_padding() -> None:
     feeds = list(minilm.calibration(20))
     assert len(feeds) == 20

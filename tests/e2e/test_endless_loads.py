@@ -59,6 +59,7 @@ def ends_in_time(server: ServerProcess) -> bool:
     return server.exit_code() == 0 and time.monotonic() - begun < 25  # the default of drain_seconds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("write", "step"), [(write_folding, FOLDING), (write_endless_script, RUNNING)])
 def test_others_load_beside_a_load_that_does_not_end_and_the_server_stops_meanwhile(
     tmp_path: Path, serve_impatiently: Impatient, write: Write, step: str
@@ -74,6 +75,7 @@ def test_others_load_beside_a_load_that_does_not_end_and_the_server_stops_meanwh
     assert ends_in_time(server)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("write", "limits", "reason"),
     [
@@ -100,6 +102,7 @@ def test_a_load_that_does_not_end_is_given_up_and_asking_for_it_says_why(
     assert ends_in_time(server)
 
 
+@pytest.mark.long
 def test_unloading_a_model_whose_load_does_not_end_does_not_wait_for_it(
     tmp_path: Path, serve_impatiently: Impatient
 ) -> None:

@@ -130,6 +130,7 @@ def test_workers_give_evidence_to_a_manage_token_and_explain_names_the_layer(
     assert found["profiles"][0]["leaves"]["name"] == "difference"
 
 
+@pytest.mark.long
 def test_a_server_without_evidence_rejects_the_command(repository: Path, tmp_path: Path, serve: Serve) -> None:
     server = serve("--repository", str(repository)).wait_ready()
     where = f"http://127.0.0.1:{server.ports()[1]}"

@@ -36,6 +36,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models
 
 
+@pytest.mark.long
 def test_a_pt2_model_is_served_with_outputs_close_to_torch(repository: Path, serve: Serve) -> None:
     server = serve("--repository", str(repository), "--device", "cpu").wait_ready()
     x = np.random.default_rng(1).standard_normal((6, 3, 16, 16)).astype(np.float32)
@@ -65,6 +66,7 @@ def test_a_pt2_model_is_measured_in_both_arithmetics_and_verifies(
     assert "pt2" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_same_conversion_gives_the_same_bytes(repository: Path, tmp_path: Path) -> None:
     source = repository.parent / "m.pt2"
     target = tmp_path / "model" / "1"
@@ -74,6 +76,7 @@ def test_the_same_conversion_gives_the_same_bytes(repository: Path, tmp_path: Pa
         assert (target / name).read_bytes() == (repository / "model" / "1" / name).read_bytes()
 
 
+@pytest.mark.long
 def test_pt2_is_written_only_on_request(repository: Path, tmp_path: Path) -> None:
     target = tmp_path / "model" / "1"
     assert (

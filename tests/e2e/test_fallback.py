@@ -77,6 +77,7 @@ def serving(repository: Path, stay: float) -> None:
     (repository / "mlp" / "serving.yaml").write_text(SERVING % stay, "utf-8")
 
 
+@pytest.mark.long
 def test_fp32_serves_for_a_damaged_model_until_a_healthy_copy_is_loaded(tmp_path: Path, serve: Serve) -> None:
     serving(tmp_path, 600)
     damaged = write_damaged(tmp_path / "mlp" / "1")
@@ -127,6 +128,7 @@ def overflowing(artifact: Artifact) -> Array:
             return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_client_whose_inputs_overflow_in_fp32_does_not_switch_the_others(
     tmp_path: Path, serve: Serve, beside: bool
@@ -153,6 +155,7 @@ def test_a_client_whose_inputs_overflow_in_fp32_does_not_switch_the_others(
     assert "is over its drift budget" not in server.log
 
 
+@pytest.mark.long
 def test_one_connection_of_several_does_not_switch_the_others_and_a_wrong_model_does(
     tmp_path: Path, serve: Serve
 ) -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tritonclient.grpc as triton
 from artifacts import write_mlp
 from serverprocess import Serve
@@ -45,6 +46,7 @@ def _replace_options(manifest: Path, value: str) -> None:
     manifest.write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
 
 
+@pytest.mark.long
 def test_models_with_hostile_files_are_rejected_with_a_reason_and_the_others_are_served(
     tmp_path: Path, serve: Serve
 ) -> None:

@@ -73,6 +73,7 @@ def loaded(path: Path, **serving: object) -> LoadedModel:
     return loading.load(path, Serving.model_validate(serving), device="auto", threads=1)
 
 
+@pytest.mark.long
 def test_auto_serves_the_profile_with_fewer_bits_and_loads_no_other(
     converted: Path, native: Native, opened: list[Any], in_memory: Callable[[], int]
 ) -> None:
@@ -201,6 +202,7 @@ def test_a_profile_is_checked_with_its_own_golden_samples(converted: Path, monke
     assert asked == ["cpu-bf16"]
 
 
+@pytest.mark.long
 def test_bench_measures_every_profile_that_may_serve_and_suggests_one(converted: Path, native: Native) -> None:
     native(True)
     asked = ["bench", "m", "--repository", str(converted.parent.parent), "--device", "cpu", "--seconds", "1", "--json"]

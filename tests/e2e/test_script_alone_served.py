@@ -23,6 +23,7 @@ Serve = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
 
 
+@pytest.mark.long
 def test_a_torchscript_only_model_is_served_with_outputs_close_to_the_file(tmp_path: Path, serve: Serve) -> None:
     path = save(tmp_path / "m.pt", Deciding(), torch.ones(2, 16))
     models = tmp_path / "models"

@@ -48,6 +48,7 @@ def asking(target: str) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.long
 def test_the_page_shows_the_numbers_of_a_model_under_load(tmp_path: Path, serve: Serve) -> None:
     repository = tmp_path / "repository"
     write_mlp(repository / "mlp" / "1")

@@ -226,6 +226,7 @@ def test_an_unreachable_collector_affects_no_request_and_is_logged_once(
     assert "Traceback" not in server.log
 
 
+@pytest.mark.long
 def test_traces_are_off_unless_configured(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}

@@ -94,6 +94,7 @@ def unread(tmp_path: Path) -> Iterator[Unread]:
     server.close()
 
 
+@pytest.mark.long
 def test_a_server_whose_log_nobody_reads_answers_and_ends_on_sigterm(unread: Unread) -> None:
     unread.infer(3000)
     unread.check_alive()
@@ -103,6 +104,7 @@ def test_a_server_whose_log_nobody_reads_answers_and_ends_on_sigterm(unread: Unr
     assert time.monotonic() - started < _DRAIN_SECONDS
 
 
+@pytest.mark.long
 def test_the_log_says_how_many_lines_were_lost_while_nobody_read_it(unread: Unread) -> None:
     unread.infer(5000)
     lost = int(unread.read(re.compile(r"WARNING service.config.logs: (\d+) log lines before this one are lost"))[1])

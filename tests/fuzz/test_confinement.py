@@ -52,6 +52,7 @@ def _end(tmp_path: Path, deed: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("deed", "seen"),
     [

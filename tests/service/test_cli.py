@@ -65,6 +65,7 @@ def test_wrong_usage_gives_a_message_without_traceback_and_exit_code_2(arguments
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_misspelt_variable_is_a_warning_in_the_servers_log_and_a_wrong_kernel_path_ends_it(tmp_path: Path) -> None:
     asked = ("--repository", str(tmp_path), "--http-port", "0", "--grpc-port")
     with socket.create_server(("127.0.0.1", 0)) as taken:  # the port is taken, so the server ends at once

@@ -95,6 +95,7 @@ def refused(call: Callable[[str, str], object], name: str, version: str) -> type
     return error.type
 
 
+@pytest.mark.long
 def test_a_ready_model_can_be_found_acquired_and_run(make: Make) -> None:
     registry = make({("m", 1): "ready"}).registry
     width = registry.get("m", "").inputs[0].shape[1]
@@ -111,6 +112,7 @@ def test_a_ready_model_can_be_found_acquired_and_run(make: Make) -> None:
     assert registry.ready
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("state", "error"), [("loading", Unavailable), ("unavailable", NotFound)])
 def test_the_error_for_a_model_that_is_not_ready_depends_on_its_state(
     make: Make, state: State, error: type[RequestError]
@@ -138,11 +140,13 @@ def test_the_newest_ready_version_serves_and_only_ready_versions_are_listed(make
     assert [slot.version for slot in registry.models()] == [2, 10, 11]
 
 
+@pytest.mark.long
 def test_slots_are_sorted_by_name_and_then_by_version(make: Make) -> None:
     registry = make({("b", 1): "ready", ("a", 10): "ready", ("a", 9): "ready"}).registry
     assert [(slot.name, slot.version) for slot in registry.models()] == [("a", 9), ("a", 10), ("b", 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["nobody", ""])
 def test_a_name_that_is_not_served_is_not_found(make: Make, name: str) -> None:
     registry = make({("m", 1): "ready"}).registry
@@ -152,6 +156,7 @@ def test_a_name_that_is_not_served_is_not_found(make: Make, name: str) -> None:
     assert registry.versions(name) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", ["0", "2", "9" * 5000])
 def test_a_version_that_is_not_served_is_not_found(make: Make, version: str) -> None:
     registry = make({("m", 1): "ready"}).registry
@@ -160,6 +165,7 @@ def test_a_version_that_is_not_served_is_not_found(make: Make, version: str) -> 
     assert not registry.is_ready("m", version)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", ["x", "-1", "1.0", " 1", "²"])
 def test_a_version_that_is_not_a_number_is_an_invalid_request(make: Make, version: str) -> None:
     registry = make({("m", 1): "ready"}).registry
@@ -167,6 +173,7 @@ def test_a_version_that_is_not_a_number_is_an_invalid_request(make: Make, versio
         assert refused(call, "m", version) is InvalidRequest
 
 
+@pytest.mark.long
 def test_a_draining_registry_rejects_requests_and_still_shows_its_models(make: Make) -> None:
     world = make({("m", 1): "ready"})
     told: list[bool] = []
@@ -185,6 +192,7 @@ def test_an_empty_registry_is_live_and_not_ready(make: Make) -> None:
     assert list(registry.models()) == []
 
 
+@pytest.mark.long
 def test_subscribers_are_notified_after_a_change_is_visible(make: Make) -> None:
     world = make({("m", 1): "ready"})
     told: list[bool] = []

@@ -74,6 +74,7 @@ def test_the_share_of_other_programs_excludes_our_own_time(monkeypatch: pytest.M
     assert machine.OtherProgramsTime().shares() == {"other_programs": 0.4, "stolen": 0.05}
 
 
+@pytest.mark.long
 def test_time_of_children_whose_parent_did_not_wait_is_our_own() -> None:
     """A child starts a grandchild that computes for half a second, and ends before it."""
     spin = "import time\nwhile time.process_time() < 0.5: pass"

@@ -118,6 +118,7 @@ def test_rates_are_those_of_dense_matrices() -> None:
         assert rate in page
 
 
+@pytest.mark.long
 def test_an_artifact_is_costed_by_its_own_graphs(tmp_path: Path) -> None:
     onnx.save(graphs.mlp((256, 512, 256)), tmp_path / "mlp.onnx")
     artifact = tmp_path / "mlp" / "1"

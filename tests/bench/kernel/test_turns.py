@@ -33,6 +33,7 @@ def feeds() -> dict[str, np.ndarray]:
     return {"x": np.ones((2, 8), np.float32)}
 
 
+@pytest.mark.long
 def test_every_process_has_every_turn_of_every_side(subject: Subject, tmp_path: Path) -> None:
     pieces = [Piece("two rows", feeds(), caches=("warm", "cold"))]
     effort = Effort(processes=2, rounds=3, seconds=0.0, runs=2)
@@ -61,6 +62,7 @@ def test_a_side_without_times_in_one_of_the_processes_is_dropped() -> None:
     assert list(timed.samples["work"]) == ["a"]
 
 
+@pytest.mark.long
 def test_contenders_get_more_turns_and_processes_in_the_judged_cache_state(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,12 +84,14 @@ def settles_after(busy_s: float) -> bool:
     return lasted
 
 
+@pytest.mark.long
 @pytest.mark.alone  # a spinning thread shows in the processor time only if a core is free for it
 def test_settling_waits_for_a_spinning_thread() -> None:
     """One of five tries is enough: another program may have both cores for the milliseconds of a check."""
     assert any(settles_after(0.1) for _ in range(5))
 
 
+@pytest.mark.long
 def test_a_failed_request_gives_the_reason_and_the_next_one_gets_a_response() -> None:
     requests = [{"do": "open", "side": "no such side"}, {"do": "time", "side": "never opened"}]
     answers = io.StringIO()

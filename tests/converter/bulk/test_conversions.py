@@ -100,6 +100,7 @@ def converted(item: Conversion, tmp_path: Path, small: Artifact) -> Convert:
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("code", "exits", "said"),
     [

@@ -170,6 +170,7 @@ def test_a_conversion_does_not_die_of_a_fusion_and_its_owner_is_told(
     assert "slower" in note
 
 
+@pytest.mark.long
 def test_a_wrong_fusion_is_undone_before_it_is_published_and_its_owner_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

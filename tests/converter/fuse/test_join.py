@@ -38,6 +38,7 @@ def names(made: Lowered, profile: str = "cpu") -> list[tuple[str, str]]:
     return [(node.name, node.op_type) for node in ours(made, profile)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("count", "sizes"), [(2, [2]), (3, [3]), (4, [3, 1]), (5, [3, 2])])
 def test_joined_products_give_the_bits_of_single_ones_and_float64_s_result(

@@ -106,6 +106,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source.onnx"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("release", "least"), [("1.24.1", "1.24.1"), ("1.28.0", "1.27.0"), ("1.31.1", "1.30.0")])
 def test_a_graph_planned_for_a_release_has_kernels_in_it_and_in_all_later_ones(
     release: str, least: str, source: Path, target: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +186,7 @@ def test_cuda_needs_the_first_release_with_its_kernels_or_an_older_one_that_ran_
     assert required("cuda", [late]) == {"onnxruntime": "1.27.0"}
 
 
+@pytest.mark.long
 def test_manifest_report_and_inspect_state_the_required_release(mlp: Artifact, cli: Cli) -> None:
     needed = {name: entry.requires for name, entry in mlp.manifest.profiles.items()}
     on_cpu = {"onnxruntime": "1.24"}

@@ -54,6 +54,7 @@ def test_a_weight_determines_the_type_of_a_product_of_another_domain() -> None:
     assert _untyped(proto) == ["unknown"]  # the output type of Spell cannot be known
 
 
+@pytest.mark.long
 def test_nodes_of_unknown_type_are_named_in_a_note(cli: Cli, target: Path, tmp_path: Path) -> None:
     """``Inverse`` is an operator of ONNX Runtime without a schema that inference could use."""
     model = graphs.parsed(

@@ -89,12 +89,14 @@ def test_the_text_says_of_a_sound_artifact_that_no_remedy_is_needed(cli: Cli, sm
     assert said.rstrip().endswith("No remedy is needed.")
 
 
+@pytest.mark.long
 def test_an_output_that_no_node_computes_does_not_ail(cli: Cli, target: Path) -> None:
     model = graphs.mlp()
     model.graph.output.extend([graphs.edge("x", ["batch", 16]), graphs.edge("w0", [16, 32])])
     assert explained(cli, model, target, "cpu")["ails"] is False
 
 
+@pytest.mark.long
 def test_islands_that_exist_already_stay(cli: Cli, target: Path) -> None:
     """With those that the conversion found and the user asked for, the budget is met: nothing more is suggested."""
     flags = (*ONNX_ONLY, "--keep-fp32", "^first$")
@@ -102,6 +104,7 @@ def test_islands_that_exist_already_stay(cli: Cli, target: Path) -> None:
     assert any(entry.code == "budget" for entry in Artifact.open(target).manifest.plan.nodes["cuda"])
 
 
+@pytest.mark.long
 def test_a_search_folds_batchnorm_where_the_conversion_did(cli: Cli, tmp_path: Path, target: Path) -> None:
     """Weights that are bf16 in the source stay unchanged. A search that folded BatchNorm would round them, at 56 dB."""
     source = tmp_path / "model.safetensors"
@@ -129,6 +132,7 @@ def _diagnosis(target: Path) -> DiagnosisEntry:
     return layers.diagnosis
 
 
+@pytest.mark.long
 def test_the_report_of_a_model_published_over_budget_has_what_explain_says(
     cli: Cli, target: Path, tmp_path: Path
 ) -> None:
@@ -154,6 +158,7 @@ def test_the_report_of_a_model_published_over_budget_has_what_explain_says(
     assert "--keep-fp32 '^(w1|w2)$'" in inspected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [("--no-search",), ("--search-minutes", "1e-9")])
 def test_no_remedy_is_searched_if_the_search_is_off_or_has_no_time(
     cli: Cli, target: Path, tmp_path: Path, flags: Sequence[str]
@@ -167,6 +172,7 @@ def test_no_remedy_is_searched_if_the_search_is_off_or_has_no_time(
     assert "No remedy was looked for; bf16-convert explain looks for one." in page
 
 
+@pytest.mark.long
 def test_a_model_within_budget_is_diagnosed_without_a_search(cli: Cli, target: Path, tmp_path: Path) -> None:
     """The runs of the conversion already show the layer that falls below its prediction."""
     onnx.save(troubled.sharp_softmax(), tmp_path / "m.onnx")
@@ -181,6 +187,7 @@ def test_a_model_within_budget_is_diagnosed_without_a_search(cli: Cli, target: P
     cli("explain", target, "--profile", "cuda").refused(2, "no ONNX profile 'cuda'", "it has cpu")
 
 
+@pytest.mark.long
 def test_no_remedy_is_searched_for_cpu_bf16(cli: Cli, target: Path) -> None:
     flags = (*PUBLISHED_ANYHOW, "--profile", "cpu-bf16")
     assert explained(cli, troubled.cancellation(), target, "cpu-bf16", *flags)["tried"] is False
@@ -188,11 +195,13 @@ def test_no_remedy_is_searched_for_cpu_bf16(cli: Cli, target: Path) -> None:
     assert said.rstrip().endswith("No remedy was looked for on profile cpu-bf16.")
 
 
+@pytest.mark.long
 def test_an_artifact_without_a_reference_cannot_be_explained(cli: Cli, target: Path, onnx_file: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
     cli("explain", target).refused(2, "--no-residual and keeps no fp32 reference", "convert the checkpoint again")
 
 
+@pytest.mark.long
 def test_layers_of_an_optional_profile_are_measured_only_if_it_is_requested(
     cli: Cli, small: Artifact, onnx_file: Path, target: Path
 ) -> None:

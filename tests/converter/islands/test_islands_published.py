@@ -62,6 +62,7 @@ def test_a_model_over_budget_is_published_with_the_parts_at_fault_in_fp32(
     assert_restored(tmp_path / "fp32.safetensors", floats)
 
 
+@pytest.mark.long
 def test_the_terminal_the_plan_and_the_report_name_the_islands_and_their_worth(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -77,6 +78,7 @@ def test_the_terminal_the_plan_and_the_report_name_the_islands_and_their_worth(
     assert "islands in fp32 brought" not in page
 
 
+@pytest.mark.long
 def test_the_report_says_if_a_search_ran_out_of_time(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +89,7 @@ def test_the_report_says_if_a_search_ran_out_of_time(
     assert "some may be unnecessary" in (target / "report.html").read_text("utf-8")
 
 
+@pytest.mark.long
 def test_a_profile_that_the_search_cannot_mend_is_rejected_with_the_reason(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -141,12 +144,14 @@ def test_a_search_that_certification_does_not_confirm_is_repeated(
     )
 
 
+@pytest.mark.long
 def test_a_model_within_budget_is_never_searched(cli: Cli, onnx_file: Path, target: Path) -> None:
     command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY)
     assert "searching" not in cli(*command).published().err
     assert "searching" in cli(*command, "--force", "--budget", "relative_l2=1e-6").err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [(), ("--allow-over-budget",)])
 def test_trial_graphs_are_stored_beside_the_artifact(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]

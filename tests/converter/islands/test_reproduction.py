@@ -62,6 +62,7 @@ def save(evidence: Evidence, path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_the_layer_that_falls_below_its_prediction_on_this_input_is_named(
     cli: Cli, ailing: Artifact, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_an_output_that_the_artifact_does_not_reproduce_is_blamed_on_the_server_
     assert said.rstrip().endswith("No remedy was looked for, because the artifact does not give what was served.")
 
 
+@pytest.mark.long
 def test_a_served_output_that_was_not_finite_counts_as_not_reproduced(
     cli: Cli, small: Artifact, tmp_path: Path
 ) -> None:

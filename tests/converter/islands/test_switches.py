@@ -137,6 +137,7 @@ def _emulated(written: Lowered) -> OnnxRuntime:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 class TestAgreement:
+    @pytest.mark.long
     def test_emulated_cuda_has_the_same_drift_to_the_bit_if_sums_are_in_the_same_order(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
     ) -> None:
@@ -159,6 +160,7 @@ class TestAgreement:
         assert (written[0] > 1e-4) == (share < 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])
 def test_the_simulation_has_the_fp32_noise_that_certification_sees(tmp_path: Path, profile: str) -> None:
     """Measured from its own fp32 outputs, the search would see none and look for islands in vain."""
@@ -167,6 +169,7 @@ def test_the_simulation_has_the_fp32_noise_that_certification_sees(tmp_path: Pat
     np.testing.assert_allclose(np.mean(simulated), np.mean(written), rtol=0.5)
 
 
+@pytest.mark.long
 def test_a_model_that_fp32_noise_alone_puts_over_budget_is_rejected_at_once_with_the_reason(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:

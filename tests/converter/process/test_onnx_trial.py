@@ -110,6 +110,7 @@ def _loop(turns: int | None) -> ModelProto:
     return graphs.model([node], [graphs.edge("x", [2])], [graphs.edge("y", [2])], constants)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turns", [None, 2**40])
 def test_a_loop_that_does_not_end_is_stopped(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, turns: int | None

@@ -56,6 +56,7 @@ def test_a_program_is_converted_and_restored_and_gives_the_outputs_of_torch(
         assert back[name].tobytes() == tensor.numpy().tobytes(), name
 
 
+@pytest.mark.long
 def test_dimensions_may_be_named_and_fixed_with_input(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = written(tmp_path, seeded(Mlp()), torch.ones(2, 16))
     cli("checkpoint", source, "--out", target, TRUSTED, "--input", "x:float32:rows,16", *ONNX_ONLY).published()
@@ -65,6 +66,7 @@ def test_dimensions_may_be_named_and_fixed_with_input(cli: Cli, tmp_path: Path, 
         cli("checkpoint", source, "--out", other, TRUSTED, "--input", wrong, *ONNX_ONLY).refused(2, "--input ")
 
 
+@pytest.mark.long
 def test_a_bf16_program_is_converted_with_its_weights_in_bf16_and_tied_ones_under_both_names(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:

@@ -116,6 +116,7 @@ def _pickled(directory: Path) -> None:
     torch.save([1], directory / "pytorch_model.bin")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

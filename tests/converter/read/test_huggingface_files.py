@@ -38,6 +38,7 @@ def module(name: str) -> Any:
         return getattr(transformers, architecture)(getattr(transformers, config)(**fields))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("preprocessor", "config", "expected"),
     [

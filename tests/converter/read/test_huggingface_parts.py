@@ -183,6 +183,7 @@ def test_without_the_library_the_tokens_are_converted_and_a_note_says_what_is_mi
     assert note.endswith("pip install 'bf16kit[sentence]'")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
 def test_every_mode_of_pooling_is_exported(tmp_path: Path, mode: str) -> None:
     """The exported graph gives what the library itself gives from the directory, whatever is padded."""

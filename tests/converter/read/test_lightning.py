@@ -37,6 +37,7 @@ def _arrays(prefix: str = "", seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 # --- the whole command ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_checkpoints_hyper_parameters_build_its_model(cli: Cli, tmp_path: Path, target: Path) -> None:
     weights = state("net.", Mlp(hidden=32))
     path = written(
@@ -61,6 +62,7 @@ def test_a_checkpoints_hyper_parameters_build_its_model(cli: Cli, tmp_path: Path
     np.testing.assert_allclose(load(artifact, "cpu").run({"x": X})["output"], expected, atol=0.05)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_bigdl_nano_is_converted_without_its_loss(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = written_by_nano(tmp_path / "nano.ckpt", state())
     done = cli("checkpoint", path, *MLP, *ONNX_ONLY, "--out", target).published()
@@ -71,6 +73,7 @@ def test_a_checkpoint_of_bigdl_nano_is_converted_without_its_loss(cli: Cli, tmp_
     assert_restored(tmp_path / "fp32.safetensors", _arrays("model.") | {"loss.weight": np.ones(10, np.float32)})
 
 
+@pytest.mark.long
 def test_other_weights_in_the_file_are_reported_and_can_be_chosen(cli: Cli, tmp_path: Path, target: Path) -> None:
     """Lightning's WeightAveraging stores the average in place of the weights."""
     averaging = {"current_model_state": state(seed=2), "averaging_state": {"n_averaged": torch.tensor(9)}}
@@ -122,6 +125,7 @@ def test_a_lightning_checkpoint_is_recognised_by_its_keys_not_its_name(tmp_path:
     assert recognise(tmp_path / "plain.ckpt") is Kind.TORCH_ZIP
 
 
+@pytest.mark.long
 def test_a_state_dict_that_only_mentions_lightning_is_read_as_any_other(cli: Cli, tmp_path: Path, target: Path) -> None:
     torch.save(state() | {"pytorch-lightning_version": "2.6.6"}, tmp_path / "m.pt")
     assert recognise(tmp_path / "m.pt") is Kind.LIGHTNING

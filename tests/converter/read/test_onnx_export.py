@@ -174,6 +174,7 @@ def test_parts_of_a_transformers_output_that_are_not_served_are_named() -> None:
     assert left_out == (f"again {same}", "cache", "text.hidden_states", f"text.logits {same}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "names"),
     [

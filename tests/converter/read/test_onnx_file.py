@@ -52,6 +52,7 @@ def test_a_sparse_constant_is_rejected_with_the_remedy(cli: Cli, tmp_path: Path,
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, "constant 'sparse' is sparse; make it dense")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [graphs.mlp, graphs.constant_nodes, graphs.if_branches, graphs.loop])
 def test_weights_are_found_wherever_they_are_stored(
     cli: Cli, tmp_path: Path, target: Path, build: Callable[[], ModelProto]
@@ -82,6 +83,7 @@ def external(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_external_data_is_read_from_beside_the_model(
     cli: Cli, tmp_path: Path, target: Path, external: Path, onnx_file: Path
 ) -> None:
@@ -172,6 +174,7 @@ def test_models_that_cannot_be_converted_or_run_are_rejected(
     assert tree(tmp_path) == ["m.onnx"]
 
 
+@pytest.mark.long
 def test_nodes_in_a_cycle_are_rejected_but_nodes_out_of_order_are_not(cli: Cli, tmp_path: Path, target: Path) -> None:
     def proto(source: str) -> ModelProto:
         nodes = [helper.make_node("Relu", ["h"], ["y"]), helper.make_node("MatMul", [source, "w"], ["h"])]
@@ -192,11 +195,13 @@ def test_an_invalid_model_is_reported_without_messages_of_libraries(tmp_path: Pa
     assert all(line.startswith("bf16-convert: ") for line in done.err.splitlines())
 
 
+@pytest.mark.long
 def test_a_conversion_in_which_no_weight_becomes_bf16_says_so(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--keep-fp32", ".*", *ONNX_ONLY).published()
     assert "note: no weight became bf16" in done.out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("given", "shape"),
     [("x:float32:n,16", ["n", 16]), ("x:float32:4,16", [4, 16]), ("x:float32:batch,16", ["batch", 16])],

@@ -131,6 +131,7 @@ def assert_same(artifact: Artifact, proto: ModelProto, feeds: dict[str, Array], 
         np.testing.assert_allclose(narrowed[name], array, atol=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("opset", [7, 9, 11, 12])
 def test_opsets_from_7_and_ir_3_on_are_read(cli: Cli, target: Path, opset: int) -> None:
     """A weight that IR version 3 declares as an input with free dimensions keeps its own, as in ONNX Runtime."""
@@ -142,6 +143,7 @@ def test_opsets_from_7_and_ir_3_on_are_read(cli: Cli, target: Path, opset: int) 
     assert_same(artifact, _opset(graphs.mlp(), opset, ir=4), {"x": graphs.values(4, 16, seed=9)})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("op", "opset"), [("LSTM", 7), ("LSTM", 22), ("GRU", 14), ("RNN", 22)])
 def test_recurrent_layers_keep_their_outputs_and_halve_their_weights(
     cli: Cli, target: Path, op: str, opset: int
@@ -154,6 +156,7 @@ def test_recurrent_layers_keep_their_outputs_and_halve_their_weights(
     assert_same(artifact, proto, feeds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [half_inside, half_stored, half_edges])
 def test_fp16_parts_stay_unchanged_and_are_restored(
     cli: Cli, tmp_path: Path, target: Path, build: Callable[[], ModelProto]
@@ -166,6 +169,7 @@ def test_fp16_parts_stay_unchanged_and_are_restored(
     assert_restored(tmp_path / "back.safetensors", graphs.weights_of(proto))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("opset", [12, 22])
 def test_com_microsofts_operators_are_converted(cli: Cli, target: Path, opset: int) -> None:
     proto = _opset(contrib(), opset)
@@ -176,6 +180,7 @@ def test_com_microsofts_operators_are_converted(cli: Cli, target: Path, opset: i
     assert precision["norm"] == "fp32"
 
 
+@pytest.mark.long
 def test_string_inputs_and_outputs_are_supported(cli: Cli, target: Path) -> None:
     artifact = convert(cli, _opset(words(), 17), target)
     assert [entry.dtype for entry in artifact.manifest.inputs] == ["string"]

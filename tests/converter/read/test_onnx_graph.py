@@ -124,6 +124,7 @@ def _converted(tmp_path: Path, proto: ModelProto) -> Result:
     return convert(Options(source=tmp_path / "bert.onnx", target=target, formats=("onnx",), report=False))
 
 
+@pytest.mark.long
 def test_an_onnx_file_gets_the_fusions_of_the_same_model_from_torch(tmp_path: Path) -> None:
     """The names that show them are then withheld from ONNX Runtime."""
     made = _converted(tmp_path, _bert())
@@ -137,6 +138,7 @@ def test_an_onnx_file_gets_the_fusions_of_the_same_model_from_torch(tmp_path: Pa
         assert not proto.metadata_props
 
 
+@pytest.mark.long
 def test_wrong_guesses_cost_fusions_and_change_no_result(tmp_path: Path) -> None:
     """Both free dimensions are called ``seq`` inside."""
     artifact = _converted(tmp_path, _bert(batch="seq")).artifact

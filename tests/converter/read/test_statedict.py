@@ -44,6 +44,7 @@ def test_a_convolutional_model_is_restored_bit_for_bit(cli: Cli, tmp_path: Path,
     np.testing.assert_allclose(load(artifact, "cpu").run({"x": x.numpy()})["output"], expected, atol=0.05)
 
 
+@pytest.mark.long
 def test_tied_weights_are_stored_once_and_restored_under_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = save(tmp_path / "tied.pt", Tied())
     arguments = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq", "--format", "onnx")
@@ -55,6 +56,7 @@ def test_tied_weights_are_stored_once_and_restored_under_both_names(cli: Cli, tm
     assert_restored(tmp_path / "fp32.safetensors", _arrays(Tied()))
 
 
+@pytest.mark.long
 def test_a_tied_weight_saved_once_fills_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
     """safetensors' writers do this, because they refuse to write shared memory twice."""
     state = {k: v.clone() for k, v in seeded(Tied()).state_dict().items() if k != "out.weight"}
@@ -165,6 +167,7 @@ def test_a_model_that_cannot_be_run_or_exported_is_rejected(
     assert tree(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_trusted_whole_module_needs_no_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
     torch.save(seeded(Mlp()), tmp_path / "whole.pt")
     arguments = ("--input", "x:float32:batch,16", "--trust-code", "--format", "onnx")

@@ -60,6 +60,7 @@ def _drift(target: Path) -> RecoveredDrift:
     return next(row for row in _entry(target).drift if row.profile == "cpu" and row.metric == "relative_l2")
 
 
+@pytest.mark.long
 def test_recovery_brings_an_artifact_within_its_budget(recovered: tuple[Path, Outcome]) -> None:
     """Drift is from the original weights' fp32 outputs, on inputs that were not used for training; torch agrees."""
     from bf16kit.runtime.loading import load
@@ -109,6 +110,7 @@ def test_what_was_done_is_printed_and_recorded(recovered: tuple[Path, Outcome], 
         assert said in page, said
 
 
+@pytest.mark.long
 def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, tmp_path: Path) -> None:
     """SIGKILL comes when the first checkpoint exists; the loader draws from numpy's global generator."""
     flags = (*SHIFTED, *_flags(steps=40), "--checkpoint-every", "7", "--allow-over-budget")
@@ -141,6 +143,7 @@ def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, tmp_
     assert [path.name for path in parts.parent.iterdir()] == ["1"]
 
 
+@pytest.mark.long
 def test_a_failed_recovery_is_published_only_with_allow_over_budget(source: Path, cli: Cli, tmp_path: Path) -> None:
     """The training is complete, so the second command publishes from the checkpoint without another step."""
     target = tmp_path / "m" / "1"
@@ -152,6 +155,7 @@ def test_a_failed_recovery_is_published_only_with_allow_over_budget(source: Path
     assert "training, steps" not in done.err
 
 
+@pytest.mark.long
 def test_a_static_scale_stays_and_fp16_computes_on_a_cpu(source: Path, cli: Cli, tmp_path: Path) -> None:
     """fp16 cannot hold these inputs, and bf16 can."""
     target = tmp_path / "m" / "1"
@@ -168,6 +172,7 @@ def test_a_static_scale_stays_and_fp16_computes_on_a_cpu(source: Path, cli: Cli,
     huge.refused(3, "all 3 steps were skipped")
 
 
+@pytest.mark.long
 def test_a_dynamic_scale_backs_off_and_grows(source: Path, cli: Cli, tmp_path: Path) -> None:
     flags = (*SHIFTED, *_flags(steps=40), "--precision", "16-mixed", "--loss-scaling", "dynamic=3")
     cli("recover", source, *flags, "--allow-over-budget", "--out", tmp_path / "m" / "1").published()
@@ -177,12 +182,14 @@ def test_a_dynamic_scale_backs_off_and_grows(source: Path, cli: Cli, tmp_path: P
     assert training.scale_last != training.scale_first
 
 
+@pytest.mark.long
 def test_weights_without_an_fp32_copy_can_be_trained(source: Path, cli: Cli, tmp_path: Path) -> None:
     flags = (*SHIFTED, *_flags(steps=10), "--precision", "bf16-true", "--allow-over-budget")
     cli("recover", source, *flags, "--out", tmp_path / "m" / "1").published()
     assert _entry(tmp_path / "m" / "1").training.computed == "bfloat16"
 
 
+@pytest.mark.long
 def test_training_that_only_worsens_the_model_keeps_the_initial_weights(cli: Cli, tmp_path: Path) -> None:
     """The model is fine in bf16, and the learning rate is too high: the bf16 weights stay the same, bit for bit."""
     source, plain, target = save(tmp_path / "mlp.pt", Mlp()), tmp_path / "plain" / "1", tmp_path / "m" / "1"
@@ -198,6 +205,7 @@ def test_training_that_only_worsens_the_model_keeps_the_initial_weights(cli: Cli
     assert row.after <= row.before
 
 
+@pytest.mark.long
 def test_weights_that_help_only_on_training_data_are_not_published(source: Path, cli: Cli, tmp_path: Path) -> None:
     """The evaluation inputs have another level, at which the fitted biases are wrong."""
     target, plain = tmp_path / "m" / "1", tmp_path / "plain" / "1"
@@ -209,6 +217,7 @@ def test_weights_that_help_only_on_training_data_are_not_published(source: Path,
     assert Artifact.open(target).manifest.files["weights.bf16"] == Artifact.open(plain).manifest.files["weights.bf16"]
 
 
+@pytest.mark.long
 def test_folded_batchnorm_and_tied_weights_are_trained_as_the_artifact_rounds_them(cli: Cli, tmp_path: Path) -> None:
     """The recovered artifact's own drift is fp32 noise: its fp32 weights are what bf16 holds, factors folded in."""
     for name, module, given, loader in (
@@ -224,12 +233,14 @@ def test_folded_batchnorm_and_tied_weights_are_trained_as_the_artifact_rounds_th
         assert "judged on its training data" in done.out
 
 
+@pytest.mark.long
 def test_resume_without_a_checkpoint_starts_at_step_1_and_reports_it(source: Path, cli: Cli, tmp_path: Path) -> None:
     """Jobs that may be killed at any time always start with the same command line."""
     flags = (*SHIFTED, *_flags(steps=1), "--resume", "--allow-over-budget", "--out", tmp_path / "m" / "1")
     assert "held no checkpoint, so this recovery began at step 1" in cli("recover", source, *flags).published().out
 
 
+@pytest.mark.long
 def test_a_full_disk_during_training_is_reported(source: Path, tmp_path: Path) -> None:
     """The file size limit fits the artifact, but not a checkpoint with the optimiser's moments."""
     flags = (*SHIFTED, *_flags(steps=40), "--checkpoint-every", "1", "--no-report")
@@ -248,6 +259,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(source: Path, cli: Cli, tmp_p
     done.refused(2, f"{last}: cannot be read", "to start again")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

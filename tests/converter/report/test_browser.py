@@ -38,6 +38,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [PHONE, DESK])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_report_loads_without_requests_fits_the_window_and_is_readable(
@@ -108,6 +109,7 @@ def test_a_very_long_hostile_name_breaks_nothing(chromium: Browser, tmp_path: Pa
     assert chromium.evaluate("document.documentElement.scrollWidth") == PHONE
 
 
+@pytest.mark.long
 def test_the_report_of_a_conversion_loads_without_requests(chromium: Browser, mlp: Artifact) -> None:
     chromium.emulate_display("light", PHONE)
     seen = chromium.open(mlp.file("report.html"))

@@ -27,6 +27,7 @@ from converter.report.page import render
 HOSTILE = "<script>alert(1)</script>\x1b[31m[bold]"
 
 
+@pytest.mark.long
 def test_the_ranges_of_inputs_are_those_of_the_samples_and_are_shown(cli: Cli, tmp_path: Path, target: Path) -> None:
     """The weights are in C order, because only the CPU's profiles read panels."""
     onnx.save(graphs.mlp(), tmp_path / "m.onnx")
@@ -73,6 +74,7 @@ def test_everything_is_shown_on_a_narrow_terminal_with_the_verdict_first(
         assert text in out
 
 
+@pytest.mark.long
 def test_the_worst_slices_are_named_by_axis_and_index(cli: Cli, tmp_path: Path, target: Path) -> None:
     case = destroyed.write(tmp_path / "m.onnx", 2, destroyed=True)
     cli("checkpoint", case.path, "--out", target, "--profile", "cpu", "--no-search", "--allow-over-budget").published()
@@ -98,6 +100,7 @@ def _hostile(path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_names_with_markup_or_escape_codes_are_shown_as_text(cli: Cli, tmp_path: Path, target: Path) -> None:
     done = cli("checkpoint", _hostile(tmp_path / "m.onnx"), "--out", target).published()
     page = (target / "report.html").read_text()

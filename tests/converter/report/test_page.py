@@ -8,6 +8,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 import reported
 from converting import Cli
 
@@ -59,6 +60,7 @@ def test_the_page_is_well_formed_loads_nothing_and_has_what_the_conversion_found
         assert tensor.reason in page.text
 
 
+@pytest.mark.long
 def test_no_report_is_written_with_the_option_no_report(cli: Cli, onnx_file: Path, target: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-report").published()
     assert not (target / "report.html").exists()
@@ -67,6 +69,7 @@ def test_no_report_is_written_with_the_option_no_report(cli: Cli, onnx_file: Pat
     assert "matplotlib" not in manifest.tools
 
 
+@pytest.mark.long
 def test_a_missing_package_is_reported_before_anything_is_converted_and_the_option_no_report_needs_none(
     onnx_file: Path, target: Path
 ) -> None:
@@ -90,6 +93,7 @@ sys.exit(run(sys.argv[1:]))
     assert subprocess.run([*command, "--no-report"], capture_output=True).returncode == 0
 
 
+@pytest.mark.long
 def test_the_report_of_a_model_with_thousands_of_nodes_stays_small(mlp: Artifact) -> None:
     """The report shows the first rows and counts the rest."""
     manifest = reported.manifest(samples=4_000, nodes=50_000)

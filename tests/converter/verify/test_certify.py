@@ -31,6 +31,7 @@ def layers(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 def test_manifest_report_and_inspect_say_that_the_kernel_ran_and_verify_names_its_path(
     cli: Cli, layers: Path, target: Path, monkeypatch: pytest.MonkeyPatch
@@ -46,6 +47,7 @@ def test_manifest_report_and_inspect_say_that_the_kernel_ran_and_verify_names_it
     assert "cpu ran: on the CPU kernel, path portable" in cli("verify", target).published().out
 
 
+@pytest.mark.long
 def test_without_the_kernel_one_note_gives_the_reason_the_cost_and_the_remedy(
     cli: Cli, layers: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +97,7 @@ def test_torchscript_is_certified_in_both_arithmetics_on_the_same_samples_and_th
         assert found[True].drift["torchscript"].samples == -(-given // 2)  # made ones are not counted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("declared", "seen"),
     [

@@ -21,6 +21,7 @@ def _options(source: Path, target: Path) -> Options:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_with_a_destroyed_slice_is_rejected_and_the_slice_is_named(kind: str, tmp_path: Path) -> None:
     for seed in range(KINDS.index(kind), CASES // 2, len(KINDS)):
@@ -30,6 +31,7 @@ def test_a_model_with_a_destroyed_slice_is_rejected_and_the_slice_is_named(kind:
         assert f"slice_error of index {case.index} of axis {case.axis} is" in str(refused.value), case
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_model_with_no_destroyed_slice_is_published(kind: str, tmp_path: Path) -> None:
     for seed in range(KINDS.index(kind), CASES // 2, len(KINDS)):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from converting import ONNX_ONLY, Cli, tree
 from onnx import TensorProto, helper
 
@@ -16,6 +17,7 @@ from converter.convert import convert
 from converter.options import Options, parse_target
 
 
+@pytest.mark.long
 def test_a_model_with_a_scalar_output_verifies(tmp_path: Path, target: Path, cli: Cli) -> None:
     """If the stored golden output had another shape than the model's output, the drift would be infinite."""
     source = graphs.parsed(
@@ -51,6 +53,7 @@ def _selecting(tmp_path: Path, rows: Sequence[Sequence[int]]) -> tuple[str | Pat
     return (*convert, "--no-search", "--budget", "slice_error=none", "--budget")  # the outputs vary by rounding alone
 
 
+@pytest.mark.long
 def test_a_golden_sample_over_budget_is_replaced_by_one_within_budget(tmp_path: Path, target: Path, cli: Cli) -> None:
     """The mean of fifty samples is within budget but the first sample is not, so the second becomes the golden one."""
     convert = _selecting(tmp_path, [[0], *[[1]] * 49])
@@ -63,6 +66,7 @@ def test_a_golden_sample_over_budget_is_replaced_by_one_within_budget(tmp_path: 
     assert np.argmax(Artifact.open(target.with_name("2")).golden().inputs["x0"]) == 0
 
 
+@pytest.mark.long
 def test_a_model_without_a_golden_sample_within_budget_is_not_published(tmp_path: Path, target: Path, cli: Cli) -> None:
     """The mean is within budget for both outputs, but each sample has one output over budget."""
     done = cli(*_selecting(tmp_path, [[0, 1], [1, 0], [0, 1], [1, 0]]), "relative_l2=2e-3", "--out", target)
@@ -100,6 +104,7 @@ def _with_optional(source: Path, target: Path) -> Artifact:
 _ROUNDED = 1 + 2.0**-9  # bf16 rounds it to 1
 
 
+@pytest.mark.long
 def test_an_optional_profile_has_its_own_golden_samples_if_it_needs_them(
     tmp_path: Path, target: Path, cli: Cli
 ) -> None:
@@ -112,6 +117,7 @@ def test_an_optional_profile_has_its_own_golden_samples_if_it_needs_them(
     assert " cpu-bf16 " in cli("verify", target).published().out
 
 
+@pytest.mark.long
 def test_an_optional_profile_without_a_golden_sample_within_budget_is_left_out(tmp_path: Path, target: Path) -> None:
     artifact = _with_optional(_flat(tmp_path, [_ROUNDED, _ROUNDED]), target)
     assert [*artifact.manifest.profiles] == ["cpu"]

@@ -52,6 +52,7 @@ def test_an_unjudged_default_bound_is_noted_if_an_output_could_hold_logits() -> 
     assert check_budget(Budget.parse(["top1_agreement=1"]), with_output_kinds([OUTPUT], {"y": "logits"})) == []
 
 
+@pytest.mark.long
 def test_a_profile_over_budget_may_be_left_out_and_the_others_published(
     cli: Cli, onnx_file: Path, target: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_profile_over_budget_may_be_left_out_and_the_others_published(
     cli("verify", target).published()
 
 
+@pytest.mark.long
 def test_an_optional_profile_is_written_if_it_is_within_budget(cli: Cli, wide_file: Path, target: Path) -> None:
     cli("checkpoint", wide_file, "--out", target, *ONNX_ONLY).published()
     manifest = Artifact.open(target).manifest
@@ -85,6 +87,7 @@ def _initializers(path: Path) -> list[onnx.TensorProto]:
 _CPU_ALONE = ("--budget", "relative_l2=2.5e-3", "--no-search")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flag", ["--drop-failing-profiles", "--allow-over-budget"])
 def test_an_optional_profile_over_budget_is_left_out_whatever_is_allowed(
     flag: str, cli: Cli, wide_file: Path, target: Path
@@ -101,6 +104,7 @@ def test_an_optional_profile_over_budget_is_left_out_whatever_is_allowed(
     requested.refused(1, "profile cpu-bf16, output 'y': relative_l2 is")
 
 
+@pytest.mark.long
 def test_cpu_bf16_without_a_product_that_rounds_is_left_out_or_rejected_if_requested(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -113,6 +117,7 @@ def test_cpu_bf16_without_a_product_that_rounds_is_left_out_or_rejected_if_reque
     assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
 
 
+@pytest.mark.long
 def test_an_optional_profile_that_does_not_run_is_left_out(
     cli: Cli, wide_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,12 +134,14 @@ def test_an_optional_profile_that_does_not_run_is_left_out(
     assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
 
 
+@pytest.mark.long
 def test_if_every_profile_is_over_budget_the_conversion_fails(cli: Cli, onnx_file: Path, target: Path) -> None:
     flags = (*ONNX_ONLY, "--budget", "relative_l2=1e-9", "--no-search", "--drop-failing-profiles")
     cli("checkpoint", onnx_file, "--out", target, *flags).refused(1, "Every profile is over budget", "profile cuda")
     assert not target.parent.exists()
 
 
+@pytest.mark.long
 def test_a_bound_on_a_quantile_is_stored_and_judged(cli: Cli, onnx_file: Path, tmp_path: Path, target: Path) -> None:
     flags = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--profile", "cpu", "--no-search")
     cli(*flags, "--budget", "relative_l2.worst=1e-9").refused(1, "relative_l2.worst is", "at most 1e-09")
@@ -159,6 +166,7 @@ def _rivals(path: Path, apart: float) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_changed_top_class_is_rejected_though_the_numbers_hardly_change(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -169,6 +177,7 @@ def test_a_changed_top_class_is_rejected_though_the_numbers_hardly_change(
     assert "relative_l2" not in done.err
 
 
+@pytest.mark.long
 def test_a_tie_in_fp32_does_not_count_as_a_changed_top_class(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = _rivals(tmp_path / "rivals.onnx", apart=2**-22)
     cli("checkpoint", source, "--out", target, "--output", "y:logits", "--no-search", *ONNX_ONLY).published()

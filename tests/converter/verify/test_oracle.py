@@ -61,6 +61,7 @@ def _answering(output: NDArray[Any], graph: Graph | None = None) -> OracleRun:
     return OracleRun(({"y": output},), "a test", noise=noise)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("residual", [(), ("--no-residual",)])
 def test_the_figure_is_in_the_manifest_and_the_closing_lines(
     cli: Cli, mlp: Artifact, onnx_file: Path, target: Path, residual: tuple[str, ...]
@@ -180,6 +181,7 @@ def test_a_source_that_cannot_be_compared_with_is_recorded_as_not_checked(
     assert next(oracle.remarks(entry)) == f"the fp32 reference was not checked against the source itself: {said}"
 
 
+@pytest.mark.long
 def test_a_file_in_half_precision_is_judged_by_its_own_noise(cli: Cli, target: Path, tmp_path: Path) -> None:
     """ONNX Runtime rounds its fp16 product; the reference does not."""
     model = graphs.parsed(

@@ -93,6 +93,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             load(str(tmp_path / name), _X)
 
 
+@pytest.mark.long
 def test_a_conversion_measures_on_the_given_samples_and_records_them(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--samples", "feeders:three", *ONNX_ONLY).published()
     entry = Artifact.open(target).manifest.drift["cpu"]
@@ -112,6 +113,7 @@ def test_samples_for_which_the_reference_gives_nan_are_rejected(
     assert tree(tmp_path) == ["a.npz"]
 
 
+@pytest.mark.long
 def test_a_model_that_fails_on_random_inputs_is_converted_with_given_samples(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:

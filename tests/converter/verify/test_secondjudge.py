@@ -47,6 +47,7 @@ def _metric(name: str, wrong: Callable[[SampleDrift], float]) -> Wrong:
     return lambda compare: partial(changed, compare)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "bound", "said"),
     [
@@ -69,6 +70,7 @@ def test_a_faulty_judge_is_found(
     _refused(cli, graphs.mlp((64, 96, 40)), target, said, *flags)
 
 
+@pytest.mark.long
 def test_an_output_that_is_not_judged_is_found(cli: Cli, target: Path, monkeypatch: Patch) -> None:
     def first_only(allowed: Any, drifts: Sequence[Mapping[str, OutputDrift]]) -> Any:
         return FIND(allowed, [{"h": sample["h"]} for sample in drifts])
@@ -80,6 +82,7 @@ def test_an_output_that_is_not_judged_is_found(cli: Cli, target: Path, monkeypat
     _refused(cli, proto, target, ", over the budget of ", "--profile", "cpu")
 
 
+@pytest.mark.long
 def test_a_profile_that_is_not_judged_is_found(cli: Cli, target: Path, monkeypatch: Patch) -> None:
     def without_cuda(breaches: Mapping[str, Sequence[str]], *given: Any) -> Any:
         return JUDGE({name: found for name, found in breaches.items() if name != "cuda"}, *given)

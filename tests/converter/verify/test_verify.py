@@ -47,6 +47,7 @@ def _edited(source: Artifact, target: Path, **changed: Any) -> Path:
     return target
 
 
+@pytest.mark.long
 def test_drift_over_budget_exits_with_1_and_shows_the_table_or_json(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
     strict = _edited(mlp, tmp_path / "1", budget={"relative_l2": 1e-9})
     done = cli("verify", strict).refused(1, "profile cpu, output 'output': relative_l2 is", "the budget allows")
@@ -68,6 +69,7 @@ def test_json_has_each_metric_with_its_bound_and_share_of_the_budget(cli: Cli, m
     assert rows["relative_l2"]["used"] == rows["relative_l2"]["judged"] / rows["relative_l2"]["bound"]
 
 
+@pytest.mark.long
 def test_a_missing_reference_is_reported_with_the_remedy(cli: Cli, onnx_file: Path, target: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
     cli("verify", target).published()  # on the golden samples, whose reference outputs are in the artifact

@@ -61,6 +61,7 @@ def test_correct_conversions_with_folded_weights_pass(
     assert ("the checkpoint cannot be restored" in out) == (given == ("--no-residual",))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["onnx", "safetensors"])
 def test_a_correct_conversion_that_clamps_a_mask_passes(cli: Cli, target: Path, tmp_path: Path, format: str) -> None:
     """Rounding the mask without clamping it would give infinity."""

@@ -90,6 +90,7 @@ def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(tmp_path: Path) -
     assert found["features.1.running_var"] is torch.float32
 
 
+@pytest.mark.long
 @formats
 def test_the_same_model_gives_the_same_bytes_whatever_was_written_before(tmp_path: Path, format: str) -> None:
     for name in ("a", "b"):

@@ -71,6 +71,7 @@ def partly_fp32(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return Artifact.open(root / "mlp" / "1", copies=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scratch", ["disk", "/dev/shm", "nowhere"])
 def test_the_reference_copies_fp32_weights_instead_of_mapping_them(
     partly_fp32: Artifact, tmp_path: Path, scratch: str
@@ -141,6 +142,7 @@ def loaded_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, int, in
     return peak, size // 2, large_pages * 1024  # the source is in fp32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("memory", "at_least", "below"), [(False, 0.0, 0.5), (True, 1.0, 3.0)])
 def test_a_references_mapped_weights_are_not_held_in_memory(
     tmp_path: Path, memory: bool, at_least: float, below: float
@@ -160,6 +162,7 @@ def test_copied_weights_are_in_memory_only_once_even_while_loading(loaded_alone:
     assert size <= peak < 1.5 * size, f"{peak / size:.2f} times the weights"
 
 
+@pytest.mark.long
 @KERNEL
 @pytest.mark.skipif(
     not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="this system has no large pages on request"

@@ -50,6 +50,7 @@ def test_amx_tiles_are_used_with_the_documented_instructions() -> None:
     assert loaded == {"%tmm6", "%tmm7"}
 
 
+@pytest.mark.long
 @compiler
 @pytest.mark.parametrize("source", sorted([*_KERNELS.glob("isa/*.cpp"), *_KERNELS.glob("rounding/*.cpp")]), ids=str)
 def test_functions_that_objects_share_run_on_any_processor(source: Path, tmp_path: Path) -> None:

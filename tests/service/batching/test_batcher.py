@@ -310,6 +310,7 @@ def test_a_delay_gathers_a_fuller_batch(make: Make) -> None:
     assert bench.heard.executions == [(2, 2)]
 
 
+@pytest.mark.long
 def test_a_delay_ends_while_the_responses_of_the_batch_before_it_are_sent(make: Make) -> None:
     bench = make(max_delay_s=0.5)
     sending, sent = threading.Event(), threading.Event()

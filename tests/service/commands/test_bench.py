@@ -20,6 +20,7 @@ from bf16kit.runtime import available_cpus
 QUICK = ("--device", "cpu", "--seconds", "1", "--rows", "1,4")
 
 
+@pytest.mark.long
 def test_every_setting_is_varied_and_the_suggestion_is_one_of_the_measured_ones(repository: Path, run: Run) -> None:
     result = run("bench", "mlp", "--repository", repository, *QUICK, "--json", "--input", "x=1x16")
     assert result.exit_code == 0, result.output
@@ -40,12 +41,14 @@ def test_every_setting_is_varied_and_the_suggestion_is_one_of_the_measured_ones(
     assert suggested in measured
 
 
+@pytest.mark.long
 def test_a_target_that_no_setting_meets_is_reported(repository: Path, run: Run) -> None:
     result = run("bench", "mlp", "--repository", repository, *QUICK, "--target-ms", "0.000001")
     assert result.exit_code == 0, result.output
     assert "reason: no setting keeps p99 within 1e-06 ms: the nearest gave " in result.stdout
 
 
+@pytest.mark.long
 def test_a_model_without_a_batch_axis_has_no_batch_size(tmp_path: Path, run: Run) -> None:
     write_artifact(
         tmp_path / "fixed" / "1",
@@ -92,6 +95,7 @@ def test_a_model_that_cannot_be_served_is_not_measured(repository: Path, tmp_pat
     assert "is not YAML" in one_line(result)
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_command_with_one_line(repository: Path, tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     with errors.open("w") as stream:

@@ -26,6 +26,7 @@ def failed(result: dict[str, object]) -> dict[str, str]:
     return texts
 
 
+@pytest.mark.long
 def test_a_process_checks_everything_that_a_server_needs_and_exits_with_0(repository: Path, tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text(f"repository: {repository}\ndevice: cpu\n")

@@ -128,6 +128,7 @@ def read_lines(reader: int, last: str) -> list[str]:
     return content.decode().splitlines()
 
 
+@pytest.mark.long
 def test_threads_do_not_wait_for_a_full_pipe_and_the_log_counts_what_was_dropped(
     pipe: tuple[int, io.FileIO], log: logging.Logger
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_pipe_that_another_program_made_non_blocking_loses_no_line(
     assert [int(line.split()[0]) for line in lines] == list(range(500))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", ["sys.exit(3)", "logging.shutdown(); os._exit(3)"])
 def test_a_process_whose_log_is_full_ends_with_its_exit_code(ending: str) -> None:
     code = (

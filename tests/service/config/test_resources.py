@@ -59,6 +59,7 @@ def _kept(how: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's malloc is not here")
 def test_bounding_the_heap_limits_the_memory_that_the_c_library_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
@@ -119,6 +120,7 @@ class Cyclic:
         self.itself: Any = self
 
 
+@pytest.mark.long
 def test_objects_that_stay_are_not_searched_again_until_they_are_garbage() -> None:
     kept, cyclic = [Cyclic() for _ in range(1000)], Cyclic()
     seen = weakref.ref(cyclic)

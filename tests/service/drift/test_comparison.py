@@ -144,6 +144,7 @@ def test_expected_drift_that_is_over_budget_is_rounding() -> None:
     assert (live.metrics.value("over_budget"), live.metrics.value("cause", cause="rounding")) == (1, 1)
 
 
+@pytest.mark.long
 def test_by_default_rows_far_off_that_the_mean_does_not_show_are_over_the_budget() -> None:
     """Every thirtieth row has ten times the bound on the mean, which is met."""
     live = Live(budget=Budget())
@@ -154,6 +155,7 @@ def test_by_default_rows_far_off_that_the_mean_does_not_show_are_over_the_budget
     assert live.metrics.ratio("relative_l2")[2] < 1
 
 
+@pytest.mark.long
 def test_a_tail_that_no_such_samples_could_confirm_counts_by_its_estimate() -> None:
     live = Live(budget=Budget())
     early = live.send(3.75e-3, 60)
@@ -289,6 +291,7 @@ def test_each_profile_is_expected_to_drift_as_it_was_measured() -> None:
 # --- what does not count against the model ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drift", [0.2, math.inf])
 def test_inputs_out_of_range_are_judged_apart_and_are_no_breach(drift: float) -> None:
     live = Live()

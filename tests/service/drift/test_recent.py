@@ -134,6 +134,7 @@ def test_all_nonfinite_elements_of_a_large_request_are_counted_at_once() -> None
     assert (found.ratio, found.low) == (33.0, 33.0)
 
 
+@pytest.mark.long
 def test_the_window_holds_the_newest_requests_in_order_after_they_were_moved_to_the_front() -> None:
     """Compare the window with a plain list of the same rows."""
     random = np.random.default_rng(5)

@@ -49,6 +49,7 @@ def test_an_idle_model_is_measured_whole_and_a_quiet_one_nearly() -> None:
     assert np.mean([probability for _, probability in simulated(0.4, 6000)]) > 0.9
 
 
+@pytest.mark.long
 def test_the_intervals_of_what_is_measured_cover_the_truth() -> None:
     """The errors of the means are standard normal, and the intervals are too high or too low as seldom as they say."""
     runs = 100
@@ -61,6 +62,7 @@ def test_the_intervals_of_what_is_measured_cover_the_truth() -> None:
     assert np.mean([effective for *_, effective, _, _ in found]) > 0.85
 
 
+@pytest.mark.long
 def test_a_fault_of_one_kind_in_a_hundred_is_found() -> None:
     """With 20 requests a second its first hundred measured requests are some minutes of traffic."""
     found = [until_over(FAULTS["a kind of 1 % destroyed"], seed, most=3600) for seed in range(5)]
@@ -68,6 +70,7 @@ def test_a_fault_of_one_kind_in_a_hundred_is_found() -> None:
     assert max(found) < 3600
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("requests", "seconds"), [(20, 0.1), (100, 0.1), (100, 5.0), (200, 20.0), (5000, 5.0)])
 def test_a_burst_into_an_idle_model_keeps_its_weight(requests: int, seconds: float) -> None:
     """If the samples of its beginning used up the tokens, those of large weight that follow would be dropped."""

@@ -163,6 +163,7 @@ class TestTls:
             with secured(served, authority, authority.sign("client")) as known:
                 assert known.call("ServerLive", ALIVE).live
 
+    @pytest.mark.long
     def test_a_new_certificate_is_used_for_new_connections(self, tmp_path: Path) -> None:
         """The client trusts the new authority only, and the server is not restarted."""
         for name in ("old", "new"):

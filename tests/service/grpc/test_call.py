@@ -154,6 +154,7 @@ def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
         until(lambda: served.transport.pools["inference"].shares.wait_empty(0))
 
 
+@pytest.mark.long
 def test_a_client_that_leaves_as_its_call_begins_is_not_counted_as_too_slow() -> None:
     """gRPC may report that the client left before the call waits for its request."""
     with serving(LoopbackModel(), receive_seconds=1.0) as served:  # gRPC's report may take a part of it
@@ -233,6 +234,7 @@ def test_a_stream_that_waits_for_room_ends_with_its_client() -> None:
         stay.set()
 
 
+@pytest.mark.long
 def test_a_call_that_has_ended_is_freed_without_a_collection_of_garbage() -> None:
     """gRPC keeps the stream of a call, some 10 KB, as long as Python has the call."""
 

@@ -49,6 +49,7 @@ def test_only_a_client_that_does_not_reply_to_pings_is_disconnected() -> None:
         assert answered(alive)
 
 
+@pytest.mark.long
 def test_a_client_may_send_keepalive_pings() -> None:
     """Triton's clients ping every few seconds; gRPC's default is to disconnect them for it."""
     with connected(min_ping_seconds=0.02) as client:
@@ -107,6 +108,7 @@ def test_a_call_over_the_limit_of_its_connection_is_rejected() -> None:
         assert not client.ended.intersection(waiting)
 
 
+@pytest.mark.long
 def test_calls_within_the_limit_of_a_connection_are_never_refused_and_more_wait_in_the_client() -> None:
     """A refused call ends with UNAVAILABLE in clients that do not repeat it by themselves."""
     with serving(LoopbackModel()) as served:

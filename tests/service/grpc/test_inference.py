@@ -207,6 +207,7 @@ def test_a_replaced_models_requests_are_read_by_the_new_models_codec() -> None:
         new.batcher.close()
 
 
+@pytest.mark.long
 def test_a_replaced_model_is_not_kept_alive_by_its_codec() -> None:
     old, new = LoopbackModel(), LoopbackModel()
     with serving(old) as served:

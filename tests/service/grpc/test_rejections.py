@@ -175,6 +175,7 @@ def _control_refused(served: Served) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_calls_during_a_shutdown_are_rejected(gate: Gate) -> None:
     """Each of them delays the step at which gRPC closes its port by another second."""
     with serving(LoopbackModel(run=gate), quiet_seconds=1.0, max_delivery_seconds=30.0) as served, gate:

@@ -93,6 +93,7 @@ def test_stopping_does_not_wait_for_watches_and_idle_streams() -> None:
         stay.set()
 
 
+@pytest.mark.long
 @pytest.mark.alone  # the test assumes how far gRPC's one thread gets in half a second
 def test_calls_that_have_arrived_when_the_server_stops_are_rejected_not_cancelled() -> None:
     """A client may safely repeat a rejected call. This must hold even if gRPC's one thread is behind with the calls."""
@@ -139,6 +140,7 @@ def test_a_stop_waits_seconds_for_an_inactive_client_and_is_clean(client: str, m
         until(lambda: stream in idle.ended or idle.closed)
 
 
+@pytest.mark.long
 def test_a_short_stop_waits_half_of_its_time_for_an_inactive_client() -> None:
     with serving(LoopbackModel()) as served, RawConnection(served.port) as idle:
         idle.call(f"/{SERVICE}/ModelInfer")

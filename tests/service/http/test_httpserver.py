@@ -246,6 +246,7 @@ def test_each_kind_of_unusual_request_has_its_status(serve: Serve, request_: byt
     assert serving.heard[:1] == ([] if expected == "200" else ["http_malformed"])
 
 
+@pytest.mark.long
 def test_no_request_writes_to_the_log(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     """Nor does one with an invalid body, before or after its response, or a header that is no address."""
     caplog.set_level("DEBUG", "uvicorn")
@@ -269,6 +270,7 @@ def test_no_request_writes_to_the_log(serve: Serve, caplog: pytest.LogCaptureFix
     assert caplog.text == ""
 
 
+@pytest.mark.long
 def test_a_silent_an_incomplete_and_an_idle_connection_are_closed(serve: Serve) -> None:
     serving = serve(limits=QUICK)
     assert serving.ask(b"") == []

@@ -110,6 +110,7 @@ def full(shown: Shown) -> Shown:
     return shown
 
 
+@pytest.mark.long
 def test_the_page_shows_rates_percentiles_and_drift(full: Shown) -> None:
     assert full.text("#verdict") == "✗ Not ready: 2 of 5 models do not answer"
     assert full.text("#about").startswith("Version")
@@ -134,6 +135,7 @@ def test_the_page_shows_rates_percentiles_and_drift(full: Shown) -> None:
     assert full.evaluate("document.querySelectorAll('#models ~ table tbody tr').length") == 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_every_window_and_has_enough_contrast(full: Shown, scheme: Literal["light", "dark"]) -> None:
     full.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
@@ -149,6 +151,7 @@ def test_the_page_fits_every_window_and_has_enough_contrast(full: Shown, scheme:
     assert (sum(int(part) for part in background[4:-1].split(",")) < 3 * 128) == (scheme == "dark")
 
 
+@pytest.mark.long
 def test_a_screen_reader_gets_landmarks_headings_and_the_values_of_charts(full: Shown) -> None:
     heard = full.chromium.accessibility_nodes()
     roles = [role for role, _ in heard]
@@ -167,6 +170,7 @@ def test_a_screen_reader_gets_landmarks_headings_and_the_values_of_charts(full: 
     assert full.evaluate(ends)
 
 
+@pytest.mark.long
 def test_the_keyboard_reaches_everything_in_order_with_visible_focus(full: Shown) -> None:
     wanted = full.evaluate("[...document.querySelectorAll('a[href], summary, button')].map(e => e.textContent)")
     reached = []
@@ -178,6 +182,7 @@ def test_the_keyboard_reaches_everything_in_order_with_visible_focus(full: Shown
     assert reached[0] == "Skip to content"
 
 
+@pytest.mark.long
 def test_a_reading_leaves_focus_and_unfolded_parts_as_they_are(full: Shown) -> None:
     full.evaluate("document.querySelector('summary').focus()")
     full.chromium.press("Enter")
@@ -186,6 +191,7 @@ def test_a_reading_leaves_focus_and_unfolded_parts_as_they_are(full: Shown) -> N
     assert full.evaluate("document.querySelectorAll('details[open]').length") == 1
 
 
+@pytest.mark.long
 def test_a_line_stays_within_its_chart_and_over_budget_it_is_above_the_bound(full: Shown) -> None:
     inside = """[...document.querySelectorAll('svg.spark')].every(svg => {
       const box = svg.getBoundingClientRect(), own = svg.querySelector('path').getBoundingClientRect();
@@ -197,6 +203,7 @@ def test_a_line_stays_within_its_chart_and_over_budget_it_is_above_the_bound(ful
     assert full.evaluate(height % ("m0", "")) > full.evaluate(height % ("m0", ".limit"))
 
 
+@pytest.mark.long
 def test_a_change_of_precision_while_the_page_is_open_has_its_time(full: Shown) -> None:
     later = copy.deepcopy(full.status)
     later["models"][0]["metrics"]["bf16kit_fallback_active"] = 1
@@ -204,6 +211,7 @@ def test_a_change_of_precision_while_the_page_is_open_has_its_time(full: Shown) 
     assert "fp32 since 03:37:25 UTC (0\u00a0s ago)" in full.text("#m0")
 
 
+@pytest.mark.long
 def test_counts_that_fall_begin_a_new_history(full: Shown) -> None:
     assert full.evaluate("seen.get('minilm/1').points.length") == READINGS
     full.show(full.status, 910)
@@ -285,6 +293,7 @@ def test_an_empty_server_and_a_thousand_broken_models_have_a_page(shown: Shown) 
     assert "and 980 more" in shown.text(".verdict")
 
 
+@pytest.mark.long
 def test_the_page_reads_until_it_is_paused_and_says_when_the_server_does_not_answer(shown: Shown) -> None:
     shown.status = statusviews.everything()
     shown.open()

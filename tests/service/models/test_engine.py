@@ -139,6 +139,7 @@ def test_a_running_batch_ends_on_the_runtime_on_which_it_began(rig: Rig) -> None
     assert not fp32.open, "the last of them has closed it"
 
 
+@pytest.mark.long
 def test_no_run_fails_however_often_it_is_switched(rig: Rig) -> None:
     failed, over = list[BaseException](), threading.Event()
 

@@ -123,6 +123,7 @@ def test_a_breach_is_found_in_all_rows_together(tmp_path: Path, monkeypatch: pyt
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 @needs_kernel
 def test_weights_damaged_in_memory_fail_the_gate_in_metadata_metrics_log_and_verdict(
     make: Callable[..., Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -147,6 +148,7 @@ def test_weights_damaged_in_memory_fail_the_gate_in_metadata_metrics_log_and_ver
     assert len(made.heard) == 2, "for as long as it fails"
 
 
+@pytest.mark.long
 @needs_kernel
 def test_a_gate_that_passes_again_is_logged(
     make: Callable[..., Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -214,6 +216,7 @@ def test_the_gate_of_an_unloaded_model_does_not_run(make: Callable[..., Made]) -
     assert made.runs("passed") == 1
 
 
+@pytest.mark.long
 def test_the_schedules_thread_has_low_priority_and_ends(make: Callable[..., Made]) -> None:
     made, nice = make(golden_seconds=1), list[int]()
     schedule = golden_schedule(
@@ -234,6 +237,7 @@ def _fail(made: Made, error: Exception) -> None:
     made.loaded.runtime.run = run  # type: ignore[method-assign, assignment]
 
 
+@pytest.mark.long
 @needs_kernel
 def test_a_verdict_names_the_plan_by_which_the_model_was_loaded(tmp_path: Path) -> None:
     """The verdict must not apply to a generation that replaces this one while its gate runs."""

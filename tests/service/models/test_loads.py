@@ -131,6 +131,7 @@ def test_few_loads_are_left_behind(bench: Bench) -> None:
     assert future.result(20) is another
 
 
+@pytest.mark.long
 def test_a_load_that_is_not_wanted_any_more_gets_a_little_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     held, future = bench.begin(unwanted=True)
     stays(lambda: not future.done(), 0.5, "the load")

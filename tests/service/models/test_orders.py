@@ -62,6 +62,7 @@ def precision(repository: Repository) -> str:
         return infer(model, Request({"x": X})).reported_precision
 
 
+@pytest.mark.long
 def test_an_ordered_precision_serves_and_a_replacement_begins_with_bf16(
     repository: Repository, plan: Plan, metrics: Metrics
 ) -> None:
@@ -88,6 +89,7 @@ def test_an_ordered_precision_serves_and_a_replacement_begins_with_bf16(
     assert told in metrics.expose()[0].decode()
 
 
+@pytest.mark.long
 def test_an_order_given_before_the_load_is_applied_after_it(repository: Repository, plan: Plan) -> None:
     """A restarted worker then serves in the same precision as the other workers. It needs no second order."""
     done: Future[None] = Future()

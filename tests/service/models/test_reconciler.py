@@ -95,6 +95,7 @@ def rows_run(metrics: Metrics) -> float | None:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_models_are_loaded_one_after_another_by_name_and_version(tmp_path: Path, metrics: Metrics, loads: Held) -> None:
     for name, version in (("b", 1), ("a", 10), ("a", 9), ("c", 1)):
         put(tmp_path, name, version)
@@ -106,6 +107,7 @@ def test_models_are_loaded_one_after_another_by_name_and_version(tmp_path: Path,
     assert repository.close()
 
 
+@pytest.mark.long
 def test_a_slow_load_holds_up_no_other_model_and_few_run_at_once(
     tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +127,7 @@ def test_a_slow_load_holds_up_no_other_model_and_few_run_at_once(
     assert set(states(repository).values()) == {"ready"}
 
 
+@pytest.mark.long
 def test_a_model_whose_load_hangs_can_be_replaced_and_what_is_loaded_late_is_closed(
     tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +148,7 @@ def test_a_model_whose_load_hangs_can_be_replaced_and_what_is_loaded_late_is_clo
     assert repository.get("m", "") is model
 
 
+@pytest.mark.long
 def test_a_bug_while_loading_does_not_stop_later_loads(
     tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +162,7 @@ def test_a_bug_while_loading_does_not_stop_later_loads(
     assert repository.ready
 
 
+@pytest.mark.long
 def test_loading_an_unchanged_model_does_nothing_and_a_failed_one_is_tried_again(
     tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
@@ -174,6 +179,7 @@ def test_loading_an_unchanged_model_does_nothing_and_a_failed_one_is_tried_again
     assert loads.begun == ["m/1", "bad/1", "bad/1"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replacing", [False, True])
 def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
     tmp_path: Path, repository: Controlled, metrics: Metrics, monkeypatch: pytest.MonkeyPatch, replacing: bool
@@ -207,6 +213,7 @@ def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
 # --- replacing --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_new_artifact_replaces_the_old_one_which_finishes_its_requests_first(
     tmp_path: Path, repository: Controlled, metrics: Metrics
 ) -> None:
@@ -343,6 +350,7 @@ def test_an_unload_stops_waiting_for_a_request_after_its_limit_and_logs_it(
 # --- closing ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_logs_it(
     tmp_path: Path, repository: Controlled, loads: Held, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -362,6 +370,7 @@ def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_logs_it(
     assert isinstance(repository.load("a").exception(60), Unavailable)
 
 
+@pytest.mark.long
 def test_closing_idle_models_leaves_no_thread_and_logs_nothing(
     tmp_path: Path, repository: Controlled, caplog: pytest.LogCaptureFixture
 ) -> None:

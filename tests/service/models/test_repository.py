@@ -80,6 +80,7 @@ def serving(root: Path, text: str) -> None:
 # --- from directory to ready ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_model_is_ready_after_its_golden_samples_were_within_budget(
     tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_model_on_the_cpu_kernel_reports_its_kernel_path(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.long
 def test_without_the_cpu_kernel_models_serve_and_one_warning_gives_cost_and_remedy(
     tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +198,7 @@ def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open)
 # --- the registry --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_versions_follow_the_policy_and_the_newest_ready_one_serves(
     tmp_path: Path, load: Open, metrics: Metrics
 ) -> None:

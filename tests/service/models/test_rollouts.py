@@ -92,6 +92,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made.repository.close()
 
 
+@pytest.mark.long
 def test_after_a_start_the_newest_version_that_passes_serves(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,6 +113,7 @@ def test_after_a_start_the_newest_version_that_passes_serves(
     assert "model 'm': version 4 cannot be loaded: golden samples are over" in said.getMessage()
 
 
+@pytest.mark.long
 def test_a_golden_gate_that_fails_at_load_is_exported(tmp_path: Path, server: Server) -> None:
     put(tmp_path, {1: 0, 2: BAD})
     server.start()
@@ -127,6 +129,7 @@ def test_a_golden_gate_that_fails_at_load_is_exported(tmp_path: Path, server: Se
     assert 'bf16kit_golden_gate_timestamp_seconds{model="m",version="2"}' in server.metrics.expose()[0].decode()
 
 
+@pytest.mark.long
 def test_a_version_whose_replacement_cannot_be_loaded_serves_on_and_is_exported_until_one_can(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,6 +165,7 @@ def test_a_version_whose_replacement_cannot_be_loaded_serves_on_and_is_exported_
     assert server.loads == ["m/1"] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("versions", "policy", "loads"),
     [
@@ -183,6 +187,7 @@ def test_a_server_is_not_ready_if_no_version_that_the_policy_allows_can_be_loade
     assert server.exposes('bf16kit_model_ready{model="m",version="2"} 0.0')
 
 
+@pytest.mark.long
 def test_a_serving_yaml_that_is_wrong_is_wrong_for_every_version(tmp_path: Path, server: Server) -> None:
     put(tmp_path, {1: 0, 2: 0})
     (tmp_path / "m" / "serving.yaml").write_text("max_batch: 1")
@@ -195,6 +200,7 @@ def test_a_serving_yaml_that_is_wrong_is_wrong_for_every_version(tmp_path: Path,
     assert not server.repository.ready
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["{latest: 2}", "{specific: [2, 3]}"])
 def test_a_version_that_serves_stays_when_a_newer_one_fails(tmp_path: Path, server: Server, policy: str) -> None:
     put(tmp_path, {1: 0, 2: 0}, "{latest: 2}")
@@ -210,6 +216,7 @@ def test_a_version_that_serves_stays_when_a_newer_one_fails(tmp_path: Path, serv
         assert server.loads == ["m/1", "m/2", "m/3"]
 
 
+@pytest.mark.long
 def test_a_repaired_version_replaces_the_older_one_and_is_not_tried_before(tmp_path: Path, server: Server) -> None:
     put(tmp_path, {1: 0, 2: BAD})
     server.start("poll")
@@ -226,6 +233,7 @@ def test_a_repaired_version_replaces_the_older_one_and_is_not_tried_before(tmp_p
     until(lambda: 'bf16kit_model_ready{model="m",version="1"}' not in server.metrics.expose()[0].decode())
 
 
+@pytest.mark.long
 def test_a_failed_version_is_retried_after_growing_pauses_while_the_older_one_serves(
     tmp_path: Path, server: Server
 ) -> None:
@@ -249,6 +257,7 @@ def test_a_failed_version_is_retried_after_growing_pauses_while_the_older_one_se
     assert server.repository.ready
 
 
+@pytest.mark.long
 def test_a_client_that_asks_for_a_load_is_told_and_no_older_version_is_loaded(tmp_path: Path, server: Server) -> None:
     put(tmp_path, {1: 0, 2: BAD})
     put(tmp_path, {1: 0, 2: BAD}, name="at_start")
@@ -262,6 +271,7 @@ def test_a_client_that_asks_for_a_load_is_told_and_no_older_version_is_loaded(tm
     assert server.states == {2: "unavailable"}
 
 
+@pytest.mark.long
 def test_a_version_that_failed_in_another_process_is_withdrawn_here(tmp_path: Path, server: Server) -> None:
     put(tmp_path, {1: 0, 2: 0})
     server.repository.start()

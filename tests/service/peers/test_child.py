@@ -293,6 +293,7 @@ def test_a_busy_child_that_does_not_respond_has_two_minutes(keep: Keep, clock: C
     buried(child, lost, 1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel keeps no scheduler statistics")
 def test_a_process_that_waits_for_a_processor_counts_as_active() -> None:
     """Two processes share a processor with one that may run only when they do not."""

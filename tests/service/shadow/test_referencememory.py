@@ -81,6 +81,7 @@ print(after - before)
 """
 
 
+@pytest.mark.long
 def test_between_runs_a_reference_takes_a_small_part_of_its_weights(tmp_path: Path) -> None:
     """34 MB here. At the defaults it runs about once a second, for milliseconds."""
     small, large = write_mlp(tmp_path / "small" / "1"), write_mlp(tmp_path / "large" / "1", width=2048)

@@ -132,6 +132,7 @@ def test_each_samples_outcome_is_counted_by_its_own_callback(sender: PlanSampleS
     assert told == [["measured"], ["dropped"], ["failed"]]
 
 
+@pytest.mark.long
 def test_samples_taken_at_about_the_same_time_are_sent_together(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

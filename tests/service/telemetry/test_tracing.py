@@ -216,6 +216,7 @@ def test_a_request_ends_as_usual_if_its_spans_cannot_be_made(collector: tuple[Co
     assert span.attributes["bf16kit.model.name"] == "next"
 
 
+@pytest.mark.long
 def test_a_collector_that_is_down_is_logged_once_each_time_with_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

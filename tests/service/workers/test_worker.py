@@ -24,6 +24,7 @@ def damaged(field: str, value: object) -> Callable[[dict[str, object]], dict[str
     return lambda start: {**start, field: value}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
@@ -66,6 +67,7 @@ def test_a_worker_whose_start_fails_ends_and_is_restarted_after_growing_pauses(
     assert f"{error}" in log
 
 
+@pytest.mark.long
 def test_an_idle_worker_sends_nothing_unless_it_is_asked(tmp_path: Path) -> None:
     """Its counts, sent each second, would take a seventh of a processor with a hundred models, here and there."""
     told = list[str]()

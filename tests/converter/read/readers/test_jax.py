@@ -78,6 +78,7 @@ def mlp_msgpack(tmp_path: Path) -> Path:
     return _write(tmp_path / "mlp.msgpack", {**mlp_params(), "step": 7})
 
 
+@pytest.mark.long
 def test_rules_fill_the_model_and_samples_confirm_it(
     cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path, rules: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_rules_fill_the_model_and_samples_confirm_it(
     cli("verify", target, "--samples", tmp_path / "s.npz").published()  # verify ignores the outputs
 
 
+@pytest.mark.long
 def test_without_rules_a_template_of_them_is_printed(cli: Cli, target: Path, mlp_msgpack: Path) -> None:
     """Its lists show both sides with their shapes. Completed, it is a file for --map."""
     refused = cli("checkpoint", mlp_msgpack, *MLP, "--out", target)
@@ -128,6 +130,7 @@ def test_samples_with_other_outputs_reject_a_map(
     assert tree(target.parent.parent) == []
 
 
+@pytest.mark.long
 def test_a_kernel_of_a_convolution_is_stored_once_and_exported_in_jaxs_layout(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -162,6 +165,7 @@ def _given(target: Path) -> list[tuple[str, str, str]]:
     return [(file.option, file.name, file.sha256) for file in Artifact.open(target).manifest.given]
 
 
+@pytest.mark.long
 def test_an_onnx_graph_can_be_the_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
     """Its MatMuls take [in, out], as JAX does. All of its own weights are replaced."""
     model = graphs.mlp()
@@ -190,6 +194,7 @@ def test_an_onnx_graph_can_be_the_architecture(cli: Cli, tmp_path: Path, target:
     assert_restored(tmp_path / "fp32.safetensors", _flat(given))
 
 
+@pytest.mark.long
 def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: Path) -> None:
     state = seeded(Mlp()).state_dict()
     torch.save({f"net.{name.replace('up', 'first')}": tensor for name, tensor in state.items()}, tmp_path / "m.pt")
@@ -210,6 +215,7 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     assert_restored(tmp_path / "fp32.safetensors", wanted)
 
 
+@pytest.mark.long
 def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, target: Path, rules: Path) -> None:
     """The step of --step and the item of --item are taken; the optimizer is left out."""
     pytest.importorskip("tensorstore", reason="the extra `jax` is not installed")

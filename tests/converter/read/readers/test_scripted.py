@@ -65,6 +65,7 @@ class Tupled(Named):
         return Scored(self.left(a) + self.right(b), torch.tanh(self.left(a) + self.shift))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Named, Tupled])
 def test_inputs_are_matched_by_name_and_outputs_are_named_by_their_keys_or_fields(
     cli: Cli, tmp_path: Path, target: Path, make: type[nn.Module]
@@ -116,6 +117,7 @@ def test_a_file_that_cannot_be_converted_is_rejected_with_the_reason(
     assert tree(tmp_path) == ["m.pt"]
 
 
+@pytest.mark.long
 def test_a_program_is_not_loaded_unless_its_author_is_trusted(cli: Cli, tmp_path: Path, target: Path) -> None:
     path = save(tmp_path / "m.pt", Mlp(), X[:2])
     said = ("m.pt: is a TorchScript file", "whoever writes it decides what runs", "pass --trust-code if you trust them")

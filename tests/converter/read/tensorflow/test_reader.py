@@ -68,6 +68,7 @@ def _saved(directory: Path) -> Path:
     return directory / "saved"
 
 
+@pytest.mark.long
 def test_a_savedmodel_is_converted_checked_against_tensorflow_and_restored(
     cli: Cli, model: Model, target: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_failure_of_the_tensorflow_process_is_reported_in_one_message(
     assert not list(tmp_path.glob("bf16kit-tensorflow-*"))
 
 
+@pytest.mark.long
 def test_a_failure_on_a_random_sample_is_recorded(cli: Cli, model: Model, target: Path) -> None:
     path = model(twist=" if False else sys.exit('indices[0] = 9')")
     cli("checkpoint", path, "--trust-code", "--out", target).published()
