@@ -129,6 +129,7 @@ def _others_ended() -> bool:
         if not thread.daemon and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
+                logging.getLogger(__name__).warning("the server ends while its thread %s still runs", thread.name)
                 return False
     return True
 

@@ -188,6 +188,8 @@ class Manifest(Entry):
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
+        if self.requires and (self.schema_version != 3 or any(entry.requires for entry in self.profiles.values())):
+            raise ValueError("requires beside profiles: only the first writers of version 3 had it there")
         tensors = {t.name: t for t in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("two tensors have the same name")

@@ -30,9 +30,11 @@ def tables(arguments: Sequence[str]) -> str:
 def _read(files: str) -> Run:
     run: dict[str, Mapping[str, Any]] = {}
     for file in filter(None, files.split(",")):
-        for check in json.loads(Path(file).read_text())["checks"]:
-            if check["id"] not in run or check["outcome"] != "skip":
-                run[check["id"]] = check
+        try:
+            checks = {check["id"]: check for check in json.loads(Path(file).read_text())["checks"]}
+        except (ValueError, LookupError, TypeError):
+            raise UsageError(f"--compare: {file} is not a file from --json") from None
+        run |= {id: check for id, check in checks.items() if id not in run or check["outcome"] != "skip"}
     return run
 
 
@@ -60,8 +62,10 @@ def _broken(runs: Mapping[str, Run]) -> list[str]:
 def _all(runs: Mapping[str, Run]) -> list[str]:
     """Return a table with a row per rule; problems of a rejection's status and text are in the same cell."""
     lines = ["| rule | level | " + " | ".join(runs) + " |", "|---|---|" + "---|" * len(runs)]
-    first = next(iter(runs.values()))
-    for id, check in first.items():
+    every: dict[str, Mapping[str, Any]] = {}
+    for run in runs.values():
+        every |= {id: check for id, check in run.items() if id not in every}
+    for id, check in every.items():
         if "/" not in id:
             cells = [_mark(run, id) for run in runs.values()]
             lines.append(f"| `{id}` {cell(check['rule'], 400)} | {check['level']} | " + " | ".join(cells) + " |")
@@ -69,6 +73,8 @@ def _all(runs: Mapping[str, Run]) -> list[str]:
 
 
 def _mark(run: Run, id: str) -> str:
+    if id not in run:
+        return _MARKS["skip"]
     mark = _MARKS[run[id]["outcome"]]
     status, text = run.get(f"{id}/status"), run.get(f"{id}/text")
     if run[id]["outcome"] == "pass" and status is not None:

@@ -134,6 +134,21 @@ def test_compare_merges_runs_of_one_server_and_prefers_tested_results(
         assert "| A | 1 | 0 | 0 | 0 | 0 |" in capsys.readouterr().out
 
 
+def test_compare_shows_the_checks_of_all_runs_and_rejects_other_files(
+    right: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for check in ("server.live", "server.ready"):
+        main([right, "--check", check, "--json"])
+        (tmp_path / check).write_text(capsys.readouterr().out)
+    assert main(["--compare", f"A={tmp_path / 'server.live'}", f"B={tmp_path / 'server.ready'}"]) == 0
+    said = capsys.readouterr().out
+    assert "| MUST | ✓ | – |" in said
+    assert "| MUST | – | ✓ |" in said
+    (tmp_path / "other").write_text("no JSON")
+    assert main(["--compare", f"A={tmp_path / 'other'}"]) == 2
+    assert "is not a file from --json" in capsys.readouterr().err
+
+
 def test_an_extension_that_is_not_declared_is_skipped_unless_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     def nothing(rpc: str, request: object, proceed: object) -> object:
         answer = proceed(request)  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -42,9 +43,9 @@ _PING_SECONDS = 20.0  # at most, for the response to the server's ping
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """The address, limits and timeouts. A call beyond a limit is rejected; none waits for a place.
+    """The address, limits and timeouts. A call beyond a limit is rejected, unless the limit's comment says otherwise.
 
-    Those without a key in ``server.yaml`` are constants of a server: operators have no ground to choose others, and
+    Those without a key in ``server.yaml`` are constants of a server: operators have no reason to choose others, but
     tests do. ``share_port`` lets several worker processes listen on one port (SO_REUSEPORT).
     """
 
@@ -152,15 +153,17 @@ class Transport:
         self.pools["changes"].shares.wait_empty(min(until, time.monotonic() + _FINAL_WAIT_SECONDS))
         if not self._wait_empty(0.0):
             self._wait_for_delivery(until)
-        # gRPC cancels only after the check below.
-        self._server.stop(max(0.0, until - time.monotonic()) + _FINAL_WAIT_SECONDS)
+        # gRPC cancels only after the check below. It starts a thread for that, as does the end: both go on without one.
+        with contextlib.suppress(RuntimeError):
+            self._server.stop(max(0.0, until - time.monotonic()) + _FINAL_WAIT_SECONDS)
         completed = self._wait_empty(until)
         self._watchdog.stop()
         # All of this gets a moment only. A run that was cut off may never end. Nor may gRPC: it has been seen to wait
         # for ever, holding its lock, after the process could start no more threads.
         closing = threading.Thread(target=self._close, name="grpc-closing", daemon=True)
-        closing.start()
-        closing.join(2 * _FINAL_WAIT_SECONDS)
+        with contextlib.suppress(RuntimeError):
+            closing.start()
+            closing.join(2 * _FINAL_WAIT_SECONDS)
         return completed
 
     def _wait_empty(self, until: float) -> bool:

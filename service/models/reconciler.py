@@ -51,8 +51,6 @@ class Options(TypedDict, total=False):
     is ready without models, as when clients load them. ``load`` loads an artifact as :func:`loading.load` does.
     """
 
-    load: Callable[..., loading.LoadedModel]
-
     device: str
     threads: int | None
     weights: WeightStore
@@ -61,6 +59,7 @@ class Options(TypedDict, total=False):
     new_sender: NewSender | None
     on_verdict: OnVerdict
     rank: ProcessRank
+    load: Callable[..., loading.LoadedModel]
 
 
 @dataclass(slots=True)

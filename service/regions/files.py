@@ -39,7 +39,7 @@ class SharedFile:
         self._offset = offset
         before = offset % mmap.ALLOCATIONGRANULARITY
         mapped = _map(descriptor, offset - before, before + byte_size)
-        weakref.finalize(self, _libc.munmap, mapped, before + byte_size)
+        weakref.finalize(self, _libc.munmap, mapped, before + byte_size).atexit = False  # a thread may still copy then
         self._address = mapped + before
 
     def is_same_file(self, descriptor: int) -> bool:
@@ -101,7 +101,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 def _map(descriptor: int, offset: int, nbytes: int) -> int:
     """Return the address of ``nbytes`` of the file, which may be shorter now: Python's own mmap would refuse that."""
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
-    if address in (None, _MAP_FAILED):  # no address space is left
+    if address in (None, _MAP_FAILED):
         raise InvalidRequest(f"{nbytes} bytes from offset {offset} of the shared memory cannot be mapped")
     return int(address)
 

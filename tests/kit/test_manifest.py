@@ -126,6 +126,7 @@ class TestRejected:
             ({"seed": "1"}, "seed: Input should be a valid integer"),
             ({"model": 1, "seed": "x"}, r"\(and 1 more\)"),
             ({"source": {"format": "x"}}, r"source\.sha256: Field required"),
+            ({"requires": {"onnxruntime-gpu": "1.23.0"}}, "only the first writers of version 3"),
             ({"golden": "../golden"}, r"golden: '\.\./golden' is not a plain file name"),
             ({"files": {"/etc/passwd": {"sha256": EMPTY, "bytes": 0}}}, "'/etc/passwd' is not a plain file name"),
             ({"files": {"a": {"sha256": "short", "bytes": 0}}}, r"files\.a\.sha256"),

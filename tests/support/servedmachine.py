@@ -33,7 +33,7 @@ from service.request import Reply, Request
 from service.telemetry.metrics import Metrics
 
 T = TypeVar("T")
-PATIENCE = 5.0  # seconds for what takes milliseconds; a failure is tried again and again to shrink it
+PATIENCE = 20.0  # seconds for what takes milliseconds; a failure is tried again and again to shrink it
 NAMES, VERSIONS = ("a", "b"), (1, 2, 3)
 
 

@@ -53,7 +53,7 @@ LIMIT, MODEL_LIMIT, QUEUE = 8, 4, 2  # calls in flight; of them in models; and h
 BYTES, LARGE_ROWS = 200_000, 4096  # of all calls; and 49 KB in a large request, as in its response
 SLOW, PRESSED, MOST_SLOW = 10.0, 3.0, 2  # seconds a client may take, less under pressure; and how many may be slow
 GRACE = 4.0
-PATIENCE = 3.0  # seconds for what takes milliseconds; a failure is tried again and again to shrink it
+PATIENCE = 20.0  # seconds for what takes milliseconds; a failure is tried again and again to shrink it
 METHOD = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name["ModelInfer"]
 MODELS, CLIENTS = ("a", "b"), ("one", "two", "three", "four", "five")
 # The last one takes all places.
