@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from driftmetrics import DriftMetrics
 from driftmodel import Output, Request, Row, usual
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from machinesettings import machine_settings
 
 from bf16kit.drift.measurements import InputRange
 from bf16kit.drift.metrics import Budget
@@ -243,12 +243,9 @@ class LongLiveDrift(LiveDrift):
 
 
 def test_the_verdict_follows_the_model_in_any_order() -> None:
-    few = settings()
-    run_state_machine_as_test(
-        LiveDrift, settings=settings(few, max_examples=few.max_examples // 4, stateful_step_count=12)
-    )
+    run_state_machine_as_test(LiveDrift, settings=machine_settings(0.25, 12))
 
 
 @pytest.mark.long
 def test_the_verdict_follows_the_model_in_many_orders() -> None:
-    run_state_machine_as_test(LongLiveDrift, settings=settings(stateful_step_count=40))
+    run_state_machine_as_test(LongLiveDrift, settings=machine_settings(1.0))

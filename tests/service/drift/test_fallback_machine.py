@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -32,6 +31,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from machinesettings import machine_settings
 
 from bf16kit.drift.metrics import Breach, Budget
 from bf16kit.messages.errors import ArtifactError
@@ -279,11 +279,9 @@ class Precisions(RuleBasedStateMachine):
 
 
 def test_precisions_follow_the_model_in_any_order() -> None:
-    few = settings()
-    run_state_machine_as_test(Precisions, settings=settings(few, max_examples=few.max_examples, stateful_step_count=30))
+    run_state_machine_as_test(Precisions, settings=machine_settings(1.0, 30))
 
 
 @pytest.mark.long
 def test_precisions_follow_the_model_in_many_orders() -> None:
-    few = settings()
-    run_state_machine_as_test(Precisions, settings=settings(few, max_examples=20 * few.max_examples))
+    run_state_machine_as_test(Precisions, settings=machine_settings(20.0, 50))

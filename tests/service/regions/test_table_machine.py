@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -41,6 +40,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from machinesettings import machine_settings
 
 from bf16kit.messages.errors import AlreadyExists, Bf16kitError, InvalidRequest, NotFound, Overloaded
 from service.operations import Region, RegionSlice
@@ -383,13 +383,9 @@ def mapped_bytes(directory: Path) -> int:
 
 
 def test_regions_follow_the_model_in_any_order() -> None:
-    few = settings()
-    run_state_machine_as_test(
-        SharedRegions, settings=settings(few, max_examples=few.max_examples // 2, stateful_step_count=25)
-    )
+    run_state_machine_as_test(SharedRegions, settings=machine_settings(0.5, 25))
 
 
 @pytest.mark.long
 def test_regions_follow_the_model_in_many_orders() -> None:
-    few = settings()
-    run_state_machine_as_test(SharedRegions, settings=settings(few, max_examples=20 * few.max_examples))
+    run_state_machine_as_test(SharedRegions, settings=machine_settings(20.0, 50))
