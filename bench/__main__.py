@@ -74,9 +74,8 @@ def _run(chosen: argparse.Namespace, workspace: Path) -> int:
     if len(names) == 1:
         return _measure(names[0], Workspace(workspace), chosen)
     flags = ["--workspace", str(workspace), "--results", str(chosen.results), *(["--quick"] if chosen.quick else [])]
-    status = max(
-        subprocess.run([sys.executable, "-m", "bench", name, *flags], check=False).returncode for name in names
-    )
+    ended = [subprocess.run([sys.executable, "-m", "bench", name, *flags], check=False).returncode for name in names]
+    status = int(any(ended))  # that of a process which a signal ended is negative
     return _tell(chosen, status) if chosen.names == [README] else status
 
 

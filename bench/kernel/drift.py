@@ -1,7 +1,7 @@
 """What each way to run MiniLM in bf16 costs: drift from fp32 on real sentences, of our profiles and of the peers.
 
 Each sentence is run alone and unpadded. The reference is ONNX Runtime in fp32; a sentence's drift is the mean over its
-tokens of the relative L2, as in :mod:`bench.conversion.drift`.
+tokens of the relative L2.
 """
 
 from __future__ import annotations

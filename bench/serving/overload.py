@@ -92,12 +92,14 @@ def _measurements(name: str, rounds: list[_Round]) -> list[Measurement]:
     def over(of: str, share: float, *, storm: bool) -> float:
         return middle(lambda one: (one.storm if storm else one.calm).percentile(of, share)) * _MS
 
-    refused: list[Measurement] = []
-    if any(r.storm.refused for r in rounds):
-        refused = [
-            Measurement(f"{name}: refused p50", over("refused", 0.5, storm=True), "ms", at_most=_REFUSED_P50_MS),
-            Measurement(f"{name}: refused p99", over("refused", 0.99, storm=True), "ms", at_most=_REFUSED_P99_MS),
-        ]
+    refusing = [one.storm for one in rounds if one.storm.refused]  # the others have no such time
+    refused = [
+        Measurement(
+            f"{name}: refused {what}", _MS * median(r.percentile("refused", at) for r in refusing), "ms", at_most=most
+        )
+        for what, at, most in (("p50", 0.5, _REFUSED_P50_MS), ("p99", 0.99, _REFUSED_P99_MS))
+        if refusing
+    ]
     slower = paired(lambda one: one.storm.percentile("served", 0.99) / one.calm.percentile("answered", 0.99))
     # Offered was ten times the capacity: so many seconds were calls answered in.
     answered = paired(lambda one: 10 * len(one.storm.answered) / one.storm.offered)

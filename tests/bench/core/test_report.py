@@ -136,3 +136,11 @@ def test_only_a_fit_result_is_written_among_the_published(
     assert program.main(flags) == (0 if fit or quick else 1)
     assert (results / "b.json").exists() == fit
     assert (tmp_path / "unpublished" / "b.json").exists() != fit
+
+
+def test_a_benchmark_that_a_signal_ends_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    assert program.main(["memory", "served", "--workspace", str(tmp_path)]) == 1
