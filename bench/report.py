@@ -29,9 +29,9 @@ ROWS: Sequence[tuple[str, str, str]] = (
     ("the same while the reference runs", "memory", "while its reference runs ÷ a bare handler"),
     ("without live drift (`shadow: {rate: 0}`)", "memory", "without a reference ÷ a bare handler"),
     ("16 tokens: time of the fastest fp32 runtime ÷ `cpu`", "minilm", "MiniLM 1×16: best fp32 peer ÷ cpu"),
-    ("of the fastest bf16 runtime ÷ `cpu-bf16`", "minilm", "MiniLM 1×16: best bf16 peer ÷ cpu-bf16"),
-    ("128 tokens: the first of the two", "minilm", "MiniLM 1×128: best fp32 peer ÷ cpu"),
-    ("128 tokens: the second of the two", "minilm", "MiniLM 1×128: best bf16 peer ÷ cpu-bf16"),
+    ("16 tokens: time of the fastest bf16 runtime ÷ `cpu-bf16`", "minilm", "MiniLM 1×16: best bf16 peer ÷ cpu-bf16"),
+    ("128 tokens: time of the fastest fp32 runtime ÷ `cpu`", "minilm", "MiniLM 1×128: best fp32 peer ÷ cpu"),
+    ("128 tokens: time of the fastest bf16 runtime ÷ `cpu-bf16`", "minilm", "MiniLM 1×128: best bf16 peer ÷ cpu-bf16"),
     ("served, one client: p50 ÷ a bare handler, fp32", "served", "MiniLM: p50, bf16-serve ÷ a bare handler"),
     ("the same, 16→16 MLP on both sides", "served", "MLP: p50, bf16-serve ÷ a bare handler"),
     (

