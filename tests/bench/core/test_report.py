@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from benchmachine import MACHINE
 
 import bench.__main__ as program
 from bench import report
@@ -19,16 +20,6 @@ from bench.core.publishing import Published
 from bench.core.results import Measurement, Result
 
 ROOT = machine.ROOT
-MACHINE = {
-    "key": "k-2cpu",
-    "cpu": "Test CPU",
-    "cores": 2,
-    "commit": "abc1234",
-    "clean": True,
-    "date": "2026-01-02",
-    "other_programs": 0.01,
-    "stolen": 0.0,
-}
 
 
 def contents() -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmachine import MACHINE
 
 from bench.core import machine, publishing
 from bench.core.publishing import Published
@@ -15,16 +16,6 @@ from bench.kernel import published
 from bench.kernel.compare import Goal, result
 from bench.kernel.turns import FULL, Timed
 
-MACHINE = {
-    "key": "k-2cpu",
-    "cpu": "Test CPU",
-    "cores": 2,
-    "commit": "abc1234",
-    "clean": True,
-    "date": "2026-01-02",
-    "other_programs": 0.01,
-    "stolen": 0.0,
-}
 GOALS = [
     Goal("1 row", "cpu", "best fp32 peer", 1.5),
     Goal("4 rows", "cpu", "best fp32 peer", 1.5),
