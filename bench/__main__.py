@@ -69,7 +69,8 @@ def _run(chosen: argparse.Namespace, workspace: Path) -> int:
     names = report.HEADLINES if chosen.names == [README] else chosen.names
     unknown = sorted(set(names) - MODULES.keys())
     if unknown:
-        print(f"no benchmark {unknown[0]!r}; there are {README}, {', '.join(MODULES)}", file=sys.stderr)
+        alone = f"{README!r} is not combined with others" if README in unknown else f"no benchmark {unknown[0]!r}"
+        print(f"{alone}; there are {README}, {', '.join(MODULES)}", file=sys.stderr)
         return 2
     if len(names) == 1:
         return _measure(names[0], Workspace(workspace), chosen)
@@ -106,11 +107,11 @@ def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int
     print(results.table([result]), flush=True)
     for note in result.notes:
         print(f"  ({note})", flush=True)
-    described |= others.shares()
+    described |= others.shares() | {"clean": described["clean"] and machine.unchanged(described)}
     command = f"python -m bench {name}{' --quick' * chosen.quick}"
     content = results.content_of(result, command=command, machine=described)
-    if result.skipped:  # where a GPU is missing nothing is wrong; README needs all of its own
-        return int(name in report.HEADLINES)
+    if result.skipped:  # where a GPU is missing nothing is wrong; other benchmarks lack a package that can be installed
+        return int(name != "gpu")
     if reason := publishing.unfit(content):
         print(f"  (not published: {reason}; see {results.write(content, UNPUBLISHED)})")
         return 0 if chosen.quick else 1

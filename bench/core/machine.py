@@ -10,6 +10,7 @@ import re
 import resource
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -54,7 +55,7 @@ def describe() -> dict[str, Any]:
         "load_average_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "packages": _versions(),
-        "commit": _git("rev-parse", "--short", "HEAD"),
+        "commit": _git("rev-parse", "--short=8", "HEAD"),
         "clean": clean(),
         "kernel": _digest(LIBRARY),
         "date": datetime.now(UTC).date().isoformat(),
@@ -83,6 +84,11 @@ def clean() -> bool:
     meanwhile. Outside a checkout nobody knows."""
     unmeasured = [f":(exclude){path}" for path in UNMEASURED]
     return bool(_git("rev-parse", "HEAD")) and not _git("status", "--porcelain", "--", ".", *unmeasured)
+
+
+def unchanged(described: Mapping[str, Any]) -> bool:
+    """Whether the tree is still that of the commit in ``described``, which was read before the measurement."""
+    return clean() and _git("rev-parse", "HEAD").startswith(described["commit"])
 
 
 def in_history(commit: str) -> bool:
@@ -121,26 +127,30 @@ def adopt_orphans() -> None:
 
 
 class OtherProgramsTime:
-    """How much of the processors went to other programs meanwhile, and to other machines on the same host."""
+    """How much of this process' processors went to other programs, and to other machines on the same host."""
 
     def __init__(self) -> None:
         self._before = _ticks(), own_seconds(), time.monotonic()
 
     def shares(self) -> dict[str, float]:
-        """Since the start: fractions of all processors' time. Our own children count once they have ended."""
+        """Since the start: fractions of these processors' time. Our own children count once they have ended."""
         (busy, stolen), own, started = self._before
         (busy_now, stolen_now), own_now = _ticks(), own_seconds()
-        available = (time.monotonic() - started) * (os.cpu_count() or 1) or 1.0
+        available = (time.monotonic() - started) * len(os.sched_getaffinity(0)) or 1.0
         others = max(0.0, (busy_now - busy) - (own_now - own)) / available
         return {"other_programs": round(others, 4), "stolen": round((stolen_now - stolen) / available, 4)}
 
 
 def _ticks() -> tuple[float, float]:
-    """Seconds that processors were busy, and that they were stolen by the host, since the machine started."""
-    user, nice, system, _, _, interrupts, soft, stolen, *_ = (
-        int(field) / os.sysconf("SC_CLK_TCK") for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]
-    )
-    return user + nice + system + interrupts + soft, stolen
+    """Seconds that this process' processors were busy, and that the host took, since the machine started."""
+    ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    busy = stolen = 0.0
+    for name, *fields in (line.split() for line in Path("/proc/stat").read_text().splitlines()):
+        if name in ours:
+            user, nice, system, _, _, interrupts, soft, steal, *_ = map(int, fields)
+            busy, stolen = busy + user + nice + system + interrupts + soft, stolen + steal
+    per_second = os.sysconf("SC_CLK_TCK")
+    return busy / per_second, stolen / per_second
 
 
 def own_seconds() -> float:

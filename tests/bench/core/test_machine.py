@@ -70,7 +70,7 @@ def test_the_share_of_other_programs_excludes_our_own_time(monkeypatch: pytest.M
     monkeypatch.setattr(machine, "_ticks", lambda: next(ticks))
     monkeypatch.setattr(machine, "own_seconds", lambda: next(own))
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     assert machine.OtherProgramsTime().shares() == {"other_programs": 0.4, "stolen": 0.05}
 
 
@@ -91,3 +91,13 @@ print(machine.own_seconds())
 """
     used = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert float(used) > 0.5
+
+
+def test_a_commit_made_or_a_file_changed_while_it_is_measured_is_seen(checkout: Path) -> None:
+    before = machine.describe()
+    assert machine.unchanged(before)
+    (checkout / "measured.py").write_text("2")
+    assert not machine.unchanged(before)
+    subprocess.run(["git", *AUTHOR, "commit", "-qam", "2"], cwd=checkout, check=True)
+    assert machine.clean()
+    assert not machine.unchanged(before)

@@ -50,6 +50,12 @@ def test_each_page_equals_the_committed_results(name: str) -> None:
     assert report.written(name, page, publishing.every()) == page
 
 
+def test_each_row_of_readme_has_a_measurement_of_that_name() -> None:
+    for found in filter(report.one_commit, publishing.every()):
+        measured = {(name, one["name"]) for name, content in found.contents.items() for one in content["measurements"]}
+        assert {(benchmark, name) for _, benchmark, name in report.ROWS} <= measured
+
+
 def test_readme_has_no_table_of_numbers_that_is_not_generated() -> None:
     section = (ROOT / "README.md").read_text("utf-8").split("## What was measured")[1].split("\n## ")[0]
     by_hand = re.sub(r"<!-- (\w+): written by .*?<!-- end of \1 -->", "", section, flags=re.DOTALL)
@@ -117,6 +123,7 @@ def test_only_a_fit_result_is_written_among_the_published(
     monkeypatch.setitem(program.MODULES, "b", "fake")
     monkeypatch.setattr(program, "UNPUBLISHED", tmp_path / "unpublished")
     monkeypatch.setattr(machine, "describe", lambda: MACHINE | {"clean": clean})
+    monkeypatch.setattr(machine, "unchanged", lambda described: True)
     monkeypatch.setattr(machine, "in_history", lambda commit: True)
     monkeypatch.setattr(machine, "adopt_orphans", lambda: None)  # not of this process' children
     monkeypatch.setattr(machine, "own_seconds", lambda: 0.0)
