@@ -136,7 +136,7 @@ test-weekly: setup ## property tests with new examples; the lowest and the newes
 on-top := ray lightning
 alone := helm models
 optional := helm compose-schema
-build/environments/%/.installed: tests/environments/%.txt | setup
+build/environments/%/.installed: tests/environments/%.txt constraints.txt | setup
 	@echo "make: installing tests/environments/$*.txt into $(@D)"
 	@rm -rf $(@D) && $(BIN)/python -m venv --without-pip $(@D)
 	@[ -z "$(filter $*,$(on-top))" ] || $(@D)/bin/python -c "import pathlib, sys, sysconfig; \
