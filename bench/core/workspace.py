@@ -10,6 +10,8 @@ from pathlib import Path
 
 from bench.core import models
 
+BOTH_FORMATS = ("--format", "onnx", "--format", "torchscript")
+
 
 def program(name: str) -> str:
     """An entry point of this environment, e.g. ``bf16-convert``, or of the one that this is laid over."""
@@ -31,6 +33,14 @@ class Workspace:
 
         return self.converted("minilm", minilm.checkpoint(), "--samples", "minilm:calibration")
 
+    def scripted_minilm(self) -> Path:
+        """MiniLM in both formats."""
+        models.demo_on_path()
+        import minilm
+
+        samples = ("--samples", "minilm:calibration")
+        return self.converted("scripted_minilm", minilm.checkpoint(), *samples, *BOTH_FORMATS)
+
     def mlp(self) -> Path:
         """The 16→16 MLP, in profiles that servers of older commits know as well."""
         self.root.mkdir(parents=True, exist_ok=True)
@@ -38,13 +48,15 @@ class Workspace:
         return self.converted("mlp", models.write_mlp(self.root / "mlp.onnx"), *profiles)
 
     def torch_mlp(self) -> Path:
-        """The MLP of the GPU benchmark, from a torch state dict."""
+        """The MLP of the GPU benchmark in both formats, from a torch state dict."""
         from bench.gpu import torch_mlp
 
         self.root.mkdir(parents=True, exist_ok=True)
         source = torch_mlp.save(self.root / "torch_mlp.pt")
         shape = f"x:float32:batch,{torch_mlp.WIDTHS[0]}"
-        return self.converted("torch_mlp", source, "--model", "bench.gpu.torch_mlp:mlp", "--input", shape)
+        return self.converted(
+            "torch_mlp", source, "--model", "bench.gpu.torch_mlp:mlp", "--input", shape, *BOTH_FORMATS
+        )
 
     def converted(self, name: str, source: Path, *flags: str) -> Path:
         """The artifact ``name`` of ``source``, made by ``bf16-convert`` with ``flags`` when first asked for."""

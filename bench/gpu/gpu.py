@@ -7,10 +7,12 @@ the server. bf16 is the artifact as the server would load it; fp32 and TF32 are 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 
 from bench.core import models
 from bench.core.results import Measurement, Result
+from bench.core.verdict import FEWEST_PROCESSES, Samples, ratio, typical
 from bench.core.workspace import Workspace
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import RuntimeFailure
@@ -30,8 +33,11 @@ if TYPE_CHECKING:
 _DEVICE = "cuda:0"
 _BATCHES = (1, 8, 64, 256)
 _WARM_UP_RUNS = 10
-_SECONDS, _QUICK_SECONDS = 2.0, 0.1
+_SECONDS, _QUICK_SECONDS = 0.5, 0.1
 
+_PRECISIONS = ("fp32", "tf32", "bf16")
+
+Case = tuple[str, str, str, int]  # model, backend, precision, rows
 Feeds = dict[str, NDArray[Any]]
 Run = Callable[[Feeds], object]
 
@@ -47,32 +53,52 @@ class Subject:
 
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
-    """Throughput of each model, backend, precision and batch size that this machine can run."""
-    backends = {name: open_ for name, open_ in _BACKENDS.items() if not _missing(name)}
+    """Throughput of each model, backend, precision and batch size that this machine can run, and ratios of bf16."""
+    missing = {name: reason for name in _BACKENDS if (reason := _missing(name))}
+    backends = [name for name in _BACKENDS if name not in missing]
     if not backends:
-        return Result("gpu", skipped="; ".join(_missing(name) for name in _BACKENDS))
-    seconds = _QUICK_SECONDS if quick else _SECONDS
-    measurements = [
-        measurement
-        for subject in _subjects(workspace)
-        for backend, open_ in backends.items()
-        for precision in ("fp32", "tf32", "bf16")
-        for measurement in _throughput(subject, backend, precision, open_, seconds)
-    ]
+        return Result("gpu", skipped="; ".join(missing.values()))
+    for subject in _subjects(workspace):  # converted here, once
+        subject.artifact.path.resolve(strict=True)
+    seconds, rounds = (_QUICK_SECONDS, 1) if quick else (_SECONDS, FEWEST_PROCESSES)
+    # Each round in a process of its own: another one allocates otherwise, and its clocks have ramped up otherwise.
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        found = [pool.submit(_seconds_per_row, workspace.root, backends, seconds).result() for _ in range(rounds)]
+    taken = {case: [process[case] for process in found] for case in found[0]}
     return Result(
         "gpu",
-        measurements,
-        settings={"device": _device_name(), "batches": list(_BATCHES), "tokens": models.TOKENS, "seconds": seconds},
-        notes=[reason for name in _BACKENDS if (reason := _missing(name))]
-        + ["inputs come from host memory and outputs go back there"],
+        list(_judged(taken)),
+        settings={
+            "device": _device_name(),
+            "batches": list(_BATCHES),
+            "tokens": models.TOKENS,
+            "seconds": seconds,
+            "processes": rounds,
+        },
+        notes=[*missing.values(), "inputs come from host memory and outputs go back there"],
     )
 
 
-def _throughput(subject: Subject, backend: str, precision: str, open_: Opener, seconds: float) -> Iterator[Measurement]:
-    with open_(subject, precision) as run:
-        for rows in _BATCHES:
-            rate = _rate(run, subject.feeds(rows), seconds) * rows
-            yield Measurement(f"{subject.name} {backend} {precision} batch {rows}", rate, "rows/s")
+def _judged(taken: Mapping[Case, Samples]) -> Iterator[Measurement]:
+    for case, samples in taken.items():
+        model, backend, precision, rows = case
+        yield Measurement(f"{model} {backend} {precision} batch {rows}", 1 / typical(samples), "rows/s")
+        if precision != "bf16":
+            found = ratio(samples, taken[model, backend, "bf16", rows])
+            yield Measurement.of(f"{model} {backend} batch {rows}: bf16 ÷ {precision}, rows per second", found)
+
+
+def _seconds_per_row(root: Path, backends: Sequence[str], seconds: float) -> dict[Case, list[list[float]]]:
+    """One process: a turn of one number, the mean time of a row, for each case."""
+    taken = {}
+    for subject in _subjects(Workspace(root)):
+        for backend in backends:
+            for precision in _PRECISIONS:
+                with _BACKENDS[backend](subject, precision) as run:
+                    for rows in _BATCHES:
+                        rate = _rate(run, subject.feeds(rows), seconds) * rows
+                        taken[subject.name, backend, precision, rows] = [[1 / rate]]
+    return taken
 
 
 def _rate(run: Run, feeds: Feeds, seconds: float) -> float:
@@ -193,7 +219,7 @@ def _subjects(workspace: Workspace) -> list[Subject]:
     from bench.gpu import torch_mlp
 
     return [
-        Subject("MiniLM", Artifact.open(workspace.minilm()), _minilm_module, models.minilm_feeds),
+        Subject("MiniLM", Artifact.open(workspace.scripted_minilm()), _minilm_module, models.minilm_feeds),
         Subject(
             "MLP",
             Artifact.open(workspace.torch_mlp()),
