@@ -24,12 +24,10 @@ from service.contract import GATE_FAILED, infer
 from service.drift.shadow import NICENESS
 from service.drift.verdict import DriftVerdict
 from service.models import goldengate, loading
-from service.models.directory import stamp_of
 from service.models.generation import Generation
 from service.models.goldengate import GoldenGate
-from service.models.goldenschedule import golden_schedule, run_due_gates
-from service.models.plan import DesiredModel, Plan
-from service.models.repository import Repository
+from service.models.plan import DesiredModel, Plan, stamp_of
+from service.models.repository import Repository, golden_schedule, run_due_gates
 from service.models.serving import Serving
 from service.request import Request
 from service.telemetry.metrics import Metrics

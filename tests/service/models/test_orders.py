@@ -20,8 +20,7 @@ from service.contract import infer
 from service.drift.driftpolicy import FallbackPolicy
 from service.drift.fallbackcontroller import FallbackController, PrecisionOrder
 from service.drift.verdict import DriftVerdict
-from service.models.directory import stamp_of
-from service.models.plan import DesiredModel, Plan
+from service.models.plan import DesiredModel, Plan, stamp_of
 from service.models.repository import Repository
 from service.models.serving import Serving
 from service.request import Request

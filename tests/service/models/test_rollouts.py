@@ -19,9 +19,8 @@ from bf16kit.messages.errors import RuntimeFailure, Unavailable
 from service.contract import State
 from service.models import loading
 from service.models.controller import RETRY_SECONDS, Controller, Mode
-from service.models.directory import desired_model_of, with_serving
 from service.models.loads import GIVEN_UP
-from service.models.plan import DesiredModel, FailedVersion, Plan
+from service.models.plan import DesiredModel, FailedVersion, Plan, desired_model_of, with_serving
 from service.models.repository import Repository
 from service.models.rollouts import has_failed
 from service.models.serving import Serving, VersionPolicy

@@ -13,7 +13,7 @@ import pytest
 
 from bf16kit.messages.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
 from service.operations import Region
-from service.regions.table import DIRECTORY, RegionTable
+from service.regions import DIRECTORY, RegionTable
 
 Make = Callable[..., Path]
 
