@@ -13,7 +13,7 @@ from typing import Any
 import faults
 import numpy as np
 import pytest
-from artifacts import write_mlp, write_product
+from artifacts import write_mlp, write_product, write_words
 from beginning import leased
 from sessions import recorded_sessions
 from waiting import until
@@ -128,15 +128,15 @@ def test_weights_damaged_in_memory_fail_the_gate_in_metadata_metrics_log_and_ver
 ) -> None:
     """The test flips bits of the loaded weights, in the memory of this process."""
     made, weight = make(), faults.stored(tmp_path / "m" / "1", "w")
+    before = faults.copies(os.getpid(), weight)
     faults.flip(os.getpid(), weight)
     assert made.gate.run("on schedule") == "failed"
     assert made.model.golden.startswith(f"{GATE_FAILED} 20")
     assert "output 'y': relative_l2 is" in made.model.golden
     assert (made.gauge("passed"), made.runs("failed")) == (0, 1)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert "model 'm' version 1: golden gate failed on schedule" in line
+    assert line.startswith("model 'm' version 1: golden gate failed on schedule: ")
     assert "output 'y': relative_l2 is" in line
-    assert "the budget allows at most 0.015" in line
     assert "load it again (restart the server" in line
     (verdict,) = made.heard
     assert (verdict.model, verdict.version, verdict.state, verdict.cause) == ("m", 1, "over", "broken")
@@ -144,26 +144,14 @@ def test_weights_damaged_in_memory_fail_the_gate_in_metadata_metrics_log_and_ver
     assert infer(made.model, ONE).outputs["y"].shape == (1, 64), "it goes on answering"
     assert made.gate.run("again") == "failed"
     assert len(made.heard) == 2, "for as long as it fails"
+    for copy in before:
+        copy.write(faults.stored(tmp_path / "m" / "1", "w"))  # the test's own copy was flipped, too
+    assert made.gate.run("again") == "passed"
+    assert (made.gauge("passed"), GATE_FAILED in made.model.golden) == (1, False)
 
 
 @pytest.mark.long
 @needs_kernel
-def test_a_gate_that_passes_again_is_logged(
-    make: Callable[..., Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = make()
-    found = faults.copies(os.getpid(), faults.stored(tmp_path / "m" / "1", "w"))
-    for copy in found:
-        copy.write(bytes(copy.size))
-    assert made.gate.run("on schedule") == "failed"
-    for copy in found:
-        copy.write(faults.stored(tmp_path / "m" / "1", "w"))
-    with caplog.at_level(logging.INFO):
-        assert made.gate.run("again") == "passed"
-    assert "golden gate passed again" in caplog.text
-    assert (made.gauge("passed"), GATE_FAILED in made.model.golden) == (1, False)
-
-
 def test_samples_that_cannot_be_run_are_reported_after_the_second_error(
     make: Callable[..., Made], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,8 +179,6 @@ def test_a_failed_run_triggers_the_gate_unless_its_inputs_are_the_cause(make: Ca
 
 
 def test_a_model_without_golden_samples_has_no_gate(make: Callable[..., Made], tmp_path: Path) -> None:
-    from artifacts import write_words
-
     made = make(write_words)
     made.gate.note_failed_run()
     assert not made.gate.timetable.due_reason(time.monotonic() + 1e6)
@@ -205,13 +191,9 @@ def test_the_schedule_runs_only_the_gates_that_are_due(make: Callable[..., Made]
     for _ in range(2):
         run_due_gates([due.model, quiet.model], lambda: told.append(1), lambda: now)
     assert (due.runs("passed"), quiet.runs("passed"), len(told)) == (2, 1, 1)
-
-
-def test_the_gate_of_an_unloaded_model_does_not_run(make: Callable[..., Made]) -> None:
-    made = make(golden_seconds=60)
-    made.model.leases.end()
-    run_due_gates([made.model], lambda: None, lambda: time.monotonic() + 1e6)
-    assert made.runs("passed") == 1
+    due.model.leases.end()
+    run_due_gates([due.model], lambda: told.append(1), lambda: now + 1e6)
+    assert (due.runs("passed"), len(told)) == (2, 1), "it is being unloaded"
 
 
 @pytest.mark.long

@@ -48,6 +48,13 @@ def scan(tmp_path: Path, metrics: Metrics) -> Iterator[Open]:
         repository.close()
 
 
+def answering(slot: Slot) -> Generation:
+    """Return the generation in ``slot``, which must be ready."""
+    assert (slot.state, slot.reason) == ("ready", "")
+    assert slot.model is not None
+    return slot.model
+
+
 @pytest.fixture
 def load(scan: Open) -> Open:
     """Return a function that does the same and waits until every model is loaded or rejected."""
@@ -66,13 +73,6 @@ def only(repository: Controlled) -> Slot:
     return slot
 
 
-def answering(slot: Slot) -> Generation:
-    """Return the generation in ``slot``, which must be ready."""
-    assert (slot.state, slot.reason) == ("ready", "")
-    assert slot.model is not None
-    return slot.model
-
-
 def serving(root: Path, text: str) -> None:
     (root / "mlp" / "serving.yaml").write_text(text, "utf-8")
 
@@ -86,13 +86,17 @@ def test_a_model_is_ready_after_its_golden_samples_were_within_budget(
 ) -> None:
     caplog.set_level(logging.INFO)
     artifact = write_mlp(tmp_path / "mlp" / "1")
+    serving(tmp_path, "max_batch_size: 4\nwarmup: [1, 2]\nmax_queue_delay_ms: 1.5\ninstances: 2")
     model = answering(only(load()))
-    assert (model.batch_axis, model.max_batch_size) == (0, 32)
+    assert (model.batch_axis, model.max_batch_size) == (0, 4)
+    assert (model.max_queue_delay_s, model.instances) == (0.0015, 2)
     assert (model.info.backend, model.info.device, model.info.profile) == ("onnxruntime", "cpu", "cpu")
     assert model.info.accumulation == "fp32"
     golden = artifact.golden()
     reply = infer(model, Request(golden.inputs, rows=4))
     np.testing.assert_allclose(reply.outputs["y"], golden.outputs["y"], atol=0.05)
+    with pytest.raises(InvalidRequest):
+        infer(model, Request({"x": np.zeros((5, 16), np.float32)}, rows=5))
     until(lambda: "golden samples within budget" in caplog.text)
     assert "accumulation fp32" in caplog.text
 
@@ -184,15 +188,6 @@ def test_a_flipped_bit_in_any_file_is_rejected_with_the_files_name(tmp_path: Pat
     model = only(load())
     assert model.state == "unavailable"
     assert file in model.reason
-
-
-def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    serving(tmp_path, "max_batch_size: 2\nwarmup: [1, 2]\nmax_queue_delay_ms: 1.5\ninstances: 2")
-    model = answering(only(load()))
-    assert (model.max_batch_size, model.max_queue_delay_s, model.instances) == (2, 0.0015, 2)
-    with pytest.raises(InvalidRequest, match="max_batch_size is 2"):
-        infer(model, Request({"x": np.zeros((3, 16), np.float32)}, rows=3))
 
 
 # --- the registry --------------------------------------------------------------------------------------------------
