@@ -20,13 +20,10 @@ from sessions import recorded_sessions
 from waiting import stays, until
 
 from bf16kit.messages.errors import Unavailable
-from service.contract import ActivePrecision, infer
-from service.drift.fallbackcontroller import PrecisionOrder
+from service.contract import infer
 from service.models import loading
 from service.models import loads as loading_threads
-from service.models.plan import DesiredModel, desired_model_of
 from service.models.reconciler import CHANGES_AT_ONCE
-from service.models.repository import Repository
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -262,24 +259,6 @@ def test_the_series_are_those_of_the_generation_that_answers(
     loaded.result(60)
     infer(repository.get("m", ""), ONE)
     assert rows_run(metrics) == 1
-
-
-@pytest.mark.long
-def test_an_order_given_before_the_load_is_carried_out_after_it(
-    tmp_path: Path, metrics: Metrics, repository: Controlled
-) -> None:
-    """A restarted worker then answers in the precision of the other workers."""
-    put(tmp_path, serving="")
-    (plan,) = desired_model_of(tmp_path / "m").plans
-    restarted = Repository(metrics, device="cpu", threads=1)
-    loading = restarted.apply(DesiredModel("m", (plan,)))
-    with pytest.raises(Unavailable):
-        restarted.order(PrecisionOrder("m", 1, plan.digest, "fp32", "drift")).result(0)
-    restarted.start()
-    loading.result(60)
-    until(lambda: restarted.get("m", "1").active_precision == ActivePrecision("fp32", "drift"))
-    assert infer(restarted.get("m", "1"), ONE).reported_precision == "fp32"
-    assert restarted.close(20)
 
 
 @pytest.mark.long
