@@ -10,8 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -108,17 +107,6 @@ class DesiredModel:
 
 _DESIRED = TypeAdapter(DesiredModel)
 _PLAN = TypeAdapter(Plan)
-
-
-def complete(futures: Iterable[Future[None]], error: BaseException | None) -> None:
-    """End the futures of callers: with ``error``, or successfully for None."""
-    for future in futures:
-        if not future.set_running_or_notify_cancel():
-            continue
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
 
 
 # --- the repository on disk -------------------------------------------------------------------------------------------
