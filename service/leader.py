@@ -24,8 +24,7 @@ from service.http.statusreader import StatusReader
 from service.models.controller import Controller
 from service.models.plan import DesiredModel
 from service.peers.channel import Body
-from service.regions.files import check_system
-from service.regions.table import RegionTable
+from service.regions import RegionTable, check_system
 from service.shadow.process import NAME as SHADOW
 from service.shadow.process import FindPlan, ShadowProcess
 from service.telemetry.counts import Counting

@@ -22,8 +22,7 @@ from ray import serve
 from service.config.ports import listen
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Stop
-from service.models.directory import Directory
-from service.models.plan import DesiredModel
+from service.models.plan import DesiredModel, Directory
 
 _log = logging.getLogger(__name__)
 _NEW_CLUSTER = "local"  # Ray's name for a new cluster

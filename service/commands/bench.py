@@ -22,10 +22,10 @@ from service.config.logs import configure
 from service.config.resources import bound_heap
 from service.config.serverconfig import load_config
 from service.contract import Array
-from service.models.directory import desired_model_of
 from service.models.goldengate import golden_of
 from service.models.loading import feeds_of
 from service.models.opened import OpenedArtifact, open_artifact
+from service.models.plan import desired_model_of
 from service.models.serving import DEFAULT_MAX_BATCH_SIZE
 
 _MOST_ROWS = 65_536  # the limit of serving.yaml

@@ -24,12 +24,11 @@ from service.config.serverconfig import ENV_PREFIX, ServerConfig, load_config, u
 from service.config.tokens import SCOPES
 from service.models import loading
 from service.models.controller import Controller
-from service.models.directory import Directory, desired_model_of, directories_in
 from service.models.loads import Loads
 from service.models.opened import open_artifact
-from service.models.plan import DesiredModel, Plan
+from service.models.plan import DesiredModel, Directory, Plan, desired_model_of, directories_in
 from service.models.repository import Repository
-from service.regions.files import check_system
+from service.regions import check_system
 from service.server import open_tracing
 from service.telemetry.metrics import Metrics
 

@@ -19,8 +19,8 @@ from bf16kit.messages.errors import Bf16kitError, ConfigError
 from bf16kit.messages.wording import brief, size, table
 from service.commands import output
 from service.config.serverconfig import load_config
-from service.models.directory import desired_model_of, directories_in, versions_in
 from service.models.opened import weight_bytes
+from service.models.plan import desired_model_of, directories_in, versions_in
 from service.models.serving import Serving
 
 _SHORT = 12  # hexadecimal digits of a digest: enough to tell sources apart

@@ -16,9 +16,8 @@ from typing import Literal, TypeAlias
 
 from bf16kit.messages.errors import ConfigError, NotFound
 from service.contract import SlotView
-from service.models.directory import Directory
 from service.models.modelconfig import with_config
-from service.models.plan import DesiredModel
+from service.models.plan import DesiredModel, Directory
 from service.models.rollouts import ApplyAll, Rollouts, has_failed
 from service.operations import IndexEntry
 

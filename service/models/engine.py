@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
@@ -15,11 +15,21 @@ from bf16kit.messages.errors import Bf16kitError, Unavailable
 from bf16kit.messages.wording import brief
 from bf16kit.runtime import Runtime
 from service.contract import ActivePrecision, Array
-from service.models.plan import complete
 from service.request import Precision
 
 _log = logging.getLogger(__name__)
 _Leased = TypeVar("_Leased")
+
+
+def complete(futures: Iterable[Future[None]], error: BaseException | None) -> None:
+    """End the futures of callers: with ``error``, or successfully for None."""
+    for future in futures:
+        if not future.set_running_or_notify_cancel():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
 
 
 class Leases:

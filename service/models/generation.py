@@ -86,12 +86,9 @@ class Generation:
 
     @property
     def golden(self) -> str:
-        """See :attr:`service.contract.Model.golden`."""
         return self.gate.description
 
     def begin(self, request: Request, done: Done) -> None:
-        """See :meth:`service.contract.Model.begin`."""
-
         def finish(result: Reply | Exception) -> None:
             if isinstance(result, Reply):
                 self.metrics.ended(result.reported_precision)
@@ -109,17 +106,14 @@ class Generation:
             raise
 
     def release(self) -> None:
-        """See :meth:`service.contract.Model.release`."""
         self.leases.release()
 
     @property
     def statistics(self) -> StatisticsSnapshot:
-        """See :class:`service.contract.Model`."""
         return self.metrics.statistics
 
     @property
     def active_precision(self) -> ActivePrecision:
-        """See :class:`service.contract.Model`."""
         return self._engine.active_precision
 
     def switch_precision(self, precision: Precision, reason: str) -> Future[None]:
@@ -127,7 +121,6 @@ class Generation:
         return self._engine.order(precision, reason)
 
     def observe(self, seen: Observation) -> None:
-        """See :meth:`service.contract.Model.observe`."""
         self.metrics.request(seen)
 
     def close(self, deadline: float) -> bool:

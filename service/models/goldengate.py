@@ -71,7 +71,6 @@ def check_golden(run: Run, opened: OpenedArtifact, golden: Golden | None) -> str
 
 
 def _judge(run: Run, opened: OpenedArtifact, golden: Golden) -> tuple[list[Breach], str]:
-    """Run the golden samples, a few rows at a time; return what :func:`judge` finds in all of them."""
     most_rows = min(opened.max_batch_size or GOLDEN_ROWS, GOLDEN_ROWS)
     outputs = run_in_parts(run, golden.inputs, opened.batch_axis, most_rows)
     return judge(golden.outputs, outputs, opened.outputs, opened.batch_axis, opened.golden_budget, golden.scales)

@@ -42,10 +42,6 @@ _GRACE_SECONDS = 10.0  # for a run to end after that
 OnStep: TypeAlias = Callable[[str, float], None]
 
 
-def _ignore_step(step: str, seconds: float) -> None:
-    """Do nothing: nobody waits for this load."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A runtime that has passed every check before it may answer.
@@ -69,7 +65,7 @@ class LoadedModel:
 def load(
     path: Path,
     serving: Serving,
-    on_step: OnStep = _ignore_step,
+    on_step: OnStep = lambda step, seconds: None,
     *,
     device: str,
     threads: int | None,
@@ -144,7 +140,7 @@ def load_fp32(
     artifact, started = opened.artifact, time.monotonic()
     shared = None if weights is PRIVATE_STORE else weights
     runtime = load_reference(artifact, threads=threads_of_a_run(serving.instances, threads), weights=shared)
-    _, verdict = _check(runtime, opened, serving, None, _ignore_step)
+    _, verdict = _check(runtime, opened, serving, None, lambda step, seconds: None)
     _log.info("%s: the fp32 reference is warm after %.2f s: %s", label, time.monotonic() - started, verdict)
     return runtime
 

@@ -19,8 +19,7 @@ from bf16kit.messages.errors import ArtifactError, ConfigError, InvalidRequest
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import BY_NAME
 from service.config.serverconfig import explain
-from service.models.directory import with_serving
-from service.models.plan import DesiredModel, Plan
+from service.models.plan import DesiredModel, Plan, with_serving
 from service.models.serving import Serving
 
 _SUBJECT = "load parameter 'config'"

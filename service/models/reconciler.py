@@ -23,10 +23,11 @@ from service.config import resources
 from service.drift.forwarder import SampleSender
 from service.drift.gate import ProcessRank
 from service.models import loading, loads
+from service.models.engine import complete
 from service.models.generation import Generation
 from service.models.goldengate import OnVerdict
 from service.models.loads import STOPPING, Loads
-from service.models.plan import DesiredModel, Plan, complete
+from service.models.plan import DesiredModel, Plan
 from service.models.slot import Slot, Slots, SlotTable
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
@@ -109,7 +110,6 @@ class Reconciler:
 
     @property
     def ready(self) -> bool:
-        """See :attr:`SlotTable.ready`."""
         return self._table.ready
 
     def apply(self, desired: DesiredModel) -> Future[None]:
@@ -273,7 +273,8 @@ class Reconciler:
 
     def _generation(self, slot: Slot, plan: Plan, loaded: loading.LoadedModel) -> Generation:
         digest, options = plan.digest, self._options
-        on_verdict, new_sender = options.get("on_verdict"), options.get("new_sender")
+        new_sender = options.get("new_sender")
+        on_verdict: OnVerdict = options.get("on_verdict", lambda verdict: None)
 
         def new_metrics() -> ModelMetrics:
             if slot.model is not None:
@@ -287,7 +288,7 @@ class Reconciler:
             plan.serving,
             new_metrics,
             None if new_sender is None else new_sender(slot.name, plan),
-            lambda verdict: None if on_verdict is None else on_verdict(replace(verdict, plan=digest)),
+            lambda verdict: on_verdict(replace(verdict, plan=digest)),
             options.get("rank", ProcessRank()),
             fp32=partial(
                 loading.load_fp32,

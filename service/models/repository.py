@@ -10,13 +10,13 @@ from typing import Unpack
 
 from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.messages.wording import quoted, without_long_words
+from service.config.periodic import PeriodicThread
 from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
+from service.drift.shadow import lower_priority
 from service.models.controller import Controller
-from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
-from service.models.goldenschedule import golden_schedule
 from service.models.loads import STOPPING
-from service.models.plan import DesiredModel
+from service.models.plan import LONGEST_VERSION, DesiredModel
 from service.models.reconciler import Options, Reconciler
 from service.models.slot import Slot, Slots
 from service.operations import IndexEntry, RegistryModels
@@ -24,6 +24,7 @@ from service.request import Precision
 from service.telemetry.metrics import Metrics
 
 _PREFERENCE = {"ready": 2, "loading": 1, "unavailable": 0}
+_CHECK_SECONDS = 1.0  # how often the schedule of golden gates is checked
 _NO_VERSION = 0  # a version that does not exist: versions begin at 1
 
 
@@ -206,3 +207,33 @@ def parse_version(version: str) -> int | None:
         )
     digits = version.lstrip("0")
     return int(digits or "0") if len(digits) <= LONGEST_VERSION else _NO_VERSION  # no directory has a longer name
+
+
+# --- golden gates that are due ----------------------------------------------------------------------------------------
+
+
+def golden_schedule(serving: Callable[[], Iterable[Generation]], changed: Callable[[], None]) -> PeriodicThread:
+    """Return the thread that runs the gates of the generations that answer. ``changed`` is called after each gate.
+
+    A gate holds a lease, so unloading its model waits for it; it is freed when the gate is over.
+    """
+
+    def tick() -> None:
+        lower_priority()
+        run_due_gates(serving(), changed, time.monotonic)
+
+    return PeriodicThread("golden-gate", _CHECK_SECONDS, tick)
+
+
+def run_due_gates(
+    models: Iterable[Generation], changed: Callable[[], None], clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Run the gates that are due; ``clock`` returns :func:`time.monotonic` seconds."""
+    for model in models:
+        timetable = model.gate.timetable
+        reason = timetable.due_reason(clock())
+        if reason and model.leases.acquire():
+            with model.leases.context(model):
+                timetable.begin()
+                timetable.end(clock(), model.gate.run(reason))
+            changed()

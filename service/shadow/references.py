@@ -22,9 +22,8 @@ from service.drift.breachevidence import EvidenceRecorder
 from service.drift.sampler import Outcome, TokenBucket
 from service.drift.shadow import Measuring, Shadow
 from service.drift.verdict import DriftVerdict
-from service.models.directory import stamp_of
 from service.models.opened import new_comparison, open_artifact
-from service.models.plan import DesiredModel, Plan
+from service.models.plan import DesiredModel, Plan, stamp_of
 from service.peers.channel import Body, Channel, to_json
 from service.peers.child import socket_to_parent
 from service.peers.peer import Message, Peer

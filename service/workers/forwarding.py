@@ -11,7 +11,7 @@ from bf16kit.messages.errors import Unavailable
 from service.contract import Registry
 from service.operations import IndexEntry, Region, RegionSlice, RegistryModels, Setting, Settings, VersionStatistics
 from service.peers.channel import Body, from_json
-from service.regions.table import RegionTable
+from service.regions import RegionTable
 
 Ask = Callable[[str, Mapping[str, Any]], Future[Body]]
 _TIMEOUT_SECONDS = 30.0  # these requests are quick; the supervisor gives up on a silent worker earlier

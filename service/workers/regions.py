@@ -14,7 +14,7 @@ from dataclasses import asdict
 from service.operations import Region
 from service.peers.channel import Body
 from service.peers.peer import Peer, answers
-from service.regions.table import RegionTable
+from service.regions import RegionTable
 
 Ask = Callable[..., Mapping[str, Future[Body]]]  # see Fleet.ask
 

@@ -16,7 +16,7 @@ from bf16kit.system.controlgroup import Memory
 from deploy.ray.settings import REFERENCE_PROCESS_BYTES, Placement, Scaling, check, place
 from service.config.resources import request_bytes
 from service.config.serverconfig import ServerConfig
-from service.models.directory import Directory
+from service.models.plan import Directory
 from service.shadow.referencememory import fp32_bytes
 
 MIB = 1 << 20

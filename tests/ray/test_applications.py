@@ -10,7 +10,7 @@ import pytest
 from artifacts import write_mlp
 
 from service.config.serverconfig import ServerConfig
-from service.models.directory import Directory
+from service.models.plan import Directory
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 

@@ -27,7 +27,7 @@ def test_a_replica_takes_no_more_memory_than_ray_reserves(served: Served, reposi
     """The replica's reference is running meanwhile, in a separate process."""
     from deploy.ray.settings import place
     from service.config.serverconfig import ServerConfig
-    from service.models.directory import Directory
+    from service.models.plan import Directory
 
     def sampled() -> bool:
         for _ in range(50):

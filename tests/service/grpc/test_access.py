@@ -26,7 +26,7 @@ from service.config.logsettings import LogSettings
 from service.config.tokens import TokenFile
 from service.grpc.handlers import SERVICE
 from service.operations import Operations
-from service.regions.table import RegionTable
+from service.regions import RegionTable
 
 X = np.ones((1, 3), np.float32)
 INFER = infer_request(x=X)

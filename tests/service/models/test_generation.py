@@ -49,7 +49,6 @@ def sample(metrics: Metrics, name: str) -> float:
 def test_without_batching_a_request_is_one_inference_whatever_its_number_of_rows(
     model: Generation, metrics: Metrics
 ) -> None:
-    """Triton counts the same way, and clients cannot create any number of batch sizes."""
     for count in range(1, 6):
         infer(model, rows(count))
     seen = model.statistics

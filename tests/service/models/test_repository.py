@@ -20,6 +20,7 @@ from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime.ort import kernel
 from service.contract import infer
 from service.models.generation import Generation
+from service.models.repository import parse_version
 from service.models.slot import Slot
 from service.request import Observation, Request
 from service.telemetry.metrics import Metrics
@@ -48,6 +49,13 @@ def scan(tmp_path: Path, metrics: Metrics) -> Iterator[Open]:
         repository.close()
 
 
+def answering(slot: Slot) -> Generation:
+    """Return the generation in ``slot``, which must be ready."""
+    assert (slot.state, slot.reason) == ("ready", "")
+    assert slot.model is not None
+    return slot.model
+
+
 @pytest.fixture
 def load(scan: Open) -> Open:
     """Return a function that does the same and waits until every model is loaded or rejected."""
@@ -66,13 +74,6 @@ def only(repository: Controlled) -> Slot:
     return slot
 
 
-def answering(slot: Slot) -> Generation:
-    """Return the generation in ``slot``, which must be ready."""
-    assert (slot.state, slot.reason) == ("ready", "")
-    assert slot.model is not None
-    return slot.model
-
-
 def serving(root: Path, text: str) -> None:
     (root / "mlp" / "serving.yaml").write_text(text, "utf-8")
 
@@ -86,13 +87,17 @@ def test_a_model_is_ready_after_its_golden_samples_were_within_budget(
 ) -> None:
     caplog.set_level(logging.INFO)
     artifact = write_mlp(tmp_path / "mlp" / "1")
+    serving(tmp_path, "max_batch_size: 4\nwarmup: [1, 2]\nmax_queue_delay_ms: 1.5\ninstances: 2")
     model = answering(only(load()))
-    assert (model.batch_axis, model.max_batch_size) == (0, 32)
+    assert (model.batch_axis, model.max_batch_size) == (0, 4)
+    assert (model.max_queue_delay_s, model.instances) == (0.0015, 2)
     assert (model.info.backend, model.info.device, model.info.profile) == ("onnxruntime", "cpu", "cpu")
     assert model.info.accumulation == "fp32"
     golden = artifact.golden()
     reply = infer(model, Request(golden.inputs, rows=4))
     np.testing.assert_allclose(reply.outputs["y"], golden.outputs["y"], atol=0.05)
+    with pytest.raises(InvalidRequest):
+        infer(model, Request({"x": np.zeros((5, 16), np.float32)}, rows=5))
     until(lambda: "golden samples within budget" in caplog.text)
     assert "accumulation fp32" in caplog.text
 
@@ -174,7 +179,7 @@ def test_golden_samples_over_budget_keep_a_model_not_ready_with_the_reason_in_th
     assert only(load()).state == "ready"
 
 
-@pytest.mark.parametrize("file", ["weights.bf16", "cpu.onnx", "golden.safetensors", "residual.bin", "manifest.json"])
+@pytest.mark.parametrize("file", ["weights.bf16", "manifest.json"])
 def test_a_flipped_bit_in_any_file_is_rejected_with_the_files_name(tmp_path: Path, load: Open, file: str) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     path = tmp_path / "mlp" / "1" / file
@@ -186,65 +191,36 @@ def test_a_flipped_bit_in_any_file_is_rejected_with_the_files_name(tmp_path: Pat
     assert file in model.reason
 
 
-def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    serving(tmp_path, "max_batch_size: 2\nwarmup: [1, 2]\nmax_queue_delay_ms: 1.5\ninstances: 2")
-    model = answering(only(load()))
-    assert (model.max_batch_size, model.max_queue_delay_s, model.instances) == (2, 0.0015, 2)
-    with pytest.raises(InvalidRequest, match="max_batch_size is 2"):
-        infer(model, Request({"x": np.zeros((3, 16), np.float32)}, rows=3))
-
-
 # --- the registry --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_versions_follow_the_policy_and_the_newest_ready_one_serves(
-    tmp_path: Path, load: Open, metrics: Metrics
-) -> None:
-    for version, spoil in ((1, 0.0), (2, 0.0), (3, 0.5)):
-        write_mlp(tmp_path / "mlp" / str(version), spoil=spoil)
-    serving(tmp_path, "version_policy: {latest: 2, strict: true}")
-    repository = load()
-    assert [slot.version for slot in repository.models()] == [2, 3]
-    assert repository.versions("mlp") == [2]
-    assert repository.get("mlp", "").version == 2
-    assert repository.get("mlp", "2").version == 2
-    assert not repository.is_ready("mlp", "3")
-    with pytest.raises(NotFound, match="version 3 of model 'mlp' is not ready"):
-        repository.get("mlp", "3")
-    repository.find("mlp", "3").observe(Observation("mlp", "3", "", "NOT_FOUND", 0.1))
-    text = metrics.expose()[0].decode()
-    assert 'bf16kit_requests_total{code="NOT_FOUND",model="mlp",version="3"} 1.0' in text
-    assert 'bf16kit_queue_duration_seconds_count{model="mlp",version="3"} 0.0' in text
-    with pytest.raises(NotFound, match="has no version 1; it has 2, 3"):
-        repository.get("mlp", "1")
+@pytest.mark.parametrize(
+    ("text", "version"), [("", None), ("7", 7), ("0" * 30 + "1", 1), ("0", 0), ("9" * 18, 10**18 - 1), ("9" * 5000, 0)]
+)
+def test_a_version_is_a_number_that_a_directory_may_have(text: str, version: int | None) -> None:
+    assert parse_version(text) == version
+    for wrong in (f"{text}.0", f"-{text}", f"{text}²"):
+        with pytest.raises(InvalidRequest, match=r"failed to get model version .* is not an integer"):  # Triton's words
+            parse_version(wrong)
 
 
-@pytest.mark.parametrize("version", ["0", "7", "9" * 30, "9" * 5000])
-def test_a_version_that_does_not_exist_is_not_found(tmp_path: Path, scan: Open, version: str) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    repository = scan()
-    assert not repository.is_ready("mlp", version)
-    with pytest.raises(NotFound, match=f"model 'mlp' has no version {version[:30]}[9…]*; it has 1"):
-        repository.get("mlp", version)
-    assert repository.find("mlp", "0" * 30 + "1").version == 1
-    with pytest.raises(InvalidRequest, match=r"failed to get model version .* is not an integer"):  # Triton's words
-        repository.get("mlp", "1.0")
-
-
-def test_draining_rejects_new_requests_and_counts_them(tmp_path: Path, load: Open, metrics: Metrics) -> None:
+def test_a_request_that_reaches_no_generation_is_counted(tmp_path: Path, load: Open, metrics: Metrics) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     repository = load()
-    before = repository.ready
+    for version in ("7", "9" * 5000):
+        with pytest.raises(NotFound, match=f"model 'mlp' has no version {version[:30]}[9…]*; it has 1"):
+            repository.find("mlp", version)
+    repository.find("mlp", "1").observe(Observation("mlp", "1", "", "NOT_FOUND", 0.1))
     repository.drain()
-    assert (before, repository.ready) == (True, False)
-    with pytest.raises(Unavailable, match="shutting down"):
-        repository.acquire("mlp", "")
-    with pytest.raises(Unavailable, match="shutting down") as looked_at:  # a look-up is not counted as a request
-        repository.get("mlp", "")
-    assert looked_at.value.reason == "draining"
-    assert b'bf16kit_rejected_total{model="mlp",reason="draining",version="1"} 1.0' in metrics.expose()[0]
+    assert not repository.ready
+    for look_up in (repository.acquire, repository.get):  # the latter is no request
+        with pytest.raises(Unavailable) as refused:
+            look_up("mlp", "")
+        assert refused.value.reason == "draining"
+    text = metrics.expose()[0].decode()
+    assert 'bf16kit_requests_total{code="NOT_FOUND",model="mlp",version="1"} 1.0' in text
+    assert 'bf16kit_queue_duration_seconds_count{model="mlp",version="1"} 0.0' in text
+    assert 'bf16kit_rejected_total{model="mlp",reason="draining",version="1"} 1.0' in text
 
 
 def test_directories_that_are_not_models_are_skipped_and_a_bad_name_is_logged(

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from bf16kit.messages.errors import ConfigError
 from service.drift.driftpolicy import FallbackPolicy
-from service.models.serving import Serving, VersionPolicy, load_serving
+from service.models.serving import Serving, load_serving
 
 
 def load(directory: Path, text: str) -> Serving:
@@ -16,14 +15,10 @@ def load(directory: Path, text: str) -> Serving:
     return load_serving(directory)
 
 
-def test_a_model_without_a_file_has_the_defaults(tmp_path: Path) -> None:
+def test_the_keys_of_the_file_replace_the_defaults(tmp_path: Path) -> None:
     serving = load_serving(tmp_path)
-    assert serving.max_queue_delay_ms == 0
+    assert (serving.max_queue_delay_ms, serving.shadow.rate) == (0, 0.01)
     assert serving.version_policy.choose([1, 3, 2]) == [3]
-    assert serving.shadow.rate == 0.01
-
-
-def test_every_key_of_the_design_is_read(tmp_path: Path) -> None:
     serving = load(
         tmp_path,
         "max_batch_size: 8\nmax_queue_delay_ms: 2.5\nmax_queue_size: 10\ninstances: 2\nversion_policy: all\n"
@@ -32,6 +27,9 @@ def test_every_key_of_the_design_is_read(tmp_path: Path) -> None:
         "budget: {relative_l2: 0.01, max_abs: null}\n",
     )
     assert (serving.max_batch_size, serving.max_queue_size, serving.warmup) == (8, 10, (1, 8))
+    assert serving.version_policy.choose([5, 1]) == [1, 5]
+    assert load(tmp_path, "version_policy: {latest: 2}").version_policy.choose([5, 1, 3]) == [3, 5]
+    assert load(tmp_path, "version_policy: {specific: [5, 1]}").version_policy.choose([5, 1, 3]) == [1, 5]
     assert serving.budget == {"relative_l2": 0.01, "max_abs": None}
     assert serving.fallback == FallbackPolicy(policy="fp32", clean_samples=50)
 
@@ -42,8 +40,6 @@ def test_every_key_of_the_design_is_read(tmp_path: Path) -> None:
         ("", FallbackPolicy(policy="alert")),  # a fallback takes the memory of the fp32 model: users must ask for it
         ("fallback: off", FallbackPolicy(policy="off")),  # which YAML reads as false, without quotes
         ("fallback: {policy: off}", FallbackPolicy(policy="off")),
-        ("fallback: 'off'", FallbackPolicy(policy="off")),
-        ("fallback: alert", FallbackPolicy(policy="alert")),
         ("fallback: fp32", FallbackPolicy(policy="fp32")),
         (
             "fallback: {policy: fp32, min_stay_seconds: 1, clean_samples: 20}",
@@ -59,9 +55,7 @@ def test_a_fallback_is_a_word_or_a_mapping_with_numbers(tmp_path: Path, text: st
     ("text", "message"),
     [
         ("fallback: on", "'fallback.policy' is True: input should be 'off', 'alert' or 'fp32'"),
-        ("fallback: fp16", "'fallback.policy' is 'fp16'"),
         ("fallback: {policy: fp32, clean_samples: 0}", r"'fallback\.clean_samples' is 0"),
-        ("fallback: {policy: fp32, clean_samples: 1001}", r"'fallback\.clean_samples' is 1001"),
         ("fallback: {policy: fp32, stay: 1}", r"unknown key 'fallback\.stay'"),
         ("fallback: {min_stay_seconds: 86401}", r"'fallback\.min_stay_seconds' is 86401"),
         (
@@ -69,7 +63,6 @@ def test_a_fallback_is_a_word_or_a_mapping_with_numbers(tmp_path: Path, text: st
             r"needs live drift measurement, but shadow\.rate is 0; raise it, or set",
         ),
         ("max_batch: 3", "unknown key 'max_batch'; known keys are .*max_batch_size"),
-        ("shadow: {rat: 1}", r"unknown key 'shadow\.rat'; known keys are max_per_second, max_rows, rate"),
         ("shadow: {rate: 2}", r"'shadow\.rate' is 2"),
         ("shadow: {max_per_second: 0}", r"'shadow\.max_per_second' is 0"),
         ("version_policy: {latest: 1, all: true}", "give exactly one of"),
@@ -77,15 +70,18 @@ def test_a_fallback_is_a_word_or_a_mapping_with_numbers(tmp_path: Path, text: st
         ("version_policy: {oldest: 1}", r"unknown key 'version_policy\.oldest'"),
         ("instances: 0", "'instances' is 0: input should be greater than"),
         ("instances: 65", "'instances' is 65"),
-        ("instances: many", "'instances' is 'many'"),
         ("max_dims: {seq: 0}", r"'max_dims\.seq' is 0"),
         ("max_queue_delay_ms: -1", "'max_queue_delay_ms' is -1"),
         ("budget: {relative_l2: much}", r"'budget\.relative_l2' is 'much'"),
+        ("labels: {y: &a [*a]}", r"serving\.yaml: line 1: \*a is an alias"),
+        ("max_batch_size: [" + "0, " * 10_000 + "]", r"'max_batch_size' is \[0, 0, 0, 0, 0, 0, \.\.\.\]: input should"),
+        (f"{'k' * 1000}: 1", "unknown key 'k{100}'…; known keys"),
     ],
 )
 def test_the_error_names_the_wrong_key_or_value(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refusal:
         load(tmp_path, text)
+    assert len(str(refusal.value)) < 1500
 
 
 @pytest.mark.parametrize("key", Serving.REMOVED)
@@ -107,13 +103,10 @@ def test_labels_are_the_lines_of_a_file_beside_it(tmp_path: Path) -> None:
     [
         ("none.txt", r"serving\.yaml: 'labels\.y': 'none\.txt': cannot be read"),
         ("../classes.txt", r"'labels\.y' is '\.\./classes\.txt': name a file in the model's directory"),
-        ("/etc/passwd", "name a file in the model's directory"),
         ("5", r"'labels\.y' is 5: name a file"),
-        ("''", "'labels.y' is '': name a file in the model's directory"),
         ('"a\\0b"', "'labels.y' is 'a.x00b': name a file in the model's directory"),
         ('"a\\ud800"', "'labels.y' is 'a.ud800': name a file in the model's directory"),
         (f"{'x' * 30_000}/", "'labels.y' is 'x{100}'…: name a file"),
-        (f"[{'x' * 30_000}]", r"'labels\.y' is \['x+\.\.\.x+…: name a file"),
         ("pipe", r"'labels\.y': 'pipe': not a regular file"),
         ("latin.txt", r"'labels\.y': 'latin\.txt': not UTF-8"),
         ("large.txt", r"'labels\.y': 'large\.txt': larger than 16 MiB"),
@@ -129,7 +122,7 @@ def test_labels_that_cannot_be_read_are_an_error(tmp_path: Path, name: str, mess
     assert len(str(refusal.value)) < 1500
 
 
-def test_a_file_that_is_not_a_plain_file_is_never_opened(tmp_path: Path) -> None:
+def test_a_file_that_is_no_plain_file_or_too_large_is_not_read(tmp_path: Path) -> None:
     """A pipe would block the thread that scans the repository permanently; a device would fill the memory."""
     os.mkfifo(tmp_path / "serving.yaml")
     with pytest.raises(ConfigError, match=r"serving\.yaml: not a regular file"):
@@ -139,57 +132,11 @@ def test_a_file_that_is_not_a_plain_file_is_never_opened(tmp_path: Path) -> None
         (tmp_path / "serving.yaml").symlink_to(target)
         with pytest.raises(ConfigError, match=rf"serving\.yaml: {words}"):  # the defaults do not take its place
             load_serving(tmp_path)
-
-
-def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "serving.yaml").unlink()
     with (tmp_path / "serving.yaml").open("wb") as large:
         large.truncate((64 << 10) + 1)
     with pytest.raises(ConfigError, match=r"serving\.yaml: larger than 64 KiB"):
         load_serving(tmp_path)
-
-
-def test_the_version_policy_chooses_among_the_existing_versions() -> None:
-    assert VersionPolicy(latest=2).choose([5, 1, 3]) == [3, 5]
-    assert VersionPolicy(all=True).choose([5, 1]) == [1, 5]
-    assert VersionPolicy(specific=(1, 5)).choose([5, 1, 3]) == [1, 5]
-    with pytest.raises(ConfigError, match=r"asks for version 9; the versions are \[1, 5\]"):
-        VersionPolicy(specific=(9,)).choose([1, 5])
-
-
-# --- files that are made to take all memory or time -------------------------------------------------------------------
-
-
-def _bomb(levels: int) -> str:
-    """Return lines that stand for a list of 10^levels numbers."""
-    lines = ["a0: &a0 [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, levels)]
-    return "\n".join([*lines, f"max_batch_size: *a{levels - 1}", ""])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: 2001-99-99", r"serving\.yaml: is not YAML"),
-        ("a: " + "[" * 5000, r"serving\.yaml: is not YAML"),
-        (_bomb(8), r"serving\.yaml: line 2: \*a0 is an alias: write the value itself there"),
-        ("labels: {y: &a [*a]}", r"serving\.yaml: line 1: \*a is an alias"),
-        ("max_batch_size: [" + "0, " * 10_000 + "]", r"'max_batch_size' is \[0, 0, 0, 0, 0, 0, \.\.\.\]: input should"),
-        (f"{'k' * 1000}: 1", "unknown key 'k{100}'…; known keys"),
-        (f"max_batch_size: 0x{'f' * 30_000}", "line 1: '0xf{98}'… has more than 64 bits: give a smaller number"),
-        ("max_dims: {n: 9223372036854775808}", "line 1: '9223372036854775808' has more than 64 bits"),
-        (f"max_batch_size: 1{':1' * 30_000}", "has more than 64 bits: give a smaller number"),
-        (f"max_queue_ms: 1{':1' * 30_000}.5", r"serving\.yaml: is not YAML: "),
-        (f"max_batch_size: !!{'t' * 30_000} 1", r"serving\.yaml: is not YAML: could not determine"),
-    ],
-)
-def test_a_file_made_to_take_memory_or_time_is_rejected_in_a_short_text(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    start = time.process_time()
-    with pytest.raises(ConfigError, match=message) as refusal:
-        load(tmp_path, text)
-    assert time.process_time() - start < 5
-    assert len(str(refusal.value)) < 1500
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -217,7 +164,7 @@ def test_a_file_that_a_link_takes_from_outside_the_repository_is_an_error(model:
         load_serving(model)
 
 
-def test_links_within_the_repository_are_followed(model: Path) -> None:
+def test_links_within_the_repository_are_followed(model: Path, tmp_path: Path) -> None:
     """A Kubernetes volume has them, in a model's directory or above it, and models may share a file."""
     (model / "..2026").mkdir()
     (model / "..data").symlink_to("..2026")
@@ -226,13 +173,11 @@ def test_links_within_the_repository_are_followed(model: Path) -> None:
     (model.parent / "shared.txt").write_text("a\nb\n")
     (model / "classes.txt").symlink_to("../shared.txt")
     (model.parent / "alias").symlink_to("m")
-    assert load_serving(model).labels == {"y": ("a", "b")}
-    assert load_serving(model.parent / "alias").labels == {"y": ("a", "b")}
-
-
-def test_the_directory_of_a_model_may_be_a_link(model: Path, tmp_path: Path) -> None:
+    for directory in (model, model.parent / "alias"):
+        assert load_serving(directory).labels == {"y": ("a", "b")}
+    (model / "serving.yaml").unlink()
+    (model / "serving.yaml").symlink_to("..2026/serving.yaml")
+    (model / "..2026" / "serving.yaml").write_text("max_batch_size: 3")
     elsewhere = model.rename(tmp_path / "elsewhere")
     model.symlink_to(elsewhere)
-    (elsewhere / "hidden").write_text("max_batch_size: 3")
-    (elsewhere / "serving.yaml").symlink_to("hidden")
     assert load_serving(model).max_batch_size == 3

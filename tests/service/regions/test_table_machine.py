@@ -45,7 +45,7 @@ from machinesettings import machine_settings
 from bf16kit.messages.errors import AlreadyExists, Bf16kitError, InvalidRequest, NotFound, Overloaded
 from service.operations import Region, RegionSlice
 from service.peers.channel import Body
-from service.regions.table import DIRECTORY, RegionTable
+from service.regions import DIRECTORY, RegionTable
 from service.workers.regions import FleetRegions
 
 PAGE = mmap.PAGESIZE

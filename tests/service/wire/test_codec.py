@@ -13,7 +13,7 @@ from bf16kit.messages.errors import InvalidRequest, NotFound, Overloaded, Unsupp
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from service.operations import Region
-from service.regions.table import RegionTable
+from service.regions import RegionTable
 from service.request import Reply, Request
 from service.wire.codec import InferenceCodec, OutputOptions, SharedMemory
 

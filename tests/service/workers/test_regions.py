@@ -13,7 +13,7 @@ from bf16kit.messages.errors import Overloaded, Unavailable
 from service.operations import Region
 from service.peers.channel import Body
 from service.peers.peer import ENDED
-from service.regions.table import RegionTable
+from service.regions import RegionTable
 from service.workers.regions import FleetRegions
 
 REGION = Region("r", "/mem", 8, 16)
