@@ -19,8 +19,7 @@ from service.config.stop import Ending
 from service.contract import Overview
 from service.drift.fallbackcontroller import FallbackController, ServingProcesses
 from service.http.httpserver import HttpServer
-from service.http.pages import Access, evidence_route, routes
-from service.http.statusreader import StatusReader
+from service.http.pages import Access, StatusReader, evidence_route, routes
 from service.models.controller import Controller
 from service.models.plan import DesiredModel
 from service.peers.channel import Body

@@ -15,7 +15,7 @@ from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest,
 from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Registry
-from service.grpc.access import RequiredScope
+from service.grpc.admission import RequiredScope
 from service.grpc.inference import CallContext
 from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Setting, Settings
 from service.wire import metadata

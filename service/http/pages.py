@@ -6,9 +6,12 @@ import base64
 import hashlib
 import json
 import logging
+import math
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,12 @@ from urllib.parse import parse_qs
 
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+import bf16kit
 from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError
 from bf16kit.messages.wording import quoted
 from service.config.serverconfig import LOOPBACK
 from service.config.tokens import Scope, TokenFile
-from service.contract import Overview
+from service.contract import Overview, SlotView
 
 _log = logging.getLogger(__name__)
 EVIDENCE = "/evidence"
@@ -29,6 +33,13 @@ EVIDENCE_OFF = "evidence is off: start the server with --evidence to keep that o
 #: Returns the evidence file of a model's name and version. Raises RequestError.
 Fetch = Callable[[str, int], bytes]
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:\d{1,5})?", re.ASCII)  # the Host header
+# A third of all values, which the status page does not show: distributions are for Prometheus.
+_LEFT_OUT = tuple(
+    f"bf16kit_{name}"
+    for name in ("batch_rows", "drift_cosine_distance", "drift_max_abs", "drift_pooled", "drift_relative_l2")
+)
+#: Returns the current samples of the server; each has a ``name``, ``labels`` and a ``value``.
+Samples = Callable[[], Iterable[Any]]
 _PAGE = Path(__file__).with_name("status.html").read_text("utf-8")
 
 
@@ -180,3 +191,71 @@ class Access:
             return ip_address(name).is_loopback or name == self.host
         except ValueError:
             return name in LOOPBACK or name == self.host.lower()
+
+
+class StatusReader:
+    """What ``/status.json`` holds, from a registry and the metrics; ``status.html`` draws it.
+
+    ``off_reason`` returns why a version's fp32 reference stays off, or "".
+    """
+
+    def __init__(
+        self,
+        registry: Overview,
+        samples: Samples,
+        *,
+        workers: int = 1,
+        off_reason: Callable[[str, int], str] = lambda model, version: "",
+    ) -> None:
+        self._registry = registry
+        self._samples = samples
+        self._workers = workers
+        self._off_reason = off_reason
+        self._started = time.monotonic()
+        self._ports = 0, 0
+
+    def listening(self, grpc_port: int, http_port: int) -> None:
+        """Set the ports, once they are known."""
+        self._ports = grpc_port, http_port
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the server and its models at this moment."""
+        metrics, now = _by_model(self._samples()), time.time()
+        return {
+            "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
+            "at_seconds": now,
+            "version": bf16kit.__version__,
+            "uptime_seconds": round(time.monotonic() - self._started, 1),
+            "workers": self._workers,
+            "grpc_port": self._ports[0],
+            "http_port": self._ports[1],
+            "ready": self._registry.ready,
+            "models": [self._model(slot, metrics) for slot in self._registry.models()],
+            "rejected_early": metrics.get(("", ""), {}).get("bf16kit_refused_total", {}),
+        }
+
+    def _model(self, slot: SlotView, metrics: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+        return {
+            "name": slot.name,
+            "version": slot.version,
+            "state": slot.state,
+            "reason": slot.reason,
+            "reference_off": self._off_reason(slot.name, slot.version),
+            "running": slot.running,
+            "metrics": metrics.get((slot.name, str(slot.version)), {}),
+        }
+
+
+def _by_model(samples: Iterable[Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return values by model and version, then by name, then by the values of further labels, ``output`` first."""
+    models: dict[tuple[str, str], dict[str, Any]] = {}
+    for sample in samples:
+        if sample.name.startswith(_LEFT_OUT):
+            continue
+        labels = dict(sample.labels)
+        at = models.setdefault((labels.pop("model", ""), labels.pop("version", "")), {})
+        *path, last = sample.name, *(labels[label] for label in sorted(labels, reverse=True))
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = sample.value if math.isfinite(sample.value) else str(sample.value)  # JSON has no infinity: "inf"
+    return models

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from loopback import LoopbackModel, serving
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.reflection import public_file
+from service.grpc.handlers import public_file
 
 
 def test_a_client_finds_the_services_and_messages_by_reflection_alone() -> None:

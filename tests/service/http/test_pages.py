@@ -20,8 +20,7 @@ from waiting import until
 from bf16kit.messages.errors import NotFound, Unavailable
 from service.config.tokens import TokenFile
 from service.http.httpserver import HttpServer
-from service.http.pages import Access, Fetch, evidence_route, routes
-from service.http.statusreader import StatusReader
+from service.http.pages import Access, Fetch, StatusReader, evidence_route, routes
 from service.telemetry.families import OF_MODEL
 from service.telemetry.metrics import Metrics, samples
 
