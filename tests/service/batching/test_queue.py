@@ -126,9 +126,9 @@ class TestRoom:
         waiting.pop_batch(0.0)
         put(waiting, "d", nbytes=100)
 
-    @pytest.mark.parametrize(("instances", "fit"), [(1, 4), (2, 7)])
-    def test_the_wait_expected_from_the_measured_pace_is_limited(self, instances: int, fit: int) -> None:
-        waiting = queue(measured(0.030), max_rows=1, instances=instances, max_requests=100, max_wait_s=0.1)
+    @pytest.mark.parametrize(("instances", "most", "fit"), [(1, 0.1, 4), (2, 0.1, 7), (1, 0.02, 1)])
+    def test_the_wait_expected_from_the_measured_pace_is_limited(self, instances: int, most: float, fit: int) -> None:
+        waiting = queue(measured(0.030), max_rows=1, instances=instances, max_requests=100, max_wait_s=most)
         for _ in range(fit):
             put(waiting, "x")
         with pytest.raises(Overloaded) as refused:

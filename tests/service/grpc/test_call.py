@@ -54,13 +54,15 @@ def test_a_call_takes_no_thread_before_its_request_is_there() -> None:
 def test_neither_a_small_request_nor_a_rejected_call_takes_a_thread_of_a_pool() -> None:
     gate = Gate()
     before = set(threading.enumerate())
-    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
+    with serving(LoopbackModel(run=gate), max_in_flight=1) as served, RawConnection(served.port) as client:
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
         for _ in range(20):
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        stream = client.call(INFER)
+        until(lambda: stream in client.ended)  # the client has a response and has sent nothing of the message
         assert not [t for t in threading.enumerate() if t not in before and t.name.startswith("grpc-infer")]
-        assert served.log.refusals == ["in_flight"] * 20
+        assert served.log.refusals == ["in_flight"] * 21
         gate.go.set()
         running.result(30)
 
@@ -75,34 +77,14 @@ def test_what_takes_long_to_decode_is_decoded_on_another_thread_than_grpcs(messa
     assert [code for *_, code in served.log.seen] == ["OK"]
 
 
-def test_the_message_of_a_rejected_call_is_never_read() -> None:
-    """The client gets the response before it has sent any of its message."""
-    gate = Gate()
-    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
-        running = served.stub("ModelInfer").future(infer_request(x=X))
-        assert gate.started.wait(30)
-        with RawConnection(served.port) as client:
-            stream = client.call(INFER)
-            until(lambda: stream in client.ended)  # the client has a response and has sent nothing of the message
-        gate.go.set()
-        running.result(30)
-
-
-def test_bytes_that_cannot_be_parsed_are_an_invalid_argument() -> None:
+@pytest.mark.parametrize(
+    ("path", "messages"), [(INFER, [b"\xff" * 50]), ("/grpc.health.v1.Health/Check", [b"\x0a\xff"]), (INFER, [])]
+)
+def test_bytes_that_cannot_be_parsed_or_no_request_are_an_invalid_argument(path: str, messages: list[bytes]) -> None:
     with serving(LoopbackModel()) as served:
-        for path, message in ((INFER, b"\xff" * 50), ("/grpc.health.v1.Health/Check", b"\x0a\xff")):
-            call: Any = served.channel.unary_unary(path)
-            with pytest.raises(grpc.RpcError) as refused:
-                call(message, timeout=30)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "cannot be parsed" in (refused.value.details() or "")
-
-
-def test_a_call_that_ends_without_a_request_is_an_invalid_argument() -> None:
-    with serving(LoopbackModel()) as served:
-        call: Any = served.channel.stream_unary(INFER)
+        call: Any = served.channel.stream_unary(path)
         with pytest.raises(grpc.RpcError) as refused:
-            call(iter(()), timeout=30)
+            call(iter(messages), timeout=30)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -116,9 +98,10 @@ def test_a_call_without_a_thread_is_cancelled_and_the_server_continues() -> None
             assert served.transport.pools[name].shares.wait_empty(0)
 
 
-def test_a_client_that_leaves_while_its_request_waits_frees_its_place_at_once() -> None:
+def test_a_request_whose_client_leaves_the_queue_frees_its_place_at_once_and_is_never_run() -> None:
     gate = Gate()
-    with serving(LoopbackModel(run=gate, max_batch_size=0)) as served:
+    model = LoopbackModel(run=gate, max_batch_size=0)
+    with serving(model) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
         waiting = served.stub("ModelInfer").future(infer_request(x=X))
@@ -128,6 +111,7 @@ def test_a_client_that_leaves_while_its_request_waits_frees_its_place_at_once() 
         assert served.transport.pools["inference"].shares.in_use == 1
         gate.go.set()
         assert running.result(30)
+    assert model.calls == 1
     assert [code for *_, code in served.log.seen] == ["CANCELLED", "OK"]
 
 

@@ -1,4 +1,4 @@
-"""Unexpected errors at any point of a call: the client gets an incident number, and the log gets the text."""
+"""Errors in a call: expected ones have a code; of others the client gets an incident number, and the log the text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from loopback import LoopbackModel, LoopbackRegistry, RequestLog, Served, infer_request, serving
 
+from bf16kit.messages import errors
 from bf16kit.protocol import inference_pb2 as pb
 from service.grpc import admission as admission_module
 from service.grpc.call import InferenceCall
 from service.grpc.health import HealthServicer
+from service.grpc.status import CODES, status_of
 
 X = np.ones((1, 3), np.float32)
+
+
+def test_every_request_error_has_a_code_and_keeps_its_message_up_to_500_characters() -> None:
+    refusals = {e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.RequestError)}
+    assert CODES.keys() == refusals - {errors.RequestError}
+    for kind, code in CODES.items():
+        status = status_of(kind("input 'x' is wrong"))
+        assert (status.code, status.details) == (code, "input 'x' is wrong")
+    assert len(status_of(errors.InvalidRequest("x" * 100_000)).details) == 500
 
 
 def _fail(*anything: object, **more: object) -> Any:

@@ -46,14 +46,6 @@ def run_held(served: Served, gate: Gate, calls: int = 1) -> list[Any]:
     return begun
 
 
-def test_requests_beyond_max_in_flight_are_rejected(gate: Gate) -> None:
-    with serving(LoopbackModel(run=gate), max_in_flight=1) as served, gate:
-        held = run_held(served, gate)
-        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
-        assert served.log.refusals == ["in_flight"]
-        assert not held[0].done()
-
-
 def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gate) -> None:
     with serving(LoopbackModel(run=gate, max_batch_size=0), max_in_flight=8) as served, gate:
         held = run_held(served, gate, calls=7)

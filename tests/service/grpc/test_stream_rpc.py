@@ -64,29 +64,6 @@ def test_requests_of_one_stream_share_a_batch() -> None:
         assert model.calls < 9
 
 
-def test_a_cancelled_stream_frees_its_place() -> None:
-    with serving(LoopbackModel(), max_streams=1) as served:
-        stay = threading.Event()
-
-        def messages() -> Iterator[pb.ModelInferRequest]:
-            yield infer_request(x=X)
-            stay.wait(60)
-
-        for _ in range(3):
-            stream = until(lambda: _opened(served, messages()))
-            stream.cancel()
-        stay.set()
-
-
-def _opened(served: Served, messages: Iterator[pb.ModelInferRequest]) -> Any:
-    stream = served.stub("ModelStreamInfer")(messages, timeout=60)
-    try:
-        next(stream)
-    except grpc.RpcError:
-        return None
-    return stream
-
-
 @contextmanager
 def another_client(served: Served) -> Iterator[Served]:
     """Yield the server with a separate connection: channels of one process otherwise share theirs."""

@@ -14,8 +14,6 @@ from openfiles import no_more_files
 
 from service.peers.channel import Body, Channel, close_all
 
-Pair = tuple[Channel, socket.socket]
-
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Channel]]:
@@ -24,14 +22,6 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
     for end in ends:
         end.close()
         end.release()
-
-
-@pytest.fixture
-def raw() -> Iterator[Pair]:
-    """Yield a channel, and its other end as a plain socket."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        yield Channel(ours), theirs
 
 
 def test_messages_of_any_size_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None:
@@ -78,10 +68,12 @@ def test_closing_a_channel_ends_the_waiting_receivers_on_both_sides(pair: tuple[
         pair[1].send(b"{}")
 
 
-def test_a_truncated_message_ends_the_channel(raw: Pair) -> None:
-    raw[1].sendall(struct.pack("!Q", 10) + b"{}")
-    raw[1].close()
-    assert raw[0].receive() is None
+def test_a_truncated_message_ends_the_channel() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(struct.pack("!Q", 10) + b"{}")
+        theirs.close()
+        assert Channel(ours).receive() is None
 
 
 def test_a_file_that_this_process_cannot_open_is_an_error(pair: tuple[Channel, Channel]) -> None:

