@@ -164,7 +164,7 @@ class Call:
         context.abort(status.code, status.details)
 
     def _start_timeout(self, timeouts: CallTimeouts, on_timeout: Callable[[], None]) -> None:
-        """Start this client's timeout; clear it at once if the call is over: :meth:`_on_end` has run already."""
+        """Start this client's timeout; clear it at once if :meth:`_on_end` has run already."""
         timeouts.start(self, on_timeout)
         if self._has_ended:
             timeouts.clear(self)

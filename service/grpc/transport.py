@@ -44,8 +44,7 @@ _PING_SECONDS = 20.0  # at most, for the response to the server's ping
 class TransportOptions:
     """The address, limits and timeouts. A call beyond a limit is rejected, unless the limit's comment says otherwise.
 
-    Those without a key in ``server.yaml`` are constants of a server: operators have no reason to choose others, but
-    tests do. ``share_port`` lets several worker processes listen on one port (SO_REUSEPORT).
+    Those without a key in ``server.yaml`` are constants of a server. ``share_port``: SO_REUSEPORT, for workers.
     """
 
     host: str = "127.0.0.1"
@@ -245,10 +244,7 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
 
 
 def _credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Return credentials for TLS 1.2 or later. Each new connection gets the files' current certificate.
-
-    With a CA for clients, a connection requires a client certificate of that CA.
-    """
+    """Return credentials for TLS 1.2 or later. Each new connection gets the files' current certificate."""
     latest = files.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:

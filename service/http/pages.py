@@ -27,9 +27,6 @@ from service.config.tokens import Scope, TokenFile
 from service.contract import Overview, SlotView
 
 _log = logging.getLogger(__name__)
-EVIDENCE = "/evidence"
-EVIDENCE_TYPE = "application/octet-stream"
-EVIDENCE_OFF = "evidence is off: start the server with --evidence to keep that of the next breach"
 #: Returns the evidence file of a model's name and version. Raises RequestError.
 Fetch = Callable[[str, int], bytes]
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:\d{1,5})?", re.ASCII)  # the Host header
@@ -103,7 +100,7 @@ def routes(
         "/readyz": Route(lambda _: _probe(registry.ready, "ready"), probe=True),
         "/status.json": Route(status_json),
         "/": Route(lambda _: HTMLResponse(_PAGE)),
-        **({} if evidence is None else {EVIDENCE: evidence}),
+        **({} if evidence is None else {"/evidence": evidence}),
     }
 
 
@@ -121,7 +118,8 @@ def evidence_route(registry: Overview, fetch: Fetch | None) -> Route:
 
     def make(query: str) -> Response:
         if fetch is None:
-            return PlainTextResponse(f"{EVIDENCE_OFF}\n", 404)
+            off = "evidence is off: start the server with --evidence to keep that of the next breach\n"
+            return PlainTextResponse(off, 404)
         try:
             slot = registry.find(*_parse_query(query))
             data = fetch(slot.name, slot.version)
@@ -132,7 +130,7 @@ def evidence_route(registry: Overview, fetch: Fetch | None) -> Route:
             "model %r version %d: sending the evidence of its last breach, %d bytes, to a client of the HTTP port",
             slot.name, slot.version, len(data),
         )  # fmt: skip
-        return Response(data, media_type=EVIDENCE_TYPE)
+        return Response(data, media_type="application/octet-stream")
 
     return Route(make, takes_query=True, scope="manage")
 
@@ -215,11 +213,9 @@ class StatusReader:
         self._ports = 0, 0
 
     def listening(self, grpc_port: int, http_port: int) -> None:
-        """Set the ports, once they are known."""
         self._ports = grpc_port, http_port
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the server and its models at this moment."""
         metrics, now = _by_model(self._samples()), time.time()
         return {
             "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),

@@ -129,13 +129,19 @@ def test_large_requests_that_wait_to_be_decoded_are_counted() -> None:
         go.set()
 
 
-def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
-    with serving(LoopbackModel(), receive_seconds=0.2) as served, RawConnection(served.port) as client:
-        stream = client.call(INFER)
-        client.data(stream, framed(MESSAGE)[:10])
+@pytest.mark.parametrize("slow", ["receive", "send"])
+def test_a_client_that_does_not_send_its_request_or_read_its_response_keeps_its_place_until_the_timeout(
+    slow: str,
+) -> None:
+    timeout: dict[str, Any] = {f"{slow}_seconds": 0.5}
+    with serving(LoopbackModel(), **timeout) as served, RawConnection(served.port, window=0) as client:
+        stream, shares = client.call(INFER), served.transport.pools["inference"].shares
+        client.data(stream, framed(MESSAGE)[: 10 if slow == "receive" else None])
+        until(lambda: shares.in_use)
         until(lambda: stream in client.ended)
+        until(lambda: shares.wait_empty(0))
         assert served.log.refusals == ["too_slow"]
-        until(lambda: served.transport.pools["inference"].shares.wait_empty(0))
+        assert len(served.log.seen) == (slow == "send")
 
 
 @pytest.mark.long
@@ -147,16 +153,6 @@ def test_a_client_that_leaves_as_its_call_begins_is_not_counted_as_too_slow() ->
                 for _ in range(100):
                     client.reset(client.call(INFER, MESSAGE))
         stays(lambda: "too_slow" not in served.log.refusals, 1.3, "no client is too slow")
-
-
-def test_a_call_whose_response_is_not_read_keeps_its_place_until_the_timeout() -> None:
-    with serving(LoopbackModel(), send_seconds=0.5) as served, RawConnection(served.port, window=0) as client:
-        stream = client.call(INFER, MESSAGE)
-        until(lambda: served.log.seen)
-        assert not served.transport.pools["inference"].shares.wait_empty(0)
-        until(lambda: stream in client.ended)
-        until(lambda: served.transport.pools["inference"].shares.wait_empty(0))
-        assert served.log.refusals == ["too_slow"]
 
 
 def test_an_idle_stream_is_ended_but_not_one_that_waits_for_its_response() -> None:
