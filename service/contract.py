@@ -18,6 +18,8 @@ from bf16kit.runtime import RuntimeInfo
 from service.request import Done, Observation, Precision, Reply, Request
 
 State = Literal["loading", "ready", "unavailable"]
+PHASES = ("compute_input", "compute_infer", "compute_output")  # of one batch
+DURATIONS = ("success", "fail", "queue", *PHASES)  # of Triton's statistics
 GATE_FAILED = "FAILED"
 
 
@@ -34,10 +36,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class TensorSemantics:
-    """The meaning of a model's tensors, as ``serving.yaml`` declares it, by tensor name.
-
-    ``labels`` has the class labels of an output, the first for index 0.
-    """
+    """The meaning of a model's tensors, by name: the class labels of outputs, the first for index 0."""
 
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -93,12 +92,7 @@ class BatchStatistics:
     compute_output: Duration
 
     def __add__(self, other: BatchStatistics) -> BatchStatistics:
-        return BatchStatistics(
-            self.batch_size,
-            self.compute_input + other.compute_input,
-            self.compute_infer + other.compute_infer,
-            self.compute_output + other.compute_output,
-        )
+        return BatchStatistics(self.batch_size, *(getattr(self, name) + getattr(other, name) for name in PHASES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +118,12 @@ class StatisticsSnapshot:
             same_size = batches.get(each.batch_size)
             batches[each.batch_size] = each if same_size is None else same_size + each
         return StatisticsSnapshot(
-            max(self.last_inference_ms, other.last_inference_ms),
-            self.inference_count + other.inference_count,
-            self.execution_count + other.execution_count,
-            self.success + other.success,
-            self.fail + other.fail,
-            self.queue + other.queue,
-            self.compute_input + other.compute_input,
-            self.compute_infer + other.compute_infer,
-            self.compute_output + other.compute_output,
-            tuple(batches[size] for size in sorted(batches)),
-            max(self.weight_bytes, other.weight_bytes),
+            last_inference_ms=max(self.last_inference_ms, other.last_inference_ms),
+            inference_count=self.inference_count + other.inference_count,
+            execution_count=self.execution_count + other.execution_count,
+            batches=tuple(batches[size] for size in sorted(batches)),
+            weight_bytes=max(self.weight_bytes, other.weight_bytes),
+            **{name: getattr(self, name) + getattr(other, name) for name in DURATIONS},
         )
 
 
@@ -154,7 +143,6 @@ class Model(Protocol):
     @property
     def max_batch_size(self) -> int:
         """Rows; 0 = the model has no batch axis, or batching is off."""
-        ...
 
     @property
     def max_queue_delay_s(self) -> float: ...
@@ -172,16 +160,11 @@ class Model(Protocol):
     def active_precision(self) -> ActivePrecision: ...
     @property
     def golden(self) -> str:
-        """The result of the newest run of the golden samples, as text for operators.
-
-        It begins with :data:`GATE_FAILED` if the drift was over budget or the samples could not be run.
-        """
-        ...
+        """The newest result of the golden samples, for operators. It begins with :data:`GATE_FAILED` if they failed."""
 
     @property
     def budget(self) -> Mapping[str, float]:
         """The drift budget in force, by metric name: :meth:`bf16kit.drift.budget.Budget.as_dict`."""
-        ...
 
     @property
     def statistics(self) -> StatisticsSnapshot: ...
@@ -189,18 +172,15 @@ class Model(Protocol):
     def begin(self, request: Request, done: Done) -> None:
         """Queue one request. ``done`` gets its reply or its error, once.
 
-        The error is a :class:`RequestError` (rejected; the text is for the client) or a :class:`RuntimeFailure`
-        (failed; the text is for the log). It is raised instead if the request cannot be queued.
+        The error is a :class:`RequestError` (its text is for the client) or a :class:`RuntimeFailure` (for the log). It
+        is raised instead if the request cannot be queued.
         """
-        ...
 
     def release(self) -> None:
         """Give back what :meth:`Registry.acquire` has returned: the model may be unloaded now."""
-        ...
 
     def observe(self, observation: Observation) -> None:
         """Count a request to this model, whether or not it reached :meth:`begin`."""
-        ...
 
 
 def infer(model: Model, request: Request) -> Reply:
@@ -246,12 +226,10 @@ class SlotView(Protocol):
     @property
     def reason(self) -> str:
         """Why nothing answers here, as text for operators; for a ready slot, why its replacement failed; else empty."""
-        ...
 
     @property
     def running(self) -> Mapping[str, Any] | None:
         """What :func:`describe` tells of its generation; None without one."""
-        ...
 
 
 class Slot(SlotView, Protocol):
@@ -260,11 +238,9 @@ class Slot(SlotView, Protocol):
     @property
     def model(self) -> Model | None:
         """The generation that answers, or None. For inspection only: it may be unloaded at any time."""
-        ...
 
     def observe(self, observation: Observation) -> None:
         """Count a request for this version that reached no generation."""
-        ...
 
 
 class Overview(Protocol):
@@ -272,20 +248,16 @@ class Overview(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether all models that the server started with are ready, and it is not draining.
+        """Whether all models that the server started with are ready, one at least, and it is not draining.
 
-        One model at least must be ready, unless the server needs none. Models added to a ready server do not change
-        this.
+        A server may need none. Models added to a ready server do not change this.
         """
-        ...
 
     def find(self, name: str, version: str) -> SlotView:
         """Return a slot in any state. ``version`` is text; ``""`` selects the newest. Raises NotFound."""
-        ...
 
     def models(self) -> Sequence[SlotView]:
         """Return the slots of all versions, sorted by name and then by version."""
-        ...
 
 
 class Registry(Overview, Protocol):
@@ -296,26 +268,20 @@ class Registry(Overview, Protocol):
 
         Raises NotFound, Unavailable (loading, draining) or InvalidRequest (the version is no integer).
         """
-        ...
 
     def get(self, name: str, version: str) -> Model:
         """Return a ready model without a lease: for inspection, not for inference. Raises as :meth:`acquire` does."""
-        ...
 
     def find(self, name: str, version: str) -> Slot:
         """Return a slot in any state. Raises NotFound or InvalidRequest."""
-        ...
 
     def is_ready(self, name: str, version: str) -> bool:
         """Return whether :meth:`get` would return a model; False for an unknown one. Raises InvalidRequest as well."""
-        ...
 
     def models(self) -> Sequence[Slot]: ...
 
     def versions(self, name: str) -> list[int]:
         """Return the ready versions of a model, ascending."""
-        ...
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called, on any thread, after every change of a state; it must not block."""
-        ...

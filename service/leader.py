@@ -19,8 +19,7 @@ from service.config.stop import Ending
 from service.contract import Overview
 from service.drift.fallbackcontroller import FallbackController, ServingProcesses
 from service.http.httpserver import HttpServer
-from service.http.pages import Access, evidence_route, routes
-from service.http.statusreader import StatusReader
+from service.http.pages import Access, StatusReader, evidence_route, routes
 from service.models.controller import Controller
 from service.models.plan import DesiredModel
 from service.peers.channel import Body
@@ -39,11 +38,9 @@ class ServedModels(ServingProcesses, Protocol):
 
     def apply(self, desired: DesiredModel) -> Future[None]:
         """Serve a model as desired. The future ends when all processes do, or fails with the reason."""
-        ...
 
     def apply_all(self, desired_models: Iterable[DesiredModel]) -> Mapping[str, Future[None]]:
         """Serve these models from the start. Returns a future for each, by name."""
-        ...
 
 
 class Leader:
@@ -118,10 +115,7 @@ class Leader:
             self._poll.start()
 
     def maintain(self) -> None:
-        """Do the periodic work of shadow process and fallback, always on the same thread.
-
-        An error in it is logged, and does not end the caller's loop.
-        """
+        """Do the periodic work of shadow process and fallback, always on the same thread. Errors are logged."""
         self._guard.run("the shadow's maintenance", self.shadow.maintain)
         self._guard.run("the fallback's maintenance", self.fallback.maintain)
 
@@ -191,10 +185,7 @@ def announce(config: ServerConfig, grpc_port: int, http_port: int) -> None:
 
 
 def open_regions(config: ServerConfig) -> RegionTable | None:
-    """Return the table of regions, or None if shared memory is off.
-
-    Raises ConfigError if the system does not allow shared memory.
-    """
+    """Return the table of regions; None: shared memory is off. Raises ConfigError if the system does not allow it."""
     if not config.shared_memory:
         return None
     check_system()

@@ -1,7 +1,4 @@
-"""The operations of a running server beside inference. They import neither gRPC nor the models.
-
-With one process, that process does them. With several, the supervisor does, and asks all of them.
-"""
+"""The operations of a running server beside inference. With several processes, the supervisor does them in all."""
 
 from __future__ import annotations
 
@@ -60,10 +57,7 @@ class RegistryModels:
         return [IndexEntry(slot.name, str(slot.version), _STATES[slot.state], slot.reason) for slot in slots]
 
     def statistics(self, name: str, version: str) -> Sequence[VersionStatistics]:
-        """Return the statistics of every ready version, or of those of ``name``, or of the one ``version``.
-
-        Raises NotFound.
-        """
+        """Return the statistics of the ready versions: all, or those of ``name``, or one. Raises NotFound."""
         if version:
             found = [self._registry.get(name, version)]
         else:
@@ -87,29 +81,22 @@ class ModelControl(Protocol):
         The future ends when every process serves the model, or fails with the reason. Raises NotFound or
         InvalidRequest. Versions that are served already and have not changed are not loaded again.
         """
-        ...
 
     def unload(self, name: str) -> Future[None]:
-        """Unload ``name``. The future ends when the last request to it has been answered.
-
-        It ends at once if there is no such model, or no version of it is served.
-        """
-        ...
+        """Unload ``name``. The future ends when the last request to it has been answered; at once if none is served."""
 
 
 class RegionSlice(Protocol):
-    """Bytes of a region. They stay valid as long as this object is referenced, even if the region is unregistered.
+    """Bytes of a region, which stay valid even if it is unregistered.
 
     Both methods raise InvalidRequest if the region's file no longer holds these bytes.
     """
 
     def read(self) -> bytes:
-        """Return a copy. Later writes of the client do not change it."""
-        ...
+        """Return a copy."""
 
     def write(self, data: Array) -> None:
-        """Copy ``data`` to the beginning of the slice. Raises InvalidRequest if it is longer than the slice."""
-        ...
+        """Copy ``data`` to the beginning. Raises InvalidRequest if it is longer than the slice."""
 
 
 class Regions(Protocol):
@@ -117,15 +104,12 @@ class Regions(Protocol):
 
     def register(self, region: Region) -> None:
         """Register a region. Raises AlreadyExists for a name that is taken, Overloaded if a limit is reached."""
-        ...
 
     def unregister(self, name: str) -> None:
         """Forget a region, or all for an empty name. An unknown name is no error; existing slices stay valid."""
-        ...
 
     def status(self, name: str) -> Sequence[Region]:
         """Return the region of this name, or all of them for an empty name."""
-        ...
 
     def lease(self, name: str, offset: int, byte_size: int) -> RegionSlice: ...
 
@@ -134,24 +118,21 @@ class Settings(Protocol):
     """Named values that can be changed while the server runs. ``model`` names a model; empty: the server itself."""
 
     def update(self, changes: Mapping[str, Sequence[Setting]], model: str = "") -> Mapping[str, Sequence[Setting]]:
-        """Apply all changes, or none if one is wrong; return all settings.
+        """Apply all changes, or none if one is wrong; return all settings. Raises InvalidRequest or NotFound.
 
-        A setting without values returns to its default. Raises InvalidRequest naming the setting, or NotFound naming
-        the model. The result depends only on the changes and their order, so every process that gets the same changes
-        has the same settings.
+        A setting without values returns to its default. The result depends only on the changes and their order, so
+        every process that gets the same changes has the same settings.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOnly:
-    """Settings that can be read but not changed. ``remedy`` tells the client how to allow changes."""
+    """Settings that can be read; a change raises Unsupported with the ``remedy``."""
 
     settings: Settings
     remedy: str
 
     def update(self, changes: Mapping[str, Sequence[Setting]], model: str = "") -> Mapping[str, Sequence[Setting]]:
-        """See :meth:`Settings.update`; raises Unsupported for any change."""
         if changes:
             raise Unsupported(f"settings can be read, but not changed; {self.remedy}")
         return self.settings.update({}, model)

@@ -40,10 +40,7 @@ REFUSALS = (
 
 
 class Cancellation:
-    """A flag that the transport sets once when the client has left, with callbacks.
-
-    A callback runs once, on the thread that sets the flag, or at once if the flag is set already. It must not block.
-    """
+    """A flag, set once when the client has left. Callbacks run once, on the thread that sets it, and must not block."""
 
     __slots__ = ("_callbacks", "cancelled")
 
@@ -66,7 +63,7 @@ class Cancellation:
             callback()
 
     def unsubscribe(self, callback: Callable[[], None]) -> None:
-        """Remove ``callback``. It is no error if it has run already or was never added."""
+        """Remove ``callback``, if it is there."""
         self._callbacks.pop(callback, None)
 
 
@@ -110,7 +107,7 @@ class Timings:
     rows: int = 0
 
     def queued(self, arrived: float, dequeued: float) -> Timings:
-        """Return the timings of a request of this batch that waited from ``arrived`` until it was ``dequeued``."""
+        """Return those of a request of this batch that waited from ``arrived`` until it was ``dequeued``."""
         phases = self.compute_input, self.compute_infer, self.compute_output
         return Timings(dequeued - arrived, *phases, arrived, self.batch_started, self.rows)
 
@@ -166,11 +163,9 @@ class Trace(Protocol):
     @property
     def id(self) -> str:
         """The trace id in hexadecimal, as in W3C's ``traceparent``."""
-        ...
 
     def end(self, rpc: str, observation: Observation) -> None:
         """Record the end of the request, with its outcome. Never blocks and never raises."""
-        ...
 
 
 class Tracer(Protocol):
@@ -178,4 +173,3 @@ class Tracer(Protocol):
 
     def sample(self, model: str, header: Callable[[str], str | bytes | None]) -> Trace | None:
         """Return the trace of a request for ``model``, whose metadata ``header`` looks up; None: it is not traced."""
-        ...

@@ -108,7 +108,7 @@ class ModelServer:
         self._heap.start()
 
     def maintain(self) -> None:
-        """Do the periodic work of shadow process and fallback. Call it about ten times a second, on one thread."""
+        """See :meth:`Leader.maintain`."""
         self._leader.maintain()
 
     def drain(self, source: RequestSource) -> Ending:
@@ -118,7 +118,7 @@ class ModelServer:
         return self._leader.drain(self.repository.retire, finish)
 
     def close(self) -> None:
-        """End the HTTP port, and the process that runs the fp32 references; unfinished measurements are lost."""
+        """See :meth:`Leader.close`."""
         self._leader.close()
 
 

@@ -27,8 +27,7 @@ from ray.serve.exceptions import BackPressureError
 from service.config.certificates import Credentials
 from service.config.logs import configure
 from service.config.serverconfig import ServerConfig
-from service.grpc.access import RequiredScope
-from service.grpc.admission import ByteBudget, MessageBytes
+from service.grpc.admission import ByteBudget, MessageBytes, RequiredScope
 from service.grpc.control import ControlServicer
 from service.grpc.handlers import SERVICE
 from service.grpc.health import LIVE

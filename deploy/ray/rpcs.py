@@ -13,8 +13,7 @@ from grpc_health.v1 import health_pb2
 from bf16kit.protocol import inference_pb2 as pb
 from service.config.tokens import Scope
 from service.grpc.admission import ByteBudget, MessageBytes, Permit
-from service.grpc.handlers import SERVICE
-from service.grpc.reflection import public_file
+from service.grpc.handlers import SERVICE, public_file
 from service.wire.limits import MessageReader
 
 FRONT = "bf16kit"  # the application that gets every request: the only one with a route, which Ray's proxies need

@@ -76,10 +76,7 @@ class Batcher:
             raise
 
     def close(self, deadline: float = math.inf) -> bool:
-        """Reject what waits, and end the threads. Returns False if a batch still runs at ``deadline``.
-
-        The thread of such a batch is left. ``deadline`` is in :func:`time.monotonic` seconds.
-        """
+        """Reject what waits, and end the threads. Returns False if a batch still runs at ``deadline`` (monotonic)."""
         with self._lock:
             self._closed = True
             self._wake.notify_all()
@@ -183,10 +180,7 @@ class Batcher:
         return answering
 
     def _next_batch(self, *, answering: bool) -> tuple[list[Pending], bool] | None:
-        """Block until there is a batch; return it, and whether an extra instance runs it. None: the batcher is closed.
-
-        Jobs whose deadline has passed are answered meanwhile.
-        """
+        """Wait for a batch; return it, and whether an extra instance runs it. None: the batcher is closed."""
         while True:
             with self._lock:
                 self._notified = False
@@ -197,7 +191,7 @@ class Batcher:
                 now = time.monotonic()
                 expired = self._expire(now)
                 extra = not self._idle
-                batch = self._queue.pop_batch(now, self._fits) if extra else self._queue.pop_batch(now)
+                batch = self._queue.pop_batch(now, self._fits if extra else None)
                 if batch:
                     self._begin(batch[0].shape, extra)
                     self._room.notify(len(batch))  # as many places are free now; hundreds may wait for one

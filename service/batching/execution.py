@@ -37,17 +37,12 @@ class BatchObserver(Protocol):
     """Observes what happens in the queue; must be quick and thread-safe."""
 
     def rejected(self, reason: str) -> None:
-        """Count a rejected request.
-
-        ``reason`` is ``deadline``, ``cancelled``, ``draining``, or the reason of an :class:`Overloaded`.
-        """
-        ...
+        """``reason`` is ``deadline``, ``cancelled``, ``draining``, or the reason of an :class:`Overloaded`."""
 
     def queued(self, change: int) -> None: ...
 
     def executed(self, requests: int, rows: int, timings: Timings) -> None:
-        """Record one batch that has run. The queue time in ``timings`` has no meaning here."""
-        ...
+        """Record one batch that has run; ``timings`` has no queue time."""
 
 
 class Pending(Job):
@@ -110,7 +105,7 @@ class Execution:
             except Exception as error:  # noqa: BLE001 - the error goes to the clients; this thread must live on
                 if len(part) == 1:
                     part[0].set_timings(taken_at, started, time.monotonic())
-                    part[0].result = invalid_input_error(error) if isinstance(error, InputRefused) else error
+                    part[0].result = _client_error(error) if isinstance(error, InputRefused) else error
                 else:
                     alive, ended = self._still_wanted(part)
                     half = len(alive) // 2
@@ -179,10 +174,7 @@ def requested_outputs(requests: Sequence[Request]) -> tuple[str, ...] | None:
 
 
 def split(outputs: dict[str, Array], requests: Sequence[Request], axis: int | None) -> list[dict[str, Array]]:
-    """Return each request's rows of the outputs it asked for, as views.
-
-    Raises RuntimeFailure if an output does not have the batch's number of rows.
-    """
+    """Return each request's rows of its outputs, as views. Raises RuntimeFailure if an output has too few or many."""
     if len(requests) == 1 or axis is None:
         return [outputs]
     total = sum(request.rows for request in requests)
@@ -204,8 +196,7 @@ def unloading_error() -> Unavailable:
     return Unavailable("the model is being unloaded; try again later", "draining")
 
 
-def invalid_input_error(error: InputRefused) -> InvalidRequest:
-    """Return the error for the client whose inputs the runtime has rejected."""
+def _client_error(error: InputRefused) -> InvalidRequest:
     return InvalidRequest(f"the model cannot run on these inputs: {error.reason}")
 
 

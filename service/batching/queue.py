@@ -28,10 +28,6 @@ _Key = tuple[float, int]
 _by_key = attrgetter("key")
 
 
-def _always(_: object) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
     """How a model's requests wait and are batched. With ``axis`` None or ``max_rows`` 0 every request runs alone.
@@ -177,14 +173,14 @@ class Queue(Generic[J]):
         self.earliest_deadline = min((job.deadline for job in self), default=math.inf)
         return expired
 
-    def pop_batch(self, now: float, fits: Callable[[J], bool] = _always) -> list[J]:
+    def pop_batch(self, now: float, fits: Callable[[J], bool] | None = None) -> list[J]:
         """Remove and return the next batch.
 
         It is empty if nothing waits, if a fuller batch should be waited for (:meth:`next_wakeup`), or if the job that
         decides the batch does not fit: no other job overtakes it.
         """
         first = self.first(now)
-        if first is None or not fits(first):
+        if first is None or (fits is not None and not fits(first)):
             return []
         batch = [first]
         room = self._max_rows - first.rows
@@ -210,8 +206,7 @@ class Queue(Generic[J]):
         return min(full, key=_by_key, default=None)
 
     def next_wakeup(self, now: float, *, waits: bool) -> float:
-        """Return when something is to be done if no job is added: a deadline passes, or, while the runtime ``waits``
-        for a fuller batch, :meth:`pop_batch` has one. ``inf``: never."""
+        """Return when a deadline passes, or, while the runtime ``waits``, a batch is there. ``inf``: never."""
         if not self._groups:
             return math.inf
         if not waits:

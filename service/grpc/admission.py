@@ -1,4 +1,4 @@
-"""Bounds how much the server holds at once. Further calls are rejected before they are read, so the client sees it.
+"""Which calls come in: by their token, and by how much the server holds. The others are rejected before they are read.
 
 gRPC asks for a handler on the one thread that all calls share, when a call's headers have arrived, and submits the call
 to that handler's pool. There it gets a permit, or is rejected at once on that thread. Once its request has arrived, an
@@ -14,10 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bf16kit.messages.errors import Overloaded, RequestError, Unavailable
+from bf16kit.messages.errors import Forbidden, Overloaded, RequestError, Unauthenticated, Unavailable
+from service.config.tokens import Scope, TokenFile
 from service.grpc.arrival import find_arrival
 from service.grpc.status import Status, status_of
 from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, CallTimeouts
@@ -28,12 +30,30 @@ _DONE.set_result(None)
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class RequiredScope:
+    """The requirement of a call: one of ``tokens`` with this ``scope``. If either is None, there is no requirement."""
+
+    tokens: TokenFile | None = None
+    scope: Scope | None = None
+
+    def check(self, authorization: str | bytes | None) -> None:
+        """Check a call's metadata ``authorization``. Raises Unauthenticated without a known token, or Forbidden."""
+        if self.tokens is None or self.scope is None:
+            return
+        scopes = self.tokens.scopes(authorization) if isinstance(authorization, str) else None
+        if scopes is None:
+            text = "this call needs a valid token: send metadata 'authorization: Bearer …'"
+            raise Unauthenticated(text, "unauthenticated")
+        if self.scope not in scopes:
+            raise Forbidden(f"the token lacks the scope {self.scope!r}, which this call needs", "forbidden")
+
+
 class Shares:
     """Divides ``limit`` places among holders.
 
-    While half of the places are free, every holder may take one. After that each holder may have an equal part. The
-    last eighth is reserved for holders of very few places. Newcomers thus find room however many calls one client
-    sends.
+    While half of the places are free, every holder may take one. After that each may have an equal part. The last
+    eighth is for holders of very few places: newcomers find room however many calls one client sends.
     """
 
     def __init__(self, limit: int) -> None:
@@ -86,10 +106,7 @@ class Shares:
 
 
 class ByteBudget:
-    """The bytes of requests and responses that all calls hold together, at most ``limit``.
-
-    A call alone may exceed it.
-    """
+    """The bytes of requests and responses that all calls hold together, at most ``limit``. One alone may hold more."""
 
     def __init__(self, limit: int = 1 << 62) -> None:
         self.lock = threading.Lock()  # guards the numbers of bytes, here and in permits
@@ -115,10 +132,7 @@ class Permit:
         self._released = False
 
     def add_bytes(self, nbytes: int) -> None:
-        """Reserve bytes, or free a negative number. Raises :class:`Overloaded` if all calls together hold too much.
-
-        No effect after :meth:`release`.
-        """
+        """Reserve bytes, or free a negative number; no effect after :meth:`release`. Raises Overloaded without room."""
         budget = self._budget
         with budget.lock:
             if self._released:
@@ -156,10 +170,7 @@ class MessageBytes:
             self.reserve_more(nbytes - self._nbytes)
 
     def reserve_more(self, nbytes: int) -> None:
-        """Reserve ``nbytes`` in addition: for a response that the client has yet to read, or for data in shared memory.
-
-        Raises as :meth:`Permit.add_bytes`.
-        """
+        """Reserve ``nbytes`` in addition, for a response or for data in shared memory. Raises as :meth:`reserve`."""
         self._permit.add_bytes(nbytes)
         self._nbytes += nbytes
 
@@ -234,10 +245,7 @@ class RpcPool(ThreadPoolExecutor):
         super().submit(work)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Admit and start a call.
-
-        Runs on gRPC's own thread: an exception would end that thread, and with it the server.
-        """
+        """Admit and start a call, on gRPC's own thread: an exception would end that thread, and with it the server."""
         call, arrival = find_arrival(args)
         answer = partial(fn, *args, **kwargs)
         try:

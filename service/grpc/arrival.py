@@ -78,18 +78,12 @@ class Arrival:
         _send_status(self._event, self._state, None)
 
     def on_end(self, ended: Callable[[], None]) -> None:
-        """Call ``ended``, on gRPC's own thread, once gRPC has nothing left to do for the call.
-
-        Must be called from where the call was found.
-        """
+        """Call ``ended``, on gRPC's own thread, once gRPC has nothing left to do for the call."""
         self._state.callbacks.append(ended)
 
     def read(self, on_message: Callable[[bytes], bytes], when_done: Callable[[], None]) -> None:
-        """Start to receive the request. ``on_message`` gets it, and is not called if the client sends none.
-
-        ``when_done`` is called afterwards in either case, unless the call has ended. Both run on gRPC's own thread,
-        which they must not block.
-        """
+        """Receive the request: ``on_message`` gets it, if there is one. Then ``when_done`` is called, unless the call
+        has ended. Both run on gRPC's own thread, which they must not block."""
         receive = _receive_message(self._state, self._event.call, on_message)
 
         def on_event(event: Any) -> Any:

@@ -7,7 +7,7 @@ and :meth:`~Call.start` when its headers have arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 import grpc
 
 from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
-from service.grpc.access import Metadata, RequiredScope
-from service.grpc.admission import MessageBytes, Permit, RpcPool
+from service.grpc.admission import MessageBytes, Permit, RequiredScope, RpcPool
 from service.grpc.arrival import Arrival
 from service.grpc.status import Status
 from service.grpc.timeouts import CallTimeouts
 from service.request import Cancellation
 from service.wire.limits import MessageReader
 
+Metadata = Sequence[tuple[str, str | bytes]] | None
 _NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
 
 
@@ -78,8 +78,7 @@ class Call:
         return next((value for name, value in self._metadata or () if name == key), None)
 
     def reserve_more(self, nbytes: int) -> None:
-        """Count ``nbytes`` of a response or of shared memory until the call ends. Raises Overloaded if there is no
-        room."""
+        """Count ``nbytes`` of a response or of shared memory until the call ends. Raises Overloaded without room."""
         if self._held is not None:
             self._held.reserve_more(nbytes)
 
@@ -132,10 +131,7 @@ class Call:
     # --- on the call's thread -----------------------------------------------------------------------------------------
 
     def _check(self) -> Permit:
-        """Return the call's permit.
-
-        Raises the error that rejects the call, or Cancelled or DeadlineExceeded if it is over.
-        """
+        """Return the call's permit. Raises what rejects the call, or Cancelled or DeadlineExceeded if it is over."""
         if self._rejection is not None or self._permit is None:
             raise self._rejection or Unavailable("the call was not admitted")
         self._check_client_waits()
@@ -168,7 +164,7 @@ class Call:
         context.abort(status.code, status.details)
 
     def _start_timeout(self, timeouts: CallTimeouts, on_timeout: Callable[[], None]) -> None:
-        """Start this client's timeout; clear it at once if the call is over: :meth:`_on_end` has run already."""
+        """Start this client's timeout; clear it at once if :meth:`_on_end` has run already."""
         timeouts.start(self, on_timeout)
         if self._has_ended:
             timeouts.clear(self)

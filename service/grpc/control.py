@@ -15,7 +15,7 @@ from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest,
 from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Registry
-from service.grpc.access import RequiredScope
+from service.grpc.admission import RequiredScope
 from service.grpc.inference import CallContext
 from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Setting, Settings
 from service.wire import metadata
@@ -87,14 +87,14 @@ class ControlServicer:
         return metadata.model_statistics(self._models.statistics(message.name, message.version))
 
     def RepositoryIndex(self, message: pb.RepositoryIndexRequest, call: CallContext) -> pb.RepositoryIndexResponse:
-        check_repository(message.repository_name)
+        _check_repository(message.repository_name)
         return metadata.repository_index(self._models.index(), message.ready)
 
     def RepositoryModelLoad(
         self, message: pb.RepositoryModelLoadRequest, call: CallContext
     ) -> pb.RepositoryModelLoadResponse:
         """Respond once the model is served."""
-        check_repository(message.repository_name)
+        _check_repository(message.repository_name)
         name = message.model_name
         try:
             change = self._control.load(name, _load_config(message.parameters))
@@ -108,28 +108,24 @@ class ControlServicer:
     def RepositoryModelUnload(
         self, message: pb.RepositoryModelUnloadRequest, call: CallContext
     ) -> pb.RepositoryModelUnloadResponse:
-        """Respond once the model's last request is answered.
-
-        No model depends on another here, so ``unload_dependents`` changes nothing.
-        """
+        """Respond once the model's last request is answered. No model depends on another here."""
         control, name = self._control, message.model_name
-        check_repository(message.repository_name)
+        _check_repository(message.repository_name)
         _check_parameters("unload", "unload_dependents", "bool_param", message.parameters)
         self._wait(control.unload(name), call, f"unloading model {quoted(name)}")
         return pb.RepositoryModelUnloadResponse()
 
     def _wait(self, change: Future[None], call: CallContext, doing: str) -> None:
-        """Return when ``change`` is done, or raise its error.
-
-        The deadline, a client that leaves and a server that stops end the wait, but not the change.
-        """
+        """Return when ``change`` is done, or raise its error. The deadline, a client that leaves, and a server that
+        stops end the wait, but not the change."""
         woken = threading.Event()
         self._waiting.add(woken)
         change.add_done_callback(lambda _: woken.set())
         call.cancellation.subscribe(woken.set)
         try:
             if not self._draining:
-                woken.wait(_wait_seconds(call.deadline))
+                deadline = call.deadline
+                woken.wait(None if deadline is None else max(0.0, deadline - time.monotonic() - _RESPONSE_SECONDS))
             if change.done():
                 return change.result()
             if self._draining:
@@ -185,7 +181,7 @@ class ControlServicer:
         self, message: pb.CudaSharedMemoryStatusRequest, call: CallContext
     ) -> pb.CudaSharedMemoryStatusResponse:
         """Return no regions. perf_analyzer unregisters all regions of both kinds before it uses either."""
-        _on(self._operations.regions, _NO_MEMORY)
+        _ = self._regions
         if message.name:
             raise NotFound(f"unknown CUDA shared memory region {quoted(message.name)}")
         return pb.CudaSharedMemoryStatusResponse()
@@ -196,7 +192,7 @@ class ControlServicer:
     def CudaSharedMemoryUnregister(
         self, message: pb.CudaSharedMemoryUnregisterRequest, call: CallContext
     ) -> pb.CudaSharedMemoryUnregisterResponse:
-        _on(self._operations.regions, _NO_MEMORY)
+        _ = self._regions
         return pb.CudaSharedMemoryUnregisterResponse()
 
 
@@ -212,8 +208,7 @@ def _on(part: T | None, reason: str) -> T:
     return part
 
 
-def check_repository(name: str) -> None:
-    """Raise Unsupported for a named repository: there is one only, without a name."""
+def _check_repository(name: str) -> None:
     if name:
         raise Unsupported("named repositories are not supported; leave repository_name empty")
 
@@ -238,12 +233,6 @@ def _check_parameters(change: str, only: str, kind: str, parameters: _LoadParame
         given = parameter.WhichOneof("parameter_choice")
         if given != kind:
             raise InvalidRequest(f"{change} parameter {name!r} came as {given or 'nothing'}, expected {kind}")
-
-
-def _wait_seconds(deadline: float | None) -> float | None:
-    if deadline is None:
-        return None
-    return max(0.0, deadline - time.monotonic() - _RESPONSE_SECONDS)
 
 
 def _given(setting: pb.LogSettingsRequest.SettingValue) -> tuple[Setting, ...]:

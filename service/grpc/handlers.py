@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf import text_format
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.config.tokens import Scope, TokenFile
-from service.grpc.access import Metadata, RequiredScope
-from service.grpc.admission import RpcPool
-from service.grpc.call import Call, InferenceCall, Rpc, UnaryCall, WatchCall
+from service.grpc.admission import RequiredScope, RpcPool
+from service.grpc.call import Call, InferenceCall, Metadata, Rpc, UnaryCall, WatchCall
 from service.grpc.control import CHANGES, ControlServicer, is_managing
 from service.grpc.health import HealthServicer
 from service.grpc.inference import InferenceServicer
-from service.grpc.reflection import reflection_handler
-from service.grpc.stream import StreamCall
+from service.grpc.stream import StreamCall, StreamRequest
 from service.wire.limits import MessageReader
 
 #: The name on the wire; the stubs' own package (``bf16kit.inference``) never leaves the process.
@@ -63,11 +64,10 @@ def open_by_path(
             pool = "changes" if name in CHANGES else "control"
             scope: Scope | None = None if name in _PROBES else "manage" if is_managing(name) else "read"
             add(SERVICE, method, pool, scope, UnaryCall, getattr(control, name))
-    reflect = reflection_handler((SERVICE, _HEALTH.full_name, _REFLECTION.full_name))
     info = _REFLECTION.methods_by_name["ServerReflectionInfo"]
     add(_HEALTH.full_name, _HEALTH.methods_by_name["Check"], "control", None, UnaryCall, health.check)
     add(_HEALTH.full_name, _HEALTH.methods_by_name["Watch"], "watches", None, WatchCall, health.watch)
-    add(_REFLECTION.full_name, info, "reflection", "read", StreamCall, reflect)
+    add(_REFLECTION.full_name, info, "reflection", "read", StreamCall, _reflection_handler())
     return paths
 
 
@@ -107,3 +107,26 @@ class HandlerInterceptor(grpc.ServerInterceptor):
 
 def _unreachable(message: bytes, context: grpc.ServicerContext) -> None:
     context.abort(grpc.StatusCode.INTERNAL, "internal error: no handler for this RPC")
+
+
+def _reflection_handler() -> Callable[[Iterator[StreamRequest], Any], Iterator[Any]]:
+    """Return the function that answers a stream of reflection requests.
+
+    It has its own descriptor pool, in which the service has its public package. Two files that define ``inference.*``
+    cannot coexist in protobuf's default pool, which tritonclient uses too.
+    """
+    pool = DescriptorPool()
+    pool.AddSerializedFile(public_file().SerializeToString())
+    pool.AddSerializedFile(health_pb2.DESCRIPTOR.serialized_pb)
+    pool.AddSerializedFile(reflection_pb2.DESCRIPTOR.serialized_pb)
+    servicer = reflection.ReflectionServicer((SERVICE, _HEALTH.full_name, _REFLECTION.full_name), pool=pool)
+    return lambda requests, call: servicer.ServerReflectionInfo((request.message for request in requests), call)
+
+
+def public_file() -> FileDescriptorProto:
+    """Return the stubs' file with the package and every reference to it renamed, as in ``proto/inference.proto``."""
+    own = FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    text = text_format.MessageToString(own).replace(f'".{own.package}.', '".inference.')
+    file = text_format.Parse(text, FileDescriptorProto())
+    file.name, file.package = "inference.proto", "inference"
+    return file

@@ -44,10 +44,9 @@ class _Watcher:
 
 
 class HealthServicer:
-    """Answers Check at once, and sends status changes to watchers on separate threads.
+    """Answers Check at once, and sends changes to watchers on other threads: a client that does not read blocks a send.
 
-    The registry's callback must not block, but a send does while a client does not read. The first message to a watcher
-    has other threads than updates, which thus do not wait behind clients that have never read.
+    A watcher's first message has other threads than updates, which do not wait behind clients that have never read.
     """
 
     def __init__(self, registry: Registry, service: str, threads: int = _THREADS) -> None:
@@ -66,7 +65,7 @@ class HealthServicer:
         status = self._current.get(request.service)
         if status is None:
             raise NotFound(f"unknown service {quoted(request.service)}; for a model, give its name")
-        return _response(status)
+        return health_pb2.HealthCheckResponse(status=status)
 
     def watch(self, request: health_pb2.HealthCheckRequest, call: CallContext, send: Send) -> None:
         """Send the status now and at each change, until the client leaves or the server stops."""
@@ -77,10 +76,7 @@ class HealthServicer:
         self._notify(watcher)
 
     def shut_down(self, timeout: float) -> None:
-        """Report everything but the process as NOT_SERVING, for good, and end the watches, for which a stop would wait.
-
-        Waits at most ``timeout`` seconds for clients that do not read.
-        """
+        """Report all but the process as NOT_SERVING, and end the watches; wait ``timeout`` seconds for slow clients."""
         self._closed = True
         self._on_change()
         until = time.monotonic() + timeout
@@ -130,7 +126,7 @@ class HealthServicer:
                         watcher.busy = False
                         break
                     watcher.last_sent = status
-                watcher.send(_response(status))
+                watcher.send(health_pb2.HealthCheckResponse(status=status))
             if self._closed:
                 self._end(watcher)
         except Exception:  # noqa: BLE001 -- nobody looks at what a thread of a pool raises
@@ -143,7 +139,3 @@ class HealthServicer:
         ready = {name for name in names if not self._closed and self._registry.is_ready(name, "")}
         models = {name: _SERVING if name in ready else _NOT_SERVING for name in names}
         return {**models, "": server, self._service: server, LIVE: _SERVING}
-
-
-def _response(status: int) -> health_pb2.HealthCheckResponse:
-    return health_pb2.HealthCheckResponse(status=status)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,7 @@ from service.grpc.admission import Shares
 from service.grpc.status import Status, status_of
 from service.grpc.stream import OrderedResponses, StreamRequest
 from service.request import REFUSALS, Cancellation, Observation, Reply, Request, Tracer
-from service.wire.codec import InferenceCodec, SharedMemory
+from service.wire.codec import InferenceCodec, OutputOptions, SharedMemory
 from service.wire.parameters import check_request, wants_final_mark
 
 _log = logging.getLogger(__name__)
@@ -41,14 +42,11 @@ class CallContext(Protocol):
     @property
     def client(self) -> str:
         """The client, among those that share the server's places."""
-        ...
 
     def metadata_value(self, key: str) -> str | bytes | None: ...
 
     def reserve_more(self, nbytes: int) -> None:
-        """Count ``nbytes`` of a response or of shared memory until the call ends. Raises Overloaded if there is no
-        room."""
-        ...
+        """Count ``nbytes`` of a response or of shared memory until the call ends. Raises Overloaded without room."""
 
 
 class InferenceServicer:
@@ -126,51 +124,39 @@ class InferenceServicer:
         return codec
 
 
+@dataclass(slots=True, eq=False)
 class _Inference:
     """One request, from its message to its response. :meth:`begin` queues it; what is left happens once it has run."""
 
-    __slots__ = (
-        "_call", "_deadline", "_has_share", "_message", "_model", "_output_options", "_request", "_reserve_more",
-        "_respond", "_rpc", "_servicer", "_started",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        servicer: InferenceServicer,
-        rpc: str,
-        message: pb.ModelInferRequest,
-        call: CallContext,
-        started: float,
-        reserve_more: Callable[[int], None],
-        respond: Respond,
-    ) -> None:
-        self._servicer = servicer
-        self._rpc = rpc
-        self._message = message
-        self._call = call
-        self._started = started
-        self._deadline = call.deadline
-        self._reserve_more = reserve_more
-        self._respond = respond
-        self._model: Model | None = None
-        self._has_share = False
-        self._request: Request | None = None
+    servicer: InferenceServicer
+    rpc: str
+    message: pb.ModelInferRequest
+    call: CallContext
+    started: float
+    reserve_more: Callable[[int], None]
+    respond: Respond
+    deadline: float | None = None
+    model: Model | None = None
+    has_share: bool = False
+    request: Request | None = None
+    output_options: OutputOptions = field(init=False)
 
     def begin(self) -> None:
         """Check and decode the request, and queue it. Its end is reported in any case; nothing is raised."""
-        message, call, servicer = self._message, self._call, self._servicer
+        message, call, servicer = self.message, self.call, self.servicer
+        self.deadline = call.deadline
         try:
-            model = self._model = servicer.registry.acquire(message.model_name, message.model_version)
+            model = self.model = servicer.registry.acquire(message.model_name, message.model_version)
             timeout = check_request(message.parameters) if message.parameters else None
             if timeout is not None:
-                until = self._started + timeout
-                self._deadline = until if self._deadline is None else min(self._deadline, until)
-            request, self._output_options = servicer.codec(model).decode(
-                message, self._deadline, call.cancellation, self._reserve_more
+                until = self.started + timeout
+                self.deadline = until if self.deadline is None else min(self.deadline, until)
+            request, self.output_options = servicer.codec(model).decode(
+                message, self.deadline, call.cancellation, self.reserve_more
             )
-            self._request = request
+            self.request = request
             request.client = call.client
-            request.waits_for_room = self._rpc == "ModelStreamInfer"
+            request.waits_for_room = self.rpc == "ModelStreamInfer"
             if not request.waits_for_room:
                 self._take_share(model.name)
             model.begin(request, self._finish)
@@ -178,13 +164,13 @@ class _Inference:
             self._finish(error)
 
     def _take_share(self, model: str) -> None:
-        shares = self._servicer.shares
+        shares = self.servicer.shares
         if not shares.acquire(model):
             raise Overloaded(
                 f"model {model!r} has its share of the {shares.limit} requests in flight; try again later",
                 "model_share",
             )
-        self._has_share = True
+        self.has_share = True
 
     def _finish(self, result: Reply | Exception) -> None:
         """Encode the reply, or find the status for the error; release the model, observe, and respond."""
@@ -192,54 +178,51 @@ class _Inference:
             response = self._status(result) if isinstance(result, Exception) else self._encoded(result)
         except Exception as error:  # noqa: BLE001 -- as above
             response = self._status(error)
-        model = self._model
+        model = self.model
         if model is not None:
-            if self._has_share:
-                self._servicer.shares.release(model.name)
+            if self.has_share:
+                self.servicer.shares.release(model.name)
             model.release()
         try:
             self._observe(response.code if isinstance(response, Status) else self._client_code())
         except Exception as error:  # noqa: BLE001 -- as above
             response = self._status(error)
-        self._respond(response)
+        self.respond(response)
 
     def _encoded(self, reply: Reply) -> pb.ModelInferResponse:
-        if self._model is None:
+        if self.model is None:
             raise RuntimeError("there is a reply without a model")
-        if self._output_options.sinks and self._call.cancellation.cancelled:
+        if self.output_options.sinks and self.call.cancellation.cancelled:
             # It may belong to other requests now.
             raise Cancelled("the client left before its shared memory was written to")
-        codec = self._servicer.codec(self._model)
-        return codec.encode(self._message.id, reply, self._output_options, self._reserve_more)
+        codec = self.servicer.codec(self.model)
+        return codec.encode(self.message.id, reply, self.output_options, self.reserve_more)
 
     def _status(self, error: Exception) -> Status:
-        deadline, message = self._deadline, self._message
+        deadline, message = self.deadline, self.message
         if isinstance(error, Overloaded) and error.reason in REFUSALS:  # a model counts what its queue rejects
-            self._servicer.count_refusal(error.reason)
+            self.servicer.count_refusal(error.reason)
         if isinstance(error, Cancelled) and deadline is not None and time.monotonic() >= deadline:
             # gRPC reports a deadline that passed in the same way as a client that left
             return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
-        name, version = _name_and_version(message, self._model)
+        name, version = _name_and_version(message, self.model)
         return status_of(error, {"model": name, "version": version or None, "request_id": message.id or None})
 
     def _client_code(self) -> grpc.StatusCode:
         """Return the code that the client sees: it may have stopped waiting while the request ran."""
-        call = self._call
+        call = self.call
         if call.deadline is not None and time.monotonic() >= call.deadline:
             return grpc.StatusCode.DEADLINE_EXCEEDED
         return grpc.StatusCode.CANCELLED if call.cancellation.cancelled else grpc.StatusCode.OK
 
     def _observe(self, code: grpc.StatusCode) -> None:
-        """Report the request to the metrics, the log and the trace.
-
-        Only the name of an existing model becomes a label.
-        """
-        message, request, tracer = self._message, self._request, self._servicer.tracer
-        seconds = time.monotonic() - self._started
-        served: Model | Slot | None = self._model or self._find()
+        """Report the request to metrics, log and trace. Only the name of an existing model becomes a label."""
+        message, request, tracer = self.message, self.request, self.servicer.tracer
+        seconds = time.monotonic() - self.started
+        served: Model | Slot | None = self.model or self._find()
         name, version = _name_and_version(message, served)
         timings, rows = (None, 0) if request is None else (request.timings, request.rows)
-        trace = None if tracer is None else tracer.sample(name, self._call.metadata_value)
+        trace = None if tracer is None else tracer.sample(name, self.call.metadata_value)
         observation = Observation(
             name, version, message.id, code.name, seconds, timings, rows, trace.id if trace else ""
         )
@@ -248,11 +231,11 @@ class _Inference:
         if _log.isEnabledFor(logging.DEBUG):
             _log_request(observation)
         if trace is not None:
-            trace.end(self._rpc, observation)
+            trace.end(self.rpc, observation)
 
     def _find(self) -> Slot | None:
         try:
-            return self._servicer.registry.find(self._message.model_name, self._message.model_version)
+            return self.servicer.registry.find(self.message.model_name, self.message.model_version)
         except RequestError:
             return None
 

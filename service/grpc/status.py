@@ -50,21 +50,18 @@ class Status:
 
 
 def status_of(error: Exception, request_fields: Mapping[str, object] | None = None) -> Status:
-    """Return the status for ``error``.
+    """Return the status for ``error``. One that is not in :data:`CODES` is logged here, and the client gets its id.
 
-    An error that is not in :data:`CODES` is logged here with a new incident id, and the client gets the id. It adds
-    ``request_fields``, facts on its request with the keys of :data:`service.config.logs.FIELDS`, to the log.
+    ``request_fields`` are added to the log: facts with the keys of :data:`service.config.logs.FIELDS`.
     """
     if type(error) in CODES:
-        return Status(CODES[type(error)], _shortened(str(error)))
+        details = str(error)  # it may contain a client's very long name
+        return Status(
+            CODES[type(error)], details if len(details) <= _MAX_DETAILS else f"{details[: _MAX_DETAILS - 1]}…"
+        )
     incident = secrets.token_hex(6)
     kind_of_error = "failure" if isinstance(error, Bf16kitError) else "bug"
     fields = {**(request_fields or {}), "code": StatusCode.INTERNAL.name, "incident": incident}
     text = "incident %s: %s while answering a request: %s"
     _log.error(text, incident, kind_of_error, error, exc_info=error, extra=fields)
     return Status(StatusCode.INTERNAL, f"internal error, incident {incident}; the server's log has the details")
-
-
-def _shortened(details: str) -> str:
-    """Shorten ``details`` to fit into a header, even if they contain a client's very long name."""
-    return details if len(details) <= _MAX_DETAILS else details[: _MAX_DETAILS - 1] + "…"

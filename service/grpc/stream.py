@@ -12,9 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
 
-from service.grpc.access import Metadata
 from service.grpc.admission import MessageBytes, Permit
-from service.grpc.call import Call, Rpc
+from service.grpc.call import Call, Metadata, Rpc
 from service.grpc.status import Status
 
 # Limit on the bytes of a stream's requests and responses, above which reading pauses until a response is read.

@@ -19,11 +19,8 @@ _log = logging.getLogger(__name__)
 
 
 class CallTimeouts:
-    """The calls that keep the server waiting for one kind of event, and their timeout.
-
-    It is ``seconds``, or ``under_pressure`` seconds while ``has_pressure`` returns True. At most ``max_slow`` calls may
-    take longer than the latter at any time.
-    """
+    """The calls that keep the server waiting for one kind of event, and their timeout: ``seconds``, or
+    ``under_pressure`` while ``has_pressure()``. At most ``max_slow`` calls may take longer than the latter."""
 
     def __init__(
         self,
@@ -43,11 +40,9 @@ class CallTimeouts:
         self._waiting: dict[object, tuple[float, Callable[[], None]]] = {}
 
     def start(self, call: object, on_timeout: Callable[[], None]) -> None:
-        """Start the timeout of ``call``. ``on_timeout`` is called if it expires."""
         self._waiting[call] = (self._clock(), on_timeout)
 
     def clear(self, call: object) -> None:
-        """Stop the timeout of ``call``, if it has one."""
         self._waiting.pop(call, None)
 
     def shorten(self, seconds: float) -> None:

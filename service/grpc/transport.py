@@ -15,13 +15,12 @@ import grpc
 
 from bf16kit.messages.errors import ConfigError
 from service.config import ports
-from service.config.certificates import CertificateFiles
+from service.config.certificates import CertificateFiles, Certificates
 from service.config.periodic import PeriodicThread
 from service.config.tokens import TokenFile
 from service.contract import Registry
 from service.grpc import arrival
-from service.grpc.access import RequiredScope, server_credentials
-from service.grpc.admission import ByteBudget, RpcPool
+from service.grpc.admission import ByteBudget, RequiredScope, RpcPool
 from service.grpc.control import ControlServicer
 from service.grpc.handlers import SERVICE, HandlerInterceptor, open_by_path
 from service.grpc.health import HealthServicer
@@ -45,8 +44,7 @@ _PING_SECONDS = 20.0  # at most, for the response to the server's ping
 class TransportOptions:
     """The address, limits and timeouts. A call beyond a limit is rejected, unless the limit's comment says otherwise.
 
-    Those without a key in ``server.yaml`` are constants of a server: operators have no reason to choose others, but
-    tests do. ``share_port`` lets several worker processes listen on one port (SO_REUSEPORT).
+    Those without a key in ``server.yaml`` are constants of a server. ``share_port``: SO_REUSEPORT, for workers.
     """
 
     host: str = "127.0.0.1"
@@ -130,8 +128,7 @@ class Transport:
             if self._certificates is None:
                 bound = self._server.add_insecure_port(_address(host, port))
             else:
-                credentials = server_credentials(self._certificates)
-                bound = self._server.add_secure_port(_address(host, port), credentials)
+                bound = self._server.add_secure_port(_address(host, port), _credentials(self._certificates))
         except RuntimeError:  # gRPC's own text names neither the cause nor the remedy
             raise _bind_error(host, port) from None
         self._server.start()
@@ -244,6 +241,27 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
     if options.max_connection_age_seconds:
         arguments["grpc.max_connection_age_ms"] = _ms(options.max_connection_age_seconds)
     return list(arguments.items())
+
+
+def _credentials(files: CertificateFiles) -> grpc.ServerCredentials:
+    """Return credentials for TLS 1.2 or later. Each new connection gets the files' current certificate."""
+    latest = files.current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal latest
+        current = files.current()
+        if current is latest:
+            return None
+        latest = current
+        return _certificate(current)
+
+    # The stubs omit that None means "unchanged".
+    return grpc.dynamic_ssl_server_credentials(_certificate(latest), changed, files.mutual_tls)  # type: ignore[arg-type]
+
+
+def _certificate(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pair = (certificates.key, certificates.certificate)
+    return grpc.ssl_server_certificate_configuration([pair], certificates.client_ca)
 
 
 def _ms(seconds: float) -> int:

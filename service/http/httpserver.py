@@ -102,13 +102,12 @@ class _Connection(H11Protocol):
             self.transport.abort()
 
     def evict(self) -> None:
-        """Close the connection at once."""
         self._timer.cancel()
         if self.transport is not None:
             self.transport.abort()
 
     def _allow(self, seconds: float) -> None:
-        """Give the client so many seconds for the next step: it has completed one."""
+        """Give the client so many seconds for the next step."""
         if not self.transport.is_closing():  # else the time to take the response still counts
             self._timer.cancel()
             self._timer = self.loop.call_later(seconds, self._expire)
@@ -240,12 +239,11 @@ class HttpServer:
         opening.add_done_callback(opened)
 
     def progressed(self, connection: _Connection) -> None:
-        """Note that a client has sent a request, or received a part of its response."""
+        """Note that a client has sent a request, or received a part of its response: it is the last to be closed."""
         if (opening := self._open.pop(connection, None)) is not None:
             self._open[connection] = opening
 
     def forget(self, connection: _Connection) -> None:
-        """Note that a connection has ended."""
         self._open.pop(connection, None)
 
     def _evict(self, connection: _Connection) -> None:

@@ -6,9 +6,12 @@ import base64
 import hashlib
 import json
 import logging
+import math
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -16,19 +19,24 @@ from urllib.parse import parse_qs
 
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+import bf16kit
 from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError
 from bf16kit.messages.wording import quoted
 from service.config.serverconfig import LOOPBACK
 from service.config.tokens import Scope, TokenFile
-from service.contract import Overview
+from service.contract import Overview, SlotView
 
 _log = logging.getLogger(__name__)
-EVIDENCE = "/evidence"
-EVIDENCE_TYPE = "application/octet-stream"
-EVIDENCE_OFF = "evidence is off: start the server with --evidence to keep that of the next breach"
 #: Returns the evidence file of a model's name and version. Raises RequestError.
 Fetch = Callable[[str, int], bytes]
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:\d{1,5})?", re.ASCII)  # the Host header
+# A third of all values, which the status page does not show: distributions are for Prometheus.
+_LEFT_OUT = tuple(
+    f"bf16kit_{name}"
+    for name in ("batch_rows", "drift_cosine_distance", "drift_max_abs", "drift_pooled", "drift_relative_l2")
+)
+#: Returns the current samples of the server; each has a ``name``, ``labels`` and a ``value``.
+Samples = Callable[[], Iterable[Any]]
 _PAGE = Path(__file__).with_name("status.html").read_text("utf-8")
 
 
@@ -92,7 +100,7 @@ def routes(
         "/readyz": Route(lambda _: _probe(registry.ready, "ready"), probe=True),
         "/status.json": Route(status_json),
         "/": Route(lambda _: HTMLResponse(_PAGE)),
-        **({} if evidence is None else {EVIDENCE: evidence}),
+        **({} if evidence is None else {"/evidence": evidence}),
     }
 
 
@@ -110,7 +118,8 @@ def evidence_route(registry: Overview, fetch: Fetch | None) -> Route:
 
     def make(query: str) -> Response:
         if fetch is None:
-            return PlainTextResponse(f"{EVIDENCE_OFF}\n", 404)
+            off = "evidence is off: start the server with --evidence to keep that of the next breach\n"
+            return PlainTextResponse(off, 404)
         try:
             slot = registry.find(*_parse_query(query))
             data = fetch(slot.name, slot.version)
@@ -121,7 +130,7 @@ def evidence_route(registry: Overview, fetch: Fetch | None) -> Route:
             "model %r version %d: sending the evidence of its last breach, %d bytes, to a client of the HTTP port",
             slot.name, slot.version, len(data),
         )  # fmt: skip
-        return Response(data, media_type=EVIDENCE_TYPE)
+        return Response(data, media_type="application/octet-stream")
 
     return Route(make, takes_query=True, scope="manage")
 
@@ -180,3 +189,69 @@ class Access:
             return ip_address(name).is_loopback or name == self.host
         except ValueError:
             return name in LOOPBACK or name == self.host.lower()
+
+
+class StatusReader:
+    """What ``/status.json`` holds, from a registry and the metrics; ``status.html`` draws it.
+
+    ``off_reason`` returns why a version's fp32 reference stays off, or "".
+    """
+
+    def __init__(
+        self,
+        registry: Overview,
+        samples: Samples,
+        *,
+        workers: int = 1,
+        off_reason: Callable[[str, int], str] = lambda model, version: "",
+    ) -> None:
+        self._registry = registry
+        self._samples = samples
+        self._workers = workers
+        self._off_reason = off_reason
+        self._started = time.monotonic()
+        self._ports = 0, 0
+
+    def listening(self, grpc_port: int, http_port: int) -> None:
+        self._ports = grpc_port, http_port
+
+    def snapshot(self) -> dict[str, Any]:
+        metrics, now = _by_model(self._samples()), time.time()
+        return {
+            "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
+            "at_seconds": now,
+            "version": bf16kit.__version__,
+            "uptime_seconds": round(time.monotonic() - self._started, 1),
+            "workers": self._workers,
+            "grpc_port": self._ports[0],
+            "http_port": self._ports[1],
+            "ready": self._registry.ready,
+            "models": [self._model(slot, metrics) for slot in self._registry.models()],
+            "rejected_early": metrics.get(("", ""), {}).get("bf16kit_refused_total", {}),
+        }
+
+    def _model(self, slot: SlotView, metrics: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+        return {
+            "name": slot.name,
+            "version": slot.version,
+            "state": slot.state,
+            "reason": slot.reason,
+            "reference_off": self._off_reason(slot.name, slot.version),
+            "running": slot.running,
+            "metrics": metrics.get((slot.name, str(slot.version)), {}),
+        }
+
+
+def _by_model(samples: Iterable[Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return values by model and version, then by name, then by the values of further labels, ``output`` first."""
+    models: dict[tuple[str, str], dict[str, Any]] = {}
+    for sample in samples:
+        if sample.name.startswith(_LEFT_OUT):
+            continue
+        labels = dict(sample.labels)
+        at = models.setdefault((labels.pop("model", ""), labels.pop("version", "")), {})
+        *path, last = sample.name, *(labels[label] for label in sorted(labels, reverse=True))
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = sample.value if math.isfinite(sample.value) else str(sample.value)  # JSON has no infinity: "inf"
+    return models

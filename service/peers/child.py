@@ -65,9 +65,8 @@ def _cpu_seconds(pid: int) -> ThreadSeconds:
 
 
 class Child:
-    """A process that runs ``module``, and its peer. Call :meth:`maintain` periodically, always on the same thread.
-
-    That thread must live as long as the child, which the kernel kills with its parent thread.
+    """A process that runs ``module``, and its peer. Call :meth:`maintain` periodically, always on the same thread. It
+    must live as long as the child, which the kernel kills with its parent thread.
 
     ``on_start`` is called with the peer of each started process, before its first message is handled; ``on_death`` when
     a process has died. Both run on the maintaining thread, ``handlers`` on the peer's thread. If memory runs out, in
@@ -234,17 +233,14 @@ class Child:
             _log.error("%s (pid %d) has ended: %s; %s", self.name, pid, reason, then)
 
     def _for_memory(self, code: int) -> str:
-        """Return text that names lack of memory as the cause of death, or "".
-
-        It is the cause if SIGKILL ended the process, and the container has run out of memory since its start.
-        """
+        """Name lack of memory as the cause: SIGKILL ended the process, and memory ran out since its start."""
         memory = self._memory()
         if code != -signal.SIGKILL or memory is None or memory.oom_kills <= self._ended_for_memory:
             return ""
         return f" because memory ran out, of which this container may take {memory.limit / 1e6:.0f} MB"
 
     def _give_up(self, now: float, error: Exception) -> None:
-        """Log that the process could not be started, and schedule another attempt. The server goes on without it."""
+        """Log that the process could not be started, and schedule another attempt."""
         pause = self._pause(now, self._failures + 1)
         bug = not isinstance(error, (OSError, RuntimeError, MemoryError))
         _log.error("%s cannot be started: %s; trying again in %.2g s", self.name, error, pause, exc_info=bug)

@@ -77,17 +77,13 @@ class Peer:
         self._release()
 
     def tell(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> None:
-        """Send a message without waiting; do nothing once the peer has ended.
-
-        ``files`` are duplicated, and stay the caller's. Raises OSError if no descriptor is left for them.
-        """
+        """Send a message without waiting, unless the peer has ended. ``files`` are duplicated. Raises OSError."""
         self._send({"kind": kind, "body": {} if body is None else body}, files)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> Future[Body]:
         """Send a request as :meth:`tell` does, and return a future of its answer.
 
-        The future fails with the error of the other side, with Unavailable if the peer ends before it answers, or with
-        OSError if no descriptor is left for ``files``.
+        It fails with the other side's error, with Unavailable if the peer ends first, or with that OSError.
         """
         future: Future[Body] = Future()
         with self._lock:
@@ -107,10 +103,8 @@ class Peer:
         return future
 
     def close(self) -> None:
-        """End the peer, from any thread. Requests without an answer fail a moment later, on the reading thread.
-
-        They do not fail on this one: it may hold a lock that a request's callback waits for.
-        """
+        """End the peer, from any thread. Requests without an answer fail on the reading thread: this one may hold a
+        lock that a request's callback waits for."""
         with self._lock:
             self._closed = True
         self._channel.close()

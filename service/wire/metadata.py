@@ -9,7 +9,7 @@ from typing import cast
 import bf16kit
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import BatchStatistics, Model, QueueBounds, StatisticsSnapshot
+from service.contract import DURATIONS, PHASES, BatchStatistics, Model, QueueBounds, StatisticsSnapshot
 from service.operations import IndexEntry, Region, VersionStatistics
 
 SERVER_NAME = "bf16kit"
@@ -17,7 +17,6 @@ SERVER_NAME = "bf16kit"
 EXTENSIONS = ("classification", "model_configuration", "parameters", "schedule_policy", "statistics")
 
 _ANY = -1
-_PHASES = ("compute_input", "compute_infer", "compute_output")
 _PROPERTIES = ("profile", "precision", "accumulation", "kernel", "device", "note", "choice")  # of RuntimeInfo
 _PLATFORMS = {"onnxruntime": "onnxruntime_onnx", "torchscript": "pytorch_libtorch", "torchexport": "pytorch_export"}
 _BACKENDS = {"onnxruntime": "onnxruntime", "torchscript": "pytorch", "torchexport": "pytorch"}
@@ -177,12 +176,12 @@ def _statistics(model: VersionStatistics) -> pb.ModelStatistics:
         inference_count=snapshot.inference_count,
         execution_count=snapshot.execution_count,
         inference_stats=pb.InferStatistics(
-            **_durations(snapshot, "success", "fail", "queue", *_PHASES),
+            **_durations(snapshot, *DURATIONS),
             cache_hit=pb.StatisticDuration(),
             cache_miss=pb.StatisticDuration(),
         ),
         batch_stats=[
-            pb.InferBatchStatistics(batch_size=batch.batch_size, **_durations(batch, *_PHASES))
+            pb.InferBatchStatistics(batch_size=batch.batch_size, **_durations(batch, *PHASES))
             for batch in snapshot.batches
         ],
         memory_usage=_memory(model),

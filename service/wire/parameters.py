@@ -48,10 +48,7 @@ class RegionPlace(NamedTuple):
 
 
 def check_request(parameters: Parameters) -> float | None:
-    """Check a request's parameters, and return its timeout in seconds, if it has one.
-
-    Raises :class:`InvalidRequest` naming the parameter and what was expected.
-    """
+    """Check a request's parameters; return its timeout in seconds, if it has one. Raises InvalidRequest by name."""
     for name, value in parameters.items():
         choice = value.WhichOneof("parameter_choice")
         if choice is None:
@@ -77,9 +74,9 @@ def wants_final_mark(parameters: Parameters) -> bool:
 
 
 def region_place(what: str, parameters: Parameters) -> RegionPlace | None:
-    """Return the place of ``what`` in shared memory, or None if it is in the message.
+    """Return the place of ``what`` (an input or output) in shared memory; None: it is in the message.
 
-    ``what`` is an input or output, as messages name it. Raises InvalidRequest naming the parameter.
+    Raises InvalidRequest naming the parameter.
     """
     if _REGION not in parameters:
         stray = next((key for key in (_OFFSET, _BYTE_SIZE) if key in parameters), None)
@@ -95,10 +92,7 @@ def region_place(what: str, parameters: Parameters) -> RegionPlace | None:
 
 
 def output_datatype(name: str, native: str, parameters: Parameters) -> str:
-    """Return the datatype of output ``name`` in the response: its own, or the one requested (BF16 or FP16 for FP32).
-
-    Raises InvalidRequest for any other.
-    """
+    """Return the datatype of output ``name``: its own, or that requested (BF16 or FP16 for FP32), or raise."""
     if "datatype" not in parameters:
         return native
     requested = _expected(f"output {name!r}", "datatype", parameters, "string_param").string_param
@@ -109,10 +103,7 @@ def output_datatype(name: str, native: str, parameters: Parameters) -> str:
 
 
 def class_count(name: str, parameters: Parameters) -> int:
-    """Return how many classes to return for output ``name`` in place of its values; 0 = return its values.
-
-    Raises InvalidRequest for a count or combination that is not allowed.
-    """
+    """Return how many classes output ``name`` has in place of its values; 0: none. Raises InvalidRequest."""
     if _CLASSES not in parameters:
         return 0
     what = f"output {name!r}"

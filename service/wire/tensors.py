@@ -42,10 +42,7 @@ CONTENTS_FIELD = {
 
 
 def wire_dtype(spec: TensorSpec, model_dtype: DType, datatype: str) -> DType:
-    """Return the datatype in which a tensor for ``spec`` came: the model's own, or FP16 or BF16 for FP32 inputs.
-
-    Raises InvalidRequest for any other.
-    """
+    """Return the datatype of a tensor for ``spec``: the model's, or FP16 or BF16 for FP32. Raises InvalidRequest."""
     if datatype == model_dtype.oip:
         return model_dtype
     if model_dtype.oip == "FP32" and datatype in ("BF16", "FP16"):
@@ -111,7 +108,7 @@ def widen(array: Array) -> Array:
 
 
 def packed(dtype: DType, array: Array) -> Array:
-    """Return the bytes of :func:`encode_raw` as an array, ``array`` itself if it needs no conversion."""
+    """Return the bytes of :func:`encode_raw` as an array; ``array`` itself if it needs no conversion."""
     if dtype.oip != "BYTES":
         return _narrowed(dtype, array)
     encoded = (e.encode() if isinstance(e, str) else bytes(e) for e in array.ravel())
@@ -180,7 +177,7 @@ def _split_bytes(name: str, count: int, data: bytes) -> list[bytes]:
     for index in range(count):
         start = at + _LENGTH
         end = start + int.from_bytes(data[at:start], "little")
-        if start > len(data) or end > len(data):
+        if end > len(data):
             raise InvalidRequest(f"input {name!r} ends inside BYTES element {index} of {count}")
         elements.append(data[start:end])
         at = end

@@ -11,7 +11,7 @@ from loopback import LoopbackModel, LoopbackRegistry
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
 from service.contract import GATE_FAILED, ActivePrecision, StatisticsSnapshot
-from service.http.statusreader import StatusReader
+from service.http.pages import StatusReader
 from service.request import Observation, Timings
 from service.telemetry.metrics import Metrics, samples
 

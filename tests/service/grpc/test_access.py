@@ -42,12 +42,11 @@ class Nothing:
     """Model control whose operations do nothing."""
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
-        return self.unload(name)
-
-    def unload(self, name: str) -> Future[None]:
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    unload = load
 
 
 def _services(channel: grpc.Channel, token: str | None = None) -> set[str]:

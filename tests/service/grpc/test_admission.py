@@ -1,4 +1,4 @@
-"""Admission of calls: limits by number, by bytes, and by each client's share."""
+"""Limits of calls: by number, by bytes, by each client's share, and by the time that they keep the server waiting."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from bf16kit.messages.errors import Overloaded
 from service.grpc.admission import ByteBudget, MessageBytes, Permit, Shares
+from service.grpc.timeouts import CallTimeouts
 
 
 class TestShares:
@@ -43,39 +44,31 @@ class TestShares:
         assert shares.wait_empty(time.monotonic() + 30)
 
 
-class Calls:
-    """Calls that share a budget of 100 bytes."""
-
-    def __init__(self) -> None:
-        self.shares, self.budget = Shares(64), ByteBudget(100)
-
-    def permit(self) -> Permit:
-        assert self.shares.acquire("a")
-        return Permit(self.shares, self.budget, "a")
-
-    def message(self) -> MessageBytes:
-        return MessageBytes(self.permit())
-
-
 @pytest.fixture
-def calls() -> Calls:
-    return Calls()
+def budget() -> ByteBudget:
+    return ByteBudget(100)
 
 
-def test_bytes_are_limited_except_for_a_single_call(calls: Calls) -> None:
-    first, second = calls.permit(), calls.message()
+def message(budget: ByteBudget) -> MessageBytes:
+    return MessageBytes(Permit(None, budget, "a"))
+
+
+def test_bytes_are_limited_except_for_a_single_call(budget: ByteBudget) -> None:
+    first, second = Permit(None, budget, "a"), message(budget)
     MessageBytes(first).reserve(150)
-    crowded = [calls.budget.half_full]
+    crowded = [budget.half_full]
     with pytest.raises(Overloaded) as refused:
         second.reserve(1)
     assert refused.value.reason == "bytes"
     first.release()
-    assert [*crowded, calls.budget.half_full] == [True, False]
+    assert [*crowded, budget.half_full] == [True, False]
     second.reserve(100)
 
 
-def test_a_call_that_left_gives_its_place_and_bytes_back_once_and_holds_no_more(calls: Calls) -> None:
-    permit = calls.permit()
+def test_a_call_that_left_gives_its_place_and_bytes_back_once_and_holds_no_more(budget: ByteBudget) -> None:
+    shares = Shares(64)
+    assert shares.acquire("a")
+    permit = Permit(shares, budget, "a")
     held = MessageBytes(permit)
     held.reserve(60)
     permit.release()
@@ -83,34 +76,97 @@ def test_a_call_that_left_gives_its_place_and_bytes_back_once_and_holds_no_more(
     held.reserve(70)
     held.reserve_more(90)
     held.release()
-    assert (calls.shares.in_use, calls.budget.in_use) == (0, 0)
+    assert (shares.in_use, budget.in_use) == (0, 0)
 
 
-def test_the_largest_of_several_sizes_of_one_request_counts_and_its_response_in_addition(calls: Calls) -> None:
-    held = calls.message()
+def test_the_largest_of_several_sizes_of_one_request_counts_and_its_response_in_addition(budget: ByteBudget) -> None:
+    held = message(budget)
     for nbytes in (10, 60, 30):
         held.reserve(nbytes)
-    assert calls.budget.in_use == 60
+    assert budget.in_use == 60
     held.reserve_more(150)  # allowed, because no other call holds bytes
-    assert calls.budget.in_use == 210
+    assert budget.in_use == 210
     held.release()
-    assert calls.budget.in_use == 0
+    assert budget.in_use == 0
 
 
-def test_each_request_of_a_stream_counts_until_it_is_released(calls: Calls) -> None:
-    stream = calls.permit()
-    first, second, other = MessageBytes(stream), MessageBytes(stream), calls.message()
+def test_each_request_of_a_stream_counts_until_it_is_released(budget: ByteBudget) -> None:
+    stream = Permit(None, budget, "a")
+    first, second, other = MessageBytes(stream), MessageBytes(stream), message(budget)
     first.reserve(30)
-    second.reserve(30)
-    second.reserve_more(20)
-    assert stream.nbytes == 80
-    with pytest.raises(Overloaded, match="hold 80 bytes"):
+    second.reserve(50)
+    with pytest.raises(Overloaded):
         other.reserve(21)
     first.release()
     first.release()
     assert stream.nbytes == 50
     other.reserve(50)
-    with pytest.raises(Overloaded, match="hold 100 bytes"):
+    with pytest.raises(Overloaded):
         second.reserve_more(1)
     stream.release()
     other.reserve_more(50)
+
+
+# --- timeouts, with the test's own clock ------------------------------------------------------------------------------
+
+
+class Times:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ended: list[object] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def begin(self, timeouts: CallTimeouts, *calls: str) -> None:
+        for call in calls:
+            timeouts.start(call, lambda call=call: self.ended.append(call))  # type: ignore[misc]
+
+    def after(self, seconds: float, timeouts: CallTimeouts) -> list[object]:
+        self.now += seconds
+        timeouts.end_expired()
+        return self.ended
+
+
+@pytest.fixture
+def times() -> Times:
+    return Times()
+
+
+def test_a_call_that_takes_too_long_is_ended_once_and_one_that_is_done_is_not(times: Times) -> None:
+    timeouts = CallTimeouts(10, 1, clock=times)
+    times.begin(timeouts, "a", "done")
+    timeouts.clear("done")
+    timeouts.clear("never begun")
+    assert times.after(9, timeouts) == []
+    times.begin(timeouts, "b")
+    assert times.after(2, timeouts) == ["a"]
+    assert times.after(7, timeouts) == ["a"]
+    assert times.after(2, timeouts) == ["a", "b"]
+
+
+def test_the_timeout_is_shorter_while_the_server_is_crowded(times: Times) -> None:
+    under_pressure = False
+    timeouts = CallTimeouts(10, 2, lambda: under_pressure, clock=times)
+    times.begin(timeouts, "a")
+    assert times.after(3, timeouts) == []
+    under_pressure = True
+    assert times.after(0, timeouts) == ["a"]
+
+
+def test_only_a_few_slow_calls_may_use_the_whole_timeout(times: Times) -> None:
+    """Each of them may hold a message of the largest size."""
+    timeouts = CallTimeouts(10, 1, max_slow=2, clock=times)
+    times.begin(timeouts, "a", "b", "c")
+    assert times.after(0.5, timeouts) == []
+    times.begin(timeouts, "d")
+    assert times.after(0.6, timeouts) == ["c"]
+    timeouts.clear("a")
+    assert times.after(1, timeouts) == ["c"]
+
+
+def test_an_error_in_ending_one_call_does_not_stop_the_others(times: Times) -> None:
+    timeouts = CallTimeouts(1, 1, clock=times)
+    timeouts.start("bad", lambda: 1 // 0)  # type: ignore[arg-type]
+    times.begin(timeouts, "good")
+    assert times.after(2, timeouts) == ["good"]

@@ -54,13 +54,15 @@ def test_a_call_takes_no_thread_before_its_request_is_there() -> None:
 def test_neither_a_small_request_nor_a_rejected_call_takes_a_thread_of_a_pool() -> None:
     gate = Gate()
     before = set(threading.enumerate())
-    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
+    with serving(LoopbackModel(run=gate), max_in_flight=1) as served, RawConnection(served.port) as client:
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
         for _ in range(20):
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        stream = client.call(INFER)
+        until(lambda: stream in client.ended)  # the client has a response and has sent nothing of the message
         assert not [t for t in threading.enumerate() if t not in before and t.name.startswith("grpc-infer")]
-        assert served.log.refusals == ["in_flight"] * 20
+        assert served.log.refusals == ["in_flight"] * 21
         gate.go.set()
         running.result(30)
 
@@ -75,34 +77,14 @@ def test_what_takes_long_to_decode_is_decoded_on_another_thread_than_grpcs(messa
     assert [code for *_, code in served.log.seen] == ["OK"]
 
 
-def test_the_message_of_a_rejected_call_is_never_read() -> None:
-    """The client gets the response before it has sent any of its message."""
-    gate = Gate()
-    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
-        running = served.stub("ModelInfer").future(infer_request(x=X))
-        assert gate.started.wait(30)
-        with RawConnection(served.port) as client:
-            stream = client.call(INFER)
-            until(lambda: stream in client.ended)  # the client has a response and has sent nothing of the message
-        gate.go.set()
-        running.result(30)
-
-
-def test_bytes_that_cannot_be_parsed_are_an_invalid_argument() -> None:
+@pytest.mark.parametrize(
+    ("path", "messages"), [(INFER, [b"\xff" * 50]), ("/grpc.health.v1.Health/Check", [b"\x0a\xff"]), (INFER, [])]
+)
+def test_bytes_that_cannot_be_parsed_or_no_request_are_an_invalid_argument(path: str, messages: list[bytes]) -> None:
     with serving(LoopbackModel()) as served:
-        for path, message in ((INFER, b"\xff" * 50), ("/grpc.health.v1.Health/Check", b"\x0a\xff")):
-            call: Any = served.channel.unary_unary(path)
-            with pytest.raises(grpc.RpcError) as refused:
-                call(message, timeout=30)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "cannot be parsed" in (refused.value.details() or "")
-
-
-def test_a_call_that_ends_without_a_request_is_an_invalid_argument() -> None:
-    with serving(LoopbackModel()) as served:
-        call: Any = served.channel.stream_unary(INFER)
+        call: Any = served.channel.stream_unary(path)
         with pytest.raises(grpc.RpcError) as refused:
-            call(iter(()), timeout=30)
+            call(iter(messages), timeout=30)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -116,9 +98,10 @@ def test_a_call_without_a_thread_is_cancelled_and_the_server_continues() -> None
             assert served.transport.pools[name].shares.wait_empty(0)
 
 
-def test_a_client_that_leaves_while_its_request_waits_frees_its_place_at_once() -> None:
+def test_a_request_whose_client_leaves_the_queue_frees_its_place_at_once_and_is_never_run() -> None:
     gate = Gate()
-    with serving(LoopbackModel(run=gate, max_batch_size=0)) as served:
+    model = LoopbackModel(run=gate, max_batch_size=0)
+    with serving(model) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
         waiting = served.stub("ModelInfer").future(infer_request(x=X))
@@ -128,6 +111,7 @@ def test_a_client_that_leaves_while_its_request_waits_frees_its_place_at_once() 
         assert served.transport.pools["inference"].shares.in_use == 1
         gate.go.set()
         assert running.result(30)
+    assert model.calls == 1
     assert [code for *_, code in served.log.seen] == ["CANCELLED", "OK"]
 
 
@@ -145,13 +129,19 @@ def test_large_requests_that_wait_to_be_decoded_are_counted() -> None:
         go.set()
 
 
-def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
-    with serving(LoopbackModel(), receive_seconds=0.2) as served, RawConnection(served.port) as client:
-        stream = client.call(INFER)
-        client.data(stream, framed(MESSAGE)[:10])
+@pytest.mark.parametrize("slow", ["receive", "send"])
+def test_a_client_that_does_not_send_its_request_or_read_its_response_keeps_its_place_until_the_timeout(
+    slow: str,
+) -> None:
+    timeout: dict[str, Any] = {f"{slow}_seconds": 0.5}
+    with serving(LoopbackModel(), **timeout) as served, RawConnection(served.port, window=0) as client:
+        stream, shares = client.call(INFER), served.transport.pools["inference"].shares
+        client.data(stream, framed(MESSAGE)[: 10 if slow == "receive" else None])
+        until(lambda: shares.in_use)
         until(lambda: stream in client.ended)
+        until(lambda: shares.wait_empty(0))
         assert served.log.refusals == ["too_slow"]
-        until(lambda: served.transport.pools["inference"].shares.wait_empty(0))
+        assert len(served.log.seen) == (slow == "send")
 
 
 @pytest.mark.long
@@ -163,16 +153,6 @@ def test_a_client_that_leaves_as_its_call_begins_is_not_counted_as_too_slow() ->
                 for _ in range(100):
                     client.reset(client.call(INFER, MESSAGE))
         stays(lambda: "too_slow" not in served.log.refusals, 1.3, "no client is too slow")
-
-
-def test_a_call_whose_response_is_not_read_keeps_its_place_until_the_timeout() -> None:
-    with serving(LoopbackModel(), send_seconds=0.5) as served, RawConnection(served.port, window=0) as client:
-        stream = client.call(INFER, MESSAGE)
-        until(lambda: served.log.seen)
-        assert not served.transport.pools["inference"].shares.wait_empty(0)
-        until(lambda: stream in client.ended)
-        until(lambda: served.transport.pools["inference"].shares.wait_empty(0))
-        assert served.log.refusals == ["too_slow"]
 
 
 def test_an_idle_stream_is_ended_but_not_one_that_waits_for_its_response() -> None:

@@ -30,33 +30,29 @@ def check(served: Served, service: str) -> int:
     return status
 
 
-def test_the_server_and_each_model_have_their_own_status() -> None:
+def watch(served: Served, service: str) -> Any:
+    return health(served).Watch(health_pb2.HealthCheckRequest(service=service), timeout=60)
+
+
+def test_the_server_each_model_and_the_process_have_their_own_status() -> None:
+    """A liveness probe checks the name of the health service itself: the process is live whatever its models are."""
     with serving(LoopbackModel("good"), LoopbackModel("bad", state="unavailable")) as served:
         assert check(served, "good") == SERVING
         assert check(served, "bad") == NOT_SERVING
         assert check(served, "") == NOT_SERVING  # the server is ready when all its models are
         assert check(served, "inference.GRPCInferenceService") == NOT_SERVING
-
-
-def test_the_process_is_live_whatever_its_models_are() -> None:
-    """A liveness probe checks the name of the health service itself."""
-    with serving(LoopbackModel("loads", state="loading"), LoopbackModel("bad", state="unavailable")) as served:
-        assert check(served, "") == NOT_SERVING
         assert check(served, "grpc.health.v1.Health") == SERVING
-    with serving() as empty:
-        assert check(empty, "") == NOT_SERVING
-        assert check(empty, "grpc.health.v1.Health") == SERVING
 
 
-def test_a_watcher_sees_a_model_become_ready() -> None:
-    model = LoopbackModel("m", state="loading")
-    with serving(model) as served:
-        stub = health(served)
-        of_model = stub.Watch(health_pb2.HealthCheckRequest(service="m"), timeout=30)
-        of_server = stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=30)
-        assert (next(of_model).status, next(of_server).status) == (NOT_SERVING, NOT_SERVING)
+def test_a_watcher_sees_each_change_once() -> None:
+    model, other = LoopbackModel("m", state="loading"), LoopbackModel("other")
+    with serving(model, other) as served:
+        watches = [watch(served, service) for service in ("m", "", "other", "nobody")]
+        assert [next(each).status for each in watches] == [NOT_SERVING, NOT_SERVING, SERVING, SERVICE_UNKNOWN]
         served.registry.change(model, "ready")
-        assert (next(of_model).status, next(of_server).status) == (SERVING, SERVING)
+        assert [next(each).status for each in watches[:2]] == [SERVING, SERVING]
+        served.registry.change(other, "unavailable")
+        assert next(watches[2]).status == NOT_SERVING, "its unchanged status was not repeated"
 
 
 class Watcher:
@@ -117,30 +113,14 @@ def test_clients_that_never_read_delay_no_update_and_get_the_last_status_when_th
     assert all(watcher.sent[-1] is None for watcher in (good, *deaf))
 
 
-def test_an_unchanged_status_is_not_repeated() -> None:
-    steady, other = LoopbackModel("steady"), LoopbackModel("other")
-    with serving(steady, other) as served:
-        watch = health(served).Watch(health_pb2.HealthCheckRequest(service="steady"), timeout=30)
-        assert next(watch).status == SERVING
-        served.registry.change(other, "unavailable")
-        served.registry.change(steady, "unavailable")
-        assert next(watch).status == NOT_SERVING
-
-
-def test_a_watch_of_an_unknown_service_reports_service_unknown() -> None:
-    with serving(LoopbackModel()) as served:
-        watch = health(served).Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=30)
-        assert next(watch).status == SERVICE_UNKNOWN
-
-
 def test_watchers_that_leave_while_statuses_change_block_no_other_call() -> None:
     model = LoopbackModel("m")
     with serving(model) as served:
         for turn in range(100):
-            watch = health(served).Watch(health_pb2.HealthCheckRequest(service="m"), timeout=60)
-            next(watch)
+            watching = watch(served, "m")
+            next(watching)
             served.registry.change(model, "unavailable" if turn % 2 else "ready")
-            watch.cancel()
+            watching.cancel()
         assert check(served, "m") in (SERVING, NOT_SERVING)
 
 

@@ -9,8 +9,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from rawgrpc import RawConnection, framed
 
@@ -44,14 +47,6 @@ def run_held(served: Served, gate: Gate, calls: int = 1) -> list[Any]:
     assert gate.started.wait(30)
     until(lambda: served.transport.pools["inference"].shares.in_use == calls)
     return begun
-
-
-def test_requests_beyond_max_in_flight_are_rejected(gate: Gate) -> None:
-    with serving(LoopbackModel(run=gate), max_in_flight=1) as served, gate:
-        held = run_held(served, gate)
-        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
-        assert served.log.refusals == ["in_flight"]
-        assert not held[0].done()
 
 
 def test_requests_of_one_connection_beyond_its_share_are_rejected(gate: Gate) -> None:
@@ -199,3 +194,38 @@ def test_a_metadata_rejection_counts_as_draining_only_during_a_shutdown() -> Non
         served.registry.draining = True
         assert served.refusal("ModelMetadata", pb.ModelMetadataRequest(name="slow"))[0] is StatusCode.UNAVAILABLE
         assert served.log.refusals == ["draining"]
+
+
+# --- reflection -------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_finds_the_services_and_messages_by_reflection_alone() -> None:
+    with serving(LoopbackModel()) as served:
+        database = ProtoReflectionDescriptorDatabase(served.channel)
+        assert set(database.get_services()) == {
+            "inference.GRPCInferenceService",
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }
+        service = DescriptorPool(database).FindServiceByName("inference.GRPCInferenceService")
+        assert b"bf16kit" not in service.file.serialized_pb
+        infer = service.methods_by_name["ModelInfer"]
+        assert infer.input_type.full_name == "inference.ModelInferRequest"
+        assert infer.input_type.fields_by_name["raw_input_contents"].number == 7
+
+
+def test_clients_that_go_on_asking_take_no_place_of_health_checks() -> None:
+    stay, asked = threading.Event(), reflection_pb2.ServerReflectionRequest(list_services="")
+
+    def questions() -> Iterator[reflection_pb2.ServerReflectionRequest]:
+        yield asked
+        stay.wait(60)
+
+    with serving(LoopbackModel()) as served:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+        streams = [stub.ServerReflectionInfo(questions(), timeout=60) for _ in range(8)]
+        for stream in streams:
+            next(stream)
+        assert served.transport.pools["reflection"].shares.in_use == 8
+        assert served.transport.pools["control"].shares.in_use == 0
+        stay.set()

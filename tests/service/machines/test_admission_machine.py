@@ -40,8 +40,7 @@ from waiting import until
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
 from service.grpc import admission
-from service.grpc.access import RequiredScope
-from service.grpc.admission import ByteBudget, RpcPool
+from service.grpc.admission import ByteBudget, RequiredScope, RpcPool
 from service.grpc.call import InferenceCall, Rpc
 from service.grpc.inference import InferenceServicer
 from service.grpc.timeouts import CallTimeouts

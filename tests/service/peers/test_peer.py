@@ -1,9 +1,11 @@
-"""Two peers that exchange messages and requests; here both are in one process."""
+"""Two peers that exchange messages, requests and open files; here both are in one process."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -15,8 +17,8 @@ from openfiles import no_more_files
 from waiting import until
 
 from bf16kit.messages.errors import Bf16kitError, InvalidRequest, NotFound, RuntimeFailure, Unavailable
-from service.peers.channel import Body, Channel
-from service.peers.peer import Handler, Message, Peer, error_as_json, error_from_json
+from service.peers.channel import Body, Channel, close_all
+from service.peers.peer import Handler, Message, Peer
 
 Connect = Callable[[Mapping[str, Handler]], Peer]
 
@@ -83,32 +85,10 @@ def test_an_error_keeps_its_class_and_a_bug_arrives_without_its_text(
         assert getattr(error, "reason", "") == getattr(raised, "reason", "")
 
 
-def test_errors_of_unknown_classes_become_runtime_failures() -> None:
-    assert type(error_from_json({"error": "SystemExit", "text": "x"})) is RuntimeFailure
-    assert error_as_json(KeyError("secret"))["text"] != "secret"
-
-
 def test_a_request_without_a_handler_fails_and_the_next_gets_its_response(connect: Connect) -> None:
     peer = connect({"known": lambda message: None})
     assert isinstance(peer.ask("other").exception(20), Unavailable)
     assert peer.ask("known").result(20) == {}
-
-
-def test_requests_without_a_response_fail_when_the_peer_is_closed(connect: Connect) -> None:
-    never: Future[Body] = Future()
-    begun = threading.Event()
-
-    def begin(message: Message) -> Future[Body]:
-        begun.set()
-        return never
-
-    peer = connect({"never": begin})
-    asked = peer.ask("never")
-    assert begun.wait(20)
-    peer.close()
-    assert isinstance(asked.exception(20), Unavailable)
-    assert isinstance(peer.ask("never").exception(20), Unavailable), "and so does whoever asks later"
-    peer.tell("never")
 
 
 def test_a_request_whose_file_cannot_be_duplicated_fails_and_the_next_succeeds(connect: Connect) -> None:
@@ -147,26 +127,98 @@ def test_a_peer_that_reads_nothing_is_given_up_and_never_waited_for(size: int, m
         assert over.wait(20)
 
 
-def test_sent_messages_make_room_for_more(connect: Connect) -> None:
-    """The test sends more bytes than may wait at once, one message after another."""
-    peer = connect({"measure": lambda message: {"size": len(message.body["text"])}})
-    for _ in range(20):
-        assert peer.ask("measure", {"text": "x" * (8 << 20)}).result(20) == {"size": 8 << 20}
-
-
-def test_a_single_message_may_be_larger_than_all_that_may_wait(
+def test_sent_messages_make_room_for_more_and_one_may_be_larger_than_all_that_may_wait(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.peers.peer.MOST_WAITING", 1)
     peer = connect({"measure": lambda message: {"size": len(message.body["text"])}})
-    assert peer.ask("measure", {"text": "x" * 100_000}).result(20) == {"size": 100_000}
+    for size in (100_000, 200_000):
+        assert peer.ask("measure", {"text": "x" * size}).result(20) == {"size": size}
 
 
 def test_requests_of_a_closed_peer_fail_on_its_own_thread(connect: Connect) -> None:
     """Whoever closes it may hold a lock that a request's callback takes, and take it in another order."""
     never: Future[Body] = Future()
     peer, failed = connect({"never": lambda message: never}), list[str]()
-    peer.ask("never").add_done_callback(lambda done: failed.append(threading.current_thread().name))
+    asked = peer.ask("never")
+    asked.add_done_callback(lambda done: failed.append(threading.current_thread().name))
     peer.close()
+    assert isinstance(asked.exception(20), Unavailable)
     until(lambda: failed)
     assert failed == ["the other-reader"]
+    assert isinstance(peer.ask("never").exception(20), Unavailable), "and so does whoever asks later"
+    peer.tell("never")
+
+
+# --- the channel below ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    ends = [Channel(end) for end in socket.socketpair()]
+    yield ends[0], ends[1]
+    for end in ends:
+        end.close()
+        end.release()
+
+
+def test_messages_of_any_size_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None:
+    bodies: list[Body] = [{"n": 1}, {"text": "é" * 3_000_000}, {}]
+
+    def send_all() -> None:
+        for body in bodies:
+            pair[0].send(json.dumps(body).encode())
+
+    sending = threading.Thread(target=send_all)
+    sending.start()
+    assert [pair[1].receive() for _ in bodies] == [(body, []) for body in bodies]
+    sending.join()
+
+
+def test_files_arrive_with_their_message_and_are_not_inheritable(pair: tuple[Channel, Channel]) -> None:
+    reader, writer = os.pipe()
+    pair[0].send(b'{"first": true}')
+    pair[0].send(b'{"second": true}', [writer])
+    os.close(writer)
+    assert pair[1].receive() == ({"first": True}, [])
+    received = pair[1].receive()
+    assert received is not None
+    body, files = received
+    assert body == {"second": True}
+    assert not os.get_inheritable(files[0])
+    os.write(files[0], b"here")
+    assert os.read(reader, 9) == b"here"
+    close_all(files)
+    assert os.read(reader, 9) == b"", "nobody holds the other end any more"
+    os.close(reader)
+
+
+def test_closing_a_channel_ends_the_waiting_receivers_on_both_sides(pair: tuple[Channel, Channel]) -> None:
+    received: list[object] = []
+    waiting = [threading.Thread(target=lambda end=end: received.append(end.receive())) for end in pair]
+    for thread in waiting:
+        thread.start()
+    pair[0].close()
+    for thread in waiting:
+        thread.join(20)
+    assert received == [None, None]
+    with pytest.raises(OSError, match="pipe"):
+        pair[1].send(b"{}")
+
+
+def test_a_truncated_message_ends_the_channel() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(struct.pack("!Q", 10) + b"{}")
+        theirs.close()
+        assert Channel(ours).receive() is None
+
+
+def test_a_file_that_this_process_cannot_open_is_an_error(pair: tuple[Channel, Channel]) -> None:
+    reader, writer = os.pipe()
+    pair[0].send(b"{}", [writer])
+    with no_more_files(), pytest.raises(ConnectionError, match="too many are open here"):
+        pair[1].receive()
+    os.close(writer)
+    assert os.read(reader, 9) == b"", "nobody holds the other end any more"
+    os.close(reader)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from loopback import LoopbackModel, infer_request
@@ -29,10 +28,9 @@ def decode(message: pb.ModelInferRequest, model: LoopbackModel = MODEL) -> Reque
     return InferenceCodec(model).decode(message)[0]
 
 
-def refusal(message: pb.ModelInferRequest, model: LoopbackModel = MODEL) -> str:
-    with pytest.raises(InvalidRequest) as refused:
+def refuses(words: str, message: pb.ModelInferRequest, model: LoopbackModel = MODEL) -> None:
+    with pytest.raises(InvalidRequest, match=words):
         decode(message, model)
-    return str(refused.value)
 
 
 def test_inputs_come_in_any_order_raw_or_typed() -> None:
@@ -49,12 +47,6 @@ def test_inputs_come_in_any_order_raw_or_typed() -> None:
         np.testing.assert_array_equal(request.feeds["mask"], MASK)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
-def test_an_fp32_input_may_come_in_half_precision(dtype: type) -> None:
-    array = decode(infer_request(x=np.full((1, 3), 0.5, dtype)), LoopbackModel()).feeds["x"]
-    assert (array.dtype.name, array.tolist()) == ("float32", [[0.5, 0.5, 0.5]])
-
-
 def test_rows_are_the_size_of_the_batch_axis_and_may_be_0() -> None:
     assert decode(infer_request(ids=IDS, mask=MASK)).rows == 2
     assert decode(infer_request(ids=IDS[:0], mask=MASK[:0])).rows == 0
@@ -62,30 +54,24 @@ def test_rows_are_the_size_of_the_batch_axis_and_may_be_0() -> None:
     assert decode(infer_request(x=np.zeros((5, 3), np.float32)), model).rows == 1
 
 
-def test_more_rows_than_max_batch_size_are_rejected() -> None:
-    words = refusal(infer_request(x=np.zeros((9, 3), np.float32)), LoopbackModel())
-    assert words == "input 'x' has 9 rows, expected at most 8 (the model's max_batch_size)"
-
-
 def test_inputs_that_do_not_fit_the_model_are_rejected() -> None:
     """The checks of one tensor are those of test_tensors.py."""
-    assert "input 'mask' has shape [2, 2]" in refusal(infer_request(ids=IDS, mask=MASK[:, :2]))
-    assert "input 'mask' is missing" in refusal(infer_request(ids=IDS))
-    assert "unknown input 'z'; the model's inputs are ids, mask" in refusal(infer_request(ids=IDS, mask=MASK, z=IDS))
+    refuses("'x' has 9 rows, expected at most 8", infer_request(x=np.zeros((9, 3), np.float32)), LoopbackModel())
+    refuses("'mask' has shape", infer_request(ids=IDS, mask=MASK[:, :2]))
+    refuses("'mask' is missing", infer_request(ids=IDS))
+    refuses("unknown input 'z'", infer_request(ids=IDS, mask=MASK, z=IDS))
     twice = infer_request(ids=IDS, mask=MASK)
     twice.inputs.append(twice.inputs[0])
     twice.raw_input_contents.append(twice.raw_input_contents[0])
-    assert refusal(twice) == "input 'ids' was sent twice"
+    refuses("'ids' was sent twice", twice)
 
 
 def test_raw_and_typed_contents_do_not_mix() -> None:
-    beside = infer_request(ids=IDS, mask=MASK)
-    beside.inputs[0].contents.int64_contents.extend([1, 2, 3, 4, 5, 6])
-    assert "input 'ids' has contents beside raw_input_contents" in refusal(beside)
-    instead = infer_request(ids=IDS, mask=MASK)
-    instead.inputs[0].contents.int64_contents.extend([1, 2, 3, 4, 5, 6])
-    del instead.raw_input_contents[0]
-    assert "raw_input_contents has 1 entries for 2 inputs" in refusal(instead)
+    message = infer_request(ids=IDS, mask=MASK)
+    message.inputs[0].contents.int64_contents.extend([1, 2, 3, 4, 5, 6])
+    refuses("'ids' has contents beside raw_input_contents", message)
+    del message.raw_input_contents[0]
+    refuses("raw_input_contents has 1 entries for 2 inputs", message)
 
 
 def test_outputs_keep_the_order_of_the_request_and_none_means_all() -> None:
@@ -94,15 +80,10 @@ def test_outputs_keep_the_order_of_the_request_and_none_means_all() -> None:
     message.outputs.add(name="b")
     message.outputs.add(name="a")
     assert decode(message).outputs == ("b", "a")
-
-
-def test_an_unknown_and_a_repeated_output_are_rejected() -> None:
-    message = infer_request(ids=IDS, mask=MASK)
-    message.outputs.add(name="c")
-    assert "unknown output 'c'; the model's outputs are a, b" in refusal(message)
-    message.outputs[0].name = "a"
     message.outputs.add(name="a")
-    assert "output 'a' was requested twice" in refusal(message)
+    refuses("'a' was requested twice", message)
+    message.outputs[2].name = "c"
+    refuses("unknown output 'c'", message)
 
 
 def test_the_response_has_id_version_and_raw_contents_in_order() -> None:
@@ -134,7 +115,7 @@ def test_a_shape_of_huge_rank_is_rejected_before_its_sizes_are_multiplied() -> N
     """The product has millions of digits, and no other thread runs while Python computes it."""
     message = infer_request(x=np.zeros((1, 3), np.float32))
     message.inputs[0].shape[:] = [2**62] * 200_000
-    assert refusal(message, LoopbackModel()) == "input 'x' is of rank 200000, expected [batch,3]"
+    refuses("'x' is of rank 200000", message, LoopbackModel())
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
@@ -183,7 +164,7 @@ def decode_shared(message: pb.ModelInferRequest, memory: SharedMemory) -> tuple[
     return InferenceCodec(SHARING, memory).decode(message)
 
 
-@pytest.mark.parametrize("shared", ["a", "b", "ac", "abc"])
+@pytest.mark.parametrize("shared", ["", "a", "b", "ac", "abc"])
 def test_the_message_has_an_entry_for_each_input_that_is_not_in_shared_memory(
     regions: RegionTable, shared: str
 ) -> None:

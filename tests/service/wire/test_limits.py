@@ -16,7 +16,7 @@ from wireedits import field
 from bf16kit.messages.errors import Cancelled, InvalidRequest
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Array, Bounds
+from service.contract import Bounds
 from service.request import Reply, Request
 from service.wire.codec import InferenceCodec
 from service.wire.limits import MessageReader
@@ -175,11 +175,8 @@ def test_a_dimension_over_its_limit_is_rejected_by_name(
     shape: tuple[int, ...], dim: str, size: int, bound: int
 ) -> None:
     bounded = codec(Bounds({"seq": 512, "batch": 8}))
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest, match=f"dimension {dim!r} is {size}, expected at most {bound} "):
         decode(bounded, ids(*shape))
-    assert str(refused.value) == (
-        f"dimension {dim!r} is {size}, expected at most {bound} (max_dims of the model's serving.yaml)"
-    )
     assert decode(bounded, ids(8, 512)).rows == 8
 
 
@@ -197,12 +194,8 @@ def test_a_huge_dimension_of_an_empty_tensor_is_rejected_unless_the_model_has_it
 def test_a_response_whose_size_is_known_is_rejected_before_the_run() -> None:
     bounded = codec(Bounds(response_bytes=2 * 100 * 384 * 4))
     assert decode(bounded, ids(2, 100)).rows == 2
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest, match="310272 bytes or more, expected at most 307200;"):
         decode(bounded, ids(2, 101))
-    assert str(refused.value) == (
-        "the response has 310272 bytes or more, expected at most 307200; ask for fewer rows, shorter inputs or fewer"
-        " outputs"
-    )
 
 
 def test_only_requested_outputs_count_in_their_requested_datatype() -> None:
@@ -226,14 +219,11 @@ def test_a_string_output_counts_4_bytes_per_element_before_the_run() -> None:
         decode(bounded, ids(11, 1))
 
 
-@pytest.mark.parametrize(("elements", "fits"), [(10, True), (11, False)])
-def test_a_response_is_measured_before_it_is_encoded(elements: int, fits: bool) -> None:
+def test_a_response_is_measured_before_it_is_encoded() -> None:
     found = TensorSpec("found", "float32", ("hits",))
     bounded = codec(Bounds(response_bytes=40), outputs=(found,))
-    _, dtypes = bounded.decode(ids(1, 1))
-    array: Array = np.zeros(elements, np.float32)
-    if fits:
-        assert len(bounded.encode("", Reply({"found": array}, "bf16"), dtypes).raw_output_contents[0]) == 40
-    else:
-        with pytest.raises(InvalidRequest, match="44 bytes or more, expected at most 40"):
-            bounded.encode("", Reply({"found": array}, "bf16"), dtypes)
+    _, options = bounded.decode(ids(1, 1))
+    response = bounded.encode("", Reply({"found": np.zeros(10, np.float32)}, "bf16"), options)
+    assert len(response.raw_output_contents[0]) == 40
+    with pytest.raises(InvalidRequest, match="44 bytes or more, expected at most 40"):
+        bounded.encode("", Reply({"found": np.zeros(11, np.float32)}, "bf16"), options)

@@ -26,6 +26,7 @@ def test_the_server_gives_its_name_and_only_extensions_that_it_has() -> None:
 
 def test_free_dimensions_are_minus_one_and_properties_describe_how_the_model_runs() -> None:
     model = LoopbackModel("m", version=3, inputs=[IDS], outputs=[OUT])
+    model.active_precision = ActivePrecision("fp32", "y is 1.4 times its budget")
     answer = model_metadata(model, [1, 3])
     assert (answer.name, list(answer.versions), answer.platform) == ("m", ["1", "3"], "onnxruntime_onnx")
     assert (answer.inputs[0].datatype, list(answer.inputs[0].shape)) == ("INT64", [-1, -1])
@@ -39,17 +40,9 @@ def test_free_dimensions_are_minus_one_and_properties_describe_how_the_model_run
         "note": "weights are widened as they are used",
         "choice": "",
         "golden": "golden samples within budget (y relative_l2 0.0017)",
-        "active_precision": "bf16",
-        "active_precision_reason": "",
+        "active_precision": "fp32",
+        "active_precision_reason": "y is 1.4 times its budget",
     }
-
-
-def test_the_metadata_has_the_current_precision_and_its_reason() -> None:
-    model = LoopbackModel()
-    model.active_precision = ActivePrecision("fp32", "y is 1.4 times its budget")
-    properties = model_metadata(model, [1]).properties
-    assert properties["active_precision"] == "fp32"
-    assert properties["active_precision_reason"] == "y is 1.4 times its budget"
 
 
 def test_a_batched_models_dims_leave_the_batch_out() -> None:
@@ -57,6 +50,8 @@ def test_a_batched_models_dims_leave_the_batch_out() -> None:
     assert config.max_batch_size == 8
     assert (list(config.input[0].dims), list(config.output[0].dims)) == ([-1], [-1, 384])
     assert config.dynamic_batching.max_queue_delay_microseconds == 2000
+    assert config.dynamic_batching.default_queue_policy.default_timeout_microseconds == 0, "no limit"
+    assert config.version_policy.latest.num_versions == 1
     assert not config.model_transaction_policy.decoupled
 
 
@@ -109,10 +104,12 @@ def test_statistics_are_carried_field_by_field() -> None:
     (stats,) = model_statistics(RegistryModels(LoopbackRegistry([model])).statistics("", "")).model_stats
     assert (stats.name, stats.version, stats.last_inference) == ("m", "1", 123)
     assert (stats.inference_count, stats.execution_count) == (9, 5)
-    seen = stats.inference_stats
-    durations = (seen.success, seen.fail, seen.queue, seen.compute_input, seen.compute_infer, seen.compute_output)
-    assert [(d.count, d.ns) for d in durations] == [(4, 1), (1, 2), (4, 3), (4, 4), (4, 5), (4, 6)]
-    assert seen.HasField("cache_hit")
+    durations = [(found.name, value.count, value.ns) for found, value in stats.inference_stats.ListFields()][:6]
+    assert durations == [
+        ("success", 4, 1), ("fail", 1, 2), ("queue", 4, 3),
+        ("compute_input", 4, 4), ("compute_infer", 4, 5), ("compute_output", 4, 6),
+    ]  # fmt: skip
+    assert stats.inference_stats.HasField("cache_hit")
     assert (stats.batch_stats[0].batch_size, stats.batch_stats[0].compute_infer.ns) == (4, 20)
     assert (stats.memory_usage[0].type, stats.memory_usage[0].byte_size) == ("CPU", 77)
 
