@@ -11,7 +11,6 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -223,13 +222,10 @@ def test_files_that_are_not_checkpoints_are_rejected_with_a_description(
         recognise(tmp_path / "model.pt")
 
 
-def test_a_zip_of_something_else_is_rejected(tmp_path: Path) -> None:
+def test_zips_and_directories_that_are_not_models_are_rejected(tmp_path: Path) -> None:
     _zip("a.jpg")(tmp_path / "photos.zip")
     with pytest.raises(SourceError, match="not one that torch wrote"):
         recognise(tmp_path / "photos.zip")
-
-
-def test_directories_that_are_not_models_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="is not a model"):
         recognise(tmp_path)
     (tmp_path / "modules.json").write_text("[]")
@@ -243,34 +239,19 @@ def test_a_pipe_is_rejected_and_not_waited_for(tmp_path: Path) -> None:
         recognise(tmp_path / "pipe")
 
 
-class Payload:
-    """Creates the file ``executed`` in the working directory when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path("executed"),)
-
-
 def _truncated(path: Path) -> None:
     save_file({"w": np.ones((64, 64), np.float32)}, path)
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def _unknown_dtype(path: Path) -> None:
-    header = json.dumps({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x00")
-
-
 _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "foreign": (lambda path: path.write_bytes(b"GGUF\x03\0\0\0"), "is a GGUF file (llama.cpp), mostly quantised"),
+    "foreign": (
+        lambda path: path.write_bytes(b"GGUF\x03\0\0\0"),
+        "source.pt: is a GGUF file (llama.cpp)",
+    ),
     "missing": (lambda path: None, "no such file or directory"),
     "empty": (lambda path: path.touch(), "is empty"),
-    "text": (lambda path: path.write_text("epoch 1: loss 0.3\n"), "is a text file, not a checkpoint"),
-    "directory": (lambda path: path.mkdir(), "is not a model"),
-    "pickle": (lambda path: path.write_bytes(pickle.dumps(Payload())), "is a bare pickle"),
-    "pickle in a zip": (lambda path: torch.save({"w": Payload()}, path), "holds more than tensors"),
-    "whole module": (lambda path: torch.save(Mlp(), path), "holds more than tensors (architectures.Mlp, "),
-    "truncated safetensors": (_truncated, "truncated or damaged"),
-    "unknown dtype": (_unknown_dtype, "tensor 'w' has the unknown dtype 'F4'"),
+    "truncated": (_truncated, "truncated or damaged"),
     "other shapes": (lambda path: torch.save(Mlp(hidden=8).state_dict(), path), "shape: up.weight is [8, 16]"),
 }
 
@@ -282,5 +263,5 @@ def test_a_source_that_is_rejected_leaves_no_file_behind(
     monkeypatch.chdir(tmp_path)
     make, said = _REFUSED[kind]
     make(tmp_path / "source.pt")
-    cli("checkpoint", "source.pt", "--out", target, *MLP).refused(2, "source.pt: " if "shape" not in said else "", said)
+    cli("checkpoint", "source.pt", "--out", target, *MLP).refused(2, said)
     assert tree(tmp_path) in ([], ["source.pt"])
