@@ -40,8 +40,6 @@ def test_a_program_is_converted_and_restored_and_gives_the_outputs_of_torch(
     assert set(artifact.manifest.profiles) == {"cpu", "cuda"}
     assert artifact.manifest.source.format == "torch-export"
     assert artifact.manifest.inputs[0].spec() == TensorSpec("x", "float32", ("batch", 3, 16, 16))
-    assert artifact.manifest.oracle is not None
-    assert artifact.manifest.oracle.checked
     x = np.random.default_rng(1).standard_normal((3, 3, 16, 16), np.float32)
     with torch.inference_mode():
         expected = module(torch.from_numpy(x)).numpy()
@@ -59,11 +57,11 @@ def test_a_program_is_converted_and_restored_and_gives_the_outputs_of_torch(
 @pytest.mark.long
 def test_dimensions_may_be_named_and_fixed_with_input(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = written(tmp_path, seeded(Mlp()), torch.ones(2, 16))
-    cli("checkpoint", source, "--out", target, TRUSTED, "--input", "x:float32:rows,16", *ONNX_ONLY).published()
-    assert Artifact.open(target).manifest.inputs[0].shape == ["rows", 16]
+    command = ("checkpoint", source, TRUSTED, *ONNX_ONLY, "--out", target, "--input")
     for wrong in ("x:float32:rows,17", "x:int64:rows,16", "y:float32:rows,16"):
-        other = target.with_name("2")
-        cli("checkpoint", source, "--out", other, TRUSTED, "--input", wrong, *ONNX_ONLY).refused(2, "--input ")
+        cli(*command, wrong).refused(2, "--input ")
+    cli(*command, "x:float32:rows,16").published()
+    assert Artifact.open(target).manifest.inputs[0].shape == ["rows", 16]
 
 
 @pytest.mark.long
