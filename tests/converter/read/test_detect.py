@@ -67,15 +67,12 @@ _MLX = {"model_type": "llama", "quantization": {"group_size": 64, "bits": 4}}
 
 _FOREIGN: dict[str, tuple[Make, str, str]] = {
     "m.gguf": (_bytes(b"GGUF\x03\0\0\0" + bytes(64)), "a GGUF file", "a Hugging Face directory"),
-    "m.plan": (_bytes(b"ftrt" + bytes(64)), "a TensorRT engine", "or its ONNX file"),
     "m.mlmodel": (_bytes(b"\x08\x04\x12\x00"), "a Core ML model", "coremltools"),
     "m.mlpackage": (
         _directory("Manifest.json", "Data/com.apple.CoreML/model.mlmodel"),
         "a Core ML package",
         "coremltools",
     ),
-    "m.mlmodelc": (_directory("coremldata.bin"), "a compiled Core ML model", "fp32 checkpoint"),
-    "m.npy": (lambda path: np.save(path, np.ones(3)), "a numpy array", "save the arrays as safetensors"),
     "m.npz": (_zip("w.npy", "b.npy"), "an archive of numpy arrays", "save the arrays as safetensors"),
     "m.h5": (_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64)), "an HDF5 file", "model.export"),
     "m.ckpt.index": (_bytes(bytes(48)), "a TensorFlow checkpoint", "tf.saved_model.save"),
@@ -83,25 +80,17 @@ _FOREIGN: dict[str, tuple[Make, str, str]] = {
     "tf1": (_directory("m-1.index", "m-1.data-00000-of-00001"), "a TensorFlow checkpoint", "tf.saved_model.save"),
     "frozen.pb": (_bytes(b"\x0a\x07\x0a\x05input"), "a frozen TensorFlow graph", "--graphdef"),
     "model.json": (_bytes(b'{"modelTopology": {}, "weightsManifest": []}'), "a TensorFlow.js model", "SavedModel"),
-    "paddle": (_directory("inference.pdmodel", "inference.pdiparams"), "a PaddlePaddle model", "paddle2onnx"),
-    "paddle weights": (_directory("m.pdparams"), "a PaddlePaddle model", "paddle2onnx"),
-    "m.xml": (_bytes(b'<?xml version="1.0"?>\n<net name="m">'), "an OpenVINO model", "fp32 checkpoint"),
     "m.ort": (_bytes(b"\x20\0\0\0ORTM" + bytes(32)), "an ONNX Runtime format model", ".onnx file"),
-    "m.tflite": (_bytes(b"\x1c\0\0\0TFL3" + bytes(32)), "a TensorFlow Lite model", "tf2onnx.convert --tflite"),
-    "m.pte": (_bytes(b"\x20\0\0\0ET12" + bytes(32)), "an ExecuTorch program", "torch.export"),
     "m.ptl": (_zip("m/data.pkl", "m/constants.pkl", "m/bytecode.pkl"), "a PyTorch Mobile model", "TorchScript"),
     "m.nemo": (_tar, "a packed archive", "unpack it"),
-    "m.gz": (_bytes(b"\x1f\x8b\x08\0" + bytes(16)), "a packed archive", "unpack it"),
     "m.bz2": (_bytes(b"BZh91AY&SY" + bytes(16)), "a packed archive", "unpack it"),
     "adapter": (_directory("adapter_model.safetensors", "adapter_config.json"), "a PEFT adapter", "merge_and_unload"),
     "gptq": (_directory("model.safetensors", config=_GPTQ), "a quantised model", "was quantised from"),
     "awq": (_directory(config={}, quant_config={"w_bit": 4}), "a quantised model", "was quantised from"),
     "mlx": (_directory(config=_MLX), "a quantised model", "was quantised from"),
-    "sd": (_directory(model_index={"_class_name": "StableDiffusionPipeline"}), "a diffusers pipeline", "one by one"),
     "fsdp": (_directory(".metadata", "__0_0.distcp"), "a torch.distributed checkpoint", "dcp_to_torch"),
     "shards": (_directory(".metadata", "meta.pt", "a.distcp"), "a Lightning checkpoint", "consolidate_checkpoint"),
     "deepspeed": (_directory("latest", "zero_to_fp32.py"), "a DeepSpeed checkpoint", "zero_to_fp32.py"),
-    "mlflow": (_directory("MLmodel", "data/model.pt"), "an MLflow model", "data/"),
 }
 
 

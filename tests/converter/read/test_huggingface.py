@@ -17,11 +17,9 @@ from restored import assert_restored
 from safetensors.torch import load_file, save_file
 
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.runtime.loading import load, load_reference
 from converter.process.quiet import quiet
 from converter.read.huggingface.model_directory import Directory
 from converter.read.huggingface.module import load_module
-from converter.read.safetensors_file import read_file
 
 
 @pytest.fixture(scope="module")
@@ -34,29 +32,6 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(bert: Path, tmp_path: Path) -> Path:
     """Return a copy of ``bert`` that a test may damage."""
     return Path(shutil.copytree(bert, tmp_path / "copied"))
-
-
-@pytest.mark.long
-def test_a_bare_model_serves_its_hidden_states_and_every_tensor_is_restored(
-    cli: Cli, tmp_path: Path, target: Path, bert: Path
-) -> None:
-    cli("checkpoint", bert, "--out", target).published()
-    artifact = Artifact.open(target)
-    manifest = artifact.manifest
-    assert manifest.source.format == "huggingface"
-    assert [entry.kind for entry in manifest.outputs] == ["embedding", "embedding"]
-    assert manifest.outputs[0].shape == ["batch", "seq", 32]
-    assert manifest.batch_axis == 0
-    assert "random token sequences" in manifest.drift["cpu"].source
-    assert set(manifest.profiles) == {"cpu", "cpu-bf16", "cuda"}
-    ids, mask = np.array([[5, 6, 7, 0, 0]]), np.array([[1, 1, 1, 0, 0]])
-    padded = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
-    alone = {name: array[:, :3] for name, array in padded.items()}
-    for runtime in (load_reference(artifact), load(artifact, "cpu")):  # masked tokens do not change the others
-        together = runtime.run(padded)["last_hidden_state"][:, :3]
-        np.testing.assert_allclose(together, runtime.run(alone)["last_hidden_state"], atol=1e-5)
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", read_file(bert / "model.safetensors"))
 
 
 @pytest.mark.long
