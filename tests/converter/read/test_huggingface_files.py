@@ -185,7 +185,8 @@ def test_only_known_files_are_copied_and_the_others_that_may_be_needed_are_named
         (tmp_path / name).write_text(name)
     (tmp_path / "onnx").mkdir()
     found, notes = companions(tmp_path)
-    assert (found.keys(), notes) == ({*known, "config.json"}, [])
+    assert found.keys() == {*known, "config.json"}
+    assert notes == []
     assert found["vocab.txt"] == b"vocab.txt"
     for name in ("modeling_custom.py", "words.dict"):
         (tmp_path / name).write_text("")
