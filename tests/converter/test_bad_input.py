@@ -125,19 +125,6 @@ def test_a_bad_option_is_named(cli: Cli, onnx_file: Path, target: Path, flags: l
     assert not target.parent.exists()
 
 
-@pytest.mark.long
-def test_samples_that_do_not_fit_are_rejected_with_what_was_expected(
-    cli: Cli, tmp_path: Path, onnx_file: Path, target: Path
-) -> None:
-    np.savez(tmp_path / "wide.npz", x=np.zeros((1, 17), np.float32))
-    np.savez(tmp_path / "double.npz", x=np.zeros((1, 16)))
-    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 and then nothing")
-    command = ("checkpoint", onnx_file, "--out", target, "--samples")
-    cli(*command, tmp_path / "wide.npz").refused(2, "[1, 17]", "[batch,16]")
-    cli(*command, tmp_path / "double.npz").refused(2, "float64", "expected float32")
-    cli(*command, tmp_path / "broken.npz").refused(2, "cannot be read")
-
-
 def test_samples_that_are_pickles_are_not_run(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple[object, ...]:

@@ -13,7 +13,9 @@ from converting import ONNX_ONLY, Cli, process, tree
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages import errors
+from bf16kit.numerics.tensors import TensorSpec
 from converter.cli import command, exit_code
+from converter.options import Options, parse_inputs, parse_outputs, parse_target
 
 _HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "numpy", "pydantic")
 
@@ -50,6 +52,20 @@ def test_every_command_and_option_has_a_help_text() -> None:
 )
 def test_wrong_usage_exits_with_2_and_states_what_is_wrong(cli: Cli, arguments: list[str], said: str) -> None:
     cli(*arguments).refused(2, said)
+
+
+def test_inputs_and_outputs_are_parsed_from_the_last_colons() -> None:
+    assert parse_inputs(["ids:int64:batch, seq", "image:0:float32:n,3,8,8", "steps:int64:"]) == (
+        TensorSpec("ids", "int64", ("batch", "seq")),
+        TensorSpec("image:0", "float32", ("n", 3, 8, 8)),
+        TensorSpec("steps", "int64", ()),
+    )
+    assert parse_outputs(["scores:0:logits", "y:regression"]) == {"scores:0": "logits", "y": "regression"}
+
+
+def test_recorded_options_contain_no_path() -> None:
+    options = Options(source=Path("/secret/place"), target=parse_target(Path("/r/m/1")), samples="/secret/samples")
+    assert "secret" not in str(options.recorded())
 
 
 @pytest.mark.parametrize(

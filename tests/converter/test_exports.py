@@ -253,43 +253,37 @@ class TestExportBesideProfiles:
 
 class TestOptions:
     @pytest.mark.long
-    def test_a_weight_that_bf16_cannot_hold_is_rejected_by_name_or_saturated(
-        self, cli: Cli, tmp_path: Path, target: Path
+    @pytest.mark.parametrize(
+        ("value", "flag", "stored"),
+        [
+            (torch.finfo(torch.float32).max, ("--saturate",), torch.finfo(torch.bfloat16).max),
+            (1e-39, ("--subnormals", "flush"), 0),
+        ],
+    )
+    def test_a_weight_that_bf16_cannot_hold_is_saturated_or_flushed_on_request_and_restored(
+        self, cli: Cli, tmp_path: Path, target: Path, value: float, flag: tuple[str, ...], stored: float
     ) -> None:
         weight = seeded(Mlp()).state_dict()["up.weight"].clone()
-        weight[0, 0] = torch.finfo(torch.float32).max
+        weight[0, 0] = value
         source = save(tmp_path / "m.pt", Mlp(), up__weight=weight)
-        over = ("--allow-over-budget", "--budget", "relative_l2=1e9")
-        cli("checkpoint", source, "--out", target, *MLP, *SAFETENSORS).refused(3, "'up.weight'", "--saturate")
-        cli("checkpoint", source, "--out", target, *MLP, *SAFETENSORS, "--saturate", *over).published()
-        assert _exported(target)["up.weight"][0, 0] == torch.finfo(torch.bfloat16).max
-        _assert_same(_restored(cli, target), torch.load(source))
-
-    @pytest.mark.long
-    def test_subnormals_are_flushed_on_request(self, cli: Cli, tmp_path: Path, target: Path) -> None:
-        weight = seeded(Mlp()).state_dict()["up.weight"].clone()
-        weight[0, 0] = 1e-39
-        source = save(tmp_path / "m.pt", Mlp(), up__weight=weight)
-        cli("checkpoint", source, "--out", target, *MLP, *SAFETENSORS, "--subnormals", "flush").published()
-        assert _exported(target)["up.weight"][0, 0] == 0
+        command = ("checkpoint", source, "--out", target, *MLP, *SAFETENSORS)
+        if flag == ("--saturate",):
+            cli(*command).refused(3, "'up.weight'", "--saturate")
+        cli(*command, *flag, "--allow-over-budget", "--budget", "relative_l2=1e9").published()
+        assert _exported(target)["up.weight"][0, 0] == stored
         _assert_same(_restored(cli, target), torch.load(source))
 
     @pytest.mark.long
     def test_over_budget_nothing_is_published_unless_weights_are_kept_in_fp32(
         self, cli: Cli, mlp_file: Path, target: Path
     ) -> None:
-        tight = ("--budget", "relative_l2=1e-4")
-        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, *tight).refused(
-            1, "export safetensors", "--keep-fp32"
-        )
+        """An export is not dropped with ``--drop-failing-profiles``."""
+        tight = ("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, "--budget", "relative_l2=1e-4")
+        cli(*tight).refused(1, "export safetensors", "--keep-fp32")
+        cli(*tight, "--format", "torchscript", "--drop-failing-profiles").refused(1, "export safetensors")
         assert not target.exists()
-        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, *tight, "--keep-fp32", "weight").published()
+        cli(*tight, "--keep-fp32", "weight").published()
         _assert_same(_exported(target), torch.load(mlp_file))
-
-    @pytest.mark.long
-    def test_an_export_over_budget_is_not_dropped(self, cli: Cli, mlp_file: Path, target: Path) -> None:
-        both = ("--format", "torchscript", *SAFETENSORS, "--drop-failing-profiles", "--budget", "relative_l2=1e-4")
-        cli("checkpoint", mlp_file, "--out", target, *MLP, *both).refused(1, "export safetensors")
 
     @pytest.mark.parametrize(
         ("given", "said"),

@@ -5,14 +5,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from peaks import measured_alone
 
 import graphs
-from converter.graph.equality import fingerprint, same_bits
 from converter.rewrite.matching import Match, match
 
 
@@ -40,31 +36,6 @@ def test_an_initializer_does_not_take_the_name_of_an_activation() -> None:
     graph = _graph()
     found = match(graph, {"y": graphs.values(16, 32)})
     assert found == {"y": Match("y_1")}
-
-
-@given(
-    hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=5), elements=st.floats(width=32, allow_nan=True)),
-    st.data(),
-)
-def test_tensors_are_compared_bit_for_bit(array: NDArray[Any], data: st.DataObject) -> None:
-    other = array.copy()
-    assert same_bits(array, other)
-    assert fingerprint(array) == fingerprint(other)
-    index = tuple(data.draw(st.integers(0, size - 1)) for size in array.shape)
-    other.view(np.uint32)[index] ^= 1
-    assert not same_bits(array, other)
-
-
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_layout_in_memory_does_not_matter(order: Any) -> None:
-    array = graphs.values(300, 70)
-    array[0, :2] = np.nan, 0
-    other = np.array(array, order=order)
-    assert fingerprint(array) == fingerprint(other)
-    assert same_bits(array, other)
-    assert same_bits(array.T, np.ascontiguousarray(other.T))
-    other[0, 1] = -0.0
-    assert not same_bits(array, other)
 
 
 PREPARE = """

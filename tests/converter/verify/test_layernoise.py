@@ -8,26 +8,15 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from onnx import ModelProto, NodeProto, helper, shape_inference
+from onnx import ModelProto, shape_inference
 
 import graphs
 from bf16kit.numerics.rounding import to_bf16, to_fp32
-from converter.verify.layernoise import ROUNDING, Graph, Power, Rounded, compare, depth, predicted
+from converter.verify.layernoise import ROUNDING, Graph, Power, Rounded, compare, predicted
 
 
 def model_of(proto: ModelProto) -> ir.Model:
     return ir.serde.deserialize_model(shape_inference.infer_shapes(proto))
-
-
-def noise(model: ModelProto, rounded: Rounded, **means: float) -> dict[str | None, float]:
-    found = predicted(model_of(model).graph, rounded, lambda value: means.get(value.name or "", math.nan))
-    return {value.name: ratio / ROUNDING for value, ratio in found.items()}
-
-
-def two_inputs(node: NodeProto) -> ModelProto:
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("MatMul", ["a", "w"], ["b"]), node]
-    edges = [graphs.edge("x", ["n", 4])], [graphs.edge("y", ["n", 4])]
-    return graphs.model(nodes, *edges, [graphs.initializer("w", graphs.values(4, 4))])
 
 
 @pytest.mark.parametrize("spread", ["normal", "lognormal", "uniform"])
@@ -38,47 +27,32 @@ def test_the_noise_of_rounding_is_the_derived_constant(spread: str) -> None:
     assert abs(10 * math.log10(added / ROUNDING)) < 1
 
 
-def test_noise_of_products_adds_up_and_activations_pass_it_on() -> None:
-    found = noise(graphs.mlp((16, 32, 16)), Rounded(frozenset({"w0", "w1"}), frozenset()), m0=9, b0=0, m1=9, b1=0)
-    assert [found[name] for name in ("m0", "a0", "h0", "m1", "y")] == pytest.approx([1, 1, 1, 2, 2])
+WEIGHT = Rounded(frozenset({"w"}), frozenset())
+READING = Rounded(frozenset({"w"}), frozenset(), frozenset({"first", "second"}))
+SCORES = Rounded(frozenset(), frozenset(), frozenset({"scores"}))
+NODES = Rounded(frozenset({"w"}), frozenset({"first", "relu"}))
 
 
 @pytest.mark.parametrize(
-    ("op", "read", "means", "expected"),
+    ("last", "rounded", "means", "expected"),
     [
-        ("Add", "ab", {"a": 3, "b": 1}, 1.25),  # terms weigh by their power
-        ("Sub", "ab", {"a": 1, "b": 1}, 1.5),  # a difference is not expected to cancel
-        ("Mul", "aa", {}, 4),  # a square doubles the error
+        ("y = Relu (b)", WEIGHT, {}, {"a": 1, "b": 2, "y": 2}),  # that of products adds up, activations pass it on
+        ("y = Add (a, b)", WEIGHT, {"a": 3, "b": 1}, {"y": 1.25}),  # terms weigh by their power
+        ("y = Sub (a, b)", WEIGHT, {"a": 1, "b": 1}, {"y": 1.5}),  # a difference is not expected to cancel
+        ("y = Mul (a, a)", WEIGHT, {}, {"y": 4}),  # a square doubles the error
+        ("y = Relu (b)", READING, {}, {"a": 2, "b": 4}),  # activations are rounded once, results are not
+        ("[scores] y = MatMul (a, b)", SCORES, {}, {"y": 2}),  # both computed matrices are rounded
+        ("[relu] y = Relu (a)", NODES, {}, {"a": 3, "y": 3}),  # a bf16 node rounds input and result; Relu adds none
     ],
 )
-def test_noise_propagates_by_power(op: str, read: str, means: dict[str, float], expected: float) -> None:
-    model = two_inputs(helper.make_node(op, [*read], ["y"]))
-    assert noise(model, Rounded(frozenset({"w"}), frozenset()), **means)["y"] == pytest.approx(expected)
-
-
-def test_a_product_that_rounds_its_activations_adds_that_noise_once() -> None:
-    """Its result is not rounded. The next product rounds its input all the same; no weight is rounded twice."""
-    reading = frozenset({"matmul0", "matmul1"})
-    found = noise(graphs.mlp((16, 32, 16)), Rounded(frozenset({"w0", "w1"}), frozenset(), reading), m0=9, m1=9)
-    assert [found[name] for name in ("m0", "m1")] == pytest.approx([2, 4])
-
-
-def test_a_product_of_two_computed_matrices_adds_the_noise_of_rounding_both() -> None:
-    model = two_inputs(helper.make_node("MatMul", ["a", "b"], ["y"], name="scores"))
-    assert noise(model, Rounded(frozenset(), frozenset(), frozenset({"scores"})))["y"] == pytest.approx(2)
-
-
-def test_a_bf16_node_rounds_its_input_and_its_result() -> None:
-    """x is rounded, the weight is bf16, and the result is rounded: three times the noise. Relu adds none."""
-    model = two_inputs(helper.make_node("Relu", ["a"], ["y"], name="relu"))
-    model.graph.node[0].name = "product"
-    found = noise(model, Rounded(frozenset({"w"}), frozenset({"product", "relu"})))
-    assert [found["a"], found["y"]] == pytest.approx([3, 3])
-
-
-def test_depth_counts_the_products_on_the_longest_path() -> None:
-    found = depth(model_of(two_inputs(helper.make_node("Add", ["a", "b"], ["y"]))).graph)
-    assert {value.name: products for value, products in found.items()} == {"a": 1, "b": 2, "y": 2}
+def test_the_predicted_noise_in_units_of_one_rounding(
+    last: str, rounded: Rounded, means: dict[str, float], expected: dict[str, float]
+) -> None:
+    text = f"(float[n, 4] x) => (float[n, 4] y) {{ [first] a = MatMul (x, w) [second] b = MatMul (a, w) {last} }}"
+    graph = model_of(graphs.parsed(text, w=graphs.values(4, 4))).graph
+    found = predicted(graph, rounded, lambda value: means.get(value.name or "", math.nan))
+    ratios = {value.name: ratio / ROUNDING for value, ratio in found.items()}
+    assert {name: ratios[name] for name in expected} == pytest.approx(expected)
 
 
 def scaled(model: ModelProto, weight: str, factor: float) -> ModelProto:
