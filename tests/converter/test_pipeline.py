@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 import torch
-from architectures import Mlp, Tied, save, seeded
+from architectures import Mlp, seeded
 from converting import MLP, ONNX_ONLY, Cli, tree
 from restored import assert_restored
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.runtime.loading import load, load_reference
+from bf16kit.runtime.loading import load_reference
 from converter.convert import convert
 from converter.options import Options, parse_target
 
@@ -99,56 +98,6 @@ def test_no_published_file_contains_a_path_of_this_machine(mlp: Artifact, mlp_fi
     for name in tree(mlp.path):
         data = (mlp.path / name).read_bytes()
         assert not [place for place in places if place.encode() in data], name
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "build", [graphs.embedding, partial(graphs.conv_bn, channels=16), graphs.if_branches, graphs.loop]
-)
-def test_weights_of_onnx_files_are_restored_bit_for_bit_wherever_they_were(
-    cli: Cli, tmp_path: Path, target: Path, build: object
-) -> None:
-    """They were in initializers, Constant nodes or bodies of If and Loop, or a BatchNorm was folded into them."""
-    source, out = tmp_path / "m.onnx", tmp_path / "fp32.safetensors"
-    model: onnx.ModelProto = build()  # type: ignore[operator]
-    onnx.save(model, source)
-    cli("checkpoint", source, "--out", target, *ONNX_ONLY, "--allow-over-budget").published()
-    cli("restore", target, "--out", out).published()
-    weights = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.data_type == 1}
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            weights |= {t.name: onnx.numpy_helper.to_array(t) for t in attribute.g.initializer}
-            weights |= {
-                n.output[0]: onnx.numpy_helper.to_array(n.attribute[0].t)
-                for n in attribute.g.node
-                if n.op_type == "Constant"
-            }
-    assert_restored(out, weights)
-
-
-@pytest.mark.long
-def test_a_tied_table_is_stored_once_in_panels_restored_twice_and_gives_the_outputs_of_the_source(
-    cli: Cli, tmp_path: Path, target: Path
-) -> None:
-    flags = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq", *ONNX_ONLY)
-    cli("checkpoint", save(tmp_path / "tied.pt", Tied()), "--out", target, *flags).published()
-    artifact, ids = Artifact.open(target), np.array([[0, 63, 5], [-1, 31, 32]])
-    assert {entry.name: entry.panels for entry in artifact.manifest.tensors}["table.weight"] == 0
-    plan = artifact.manifest.plan
-    assert [e.reason for e in plan.nodes["cpu"] if "looks rows up" in e.reason and "in panels" in e.reason]
-    module, from_the_start = seeded(Tied()), torch.from_numpy(ids % 64)
-    with torch.no_grad():
-        expected = module(from_the_start).numpy()
-        for weight in module.parameters():
-            if weight.ndim == 2:
-                weight.copy_(weight.bfloat16())
-        rounded = module(from_the_start).numpy()
-    np.testing.assert_allclose(load_reference(artifact).run({"ids": ids})["output"], expected, atol=1e-5)
-    np.testing.assert_allclose(load(artifact, "cpu").run({"ids": ids})["output"], rounded, atol=1e-5)
-    state = {name: tensor.numpy() for name, tensor in seeded(Tied()).state_dict().items()}
-    assert len(artifact.manifest.tensors) < len(state)
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", state)
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
 from converter.source import FP32_ROUNDOFF, Feeds, Oracle, Source
 from converter.verify import oracle
-from converter.verify.fp32noise import INCOMPARABLE, SAME, ULPS, Noise, measure_distance, perturb
+from converter.verify.fp32noise import ULPS, Noise, measure_distance, perturb
 from converter.verify.measure import slice_scales
 from converter.verify.oracle import FEEDS, FLOOR, OracleRun, certify, resolved, run_oracle
 
@@ -216,36 +216,36 @@ def test_a_slice_of_the_reference_that_noise_does_not_explain_is_an_error() -> N
 # --- the distance between outputs that should differ only by fp32 noise ----------------------------------------------
 
 X = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
+WORDS = np.array([b"a", b"b"], object)
 
 
-def test_the_difference_is_relative_to_the_larger_norm() -> None:
-    found = measure_distance(X, 2 * X)
-    assert found.relative_l2 == pytest.approx(0.5)
-    assert found.max_abs == pytest.approx(float(np.abs(X).max()))
-    assert measure_distance(np.zeros(3), np.array([0, 1e-9, 0])).relative_l2 == 1
-    assert measure_distance(X, X.copy()) == SAME
-    assert measure_distance(X.astype(np.float16), X).relative_l2 < 1e-3
-    assert measure_distance(X, X[:2]) == INCOMPARABLE
-    words = np.array([b"a", b"b"], object)
-    assert [measure_distance(words, other) for other in (words.copy(), words[::-1])] == [SAME, INCOMPARABLE]
+def _masked(array: NDArray[Any], fill: float) -> NDArray[Any]:
+    return np.where(np.arange(100) % 2, array, np.float32(fill))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_must_be_the_same_in_both_outputs(value: float) -> None:
-    other = X.copy()
-    other[1, 2] = value
-    assert measure_distance(X, other) == INCOMPARABLE
-    assert measure_distance(other, X) == INCOMPARABLE
-    assert measure_distance(other, other.copy()) == SAME
+def _with(value: float) -> NDArray[Any]:
+    return np.where(np.arange(400).reshape(4, 100) == 102, np.float32(value), X)
 
 
-def test_masked_logits_do_not_hide_differences_of_the_others() -> None:
-    masked = np.where(np.arange(100) % 2, X, np.float32(-1e9))
-    wrong = np.where(np.arange(100) % 2, X * np.float32(1.01), np.float32(-1e9))
-    assert measure_distance(masked, wrong).relative_l2 == pytest.approx(0.01, rel=0.02)
-    clamped = np.where(masked < -1e8, np.float32(-3.3895314e38), masked)
-    lowest = np.where(masked < -1e8, np.float32(-3.4028235e38), masked)
-    assert measure_distance(lowest, clamped) == SAME
+@pytest.mark.parametrize(
+    ("own", "other", "relative_l2"),
+    [
+        (X, X.copy(), 0),
+        (X, 2 * X, 0.5),  # relative to the larger norm
+        (np.zeros(3), np.array([0, 1e-9, 0]), 1),
+        (X.astype(np.float16), X, 2e-4),
+        (X, X[:2], math.inf),
+        (WORDS, WORDS.copy(), 0),
+        (WORDS, WORDS[::-1], math.inf),
+        *((X, _with(value), math.inf) for value in (math.nan, math.inf, -math.inf)),
+        *((_with(value), X, math.inf) for value in (math.nan, math.inf, -math.inf)),
+        *((_with(value), _with(value), 0) for value in (math.nan, math.inf, -math.inf)),
+        (_masked(X, -1e9), _masked(1.01 * X, -1e9), 0.01),  # the mask hides no difference of the others
+        (_masked(X, -3.4028235e38), _masked(X, -3.3895314e38), 0),  # clamped to bf16's range
+    ],
+)
+def test_the_distance_between_outputs(own: NDArray[Any], other: NDArray[Any], relative_l2: float) -> None:
+    assert measure_distance(own, other).relative_l2 == pytest.approx(relative_l2, rel=0.2)
 
 
 def test_perturbing_moves_values_by_ulps_and_leaves_extreme_values_unchanged() -> None:
