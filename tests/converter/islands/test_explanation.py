@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.budget import Budget
-from bf16kit.drift.measurements import DiagnosisEntry, Layers
+from bf16kit.drift.measurements import DiagnosisEntry
 from converter.islands.explanation import search_artifact
 from converter.islands.layertrace import open_reference
 from converter.process.progress import Progress
@@ -119,18 +119,14 @@ def test_a_search_folds_batchnorm_where_the_conversion_did(cli: Cli, tmp_path: P
     assert result.entry.after < 1e-3
 
 
-def _layers(artifact: Artifact, profile: str) -> Layers | None:
-    measurements = artifact.measurements()
-    assert measurements is not None
-    return measurements.profiles[profile].layers
-
-
 def _published(cli: Cli, model: ModelProto, target: Path, *flags: str) -> DiagnosisEntry:
     """Convert ``model`` with the report, and return the diagnosis of its profile cpu, which names a layer."""
     source = target.parents[2] / "model.onnx"
     onnx.save(model, source)
     cli("checkpoint", source, "--out", target, *flags).published()
-    layers = _layers(Artifact.open(target), "cpu")
+    measured = Artifact.open(target).measurements()
+    assert measured is not None
+    layers = measured.profiles["cpu"].layers
     assert layers is not None
     assert layers.diagnosis is not None
     assert layers.diagnosis.leaves is not None
@@ -191,17 +187,3 @@ def test_no_remedy_is_searched_for_cpu_bf16(cli: Cli, target: Path) -> None:
 def test_an_artifact_without_a_reference_cannot_be_explained(cli: Cli, target: Path, onnx_file: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
     cli("explain", target).refused(2, "--no-residual and keeps no fp32 reference", "convert the checkpoint again")
-
-
-@pytest.mark.long
-def test_layers_of_an_optional_profile_are_measured_only_if_it_is_requested(
-    cli: Cli, small: Artifact, onnx_file: Path, target: Path
-) -> None:
-    told = {profile: _layers(small, profile) for profile in ("cpu", "cuda", "cpu-bf16")}
-    assert told.pop("cpu-bf16") is None
-    for layers in told.values():
-        assert layers is not None
-        assert layers.measured == len(layers.rows) > 1
-        assert all(row.sqnr_db > 45 for row in layers.rows)
-    cli("checkpoint", onnx_file, "--out", target, "--profile", "cpu-bf16", *ONNX_ONLY).published()
-    assert _layers(Artifact.open(target), "cpu-bf16") is not None
