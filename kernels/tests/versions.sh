@@ -14,7 +14,7 @@ versions=("$@")
 # The last patch of each minor release. tests/kit/runtime/test_kernel.py checks the first and the last of them.
 ((${#versions[@]})) || versions=(1.21.1 1.22.1 1.23.2 1.24.4 1.25.1 1.26.0 1.27.0 1.28.0 1.29.0 1.30.0 1.31.1)
 tests=(tests/kit/runtime/test_kernel_graphs.py tests/kit/runtime/test_kernel_refusals.py)
-tests+=(tests/kit/runtime/test_attention.py tests/kit/runtime/test_norm.py tests/converter/fuse/test_lookup.py)
+tests+=(tests/kit/runtime/test_attention.py tests/kit/runtime/test_norm.py tests/converter/fuse/test_panels.py)
 
 failed=()
 for version in "${versions[@]}"; do

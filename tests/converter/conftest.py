@@ -41,11 +41,7 @@ def _what_libraries_make_is_made_once() -> None:
 
 
 def _collect_only_what_is_new() -> None:
-    """Set all present objects aside, so that the garbage collector skips them.
-
-    A conversion and torch's exporter collect garbage many times. With the objects of torch, transformers and pytest,
-    each collection takes 0.2 s: together a third of a conversion.
-    """
+    """Set all present objects aside: the many collections of a conversion would spend a third of its time on them."""
     gc.collect()  # garbage that is frozen is never freed
     gc.freeze()
 

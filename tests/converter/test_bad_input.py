@@ -30,16 +30,6 @@ def test_weights_that_bf16_cannot_hold_are_named_and_counted(
     assert tree(tmp_path) == ["m.pt"]
 
 
-@pytest.mark.long
-def test_overflowing_weights_may_be_saturated(cli: Cli, tmp_path: Path, target: Path) -> None:
-    weight = torch.zeros(64, 16)
-    weight[0, 0] = 3.4e38
-    source = save(tmp_path / "m.pt", Mlp(), up__weight=weight)
-    flags = ("--saturate", "--allow-over-budget")
-    cli("checkpoint", source, "--out", target, *ARGUMENTS, *flags).published()
-    assert float(np.max(Artifact.open(target).tensor("up.weight").astype(np.float32))) == 3.3895313892515355e38
-
-
 def test_a_target_that_exists_is_rejected_before_anything_is_read(cli: Cli, tmp_path: Path, target: Path) -> None:
     target.mkdir(parents=True)
     cli("checkpoint", tmp_path / "absent", "--out", target).refused(2, "already exists", "--force")
@@ -123,19 +113,6 @@ def test_a_bad_option_is_named(cli: Cli, onnx_file: Path, target: Path, flags: l
     out = [] if "--out" in flags else ["--out", str(target)]
     cli("checkpoint", onnx_file, *out, *flags).refused(2, said)
     assert not target.parent.exists()
-
-
-@pytest.mark.long
-def test_samples_that_do_not_fit_are_rejected_with_what_was_expected(
-    cli: Cli, tmp_path: Path, onnx_file: Path, target: Path
-) -> None:
-    np.savez(tmp_path / "wide.npz", x=np.zeros((1, 17), np.float32))
-    np.savez(tmp_path / "double.npz", x=np.zeros((1, 16)))
-    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 and then nothing")
-    command = ("checkpoint", onnx_file, "--out", target, "--samples")
-    cli(*command, tmp_path / "wide.npz").refused(2, "[1, 17]", "[batch,16]")
-    cli(*command, tmp_path / "double.npz").refused(2, "float64", "expected float32")
-    cli(*command, tmp_path / "broken.npz").refused(2, "cannot be read")
 
 
 def test_samples_that_are_pickles_are_not_run(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:

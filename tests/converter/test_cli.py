@@ -1,19 +1,27 @@
-"""The command line itself: help, exit codes and error messages."""
+"""The command line itself: help, exit codes and error messages; and what ``doctor`` finds."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import click
 import pytest
 from converting import ONNX_ONLY, Cli, process, tree
+from savedmodels import stand_in
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages import errors
+from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.runtime.ort import kernel
 from converter.cli import command, exit_code
+from converter.commands.doctor import record
+from converter.options import Options, parse_inputs, parse_outputs, parse_target
+from converter.read import tensorflow
 
 _HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "numpy", "pydantic")
 
@@ -50,6 +58,20 @@ def test_every_command_and_option_has_a_help_text() -> None:
 )
 def test_wrong_usage_exits_with_2_and_states_what_is_wrong(cli: Cli, arguments: list[str], said: str) -> None:
     cli(*arguments).refused(2, said)
+
+
+def test_inputs_and_outputs_are_parsed_from_the_last_colons() -> None:
+    assert parse_inputs(["ids:int64:batch, seq", "image:0:float32:n,3,8,8", "steps:int64:"]) == (
+        TensorSpec("ids", "int64", ("batch", "seq")),
+        TensorSpec("image:0", "float32", ("n", 3, 8, 8)),
+        TensorSpec("steps", "int64", ()),
+    )
+    assert parse_outputs(["scores:0:logits", "y:regression"]) == {"scores:0": "logits", "y": "regression"}
+
+
+def test_recorded_options_contain_no_path() -> None:
+    options = Options(source=Path("/secret/place"), target=parse_target(Path("/r/m/1")), samples="/secret/samples")
+    assert "secret" not in str(options.recorded())
 
 
 @pytest.mark.parametrize(
@@ -140,3 +162,53 @@ def test_published_files_are_readable_by_other_users(cli: Cli, onnx_file: Path, 
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in target.iterdir()} == {0o644}
     assert target.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_missing_part_is_shown_with_the_command_that_installs_it(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = stand_in(tmp_path / "bare", "", {})
+    monkeypatch.setenv(tensorflow.VARIABLE, str(bare))
+    out = cli("doctor").published().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "TensorFlow SavedModel no: needs TensorFlow" in lines
+    assert all(f"    {command}" in out for command in tensorflow.PREPARE)
+    assert "ONNX yes" in lines
+
+
+def test_a_source_is_possible_if_its_parts_are_installed(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = stand_in(tmp_path / "python", "")
+    monkeypatch.setenv(tensorflow.VARIABLE, str(python))
+    found = json.loads(cli("doctor", "--json").published().out)
+    assert found["version"] == 1
+    installed = {part["name"]: part for part in found["installed"]}
+    assert installed["TensorFlow"] == {
+        "name": "TensorFlow",
+        "found": f"tensorflow 2.21.0, tf2onnx 1.17.0 in {python}",
+        "remedy": "",
+    }
+    assert {"name": "TensorFlow SavedModel", "possible": True, "missing": []} in found["sources"]
+    assert {"name": "onnx", "possible": True, "missing": []} in found["formats"]
+
+
+def test_doctor_succeeds_on_a_misconfigured_machine(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tensorflow.VARIABLE, "/nowhere/python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(kernel.VARIABLE, "abacus")
+    out = cli("doctor").published().out
+    assert "/nowhere/python: cannot be run as a Python" in out
+    assert "apt-get install g++" in out
+    assert f"{kernel.VARIABLE} is 'abacus'" in out
+
+
+def test_every_missing_part_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing_package(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", missing_package)
+    missing = [part for part in record()["installed"] if not part["found"]]
+    assert {"torch", "transformers", "onnxruntime"} <= {part["name"] for part in missing}
+    assert all(part["remedy"] for part in missing)

@@ -70,18 +70,22 @@ def test_code_beside_the_checkpoints_is_run_only_if_an_option_names_it(models: P
 
 
 @pytest.mark.long
-def test_an_option_for_all_models_can_be_unset_for_one(models: Path, tmp_path: Path) -> None:
+def test_options_of_one_model_override_or_unset_the_command_s(models: Path, tmp_path: Path) -> None:
     """One model brings its own architecture, so the ``--model`` of the others must not apply to it."""
     (models / "b.onnx").unlink()
-    (tmp_path / "options").mkdir()
-    given = ("--out", tmp_path / "r", *QUICK, "--model", "architectures:Mlp", "--per-model", tmp_path / "options")
-    refused = process("checkpoint", models, *given)
+    (tmp_path / "own").mkdir()
+    given = ("--out", tmp_path / "r", *QUICK, "--seed", "1", "--model", "architectures:Mlp")
+    refused = process("checkpoint", models, *given, "--per-model", tmp_path / "own")
     assert refused.code == 2
-    assert "bf16-convert: 1 checkpoint in" in refused.err
     assert "--model: an ONNX file brings its own architecture" in refused.err
-    (tmp_path / "options" / "a.yaml").write_text("model: null\nformat: null\nprofile: [cuda]\n")
-    process("checkpoint", models, *given).published()
-    assert set(Artifact.open(tmp_path / "r" / "a" / "1").manifest.profiles) == {"cuda"}
+    (tmp_path / "own" / "a.onnx.yaml").write_text(
+        "model: null\nformat: null\nprofile: [cuda]\nname: renamed\nseed: 7\nresidual: false\n"
+        "budget: {relative_l2: 0.02}\n"
+    )
+    process("checkpoint", models, *given, "--per-model", tmp_path / "own").published()
+    manifest = Artifact.open(tmp_path / "r" / "renamed" / "1").manifest
+    assert (manifest.seed, manifest.options["residual"], manifest.budget["relative_l2"]) == (7, False, 0.02)
+    assert set(manifest.profiles) == {"cuda"}
 
 
 @pytest.fixture
@@ -189,19 +193,6 @@ def test_an_options_file_beside_a_checkpoint_is_ignored_without_per_model(
     (models / "a.yaml").write_text("sed: 1")
     (models / "my model.onnx").write_bytes((models / "a.onnx").read_bytes())
     cli("checkpoint", models, "--out", tmp_path / "repo").refused(2, "'my model' is not a model name")
-
-
-@pytest.mark.long
-def test_options_of_one_model_override_the_command_s(models: Path, tmp_path: Path) -> None:
-    (models / "b.onnx").unlink()
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "a.onnx.yaml").write_text(
-        "name: renamed\nseed: 7\nresidual: false\nbudget: {relative_l2: 0.02}\n"
-    )
-    out = tmp_path / "repo"
-    process("checkpoint", models, "--out", out, *QUICK, "--seed", "1", "--per-model", tmp_path / "own").published()
-    manifest = Artifact.open(out / "renamed" / "1").manifest
-    assert (manifest.seed, manifest.options["residual"], manifest.budget["relative_l2"]) == (7, False, 0.02)
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here: tests/ray has the rest")

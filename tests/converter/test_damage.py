@@ -91,7 +91,7 @@ def _edit(artifact: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.update(schema_version=99), "99"),
+        (lambda m: m.update(schema_version=99, colour="blue"), "newer"),
         (lambda m: m.update(colour="blue"), "colour"),
         (lambda m: m.pop("tensors"), "no stored tensor 'up.weight'"),
         (lambda m: m.pop("source"), "source"),
@@ -109,17 +109,10 @@ def test_a_manifest_that_violates_the_schema_is_rejected(
         cli(*command).refused(2, said)
 
 
-def test_a_newer_schema_is_not_reported_as_damage(cli: Cli, damaged: Path) -> None:
-    _edit(damaged, lambda m: m.update(schema_version=99, colour="blue"))
-    cli("inspect", damaged).refused(2, "newer")
-
-
-@pytest.mark.parametrize(
-    ("content", "said"), [(b"", "manifest.json"), (b"\xff\xfe", "manifest.json"), (b"[]", "manifest.json")]
-)
-def test_a_file_that_is_not_a_manifest_is_rejected(cli: Cli, damaged: Path, content: bytes, said: str) -> None:
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]"])
+def test_a_file_that_is_not_a_manifest_is_rejected(cli: Cli, damaged: Path, content: bytes) -> None:
     (damaged / "manifest.json").write_bytes(content)
-    cli("verify", damaged).refused(2, said)
+    cli("verify", damaged).refused(2, "manifest.json")
 
 
 def test_directories_that_are_not_artifacts_are_rejected(cli: Cli, tmp_path: Path) -> None:

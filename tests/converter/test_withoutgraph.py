@@ -83,17 +83,6 @@ def test_the_checkpoint_is_restored_from_the_torchscript_module_and_its_residual
 
 
 @pytest.mark.long
-def test_without_a_residual_the_converter_states_that_nothing_can_be_restored(
-    cli: Cli, tmp_path: Path, target: Path
-) -> None:
-    path = save(tmp_path / "m.pt", Deciding(), X[:2])
-    said = cli("checkpoint", path, *_INPUT, "--out", target, "--no-residual").published().out
-    assert "the checkpoint cannot be restored" in " ".join(said.split())
-    assert "no weight became bf16" not in said
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").refused(2, "keeps no residual")
-
-
-@pytest.mark.long
 def test_a_fused_transformer_layer_keeps_its_batch_axis_and_stores_bf16_matrices(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -187,13 +176,3 @@ def test_a_weight_that_bf16_cannot_hold_is_named(cli: Cli, tmp_path: Path, targe
         3, "'layer.weight': 1 of 256 values overflow"
     )
     assert tree(tmp_path) == ["m.pt"]
-
-
-@pytest.mark.long
-def test_the_same_file_gives_the_same_bytes(cli: Cli, tmp_path: Path, target: Path) -> None:
-    path = save(tmp_path / "m.pt", Deciding(), X[:2])
-    written = []
-    for _ in range(2):
-        cli("checkpoint", path, *_INPUT, "--out", target, "--no-report", "--force").published()
-        written.append({file.name: file.read_bytes() for file in target.iterdir()})
-    assert written[0] == written[1]

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import tritonclient.grpc as triton
-import troubled
+from failing import cancellation
 from serverprocess import Serve, ServerProcess
 from waiting import until
 
@@ -104,7 +104,7 @@ def test_workers_give_evidence_to_a_manage_token_and_explain_names_the_layer(
 ) -> None:
     """The model itself is over its drift budget, because of cancellation."""
     repository = tmp_path / "models"
-    onnx.save(troubled.cancellation(), tmp_path / "m.onnx")
+    onnx.save(cancellation().proto, tmp_path / "m.onnx")
     options = ("--format", "onnx", "--allow-over-budget", "--no-search")
     converted = program("bf16-convert", "checkpoint", tmp_path / "m.onnx", "--out", repository / "m" / "1", *options)
     assert converted.returncode == 0, converted.stderr

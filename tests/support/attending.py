@@ -25,8 +25,7 @@ class Spelling:
     factor 1/4 is applied: ``mul`` or ``div`` (to the scores), ``q``, ``both`` (1/2 to q and 1/2 to k), ``rows`` (to q
     before it is split into heads), or ``none`` (nowhere). ``mask``: ``add``, ``add_first`` (the mask is the left
     operand), ``where``, ``where_not``, ``two`` (an Add and a Where) or ``none``. ``turn``: whether k is transposed to
-    columns in ``one`` Transpose or in ``two``. ``merged``: whether the rows of the output are in a ``batch`` or all in
-    one ``matrix``.
+    columns in ``one`` Transpose or in ``two``.
     """
 
     forms: str = "rrr"
@@ -36,7 +35,6 @@ class Spelling:
     heads: int = 4
     kv_heads: int = 4
     mask_shape: tuple[int | str, ...] = ("batch", 1, "queries", "keys")
-    merged: str = "batch"
 
 
 class _Drawing:
@@ -66,10 +64,7 @@ class _Drawing:
 
 
 def attention(spelling: Spelling, sizes: Mapping[str, int] | None = None) -> ModelProto:
-    """Return the model: q, k, v and mask → y [batch, queries, heads · WIDTH], or [rows, heads · WIDTH] for ``matrix``.
-
-    ``sizes`` fixes dimensions that are free otherwise.
-    """
+    """Return q, k, v and mask → y [batch, queries, heads · WIDTH]; ``sizes`` fixes dimensions."""
     s, sizes = spelling, sizes or {}
     drawing = _Drawing()
     q, k, v = _query(drawing, s), _key(drawing, s, sizes), _value(drawing, s, sizes)
@@ -81,12 +76,10 @@ def attention(spelling: Spelling, sizes: Mapping[str, int] | None = None) -> Mod
     scores = _masked(drawing, s, scores)
     product = drawing.add("MatMul", drawing.add("Softmax", scores, to="weights", axis=-1), v, to="summed")
     rows = drawing.add("Transpose", product, perm=[0, 2, 1, 3])
-    lead, given = ([0, 0], ["batch", "queries"]) if s.merged == "batch" else ([-1], ["rows"])
-    drawing.add("Reshape", rows, drawing.const([*lead, s.heads * WIDTH], np.int64), to="y")
+    drawing.add("Reshape", rows, drawing.const([0, 0, s.heads * WIDTH], np.int64), to="y")
     edges = [graphs.edge(name, _sized(shape, sizes), dtype) for name, (shape, dtype) in _inputs(s).items()]
-    return graphs.model(
-        drawing.nodes, edges, [graphs.edge("y", _sized([*given, s.heads * WIDTH], sizes))], drawing.tensors
-    )
+    output = graphs.edge("y", _sized(["batch", "queries", s.heads * WIDTH], sizes))
+    return graphs.model(drawing.nodes, edges, [output], drawing.tensors)
 
 
 def feeds(s: Spelling, batch: int = 2, queries: int = 5, keys: int = 7) -> dict[str, Array]:
@@ -122,8 +115,7 @@ def exact(s: Spelling, fed: Mapping[str, Array]) -> Array:
         scores = np.where(seen if s.mask != "where_not" else ~seen, scores, LOWEST)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     y = p / p.sum(-1, keepdims=True) @ v
-    y = y.transpose(0, 2, 1, 3).reshape(y.shape[0], y.shape[2], -1)
-    return np.asarray(y if s.merged == "batch" else y.reshape(-1, y.shape[-1]))
+    return np.asarray(y.transpose(0, 2, 1, 3).reshape(y.shape[0], y.shape[2], -1))
 
 
 def _inputs(s: Spelling) -> dict[str, tuple[list[int | str], int]]:

@@ -23,10 +23,6 @@ def nothing() -> list[dict[str, Any]]:
     return []
 
 
-def no_iterable() -> int:
-    return 7
-
-
 def failing() -> Iterator[dict[str, Any]]:
     yield {"x": np.zeros((1, 16), np.float32)}
     raise OSError("the disk of the user's own data set")

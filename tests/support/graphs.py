@@ -83,32 +83,22 @@ def mlp(sizes: Sequence[int] = (16, 32, 16), seed: int = 0) -> ModelProto:
 
 def embedding(rows: int = 64, width: int = 16, seed: int = 0) -> ModelProto:
     """ids int64 [batch, seq] → Gather from the fp32 ``table`` [rows, width] → y [batch, seq, width]."""
-    return model(
-        [helper.make_node("Gather", ["table", "ids"], ["y"], name="gather")],
-        [edge("ids", ["batch", "seq"], TensorProto.INT64)],
-        [edge("y", ["batch", "seq", width])],
-        [initializer("table", values(rows, width, seed=seed))],
-    )
+    text = f"(int64[batch, seq] ids) => (float[batch, seq, {width}] y) {{ [gather] y = Gather (table, ids) }}"
+    return parsed(text, table=values(rows, width, seed=seed))
 
 
 def conv_bn(channels: int = 8, seed: int = 0) -> ModelProto:
     """x [batch, 3, 8, 8] → Conv 3×3 (``kernel``) → BatchNormalization (``gamma beta mean variance``) → Relu → y."""
-    variance = np.abs(values(channels, seed=seed + 4)) + 0.5
-    return model(
-        [
-            helper.make_node("Conv", ["x", "kernel"], ["c"], name="conv", kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
-            helper.make_node("BatchNormalization", ["c", "gamma", "beta", "mean", "variance"], ["n"], name="norm"),
-            helper.make_node("Relu", ["n"], ["y"], name="relu"),
-        ],
-        [edge("x", ["batch", 3, 8, 8])],
-        [edge("y", ["batch", channels, 8, 8])],
-        [
-            initializer("kernel", values(channels, 3, 3, 3, seed=seed)),
-            initializer("gamma", values(channels, seed=seed + 1) + 1),
-            initializer("beta", values(channels, seed=seed + 2)),
-            initializer("mean", values(channels, seed=seed + 3)),
-            initializer("variance", variance),
-        ],
+    return parsed(
+        f"""(float[batch, 3, 8, 8] x) => (float[batch, {channels}, 8, 8] y) {{
+            [conv] c = Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x, kernel)
+            [norm] n = BatchNormalization (c, gamma, beta, mean, variance) [relu] y = Relu (n)
+        }}""",
+        kernel=values(channels, 3, 3, 3, seed=seed),
+        gamma=values(channels, seed=seed + 1) + 1,
+        beta=values(channels, seed=seed + 2),
+        mean=values(channels, seed=seed + 3),
+        variance=np.abs(values(channels, seed=seed + 4)) + 0.5,
     )
 
 
@@ -163,16 +153,12 @@ def loop(width: int = 16, seed: int = 0) -> ModelProto:
 
 def causal(fill: float) -> ModelProto:
     """Return a graph with a causal mask of 32 × 32 values stored as a matrix, as older exporters write it."""
-    mask = np.triu(np.full((32, 32), fill, np.float32), 1)
-    return model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["scores"]),
-            helper.make_node("Add", ["scores", "mask"], ["masked"]),
-            helper.make_node("Softmax", ["masked"], ["y"], axis=-1),
-        ],
-        [edge("x", [32, 32])],
-        [edge("y", [32, 32])],
-        [initializer("w", values(32, 32)), initializer("mask", mask)],
+    return parsed(
+        """(float[32, 32] x) => (float[32, 32] y) {
+            scores = MatMul (x, w) masked = Add (scores, mask) y = Softmax <axis = -1> (masked)
+        }""",
+        w=values(32, 32),
+        mask=np.triu(np.full((32, 32), fill, np.float32), 1),
     )
 
 

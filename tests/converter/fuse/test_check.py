@@ -18,9 +18,8 @@ from normed import Rms, feeds, residual, rms
 from onnx import ModelProto
 
 import graphs
-from bf16kit.numerics.tensors import TensorSpec
 from converter.fuse.attention import Attention, SelectionMask
-from converter.fuse.check import excess_of, faults, variants
+from converter.fuse.check import excess_of, faults
 from converter.fuse.multiply import Epilogue, epilogue
 from converter.fuse.products import Product
 from converter.plan.profiles import PROFILES
@@ -172,17 +171,3 @@ def test_infinities_must_be_equal_and_nan_is_not_judged(
     reference: Sequence[float], candidate: Sequence[float], equal: bool
 ) -> None:
     assert (excess_of(np.array(reference, np.float32), np.array(candidate, np.float32)) <= 1) == equal
-
-
-def test_samples_are_varied_in_their_masks_and_sizes() -> None:
-    inputs = [TensorSpec("ids", "int64", ("batch", "seq")), TensorSpec("mask", "int64", ("batch", "seq"))]
-    fed = {"ids": np.arange(16).reshape(2, 8), "mask": np.ones((2, 8), np.int64)}
-    made = list(variants(inputs, [fed]))
-    masks = {each["mask"].tobytes() for each in made if each["mask"].shape == (2, 8)}
-    left, right = np.ones((2, 8), np.int64), np.ones((2, 8), np.int64)
-    left[:, :4], right[:, 4:] = 0, 0
-    for wanted in (fed["mask"], left, right, np.zeros((2, 8), np.int64)):
-        assert wanted.tobytes() in masks
-    assert {each["ids"].shape for each in made} == {(2, 8), (1, 8), (2, 1), (2, 7)}
-    assert all(each["ids"].shape == each["mask"].shape for each in made)
-    assert len(masks) == 5, "one is random"

@@ -10,7 +10,6 @@ import attending
 import numpy as np
 import onnx
 import onnx.compose
-import onnx_ir as ir
 import pytest
 from attending import Spelling
 from layers import Array, ours
@@ -20,13 +19,10 @@ from onnx import ModelProto, TensorProto, helper
 
 import graphs
 from converter.convert import convert
-from converter.fuse import fuse
 from converter.fuse.functions import Fusing
 from converter.fuse.multiply import Epilogue, epilogue
 from converter.fuse.products import Product
-from converter.graph.types import InferTypes
 from converter.options import Options, parse_target
-from converter.rewrite import run
 
 
 def _two_norms_of_one_sum() -> ModelProto:
@@ -186,24 +182,3 @@ def test_a_wrong_fusion_is_undone_before_it_is_published_and_its_owner_is_told(
     bias.CopyFrom(graphs.initializer("b1", graphs.values(64) * np.float32(1e-3)))
     (note,) = _convert_without_matmul1(proto, tmp_path)
     assert "times the fp32 noise allowed" in note
-
-
-def test_profiles_with_and_without_rounding_have_the_same_fusions(tmp_path: Path) -> None:
-    """So the comparison with the unfused graph, which is made without rounding, holds for both."""
-    proto = attending.attention(Spelling())
-    made = lower(tmp_path / "m" / "1", proto, profiles=["cpu", "cpu-bf16"])
-    plain, rounding = (made.graph(profile).node for profile in ("cpu", "cpu-bf16"))
-    for node in rounding:
-        node.op_type = node.op_type.replace("Bf16", "")
-    assert [*plain] == [*rounding]
-
-
-def test_every_fusion_is_anchored_at_a_node_of_the_base_graph() -> None:
-    """Where one is refused, the name must say the same node on every copy."""
-    model = run([InferTypes()], ir.from_proto(_attention_then_rms()))
-    before = {node.name for node in model.graph}
-    _, fusions = fuse.fuse(model, {"w0"})
-    assert {fusion.anchor for fusion in fusions.made} <= before
-    assert {name for fusion in fusions.made for name in fusion.nodes} <= before
-    names = [name for fusion in fusions.made for name in fusion.nodes]
-    assert len(names) == len(set(names))

@@ -66,15 +66,6 @@ def test_joined_products_give_the_bits_of_single_ones_and_float64_s_result(
                 np.testing.assert_allclose(result[f"y{i}"], expected, rtol=1e-5, atol=4e-6)
 
 
-def test_the_node_has_the_inputs_and_attributes_that_the_kernel_reads(tmp_path: Path) -> None:
-    (node,) = ours(lower(tmp_path / "m" / "1", branches(3)))
-    assert [*node.input] == ["x", "w0", "w1", "w2", "b0", "b1", "b2"]
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    sizes = {"k": K, "n1": 64, "n2": 32, "n3": 96}
-    panels = {"panels1": [2, K, 32], "panels2": [1, K, 32], "panels3": [3, K, 32]}
-    assert attributes == sizes | panels | {"matrix1": [K, 64], "matrix2": [K, 32], "matrix3": [K, 96]}
-
-
 def test_the_joined_node_is_where_the_first_product_was(tmp_path: Path) -> None:
     """A node may read the first result before the second product is due."""
     proto = branches(3)
@@ -88,40 +79,26 @@ def test_the_joined_node_is_where_the_first_product_was(tmp_path: Path) -> None:
         np.testing.assert_allclose(given["d"], source, rtol=5e-2, atol=1e-1)
 
 
-def _activated(proto: ModelProto) -> None:
-    proto.graph.node.append(helper.make_node("Relu", ["y1"], ["r"]))
-    proto.graph.output[1].CopyFrom(graphs.edge("r"))
-
-
-def _without_a_bias(proto: ModelProto) -> None:
-    proto.graph.node[2].output[0] = "y1"
-    del proto.graph.node[3]
-
-
-def _replaced(proto: ModelProto, **shapes: tuple[int, ...]) -> None:
-    for name, shape in shapes.items():
-        (tensor,) = [each for each in proto.graph.initializer if each.name == name]
-        tensor.CopyFrom(graphs.initializer(name, graphs.values(*shape)))
-
-
-def _other_activations(proto: ModelProto) -> None:
-    proto.graph.node[2].input[0] = "n"
-    proto.graph.node.insert(2, helper.make_node("Neg", ["x"], ["n"]))
-
-
 @pytest.mark.parametrize(
-    ("change", "alone"),
+    ("second", "alone"),
     [
-        pytest.param(_activated, "MatMul_panels_bias_relu", id="an activation follows"),
-        pytest.param(_without_a_bias, "MatMul_panels", id="no bias"),
-        pytest.param(lambda p: _replaced(p, w1=(K, 50), b1=(50,)), "MatMul_panels_tail_bias", id="a narrower panel"),
-        pytest.param(_other_activations, "MatMul_panels_bias", id="it reads something else"),
+        ("[p1] m1 = MatMul (x, w1) s1 = Add (m1, b1) y1 = Relu (s1)", "MatMul_panels_bias_relu"),
+        ("[p1] y1 = MatMul (x, w1)", "MatMul_panels"),
+        ("[p1] m1 = MatMul (x, narrow) y1 = Add (m1, n)", "MatMul_panels_tail_bias"),
+        ("negative = Neg (x) [p1] m1 = MatMul (negative, w1) y1 = Add (m1, b1)", "MatMul_panels_bias"),
     ],
+    ids=["an activation follows", "no bias", "a narrower panel", "it reads something else"],
 )
-def test_a_product_that_differs_is_not_joined(change: object, alone: str, tmp_path: Path) -> None:
-    proto = branches(3)
-    assert callable(change)
-    change(proto)
+def test_a_product_that_differs_is_not_joined(second: str, alone: str, tmp_path: Path) -> None:
+    proto = graphs.parsed(
+        f"""(float[batch, seq, {K}] x) => (float[batch, seq, 64] y0, float y1, float[batch, seq, 96] y2) {{
+            [p0] m0 = MatMul (x, w0) y0 = Add (m0, b0) {second} [p2] m2 = MatMul (x, w2) y2 = Add (m2, b2)
+        }}""",
+        **{f"w{i}": graphs.values(K, COLUMNS[i], seed=i) for i in range(3)},
+        **{f"b{i}": graphs.values(COLUMNS[i], seed=10 + i) for i in range(3)},
+        narrow=graphs.values(K, 50),
+        n=graphs.values(50),
+    )
     made = lower(tmp_path / "m" / "1", proto)
     assert names(made) == [("p0", "MatMul2_panels_bias"), ("p1", alone)]
     for name, array in made.run_source(BATCH).items():

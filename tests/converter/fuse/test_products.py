@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -13,7 +12,7 @@ import onnx_ir as ir
 import pytest
 from layers import ACTIVATIONS, K, answers, batch, layer, ours
 from lowered import Array, Lowered, lower
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, helper
 
 import graphs
 from bf16kit.numerics.rounding import to_bf16, to_fp32
@@ -71,26 +70,17 @@ def test_the_graph_is_plain_onnx_of_the_model_s_own_opset(activation: str, opset
     np.testing.assert_allclose(plain, made.run_source(feeds)["y"], atol=2e-2)
 
 
-def _casts_before(graph: onnx.GraphProto) -> list[list[str]]:
-    """Return, for each product, the dtypes that the two casts right before it cast to, the nearest last."""
-    given = {name: node for node in graph.node for name in node.output}
-    found = []
-    for node in (node for node in graph.node if "MatMul" in node.op_type or "Gemm" in node.op_type):
-        last = given[node.input[0]]
-        casts = [given[last.input[0]], last]
-        assert {each.op_type for each in casts} == {"Cast"}
-        found.append([TensorProto.DataType.Name(helper.get_node_attr_value(each, "to")) for each in casts])
-    return found
-
-
 def test_no_optimisation_of_onnx_runtime_removes_the_rounding(tmp_path: Path) -> None:
-    """An optimiser that only looks at types could remove a cast to bf16 and back, after an input or a product."""
+    """An optimiser that only looks at types could remove the cast to bf16 and back before each product."""
     made = lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 64, 50)), profiles=[ROUNDING])
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     ort.InferenceSession(str(made.artifact.file(f"{ROUNDING}.onnx")), options, providers=["CPUExecutionProvider"])
-    found = _casts_before(onnx.load(tmp_path / "optimised.onnx", load_external_data=False).graph)
-    assert found == [["BFLOAT16", "FLOAT"]] * 3
+    optimised = onnx.load(tmp_path / "optimised.onnx", load_external_data=False).graph
+    casts = {node.output[0]: node for node in optimised.node if node.op_type == "Cast"}
+    read = [casts[node.input[0]] for node in optimised.node if "MatMul" in node.op_type or "Gemm" in node.op_type]
+    rounded = [helper.get_node_attr_value(casts[cast.input[0]], "to") for cast in read]
+    assert rounded == [TensorProto.BFLOAT16] * 3
 
 
 # --- what follows a product -------------------------------------------------------------------------------------------
@@ -266,60 +256,43 @@ def test_a_convolution_of_a_single_pixel_becomes_a_product(tmp_path: Path) -> No
 
 # --- what is stored in panels -----------------------------------------------------------------------------------------
 
-_LOOK_UP = helper.make_node("Gather", ["w", "ids"], ["rows"])
-_TURN = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0])
-_THEN = [helper.make_graph([_LOOK_UP], name, [], [graphs.edge("rows", ["batch", 32])]) for name in ("then", "else")]
-
-
-def _gemm(*bias: str, **attributes: Any) -> NodeProto:
-    return helper.make_node("Gemm", ["x", "w", *bias], ["y"], **attributes)
-
-
-def _read(*nodes: NodeProto) -> list[NodeProto]:
-    """Return a Gemm of w transposed, and ``nodes`` that read w too."""
-    return [_gemm(transB=1), *nodes, helper.make_node("Abs", [nodes[-1].output[0]], ["z"])]
-
-
 # Nodes that read ``w``, its shape, and the axis of its panels; None if it keeps its rows.
-STORED: dict[str, tuple[list[NodeProto], tuple[int, int], int | None]] = {
-    "Gemm": ([_gemm()], (32, 48), 1),
-    "Gemm, a row": ([_gemm("row")], (32, 48), 1),
-    "Gemm, a row, transposed": ([_gemm("row", transB=1)], (48, 32), 0),
-    "Gemm, a wide row": ([_gemm("wide")], (32, 48), None),
-    "alpha": ([_gemm(alpha=0.5)], (32, 48), None),
-    "beta": ([_gemm("row", beta=0.5)], (32, 48), None),
-    "a scalar is added": ([_gemm("scalar")], (32, 48), None),
-    "a column is added": ([_gemm("column")], (32, 48), None),
-    "two products": ([_gemm(), helper.make_node("MatMul", ["x", "w"], ["a"])], (32, 48), 1),
-    "transposed for a product": ([_TURN, helper.make_node("MatMul", ["x", "t"], ["y"])], (48, 32), 0),
-    "looked up": ([_LOOK_UP, _TURN, helper.make_node("MatMul", ["x", "t"], ["y"])], (48, 32), 0),
-    "looked up, axis -2": (_read(helper.make_node("Gather", ["w", "ids"], ["rows"], axis=-2)), (48, 32), 0),
-    "columns looked up": (_read(helper.make_node("Gather", ["w", "ids"], ["rows"], axis=1)), (48, 32), None),
-    "GatherND": (_read(helper.make_node("GatherND", ["w", "ids"], ["rows"])), (48, 32), None),
-    "Neg": (_read(helper.make_node("Neg", ["w"], ["rows"])), (48, 32), None),
-    "Transpose": (_read(helper.make_node("Transpose", ["w"], ["rows"])), (48, 32), None),
-    "a body looks it up": (
-        _read(
-            helper.make_node("Cast", ["ids"], ["flags"], to=TensorProto.BOOL),
-            helper.make_node("ReduceMax", ["flags"], ["flag"], keepdims=0),
-            helper.make_node("If", ["flag"], ["found"], then_branch=_THEN[0], else_branch=_THEN[1]),
-        ),
-        (48, 32),
-        None,
-    ),
+_GEMM = "y = Gemm <transB = 1> (x, w)"
+_BODIES = """flags = Cast <to = 9> (ids) flag = ReduceMax <keepdims = 0> (flags) z = If (flag) <
+    then_branch = then_graph () => (float[batch, 32] t) { t = Gather (w, ids) },
+    else_branch = other_graph () => (float[batch, 32] o) { o = Gather (w, ids) }
+>"""
+STORED: dict[str, tuple[str, tuple[int, int], int | None]] = {
+    "Gemm": ("y = Gemm (x, w)", (32, 48), 1),
+    "Gemm, a row": ("y = Gemm (x, w, row)", (32, 48), 1),
+    "Gemm, a row, transposed": ("y = Gemm <transB = 1> (x, w, row)", (48, 32), 0),
+    "Gemm, a wide row": ("y = Gemm (x, w, wide)", (32, 48), None),
+    "alpha": ("y = Gemm <alpha = 0.5> (x, w)", (32, 48), None),
+    "beta": ("y = Gemm <beta = 0.5> (x, w, row)", (32, 48), None),
+    "a scalar is added": ("y = Gemm (x, w, scalar)", (32, 48), None),
+    "a column is added": ("y = Gemm (x, w, column)", (32, 48), None),
+    "two products": ("y = Gemm (x, w) a = MatMul (x, w)", (32, 48), 1),
+    "transposed for a product": ("t = Transpose <perm = [1, 0]> (w) y = MatMul (x, t)", (48, 32), 0),
+    "looked up": ("r = Gather (w, ids) t = Transpose <perm = [1, 0]> (w) y = MatMul (x, t)", (48, 32), 0),
+    "looked up, axis -2": (f"{_GEMM} z = Gather <axis = -2> (w, ids)", (48, 32), 0),
+    "columns looked up": (f"{_GEMM} z = Gather <axis = 1> (w, ids)", (48, 32), None),
+    "GatherND": (f"{_GEMM} z = GatherND (w, ids)", (48, 32), None),
+    "Neg": (f"{_GEMM} z = Neg (w)", (48, 32), None),
+    "Transpose": (f"{_GEMM} t = Transpose (w) z = Abs (t)", (48, 32), None),
+    "a body looks it up": (f"{_GEMM} {_BODIES}", (48, 32), None),
 }
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_a_weight_is_stored_in_panels_if_only_the_kernel_reads_it(name: str) -> None:
     nodes, shape, axis = STORED[name]
-    weights = {"w": graphs.values(*shape), "row": graphs.values(48), "wide": graphs.values(1, 48)}
-    weights |= {"scalar": np.array(0.5, np.float32), "column": graphs.values(7, 1)}
-    proto = graphs.model(
-        nodes,
-        [graphs.edge("x", ["batch", 32]), graphs.edge("ids", ["batch"], TensorProto.INT64)],
-        [graphs.edge("y")],
-        [graphs.initializer(weight, array) for weight, array in weights.items()],
+    proto = graphs.parsed(
+        f"(float[batch, 32] x, int64[batch] ids) => (float[batch, 48] y) {{ {nodes} }}",
+        w=graphs.values(*shape),
+        row=graphs.values(48),
+        wide=graphs.values(1, 48),
+        scalar=np.array(0.5, np.float32),
+        column=graphs.values(7, 1),
     )
     model = run([InferTypes()], ir.from_proto(proto))
     assert panelled_weights(model.graph, {"w"}) == ({} if axis is None else {"w": axis})

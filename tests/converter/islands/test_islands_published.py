@@ -18,7 +18,6 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.drift.metrics import Budget
 from converter.islands import search as of_the_search
-from converter.islands.candidates import rank
 
 _Build = Callable[[], Failing]
 
@@ -79,17 +78,6 @@ def test_the_terminal_the_plan_and_the_report_name_the_islands_and_their_worth(
 
 
 @pytest.mark.long
-def test_the_report_says_if_a_search_ran_out_of_time(
-    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The measurements do not record it."""
-    monkeypatch.setattr(of_the_search, "rank", lambda *given: (rank(*given)[0], False))
-    said = cli(*_command(offset(), tmp_path, target, ())).published().out
-    assert "some may be unnecessary" in " ".join(said.split())
-    assert "some may be unnecessary" in (target / "report.html").read_text("utf-8")
-
-
-@pytest.mark.long
 def test_a_profile_that_the_search_cannot_mend_is_rejected_with_the_reason(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
@@ -106,8 +94,7 @@ def test_a_profile_that_the_search_cannot_mend_is_rejected_with_the_reason(
 def test_torchscript_over_budget_does_not_stop_the_search_for_other_profiles(
     cli: Cli, mlp_file: Path, target: Path
 ) -> None:
-    """torch.autocast decides the islands of TorchScript, and no search can change them. The error names the
-    options."""
+    """torch.autocast decides the islands of TorchScript, and no search can change them."""
     command = ("checkpoint", mlp_file, "--out", target, *MLP, "--no-report", "--budget", "relative_l2=1e-4")
     asked = (*command, "--format", "onnx", "--format", "torchscript")
     refused = cli(*asked).refused(1, "profile torchscript", "nothing published", "The search cannot mend TorchScript")

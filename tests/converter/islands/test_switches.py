@@ -18,7 +18,6 @@ import pytest
 from converting import ONNX_ONLY, Cli
 from lowered import Lowered, lower, specs
 from onnx import shape_inference
-from textdetector import pictures, text_detector
 
 import graphs
 from bf16kit.drift.budget import Budget
@@ -98,8 +97,41 @@ def test_a_sequence_of_tensors_has_no_switch() -> None:
     np.testing.assert_allclose(run(model, Bf16(), every), (X @ W0)[:, :1] ** 2, rtol=1e-5, atol=1e-6)
 
 
-FEEDS = pictures()
+FEEDS = [{"x": graphs.values(1, 3, 32, 32, seed=seed)} for seed in range(4)]
 NOISE = -16.0  # there, ONNX Runtime's Sigmoid resolves only a few bits
+
+
+def text_detector(logit: float = 0.0) -> onnx.ModelProto:
+    """Return x [batch, 3, 32, 32] → a map of text y in (0, 1), with the operators of an OCR detector.
+
+    ``logit`` is added before the sigmoid.
+    """
+    kernels = {"stem": (16, 3, 3, 3), "depthwise": (16, 1, 3, 3), "squeeze": (8, 16, 1, 1), "excite": (16, 8, 1, 1)}
+    kernels |= {"wider": (16, 16, 1, 1), "up": (32, 1, 2, 2)}
+    weights = {name: graphs.values(*shape, seed=seed) for seed, (name, shape) in enumerate(kernels.items())}
+    return graphs.parsed(
+        """(float[batch, 3, 32, 32] x) => (float[batch, 1, 32, 32] y) {
+            [stem] a = Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1], strides = [2, 2]> (x, stem)
+            [norm] n = BatchNormalization (a, gamma, beta, mean, variance)
+            [plus] p = Add (n, three) [gate] g = Clip (p, zero, six) [times] t = Mul (n, g) [swish] h = Div (t, six)
+            [small] s = Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1], strides = [2, 2], group = 16> (h, depthwise)
+            [pool] q = GlobalAveragePool (s) [squeeze] r = Conv (q, squeeze) [relu] u = Relu (r)
+            [excite] e = Conv (u, excite) [hard] v = HardSigmoid (e) [scaled] w = Mul (s, v) [wider] c = Conv (w, wider)
+            [resize] l = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric"> (c, , scales)
+            [both] b = Concat <axis = 1> (h, l) [up] o = ConvTranspose <kernel_shape = [2, 2], strides = [2, 2]> (b, up)
+            [logit] z = Add (o, logit) [map] y = Sigmoid (z)
+        }""",
+        **weights,
+        gamma=graphs.values(16, seed=10),
+        beta=graphs.values(16, seed=11),
+        mean=graphs.values(16, seed=12),
+        variance=np.abs(graphs.values(16, seed=13)) + np.float32(0.5),
+        scales=np.array([1, 1, 2, 2], np.float32),
+        zero=np.array(0, np.float32),
+        three=np.array(3, np.float32),
+        six=np.array(6, np.float32),
+        logit=np.array(logit, np.float32),
+    )
 
 
 class Simulated:

@@ -15,7 +15,7 @@ from bf16kit.numerics.rounding import LOWEST
 _LOWEST = np.finfo(np.float32).min
 
 
-def _masked_softmax(mask: float, bias: bool = False) -> ModelProto:
+def _masked_softmax(mask: float) -> ModelProto:
     """Return softmax(x·w + (keep ? 0 : mask)). In a row that keeps nothing, −inf everywhere would give NaN."""
     return graphs.parsed(
         """(float[batch, 16] x, bool[batch, 16] keep) => (float[batch, 16] y) {

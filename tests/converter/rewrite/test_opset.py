@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from lowered import lower, relative_l2
-from onnx import GraphProto, ModelProto, helper
+from onnx import ModelProto, helper
 
 import graphs
 from bf16kit.messages.errors import ConversionError
@@ -72,21 +72,17 @@ def test_a_model_that_gains_nothing_keeps_its_opset(tmp_path: Path) -> None:
 
 def test_bodies_are_converted_with_their_model(tmp_path: Path) -> None:
     """The axes of Squeeze are attributes at opset 11 and inputs at 22, also inside an If."""
-
-    def branch(name: str, seed: int) -> GraphProto:
-        nodes = [
-            helper.make_node("MatMul", ["x", "weight"], ["m"]),
-            helper.make_node("Unsqueeze", ["m"], ["u"], axes=[0]),
-            helper.make_node("Squeeze", ["u"], [name], axes=[0]),
-        ]
-        weight = graphs.initializer("weight", graphs.values(16, 16, seed=seed))
-        return helper.make_graph(nodes, f"{name}_graph", [], [graphs.edge(name, ["batch", 16])], [weight])
-
-    choice = helper.make_node("If", ["flag"], ["y"], then_branch=branch("a", 1), else_branch=branch("b", 2))
-    proto = graphs.model(
-        [choice],
-        [graphs.edge("x", ["batch", 16]), graphs.edge("flag", [], onnx.TensorProto.BOOL)],
-        [graphs.edge("y", ["batch", 16])],
+    proto = graphs.parsed(
+        """(float[batch, 16] x, bool flag) => (float[batch, 16] y) {
+            y = If (flag) <
+                then_branch = then_graph () => (float[batch, 16] t) {
+                    m = MatMul (x, w) u = Unsqueeze <axes = [0]> (m) t = Squeeze <axes = [0]> (u)
+                },
+                else_branch = other_graph () => (float[batch, 16] o) { o = MatMul (x, v) }
+            >
+        }""",
+        w=graphs.values(16, 16, seed=1),
+        v=graphs.values(16, 16, seed=2),
     )
     made = lower(tmp_path / "m" / "1", _at(proto, 11, 6))
     for flag in (True, False):

@@ -17,14 +17,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from lowered import lower
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch.nn import functional
 
-import graphs
 from bf16kit.runtime.ort.session import open_session
-from converter.fuse.fuse import PUT_TOGETHER
 from converter.graph.cuda_kernels import PLANNED
 from converter.graph.operators import EXACT
 from converter.verify import running
@@ -205,15 +202,3 @@ def test_an_operator_that_is_not_rounded_is_found(
     case = CASES[domain, op]
     monkeypatch.setattr(running, "EXACT", EXACT | {op})
     assert _fault(_emulated(tmp_path, domain, op, case), case) is not None
-
-
-def test_the_emulation_computes_nothing_in_bf16(tmp_path: Path) -> None:
-    made = lower(tmp_path / "m" / "1", graphs.mlp((32, 32, 32)))
-    graph = onnx.load_from_string(running.emulation(made.artifact.file("cuda.onnx"))).graph
-    computing = [node for node in graph.node if node.op_type not in PUT_TOGETHER]
-    assert {node.op_type for node in computing} == {"Cast", "MatMul", "Add", "Relu"}
-    bf16 = {v.name for v in graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16}
-    bf16 |= {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.BFLOAT16}
-    for node in computing:
-        if node.op_type != "Cast":
-            assert not bf16 & {*node.input, *node.output}

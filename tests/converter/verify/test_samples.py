@@ -47,7 +47,6 @@ def test_a_file_is_one_feed_a_directory_many_and_a_function_yields_them(tmp_path
         ("feeders:absent", "module feeders has no absent"),
         ("no_such_module:f", "cannot import no_such_module"),
         ("feeders:nothing", "the function yielded nothing"),
-        ("feeders:no_iterable", "the function failed: TypeError: 'int' object is not iterable"),
         ("feeders:failing", "the function failed: OSError: the disk of the user's own data set"),
         ("feeders:arrays", "sample 0 is ndarray, expected a dict of an array per input"),
         ("feeders:doubles", "sample 0: input 'x' has dtype float64, expected float32"),
