@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from service.config.periodic import PeriodicThread
-from service.drift.shadow import lower_priority
+from service.drift.sampler import lower_priority
 from service.models.generation import Generation
 
 _CHECK_SECONDS = 1.0  # how often the schedule is checked

@@ -35,7 +35,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import Array
 from bf16kit.runtime.loading import load_reference
 from bf16kit.runtime.ort import kernel
-from service.drift.shadow import QUEUE_SIZE
+from service.drift.sampler import QUEUE_SIZE
 
 pytestmark = [
     pytest.mark.skipif(

@@ -10,11 +10,10 @@ import numpy as np
 from traffic import Arrival, Clock, arrivals
 
 from bf16kit.drift.metrics import Budget, SampleDrift
-from service.drift.driftpolicy import ShadowPolicy
+from service.drift.contract import ShadowPolicy
 from service.drift.estimates import Estimate, estimates
-from service.drift.forwarder import SampleForwarder
 from service.drift.recent import RecentRows
-from service.drift.sampler import OnOutcome, Outcome, Sample
+from service.drift.sampler import OnOutcome, Outcome, Sample, SampleForwarder
 from service.request import Reply, Request
 
 HEALTHY = 3.7e-3  # relative_l2, a quarter of the budget

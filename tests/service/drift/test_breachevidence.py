@@ -14,8 +14,8 @@ from bf16kit.messages.errors import NotFound
 from bf16kit.numerics.tensors import Array, TensorSpec
 from service.drift import breachevidence
 from service.drift.breachevidence import EvidenceRecorder
+from service.drift.contract import Cause, DriftVerdict, State
 from service.drift.sampler import Sample
-from service.drift.verdict import Cause, DriftVerdict, State
 from service.peers.channel import from_json
 
 Y, Z = TensorSpec("y", "float32", ("batch", 8)), TensorSpec("z", "float32", ("batch", 4), "logits")

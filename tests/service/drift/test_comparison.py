@@ -14,12 +14,11 @@ from bf16kit.drift.metrics import Budget
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.numerics.tensors import TensorSpec
 from service.contract import Array
-from service.drift.calibration import Calibration
 from service.drift.comparison import Comparison
-from service.drift.detector import LEARNING_ROWS
+from service.drift.contract import DriftVerdict
+from service.drift.detector import LEARNING_ROWS, Calibration
 from service.drift.recent import REQUESTS
 from service.drift.sampler import Sample
-from service.drift.verdict import DriftVerdict
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"), TensorSpec("z", "float32", ("batch", 2), "logits"))
 ONES = np.ones((1, 2), np.float32)

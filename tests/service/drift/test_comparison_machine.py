@@ -29,10 +29,10 @@ from machinesettings import machine_settings
 from bf16kit.drift.measurements import InputRange
 from bf16kit.drift.metrics import Budget
 from bf16kit.numerics.tensors import TensorSpec
-from service.drift.calibration import Calibration
 from service.drift.comparison import Comparison
+from service.drift.contract import DriftVerdict
+from service.drift.detector import Calibration
 from service.drift.sampler import Sample
-from service.drift.verdict import DriftVerdict
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"), TensorSpec("z", "float32", ("batch", 2), "logits"))
 RANGES = {"x": InputRange(low=-1.0, high=1.0)}

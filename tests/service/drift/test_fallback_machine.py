@@ -35,10 +35,9 @@ from machinesettings import machine_settings
 
 from bf16kit.drift.metrics import Breach, Budget
 from bf16kit.messages.errors import ArtifactError
-from service.drift.driftpolicy import FallbackPolicy
+from service.drift.contract import DriftVerdict, FallbackPolicy
 from service.drift.fallbackcontroller import ActivePlan, FallbackController, PrecisionOrder
 from service.drift.gate import breach_verdict
-from service.drift.verdict import DriftVerdict
 from service.request import Precision
 
 DAY, MINUTE, START = 86_400.0, 60.0, 1_000.0

@@ -15,12 +15,11 @@ import pytest
 from bf16kit.drift.metrics import Budget, SampleDrift
 from bf16kit.messages.errors import ArtifactError, RuntimeFailure
 from service.drift import fallbackcontroller
-from service.drift.driftpolicy import FallbackPolicy
+from service.drift.contract import DriftVerdict, FallbackPolicy, State
 from service.drift.estimates import estimates
 from service.drift.fallbackcontroller import ActivePlan, Fallback, FallbackController, PrecisionOrder, describe
 from service.drift.gate import breach_verdict
 from service.drift.recent import RecentRows
-from service.drift.verdict import DriftVerdict, State
 from service.request import Precision
 
 WITHIN = DriftVerdict("m", 1, "within", "none", "y", "relative_l2", 0.5, 0.4, 0.6, 300.0, 400, False, 100.0, "plan")

@@ -11,7 +11,7 @@ import pytest
 from samplings import FAULTS, burst_weight, unbiased, until_over
 from traffic import Clock, arrivals
 
-from service.drift.driftpolicy import ShadowPolicy
+from service.drift.contract import ShadowPolicy
 from service.drift.sampler import BURST_S, FLOOR, Sampler, TokenBucket, copies, size_of
 
 DEFAULTS = ShadowPolicy()

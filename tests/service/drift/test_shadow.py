@@ -17,9 +17,9 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array
 from service.drift.breachevidence import EvidenceRecorder
 from service.drift.comparison import Comparison, Drifts
-from service.drift.sampler import Sample
-from service.drift.shadow import MAX_BYTES, NICENESS, QUEUE_SIZE, Measuring, Shadow
-from service.drift.verdict import DriftVerdict
+from service.drift.contract import DriftVerdict
+from service.drift.sampler import MAX_BYTES, NICENESS, QUEUE_SIZE, Sample
+from service.drift.shadow import Measuring, Shadow
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
 
@@ -141,6 +141,8 @@ def test_a_full_queue_drops_and_counts_and_never_blocks(rig: Rig) -> None:
     assert rig.outcomes == {"dropped": 3}
     rig.reference.gate.set()
     until(lambda: rig.outcomes["measured"] == QUEUE_SIZE)
+    rig.put()
+    until(lambda: rig.outcomes == {"dropped": 3, "measured": QUEUE_SIZE + 1})
 
 
 def test_samples_that_wait_are_bounded_by_their_bytes(rig: Rig) -> None:
@@ -195,7 +197,7 @@ def test_samples_that_fail_are_counted_and_the_next_is_measured(rig: Rig, caplog
     until(lambda: rig.outcomes == {"failed": 3, "measured": 1})
     assert rig.value("reference_up") == 1
     assert "a shadow sample failed: ONNX Runtime failed: dimensions" in caplog.text
-    assert [record.exc_info is None for record in caplog.records if "failed" in record.getMessage()] == [True, False]
+    assert [bool(record.exc_info) for record in caplog.records if "failed" in record.getMessage()] == [False, True]
 
 
 def test_without_a_reference_every_sample_fails(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,9 +17,8 @@ from waiting import until
 
 from bf16kit.messages.errors import Unavailable
 from service.contract import infer
-from service.drift.driftpolicy import FallbackPolicy
+from service.drift.contract import DriftVerdict, FallbackPolicy
 from service.drift.fallbackcontroller import FallbackController, PrecisionOrder
-from service.drift.verdict import DriftVerdict
 from service.models.directory import stamp_of
 from service.models.plan import DesiredModel, Plan
 from service.models.repository import Repository

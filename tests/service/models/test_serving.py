@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from service.drift.driftpolicy import FallbackPolicy
+from service.drift.contract import FallbackPolicy
 from service.models.serving import Serving, VersionPolicy, load_serving
 
 

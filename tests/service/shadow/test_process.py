@@ -18,7 +18,7 @@ from waiting import until
 
 from bf16kit.messages.errors import NotFound, Unavailable
 from service.config.serverconfig import ServerConfig
-from service.drift.shadow import QUEUE_SIZE
+from service.drift.sampler import QUEUE_SIZE
 from service.models.plan import Plan
 from service.models.serving import Serving
 from service.peers.channel import Body
