@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
-from traffic import Clock, arrivals
+from samplings import Clock, arrivals
 from waiting import until
 
 from bf16kit.messages.errors import RuntimeFailure
