@@ -20,8 +20,8 @@ from bf16kit.drift.metrics import Budget, DriftSummary, SampleDrift
 from bf16kit.messages.errors import NotFound
 from service.contract import Array
 from service.drift.comparison import Drifts
+from service.drift.contract import DriftVerdict
 from service.drift.sampler import Sample, copies, size_of
-from service.drift.verdict import DriftVerdict
 from service.peers.channel import to_json
 
 MAX_ROW_BYTES = 16 << 20  # of one row: its inputs and both outputs

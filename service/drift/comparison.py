@@ -15,17 +15,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from bf16kit.drift.metrics import OF_VECTORS, Budget, OutputDrift, SampleDrift, compare
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.drift.measurements import InputRange
+from bf16kit.drift.metrics import OF_VECTORS, Budget, OutputDrift, SampleDrift, compare, has_slices
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.numerics.tensors import TensorSpec
 from service.contract import Array
-from service.drift.calibration import Calibration, all_finite, rows_out_of_range
-from service.drift.detector import LEARNING_ROWS, Detector, Expected
-from service.drift.diagnosis import diagnose, worst_cause
+from service.drift.contract import Cause, DriftVerdict, State
+from service.drift.detector import LEARNING_ROWS, Calibration, Detector, Expected, diagnose, worst_cause
 from service.drift.estimates import Estimate, corroborated, estimates, slice_estimate
 from service.drift.recent import REQUESTS, LiveSlices, RecentRows, Window
 from service.drift.sampler import Sample
-from service.drift.verdict import Cause, DriftVerdict, State
 from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
@@ -255,3 +257,25 @@ class Comparison:
         if cause == "none" and any(self._requests < each.apart_over_until for each in self._outputs.values()):
             return "out_of_range"
         return cause
+
+
+def all_finite(output: Array) -> bool:
+    """Return whether no element is infinite or NaN; strings and integers are always finite."""
+    if not has_slices(output):
+        return True
+    with np.errstate(invalid="ignore"):  # casting a NaN of a narrow type raises the flag
+        return bool(np.isfinite(output.astype(np.float64, copy=False)).all())
+
+
+def rows_out_of_range(
+    ranges: Mapping[str, InputRange], feeds: Mapping[str, Array], rows: int, batch_axis: int | None
+) -> dict[str, NDArray[np.bool_]]:
+    """Return, for each input that has a range, a mask [rows] of the rows that hold a value outside it."""
+
+    def mask(array: Array, known: InputRange) -> NDArray[np.bool_]:
+        out = known.outside(array)
+        if batch_axis is None or batch_axis >= array.ndim or array.shape[batch_axis] != rows:
+            return np.full(rows, bool(out.any()))
+        return np.asarray(out.any(axis=tuple(i for i in range(array.ndim) if i != batch_axis)))
+
+    return {name: mask(feeds[name], known) for name, known in ranges.items() if name in feeds}

@@ -1,6 +1,7 @@
-"""The change detector: decides whether live drift has risen above the drift that conversion measured.
+"""The change detector decides whether live drift has risen above what conversion measured; the diagnosis says why.
 
-It is Page's CUSUM (E. S. Page, Biometrika 41, 1954) of log drift. For each measured request, the mean over its rows of
+The detector is Page's CUSUM (E. S. Page, Biometrika 41, 1954) of log drift. For each measured request, the mean over
+its rows of
 
     g = clip(ln(drift) - centre, ±CLIP) - ALLOWANCE
 
@@ -16,14 +17,20 @@ dependent rows or an upper bound on one request's step keeps E[exp(…)] at or b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.drift.slices import FP32_NOISE
+from bf16kit.artifact.entries import drawn_at_random
+from bf16kit.artifact.manifest import Manifest
+from bf16kit.drift.measurements import InputRange, Measurements
+from bf16kit.drift.slices import FP32_NOISE, Scales
+from service.drift.contract import Cause
+from service.drift.intervals import quantile
+from service.drift.recent import Window
 
 WEEK = 604_800  # samples, at one a second
 HORIZON = 10 * WEEK  # mean time to a false alarm; ten times the requirement: the expected drift is an estimate
@@ -39,6 +46,10 @@ _NORMAL = np.linspace(-9, 9, 721)
 _DENSITY = np.exp(-np.square(_NORMAL) / 2)
 _DENSITY /= _DENSITY.sum()
 _MARGIN = 2.0  # standard errors added to the centre, in case the estimate is too low
+
+BROKEN = 4.0  # times the expected drift
+LOST = 0.3  # drift that leaves little of an output
+_WORST_FIRST: tuple[Cause, ...] = ("broken", "rounding", "none")
 
 Change = Literal["", "risen", "ended"]  # of the alarm
 
@@ -78,6 +89,50 @@ class Expected:
         equal = np.full(n, 1.0 / n)
         root = min(_root(heavy, density, max_root), _root(finite - centre, equal, max_root))
         return cls(centre, spread, root)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What an artifact's conversion measured.
+
+    ``rows``: the drift of each measured sample, by profile and output: max_abs for ``scalars`` (outputs of one
+    number per row), else relative_l2. ``ranges``: the input ranges, by input name.
+
+    Both are empty if the samples were random: live inputs do not resemble random ones. ``missing_reason`` explains why
+    something is missing. ``scales``: how much each slice of an output varied over the samples, by output; empty for
+    artifacts before schema version 7. ``infinite``: outputs whose reference is not finite in the golden samples, as of
+    a model that masks.
+    """
+
+    rows: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    ranges: Mapping[str, InputRange] = field(default_factory=dict)
+    missing_reason: str = "its artifact keeps no measurements"
+    scales: Mapping[str, Scales] = field(default_factory=dict)
+    infinite: frozenset[str] = frozenset()
+    scalars: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, manifest: Manifest, measurements: Measurements | None) -> Calibration:
+        """Return the calibration of an artifact.
+
+        ``measurements`` is None for an artifact older than measurements are.
+        """
+        if measurements is None:
+            return cls()
+        usable = {profile for profile, entry in manifest.drift.items() if not drawn_at_random(entry.source)}
+        measured = [each for entry in manifest.drift.values() for each in entry.outputs.items()]
+        scalars = frozenset(output for output, stats in measured if "relative_l2" not in stats)
+        if not usable:
+            return cls(missing_reason="it was measured on random inputs", scalars=scalars)
+        rows = {
+            profile: {
+                output: columns.max_abs if output in scalars else columns.relative_l2
+                for output, columns in entry.outputs.items()
+            }
+            for profile, entry in measurements.profiles.items()
+            if profile in usable
+        }
+        return cls(rows, measurements.inputs, "too few samples were measured", scalars=scalars)
 
 
 def threshold(outputs: int) -> float:
@@ -134,6 +189,37 @@ class Detector:
         if len(self._learning) >= LEARNING_ROWS:
             self.expected = Expected.of(self._learning, self._outputs)
             self._learning.clear()
+
+
+def diagnose(window: Window, expected: Expected | None, metric: str = "relative_l2") -> Cause:
+    """Return the cause for an output that is over budget or has changed, by rules that a person can follow.
+
+    A bad row drifts clearly more than expected, by at least a factor of 2 and by at least two spreads, or its output is
+    not finite.
+
+    1. ``broken``: an output is not finite; or half of the bad rows' weight drifts at least :data:`BROKEN` times the
+       expected drift and at least four spreads more. Rounding to bf16 costs about one bit in some rows; it does not
+       cost two bits in row after row. If no drift is expected yet, the limit is a drift of :data:`LOST`.
+    2. ``rounding``: everything else. The noise is of the measured kind, but more than allowed, or than before.
+
+    ``window`` holds at least one row: those since the change, or all recent ones. ``metric`` is what is ``expected``.
+    The third cause, ``out_of_range``, is that of requests that are judged apart (:mod:`service.drift.comparison`).
+    """
+    drift, weights = log_drift(window[metric if expected else "relative_l2"]), window.weights
+    centre, spread = (expected.centre, expected.spread) if expected else (math.log(LOST), 0.0)
+    nonfinite = window["nonfinite"] > 0
+    bad = nonfinite | (drift > centre + max(DOUBLING if expected else 0.0, 2 * spread))
+    if not bad.any():
+        return "rounding"
+    broken = centre + max(math.log(BROKEN) if expected else 0.0, 4 * spread)
+    if nonfinite.any() or quantile(drift[bad], weights[bad], 0.5, 1.0).estimate >= broken:
+        return "broken"
+    return "rounding"
+
+
+def worst_cause(causes: list[Cause]) -> Cause:
+    """Return the worst cause of several outputs; "none" without any."""
+    return min(causes, key=_WORST_FIRST.index, default="none")
 
 
 def _root(values: NDArray[np.float64], density: NDArray[np.float64], max_root: float) -> float:

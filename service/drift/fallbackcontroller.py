@@ -21,8 +21,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from bf16kit.messages.errors import Bf16kitError, RuntimeFailure
 from bf16kit.messages.wording import brief
-from service.drift.driftpolicy import LONGEST_STAY_S, FallbackPolicy
-from service.drift.verdict import DriftVerdict
+from service.drift.contract import LONGEST_STAY_S, DriftVerdict, FallbackPolicy
 from service.request import Precision
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from bf16kit.drift.slices import Scales
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.numerics.tensors import TensorSpec
 from service.contract import Array
-from service.drift.verdict import DriftVerdict
+from service.drift.contract import DriftVerdict
 
 #: ``error``: the samples could not be run.
 Outcome = Literal["passed", "failed", "error"]

@@ -7,7 +7,6 @@ dropped, and its ``on_outcome`` is called with that.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,17 +18,12 @@ from bf16kit.messages.wording import brief
 from service.contract import Array
 from service.drift.breachevidence import EvidenceRecorder
 from service.drift.comparison import Comparison
-from service.drift.sampler import OnOutcome, Outcome, Sample
-from service.drift.verdict import DriftVerdict
+from service.drift.contract import DriftVerdict
+from service.drift.sampler import MAX_BYTES, QUEUE_SIZE, OnOutcome, Outcome, Sample, lower_priority
 from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
-QUEUE_SIZE = 64  # samples of one model that wait or are measured
-MAX_BYTES = 64 << 20  # their inputs and outputs: a slow reference must not fill the memory
 LONGEST_RUN_S = 60.0  # of one reference run: a longer one delays other samples too much to be worth it
-# A tenth of the share of a thread at 0, whatever the number of threads. With 19 or SCHED_IDLE, a full machine leaves
-# next to nothing (docs/decisions/0056), and a thread that then holds Python's lock keeps others waiting for it.
-NICENESS = 10
 
 
 class Reference(Protocol):
@@ -160,21 +154,12 @@ class Shadow:
                 recorder.record(expected, sample, drifts, comparison.verdict())
         except Unavailable:  # the reference logs this itself, once and not for each sample
             return "failed"
-        except Bf16kitError as error:
-            _log.error("%s: a shadow sample failed: %s", self._name, brief(error))
-            return "failed"
-        except Exception:  # noqa: BLE001 - one sample that fails must not end the measuring
-            _log.exception("%s: a shadow sample failed", self._name)
+        except Exception as error:  # noqa: BLE001 - one sample that fails must not end the measuring
+            bug = not isinstance(error, Bf16kitError)
+            _log.error("%s: a shadow sample failed: %s", self._name, brief(error), exc_info=bug)
             return "failed"
         finally:
             self._metrics.reference_up(reference.up)
         self._metrics.last_sample(time.time())
         self._on_measured(comparison.verdict())
         return "measured"
-
-
-def lower_priority() -> None:
-    """Lower the calling thread's priority (on Linux, of it alone, and of the threads that it starts)."""
-    thread = threading.get_native_id()
-    # Niceness cannot be taken back: a process may have been started with more.
-    os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

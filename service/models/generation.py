@@ -12,8 +12,8 @@ from bf16kit.runtime import Runtime, RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.queue import BatchPolicy
 from service.contract import ActivePrecision, Array, Bounds, StatisticsSnapshot, TensorSemantics
-from service.drift.forwarder import SampleForwarder, SampleSender
 from service.drift.gate import ProcessRank
+from service.drift.sampler import SampleForwarder, SampleSender
 from service.models.engine import Engine, Leases
 from service.models.goldengate import GoldenGate, OnVerdict
 from service.models.loading import LoadedModel

@@ -20,8 +20,8 @@ from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import check_feeds
 from bf16kit.runtime import Runtime
 from service.contract import GATE_FAILED, Array
+from service.drift.contract import DriftVerdict
 from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict, judge, run_in_parts
-from service.drift.verdict import DriftVerdict
 from service.models.opened import OpenedArtifact
 from service.telemetry.modelmetrics import ModelMetrics
 

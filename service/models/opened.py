@@ -16,8 +16,8 @@ from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import RESERVE
-from service.drift.calibration import Calibration, all_finite
-from service.drift.comparison import Comparison
+from service.drift.comparison import Comparison, all_finite
+from service.drift.detector import Calibration
 from service.models.serving import DEFAULT_MAX_BATCH_SIZE, Serving
 
 _log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from bf16kit.messages.errors import Bf16kitError, BudgetExceeded, ConfigError, R
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 from service.config import resources
-from service.drift.forwarder import SampleSender
 from service.drift.gate import ProcessRank
+from service.drift.sampler import SampleSender
 from service.models import loading, loads
 from service.models.engine import complete
 from service.models.generation import Generation

@@ -15,7 +15,7 @@ from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import quoted
 from service.config.serverconfig import explain, parse_mapping
 from service.contract import QueueBounds, Scheduling
-from service.drift.driftpolicy import REMOVED_KEYS, FallbackPolicy, ShadowPolicy
+from service.drift.contract import REMOVED_KEYS, FallbackPolicy, ShadowPolicy
 
 FILE_NAME = "serving.yaml"
 DEFAULT_MAX_BATCH_SIZE = 32

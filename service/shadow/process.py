@@ -10,20 +10,18 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from functools import partial
-from typing import Any, NamedTuple
 
 from bf16kit.messages.errors import NotFound, Unavailable
 from service.config.serverconfig import ServerConfig
-from service.drift.shadow import QUEUE_SIZE
-from service.drift.verdict import DriftVerdict
+from service.drift.contract import DriftVerdict
 from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body, from_json
 from service.peers.child import Child
 from service.peers.peer import ENDED, Handler, Message, Peer
+from service.shadow.samples import InFlight, Key, key_of, rejected
 from service.telemetry.values import Values, from_message, to_message
 
 _log = logging.getLogger(__name__)
@@ -35,18 +33,9 @@ SILENT_SECONDS = 120.0
 EVIDENCE_SECONDS = 10.0  # longest wait for evidence
 # So many deaths in so many seconds, and the shadow stays off: what kills it is loaded and run again after each.
 DEATHS, DEATH_SECONDS = 3, 600.0
-_MAX_BYTES = 256 << 20  # of samples sent to it and not yet measured
-_MAX_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs
 _UP, _LAST_SAMPLE = "drift_reference_up", "drift_last_sample_timestamp_seconds"
-Key = tuple[str, int]  # a model's name and version
 #: Returns the plan of this digest by which a model's version is to be served; None if there is none.
 FindPlan = Callable[[str, int, str], Plan | None]
-
-
-class _EarlyMessage(NamedTuple):
-    body: Body
-    file: int
-    outcomes: Future[Body]
 
 
 class ShadowProcess:
@@ -54,9 +43,8 @@ class ShadowProcess:
 
     ``counts`` receives its counts, ``on_death`` its death, and ``verdicts`` the verdicts on models' recent drift.
     ``on_forget`` is called when some of a model's versions will not be counted any more. These callbacks run on threads
-    that must not block. With ``find_plan`` several processes choose samples, and the policy's rate applies to all of
-    them together. It knows the plans that they serve, because a sample may arrive after its model was unloaded
-    everywhere else. ``clock`` is in seconds; ``module`` is what the process runs.
+    that must not block. With ``find_plan`` several processes choose samples. It knows the plans that they serve: a
+    sample may arrive after its model was unloaded everywhere else. ``module`` is what the process runs.
     """
 
     def __init__(
@@ -75,15 +63,13 @@ class ShadowProcess:
         self._counts = counts
         self._on_death = on_death
         self._on_forget = on_forget
-        self._find_plan = find_plan
+        self._find_plan: FindPlan = find_plan or (lambda model, version, digest: None)
         self._clock = clock
         self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
-        self._bytes_in_flight = 0
-        self._in_flight: Counter[Key] = Counter()  # samples
+        self._in_flight = InFlight(self._lock, lambda key, error: self._note_unanswered(key, "running", error))
         self._counts_request: Future[Body] = Future()  # the last request for its counts
         self._counts_request.set_result({})
         self._responding = False  # it has answered since it started, which takes a second or two
-        self._early: list[_EarlyMessage] = []  # samples that came before it had started
         self._started: Peer | None = None  # the peer to which the start has been sent, which must come first
         self._plans: dict[Key, Plan] = {}  # of the versions that it measures
         self._last_samples: Values = {}  # the time of each model's last sample
@@ -133,22 +119,35 @@ class ShadowProcess:
         self._child.retire()
         self._child.kill()
         self._child.wait(0.0)
-        self._end_early(Unavailable(f"{NAME} of this server has ended", ENDED))
+        self._in_flight.end(self._in_flight.take_waiting(), Unavailable(f"{NAME} of this server has ended", ENDED))
 
     def forward(self, message: Message) -> Future[Body]:
-        """Forward a worker's samples to the process.
+        """Forward another process' samples to the process with the references.
 
         The future gives their outcomes, or fails with Unavailable if the process dies with them. Raises OSError, or
         fails with it, if no file descriptor is left.
         """
-        body, find_plan = message.body, self._find_plan
-        return self._forward(
-            body, message.files[0], lambda: None if find_plan is None else find_plan(*_key(body), body["plan"])
-        )
+        body = {**message.body, "shared": True}  # the policy's rate applies to those of all processes together
+        return self._forward(body, message.files[0], lambda: self._find_plan(*key_of(body), body["plan"]))
 
     def ask(self, plan: Plan, kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
         """Forward samples of the version loaded by ``plan`` in this process, as :meth:`forward` does."""
-        return self._forward(body, files[0], lambda: plan)
+        return self._forward({**body, "shared": False}, files[0], lambda: plan)
+
+    def _forward(self, body: Body, file: int, find_plan: Callable[[], Plan | None]) -> Future[Body]:
+        key = key_of(body)
+        with self._lock:  # held until the samples are sent, so that "forget" for the model follows them
+            plan, known = find_plan(), self._plans.get(key)
+            if plan is None:  # they were in flight while their model was unloaded
+                return rejected(body, "dropped")
+            if known is None or known.digest != plan.digest:
+                self._plans[key] = plan
+                if (peer := self.peer) is not None:
+                    self._measure(peer, key, plan)
+            outcomes = rejected(body, "failed") if self._off else self._in_flight.add(body, file, self.peer)
+            if known is None:
+                self._report_gauges()
+        return outcomes
 
     def forget(self, model: str, digest: str = "") -> None:
         """Drop the references of a model that was reloaded or unloaded.
@@ -157,22 +156,16 @@ class ShadowProcess:
         """
 
         def is_gone(key: Key, known: str) -> bool:
-            if digest:
-                return key[0] == model and known == digest
-            return key[0] == model and (self._find_plan is None or self._find_plan(*key, known) is None)
+            return key[0] == model and (known == digest if digest else self._find_plan(*key, known) is None)
 
         with self._lock:
             gone = [key for key, known in self._plans.items() if is_gone(key, known.digest)]
             for key in gone:
                 del self._plans[key]
-            early = [each for each in self._early if is_gone(_key(each.body), each.body["plan"])]
-            self._early = [each for each in self._early if each not in early]
             peer = self.peer
             request = peer.ask("forget", {"keys": gone}) if peer is not None and gone else None
-        for each in early:
-            os.close(each.file)
-            self._release(each.body)
-            each.outcomes.set_result({"outcomes": ["dropped"] * len(each.body["samples"])})
+            dropped = self._in_flight.take_waiting(is_gone)
+        self._in_flight.end(dropped)
         versions = [version for _, version in gone]
         if request is not None:
             request.add_done_callback(lambda done: self._forget(model, versions, done))
@@ -205,84 +198,16 @@ class ShadowProcess:
         finally:
             os.close(file)
 
-    # --- samples ------------------------------------------------------------------------------------------------------
-
-    def _forward(self, body: Mapping[str, Any], file: int, find_plan: Callable[[], Plan | None]) -> Future[Body]:
-        outcomes: Future[Body] = Future()
-        body = {**body, "shared": self._find_plan is not None}
-        key = _key(body)
-        with self._lock:  # held until the samples are sent, so that "forget" for the model follows them
-            plan, new = find_plan(), key not in self._plans
-            # Without a plan they were in flight while their model was unloaded.
-            rejection = "dropped" if plan is None else self._rejection(key, plan, body)
-            if not rejection:
-                self._send_or_keep(body, file, outcomes)
-            if new and plan is not None:
-                self._report_gauges()
-        if rejection:
-            outcomes.set_result({"outcomes": [rejection] * len(body["samples"])})
-        return outcomes
-
-    def _rejection(self, key: Key, plan: Plan, body: Body) -> str:
-        """Return the outcome of these samples if they are not to be sent, else "". The caller holds the lock."""
-        known = self._plans.get(key)
-        if known is None or known.digest != plan.digest:
-            self._plans[key] = plan
-            if (peer := self.peer) is not None:
-                self._measure(peer, key, plan)
-        if self._off:
-            return "failed"
-        room = self._bytes_in_flight + int(body["nbytes"]) <= _MAX_BYTES and self._in_flight[key] < _MAX_SAMPLES
-        return "" if room else "dropped"
-
-    def _send_or_keep(self, body: Body, file: int, outcomes: Future[Body]) -> None:
-        """Send the samples, or keep them until the process starts. The caller holds the lock."""
-        peer = self.peer
-        if peer is None:
-            self._early.append(_EarlyMessage(body, os.dup(file), outcomes))
-        self._bytes_in_flight += int(body["nbytes"])
-        self._in_flight[_key(body)] += len(body["samples"])
-        if peer is not None:
-            self._send(peer, body, file, outcomes)
-
-    def _send(self, peer: Peer, body: Body, file: int, outcomes: Future[Body]) -> None:
-        peer.ask("samples", body, [file]).add_done_callback(partial(self._complete, body, outcomes))
-
-    def _complete(self, body: Body, outcomes: Future[Body], done: Future[Body]) -> None:
-        self._release(body)
-        error = done.exception()
-        if error is None:
-            outcomes.set_result(done.result())
-        else:
-            self._note_unanswered(_key(body), "running", error)
-            outcomes.set_exception(error)
-
-    def _release(self, body: Body) -> None:
-        with self._lock:
-            self._bytes_in_flight -= int(body["nbytes"])
-            self._in_flight[_key(body)] -= len(body["samples"])
-
-    def _end_early(self, error: Unavailable) -> None:
-        with self._lock:
-            early, self._early = self._early, []
-        for each in early:
-            os.close(each.file)
-            self._release(each.body)
-            each.outcomes.set_exception(error)
-
     # --- the process --------------------------------------------------------------------------------------------------
 
     def _start(self, peer: Peer) -> None:
         peer.tell("start", self._config.model_dump(mode="json", include={"log_level", "log_format", "evidence"}))
         with self._lock:
             self._unanswered = set()
-            early, self._early = self._early, []
             for key, plan in self._plans.items():
                 self._measure(peer, key, plan)
             peer.ask("counts").add_done_callback(self._receive_counts)  # with a series of each of them
-            for each in early:  # a concurrent "forget" for a model follows them
-                self._send(peer, each.body, each.file, each.outcomes)
-                os.close(each.file)
+            self._in_flight.send_waiting(peer)  # a concurrent "forget" for a model follows them
             self._started = peer
 
     def _measure(self, peer: Peer, key: Key, plan: Plan) -> None:
@@ -331,7 +256,7 @@ class ShadowProcess:
             )
         _log.error("%s", self._off)
         self._child.retire()
-        self._end_early(Unavailable(f"{NAME} of this server stays off", ENDED))
+        self._in_flight.end(self._in_flight.take_waiting(), Unavailable(f"{NAME} of this server stays off", ENDED))
 
     # --- its counts ---------------------------------------------------------------------------------------------------
 
@@ -368,7 +293,3 @@ def label_of(key: Key) -> str:
 def no_evidence(model: str, version: int) -> str:
     """Return the error of a version without evidence."""
     return f"{label_of((model, version))}: no live sample has been measured, so there is no evidence"
-
-
-def _key(fields: Mapping[str, Any]) -> Key:
-    return fields["model"], int(fields["version"])

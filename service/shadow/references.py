@@ -19,17 +19,17 @@ from service.config.logs import configure
 from service.config.periodic import PeriodicThread
 from service.config.resources import HeapTrimmer, bound_heap
 from service.drift.breachevidence import EvidenceRecorder
+from service.drift.contract import DriftVerdict
 from service.drift.sampler import Outcome, TokenBucket
 from service.drift.shadow import Measuring, Shadow
-from service.drift.verdict import DriftVerdict
 from service.models.opened import new_comparison, open_artifact
 from service.models.plan import DesiredModel, Plan, stamp_of
 from service.peers.channel import Body, Channel, to_json
 from service.peers.child import socket_to_parent
 from service.peers.peer import Message, Peer
-from service.shadow.process import Key, label_of, no_evidence
+from service.shadow.process import label_of, no_evidence
 from service.shadow.referencememory import ReferenceMemory, fp32_bytes
-from service.shadow.samples import unpack
+from service.shadow.samples import Key, unpack
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.values import to_message

@@ -1,4 +1,4 @@
-"""Sends samples of live requests to the process with the references: from the side that chose them.
+"""Samples of live requests on their way to the process with the references.
 
 A message describes them, and their tensors are in a file. Several samples share it. It is anonymous memory and sealed,
 so the receiver reads exactly what was written.
@@ -10,29 +10,35 @@ import fcntl
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bf16kit.messages.errors import Unavailable
 from bf16kit.numerics.tensors import BY_NAME, Array
-from service.drift.sampler import OnOutcome, Outcome, Sample
+from service.drift.sampler import QUEUE_SIZE, OnOutcome, Outcome, Sample
 from service.models.plan import Plan
 from service.peers.channel import Body
+from service.peers.peer import Peer
 from service.wire.tensors import decode_raw, encode_raw
 
 _log = logging.getLogger(__name__)
 GATHER_S = 0.05  # time that samples wait, to be sent together
+_MAX_BYTES = 256 << 20  # of samples sent to the process and not yet measured
+_MAX_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 # Fields of a sample that are sent unchanged.
 _PLAIN = ("rows", "nbytes", "probability", "precision", "profile", "client")
+Key = tuple[str, int]  # a model's name and version
 Ask = Callable[[str, Mapping[str, object], list[int]], Future[Body]]
 
 
 class PlanSampleSender:
-    """A :class:`service.drift.forwarder.SampleSender` for one model, loaded by ``plan``.
+    """A :class:`service.drift.sampler.SampleSender` for one model, loaded by ``plan``.
 
     ``ask`` sends a request to the leading process. ``on_finish`` is called when no more samples will come, with the
     model's name and the plan's digest. Samples are sent together a moment later, from a separate thread. The
@@ -54,7 +60,7 @@ class PlanSampleSender:
         self._thread = ThreadPoolExecutor(1, f"{name}-samples")
 
     def send(self, sample: Sample, on_outcome: OnOutcome) -> None:
-        """See :meth:`service.drift.forwarder.SampleSender.send`."""
+        """See :meth:`service.drift.sampler.SampleSender.send`."""
         with self._lock:
             if not (ended := self._ended.is_set()):
                 self._waiting.append((sample, on_outcome))
@@ -70,7 +76,7 @@ class PlanSampleSender:
                 self._drop_waiting()
 
     def finish(self) -> None:
-        """See :meth:`service.drift.forwarder.SampleSender.finish`."""
+        """See :meth:`service.drift.sampler.SampleSender.finish`."""
         with self._lock:
             self._ended.set()
         self._drop_waiting()
@@ -125,6 +131,96 @@ def _report(pending: Sequence[OnOutcome], outcomes: Sequence[Outcome]) -> None:
         on_outcome(outcome)
 
 
+def key_of(fields: Mapping[str, Any]) -> Key:
+    """Return the key of the version that a message is about."""
+    return fields["model"], int(fields["version"])
+
+
+def rejected(body: Body, outcome: Outcome) -> Future[Body]:
+    """Return the outcomes of samples that are not sent."""
+    outcomes: Future[Body] = Future()
+    outcomes.set_result({"outcomes": [outcome] * len(body["samples"])})
+    return outcomes
+
+
+class _Waiting(NamedTuple):
+    """Samples that came before the process had started, which takes a second or two. The file is a duplicate."""
+
+    body: Body
+    file: int
+    outcomes: Future[Body]
+
+
+class InFlight:
+    """The samples that were sent to the process, or wait for its start, and have no outcome yet.
+
+    ``lock`` guards it. ``on_error`` is called with the error of samples that were sent and got no outcome.
+    """
+
+    def __init__(self, lock: threading.RLock, on_error: Callable[[Key, BaseException], None]) -> None:
+        self._lock = lock
+        self._on_error = on_error
+        self._bytes = 0
+        self._samples: Counter[Key] = Counter()
+        self._waiting: list[_Waiting] = []
+
+    def add(self, body: Body, file: int, peer: Peer | None) -> Future[Body]:
+        """Send samples, or keep them until the process starts; those without room are dropped.
+
+        Returns the outcomes. The caller holds the lock.
+        """
+        if self._bytes + int(body["nbytes"]) > _MAX_BYTES or self._samples[key_of(body)] >= _MAX_SAMPLES:
+            return rejected(body, "dropped")
+        outcomes: Future[Body] = Future()
+        if peer is None:
+            self._waiting.append(_Waiting(body, os.dup(file), outcomes))
+        self._bytes += int(body["nbytes"])
+        self._samples[key_of(body)] += len(body["samples"])
+        if peer is not None:
+            self._send(peer, body, file, outcomes)
+        return outcomes
+
+    def send_waiting(self, peer: Peer) -> None:
+        """Send what waits. The caller holds the lock."""
+        for each in self.take_waiting():
+            self._send(peer, each.body, each.file, each.outcomes)
+            os.close(each.file)
+
+    def take_waiting(self, is_gone: Callable[[Key, str], bool] = lambda key, digest: True) -> list[_Waiting]:
+        """Return, and keep no longer, what waits of each version, loaded by the plan of this digest, that is gone."""
+        with self._lock:
+            taken = [each for each in self._waiting if is_gone(key_of(each.body), each.body["plan"])]
+            self._waiting = [each for each in self._waiting if each not in taken]
+        return taken
+
+    def end(self, waiting: Sequence[_Waiting], error: Unavailable | None = None) -> None:
+        """Drop samples that were taken, or give them this error."""
+        for each in waiting:
+            os.close(each.file)
+            self._release(each.body)
+            if error is None:
+                each.outcomes.set_result({"outcomes": ["dropped"] * len(each.body["samples"])})
+            else:
+                each.outcomes.set_exception(error)
+
+    def _send(self, peer: Peer, body: Body, file: int, outcomes: Future[Body]) -> None:
+        peer.ask("samples", body, [file]).add_done_callback(partial(self._complete, body, outcomes))
+
+    def _complete(self, body: Body, outcomes: Future[Body], done: Future[Body]) -> None:
+        self._release(body)
+        error = done.exception()
+        if error is None:
+            outcomes.set_result(done.result())
+        else:
+            self._on_error(key_of(body), error)
+            outcomes.set_exception(error)
+
+    def _release(self, body: Body) -> None:
+        with self._lock:
+            self._bytes -= int(body["nbytes"])
+            self._samples[key_of(body)] -= len(body["samples"])
+
+
 def pack(samples: Sequence[Sample]) -> tuple[Body, int]:
     """Return the samples' description and the descriptor of their file, which the caller closes."""
     descriptions: list[Body] = []
@@ -146,14 +242,10 @@ def pack(samples: Sequence[Sample]) -> tuple[Body, int]:
 
 
 def unpack(description: Mapping[str, Any], file: int) -> list[Sample]:
-    """Return the samples, in memory of their own. Raises ValueError if the file differs from its description."""
-    samples: Sequence[Mapping[str, Any]] = description["samples"]
-    size = sum(nbytes for sample in samples for *_, nbytes in sample["tensors"])
-    if os.fstat(file).st_size != size:
-        raise ValueError(f"samples of {os.fstat(file).st_size} bytes are described as {size}")
+    """Return the samples, in memory of their own."""
     at = 0
     unpacked = []
-    for sample in samples:
+    for sample in description["samples"]:
         found: dict[str, dict[str, Array]] = {"feeds": {}, "outputs": {}}
         for kind, name, dtype, shape, nbytes in sample["tensors"]:
             raw = os.pread(file, nbytes, at)

@@ -13,7 +13,7 @@ from service.config.logsettings import LogSettings
 from service.config.ports import reserve
 from service.config.serverconfig import ServerConfig
 from service.config.stop import Ending, OnStarted, Stop
-from service.drift.verdict import DriftVerdict
+from service.drift.contract import DriftVerdict
 from service.leader import MAINTAIN_SECONDS, Leader, announce
 from service.operations import IndexEntry, Region, VersionStatistics
 from service.peers.channel import Body, from_json, to_json

@@ -35,7 +35,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import Array
 from bf16kit.runtime.loading import load_reference
 from bf16kit.runtime.ort import kernel
-from service.drift.shadow import QUEUE_SIZE
+from service.drift.sampler import QUEUE_SIZE
 
 pytestmark = [
     pytest.mark.skipif(
@@ -50,6 +50,7 @@ SERVING = "shadow: {rate: 1, max_per_second: 1000}\nfallback: {policy: fp32, min
 HEALTHY = 300 if LONG else 32  # requests before a fault
 PATIENCE_S = 1200 if LONG else 60  # until an alert fires: the longest `for:` of the rules as shipped is ten minutes
 MOST = 200  # samples until a fault is detected: the documented limit for the smallest fault
+STEP = 1 if LONG else 12  # requests between two looks at the metrics: the shadow may need a second for one, or for all
 _seeds = count(1000)
 
 
@@ -115,7 +116,8 @@ class Stand(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def stand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    run = " ".join(item.name for item in request.session.items)
     scratch = tmp_path_factory.mktemp("faults")
     repository = scratch / "repository"
     sound = faultymodels.convert(repository, "sound", scratch / "source")
@@ -123,7 +125,8 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     for name in ("scaled", "starved", "unreadable"):
         faultymodels.copied(sound, repository, name)
     for seed, name in enumerate(("flipped", "swapped", "slowly"), 1):  # own weights: the test finds them by their bytes
-        faultymodels.convert(repository, name, scratch / name, seed)
+        if name in run:  # a conversion takes seconds
+            faultymodels.convert(repository, name, scratch / name, seed)
     for damage in (faultymodels.accumulated_in_bf16, faultymodels.cancelling, faultymodels.not_a_number):
         faultymodels.damaged(sound, repository, damage.__name__, damage)
     for directory in repository.iterdir():
@@ -149,9 +152,13 @@ class Seen(NamedTuple):
 
 def until_seen(stand: Stand, model: str, inject: Callable[[int], None], scale: float = 1.0) -> Seen:
     """Send requests of one row until the fault is detected. Call ``inject`` before each request, with its number."""
+    before = stand.measured(model)
     for number in range(1, MOST + 1):
         inject(number)
-        stand.measure(model, 1, scale)
+        stand.ask(model, rows(1, next(_seeds), scale))
+        if number % STEP:
+            continue
+        until(lambda number=number: stand.measured(model) >= before + number)  # type: ignore[misc]
         changed = max(stand.metric("drift_change_score", model, output=output) for output in ("y", "z"))
         over = stand.metric("drift_over_budget", model) == 1
         causes = stand.causes(model)

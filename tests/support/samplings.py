@@ -1,20 +1,22 @@
-"""Which requests live drift measures: simulated traffic, at the defaults. docs/decisions/0055 has longer runs."""
+"""Simulated traffic on a clock of its own, and which of its requests live drift measures at the defaults.
+
+docs/decisions/0055 has longer runs.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
-from traffic import Arrival, Clock, arrivals
 
 from bf16kit.drift.metrics import Budget, SampleDrift
-from service.drift.driftpolicy import ShadowPolicy
+from service.drift.contract import ShadowPolicy
 from service.drift.estimates import Estimate, estimates
-from service.drift.forwarder import SampleForwarder
 from service.drift.recent import RecentRows
-from service.drift.sampler import OnOutcome, Outcome, Sample
+from service.drift.sampler import OnOutcome, Outcome, Sample, SampleForwarder
 from service.request import Reply, Request
 
 HEALTHY = 3.7e-3  # relative_l2, a quarter of the budget
@@ -22,6 +24,55 @@ BOUNDS = Budget.from_dict({"relative_l2": 0.015, "relative_l2.p99": 0.1, "cosine
 RARE = 500  # the length of the rare kind of requests
 _OF_KIND = {16: 1.0, 64: 2.0, RARE: 4.0}  # times the drift of a common request
 _OFTEN = {16: 18.0, 64: 1.8, RARE: 0.2}  # the rare kind is one request in a hundred
+
+
+class Clock:
+    """Says what it was set to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that is answered when the clock has come to it; ``drift`` is of each of its rows."""
+
+    request: Request
+    reply: Reply
+    length: int
+    drift: list[float]
+
+
+def arrivals(
+    clock: Clock,
+    rates: Mapping[int, float],
+    seconds: float,
+    seed: int,
+    *,
+    rows: Callable[[random.Random], int] = lambda chance: 1,
+    busy: Callable[[float], float] = lambda now: 1.0,
+) -> Iterator[Arrival]:
+    """Yield requests of each length, ``rates`` per second of each times ``busy`` at the moment, moving the clock.
+
+    Drift is 1 per element of length, half as much again for one request in twenty, and grows with the row's place.
+    """
+    chance = random.Random(seed)
+    lengths, weights = list(rates), list(rates.values())
+    while clock.now < seconds:
+        clock.now += chance.expovariate(sum(weights) * busy(clock.now))
+        length, count = chance.choices(lengths, weights)[0], rows(chance)
+        often = 1.5 if chance.gauss(0, 0.3) > 0.5 else 1.0
+        drift = [length * often * (1 + row / 10) for row in range(count)]
+        feed = np.broadcast_to(np.float32(0), (count, length))
+        yield Arrival(
+            Request({"x": feed}, count), Reply({"y": np.array(drift).reshape(count, 1)}, "bf16"), length, drift
+        )
+
+
+# --- what is measured of it -------------------------------------------------------------------------------------------
+
 Wrong = Callable[[Arrival, random.Random], float]  # relative_l2 of a request once the fault has begun
 FAULTS: Mapping[str, Wrong] = {
     "a kind of 1 % destroyed": lambda each, chance: 1.4 if each.length == RARE else _healthy(chance),
@@ -72,13 +123,13 @@ def add(recent: RecentRows, relative_l2: float, sample: Sample) -> None:
 
 def unbiased(rates: Mapping[int, float], seconds: float, seed: int) -> tuple[float, Estimate, float, int, float]:
     """Return the error of the weighted mean in standard errors, its interval ÷ the truth, the share of effective
-    samples, how many there are, and the share of dropped ones. Drift follows from length and latency."""
+    samples, how many there are, and the share of dropped ones. Drift follows from the length."""
     clock, recent, chance = Clock(), RecentRows(), random.Random(seed)
     samples = Samples(clock, 1000 + seed)
     everything, drifts, weights = [], [], []
     for each in arrivals(clock, rates, seconds, seed):
-        slow = each.drift[0] / each.length  # 1.5 of slow requests
-        everything.append(_healthy(chance, 0.3) * _OF_KIND[each.length] * slow)
+        often = each.drift[0] / each.length
+        everything.append(_healthy(chance, 0.3) * _OF_KIND[each.length] * often)
         if (sample := samples.choose(each.request, each.reply)) is not None:
             add(recent, everything[-1], sample)
             drifts.append(everything[-1])

@@ -22,8 +22,8 @@ from scriptedengines import WIDTH, Engines, ScriptedRuntime
 from waiting import until
 
 from service.config import resources
+from service.drift.contract import DriftVerdict
 from service.drift.fallbackcontroller import FallbackController
-from service.drift.verdict import DriftVerdict
 from service.models import loads
 from service.models.controller import Controller
 from service.models.generation import Generation

@@ -1,15 +1,9 @@
 """Any order of samples, restarts and profiles of a model of two outputs, against tests/support/driftmodel.py.
 
 After every request the verdict is the model's, and every counter of the metrics is what the model has counted, so none
-ever falls. Each of these planted faults was found:
-
-| fault | found as |
-|---|---|
-| `Detector`: the alarm ends as soon as the sum is below the threshold | `changed` is false too early |
-| `_Output.judge`: a breach ends with the wide interval | the state is not `over` any more |
-| `Comparison.observe`: requests out of range count with the others | another state |
-| `RecentRows.window`: each row is a request | another effective size |
-| `Comparison.observe`: an overflow in fp32 begins another profile | recent drift is forgotten |
+ever falls. It found these planted faults: the alarm ends as soon as the sum is below the threshold; a breach ends with
+the wide interval; requests out of range count with the others; each row counts as a request; an overflow in fp32
+begins another profile.
 """
 
 from __future__ import annotations
@@ -29,10 +23,10 @@ from machinesettings import machine_settings
 from bf16kit.drift.measurements import InputRange
 from bf16kit.drift.metrics import Budget
 from bf16kit.numerics.tensors import TensorSpec
-from service.drift.calibration import Calibration
 from service.drift.comparison import Comparison
+from service.drift.contract import DriftVerdict
+from service.drift.detector import Calibration
 from service.drift.sampler import Sample
-from service.drift.verdict import DriftVerdict
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"), TensorSpec("z", "float32", ("batch", 2), "logits"))
 RANGES = {"x": InputRange(low=-1.0, high=1.0)}

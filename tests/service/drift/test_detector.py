@@ -1,4 +1,4 @@
-"""The change detector in simulations with fixed seeds; docs/decisions/0054 has weeks of it."""
+"""The change detector in simulations with fixed seeds (docs/decisions/0054 has weeks of it), and the diagnosis."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bf16kit.drift.metrics import SampleDrift
 from bf16kit.drift.slices import FP32_NOISE
-from service.drift.detector import (
-    ALLOWANCE,
-    CLIP,
-    HORIZON,
-    MIN_ROWS,
-    REQUESTS,
-    Detector,
-    Expected,
-    threshold,
-)
+from service.drift.contract import Cause
+from service.drift.detector import ALLOWANCE, CLIP, MIN_ROWS, REQUESTS, Detector, Expected, diagnose
+from service.drift.recent import RecentRows
 
 CENTRE = 4e-3  # MiniLM's
 SPREADS = (0.07, 0.1, 0.3)  # MiniLM has 0.07 to 0.11
@@ -28,8 +22,8 @@ def drawn(rng: np.random.Generator, spread: float, count: int, factor: float = 1
     return CENTRE * factor * np.exp(spread * rng.standard_normal(count))
 
 
-def calibrated(spread: float, seed: int = 0) -> Expected:
-    expected = Expected.of(list(drawn(np.random.default_rng(seed), spread, 200)))
+def calibrated(spread: float, seed: int = 0, count: int = 200) -> Expected:
+    expected = Expected.of(list(drawn(np.random.default_rng(seed), spread, count)))
     assert expected is not None
     return expected
 
@@ -56,45 +50,26 @@ def test_half_a_day_of_the_measured_drift_gives_no_alarm(spread: float) -> None:
     assert samples_until_alarm(calibrated(spread), drawn(rng, spread, 43_200)) == math.inf
 
 
-def test_rows_with_heavier_tails_than_those_measured_give_no_alarm() -> None:
+def test_neither_heavier_tails_nor_lower_drift_nor_30_percent_more_give_an_alarm() -> None:
     rng = np.random.default_rng(8)
     heavy = CENTRE * np.exp(0.07 * rng.standard_t(3, 43_200))
     assert samples_until_alarm(calibrated(0.07), heavy) == math.inf
+    for factor in (0.0, 0.1, 1.3):
+        assert samples_until_alarm(calibrated(0.1), drawn(rng, 0.1, 5000, factor)) == math.inf
 
 
-def test_the_guarantee_holds_for_the_expected_drift_whatever_its_spread() -> None:
+@pytest.mark.parametrize("spread", [0.01, 0.1, 0.5, 1.5])
+def test_the_guarantee_holds_for_the_expected_drift_whatever_its_spread(spread: float) -> None:
     """E[exp(θ g)] ≤ 1 over the measured rows, and over rows whose logarithms are normal with the same spread."""
-    for spread in (0.01, 0.1, 0.5, 1.5):
-        rows = drawn(np.random.default_rng(1), spread, 400)
-        found = Expected.of(list(rows))
-        assert found is not None
-        for sample in (rows, drawn(np.random.default_rng(2), spread, 100_000)):
-            steps = np.clip(np.log(sample) - found.centre, -CLIP, CLIP) - ALLOWANCE
-            assert np.exp(found.root * steps).mean() <= 1 + 1e-6
+    found = calibrated(spread, seed=1, count=400)
+    for seed, count in ((1, 400), (2, 100_000)):
+        logs = np.log(drawn(np.random.default_rng(seed), spread, count))
+        steps = np.clip(logs - found.centre, -CLIP, CLIP) - ALLOWANCE
+        assert np.exp(found.root * steps).mean() <= 1 + 1e-6
 
 
 def test_a_few_odd_requests_raise_no_alarm_however_odd_they_are() -> None:
-    detector = Detector(calibrated(0.07))
-    for _ in range(REQUESTS - 1):
-        assert detector.add([math.inf]) == ""
-    assert detector.add([math.inf]) == "risen"
-
-
-def test_an_alarm_stays_until_drift_was_as_expected_for_a_while() -> None:
-    rng = np.random.default_rng(3)
-    detector = Detector(calibrated(0.1))
-    heard = [detector.add([drift]) for drift in drawn(rng, 0.1, 300, 2.0)]
-    assert (heard.count("risen"), detector.alarm) == (1, True)
-    assert detector.score == pytest.approx(1)
-    after = [detector.add([drift]) for drift in drawn(rng, 0.1, 60)]
-    assert (after.count("ended"), detector.alarm) == (1, False)
-    assert 2 < after.index("ended") < 40
-
-
-def test_lower_drift_is_not_a_change_and_neither_is_30_percent_more() -> None:
-    rng = np.random.default_rng(5)
-    for factor in (0.0, 0.1, 1.3):
-        assert samples_until_alarm(calibrated(0.1), drawn(rng, 0.1, 5000, factor)) == math.inf
+    assert samples_until_alarm(calibrated(0.07), np.full(100, math.inf)) == REQUESTS
 
 
 def test_an_output_that_was_exact_and_now_drifts_has_changed() -> None:
@@ -119,17 +94,43 @@ def test_too_few_rows_or_many_infinite_ones_set_no_expectation(rows: list[float]
 
 
 def test_the_spread_of_few_rows_is_estimated_larger_than_measured() -> None:
-    few, many = (Expected.of(list(drawn(np.random.default_rng(6), 0.3, n))) for n in (MIN_ROWS, 5000))
-    assert few is not None
-    assert many is not None
+    few, many = calibrated(0.3, 6, MIN_ROWS), calibrated(0.3, 6, 5000)
     assert many.spread == pytest.approx(0.3, rel=0.05)
     of_few = np.log(drawn(np.random.default_rng(6), 0.3, MIN_ROWS)).std(ddof=1)
-    assert few.spread == pytest.approx(
-        of_few * math.sqrt(15 / 7.261), rel=1e-3
-    )  # from the chi-squared table, 5 % below
+    assert few.spread == pytest.approx(of_few * math.sqrt(15 / 7.261), rel=1e-3)  # the chi-squared table's 5 %
     assert few.root < many.root
 
 
-def test_more_outputs_have_a_higher_threshold_each() -> None:
-    assert threshold(1) == pytest.approx(math.log(HORIZON))
-    assert threshold(4) - threshold(1) == pytest.approx(math.log(4))
+# --- the diagnosis: rows are (drift ÷ centre, elements that are not finite, weight) -----------------------------------
+
+NARROW, WIDE = Expected(math.log(CENTRE), 0.1, 5.0), Expected(math.log(CENTRE), 1.0, 0.5)
+SOUND, TWICE, FIVE, FAR, NAN = (1.0, 0, 1.0), (2.2, 0, 1.0), (5.0, 0, 1.0), (300.0, 0, 1.0), (math.inf, 3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected", "cause"),
+    [
+        ([SOUND] * 10, NARROW, "rounding"),
+        ([TWICE] * 10, NARROW, "rounding"),
+        ([FIVE] * 10, NARROW, "broken"),
+        ([SOUND] * 9 + [FAR], NARROW, "broken"),  # few bad rows, but they are far off
+        ([TWICE] * 6 + [FAR] * 4, NARROW, "rounding"),  # more than half of the bad rows are not far off
+        ([SOUND] * 9 + [NAN], NARROW, "broken"),
+        ([TWICE] * 9 + [NAN], NARROW, "broken"),
+        ([TWICE, (300.0, 0, 100.0)], NARROW, "broken"),  # rows count by their weight
+        ([(2.2, 0, 100.0), FAR], NARROW, "rounding"),
+        ([FIVE] * 10, WIDE, "rounding"),
+        ([(20.0, 0, 1.0)] * 10, WIDE, "rounding"),  # bad rows, but less than four spreads off
+        ([FAR] * 10, WIDE, "broken"),
+        ([FIVE] * 10, None, "rounding"),  # nothing is expected yet: only a lost output is broken
+        ([FAR] * 10, None, "broken"),
+        ([NAN], None, "broken"),
+    ],
+)
+def test_the_cause_follows_the_documented_rules(
+    rows: list[tuple[float, int, float]], expected: Expected | None, cause: Cause
+) -> None:
+    recent = RecentRows()
+    for factor, bad, weight in rows:
+        recent.add([SampleDrift(factor * CENTRE, 0.0, 0.0, 0.0, 0, 0, bad)], weight)
+    assert diagnose(recent.window(), expected) == cause

@@ -1,18 +1,9 @@
 """Any order of verdicts, reloads, waiting and answers to orders, for two models, against docs/operations.md's rules.
 
 After every step the order in force, and the numbers of changes of precision and of measurements begun anew, are the
-model's. Each of these planted faults was found:
-
-| fault | found as |
-|---|---|
-| `Fallback.stay` does not double | bf16 answers too early |
-| `Fallback._return`: the stay counts from the fallback | bf16 answers too soon after a breach |
-| `Fallback._return` does not ask for the alarm, or for the margin | bf16 answers after an unclean verdict |
-| `FallbackController._current` does not compare when versions were loaded | a reload keeps fp32 |
-| `FallbackController.receive` counts older verdicts | a new version falls back |
-| `FallbackController._precision_changed` begins no measurement on a return | one fewer than the changes |
-| `Fallback.warmed`: a day in bf16 does not make the stay short again | bf16 answers too late |
-| `Fallback._fall_back` does not wait after a failure | fp32 is ordered again at once |
+model's. It found these planted faults: the stay does not double, counts from the fallback, or stays long after a day;
+a return asks neither for the alarm nor the margin; a reload keeps fp32; older verdicts count; no measurement begins
+anew on a return; a failure is followed by another order at once.
 """
 
 from __future__ import annotations
@@ -35,10 +26,9 @@ from machinesettings import machine_settings
 
 from bf16kit.drift.metrics import Breach, Budget
 from bf16kit.messages.errors import ArtifactError
-from service.drift.driftpolicy import FallbackPolicy
+from service.drift.contract import DriftVerdict, FallbackPolicy
 from service.drift.fallbackcontroller import ActivePlan, FallbackController, PrecisionOrder
 from service.drift.gate import breach_verdict
-from service.drift.verdict import DriftVerdict
 from service.request import Precision
 
 DAY, MINUTE, START = 86_400.0, 60.0, 1_000.0

@@ -8,22 +8,20 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
-from traffic import Clock, arrivals
+from samplings import Clock, arrivals
 from waiting import until
 
 from bf16kit.messages.errors import RuntimeFailure
 from service.contract import Array
-from service.drift.driftpolicy import ShadowPolicy
-from service.drift.forwarder import SampleForwarder
-from service.drift.sampler import OnOutcome, Outcome, Sample
-from service.drift.shadow import MAX_BYTES, QUEUE_SIZE
+from service.drift.contract import ShadowPolicy
+from service.drift.sampler import MAX_BYTES, QUEUE_SIZE, OnOutcome, Outcome, Sample, SampleForwarder
 from service.request import Reply, Request
 
-DEFAULTS = ShadowPolicy()
+ALL = ShadowPolicy(rate=1, max_per_second=10_000, max_rows=2)
 X = np.ones((2, 3), np.float32)
 
 
@@ -42,37 +40,33 @@ class Rig:
 
     def __init__(
         self,
-        policy: ShadowPolicy = DEFAULTS,
+        policy: ShadowPolicy = ALL,
         *,
         axis: int | None = 0,
         outcome: Outcome | None = None,
         chance: random.Random | None = None,
-        clock: Callable[[], float] | None = None,
     ) -> None:
+        self.clock = Clock()
         self.samples: list[Sample] = []
         self.callbacks: list[OnOutcome] = []
         self.counted = Counter[str]()
-        self.finished = False
-        self.go = threading.Event()
+        self.finished = 0
+        self.go, self.at_work = threading.Event(), threading.Event()
         self.go.set()
-        self.at_work = False
         self.fails: Exception | None = None
         self.outcome = outcome
         self.forwarder = SampleForwarder(
-            self, policy, self._sampled,
+            self, policy, lambda outcome, samples: self.counted.update({outcome: samples}),
             name="m", batch_axis=axis, profile="cpu-bf16", precision="bf16-weights", run_bf16=self._run,
-            chance=chance or Always(), clock=clock or Clock(),
+            chance=chance or Always(), clock=self.clock,
         )  # fmt: skip
 
     def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> tuple[dict[str, Array], str]:
-        self.at_work = True
+        self.at_work.set()
         assert self.go.wait(30)
         if self.fails is not None:
             raise self.fails
         return dict.fromkeys(outputs, feeds["x"] * 2), "bf16-weights"
-
-    def _sampled(self, outcome: Outcome, samples: int) -> None:
-        self.counted[outcome] += samples
 
     def send(self, sample: Sample, on_outcome: OnOutcome) -> None:
         self.samples.append(sample)
@@ -81,7 +75,7 @@ class Rig:
             on_outcome(self.outcome)
 
     def finish(self) -> None:
-        self.finished = True
+        self.finished += 1
 
     def offer(self, request: Request, reply: Reply | None = None) -> Sample | None:
         """Offer a request; return its sample if it was forwarded at once."""
@@ -103,9 +97,9 @@ def test_weighted_rows_are_not_biased_by_the_choice_of_requests_and_rows() -> No
     The weighted mean is within a hundredth, or four standard errors, of the mean of all rows served; the sum of the
     weights is within 5 % of their number. The unweighted mean is far off.
     """
-    clock = Clock()
     policy = ShadowPolicy(rate=0.2, max_per_second=20, max_rows=4)
-    rig = Rig(policy, outcome="measured", chance=random.Random(1), clock=clock)
+    rig = Rig(policy, outcome="measured", chance=random.Random(1))
+    clock = rig.clock
     everything, values, weights = [], [], []
 
     def busy(now: float) -> float:
@@ -134,15 +128,14 @@ def test_weighted_rows_are_not_biased_by_the_choice_of_requests_and_rows() -> No
 @pytest.mark.parametrize("late", [False, True])
 def test_fewer_requests_are_chosen_while_samples_find_no_room(late: bool) -> None:
     """They find none here, or another process reports it later."""
-    clock = Clock()
-    rig = Rig(ShadowPolicy(rate=1, max_per_second=100), chance=random.Random(2), clock=clock)
+    rig = Rig(ShadowPolicy(rate=1, max_per_second=100), chance=random.Random(2))
     rig.outcome = "dropped" if late else None
     request = Request({"x": np.zeros((1, 16), np.float32)})
 
     def chosen(seconds: int) -> int:
         before = len(rig.samples) + rig.counted["dropped"] * (not late)
         for _ in range(1000 * seconds):
-            clock.now += 1 / 1000
+            rig.clock.now += 1 / 1000
             rig.offer(request)
         return len(rig.samples) + rig.counted["dropped"] * (not late) - before
 
@@ -157,7 +150,7 @@ def test_fewer_requests_are_chosen_while_samples_find_no_room(late: bool) -> Non
 
 def test_samples_without_an_outcome_are_limited_in_number_and_bytes() -> None:
     """The limits are checked before anything of a sample is copied."""
-    rig = Rig(ShadowPolicy(rate=1, max_per_second=10_000), axis=None)
+    rig = Rig(axis=None)
     huge, large = (np.broadcast_to(np.zeros(1, np.uint8), (size,)) for size in (MAX_BYTES + 1, 40 << 20))
     small = Request({"x": np.zeros(1, np.uint8)})
     assert rig.offer(Request({"x": huge})) is None, "it never fits"
@@ -172,21 +165,12 @@ def test_samples_without_an_outcome_are_limited_in_number_and_bytes() -> None:
     assert rig.counted == {"dropped": 3, "measured": 1}
 
 
-def test_nothing_is_sampled_after_stop_and_close_gives_the_reference_back() -> None:
-    rig = Rig(ShadowPolicy(rate=1))
-    rig.forwarder.stop()
-    assert rig.offer(Request({"x": np.zeros((1, 2))}, rows=1)) is None
-    assert not rig.finished
-    assert rig.forwarder.close(math.inf)
-    assert rig.finished
-
-
 # --- what a sample holds ----------------------------------------------------------------------------------------------
 
 
 def test_a_sample_holds_copies_of_its_rows_and_what_the_comparison_needs_to_know() -> None:
     """A view would keep the message and the batch alive, and its values would change with their memory."""
-    rig = Rig(ShadowPolicy(rate=1, max_rows=2))
+    rig = Rig()
     message = np.ones((1000, 2), np.float32)
     batch = message * np.float32(1.01)
     alive = weakref.ref(message), weakref.ref(batch)
@@ -234,13 +218,16 @@ def test_a_sample_that_fails_is_counted_and_the_next_is_measured(rig: Rig, error
 def test_samples_that_wait_when_the_forwarder_is_stopped_are_dropped_and_counted(rig: Rig) -> None:
     rig.go.clear()
     rig.serve_by_fp32()
-    until(lambda: rig.at_work, 30, "at work")
+    assert rig.at_work.wait(30)
     for _ in range(3):
         rig.serve_by_fp32()
     rig.forwarder.stop()
+    assert rig.offer(Request({"x": X}, rows=2)) is None, "nothing is sampled any more"
+    assert rig.finished == 0
     assert not rig.forwarder.close(time.monotonic())
     rig.go.set()
     assert rig.forwarder.close(math.inf)
+    assert rig.finished > 0
     assert (len(rig.samples), rig.counted) == (1, {"dropped": 6})
 
 

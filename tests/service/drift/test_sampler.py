@@ -8,10 +8,9 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
-from samplings import FAULTS, burst_weight, unbiased, until_over
-from traffic import Clock, arrivals
+from samplings import FAULTS, Clock, arrivals, burst_weight, unbiased, until_over
 
-from service.drift.driftpolicy import ShadowPolicy
+from service.drift.contract import ShadowPolicy
 from service.drift.sampler import BURST_S, FLOOR, Sampler, TokenBucket, copies, size_of
 
 DEFAULTS = ShadowPolicy()

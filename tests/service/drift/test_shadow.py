@@ -5,8 +5,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +17,9 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array
 from service.drift.breachevidence import EvidenceRecorder
 from service.drift.comparison import Comparison, Drifts
-from service.drift.sampler import Sample
-from service.drift.shadow import MAX_BYTES, NICENESS, QUEUE_SIZE, Measuring, Shadow
-from service.drift.verdict import DriftVerdict
+from service.drift.contract import DriftVerdict
+from service.drift.sampler import MAX_BYTES, NICENESS, QUEUE_SIZE, Sample
+from service.drift.shadow import Measuring, Shadow
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
 
@@ -55,21 +53,6 @@ class Reference:
         self.closed = True
 
 
-class Heard(DriftMetrics):
-    """Metrics that also count samples by their outcome."""
-
-    def __init__(self) -> None:
-        super().__init__(*SPECS)
-        self.outcomes: Counter[str] = Counter()
-
-    def put(self, shadow: Shadow, rows: int = 1, error: float = 0.0, nbytes: int = 16) -> None:
-        """Have a sample measured, and count its rows by outcome."""
-        self.offer(shadow, sample(rows, error, nbytes))
-
-    def offer(self, shadow: Shadow, each: Sample) -> None:
-        shadow.put(each, lambda outcome: self.outcomes.update({outcome: each.rows}))
-
-
 class Recorder(EvidenceRecorder):
     """Records what it is told: the drift of a sample's row, or a restart."""
 
@@ -84,189 +67,165 @@ class Recorder(EvidenceRecorder):
         self.told.append(round(drifts["y"][0].relative_l2, 4))
 
 
-Make = Callable[..., Shadow]
+class Rig(DriftMetrics):
+    """A shadow, its reference and metrics, and the outcomes of the samples that it was given, by rows."""
+
+    def __init__(self) -> None:
+        super().__init__(*SPECS)
+        self.reference = Reference()
+        self.recorder = Recorder()
+        self.outcomes: Counter[str] = Counter()
+        self.told: list[float | None] = []
+        self.load: Callable[[], Reference] = lambda: self.reference
+        self.shadow = Shadow(
+            lambda: Measuring(self.load(), Comparison(SPECS, 0, Budget()), self.recorder),
+            self.model,
+            name="m",
+            on_measured=lambda verdict: self.told.append(self.value("last_sample_timestamp_seconds")),
+        )
+
+    def put(self, rows: int = 1, error: float = 0.0, nbytes: int = 16, name: str = "x") -> None:
+        x = np.ones((rows, 2), np.float32)
+        sample = Sample({name: x}, {"y": x * np.float32(1 + error)}, rows, nbytes)
+        self.shadow.put(sample, lambda outcome: self.outcomes.update({outcome: rows}))
+
+    def hold(self) -> None:
+        """Hold the reference's run of a first sample."""
+        self.reference.gate.clear()
+        self.shadow.start()
+        self.put(error=0.03)
+        until(lambda: self.reference.running)
 
 
 @pytest.fixture
-def reference() -> Reference:
-    return Reference()
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.reference.gate.set()
+    rig.shadow.stop()
 
 
-@pytest.fixture
-def heard() -> Heard:
-    return Heard()
-
-
-@pytest.fixture
-def make(reference: Reference, heard: Heard) -> Iterator[Make]:
-    shadows: list[Shadow] = []
-
-    def build(
-        load: Callable[[], Reference] = lambda: reference, recorder: EvidenceRecorder | None = None, **options: Any
-    ) -> Shadow:
-        comparison = Comparison(SPECS, 0, Budget())
-        shadow = Shadow(lambda: Measuring(load(), comparison, recorder), heard.model, name="m", **options)
-        shadow.start()
-        shadows.append(shadow)
-        return shadow
-
-    yield build
-    reference.gate.set()
-    for shadow in shadows:
-        shadow.stop()
-
-
-def sample(rows: int = 1, error: float = 0.0, nbytes: int = 16) -> Sample:
-    x = np.ones((rows, 2), np.float32)
-    return Sample({"x": x}, {"y": x * np.float32(1 + error)}, rows, nbytes)
-
-
-def test_a_live_response_is_compared_with_the_reference_row_by_row(make: Make, heard: Heard) -> None:
+def test_a_live_response_is_compared_with_the_reference_row_by_row(rig: Rig) -> None:
     """The time of the measurement is set before others are told of it."""
-    told: list[float | None] = []
     begun = time.time()
-    heard.put(
-        make(on_measured=lambda verdict: told.append(heard.value("last_sample_timestamp_seconds"))), rows=3, error=0.03
-    )
-    until(lambda: heard.outcomes["measured"] == 3)
-    assert heard.rows() == 3
-    assert heard.ratio("relative_l2")[0] == pytest.approx(2.0, rel=1e-3)
-    assert (heard.ratio("nonfinite")[0], heard.value("reference_up")) == (0, 1)
-    assert begun <= (told[0] or 0) <= time.time()
+    rig.shadow.start()
+    rig.put(rows=3, error=0.03)
+    until(lambda: rig.outcomes["measured"] == 3)
+    assert rig.rows() == 3
+    assert rig.ratio("relative_l2")[0] == pytest.approx(2.0, rel=1e-3)
+    assert (rig.ratio("nonfinite")[0], rig.value("reference_up")) == (0, 1)
+    assert begun <= (rig.told[0] or 0) <= time.time()
 
 
-def test_the_reference_is_loaded_as_others_are_and_runs_with_low_priority(
-    make: Make, heard: Heard, reference: Reference
-) -> None:
+def test_the_reference_is_loaded_as_others_are_and_runs_with_low_priority(rig: Rig) -> None:
     """A full machine leaves a thread of low priority too little to load a model, and niceness cannot be taken back."""
     before, loading = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), list[int]()
 
     def load() -> Reference:
         loading.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return reference
+        return rig.reference
 
-    heard.put(make(load))
-    until(lambda: heard.outcomes["measured"])
+    rig.load = load
+    rig.shadow.start()
+    rig.put()
+    until(lambda: rig.outcomes["measured"])
     assert loading == [before]
-    assert reference.nice == max(NICENESS, before)
+    assert rig.reference.nice == max(NICENESS, before)
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
-def test_a_full_queue_drops_and_counts_and_never_blocks(make: Make, heard: Heard, reference: Reference) -> None:
-    reference.gate.clear()
-    shadow = make()
-    heard.put(shadow)
-    until(lambda: reference.running)
+def test_a_full_queue_drops_and_counts_and_never_blocks(rig: Rig) -> None:
+    rig.hold()
     for _ in range(QUEUE_SIZE + 2):
-        heard.put(shadow)
-    assert heard.outcomes == {"dropped": 3}
-    reference.gate.set()
-    until(lambda: heard.outcomes["measured"] == QUEUE_SIZE)
+        rig.put()
+    assert rig.outcomes == {"dropped": 3}
+    rig.reference.gate.set()
+    until(lambda: rig.outcomes["measured"] == QUEUE_SIZE)
+    rig.put()
+    until(lambda: rig.outcomes == {"dropped": 3, "measured": QUEUE_SIZE + 1})
 
 
-def test_samples_that_wait_are_bounded_by_their_bytes(make: Make, heard: Heard, reference: Reference) -> None:
-    reference.gate.clear()
-    shadow = make()
+def test_samples_that_wait_are_bounded_by_their_bytes(rig: Rig) -> None:
+    rig.reference.gate.clear()
+    rig.shadow.start()
     for _ in range(4):
-        heard.put(shadow, nbytes=MAX_BYTES // 3)
-    assert heard.outcomes == {"dropped": 1}
-    reference.gate.set()
-    until(lambda: heard.outcomes["measured"] == 3)
-    heard.put(shadow, nbytes=MAX_BYTES + 1)  # alone, and still too large
-    heard.put(shadow, nbytes=MAX_BYTES)
-    until(lambda: heard.outcomes == {"measured": 4, "dropped": 2})
+        rig.put(nbytes=MAX_BYTES // 3)
+    assert rig.outcomes == {"dropped": 1}
+    rig.reference.gate.set()
+    until(lambda: rig.outcomes["measured"] == 3)
+    rig.put(nbytes=MAX_BYTES + 1)  # alone, and still too large
+    rig.put(nbytes=MAX_BYTES)
+    until(lambda: rig.outcomes == {"measured": 4, "dropped": 2})
 
 
-def test_samples_that_wait_when_the_shadow_is_stopped_are_dropped(
-    make: Make, heard: Heard, reference: Reference
-) -> None:
-    reference.gate.clear()
-    shadow = make()
-    heard.put(shadow)
-    until(lambda: reference.running)
-    heard.put(shadow, rows=2)
-    shadow.stop()
-    heard.put(shadow)
-    assert heard.outcomes == {"dropped": 1}
-    reference.gate.set()
-    until(lambda: heard.outcomes == {"dropped": 3, "measured": 1})
-    until(lambda: reference.closed)
+def test_samples_that_wait_when_the_shadow_is_stopped_are_dropped(rig: Rig) -> None:
+    rig.hold()
+    rig.put(rows=2)
+    rig.shadow.stop()
+    rig.put()
+    assert rig.outcomes == {"dropped": 1}
+    rig.reference.gate.set()
+    until(lambda: rig.outcomes == {"dropped": 3, "measured": 1})
+    until(lambda: rig.reference.closed)
 
 
-def test_a_restart_takes_effect_after_the_samples_that_were_put_before_it(
-    make: Make, heard: Heard, reference: Reference
-) -> None:
-    reference.gate.clear()
-    recorder = Recorder()
-    shadow = make(recorder=recorder)
-    heard.put(shadow, error=0.03)
-    until(lambda: reference.running)
-    heard.put(shadow, error=0.03)
-    shadow.restart()
-    heard.put(shadow, error=0.015)
-    reference.gate.set()
-    until(lambda: heard.outcomes["measured"] == 3)
-    assert heard.ratio("relative_l2")[0] == pytest.approx(1.0, rel=1e-3)
-    assert recorder.told == [0.03, 0.03, "restart", 0.015]
+def test_a_restart_takes_effect_after_the_samples_that_were_put_before_it(rig: Rig) -> None:
+    rig.hold()
+    rig.put(error=0.03)
+    rig.shadow.restart()
+    rig.put(error=0.015)
+    rig.reference.gate.set()
+    until(lambda: rig.outcomes["measured"] == 3)
+    assert rig.ratio("relative_l2")[0] == pytest.approx(1.0, rel=1e-3)
+    assert rig.recorder.told == [0.03, 0.03, "restart", 0.015]
 
 
-def test_samples_that_fail_are_counted_and_the_next_is_measured(
-    make: Make, heard: Heard, reference: Reference, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An error of the reference is logged without a traceback, and a bug with one."""
-    shadow = make()
-    reference.error = RuntimeFailure("ONNX Runtime failed: dimensions")
-    heard.put(shadow)
-    until(lambda: heard.outcomes["failed"])
-    reference.error = None
-    wrong = sample()
-    heard.offer(shadow, replace(wrong, feeds={"wrong": wrong.feeds["x"]}))
-    heard.put(shadow)
-    until(lambda: heard.outcomes["measured"])
-    assert heard.outcomes == {"failed": 2, "measured": 1}
+def test_samples_that_fail_are_counted_and_the_next_is_measured(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """An error of the reference is logged without a traceback, a bug with one, and nothing while it is away."""
+    rig.shadow.start()
+    rig.reference.error = Unavailable("the fp32 reference was unloaded")
+    rig.put()
+    until(lambda: rig.outcomes["failed"] == 1)
+    assert rig.value("reference_up") == 0
+    assert "failed" not in caplog.text
+    rig.reference.up, rig.reference.error = True, RuntimeFailure("ONNX Runtime failed: dimensions")
+    rig.put()
+    until(lambda: rig.outcomes["failed"] == 2)
+    rig.reference.error = None
+    rig.put(name="wrong")
+    rig.put()
+    until(lambda: rig.outcomes == {"failed": 3, "measured": 1})
+    assert rig.value("reference_up") == 1
     assert "a shadow sample failed: ONNX Runtime failed: dimensions" in caplog.text
-    assert [record.exc_info is None for record in caplog.records if "failed" in record.getMessage()] == [True, False]
+    assert [bool(record.exc_info) for record in caplog.records if "failed" in record.getMessage()] == [False, True]
 
 
-def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_reference_every_sample_fails(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     def load() -> Reference:
         raise ArtifactError("no residual")
 
-    heard.put(make(load))
-    until(lambda: heard.outcomes["failed"] == 1)
+    rig.load = load
+    rig.shadow.start()
+    rig.put()
+    until(lambda: rig.outcomes["failed"] == 1)
     assert "no live drift: the fp32 reference cannot be loaded: no residual" in caplog.text
-    assert heard.value("reference_up") is None
+    assert rig.value("reference_up") is None
 
 
-def test_samples_fail_quietly_while_the_reference_is_away_and_its_state_is_reported(
-    make: Make, heard: Heard, reference: Reference, caplog: pytest.LogCaptureFixture
-) -> None:
-    reference.error = Unavailable("the fp32 reference was unloaded")
-    shadow = make()
-    heard.put(shadow)
-    heard.put(shadow)
-    until(lambda: heard.outcomes["failed"] == 2)
-    assert heard.value("reference_up") == 0
-    reference.up, reference.error = True, None
-    heard.put(shadow)
-    until(lambda: heard.outcomes["measured"] == 1)
-    assert heard.value("reference_up") == 1
-    assert "failed" not in caplog.text
-
-
-def test_a_shadow_that_is_stopped_while_it_loads_frees_the_reference(make: Make, reference: Reference) -> None:
+def test_a_shadow_that_is_stopped_while_it_loads_frees_the_reference(rig: Rig) -> None:
     loading = threading.Event()
 
     def load() -> Reference:
         loading.set()
-        assert reference.gate.wait(20)
-        return reference
+        assert rig.reference.gate.wait(20)
+        return rig.reference
 
-    reference.gate.clear()
-    shadow = make(load)
+    rig.load = load
+    rig.reference.gate.clear()
+    rig.shadow.start()
     assert loading.wait(20)
     begun = time.monotonic()
-    shadow.stop()
+    rig.shadow.stop()
     assert time.monotonic() - begun < 10, "it waits for nothing"
-    reference.gate.set()
-    until(lambda: reference.closed)
+    rig.reference.gate.set()
+    until(lambda: rig.reference.closed)

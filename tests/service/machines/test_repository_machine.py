@@ -34,7 +34,7 @@ from servedmachine import NAMES, PATIENCE, VERSIONS, InFlight, Lease, Measured, 
 from waiting import until
 
 from bf16kit.messages.errors import NotFound, RuntimeFailure, Unavailable
-from service.drift.verdict import DriftVerdict
+from service.drift.contract import DriftVerdict
 from service.models.plan import DesiredModel
 
 OVER = DriftVerdict("", 0, "over", "rounding", "y", "relative_l2", 1.5, 1.2, 1.8, 300.0, 400)

@@ -17,8 +17,8 @@ from waiting import until
 
 from bf16kit.messages.errors import BudgetExceeded, InputRefused, RuntimeFailure
 from service.contract import GATE_FAILED, infer
-from service.drift.shadow import NICENESS
-from service.drift.verdict import DriftVerdict
+from service.drift.contract import DriftVerdict
+from service.drift.sampler import NICENESS
 from service.models import goldengate, loading
 from service.models.generation import Generation
 from service.models.goldengate import GoldenGate

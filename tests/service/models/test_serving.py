@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from service.drift.driftpolicy import FallbackPolicy
 from service.models.serving import Serving, load_serving
+from service.drift.contract import FallbackPolicy
 
 
 def load(directory: Path, text: str) -> Serving:

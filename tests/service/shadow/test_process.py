@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 from openfiles import no_more_files
@@ -19,7 +18,7 @@ from waiting import until
 
 from bf16kit.messages.errors import NotFound, Unavailable
 from service.config.serverconfig import ServerConfig
-from service.drift.shadow import QUEUE_SIZE
+from service.drift.sampler import QUEUE_SIZE
 from service.models.plan import Plan
 from service.models.serving import Serving
 from service.peers.channel import Body
@@ -28,17 +27,14 @@ from service.peers.peer import Message
 from service.shadow import process as process_module
 from service.shadow.process import NAME, ShadowProcess
 from service.telemetry.counts import Counting
-from service.telemetry.metrics import Metrics, Sample
+from service.telemetry.metrics import Metrics
 from service.telemetry.values import to_message
-
-UP = "bf16kit_drift_reference_up"
 
 
 def plan_of(stamp: str, version: int = 1) -> Plan:
     return Plan(version, Path("/models/m"), Serving(labels={"y": ("a cat", "a dog")}), stamp)
 
 
-Give = Callable[..., "Future[Body]"]
 # Reports the counts in the file COUNTS when that is there, and does not answer the rest: it is at work until it dies.
 AT_WORK = """
 import json, os, socket, sys, threading, time
@@ -67,136 +63,115 @@ over.wait()
 """
 
 
-class Clock:
-    """A clock that the test sets, in seconds."""
+class Rig:
+    """The leader of a process that runs ``program``, and what it needs of the server. It has one process or several."""
 
-    now = 0.0
+    def __init__(self, directory: Path, program: str = AT_WORK, *, several: bool = False) -> None:
+        self.now = 0.0
+        self.served = [("m", 1), ("other", 1)]
+        self.counting = Counting(Metrics(), dict, lambda: self.served)
+        self.counts = directory / "counts.json"  # what the process reports, once it is written
+        self.heard: list[int] = []  # series in each report to the leader
+        self.on_counts: Callable[[], None] = lambda: None
+        self.wanted = {"w", "v"}  # the plans by which several processes are to serve
+        self.file = os.memfd_create("samples")
+        (directory / "program_of_the_test.py").write_text(program)
+        self.shadow = ShadowProcess(
+            ServerConfig(repository=directory),
+            self._receive,
+            lambda: self.counting.process_died(NAME),
+            on_forget=self.counting.forget,
+            find_plan=self._find if several else None,
+            clock=lambda: self.now,
+            module="program_of_the_test",
+        )
 
-    def __call__(self) -> float:
-        return self.now
+    def _receive(self, message: Message) -> None:
+        self.on_counts()
+        self.heard.append(len(message.body["metrics"]))
+        self.counting.receive(NAME, message.body)
+
+    def _find(self, model: str, version: int, digest: str) -> Plan | None:
+        return next((plan for stamp in self.wanted if (plan := plan_of(stamp, version)).digest == digest), None)
+
+    def close(self) -> None:
+        self.shadow.close()
+        os.close(self.file)
+
+    def give(self, model: str = "m", stamp: str = "w", version: int = 1) -> Future[Body]:
+        """Hand over one sample."""
+        plan = plan_of(stamp, version)
+        body = {"model": model, "version": version, "plan": plan.digest, "nbytes": 10, "samples": [{}]}
+        return self.shadow.ask(plan, "samples", body, [self.file])
+
+    def forward(self, stamp: str, version: int) -> Future[Body]:
+        """Hand over one sample of another process."""
+        digest = plan_of(stamp, version).digest
+        body = {"model": "m", "version": version, "plan": digest, "nbytes": 10, "samples": [{}]}
+        return self.shadow.forward(Message(body, (self.file,)))
+
+    def fill(self) -> list[Future[Body]]:
+        """Give a model's samples until one too many is dropped, and return the others."""
+        given = [self.give() for _ in range(2 * QUEUE_SIZE + 1)]
+        assert given[-1].result(0) == {"outcomes": ["dropped"]}
+        return given[:-1]
+
+    def up(self) -> dict[tuple[str, int], float]:
+        """Return which versions' references are shown as up."""
+        found = [each for each in self.counting.samples() if each.name == "bf16kit_drift_reference_up"]
+        return {(each.labels["model"], int(each.labels["version"])): each.value for each in found}
+
+    def report(self, *versions: tuple[str, int]) -> None:
+        """Have the process report that it has these versions' references."""
+        metrics = Metrics()
+        for model, version in versions:
+            metrics.add(model, version).reference_up(True)
+        new = self.counts.with_suffix(".new")
+        new.write_text(json.dumps({"metrics": to_message(metrics.values("drift_"))}))
+        new.rename(self.counts)
+
+    def start(self) -> int:
+        """Start the process, and return its pid."""
+        self.shadow.maintain()
+        assert self.shadow.pid is not None
+        return self.shadow.pid
+
+    def kill(self, after: float = 60.0) -> None:
+        """Have the process die ``after`` so many seconds, and its leader notice; then wait for any pause to end."""
+        pid = self.start()
+        self.now += after
+        os.kill(pid, signal.SIGKILL)
+
+        def noticed() -> bool:
+            self.shadow.maintain()
+            return self.shadow.pid != pid
+
+        until(noticed, 30, "its death")
+        self.now += 60.0
+
+
+Make = Callable[..., Rig]
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def served() -> list[tuple[str, int]]:
-    return [("m", 1), ("other", 1)]
-
-
-@pytest.fixture
-def counting(served: list[tuple[str, int]]) -> Counting:
-    return Counting(Metrics(), dict, lambda: served)
-
-
-@pytest.fixture
-def program() -> str:
-    """Return the program of the process, which tests may override."""
-    return AT_WORK
-
-
-@pytest.fixture
-def counts(tmp_path: Path) -> Path:
-    """Return the file whose counts the process reports once it is written."""
-    return tmp_path / "counts.json"
-
-
-Make = Callable[..., ShadowProcess]
-
-
-@pytest.fixture
-def make(
-    tmp_path: Path, program: str, counts: Path, clock: Clock, counting: Counting, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Make]:
-    """Yield a function that returns the leader of a process that runs ``program``."""
-    (tmp_path / "program_of_the_test.py").write_text(program)
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     path = [str(tmp_path), os.environ.get("PYTHONPATH", ""), str(Path.cwd())]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    monkeypatch.setenv("COUNTS", str(counts))
-    made: list[ShadowProcess] = []
+    monkeypatch.setenv("COUNTS", str(tmp_path / "counts.json"))
+    made: list[Rig] = []
 
-    def build(receive: Callable[[Message], None] | None = None, **more: Any) -> ShadowProcess:
-        process = ShadowProcess(
-            ServerConfig(repository=tmp_path),
-            receive or (lambda message: counting.receive(NAME, message.body)),
-            lambda: counting.process_died(NAME),
-            clock=clock,
-            module="program_of_the_test",
-            **more,
-        )
-        made.append(process)
-        return process
+    def build(program: str = AT_WORK, *, several: bool = False) -> Rig:
+        made.append(Rig(tmp_path, program, several=several))
+        return made[-1]
 
     yield build
-    for process in made:
-        process.close()
+    for rig in made:
+        rig.close()
 
 
 @pytest.fixture
-def shadow(make: Make, counting: Counting) -> ShadowProcess:
-    return make(on_forget=counting.forget)
-
-
-@pytest.fixture
-def file() -> Iterator[int]:
-    made = os.memfd_create("samples")
-    yield made
-    os.close(made)
-
-
-@pytest.fixture
-def give(shadow: ShadowProcess, file: int) -> Give:
-    """Return a function that hands one sample over."""
-
-    def given(model: str = "m", stamp: str = "w") -> Future[Body]:
-        plan = plan_of(stamp)
-        body = {"model": model, "version": 1, "plan": plan.digest, "nbytes": 10, "samples": [{}]}
-        return shadow.ask(plan, "samples", body, [file])
-
-    return given
-
-
-def up(counting: Counting) -> list[Sample]:
-    return [each for each in counting.samples() if each.name == UP]
-
-
-def report(counts: Path, *versions: tuple[str, int]) -> None:
-    """Have the process report that it has these versions' references."""
-    metrics = Metrics()
-    for model, version in versions:
-        metrics.add(model, version).reference_up(True)
-    new = counts.with_suffix(".new")
-    new.write_text(json.dumps({"metrics": to_message(metrics.values("drift_"))}))
-    new.rename(counts)
-
-
-def start(shadow: ShadowProcess) -> int:
-    """Start the process, and return its pid."""
-    shadow.maintain()
-    assert shadow.pid is not None
-    return shadow.pid
-
-
-def kill(shadow: ShadowProcess, clock: Clock) -> None:
-    """Have the process die, and its leader notice."""
-    pid = start(shadow)
-    os.kill(pid, signal.SIGKILL)
-
-    def noticed() -> bool:
-        shadow.maintain()
-        return shadow.pid != pid
-
-    until(noticed, 30, "its death")
-    clock.now += 60.0  # longer than any pause before a restart
-
-
-def fill(give: Give) -> list[Future[Body]]:
-    """Give a model's samples until one too many is dropped, and return the others."""
-    given = [give() for _ in range(2 * QUEUE_SIZE + 1)]
-    assert given[-1].result(0) == {"outcomes": ["dropped"]}
-    return given[:-1]
+def rig(make: Make) -> Rig:
+    return make()
 
 
 def open_files() -> set[tuple[str, int]]:
@@ -208,195 +183,150 @@ def open_files() -> set[tuple[str, int]]:
     return found
 
 
-def test_samples_that_wait_for_the_process_are_dropped_when_their_model_is_unloaded(
-    shadow: ShadowProcess, give: Give
-) -> None:
+def test_samples_that_wait_for_the_process_are_dropped_when_their_model_is_unloaded(rig: Rig) -> None:
     """Otherwise a model would be measured that is no longer served."""
     opened = open_files()
-    given = [give(), give("other"), give(stamp="newer")]
+    given = [rig.give(), rig.give("other"), rig.give(stamp="newer")]
     assert len(open_files() - opened) == 3
-    shadow.forget("m", plan_of("w").digest)
+    rig.shadow.forget("m", plan_of("w").digest)
     assert given[0].result(0) == {"outcomes": ["dropped"]}
     assert not given[1].done()
     assert not given[2].done(), "of what was loaded in its place"
-    shadow.forget("m")
+    rig.shadow.forget("m")
     assert given[2].result(0) == {"outcomes": ["dropped"]}
     assert len(open_files() - opened) == 1
-    assert not any(each.done() for each in fill(give)), "the dropped ones have left their room"
+    assert not any(each.done() for each in rig.fill()), "the dropped ones have left their room"
 
 
-def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(
-    shadow: ShadowProcess,
-    give: Give,
-    counting: Counting,
-    served: list[tuple[str, int]],
-    counts: Path,
-    clock: Clock,
-) -> None:
-    give()
-    give("other")
-
-    def by_model() -> dict[str, float]:
-        return {each.labels["model"]: each.value for each in up(counting)}
-
-    report(counts, *served)
-    start(shadow)
-    until(lambda: by_model() == {"m": 1, "other": 1}, 30, "its report")
-    counts.unlink()
-    kill(shadow, clock)
-    assert by_model() == {"m": 0, "other": 0}
-    served.remove(("m", 1))
-    shadow.forget("m", plan_of("w").digest)
-    assert by_model() == {"other": 0}
-    start(shadow)
-    kill(shadow, clock)  # before it has reported anything
-    assert by_model() == {"other": 0}
+def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(rig: Rig) -> None:
+    rig.give()
+    rig.give("other")
+    rig.report(*rig.served)
+    rig.start()
+    until(lambda: rig.up() == {("m", 1): 1, ("other", 1): 1}, 30, "its report")
+    rig.counts.unlink()
+    rig.kill()
+    assert rig.up() == {("m", 1): 0, ("other", 1): 0}
+    rig.served.remove(("m", 1))
+    rig.shadow.forget("m", plan_of("w").digest)
+    assert rig.up() == {("other", 1): 0}
+    rig.kill()  # before it has reported anything
+    assert rig.up() == {("other", 1): 0}
 
 
-def test_samples_without_a_file_take_no_room(give: Give) -> None:
+def test_samples_without_a_file_take_no_room(rig: Rig) -> None:
     with no_more_files():
         for _ in range(2 * QUEUE_SIZE + 1):
             with pytest.raises(OSError, match="Too many open files"):
-                give()
-    assert not any(each.done() for each in fill(give))
+                rig.give()
+    assert not any(each.done() for each in rig.fill())
 
 
-def test_the_process_may_be_silent_for_longer_than_a_worker(
-    shadow: ShadowProcess, give: Give, counting: Counting, counts: Path, clock: Clock
-) -> None:
+def test_the_process_may_be_silent_for_longer_than_a_worker(rig: Rig) -> None:
     """The process runs only when no other process needs a processor."""
-    give()
-    report(counts, ("m", 1))
-    pid = start(shadow)
-    until(lambda: [each.value for each in up(counting)] == [1.0], 30, "its report")
-    clock.now += 1.0
-    shadow.maintain()
-    assert shadow.peer is not None
-    assert shadow.peer.ask("ping").result(30) == {}, "and the one before it: it has begun to answer"
+    rig.give()
+    rig.report(("m", 1))
+    pid = rig.start()
+    until(lambda: rig.up() == {("m", 1): 1}, 30, "its report")
+    rig.now += 1.0
+    rig.shadow.maintain()
+    assert rig.shadow.peer is not None
+    assert rig.shadow.peer.ask("ping").result(30) == {}, "and the one before it: it has begun to answer"
     os.kill(pid, signal.SIGSTOP)
     for _ in range(round(10 * SILENT_SECONDS)):
-        clock.now += 1.0
-        shadow.maintain()
-    assert shadow.pid == pid
+        rig.now += 1.0
+        rig.shadow.maintain()
+    assert rig.shadow.pid == pid
     os.kill(pid, signal.SIGCONT)
-    assert shadow.peer.ask("ping").result(30) == {}
+    assert rig.shadow.peer.ask("ping").result(30) == {}
 
 
 def test_a_missing_reference_is_reported_as_down_from_the_first_sample_on(
-    give: Give, counting: Counting, shadow: ShadowProcess, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This also holds if the process never starts: an alert needs a value."""
 
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    assert up(counting) == []
-    give()
-    assert [(each.labels, each.value) for each in up(counting)] == [({"model": "m", "version": "1"}, 0.0)]
+    assert rig.up() == {}
+    rig.give()
+    assert rig.up() == {("m", 1): 0}
     monkeypatch.setattr("subprocess.Popen", refuse)
-    shadow.maintain()
-    assert shadow.peer is None
-    assert [each.value for each in up(counting)] == [0.0]
+    rig.shadow.maintain()
+    assert rig.shadow.peer is None
+    assert rig.up() == {("m", 1): 0}
 
 
-@pytest.fixture
-def wanted() -> set[str]:
-    """Return the versions that several workers are to serve."""
-    return {"w", "v"}
-
-
-@pytest.fixture
-def several(make: Make, wanted: set[str]) -> ShadowProcess:
-    def find(model: str, version: int, digest: str) -> Plan | None:
-        return next((plan for stamp in wanted if (plan := plan_of(stamp, version)).digest == digest), None)
-
-    return make(find_plan=find)
-
-
-def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(
-    several: ShadowProcess, wanted: set[str], counting: Counting, served: list[tuple[str, int]], file: int
-) -> None:
+def test_a_sample_that_arrives_after_an_unload_does_not_load_the_model_again(make: Make) -> None:
     """Such a sample may come from a worker that was killed: everything it had sent is still read."""
-
-    def give(stamp: str, version: int) -> Future[Body]:
-        body = {"model": "m", "version": version, "plan": plan_of(stamp, version).digest, "nbytes": 10, "samples": [{}]}
-        return several.forward(Message(body, (file,)))
-
-    served[:] = [("m", 1), ("m", 2)]
-    first, second = give("w", 1), give("v", 2)
-    wanted.remove("w")
-    served.remove(("m", 1))
-    several.forget("m")
+    rig = make(several=True)
+    rig.served[:] = [("m", 1), ("m", 2)]
+    first, second = rig.forward("w", 1), rig.forward("v", 2)
+    rig.wanted.remove("w")
+    rig.served.remove(("m", 1))
+    rig.shadow.forget("m")
     assert first.result(0) == {"outcomes": ["dropped"]}
     assert not second.done(), "of a version that goes on"
-    assert give("w", 1).result(0) == {"outcomes": ["dropped"]}
-    assert [each.labels["version"] for each in up(counting)] == ["2"]
+    assert rig.forward("w", 1).result(0) == {"outcomes": ["dropped"]}
+    assert rig.up() == {("m", 2): 0}
 
 
 def test_after_three_deaths_in_ten_minutes_it_stays_off_and_the_log_names_what_was_at_work(
-    shadow: ShadowProcess, give: Give, counting: Counting, clock: Clock, caplog: pytest.LogCaptureFixture
+    rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    give()
-    for after in (0.0, 301.0, 300.0):  # the first and the third are more than ten minutes apart
-        start(shadow)
-        clock.now += after - 60.0
-        kill(shadow, clock)
-    assert shadow.off_reason("m", 1) == ""
-    early = give("other")
-    start(shadow)
-    clock.now += 299.0 - 60.0
-    kill(shadow, clock)
-    reason = shadow.off_reason("m", 1)
+    rig.give()
+    for after in (
+        0.0,
+        241.0,
+        240.0,
+    ):  # the first and the third are more than ten minutes apart, with the minutes between
+        rig.kill(after)
+    assert rig.shadow.off_reason("m", 1) == ""
+    early = rig.give("other")
+    rig.kill(239.0)
+    reason = rig.shadow.off_reason("m", 1)
     assert "died 3 times within 10 minutes and stays off" in reason
     assert "at work each time: model 'm' version 1 (being loaded). Set shadow.rate: 0" in reason
     assert "restart the server to try again" in reason
     assert reason in caplog.text
     with pytest.raises(Unavailable):
         early.result(0)
-    assert give().result(0) == give("other").result(0) == {"outcomes": ["failed"]}
-    assert {each.labels["model"]: each.value for each in up(counting)} == {"m": 0.0, "other": 0.0}
-    shadow.maintain()
-    assert shadow.pid is None
+    assert rig.give().result(0) == rig.give("other").result(0) == {"outcomes": ["failed"]}
+    assert rig.up() == {("m", 1): 0, ("other", 1): 0}
+    rig.shadow.maintain()
+    assert rig.shadow.pid is None
 
 
-def test_if_nothing_was_at_work_at_each_death_the_last_is_named(
-    shadow: ShadowProcess, give: Give, clock: Clock, served: list[tuple[str, int]]
-) -> None:
+def test_if_nothing_was_at_work_at_each_death_the_last_is_named(rig: Rig) -> None:
     for model in ("m", "other", "other"):
-        served[:] = [(model, 1)]
-        shadow.forget("m")
-        shadow.forget("other")
-        give(model)
-        start(shadow)
-        kill(shadow, clock)
-    assert "at work the last time: model 'other' version 1 (" in shadow.off_reason("other", 1)
-    assert "'m'" not in shadow.off_reason("other", 1)
-    assert shadow.off_reason("m", 1) == "", "which was unloaded"
+        rig.served[:] = [(model, 1)]
+        rig.shadow.forget("m")
+        rig.shadow.forget("other")
+        rig.give(model)
+        rig.kill()
+    assert "at work the last time: model 'other' version 1 (" in rig.shadow.off_reason("other", 1)
+    assert "'m'" not in rig.shadow.off_reason("other", 1)
+    assert rig.shadow.off_reason("m", 1) == "", "which was unloaded"
 
 
-def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(
-    make: Make, file: int, counts: Path
-) -> None:
+def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(rig: Rig) -> None:
     """Otherwise the process's counts would be mistaken for those after a restart, and counted twice."""
-    heard: list[int] = []
 
-    def receive(message: Message) -> None:
-        if process.pid is not None and not counts.exists():
-            report(counts, ("m", 1), ("n", 1), ("o", 1))
-            until(counts.with_suffix(".json.sent").exists, 60, "its report")
+    def let_it_report() -> None:
+        if rig.shadow.pid is not None and not rig.counts.exists():
+            rig.report(("m", 1), ("n", 1), ("o", 1))
+            until(rig.counts.with_suffix(".json.sent").exists, 60, "its report")
             threading.Event().wait(0.2)  # it arrives now, and waits
-        heard.append(len(message.body["metrics"]))
 
-    process = make(receive)
-    plan = plan_of("w")
-    body = {"version": 1, "plan": plan.digest, "nbytes": 1, "samples": [{}]}
-    process.ask(plan, "samples", {**body, "model": "m"}, [file])
-    start(process)
-    process.ask(plan, "samples", {**body, "model": "n"}, [file])
-    until(lambda: len(heard) == 3)
-    process.ask(plan, "samples", {**body, "model": "o"}, [file])
-    assert (heard[:2], len(heard)) == ([1, 2], 3), "its own report would drop the process's counters"
-    assert heard[2] > 2
+    rig.on_counts = let_it_report
+    rig.give("m")
+    rig.start()
+    rig.give("n")
+    until(lambda: len(rig.heard) == 3)
+    rig.give("o")
+    assert (rig.heard[:2], len(rig.heard)) == ([1, 2], 3), "its own report would drop the process's counters"
+    assert rig.heard[2] > 2
 
 
 NOTING = """
@@ -409,31 +339,26 @@ with open(os.environ["NOTES"], "w", buffering=1) as notes:
 """
 
 
-@pytest.mark.parametrize("program", [NOTING])
 def test_samples_that_arrive_while_the_process_is_started_are_sent_after_its_start(
-    shadow: ShadowProcess,
-    give: Give,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    notes = tmp_path / "notes"
+    notes, rig = tmp_path / "notes", make(NOTING)
     monkeypatch.setenv("NOTES", str(notes))
 
     class Started(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "is started" in record.getMessage():
-                give()
+                rig.give()
 
-    give("other")
+    rig.give("other")
     log, handler = logging.getLogger("service.peers.child"), Started()
     caplog.set_level(logging.INFO, log.name)
     log.addHandler(handler)
     try:
-        shadow.maintain()
+        rig.start()
     finally:
         log.removeHandler(handler)
-    give()
+    rig.give()
     until(lambda: notes.exists() and notes.read_text().count('"kind": "samples"') == 3, 60, "all messages")
     kinds = [kind for line in notes.read_text().splitlines() if (kind := json.loads(line)["kind"]) != "ping"]
     assert kinds == ["start", "measure", "measure", "counts", "samples", "samples", "samples"]
@@ -461,19 +386,19 @@ over.wait()
 """
 
 
-@pytest.mark.parametrize("program", [EVIDENCE])
 def test_large_evidence_arrives_complete_and_each_cause_of_missing_evidence_has_its_error(
-    shadow: ShadowProcess, give: Give, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rig = make(EVIDENCE)
     with pytest.raises(NotFound, match="model 'm' version 1: no live sample has been measured"):
-        shadow.evidence("m", 1)
-    give()
-    shadow.maintain()
+        rig.shadow.evidence("m", 1)
+    rig.give()
+    rig.start()
     opened = open_files()
-    assert shadow.evidence("m", 1) == bytes(range(256)) * (1 << 16)
+    assert rig.shadow.evidence("m", 1) == bytes(range(256)) * (1 << 16)
     with pytest.raises(NotFound, match="no breach yet"):
-        shadow.evidence("n", 1)
+        rig.shadow.evidence("n", 1)
     monkeypatch.setattr(process_module, "EVIDENCE_SECONDS", 0.01)
     with pytest.raises(Unavailable, match="did not answer within"):
-        shadow.evidence("silent", 1)
+        rig.shadow.evidence("silent", 1)
     until(lambda: open_files() <= opened)

@@ -1,11 +1,15 @@
-"""``serving.yaml``'s sections on live drift: how much of it is measured, and the action when it is over the budget."""
+"""What the server and live drift tell each other: the sections of ``serving.yaml``, and the verdict on recent drift."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
+State = Literal["unknown", "within", "over"]
+Cause = Literal["none", "rounding", "broken", "out_of_range"]
 LONGEST_STAY_S = 86_400.0  # after a day in bf16, what led to the last fallback is another story
 
 #: Former keys of ``serving.yaml``, and what to do instead.
@@ -75,3 +79,42 @@ class FallbackPolicy(BaseModel):
     @classmethod
     def _off(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads the word off as False
+
+
+@dataclass(frozen=True, slots=True)
+class DriftVerdict:
+    """Recent drift against the budget, and whether it has changed. By default, nothing was measured.
+
+    * ``state``: ``over`` once it is established beyond chance, although it is looked at after every sample, until 1 is
+      in the 95 % interval again; ``within`` if every bound is met (:attr:`service.drift.estimates.Estimate.within`);
+      ``unknown`` otherwise.
+    * ``cause``: the diagnosis (:func:`service.drift.detector.diagnose`).
+    * ``output``, ``metric``: the bound that is most over or nearest to a breach; "" if nothing is bounded or measured.
+    * ``ratio``: drift ÷ budget of that bound; ``low`` and ``high``: its interval. Any of the three may be infinite.
+    * ``effective_samples``: effective sample size of that output's recent statistics.
+    * ``samples``: rows measured since the reference was loaded or the measurement began anew.
+    * ``changed``: the change detector's alarm is up.
+    * ``at``: when the newest sample was measured, in Unix seconds.
+    * ``plan``: the plan by which the measured version was loaded (:attr:`service.models.plan.Plan.digest`); "" if the
+      measuring side knows no plans.
+    """
+
+    model: str
+    version: int
+    state: State = "unknown"
+    cause: Cause = "none"
+    output: str = ""
+    metric: str = ""
+    ratio: float = 0.0
+    low: float = 0.0
+    high: float = math.inf
+    effective_samples: float = 0.0
+    samples: int = 0
+    changed: bool = False
+    at: float = 0.0
+    plan: str = ""
+
+    @property
+    def status(self) -> tuple[State, Cause, bool]:
+        """The fields whose change is reported at once."""
+        return self.state, self.cause, self.changed
