@@ -12,7 +12,7 @@ from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.messages.wording import quoted, without_long_words
 from service.config.periodic import PeriodicThread
 from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
-from service.drift.shadow import lower_priority
+from service.drift.sampler import lower_priority
 from service.models.controller import Controller
 from service.models.generation import Generation
 from service.models.loads import STOPPING
