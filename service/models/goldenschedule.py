@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from service.config.periodic import PeriodicThread
+from service.config.loops import PeriodicThread
 from service.drift.shadow import lower_priority
 from service.models.generation import Generation
 

@@ -23,8 +23,7 @@ from service.telemetry.families import (
     Outcome,
     finite,
 )
-from service.telemetry.modelstatistics import ModelStatistics
-from service.telemetry.values import STATISTICS, Histogram, Key, Values
+from service.telemetry.values import STATISTICS, Histogram, Key, ModelStatistics, Values
 
 _QUEUE_DEPTH, _IN_FLIGHT = ("queue_depth",), ("requests_in_flight",)
 LARGEST_POOLED = 10.0  # the most that a row counts in pooled sums: the square of more leaves no digits for later rows

@@ -24,11 +24,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _deployment(repository: Path, **scaling: Any) -> Any:
-    from deploy.ray import applications
+    from deploy.ray import cluster
     from deploy.ray.settings import Scaling
 
     config = ServerConfig(repository=repository, drain_seconds=7)
-    target = applications.model(Directory(repository).desired_model("a"), config, Scaling(**scaling))
+    target = cluster.model_target(Directory(repository).desired_model("a"), config, Scaling(**scaling))
     return target.target._bound_deployment  # noqa: SLF001 -- Ray shows an application in no other way
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 from waiting import until
 
-from service.config.periodic import Guard, PeriodicThread
+from service.config.loops import Guard, PeriodicThread
 
 
 def test_an_error_is_logged_once_a_minute_with_its_traceback_and_the_next_steps_run(

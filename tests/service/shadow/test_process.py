@@ -27,8 +27,7 @@ from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message
 from service.shadow import process as process_module
 from service.shadow.process import NAME, ShadowProcess
-from service.telemetry.counts import Counting
-from service.telemetry.metrics import Metrics, Sample
+from service.telemetry.metrics import Counting, Metrics, Sample
 from service.telemetry.values import to_message
 
 UP = "bf16kit_drift_reference_up"

@@ -17,9 +17,8 @@ from bf16kit.runtime import RuntimeInfo
 from service.contract import Duration
 from service.peers.channel import Body
 from service.request import Observation, Timings
-from service.telemetry import counts
-from service.telemetry.counts import Counting
-from service.telemetry.metrics import Metrics
+from service.telemetry import metrics
+from service.telemetry.metrics import Counting, Metrics
 from service.telemetry.values import to_message
 
 ROWS = "bf16kit_rows_total"
@@ -88,7 +87,7 @@ def test_every_reader_gets_the_current_counts_of_all_processes(
 def test_the_last_counts_of_a_worker_that_does_not_answer_in_time_are_shown(
     counting: Counting, workers: dict[str, Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counts, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(metrics, "ANSWER_SECONDS", 0.05)
     one, two = workers.values()
     one.ran(1)
     assert value(counting) == 1

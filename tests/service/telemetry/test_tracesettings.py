@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from bf16kit.messages.errors import InvalidRequest, NotFound
-from service.telemetry.tracesettings import TraceSettings
+from service.telemetry.settings import TraceSettings
 
 _Changes = Mapping[str, Sequence[str]]
 

@@ -28,7 +28,7 @@ from collector import Collector, Span, collecting
 from bf16kit.messages.errors import ConfigError, RuntimeFailure
 from bf16kit.numerics.tensors import Array
 from service.request import Observation
-from service.telemetry.tracesettings import TraceSettings
+from service.telemetry.settings import TraceSettings
 from service.telemetry.tracing import CountedExporter, Tracing
 
 X = np.ones((2, 3), np.float32)

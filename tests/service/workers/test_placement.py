@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.workers.placement import gpu_for, gpus, threads_of
+from service.workers.fleet import gpu_for, gpus, threads_of
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from service.operations import Region
 from service.peers.channel import Body
 from service.peers.peer import ENDED
 from service.regions.table import RegionTable
-from service.workers.regions import FleetRegions
+from service.workers.forwarding import FleetRegions
 
 REGION = Region("r", "/mem", 8, 16)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.config.stop import Stop
+from service.config.loops import Stop
 
 
 @pytest.fixture
