@@ -33,13 +33,9 @@ def test_one_of_rate_requests_is_traced_whatever_its_model() -> None:
     assert traced(one, 3, "never heard of") == [2]
 
 
-def test_a_requests_own_trace_context_decides_whether_it_is_traced() -> None:
-    one = settings(1000)
-    assert traced(one, 3, asked=True) == [1, 2, 3]
+def test_a_requests_own_trace_context_decides_whether_it_is_traced_unless_tracing_is_off() -> None:
+    assert traced(settings(1000), 3, asked=True) == [1, 2, 3]
     assert traced(settings(1), 3, asked=False) == []
-
-
-def test_off_also_holds_for_clients_that_request_a_trace() -> None:
     one = settings(1)
     one.update({"trace_level": ("OFF",)})
     assert [one.on] == [False]
@@ -73,26 +69,20 @@ def test_a_models_settings_override_the_servers_until_they_are_cleared() -> None
     assert (back["trace_level"], back["trace_rate"]) == (("OFF",), ("4",))
     assert not one.on
 
-
-def test_a_model_without_a_count_uses_the_servers_count() -> None:
-    one = settings(1)
+    one = settings(1)  # a model without a count uses the server's
     one.update({"trace_count": ("2",)})
     one.update({"trace_rate": ("1",)}, "a")
     assert (traced(one, 1, "a"), traced(one, 3, "b"), traced(one, 3, "a")) == ([1], [1], [])
 
 
-def test_a_cleared_server_setting_returns_to_its_start_value() -> None:
-    one = settings(7)
+def test_settings_are_strings_under_tritons_names_and_cleared_ones_return_to_their_start_values() -> None:
+    one = settings(3)
     one.update({"trace_level": ("OFF",), "trace_rate": ("2",), "trace_count": ("5",)})
-    assert one.update(dict.fromkeys(("trace_level", "trace_rate", "trace_count"), ())) == settings(7).update({})
-    assert one.on
-
-
-def test_all_settings_are_strings_under_tritons_names() -> None:
-    assert settings(3).update({}) == {
+    assert one.update(dict.fromkeys(("trace_level", "trace_rate", "trace_count"), ())) == {
         "trace_level": ("TIMESTAMPS",), "trace_rate": ("3",), "trace_count": ("-1",),
         "log_frequency": ("0",), "trace_file": ("",), "trace_mode": ("opentelemetry",),
     }  # fmt: skip
+    assert one.on
 
 
 def test_with_a_rate_of_0_tracing_is_off_and_cannot_be_enabled() -> None:
@@ -124,12 +114,7 @@ def test_one_wrong_setting_leaves_all_settings_unchanged(wrong: _Changes, why: s
     one = settings(3)
     with pytest.raises(InvalidRequest, match=why):
         one.update({"trace_rate": ("2",), **wrong})
+    for changes in ({}, {"trace_rate": ("1",)}):
+        with pytest.raises(NotFound, match="unknown model 'c'"):
+            one.update(changes, "c")
     assert one.update({}) == settings(3).update({})
-
-
-def test_an_unknown_model_has_no_settings() -> None:
-    one = settings()
-    with pytest.raises(NotFound, match="unknown model 'c'"):
-        one.update({"trace_rate": ("1",)}, "c")
-    with pytest.raises(NotFound):
-        one.update({}, "c")

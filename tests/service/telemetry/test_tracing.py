@@ -243,22 +243,6 @@ def test_a_collector_that_is_down_is_logged_once_each_time_with_the_reason(
     assert not any(record.name.startswith("opentelemetry.exporter") for record in caplog.records)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"),
-        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
-        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
-    ],
-)
-def test_an_invalid_environment_variable_is_a_configuration_error(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="OTEL_"):
-        CountedExporter(Outcomes())
-
-
 def test_a_stop_aborts_an_export_that_takes_too_long(caplog: pytest.LogCaptureFixture) -> None:
     """The collector accepts connections and never responds: the exporter would wait for 10 s, and a stop for 30."""
     with (
@@ -273,11 +257,18 @@ def test_a_stop_aborts_an_export_that_takes_too_long(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("OTEL_BSP_SCHEDULE_DELAY", "-1"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x")]
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "-1"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x"),
+    ],
 )
 def test_a_variable_that_opentelemetry_cannot_use_is_a_configuration_error(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="traces: a variable OTEL_"):
+    with pytest.raises(ConfigError, match="OTEL_"):
         Tracing(TraceSettings(1, find=str), CountedExporter(Outcomes()))
