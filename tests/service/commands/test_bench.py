@@ -99,17 +99,11 @@ def test_a_model_that_cannot_be_served_is_not_measured(repository: Path, tmp_pat
 def test_ctrl_c_ends_the_command_with_one_line(repository: Path, tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     with errors.open("w") as stream:
-        process = subprocess.Popen(
-            [
-                # As if started from a terminal: a shell makes its background processes ignore the signal.
-                *("env", "--default-signal=INT"),
-                *(sys.executable, "-m", "service", "bench", "mlp", "--repository", str(repository)),
-                *("--device", "cpu", "--seconds", "600"),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=stream,
-            cwd=Path(__file__).parents[3],
-        )
+        # As if started from a terminal: a shell makes its background processes ignore the signal.
+        command = ["env", "--default-signal=INT", sys.executable, "-m", "service", "bench", "mlp"]
+        command += ["--repository", str(repository), "--device", "cpu", "--seconds", "600"]
+        root = Path(__file__).parents[3]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, cwd=root)
     try:
         until(lambda: "profile" in errors.read_text() or process.poll() is not None, 60, "measuring")
         process.send_signal(signal.SIGINT)

@@ -53,6 +53,7 @@ def test_no_text_can_forge_a_second_event_or_command_a_terminal(text: str) -> No
         assert len(line.splitlines()) == 1
         assert line.isprintable() or text is not HOSTILE
         line.encode("utf-8")  # no lone surrogate
+    parsed(line)["request_id"].encode("utf-8")  # not every reader of JSON accepts one
     assert set(parsed(line)) == {"time", "level", "logger", "message", "request_id"}
 
 

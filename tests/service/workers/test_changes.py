@@ -176,6 +176,8 @@ def test_a_load_that_fails_in_the_first_worker_or_kills_it_reaches_no_other(
     assert changes.apply(asked).exception(20) is error
     assert workers.told == [("worker 1", asked)]
     assert workers.desired_models == served, "a worker that starts now begins with what serves"
+    new = [plan for plan in asked.plans if plan not in before.plans]
+    assert [workers.plan("m", plan.version, plan.digest) for plan in new] == [None] * len(new), "nothing is tried"
     assert changed == known
 
 

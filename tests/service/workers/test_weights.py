@@ -254,6 +254,9 @@ def test_if_the_filling_worker_fails_the_next_one_fills(server: Server) -> None:
         with pytest.raises(RuntimeError, match="the disk"):
             failing.result(20)
         np.testing.assert_array_equal(waiting.result(20), RIGHT)
+    for _ in range(2):
+        with pytest.raises(MemoryError):  # no room
+            server.store().get("key", 1 << 60, never)
 
 
 def test_if_the_filling_worker_is_killed_the_next_that_lives_fills_and_a_killed_one_frees_its_copy(
@@ -275,13 +278,6 @@ def test_if_the_filling_worker_is_killed_the_next_that_lives_fills_and_a_killed_
         assert copies() == 1
         user.send_signal(signal.SIGKILL)
         freed()
-
-
-def test_weights_without_room_raise_memory_error_each_time(store: SharedWeights) -> None:
-    for _ in range(2):
-        with pytest.raises(MemoryError):
-            store.get("key", 1 << 60, never)
-    freed()
 
 
 # --- weights that are not shared --------------------------------------------------------------------------------------
