@@ -95,17 +95,6 @@ def test_evidence_on_a_network_address_needs_tokens(tmp_path: Path) -> None:
     assert not load_config({"repository": str(tmp_path), "host": "0.0.0.0"}).evidence
 
 
-@pytest.mark.parametrize(
-    ("given", "prefix"), [("off", None), ("TRUE", "bf16kit"), (True, "bf16kit"), ("mine", "mine"), ("*", "")]
-)
-def test_shared_memory_is_on_or_off_or_has_a_prefix(tmp_path: Path, given: object, prefix: str | None) -> None:
-    config = load_config({"repository": tmp_path, "shared_memory": given})
-    assert (config.region_prefix if config.shared_memory else None) == prefix
-    for wrong in ("a/b", "none", "a*", ""):
-        with pytest.raises(ConfigError, match="give true, false, the start of a file's name"):
-            load_config({"repository": tmp_path, "shared_memory": wrong})
-
-
 def test_the_error_for_a_bad_value_names_its_variable_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "server.yaml", "http_port: 70000\n")
     with pytest.raises(ConfigError, match=r"server\.yaml: 'http_port' is 70000"):
