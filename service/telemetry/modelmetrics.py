@@ -14,15 +14,7 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
 from service.contract import StatisticsSnapshot
 from service.request import Observation, Precision, Timings
-from service.telemetry.families import (
-    CAUSES,
-    MOMENTS,
-    OF_MODEL,
-    POOLED,
-    GateOutcome,
-    Outcome,
-    finite,
-)
+from service.telemetry.families import CAUSES, MOMENTS, OF_MODEL, POOLED, GateOutcome, Outcome, finite
 from service.telemetry.values import STATISTICS, Histogram, Key, ModelStatistics, Values
 
 _QUEUE_DEPTH, _IN_FLIGHT = ("queue_depth",), ("requests_in_flight",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 import urllib.request
@@ -47,6 +48,11 @@ def call_rpc(
         return grpc.StatusCode.OK, call(data, timeout=timeout, **more)
     except grpc.RpcError as error:
         return error.code(), error.details() or ""
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
 
 
 def empty(method: str) -> bytes:

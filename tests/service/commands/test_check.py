@@ -81,18 +81,17 @@ def test_tls_and_token_files_are_read_and_an_expired_one_fails(repository: Path,
     tokens.write_text("a-token-that-is-long-enough infer\n")
     tokens.chmod(0o600)
     files = ("--token-file", tokens, "--tls-certificate", pair.certificate, "--tls-key")
-    asked = ("check", "--repository", repository, *CPU, "--no-load", "--json", *files)
+    checked = ("check", "--repository", repository, *CPU, "--no-load", "--json")
+    asked = (*checked, *files)
     assert run(*asked, pair.key).exit_code == 0
     assert "cannot be used" in failed(read(run(*asked, other.key)))["TLS"]
     tokens.write_text("short infer\n")
     assert "line 1: the token has 5 characters" in failed(read(run(*asked, pair.key)))["tokens"]
 
-    asked = ("check", "--repository", repository, *CPU, "--no-load", "--json")
-
     def tls(days: int, *more: object) -> dict[str, str]:
         pair = authority.sign(f"days{days}", days=days)
         files = ("--tls-certificate", pair.certificate, "--tls-key", pair.key)
-        findings = read(run(*asked, *files, *more))["findings"]
+        findings = read(run(*checked, *files, *more))["findings"]
         return {each["outcome"]: each["text"] for each in findings if each["subject"] == "TLS"}
 
     assert "is valid until" in tls(2)["ok"]
