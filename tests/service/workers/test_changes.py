@@ -39,6 +39,9 @@ def desired(*versions: int, name: str = "m", stamp: str = "", serving: Serving |
     )
 
 
+Changed = list[tuple[str, list[int]]]  # what was reported: a model and its versions
+
+
 class Workers(Fleet):
     """A fleet of three whose processes are not started: each serves what it is told, unless the test has it fail.
 
@@ -122,7 +125,7 @@ def workers(tmp_path: Path) -> Workers:
 
 
 @pytest.fixture
-def changed() -> list[tuple[str, list[int]]]:
+def changed() -> Changed:
     return []
 
 
@@ -133,7 +136,7 @@ def now() -> list[float]:
 
 
 @pytest.fixture
-def changes(workers: Workers, changed: list[tuple[str, list[int]]], now: list[float]) -> Iterator[WorkerModels]:
+def changes(workers: Workers, changed: Changed, now: list[float]) -> Iterator[WorkerModels]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -146,7 +149,7 @@ def changes(workers: Workers, changed: list[tuple[str, list[int]]], now: list[fl
 
 
 def test_a_load_is_tried_in_one_worker_and_then_made_in_all(
-    workers: Workers, changes: WorkerModels, changed: list[tuple[str, list[int]]]
+    workers: Workers, changes: WorkerModels, changed: Changed
 ) -> None:
     changes.apply(desired(1)).result(20)
     assert workers.told == [(f"worker {at}", desired(1)) for at in (1, 2, 3)]
@@ -163,7 +166,7 @@ def test_a_load_is_tried_in_one_worker_and_then_made_in_all(
 def test_a_load_that_fails_in_the_first_worker_or_kills_it_reaches_no_other(
     workers: Workers,
     changes: WorkerModels,
-    changed: list[tuple[str, list[int]]],
+    changed: Changed,
     error: Exception,
     before: DesiredModel,
     asked: DesiredModel,
@@ -285,10 +288,7 @@ FAILED_SECOND = DesiredModel("m", desired(1).plans, (FailedVersion(desired(2).pl
     ],
 )
 def test_only_versions_with_a_different_plan_are_reported_as_changed(
-    changes: WorkerModels,
-    changed: list[tuple[str, list[int]]],
-    wanted: list[DesiredModel],
-    reported: list[list[int]],
+    changes: WorkerModels, changed: Changed, wanted: list[DesiredModel], reported: list[list[int]]
 ) -> None:
     """The other versions continue, and what is known of them is kept."""
     for each in wanted:
