@@ -83,7 +83,10 @@ def test_tls_and_token_files_are_read_and_an_expired_one_fails(repository: Path,
     files = ("--token-file", tokens, "--tls-certificate", pair.certificate, "--tls-key")
     checked = ("check", "--repository", repository, *CPU, "--no-load", "--json")
     asked = (*checked, *files)
-    assert run(*asked, pair.key).exit_code == 0
+    result = run(*asked, pair.key)
+    assert result.exit_code == 0, result.stdout
+    told = {each["subject"]: each["text"] for each in read(result)["findings"]}
+    assert (str(tokens) in told["tokens"], told["traces"]) == (True, "off")
     assert "cannot be used" in failed(read(run(*asked, other.key)))["TLS"]
     tokens.write_text("short infer\n")
     assert "line 1: the token has 5 characters" in failed(read(run(*asked, pair.key)))["tokens"]

@@ -97,6 +97,17 @@ def test_every_series_exists_with_value_0_before_the_first_request() -> None:
     assert [key for key in samples if key.startswith(LATE)] == []
 
 
+def test_series_that_are_late_have_the_values_that_they_were_given(model: ModelMetrics) -> None:
+    tell_all(model)
+    seen = shown(model)
+    assert [seen[f"drift_budget_ratio{end}", "y", "relative_l2"] for end in ("", "_low", "_high")] == [0.1, 0.05, 0.2]
+    assert (seen["drift_effective_samples", "y"], seen["drift_change_score", "y"]) == (12.5, 0.25)
+    assert (seen["drift_worst_slice_axis", "y"], seen["drift_worst_slice_index", "y"]) == (1, 3)
+    assert (seen["drift_changes_total", "y"], seen["drift_out_of_range_total", "x"]) == (1, 3)
+    assert seen["drift_last_sample_timestamp_seconds",] == seen["golden_gate_timestamp_seconds",] == 1.7e9
+    assert seen["drift_reference_up",] == 1
+
+
 def test_removing_a_model_removes_its_series_and_no_others() -> None:
     metrics = Metrics()
     loaded(metrics, "stays")
