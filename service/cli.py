@@ -20,7 +20,7 @@ import click
 from bf16kit.messages.errors import Bf16kitError
 
 if TYPE_CHECKING:
-    from service.config.stop import Ending
+    from service.config.loops import Ending
 
 _LAST_SECONDS = 2.0  # for threads that are ending when the server has stopped
 
@@ -28,8 +28,8 @@ _LAST_SECONDS = 2.0  # for threads that are ending when the server has stopped
 _COMMANDS = {
     "bench": ("bench", "Measure MODEL without a network, and suggest its settings."),
     "check": ("check", "Check whether a server with these options would serve."),
-    "evidence": ("evidencefile", "Fetch the evidence for MODEL's newest drift breach."),
-    "health": ("healthcheck", "Ask this machine's server whether it is ready."),
+    "evidence": ("clients", "Fetch the evidence for MODEL's newest drift breach."),
+    "health": ("clients", "Ask this machine's server whether it is ready."),
     "list": ("list", "List models and versions, and which would be served."),
 }
 EXIT_UNCLEAN = 1  # requests were still in flight when drain_seconds ended
@@ -150,9 +150,9 @@ def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from bf16kit.runtime.ort import kernel
     from bf16kit.system import controlgroup
     from service.config.logs import configure
+    from service.config.loops import Stop
     from service.config.resources import announce, bound_heap, fit_to_memory, raise_open_file_limit
     from service.config.serverconfig import load_config, unknown_variables
-    from service.config.stop import Stop
 
     bound_heap()  # before any thread starts: each thread chooses its malloc arena once
     stop = Stop()

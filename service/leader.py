@@ -13,9 +13,8 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from service.config.certificates import Credentials
-from service.config.periodic import Guard, PeriodicThread
+from service.config.loops import Ending, Guard, PeriodicThread
 from service.config.serverconfig import LOOPBACK, ServerConfig
-from service.config.stop import Ending
 from service.contract import Overview
 from service.drift.fallbackcontroller import FallbackController, ServingProcesses
 from service.http.httpserver import HttpServer
@@ -26,8 +25,7 @@ from service.peers.channel import Body
 from service.regions import RegionTable, check_system
 from service.shadow.process import NAME as SHADOW
 from service.shadow.process import FindPlan, ShadowProcess
-from service.telemetry.counts import Counting
-from service.telemetry.metrics import Metrics
+from service.telemetry.metrics import Counting, Metrics
 
 _log = logging.getLogger(__name__)
 MAINTAIN_SECONDS = 0.1  # between two calls of :meth:`Leader.maintain`

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 from bf16kit.messages.errors import ConfigError
 from bf16kit.system import controlgroup
 from service.config.certificates import Credentials
-from service.config.logsettings import LogSettings
+from service.config.loops import Ending, OnStarted, Stop
 from service.config.resources import HeapTrimmer, max_request_bytes
 from service.config.serverconfig import ServerConfig
-from service.config.stop import Ending, OnStarted, Stop
 from service.contract import Registry
 from service.grpc.transport import Transport, TransportOptions
 from service.leader import MAINTAIN_SECONDS, Leader, announce, open_regions
@@ -34,7 +33,7 @@ from service.request import Tracer
 from service.shadow.samples import PlanSampleSender
 from service.telemetry.families import TraceOutcome
 from service.telemetry.metrics import Metrics
-from service.telemetry.tracesettings import TraceSettings
+from service.telemetry.settings import LogSettings, TraceSettings
 
 if TYPE_CHECKING:
     from service.telemetry.tracing import Tracing

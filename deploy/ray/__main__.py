@@ -16,8 +16,8 @@ from deploy.ray.settings import Scaling, check
 from service.cli import EXIT_UNCLEAN, EXIT_USAGE
 from service.cli import main as bf16_serve
 from service.config.logs import configure
+from service.config.loops import Stop
 from service.config.serverconfig import load_config, unknown_variables
-from service.config.stop import Stop
 
 _log = logging.getLogger("deploy.ray")
 _SCALING = [

@@ -1,4 +1,4 @@
-"""Deploys the applications on Ray, now and whenever the repository changes."""
+"""What Ray runs: the front, and an application for each model, now and whenever the repository changes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ray
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import first_line
 from bf16kit.system.rayaddress import check_reachable
-from deploy.ray import applications
+from deploy.ray.front import CALLS, Front
 from deploy.ray.models import RAY_ERRORS, State
+from deploy.ray.replica import Replica
 from deploy.ray.rpcs import FRONT, SERVICER_FUNCTION, application
-from deploy.ray.settings import Scaling
+from deploy.ray.settings import MESSAGES_AT_ONCE, Scaling, place
 from ray import serve
+from service.config.loops import Stop
 from service.config.ports import listen
 from service.config.serverconfig import ServerConfig
-from service.config.stop import Stop
 from service.models.plan import DesiredModel, Directory
 
 _log = logging.getLogger(__name__)
@@ -31,6 +33,12 @@ _CHECK_SECONDS = 1.0
 _RETIRE_SECONDS = 5.0
 _DELETED_AT_ONCE = 64
 _FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 30.0, 3600.0
+_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+_FRONT_BYTES = 256 << 20  # beside the requests that it passes on
+_PER_REPLICA = 4  # times the target: requests that one replica gets at most
+_SURGE_PERCENT = 25  # of the replicas, rounded up: that many new ones are ready before as many old ones are stopped
+_MAX_STARTS = 3  # to start a replica: a damaged artifact stays damaged
+_ENVIRONMENT = {"env_vars": {"ORT_DISABLE_TELEMETRY": "1"}}
 
 
 def join(address: str | None, config: ServerConfig, proxies: str) -> None:
@@ -65,8 +73,59 @@ def join(address: str | None, config: ServerConfig, proxies: str) -> None:
         proxy_location=proxies,
         http_options={"host": config.host, "port": config.http_port},
         grpc_options={"port": config.grpc_port, **functions},
-        logging_config=applications.LOGGING,
+        logging_config=_LOGGING,
     )
+
+
+def front_target(config: ServerConfig, scaling: Scaling) -> serve.RunTarget:
+    """Return the front, the only application with a route."""
+    request_bytes = MESSAGES_AT_ONCE * config.max_message_bytes
+    options = {"num_cpus": 0, "memory": _FRONT_BYTES + request_bytes, "runtime_env": _ENVIRONMENT}
+    deployment = serve.deployment(
+        Front,
+        name="Front",
+        num_replicas=scaling.fronts,
+        max_ongoing_requests=CALLS,
+        ray_actor_options=options,
+        max_surge_percent=100,
+        health_check_period_s=1,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=2,
+    )
+    return serve.RunTarget(deployment.bind(config, request_bytes), FRONT, "/", _LOGGING)
+
+
+def model_target(desired: DesiredModel, config: ServerConfig, scaling: Scaling) -> serve.RunTarget:
+    """Return one model's application: where replicas fit, and how many, by the number of requests in flight."""
+    placed = place(desired, config)
+    number: dict[str, Any] = {"num_replicas": scaling.min_replicas}
+    if scaling.autoscaled:
+        bounds = {"min_replicas": scaling.min_replicas, "max_replicas": scaling.max_replicas}
+        number = {"autoscaling_config": {**bounds, "target_ongoing_requests": scaling.target}}
+    if scaling.per_node:
+        number["max_replicas_per_node"] = scaling.per_node
+    calls = max(1, round(_PER_REPLICA * scaling.target))
+    options: dict[str, Any] = {"num_cpus": scaling.cpus, "memory": placed.memory, "runtime_env": _ENVIRONMENT}
+    if scaling.gpus:
+        options["num_gpus"] = scaling.gpus
+    deployment = serve.deployment(
+        Replica,
+        name="Replica",
+        max_ongoing_requests=calls,
+        max_queued_requests=scaling.queued,
+        ray_actor_options=options,
+        # With a limit per node there may be no node for an additional replica during an update.
+        max_surge_percent=0 if scaling.per_node else _SURGE_PERCENT,
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        max_constructor_retry_count=_MAX_STARTS,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=config.drain_seconds,
+        **number,
+    )
+    threads = config.threads or max(1, int(scaling.cpus))
+    bound = deployment.bind(placed.config.model_copy(update={"threads": threads}), desired, calls, placed.request_bytes)
+    return serve.RunTarget(bound, application(desired.name), None, _LOGGING)
 
 
 class RepositoryDeployment:
@@ -95,7 +154,7 @@ class RepositoryDeployment:
         if not scan.desired_models:
             _log.warning("%s", self._directory.nothing_to_serve(self._config.model_control))
         if before is None:
-            _run(applications.front(self._config, self._scaling))
+            _run(front_target(self._config, self._scaling))
             before = {}
         kept = {name for name, each in scan.desired_models.items() if each == before.get(name)}
         self._retries = {name: retry for name, retry in self._retries.items() if name in kept}
@@ -109,7 +168,7 @@ class RepositoryDeployment:
         targets = []
         for desired in desired_models:
             _log.info("model %r: deploying version %s", desired.name, ", ".join(map(str, sorted(desired.versions))))
-            targets.append(applications.model(desired, self._config, self._scaling))
+            targets.append(model_target(desired, self._config, self._scaling))
         _run(*targets)
 
     def _delete(self, names: Iterable[str]) -> None:

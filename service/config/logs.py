@@ -5,6 +5,7 @@ A write to a full pipe blocks for as long as nobody reads it. Lines are therefor
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Set
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Format = Literal["text", "json"]
 
@@ -77,13 +78,6 @@ class JsonFormatter(logging.Formatter):
 FORMATS: dict[Format, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
 
 
-class Target(Protocol):
-    """An unbuffered binary file. A blocked write to a buffered one would hold a lock that Python's end needs."""
-
-    def fileno(self) -> int: ...
-    def write(self, data: bytes, /) -> int | None: ...
-
-
 class LogWriter(logging.Handler):
     """A handler that never blocks for long: at most :data:`_WRITE_SECONDS` once, until all lines are written again.
 
@@ -92,7 +86,8 @@ class LogWriter(logging.Handler):
     :data:`_LAST_WRITE_SECONDS`.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: io.RawIOBase) -> None:
+        """``target`` is unbuffered: a blocked write to a buffered file would hold a lock that Python's end needs."""
         super().__init__()
         self._target = target
         # Neither blocks a thread that logs while it logs, as a finalizer may that runs within emit.
@@ -183,8 +178,8 @@ def _standard_error() -> logging.Handler:
     if sys.stderr is None:  # it was closed at the start; its descriptor may belong to another file now
         return logging.NullHandler()
     sys.stderr.flush()  # what the log writes does not pass through its buffer
-    target: Target = sys.stderr.buffer
-    return LogWriter(getattr(target, "raw", target))
+    file: Any = sys.stderr.buffer
+    return LogWriter(getattr(file, "raw", file))
 
 
 def adjust(levels: Set[int], kind: Format) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import Memory, find_malloc_trim
-from service.config.periodic import PeriodicThread
+from service.config.loops import PeriodicThread
 from service.config.serverconfig import ServerConfig
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import grpc
 from bf16kit.messages.errors import ConfigError
 from service.config import ports
 from service.config.certificates import CertificateFiles, Certificates
-from service.config.periodic import PeriodicThread
+from service.config.loops import PeriodicThread
 from service.config.tokens import TokenFile
 from service.contract import Registry
 from service.grpc import arrival

@@ -16,7 +16,7 @@ from functools import partial
 
 from bf16kit.messages.errors import ArtifactError, NotFound
 from service.config.logs import configure
-from service.config.periodic import PeriodicThread
+from service.config.loops import PeriodicThread
 from service.config.resources import HeapTrimmer, bound_heap
 from service.drift.breachevidence import EvidenceRecorder
 from service.drift.contract import DriftVerdict

@@ -14,17 +14,8 @@ from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
 from service.contract import StatisticsSnapshot
 from service.request import Observation, Precision, Timings
-from service.telemetry.families import (
-    CAUSES,
-    MOMENTS,
-    OF_MODEL,
-    POOLED,
-    GateOutcome,
-    Outcome,
-    finite,
-)
-from service.telemetry.modelstatistics import ModelStatistics
-from service.telemetry.values import STATISTICS, Histogram, Key, Values
+from service.telemetry.families import CAUSES, MOMENTS, OF_MODEL, POOLED, GateOutcome, Outcome, finite
+from service.telemetry.values import STATISTICS, Histogram, Key, ModelStatistics, Values
 
 _QUEUE_DEPTH, _IN_FLIGHT = ("queue_depth",), ("requests_in_flight",)
 LARGEST_POOLED = 10.0  # the most that a row counts in pooled sums: the square of more leaves no digits for later rows

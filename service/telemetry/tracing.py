@@ -27,7 +27,7 @@ import bf16kit
 from bf16kit.messages.errors import ConfigError
 from service.request import Observation, Timings
 from service.telemetry.families import TraceOutcome
-from service.telemetry.tracesettings import TraceSettings
+from service.telemetry.settings import TraceSettings
 
 _log = logging.getLogger(__name__)
 _LONGEST_TEXT = 256  # characters: request ids and unknown models' names come from clients

@@ -5,29 +5,32 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bf16kit.messages.errors import RuntimeFailure, Unavailable
-from service.config.periodic import Guard
+from bf16kit.runtime import available_cpus
+from service.config.loops import Ending, Guard
 from service.config.serverconfig import ServerConfig
-from service.config.stop import Ending
 from service.leader import new_table, open_regions
 from service.models.plan import DesiredModel, Plan
 from service.peers.channel import Body, text_file
 from service.peers.child import Child
 from service.peers.peer import ENDED, Answer, Message, Peer
-from service.workers.placement import VISIBLE, gpu_for, gpus
-from service.workers.regions import FleetRegions
+from service.workers.forwarding import FleetRegions
 from service.workers.state import Report, ServerState, SlotState
 from service.workers.weights import WeightBroker
 
 _log = logging.getLogger(__name__)
 WORKER = "service.workers.worker"
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_GPU_DEVICE = re.compile(r"nvidia\d+")
 _LATE_SECONDS = 3.0  # for a worker to report the result of its drain, after its time is up
 Handlers = Mapping[str, Callable[[str, Message], Answer]]  # each gets the worker's name and its message
 
@@ -194,7 +197,7 @@ class Fleet:
             },
             lambda peer: self._on_worker_start(index, peer),
             lambda: self._on_worker_death(index, name),
-            environment=None if gpu is None else {**os.environ, VISIBLE: gpu},
+            environment=None if gpu is None else {**os.environ, _VISIBLE_GPUS: gpu},
         )
 
     def _on_worker_start(self, index: int, peer: Peer) -> None:
@@ -242,3 +245,31 @@ def _failed(error: Exception) -> Future[Body]:
     failed: Future[Body] = Future()
     failed.set_exception(error)
     return failed
+
+
+def threads_of(asked: int | None, workers: int, cpus: int | None = None) -> int:
+    """Return the threads of one run in each of ``workers``: ``asked``, or an equal share of the processors."""
+    return asked or max(1, (cpus or available_cpus()) // workers)
+
+
+def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """Return the GPUs that this process may use, as CUDA names them.
+
+    A container has only its own GPUs' device files.
+    """
+    chosen = environment.get(_VISIBLE_GPUS)
+    if chosen is not None:
+        return [each.strip() for each in chosen.split(",") if each.strip() not in ("", "-1")]
+    count = sum(_GPU_DEVICE.fullmatch(path.name) is not None for path in devices.iterdir())
+    return [str(index) for index in range(count)]
+
+
+def gpu_for(worker: int, device: str, available: list[str]) -> str | None:
+    """Return the one GPU that ``worker`` (from 0) shall see, so that all are used; None if it sees all of the server's.
+
+    A worker that sees one GPU addresses it as cuda:0. ``cuda:N`` selects the same GPU for all workers. The CPU needs
+    none.
+    """
+    if device not in ("auto", "cuda") or len(available) < 2:
+        return None
+    return available[worker % len(available)]

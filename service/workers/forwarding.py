@@ -1,7 +1,8 @@
-"""Requests to one worker that concern all of them: the supervisor answers for the whole server."""
+"""Requests to one worker that concern all of them: it forwards them to the supervisor, which answers for all."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from bf16kit.messages.errors import Unavailable
 from service.contract import Registry
 from service.operations import IndexEntry, Region, RegionSlice, RegistryModels, Setting, Settings, VersionStatistics
 from service.peers.channel import Body, from_json
+from service.peers.peer import Peer, answers
 from service.regions import RegionTable
 
 Ask = Callable[[str, Mapping[str, Any]], Future[Body]]
@@ -76,6 +78,44 @@ class ForwardedSettings:
             return self._own.update({}, model)
         body = {"what": self._what, "changes": dict(changes), "model": model}
         return cast("Mapping[str, Sequence[Setting]]", _result(self._ask("settings", body))["settings"])
+
+
+class FleetRegions:
+    """The supervisor's side: the regions that clients register with one worker and use with all of them.
+
+    ``table`` is authoritative. It opens the clients' files, which are sent to all workers, also to those that start
+    later. Each method returns when every worker has followed. ``ask`` is :meth:`service.workers.fleet.Fleet.ask`.
+    """
+
+    def __init__(self, table: RegionTable, ask: Callable[..., Mapping[str, Future[Body]]]) -> None:
+        self.lock = threading.Lock()  # held during a change and its messages: each worker gets the changes in order
+        self._table = table
+        self._ask = ask
+
+    def tell_all(self, peer: Peer) -> None:
+        """Send all regions to a worker that has just started. The caller has held the lock since the start."""
+        for region in self._table.status(""):
+            peer.tell("adopt", asdict(region), [self._table.descriptor(region.name)])
+
+    def register(self, region: Region) -> None:
+        """Register a region in all workers, or in none. Raises as :meth:`service.operations.Regions.register` does."""
+        with self.lock:
+            self._table.register(region)
+            pending = self._ask("adopt", asdict(region), [self._table.descriptor(region.name)])
+        try:
+            answers(pending)
+        except BaseException:
+            self._forget(region.name)
+            raise
+
+    def unregister(self, name: str) -> None:
+        """Forget a region in all workers, or all regions for an empty name."""
+        answers(self._forget(name))
+
+    def _forget(self, name: str) -> Mapping[str, Future[Body]]:
+        with self.lock:
+            self._table.unregister(name)
+            return self._ask("forget", {"name": name})
 
 
 def _result(future: Future[Body]) -> Body:

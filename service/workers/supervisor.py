@@ -9,16 +9,16 @@ from concurrent.futures import Future
 from typing import Any
 
 from bf16kit.messages.errors import Unavailable
-from service.config.logsettings import LogSettings
+from service.config.loops import Ending, OnStarted, Stop
 from service.config.ports import reserve
 from service.config.serverconfig import ServerConfig
-from service.config.stop import Ending, OnStarted, Stop
 from service.drift.contract import DriftVerdict
 from service.leader import MAINTAIN_SECONDS, Leader, announce
 from service.operations import IndexEntry, Region, VersionStatistics
 from service.peers.channel import Body, from_json, to_json
 from service.peers.peer import Answer, Message, answers
 from service.telemetry.metrics import Metrics
+from service.telemetry.settings import LogSettings
 from service.workers.changes import WorkerModels
 from service.workers.fleet import Fleet
 from service.workers.state import UNLOADING

@@ -17,7 +17,6 @@ from functools import partial
 from bf16kit.messages.errors import Bf16kitError, Unavailable
 from service.config.certificates import Credentials
 from service.config.logs import configure
-from service.config.logsettings import LogSettings
 from service.config.resources import HeapTrimmer, bound_heap
 from service.config.serverconfig import ServerConfig
 from service.drift.fallbackcontroller import PrecisionOrder
@@ -32,9 +31,10 @@ from service.peers.peer import ENDED, Answer, Handler, Message, Peer
 from service.server import build_transport, drain, open_tracing, operations_of
 from service.shadow.samples import PlanSampleSender
 from service.telemetry.metrics import Metrics
+from service.telemetry.settings import LogSettings
 from service.telemetry.values import to_message
+from service.workers.fleet import threads_of
 from service.workers.forwarding import ForwardedOperations, ForwardedRegions, ForwardedSettings
-from service.workers.placement import threads_of
 from service.workers.state import Report, SlotState, WorkerRegistry
 from service.workers.weights import SharedWeights
 

@@ -20,8 +20,8 @@ from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2
 from tritonclient.utils import InferenceServerException
 from waiting import until
 
+from service.config.loops import Stop
 from service.config.serverconfig import ServerConfig
-from service.config.stop import Stop
 from service.models import loading
 from service.models.engine import Engine
 from service.server import serve_single_process

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from artifacts import write_mlp
-from raycluster import NODE, PATIENCE, Served
+from raycluster import NODE, PATIENCE, Served, free_ports
 from waiting import until
 
 
@@ -57,7 +56,7 @@ def served(cluster: Any, repository: Path) -> Iterator[Served]:
     from deploy.ray.settings import Scaling
     from service.config.serverconfig import ServerConfig
 
-    ports = _free_ports(2)
+    ports = free_ports()
     config = ServerConfig(
         repository=repository,
         grpc_port=ports[0],
@@ -76,14 +75,6 @@ def served(cluster: Any, repository: Path) -> Iterator[Served]:
         until(lambda: len(found.targets()) == 4, PATIENCE, "every replica known to the front")
         yield found
         deployed.remove()
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @pytest.fixture(scope="session")

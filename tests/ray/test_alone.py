@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import pytest
 from artifacts import write_mlp
-from raycluster import PATIENCE, call_rpc, request
+from raycluster import PATIENCE, call_rpc, free_ports, request
 from waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
@@ -53,11 +53,6 @@ def _started(repository: Path, *arguments: str, **environment: str) -> Iterator[
         if running.poll() is None:
             running.kill()
         running.communicate()
-
-
-def _ports() -> tuple[int, int]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return one.getsockname()[1], other.getsockname()[1]
 
 
 def _page(port: int, path: str) -> tuple[int, str]:
@@ -92,7 +87,7 @@ def test_a_port_in_use_and_an_unreachable_cluster_give_clear_messages_and_exit_c
 def test_a_model_that_cannot_be_served_is_reported_and_loaded_again(repository: Path) -> None:
     weights = repository / "b" / "1" / "weights.bf16"
     weights.write_bytes(bytes(weights.stat().st_size))
-    grpc_port, http_port = _ports()
+    grpc_port, http_port = free_ports()
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port), "--cpus", "0.5", "--device", "cpu")
     with _started(repository, *ports) as running, grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
 
@@ -113,7 +108,7 @@ def test_a_model_that_cannot_be_served_is_reported_and_loaded_again(repository: 
 
 def test_unavailable_resources_and_unknown_variables_are_logged(repository: Path) -> None:
     """The test requires more CPUs than any node has, and sets a variable that the program does not know."""
-    grpc_port, http_port = _ports()
+    grpc_port, http_port = free_ports()
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
     with _started(repository, *ports, "--cpus", "5000", BF16KIT_DRAIN_SECONDS="1", BF16KIT_POL_SECONDS="2") as running:
         until(lambda: "to be scheduled" in _page(http_port, "/status.json")[1], PATIENCE, "the reason in the front")
@@ -128,7 +123,7 @@ def test_unavailable_resources_and_unknown_variables_are_logged(repository: Path
 
 def test_sigterm_ends_the_program_once_requests_in_flight_are_answered(repository: Path) -> None:
     """The program is not ready at once, but serves for as long as load balancers may need; nothing stays running."""
-    grpc_port, http_port = _ports()
+    grpc_port, http_port = free_ports()
     (repository / "server.yaml").write_text("lame_duck_seconds: 3\ndrain_seconds: 20\ndevice: cpu\n")
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port), "--cpus", "0.5")
     with _started(repository, *ports, "--config", str(repository / "server.yaml")) as running:

@@ -24,37 +24,29 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _deployment(repository: Path, **scaling: Any) -> Any:
-    from deploy.ray import applications
+    from deploy.ray import cluster
     from deploy.ray.settings import Scaling
 
     config = ServerConfig(repository=repository, drain_seconds=7)
-    target = applications.model(Directory(repository).desired_model("a"), config, Scaling(**scaling))
+    target = cluster.model_target(Directory(repository).desired_model("a"), config, Scaling(**scaling))
     return target.target._bound_deployment  # noqa: SLF001 -- Ray shows an application in no other way
 
 
-def test_autoscaling_follows_the_requests_in_flight(repository: Path) -> None:
-    told = _deployment(repository, min_replicas=1, max_replicas=5, target=8)._deployment_config  # noqa: SLF001 -- as above
-    assert told.autoscaling_config.max_replicas == 5
-    assert told.autoscaling_config.target_ongoing_requests == 8
-    assert told.max_ongoing_requests == 32
-    assert told.max_surge_percent == 25
-    assert told.graceful_shutdown_timeout_s == 7
-
-
-def test_equal_bounds_fix_the_number_of_replicas_and_one_per_node_allows_no_surge(repository: Path) -> None:
-    told = _deployment(repository, min_replicas=3, per_node=1)._deployment_config  # noqa: SLF001 -- as above
-    assert (told.num_replicas, told.autoscaling_config, told.max_surge_percent) == (3, None, 0)
-
-
-def test_the_reserved_memory_and_the_processors_limit_the_replica(repository: Path) -> None:
+def test_replicas_are_scaled_and_bounded_as_asked_with_the_memory_and_threads_of_their_place(repository: Path) -> None:
     from deploy.ray.settings import place
 
-    deployed, desired = _deployment(repository, cpus=4), Directory(repository).desired_model("a")
+    scaled = _deployment(repository, min_replicas=1, max_replicas=5, target=8, cpus=4)
+    told = scaled._deployment_config  # noqa: SLF001 -- as above
+    assert (told.autoscaling_config.max_replicas, told.autoscaling_config.target_ongoing_requests) == (5, 8)
+    assert (told.max_ongoing_requests, told.graceful_shutdown_timeout_s) == (32, 7)
+    desired = Directory(repository).desired_model("a")
     placed = place(desired, ServerConfig(repository=repository))
-    config, served, _, request_bytes = deployed.init_args
-    assert deployed.ray_actor_options["memory"] == placed.memory
+    config, served, _, request_bytes = scaled.init_args
+    assert scaled.ray_actor_options["memory"] == placed.memory
     assert (served, request_bytes) == (desired, placed.request_bytes)
     assert (config.max_message_bytes, config.threads) == (placed.config.max_message_bytes, 4)
+    one_per_node = _deployment(repository, min_replicas=3, per_node=1)._deployment_config  # noqa: SLF001 -- as above
+    assert (one_per_node.num_replicas, one_per_node.autoscaling_config, one_per_node.max_surge_percent) == (3, None, 0)
 
 
 def _repository_deployment(repository: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[list[str]]]:

@@ -46,10 +46,8 @@ def test_an_unmodified_triton_client_works(served: Served) -> None:
     assert client.is_model_ready("mlp")
     assert client.get_model_metadata("mlp").inputs[0].name == "x"
     assert client.get_model_config("mlp").config.max_batch_size == 32
-    assert {(m.name, m.state) for m in client.get_model_repository_index().models} == {
-        ("mlp", "READY"),
-        ("slow", "READY"),
-    }
+    index = client.get_model_repository_index().models
+    assert {(each.name, each.state) for each in index} == {("mlp", "READY"), ("slow", "READY")}
     assert client.get_inference_statistics("mlp").model_stats[0].inference_stats.success.count >= 1
     client.close()
 

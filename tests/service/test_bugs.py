@@ -12,8 +12,8 @@ import pytest
 from serverprocess import ServerProcess
 from waiting import until
 
+from service.config.loops import Ending, Stop
 from service.config.serverconfig import ServerConfig
-from service.config.stop import Ending, Stop
 from service.drift.fallbackcontroller import FallbackController
 from service.server import serve_single_process
 from service.shadow.process import ShadowProcess

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from service.config.loops import Stop
 from service.config.serverconfig import ServerConfig
-from service.config.stop import Stop
 from service.server import serve_single_process
 
 

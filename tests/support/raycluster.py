@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ def call_rpc(
         return grpc.StatusCode.OK, call(data, timeout=timeout, **more)
     except grpc.RpcError as error:
         return error.code(), error.details() or ""
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
 
 
 def empty(method: str) -> bytes:
@@ -129,22 +135,19 @@ class Served:
         return set(self.states().values()) == {"RUNNING"}
 
 
-@dataclass
 class RepeatedCalls:
     """Makes calls on a few threads while the block runs. A call that fails is sent again, for a minute in all."""
 
-    send: Callable[[], tuple[Any, bytes | str]]
-    threads: int = 3
-    codes: Counter[str] = field(default_factory=Counter)
-    errors: list[str] = field(default_factory=list)
-    unanswered: int = 0
-    answers: list[bytes] = field(default_factory=list)
-    slowest: float = 0.0
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _running: list[threading.Thread] = field(default_factory=list)
+    def __init__(self, send: Callable[[], tuple[Any, bytes | str]], threads: int = 3) -> None:
+        self.codes: Counter[str] = Counter()
+        self.errors: list[str] = []
+        self.answers: list[bytes] = []
+        self.unanswered = 0
+        self._send = send
+        self._stop = threading.Event()
+        self._running = [threading.Thread(target=self._run) for _ in range(threads)]
 
     def __enter__(self) -> RepeatedCalls:
-        self._running = [threading.Thread(target=self._run) for _ in range(self.threads)]
         for thread in self._running:
             thread.start()
         return self
@@ -160,9 +163,9 @@ class RepeatedCalls:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            started = time.monotonic()
-            while time.monotonic() < started + _RETRY_SECONDS:
-                code, answer = self.send()
+            until = time.monotonic() + _RETRY_SECONDS
+            while time.monotonic() < until:
+                code, answer = self._send()
                 self.codes[code.name] += 1
                 if code is grpc.StatusCode.OK:
                     assert isinstance(answer, bytes)
@@ -172,5 +175,4 @@ class RepeatedCalls:
                 time.sleep(0.05)
             else:
                 self.unanswered += 1
-            self.slowest = max(self.slowest, time.monotonic() - started)
             time.sleep(0.005)

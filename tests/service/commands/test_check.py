@@ -30,34 +30,16 @@ def failed(result: dict[str, object]) -> dict[str, str]:
 def test_a_process_checks_everything_that_a_server_needs_and_exits_with_0(repository: Path, tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text(f"repository: {repository}\ndevice: cpu\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "service", "check", "--config", str(config), "--json"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )
+    command = [sys.executable, "-m", "service", "check", "--config", str(config), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr + done.stdout
     found = json.loads(done.stdout)
     assert found["ok"] is True
     assert [each["subject"] for each in found["findings"]] == [
-        "configuration",
-        "CPU kernel",
-        "TLS",
-        "tokens",
-        "shared memory",
-        "traces",
-        "repository",
+        *("configuration", "CPU kernel", "TLS", "tokens", "shared memory", "traces", "repository"),
         "model 'mlp' version 2",
     ]
     assert "golden samples within budget" in found["findings"][-1]["text"]
-
-
-def test_the_version_policy_decides_which_versions_are_checked(repository: Path, run: Run) -> None:
-    (repository / "mlp" / "serving.yaml").write_text("version_policy: all\n")
-    result = run("check", "--repository", repository, *CPU)
-    assert result.exit_code == 0, result.output
-    assert "ok      model 'mlp' version 1: onnxruntime on cpu" in result.stdout
-    assert result.stdout.splitlines()[-1] == "all checks passed"
 
 
 def test_a_version_that_fails_is_an_error_a_note_names_the_one_that_would_serve_and_other_models_are_still_checked(
@@ -92,28 +74,27 @@ def test_options_and_environment_are_checked(repository: Path, run: Run, monkeyp
     assert "failed  configuration: BF16KIT_MAX_IN_FLIGHT in the environment: 'max_in_flight' is '0'" in result.stdout
 
 
-def test_tls_and_token_files_are_read(repository: Path, run: Run, tmp_path: Path) -> None:
+def test_tls_and_token_files_are_read_and_an_expired_one_fails(repository: Path, run: Run, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair, other = authority.sign("server"), authority.sign("other")
     tokens = tmp_path / "tokens"
     tokens.write_text("a-token-that-is-long-enough infer\n")
     tokens.chmod(0o600)
     files = ("--token-file", tokens, "--tls-certificate", pair.certificate, "--tls-key")
-    asked = ("check", "--repository", repository, *CPU, "--no-load", "--json", *files)
-    assert run(*asked, pair.key).exit_code == 0
+    checked = ("check", "--repository", repository, *CPU, "--no-load", "--json")
+    asked = (*checked, *files)
+    result = run(*asked, pair.key)
+    assert result.exit_code == 0, result.stdout
+    told = {each["subject"]: each["text"] for each in read(result)["findings"]}
+    assert (str(tokens) in told["tokens"], told["traces"]) == (True, "off")
     assert "cannot be used" in failed(read(run(*asked, other.key)))["TLS"]
     tokens.write_text("short infer\n")
     assert "line 1: the token has 5 characters" in failed(read(run(*asked, pair.key)))["tokens"]
 
-
-def test_an_expired_certificate_fails(repository: Path, run: Run, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    asked = ("check", "--repository", repository, *CPU, "--no-load", "--json")
-
     def tls(days: int, *more: object) -> dict[str, str]:
         pair = authority.sign(f"days{days}", days=days)
         files = ("--tls-certificate", pair.certificate, "--tls-key", pair.key)
-        findings = read(run(*asked, *files, *more))["findings"]
+        findings = read(run(*checked, *files, *more))["findings"]
         return {each["outcome"]: each["text"] for each in findings if each["subject"] == "TLS"}
 
     assert "is valid until" in tls(2)["ok"]
@@ -121,22 +102,17 @@ def test_an_expired_certificate_fails(repository: Path, run: Run, tmp_path: Path
     until(lambda: "certificate has expired" in tls(0).get("failed", ""), 20, "the end of a certificate of no days")
 
 
-def test_a_damaged_file_is_found_without_loading(repository: Path, run: Run) -> None:
+def test_without_loading_damaged_files_unknown_keys_and_directories_that_are_skipped_are_found(
+    repository: Path, run: Run
+) -> None:
     weights = repository / "mlp" / "2" / "weights.bf16"
     content = bytearray(weights.read_bytes())
     content[5] ^= 1
     weights.write_bytes(content)
+    (repository / "lost+found").mkdir()
     found = read(run("check", "--repository", repository, *CPU, "--no-load", "--json"))
     assert "its sha256 is" in failed(found)["model 'mlp' version 2"]
-
-
-def test_an_unknown_key_of_serving_yaml_fails_and_a_directory_that_is_skipped_is_a_note(
-    repository: Path, run: Run
-) -> None:
-    (repository / "lost+found").mkdir()
-    result = run("check", "--repository", repository, *CPU, "--no-load")
-    assert result.exit_code == 0
-    assert "note    model 'lost+found':" in result.stdout
+    assert "model 'lost+found'" in [each["subject"] for each in found["findings"] if each["outcome"] == "note"]
     (repository / "mlp" / "serving.yaml").write_text("max_batch: 8\n")
     found = read(run("check", "--repository", repository, *CPU, "--json"))
     assert "unknown key 'max_batch'" in failed(found)["model 'mlp' version 2"]
@@ -164,15 +140,17 @@ def test_wrong_usage_is_one_line_and_exit_code_2(repository: Path, run: Run) -> 
     assert "--repository is given before the command; put it after check" in result.stderr
 
 
-def test_all_models_are_checked_in_one_run_and_each_is_freed_before_the_next_is_loaded(
+def test_all_versions_of_all_models_are_checked_in_one_run_and_each_is_freed_before_the_next_is_loaded(
     repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("a", "b"):
-        shutil.copytree(repository / "mlp", repository / name)
+    shutil.copytree(repository / "mlp", repository / "b")
+    (repository / "mlp" / "serving.yaml").write_text("version_policy: all\n")
     in_memory: list[int] = []  # sessions of earlier models when each is opened
     opened = recorded_sessions(monkeypatch, lambda: in_memory.append(opened()))
     result = run("check", "--repository", repository, *CPU)
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     assert result.stdout.count("golden samples within budget") == 3
+    assert "ok      model 'mlp' version 1: onnxruntime on cpu" in result.stdout
+    assert result.stdout.splitlines()[-1] == "all checks passed"
     assert len(in_memory) >= 3
     assert set(in_memory) <= {0, 1}, "a model's own session is open while the probe of its accumulation runs"

@@ -23,22 +23,13 @@ from service.http.httpserver import HttpServer
 from service.http.pages import Access, Fetch, evidence_route
 
 MANAGE, READ = "manager-0123456789abcdef", "reader-0123456789abcdef"
+HEADER = Header(
+    model="m", version=1, at="2026-01-01T00:00:00+00:00", profile="cpu", precision="bf16-weights", rows=1, of_rows=4,
+    batch_axis=0, budget={"relative_l2": 0.015}, drift={"y": {"relative_l2": 0.5}},
+    verdict={"state": "over", "cause": "broken"}, files={}, versions={},
+)  # fmt: skip
 KEPT = Evidence(
-    Header(
-        model="m",
-        version=1,
-        at="2026-01-01T00:00:00+00:00",
-        profile="cpu",
-        precision="bf16-weights",
-        rows=1,
-        of_rows=4,
-        batch_axis=0,
-        budget={"relative_l2": 0.015},
-        drift={"y": {"relative_l2": 0.5}},
-        verdict={"state": "over", "cause": "broken"},
-        files={},
-        versions={},
-    ),
+    HEADER,
     {"x": np.full((1, 2), 4321.0, np.float32)},
     {"y": np.ones((1, 2), np.float32)},
     {"y": np.zeros((1, 2), np.float32)},

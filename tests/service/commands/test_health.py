@@ -83,21 +83,19 @@ def test_a_server_that_listens_everywhere_is_checked_on_the_loopback_interface(
     unwell(run("health", "--grpc-port", served.port), f"[::1]:{served.port}")
 
 
-def test_tls_is_used_if_the_server_uses_it_whatever_name_its_certificate_has(
-    run: Run, monkeypatch: pytest.MonkeyPatch, authority: Authority
+def test_tls_trusts_the_servers_certificate_whatever_name_it_has_and_no_other(
+    run: Run, monkeypatch: pytest.MonkeyPatch, authority: Authority, pair: Pair
 ) -> None:
-    pair = authority.sign("elsewhere", names="DNS:models.example")
-    with serving(LoopbackModel(), certificates=CertificateFiles(pair.certificate, pair.key)) as served:
-        monkeypatch.setenv("BF16KIT_TLS_CERTIFICATE", str(pair.certificate))
-        monkeypatch.setenv("BF16KIT_TLS_KEY", str(pair.key))
-        assert run("health", "--grpc-port", served.port).stdout == "SERVING\n"
-
-
-def test_another_servers_certificate_is_rejected(run: Run, authority: Authority, pair: Pair) -> None:
-    other = authority.sign("other")
-    with serving(LoopbackModel(), certificates=CertificateFiles(other.certificate, other.key)) as served:
-        flags = ("--tls-certificate", pair.certificate, "--tls-key", pair.key)
-        unwell(run("health", "--grpc-port", served.port, *flags), "no server can be reached there")
+    own = authority.sign("elsewhere", names="DNS:models.example")
+    with serving(LoopbackModel(), certificates=CertificateFiles(own.certificate, own.key)) as served:
+        for trusted in (own, pair):
+            monkeypatch.setenv("BF16KIT_TLS_CERTIFICATE", str(trusted.certificate))
+            monkeypatch.setenv("BF16KIT_TLS_KEY", str(trusted.key))
+            result = run("health", "--grpc-port", served.port)
+            if trusted is own:
+                assert result.stdout == "SERVING\n"
+            else:
+                unwell(result, "no server can be reached there")
 
 
 def test_a_server_that_requires_client_certificates_gets_one(run: Run, authority: Authority, pair: Pair) -> None:
@@ -105,9 +103,7 @@ def test_a_server_that_requires_client_certificates_gets_one(run: Run, authority
     client = authority.sign("prober")
     with serving(LoopbackModel(), certificates=files) as served:
         flags = ["--grpc-port", served.port, "--tls-certificate", pair.certificate, "--tls-key", pair.key]
-        unwell(
-            run("health", *flags), "no server can be reached there"
-        )  # the command does not know that one is required
+        unwell(run("health", *flags), "no server can be reached there")  # it does not know that one is required
         flags += ["--tls-client-ca", authority.certificate]
         assert run("health", *flags).exit_code == 0  # the server's own, which that authority has signed
         assert run("health", *flags, "--certificate", client.certificate, "--key", client.key).exit_code == 0

@@ -17,16 +17,16 @@ def rows(repository: Path, run: Run) -> dict[tuple[str, int], dict[str, object]]
 
 
 def test_versions_that_the_policy_excludes_have_the_reason(repository: Path, run: Run) -> None:
-    found = rows(repository, run)
-    assert found["mlp", 2]["served"] is True
-    assert found["mlp", 1]["served"] is False
-    assert found["mlp", 1]["why"] == "version_policy is latest: 1"
-    (repository / "mlp" / "serving.yaml").write_text("version_policy: {latest: 1, strict: true}\n")
-    assert rows(repository, run)["mlp", 1]["why"] == "version_policy is latest: 1, strict: true"
-    (repository / "mlp" / "serving.yaml").write_text("version_policy: {specific: [1]}\n")
-    found = rows(repository, run)
-    assert found["mlp", 1]["served"] is True
-    assert found["mlp", 2]["why"] == "version_policy is specific: [1]"
+    for policy, served, why in (
+        ("latest: 1", 2, "latest: 1"),
+        ("latest: 1, strict: true", 2, "latest: 1, strict: true"),
+        ("specific: [1]", 1, "specific: [1]"),
+    ):
+        (repository / "mlp" / "serving.yaml").write_text(f"version_policy: {{{policy}}}\n")
+        found = rows(repository, run)
+        assert found["mlp", served]["served"] is True
+        other = found["mlp", 3 - served]
+        assert (other["served"], other["why"]) == (False, f"version_policy is {why}")
 
 
 def test_a_row_has_the_values_of_the_manifest_and_the_weights_are_not_read(repository: Path, run: Run) -> None:
@@ -85,11 +85,9 @@ def test_a_directory_that_is_not_a_model_is_listed_with_the_reason_and_control_c
 
 def test_an_empty_repository_is_no_failure_and_a_missing_one_is_wrong_usage(tmp_path: Path, run: Run) -> None:
     result = run("list", "--repository", tmp_path)
-    assert result.exit_code == 0
-    assert "has no model" in result.stdout
+    assert (result.exit_code, "has no model" in result.stdout) == (0, True)
     result = run("list", "--repository", tmp_path / "gone")
-    assert result.exit_code == 2
-    assert "is not a directory" in one_line(result)
+    assert (result.exit_code, "is not a directory" in one_line(result)) == (2, True)
 
 
 def test_an_artifact_with_only_an_export_is_a_failure_if_it_should_be_served(repository: Path, run: Run) -> None:

@@ -25,17 +25,15 @@ def listen(port: int, *options: int) -> socket.socket:
 
 def test_only_processes_that_share_the_port_may_listen_on_it() -> None:
     with reserve("127.0.0.1", 0) as port:
-        assert port > 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
         for options in ((), (socket.SO_REUSEADDR,)):
             with pytest.raises(OSError, match="in use"):
                 listen(port, *options)
+        with pytest.raises(ConfigError, match="in use"), reserve("127.0.0.1", port):  # a second server
+            pass
         with listen(port, socket.SO_REUSEPORT), listen(port, socket.SO_REUSEPORT):
             pass
-
-
-def test_a_reserved_port_accepts_no_connection() -> None:
-    with reserve("127.0.0.1", 0) as port, pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize("options", [(), (socket.SO_REUSEADDR,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)])
@@ -47,20 +45,13 @@ def test_a_port_in_use_is_rejected_whether_shared_or_not(options: tuple[int, ...
             pass
 
 
-def test_a_reserved_port_is_rejected_for_a_second_server_even_before_any_listens() -> None:
-    with reserve("127.0.0.1", 0) as port, pytest.raises(ConfigError, match="in use"), reserve("127.0.0.1", port):
-        pass
-
-
 def test_a_released_port_is_free_again_despite_recently_closed_connections() -> None:
-    with reserve("127.0.0.1", 0) as port:
-        number = port
-        with listen(number, socket.SO_REUSEPORT, socket.SO_REUSEADDR) as listener:
-            client = socket.create_connection(("127.0.0.1", number))
-            listener.accept()[0].close()  # closed from this side first: the connection lingers
-            client.close()
-    with reserve("127.0.0.1", number) as again:
-        assert again == number
+    with reserve("127.0.0.1", 0) as port, listen(port, socket.SO_REUSEPORT, socket.SO_REUSEADDR) as listener:
+        client = socket.create_connection(("127.0.0.1", port))
+        listener.accept()[0].close()  # closed from this side first: the connection lingers
+        client.close()
+    with reserve("127.0.0.1", port) as again:
+        assert again == port
 
 
 def test_an_address_of_another_machine_is_rejected_with_the_reason() -> None:

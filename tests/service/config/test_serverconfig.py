@@ -13,13 +13,6 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_with_only_a_repository_the_defaults_apply(tmp_path: Path) -> None:
-    config = load_config({"repository": tmp_path})
-    assert (config.host, config.grpc_port, config.http_port, config.device, config.workers) == (
-        "127.0.0.1", 8001, 8002, "auto", 1,
-    )  # fmt: skip
-
-
 def test_a_flag_overrides_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -28,12 +21,7 @@ def test_a_flag_overrides_the_environment_which_overrides_the_file(
     monkeypatch.setenv("BF16KIT_HTTP_PORT", "12")
     config = load_config({"grpc_port": 21, "http_port": None}, file)
     assert (config.grpc_port, config.http_port, config.host, config.device) == (21, 12, "::1", "auto")
-
-
-def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path) -> None:
-    file = write(tmp_path / "server.yaml", "grpc_prt: 1\n")
-    with pytest.raises(ConfigError, match=r"server\.yaml: unknown key 'grpc_prt'; known keys are .*grpc_port"):
-        load_config({"repository": tmp_path}, file)
+    assert (config.workers, config.model_control) == (1, "none")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +34,9 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path
         ({"host": ""}, "'host' is ''"),
         ({"host": "a\udcff"}, "'host' is"),
         ({"repository": ""}, "'repository' is ''"),
+        ({"repository": None}, "'repository' is missing; give --repository DIRECTORY, or BF16KIT_REPOSITORY"),
+        ({"workers": 0}, "'workers' is 0"),
+        ({"workers": 65}, "'workers' is 65"),
         ({"log_format": "xml"}, "'log_format' is 'xml': input should be 'text' or 'json'"),
         ({"tls_key": "k"}, "tls_key is given without tls_certificate; TLS needs both"),
         ({"tls_certificate": "c"}, "tls_certificate is given without tls_key; TLS needs both"),
@@ -65,19 +56,13 @@ def test_a_value_out_of_range_is_named_with_what_was_expected(
         load_config({"repository": tmp_path, **flags})
 
 
-def test_a_missing_repository_is_reported() -> None:
-    with pytest.raises(
-        ConfigError, match="'repository' is missing; give --repository DIRECTORY, or BF16KIT_REPOSITORY"
-    ):
-        load_config({})
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("- 1\n", "expected keys and values, found list"),
         ("a: [", "is not YAML"),
         ("1: 2\n", "unknown key '1'"),
+        ("grpc_prt: 1\n", r"server\.yaml: unknown key 'grpc_prt'; known keys are .*grpc_port"),
         ("a: &x 1\nb: *x\n", "line 2: .*x is an alias: write the value itself there"),
         ("a: 2001-99-99\n", "is not YAML"),  # the parser has its own errors for invalid dates and numbers
         ("a: " + "1" * 5000, "is not YAML"),
@@ -117,6 +102,9 @@ def test_the_error_for_a_bad_value_names_its_variable_or_file(tmp_path: Path, mo
     monkeypatch.setenv("BF16KIT_GRPC_PORT", "tcp://10.0.0.1:8001")
     with pytest.raises(ConfigError, match=r"^BF16KIT_GRPC_PORT in the environment: 'grpc_port' is 'tcp://10"):
         load_config({"repository": tmp_path})
+    monkeypatch.setenv("BF16KIT_LOAD_MODEL", "[minilm")
+    with pytest.raises(ConfigError, match=r"'load_model' is '\[minilm': give names with commas between them"):
+        load_config({"repository": tmp_path, "grpc_port": 1, "model_control": "explicit"})
     with pytest.raises(ConfigError, match=r"^configuration: 'grpc_port' is -1"):  # the flag overrides the environment
         load_config({"repository": tmp_path, "grpc_port": -1})
 
@@ -128,34 +116,16 @@ def test_a_list_in_a_variable_has_commas_or_is_json(tmp_path: Path, monkeypatch:
     assert config.load_model == ("minilm", "other")
 
 
-def test_an_invalid_list_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BF16KIT_LOAD_MODEL", "[minilm")
-    message = r"BF16KIT_LOAD_MODEL in the environment: 'load_model' is '\[minilm': give names with commas between them"
-    with pytest.raises(ConfigError, match=message):
-        load_config({"repository": tmp_path, "model_control": "explicit"})
-
-
 # --- variables that nothing reads -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        (
-            {"BF16KIT_GRPC_PROT": "9000", "PATH": "/bin", "BF16KIT_HTTP_PORT": "9001"},
-            "'BF16KIT_GRPC_PROT' (BF16KIT_GRPC_PORT?)",
-        ),
-        ({"BF16KIT_PASSWORD": "hunter2"}, "'BF16KIT_PASSWORD'"),
-        ({"BF16KIT_PORT": "9000"}, "'BF16KIT_PORT' (BF16KIT_HOST?)"),
-    ],
-)
-def test_an_unknown_variable_is_reported_without_its_value(variables: dict[str, str], message: str) -> None:
-    assert unknown_variables(variables) == (
-        f"unknown environment variables are ignored: {message}; docs/operations.md names every setting"
+def test_unknown_variables_are_reported_without_their_values_and_many_are_shortened_to_a_count() -> None:
+    known = {"PATH": "/bin", "BF16KIT_HTTP_PORT": "9001"}
+    unknown = {"BF16KIT_GRPC_PROT": "9000", "BF16KIT_PASSWORD": "hunter2", "BF16KIT_PORT": "9000"}
+    assert unknown_variables(known | unknown) == (
+        "unknown environment variables are ignored: 'BF16KIT_GRPC_PROT' (BF16KIT_GRPC_PORT?), 'BF16KIT_PASSWORD',"
+        " 'BF16KIT_PORT' (BF16KIT_HOST?); docs/operations.md names every setting"
     )
-
-
-def test_many_unknown_variables_are_shortened_to_a_count() -> None:
     assert "and 3 more" in unknown_variables({f"BF16KIT_X{number}": "" for number in range(8)})
 
 
@@ -176,15 +146,10 @@ def test_every_setting_and_other_known_variable_is_accepted_and_those_of_kuberne
 def test_a_former_key_is_named_with_what_to_do_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    file = tmp_path / "server.yaml"
-    file.write_text(f"{key}: 1\n")
-    message = f"'{key}' is not a setting any more: {ServerConfig.REMOVED[key]}"
-    with pytest.raises(ConfigError) as refused:
-        load_config({"repository": tmp_path}, file)
-    assert str(refused.value) == f"{file}: {message}"
-    assert key not in ServerConfig.model_fields
-    variable = f"BF16KIT_{key.upper()}"
+    file, variable = write(tmp_path / "server.yaml", f"{key}: 1\n"), f"BF16KIT_{key.upper()}"
     monkeypatch.setenv(variable, "1")
-    with pytest.raises(ConfigError) as refused:
-        load_config({"repository": tmp_path})
-    assert str(refused.value) == f"{variable} in the environment: {message}"
+    for where, given in ((f"{variable} in the environment", None), (str(file), file)):
+        with pytest.raises(ConfigError) as refused:
+            load_config({"repository": tmp_path}, given)
+        assert str(refused.value) == f"{where}: '{key}' is not a setting any more: {ServerConfig.REMOVED[key]}"
+        monkeypatch.delenv(variable, raising=False)

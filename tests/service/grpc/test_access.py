@@ -22,11 +22,11 @@ from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.config.certificates import CertificateFiles
-from service.config.logsettings import LogSettings
 from service.config.tokens import TokenFile
 from service.grpc.handlers import SERVICE
 from service.operations import Operations
 from service.regions import RegionTable
+from service.telemetry.settings import LogSettings
 
 X = np.ones((1, 3), np.float32)
 INFER = infer_request(x=X)

@@ -46,7 +46,7 @@ from bf16kit.messages.errors import AlreadyExists, Bf16kitError, InvalidRequest,
 from service.operations import Region, RegionSlice
 from service.peers.channel import Body
 from service.regions import DIRECTORY, RegionTable
-from service.workers.regions import FleetRegions
+from service.workers.forwarding import FleetRegions
 
 PAGE = mmap.PAGESIZE
 PREFIX, MOST_REGIONS, MOST_BYTES = "bf16kit", 2, 3 * PAGE

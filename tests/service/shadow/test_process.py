@@ -26,8 +26,7 @@ from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message
 from service.shadow import process as process_module
 from service.shadow.process import NAME, ShadowProcess
-from service.telemetry.counts import Counting
-from service.telemetry.metrics import Metrics
+from service.telemetry.metrics import Counting, Metrics
 from service.telemetry.values import to_message
 
 

@@ -17,9 +17,8 @@ from bf16kit.runtime import RuntimeInfo
 from service.contract import Duration
 from service.peers.channel import Body
 from service.request import Observation, Timings
-from service.telemetry import counts
-from service.telemetry.counts import Counting
-from service.telemetry.metrics import Metrics
+from service.telemetry import metrics
+from service.telemetry.metrics import Counting, Metrics
 from service.telemetry.values import to_message
 
 ROWS = "bf16kit_rows_total"
@@ -47,14 +46,12 @@ class Process:
         self.asked[-1].set_result(json.loads(json.dumps({"metrics": to_message(self.metrics.values())})))
 
 
+Workers = dict[str, Process]
+
+
 @pytest.fixture
-def workers() -> dict[str, Process]:
+def workers() -> Workers:
     return {"worker 1": Process(), "worker 2": Process()}
-
-
-@pytest.fixture
-def own() -> Metrics:
-    return Metrics()
 
 
 @pytest.fixture
@@ -63,17 +60,17 @@ def served() -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def counting(own: Metrics, workers: dict[str, Process], served: list[tuple[str, int]]) -> Counting:
-    return Counting(own, lambda: {name: each.ask() for name, each in workers.items()}, lambda: served)
+def counting(workers: Workers, served: list[tuple[str, int]]) -> Counting:
+    return Counting(Metrics(), lambda: {name: each.ask() for name, each in workers.items()}, lambda: served)
 
 
 def value(counting: Counting, name: str = ROWS) -> float | None:
     return next((each.value for each in counting.samples() if each.name == name), None)
 
 
-def test_every_reader_gets_the_current_counts_of_all_processes(
-    counting: Counting, own: Metrics, workers: dict[str, Process]
-) -> None:
+def test_every_reader_gets_the_current_counts_of_all_processes(workers: Workers) -> None:
+    own = Metrics()
+    counting = Counting(own, lambda: {name: each.ask() for name, each in workers.items()}, lambda: [("m", 1)])
     own.add("m", 1).executed(1, 100, Timings())
     for at, worker in enumerate(workers.values(), 1):
         worker.ran(at)
@@ -81,14 +78,13 @@ def test_every_reader_gets_the_current_counts_of_all_processes(
     assert (value(counting), f"{line} 103.0" in counting.expose()[0].decode()) == (103, True)
     workers["worker 1"].ran(4)
     assert value(counting) == 107
-    workers.clear()
     assert Counting(own, dict, list).expose()[0].decode().count(line) == 1
 
 
 def test_the_last_counts_of_a_worker_that_does_not_answer_in_time_are_shown(
-    counting: Counting, workers: dict[str, Process], monkeypatch: pytest.MonkeyPatch
+    counting: Counting, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counts, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(metrics, "ANSWER_SECONDS", 0.05)
     one, two = workers.values()
     one.ran(1)
     assert value(counting) == 1
@@ -103,7 +99,7 @@ def test_the_last_counts_of_a_worker_that_does_not_answer_in_time_are_shown(
 
 
 def test_no_counter_falls_when_a_worker_dies_and_what_nobody_had_read_is_lost(
-    counting: Counting, workers: dict[str, Process]
+    counting: Counting, workers: Workers
 ) -> None:
     def read() -> tuple[float | None, int]:
         return value(counting), counting.statistics()["m", 1].execution_count
@@ -124,7 +120,7 @@ def test_no_counter_falls_when_a_worker_dies_and_what_nobody_had_read_is_lost(
     assert read() == (2, 1)
 
 
-def test_no_counter_falls_whatever_the_order_of_events(counting: Counting, workers: dict[str, Process]) -> None:
+def test_no_counter_falls_whatever_the_order_of_events(counting: Counting, workers: Workers) -> None:
     workers.clear()
     seen = 0.0
     for process, rows in (
@@ -143,7 +139,7 @@ def test_no_counter_falls_whatever_the_order_of_events(counting: Counting, worke
 
 
 def test_counts_of_a_model_that_no_process_has_or_is_to_serve_are_removed(
-    counting: Counting, workers: dict[str, Process], served: list[tuple[str, int]]
+    counting: Counting, workers: Workers, served: list[tuple[str, int]]
 ) -> None:
     for worker in workers.values():
         worker.ran(3)
@@ -161,7 +157,7 @@ def test_counts_of_a_model_that_no_process_has_or_is_to_serve_are_removed(
 
 
 def test_statistics_are_added_per_batch_size_and_shared_weights_count_once(
-    counting: Counting, workers: dict[str, Process]
+    counting: Counting, workers: Workers
 ) -> None:
     for worker, requests, sizes in zip(workers.values(), (3, 5), ((1, 4), (2, 4)), strict=True):
         worker.model.opened(7, [])
@@ -185,7 +181,7 @@ def measured(worker: Process, seconds: float) -> None:
 
 
 @pytest.fixture
-def exposed(counting: Counting, workers: dict[str, Process]) -> Callable[[str], str]:
+def exposed(counting: Counting, workers: Workers) -> Callable[[str], str]:
     for worker, seconds in zip(workers.values(), (3.0, 3.1), strict=True):
         measured(worker, seconds)
     measured(workers["worker 1"], 0.3)
@@ -217,7 +213,7 @@ def test_exemplars_name_the_newest_trace_of_a_bucket_in_openmetrics(exposed: Cal
     assert text.endswith("# EOF\n")
 
 
-def test_the_sum_over_one_process_equals_its_own_metrics(counting: Counting, workers: dict[str, Process]) -> None:
+def test_the_sum_over_one_process_equals_its_own_metrics(counting: Counting, workers: Workers) -> None:
     del workers["worker 2"]
     measured(workers["worker 1"], 0.3)
     both = [each.expose()[0].decode().splitlines() for each in (counting, workers["worker 1"].metrics)]

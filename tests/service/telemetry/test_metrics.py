@@ -3,7 +3,9 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import prometheus_client
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
+from service.contract import Duration
 from service.drift import intervals
-from service.request import REFUSALS, Observation, Timings
-from service.telemetry.families import CODES, MOMENTS, POOLED
+from service.request import REFUSALS, Observation, Precision, Timings
+from service.telemetry.families import CAUSES, CODES, LARGEST_DRIFT, MOMENTS, POOLED, GateOutcome
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.values import Histogram
@@ -42,6 +45,16 @@ def loaded(metrics: Metrics, name: str = "m", version: int = 1) -> ModelMetrics:
     model.opened(1024, [TensorSpec("y", "float32", ("batch", 4), "logits")])
     model.loaded(INFO, {"y": {"relative_l2": 1e-3}}, {"relative_l2": 0.015})
     return model
+
+
+@pytest.fixture
+def model() -> ModelMetrics:
+    return loaded(Metrics())
+
+
+def shown(model: ModelMetrics) -> dict[tuple[str, ...], Any]:
+    """Return the values of a model by the name of the metric and its further labels."""
+    return {(key[0], *key[3:]): value for key, value in model.values().items()}
 
 
 def tell_all(model: ModelMetrics) -> None:
@@ -84,6 +97,17 @@ def test_every_series_exists_with_value_0_before_the_first_request() -> None:
     assert [key for key in samples if key.startswith(LATE)] == []
 
 
+def test_series_that_are_late_have_the_values_that_they_were_given(model: ModelMetrics) -> None:
+    tell_all(model)
+    seen = shown(model)
+    assert [seen[f"drift_budget_ratio{end}", "y", "relative_l2"] for end in ("", "_low", "_high")] == [0.1, 0.05, 0.2]
+    assert (seen["drift_effective_samples", "y"], seen["drift_change_score", "y"]) == (12.5, 0.25)
+    assert (seen["drift_worst_slice_axis", "y"], seen["drift_worst_slice_index", "y"]) == (1, 3)
+    assert (seen["drift_changes_total", "y"], seen["drift_out_of_range_total", "x"]) == (1, 3)
+    assert seen["drift_last_sample_timestamp_seconds",] == seen["golden_gate_timestamp_seconds",] == 1.7e9
+    assert seen["drift_reference_up",] == 1
+
+
 def test_removing_a_model_removes_its_series_and_no_others() -> None:
     metrics = Metrics()
     loaded(metrics, "stays")
@@ -116,35 +140,27 @@ def test_replaced_series_are_not_shown_and_their_removal_keeps_the_new_ones() ->
     assert not [key for key in ours(metrics) if "model=" in key]
 
 
-def test_requests_are_counted_by_code_and_only_answered_ones_are_timed() -> None:
+def test_requests_are_counted_by_code_and_only_answered_ones_are_timed(model: ModelMetrics) -> None:
     """One that was not answered must not look like a fast one. Queue time counts for every request that was queued."""
-    metrics = Metrics()
-    model = loaded(metrics)
     for code in (*CODES, "UNKNOWN"):
         model.request(request(code))
     model.request(request("OK", Timings(queue=0.2)))
     model.request(request("INTERNAL", Timings(queue=0.3)))
-    samples, of = exposed(metrics), 'model="m",version="1"'
+    seen = shown(model)
     for code in (*CODES, "UNKNOWN"):
-        assert samples[f'bf16kit_requests_total{{code="{code}",{of}}}'] == (2 if code in ("OK", "INTERNAL") else 1)
-    assert samples[f"bf16kit_request_duration_seconds_count{{{of}}}"] == 2
-    assert samples[f'bf16kit_request_duration_seconds_bucket{{le="0.25",{of}}}'] == 0
-    assert samples[f'bf16kit_request_duration_seconds_bucket{{le="0.5",{of}}}'] == 2
-    assert samples[f"bf16kit_queue_duration_seconds_count{{{of}}}"] == 2
-    assert samples[f"bf16kit_queue_duration_seconds_sum{{{of}}}"] == pytest.approx(0.5)
+        assert seen["requests_total", code] == (2 if code in ("OK", "INTERNAL") else 1)
+    assert seen["request_duration_seconds",].total == pytest.approx(0.6)
+    assert (seen["request_duration_seconds",].count, seen["queue_duration_seconds",].count) == (2, 2)
+    assert seen["queue_duration_seconds",].total == pytest.approx(0.5)
 
 
-def moments(metrics: Metrics, metric: str) -> dict[str, float]:
-    labels = f'metric="{metric}",model="m",moment="{{}}",output="y",version="1"'
-    samples = exposed(metrics)
-    return {each: samples[f"bf16kit_drift_pooled_total{{{labels.format(each)}}}"] for each in MOMENTS}
+def moments(model: ModelMetrics, metric: str) -> dict[str, float]:
+    return {each: shown(model)["drift_pooled_total", "y", metric, each] for each in MOMENTS}
 
 
 @pytest.mark.parametrize("metric", POOLED)
-def test_the_sums_of_requests_give_their_mean_and_its_error(metric: str) -> None:
+def test_the_sums_of_requests_give_their_mean_and_its_error(model: ModelMetrics, metric: str) -> None:
     """The error is that of requests, whose rows are alike; it is larger than that of as many rows."""
-    metrics = Metrics()
-    model = loaded(metrics)
     random = np.random.default_rng(3)
     values, weights, clusters = np.zeros(0), np.zeros(0), np.zeros(0, np.int64)
     for request in range(60):
@@ -155,7 +171,7 @@ def test_the_sums_of_requests_give_their_mean_and_its_error(metric: str) -> None
         )
         values, weights = np.append(values, drift), np.append(weights, [weight] * rows)
         clusters = np.append(clusters, [request] * rows)
-    found = moments(metrics, metric)
+    found = moments(model, metric)
     mean = found["drift"] / found["weight"]
     squared = found["drift_squared"] - 2 * mean * found["weight_drift"] + mean**2 * found["weight_squared"]
     expected = intervals.mean(values, weights, clusters, positive=False)
@@ -166,87 +182,71 @@ def test_the_sums_of_requests_give_their_mean_and_its_error(metric: str) -> None
     assert error * intervals.student(size - 1) == pytest.approx(expected.high - expected.estimate)
 
 
-def test_a_destroyed_row_leaves_sums_that_later_rows_still_change() -> None:
-    metrics = Metrics()
-    model = loaded(metrics)
+def test_a_destroyed_row_leaves_sums_that_later_rows_still_change(model: ModelMetrics) -> None:
     model.judged_rows("y", [replace(SAMPLE, relative_l2=math.inf), replace(SAMPLE, relative_l2=math.nan)], 100.0)
-    before = moments(metrics, "relative_l2")
+    before = moments(model, "relative_l2")
     model.judged_rows("y", [SAMPLE], 1.0)
-    after = moments(metrics, "relative_l2")
+    after = moments(model, "relative_l2")
     assert after["drift_squared"] - before["drift_squared"] == pytest.approx(SAMPLE.relative_l2**2, rel=0.5)
     assert math.isfinite(before["drift"])
 
 
-def test_an_infinite_drift_is_counted_and_leaves_the_sum_finite() -> None:
-    metrics = Metrics()
-    model = loaded(metrics)
+def test_an_infinite_drift_is_counted_and_leaves_the_sum_finite(model: ModelMetrics) -> None:
     model.drift("y", SampleDrift(math.inf, 1.0, math.inf, -math.inf, 0, 1, nonfinite=3))
-    samples = exposed(metrics)
-    assert math.isfinite(samples['bf16kit_drift_relative_l2_sum{model="m",output="y",version="1"}'])
-    assert samples['bf16kit_drift_relative_l2_bucket{le="1.0",model="m",output="y",version="1"}'] == 0
-    assert samples['bf16kit_drift_relative_l2_count{model="m",output="y",version="1"}'] == 1
-    assert samples['bf16kit_drift_nonfinite_total{model="m",output="y",version="1"}'] == 3
+    histogram = shown(model)["drift_relative_l2", "y"]
+    assert (histogram.total, histogram.counts()[-2:]) == (LARGEST_DRIFT, [0, 1])
+
+
+def test_a_sample_counts_for_the_rows_it_represents_and_nonfinite_values_count_once(model: ModelMetrics) -> None:
+    model.drift("y", SAMPLE, 100.0)
+    model.drift("y", replace(SAMPLE, relative_l2=0.02, top1_matches=2, nonfinite=3), 1.0)
+    seen = shown(model)
+    assert sorted(filter(None, seen["drift_relative_l2", "y"].weights)) == [1, 100]
+    assert seen["drift_relative_l2", "y"].total == pytest.approx(0.22)
+    assert (seen["drift_top1_matches_total", "y"], seen["drift_top1_rows_total", "y"]) == (102, 202)
+    assert seen["drift_nonfinite_total", "y"] == 3
 
 
 def test_an_output_that_is_not_logits_has_no_top1_series() -> None:
-    metrics = Metrics()
-    model = metrics.add("m", 1)
+    model = Metrics().add("m", 1)
     model.opened(0, [TensorSpec("y", "float32", ("batch", 4), "embedding")])
     model.drift("y", SAMPLE)
-    assert not [key for key in exposed(metrics) if "top1" in key]
+    assert not [key for key in shown(model) if "top1" in key[0]]
 
 
-def test_a_sample_counts_for_the_rows_it_represents_and_nonfinite_values_count_once() -> None:
-    metrics = Metrics()
-    model = loaded(metrics)
-    model.drift("y", SAMPLE, 100.0)
-    model.drift("y", SampleDrift(0.02, 1e-6, 0.01, 54.0, top1_matches=2, top1_rows=2, nonfinite=3), 1.0)
-    samples = exposed(metrics)
-    assert samples['bf16kit_drift_relative_l2_bucket{le="0.002",model="m",output="y",version="1"}'] == 100
-    assert samples['bf16kit_drift_relative_l2_count{model="m",output="y",version="1"}'] == 101
-    assert samples['bf16kit_drift_relative_l2_sum{model="m",output="y",version="1"}'] == pytest.approx(0.22)
-    assert samples['bf16kit_drift_top1_matches_total{model="m",output="y",version="1"}'] == 102
-    assert samples['bf16kit_drift_top1_rows_total{model="m",output="y",version="1"}'] == 202
-    assert samples['bf16kit_drift_nonfinite_total{model="m",output="y",version="1"}'] == 3
+@pytest.mark.parametrize(
+    ("state", "cause"), [("over", "broken"), ("over", "rounding"), ("within", "none"), ("unknown", "none")]
+)
+def test_only_the_current_state_and_cause_are_set(model: ModelMetrics, state: str, cause: str) -> None:
+    model.judged("over" if state != "over" else "within", "out_of_range")
+    model.judged(state, cause)
+    seen = shown(model)
+    assert {each for each in CAUSES if seen["drift_cause", each]} == {cause} - {"none"}
+    assert [seen["drift_over_budget",], seen["drift_within_budget",]] == [state == "over", state == "within"]
 
 
-def test_only_the_current_cause_is_set() -> None:
-    metrics = Metrics()
-    model = loaded(metrics)
-    for state, cause in (("over", "broken"), ("over", "rounding"), ("within", "none"), ("unknown", "none")):
-        model.judged(state, cause)
-        samples = exposed(metrics)
-        told = {name for name in ("rounding", "broken", "out_of_range")
-                if samples[f'bf16kit_drift_cause{{cause="{name}",model="m",version="1"}}']}  # fmt: skip
-        assert told == {cause} - {"none"}
-        for name in ("over", "within"):
-            assert samples[f'bf16kit_drift_{name}_budget{{model="m",version="1"}}'] == (state == name)
+def test_a_golden_gate_with_an_error_is_not_passed(model: ModelMetrics) -> None:
+    outcomes: tuple[GateOutcome, ...] = ("passed", "error", "passed", "failed")
+    passed = []
+    for outcome in outcomes:
+        model.gate(outcome, 5.0)
+        passed.append(shown(model)["golden_gate_passed",])
+    assert passed == [1, 0, 1, 0]
+    assert shown(model)["golden_gate_runs_total", "error"] == 1
 
 
-def test_a_golden_gate_with_an_error_is_not_passed() -> None:
-    metrics = Metrics()
-    model = loaded(metrics)
-    for outcome, passed in (("passed", 1), ("error", 0), ("passed", 1), ("failed", 0)):
-        model.gate(outcome, 5.0)  # type: ignore[arg-type]  # of these words
-        assert exposed(metrics)['bf16kit_golden_gate_passed{model="m",version="1"}'] == passed
-    assert exposed(metrics)['bf16kit_golden_gate_runs_total{model="m",outcome="error",version="1"}'] == 1
-
-
-def test_requests_in_flight_and_responses_by_precision_are_counted_and_so_are_fallbacks() -> None:
-    metrics = Metrics()
-    model = loaded(metrics)
-    for precision in ("bf16", "bf16", None):
+def test_requests_in_flight_and_responses_by_precision_are_counted_and_so_are_fallbacks(model: ModelMetrics) -> None:
+    precisions: tuple[Precision | None, ...] = ("bf16", "bf16", None)
+    for precision in precisions:
         model.began()
         model.ended(precision)
     model.began()
     model.fallback(True)
     model.transition("fp32")
-    samples = exposed(metrics)
-    assert samples['bf16kit_requests_in_flight{model="m",version="1"}'] == 1
-    assert samples['bf16kit_answers_total{model="m",precision="bf16",version="1"}'] == 2
-    assert samples['bf16kit_answers_total{model="m",precision="fp32",version="1"}'] == 0
-    assert samples['bf16kit_fallback_active{model="m",version="1"}'] == 1
-    assert samples['bf16kit_fallback_transitions_total{model="m",to="fp32",version="1"}'] == 1
+    seen = shown(model)
+    assert seen["requests_in_flight",] == 1
+    assert (seen["answers_total", "bf16"], seen["answers_total", "fp32"]) == (2, 0)
+    assert (seen["fallback_active",], seen["fallback_transitions_total", "fp32"]) == (1, 1)
 
 
 def test_rejections_at_the_door_are_counted_by_reason_with_all_reasons_at_the_start() -> None:
@@ -256,11 +256,8 @@ def test_rejections_at_the_door_are_counted_by_reason_with_all_reasons_at_the_st
     }
     metrics.refused("streams")
     metrics.refused("a model's name from outside")
-    refused = {key: value for key, value in exposed(metrics).items() if "refused" in key and value}
-    assert refused == {
-        'bf16kit_refused_total{reason="streams"}': 1,
-        'bf16kit_refused_total{reason="other"}': 1,
-    }
+    refused = {key for key, value in exposed(metrics).items() if "refused" in key and value == 1}
+    assert refused == {'bf16kit_refused_total{reason="streams"}', 'bf16kit_refused_total{reason="other"}'}
 
 
 def test_the_process_exposes_cpu_memory_open_files_and_garbage_collections() -> None:
@@ -276,12 +273,8 @@ def test_the_process_exposes_cpu_memory_open_files_and_garbage_collections() -> 
     [
         ("", "text/plain; version=0.0.4", b"\n"),
         ("text/html, */*", "text/plain; version=0.0.4", b"\n"),
-        (
-            "application/openmetrics-text;version=1.0.0;q=0.5,*/*",
-            "application/openmetrics-text; version=1.0.0",
-            b"# EOF\n",
-        ),
-        ("application/openmetrics-text;version=x\u00b2", "application/openmetrics-text; version=1.0.0", b"# EOF\n"),
+        ("application/openmetrics-text;version=1.0.0;q=0.5,*/*", "application/openmetrics-text; version", b"# EOF\n"),
+        ("application/openmetrics-text;version=x\u00b2", "application/openmetrics-text; version", b"# EOF\n"),
     ],
 )
 def test_a_scraper_that_accepts_openmetrics_gets_it_and_any_other_gets_prometheus_text(
@@ -331,3 +324,45 @@ def test_promtool_accepts_the_metrics() -> None:
     tell_all(model)
     checked = subprocess.run(["promtool", "check", "metrics"], input=metrics.expose()[0], capture_output=True)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
+# --- Triton's statistics ----------------------------------------------------------------------------------------------
+
+
+def test_a_batch_counts_once_as_an_execution_and_once_per_request_in_the_durations(model: ModelMetrics) -> None:
+    model.executed(3, 6, Timings(0.0, 0.001, 0.01, 0.002))
+    seen = model.statistics
+    assert (seen.inference_count, seen.execution_count) == (6, 1)
+    assert seen.compute_input == Duration(3, 3_000_000)
+    assert seen.compute_infer == Duration(3, 30_000_000)
+    assert seen.compute_output == Duration(3, 6_000_000)
+    assert abs(seen.last_inference_ms - time.time() * 1e3) < 60_000
+
+
+def test_batches_are_counted_by_their_rows_in_ascending_order(model: ModelMetrics) -> None:
+    for rows in (4, 1, 4):
+        model.executed(1, rows, Timings(compute_infer=0.001))
+    assert [(each.batch_size, each.compute_infer) for each in model.statistics.batches] == [
+        (1, Duration(1, 1_000_000)),
+        (4, Duration(2, 2_000_000)),
+    ]
+
+
+def test_sizes_of_large_batches_are_rounded_up_to_the_next_power_of_two(model: ModelMetrics) -> None:
+    for rows in range(1, 1025):
+        model.executed(1, rows, Timings(compute_infer=0.001))
+    batches = {batch.batch_size: batch.compute_infer.count for batch in model.statistics.batches}
+    assert batches == {**dict.fromkeys(range(1, 129), 1), 256: 128, 512: 256, 1024: 512}
+
+
+def test_successes_and_failures_are_counted_with_their_time_and_only_successes_with_their_wait(
+    model: ModelMetrics,
+) -> None:
+    model.request(Observation("m", "1", "", "OK", 0.5, Timings(queue=0.2)))
+    model.request(Observation("m", "1", "", "OK", 0.5))
+    model.request(Observation("m", "1", "", "INTERNAL", 0.1, Timings(queue=0.3)))
+    model.request(Observation("m", "1", "", "UNAVAILABLE", 0.1))
+    seen = model.statistics
+    assert seen.success == Duration(2, 1_000_000_000)
+    assert seen.queue == Duration(1, 200_000_000)
+    assert seen.fail == Duration(2, 200_000_000)

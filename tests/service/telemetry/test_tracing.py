@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from collector import Collector, Span, collecting
 from bf16kit.messages.errors import ConfigError, RuntimeFailure
 from bf16kit.numerics.tensors import Array
 from service.request import Observation
-from service.telemetry.tracesettings import TraceSettings
+from service.telemetry.settings import TraceSettings
 from service.telemetry.tracing import CountedExporter, Tracing
 
 X = np.ones((2, 3), np.float32)
@@ -64,10 +63,15 @@ def one(tracer: Tracing, observation: Observation = Observation("m", "1", "", "O
     trace.end("ModelInfer", observation)
 
 
-@pytest.fixture
-def collector() -> Iterator[tuple[Collector, str]]:
-    with collecting() as found:
-        yield found
+@contextmanager
+def traced(rate: int = 1, *models: LoopbackModel) -> Iterator[tuple[Served, Collector, Outcomes]]:
+    """Yield a server of ``models``, by default "echo", and the collector that gets its traces."""
+    with (
+        collecting() as (collected, endpoint),
+        tracing(endpoint, rate) as (tracer, outcomes),
+        serving(*models or (LoopbackModel(),), tracer=tracer) as served,
+    ):
+        yield served, collected, outcomes
 
 
 def ask(served: Served, message: Any, metadata: Any = ASKED) -> Any:
@@ -78,9 +82,8 @@ def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
     raise RuntimeFailure("node 7 gave up")
 
 
-def test_a_request_is_a_span_in_its_clients_trace_with_a_child_for_each_phase(collector: tuple[Collector, str]) -> None:
-    collected, endpoint = collector
-    with tracing(endpoint) as (tracer, outcomes), serving(LoopbackModel(), tracer=tracer) as served:
+def test_a_request_is_a_span_in_its_clients_trace_with_a_child_for_each_phase() -> None:
+    with traced() as (served, collected, outcomes):
         before = time.time_ns()
         message = infer_request(x=X)
         message.id = "r-1"
@@ -112,13 +115,8 @@ def test_a_request_is_a_span_in_its_clients_trace_with_a_child_for_each_phase(co
     assert children["run"].attributes == {"bf16kit.batch.rows": 2}
 
 
-def test_the_log_line_of_a_request_has_its_trace_id(collector: tuple[Collector, str]) -> None:
-    _, endpoint = collector
-    with (
-        tracing(endpoint, rate=10**6) as (tracer, _),
-        serving(LoopbackModel(), tracer=tracer) as served,
-        own_log("debug", "json") as stream,
-    ):
+def test_the_log_line_of_a_request_has_its_trace_id() -> None:
+    with traced(10**6) as (served, _, _), own_log("debug", "json") as stream:
         ask(served, infer_request(x=X))
         served.call("ModelInfer", infer_request(x=X))
         until(lambda: stream.getvalue().count("request answered") == 2)
@@ -126,18 +124,16 @@ def test_the_log_line_of_a_request_has_its_trace_id(collector: tuple[Collector, 
     assert [line.get("trace_id") for line in lines if line["message"] == "request answered"] == [TRACE, None]
 
 
-def test_each_request_of_a_stream_is_a_span(collector: tuple[Collector, str]) -> None:
-    collected, endpoint = collector
-    with tracing(endpoint) as (tracer, _), serving(LoopbackModel(), tracer=tracer) as served:
+def test_each_request_of_a_stream_is_a_span() -> None:
+    with traced() as (served, collected, _):
         list(served.stub("ModelStreamInfer")(iter([infer_request(x=X)] * 3), timeout=30, metadata=ASKED))
         servers = collected.wait(3)
     assert {(span.trace, span.parent) for span in servers} == {(TRACE, PARENT)}
     assert {span.attributes["rpc.method"] for span in servers} == {"ModelStreamInfer"}
 
 
-def test_failed_spans_have_their_code_and_only_server_errors_are_errors(collector: tuple[Collector, str]) -> None:
-    collected, endpoint = collector
-    with tracing(endpoint) as (tracer, _), serving(LoopbackModel("bad", fail), tracer=tracer) as served:
+def test_failed_spans_have_their_code_and_only_server_errors_are_errors() -> None:
+    with traced(1, LoopbackModel("bad", fail)) as (served, collected, _):
         asked = {
             "INTERNAL": (13, ERROR, infer_request("bad", x=X)),
             "NOT_FOUND": (5, UNSET, infer_request("nobody", x=X)),
@@ -152,31 +148,24 @@ def test_failed_spans_have_their_code_and_only_server_errors_are_errors(collecto
 
 
 @pytest.mark.parametrize(
-    ("header", "traced"),
+    ("header", "times"),
     [
-        (f"00-{TRACE}-{PARENT}-01", True),
-        (f"00-{TRACE}-{PARENT}-00", False),  # the client does not record its trace
-        (f"00-{'0' * 32}-{PARENT}-01", False),  # invalid: handled as no header, and the rate is one in a million
-        ("nonsense" * 100, False),
-        (f"ff-{TRACE}-{PARENT}-01", False),
+        (f"00-{TRACE}-{PARENT}-01", 1),
+        (f"00-{TRACE}-{PARENT}-00", 0),  # the client does not record its trace
+        (f"00-{'0' * 32}-{PARENT}-01", 0),  # invalid: handled as no header, and the rate is one in a million
+        ("nonsense" * 100, 0),
+        (f"ff-{TRACE}-{PARENT}-01", 0),
     ],
 )
-def test_the_traceparent_header_decides_whether_a_request_is_traced(
-    header: str, traced: bool, collector: tuple[Collector, str]
-) -> None:
-    collected, endpoint = collector
-    with (
-        tracing(endpoint, rate=10**6) as (tracer, _),
-        serving(LoopbackModel(), tracer=tracer) as served,
-    ):
+def test_the_traceparent_header_decides_whether_a_request_is_traced(header: str, times: int) -> None:
+    with traced(10**6) as (served, collected, _):
         ask(served, infer_request(x=X), (("traceparent", header), ("tracestate", "=;not one")))
         served.call("ModelInfer", infer_request(x=X))
-    assert [span.trace for span in collected.servers()] == [TRACE] * traced  # all waiting spans have been exported
+    assert [span.trace for span in collected.servers()] == [TRACE] * times  # all waiting spans have been exported
 
 
-def test_one_of_rate_requests_is_traced_without_a_traceparent(collector: tuple[Collector, str]) -> None:
-    collected, endpoint = collector
-    with tracing(endpoint, rate=5) as (tracer, _), serving(LoopbackModel(), tracer=tracer) as served:
+def test_one_of_rate_requests_is_traced_without_a_traceparent() -> None:
+    with traced(5) as (served, collected, _):
         for _ in range(20):
             served.call("ModelInfer", infer_request(x=X))
         servers = collected.wait(4)
@@ -186,10 +175,9 @@ def test_one_of_rate_requests_is_traced_without_a_traceparent(collector: tuple[C
     assert sorted(filter(None, traces)) == sorted(span.trace for span in servers)
 
 
-def test_payloads_tokens_and_metadata_are_not_exported(collector: tuple[Collector, str]) -> None:
-    collected, endpoint = collector
+def test_payloads_tokens_and_metadata_are_not_exported() -> None:
     secret = "s3cr3t-of-an-application"
-    with tracing(endpoint) as (tracer, _), serving(LoopbackModel(), tracer=tracer) as served:
+    with traced() as (served, collected, _):
         message = infer_request(x=np.full((1, 3), 1.25e-7, np.float32))
         ask(served, message, (*ASKED, ("authorization", f"Bearer {secret}"), ("x-patient", "a-patients-name")))
         collected.wait(1)
@@ -198,65 +186,13 @@ def test_payloads_tokens_and_metadata_are_not_exported(collector: tuple[Collecto
         assert hidden not in collected.raw
 
 
-def test_a_clients_strings_are_shortened(collector: tuple[Collector, str]) -> None:
-    collected, endpoint = collector
-    with tracing(endpoint) as (tracer, _):
+def test_a_clients_strings_are_shortened_and_spans_that_cannot_be_made_fail_no_request() -> None:
+    with collecting() as (collected, endpoint), tracing(endpoint) as (tracer, _):
+        one(tracer, Observation("m", "1", "", "NO_SUCH_CODE", 0.1))
         one(tracer, Observation("m" * 10**6, "v" * 10**6, "i" * 10**6, "NOT_FOUND", 0.1))
         (span,) = collected.wait(1)
     texts = [span.attributes[f"bf16kit.{name}"] for name in ("model.name", "model.version", "request.id")]
     assert [len(text) for text in texts] == [256, 256, 256]
-
-
-def test_a_request_ends_as_usual_if_its_spans_cannot_be_made(collector: tuple[Collector, str]) -> None:
-    collected, endpoint = collector
-    with tracing(endpoint) as (tracer, _):
-        one(tracer, Observation("m", "1", "", "NO_SUCH_CODE", 0.1))
-        one(tracer, Observation("next", "1", "", "OK", 0.1))
-        (span,) = collected.wait(1)
-    assert span.attributes["bf16kit.model.name"] == "next"
-
-
-@pytest.mark.long
-def test_a_collector_that_is_down_is_logged_once_each_time_with_the_reason(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # second; by default it retries for 10
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with tracing(f"http://127.0.0.1:{port}") as (tracer, outcomes):
-        for lost in (1, 2):
-            one(tracer)
-            until(lambda lost=lost: outcomes["failed"] == lost)  # type: ignore[misc]
-        with collecting(port) as (collected, _):
-
-            def delivered() -> bool:
-                one(tracer)
-                return outcomes["exported"] > 0
-
-            until(delivered)
-            assert collected.servers()
-            told = [record.message for record in caplog.records if record.name == "service.telemetry.tracing"]
-    assert f"127.0.0.1:{port}, error code: StatusCode.UNAVAILABLE" in told[0]
-    assert told[0].startswith("traces are being lost; requests are still served: ")
-    assert told[1:] == ["traces are delivered again"]
-    assert not any(record.name.startswith("opentelemetry.exporter") for record in caplog.records)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"),
-        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
-        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
-    ],
-)
-def test_an_invalid_environment_variable_is_a_configuration_error(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="OTEL_"):
-        CountedExporter(Outcomes())
 
 
 def test_a_stop_aborts_an_export_that_takes_too_long(caplog: pytest.LogCaptureFixture) -> None:
@@ -273,11 +209,18 @@ def test_a_stop_aborts_an_export_that_takes_too_long(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("OTEL_BSP_SCHEDULE_DELAY", "-1"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x")]
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "-1"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x"),
+    ],
 )
 def test_a_variable_that_opentelemetry_cannot_use_is_a_configuration_error(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="traces: a variable OTEL_"):
+    with pytest.raises(ConfigError, match="OTEL_"):
         Tracing(TraceSettings(1, find=str), CountedExporter(Outcomes()))

@@ -39,6 +39,9 @@ def desired(*versions: int, name: str = "m", stamp: str = "", serving: Serving |
     )
 
 
+Changed = list[tuple[str, list[int]]]  # what was reported: a model and its versions
+
+
 class Workers(Fleet):
     """A fleet of three whose processes are not started: each serves what it is told, unless the test has it fail.
 
@@ -122,7 +125,7 @@ def workers(tmp_path: Path) -> Workers:
 
 
 @pytest.fixture
-def changed() -> list[tuple[str, list[int]]]:
+def changed() -> Changed:
     return []
 
 
@@ -133,7 +136,7 @@ def now() -> list[float]:
 
 
 @pytest.fixture
-def changes(workers: Workers, changed: list[tuple[str, list[int]]], now: list[float]) -> Iterator[WorkerModels]:
+def changes(workers: Workers, changed: Changed, now: list[float]) -> Iterator[WorkerModels]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -146,12 +149,13 @@ def changes(workers: Workers, changed: list[tuple[str, list[int]]], now: list[fl
 
 
 def test_a_load_is_tried_in_one_worker_and_then_made_in_all(
-    workers: Workers, changes: WorkerModels, changed: list[tuple[str, list[int]]]
+    workers: Workers, changes: WorkerModels, changed: Changed
 ) -> None:
     changes.apply(desired(1)).result(20)
     assert workers.told == [(f"worker {at}", desired(1)) for at in (1, 2, 3)]
-    assert workers.desired_models == {"m": desired(1)}
-    assert changed == [("m", [1])]
+    assert (workers.desired_models, changed) == ({"m": desired(1)}, [("m", [1])])
+    changes.apply(NONE).result(20)  # an unload reaches all
+    assert (workers.all_serve(), workers.desired_models) == ([NONE] * 3, {})
 
 
 @pytest.mark.parametrize("error", [DAMAGED, DIED])
@@ -162,7 +166,7 @@ def test_a_load_is_tried_in_one_worker_and_then_made_in_all(
 def test_a_load_that_fails_in_the_first_worker_or_kills_it_reaches_no_other(
     workers: Workers,
     changes: WorkerModels,
-    changed: list[tuple[str, list[int]]],
+    changed: Changed,
     error: Exception,
     before: DesiredModel,
     asked: DesiredModel,
@@ -175,6 +179,8 @@ def test_a_load_that_fails_in_the_first_worker_or_kills_it_reaches_no_other(
     assert changes.apply(asked).exception(20) is error
     assert workers.told == [("worker 1", asked)]
     assert workers.desired_models == served, "a worker that starts now begins with what serves"
+    new = [plan for plan in asked.plans if plan not in before.plans]
+    assert [workers.plan("m", plan.version, plan.digest) for plan in new] == [None] * len(new), "nothing is tried"
     assert changed == known
 
 
@@ -245,13 +251,6 @@ def test_a_worker_that_dies_during_a_load_does_not_fail_it(workers: Workers, cha
     assert workers.desired_models == {"m": desired(1)}, "it is started with it"
 
 
-def test_an_unload_reaches_all_workers(workers: Workers, changes: WorkerModels) -> None:
-    changes.apply(desired(1)).result(20)
-    changes.apply(NONE).result(20)
-    assert workers.all_serve() == [NONE] * 3
-    assert workers.desired_models == {}
-
-
 @pytest.mark.parametrize("dying", [False, True])
 def test_a_change_while_no_worker_serves_is_what_they_begin_with(
     workers: Workers, changes: WorkerModels, dying: bool
@@ -277,26 +276,24 @@ def test_a_change_while_no_worker_serves_is_what_they_begin_with(
     assert "is being changed again instead" in str(started["m"].exception(20))
 
 
+NEWER = DesiredModel("m", (*desired(2).plans, *desired(3, stamp="newer").plans))
+FAILED_SECOND = DesiredModel("m", desired(1).plans, (FailedVersion(desired(2).plans[0], "over the budget"),))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reported"),
+    [
+        ([desired(1, 2), desired(1, 2), desired(2, 3), NEWER, NONE], [[1, 2], [1, 3], [3], [2, 3]]),
+        ([desired(2), FAILED_SECOND, desired(3)], [[2], [1], [1, 2, 3]]),  # counts of one that failed stay until then
+    ],
+)
 def test_only_versions_with_a_different_plan_are_reported_as_changed(
-    changes: WorkerModels, changed: list[tuple[str, list[int]]]
+    changes: WorkerModels, changed: Changed, wanted: list[DesiredModel], reported: list[list[int]]
 ) -> None:
     """The other versions continue, and what is known of them is kept."""
-    changes.apply(desired(1, 2)).result(20)
-    changes.apply(desired(1, 2)).result(20)
-    changes.apply(desired(2, 3)).result(20)
-    changes.apply(DesiredModel("m", (*desired(2).plans, *desired(3, stamp="newer").plans))).result(20)
-    changes.apply(NONE).result(20)
-    assert changed == [("m", [1, 2]), ("m", [1, 3]), ("m", [3]), ("m", [2, 3])]
-
-
-def test_counts_of_a_version_that_failed_are_kept_until_it_is_gone(
-    changes: WorkerModels, changed: list[tuple[str, list[int]]]
-) -> None:
-    (second,) = desired(2).plans
-    instead = DesiredModel("m", desired(1).plans, (FailedVersion(second, "over the budget"),))
-    for wanted in (desired(2), instead, desired(3)):
-        changes.apply(wanted).result(20)
-    assert changed == [("m", [2]), ("m", [1]), ("m", [1, 2, 3])]
+    for each in wanted:
+        changes.apply(each).result(20)
+    assert changed == [("m", versions) for versions in reported]
 
 
 def test_changes_that_wait_or_come_when_the_server_stops_are_unavailable(

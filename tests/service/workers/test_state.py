@@ -164,13 +164,10 @@ def test_a_model_is_ready_if_it_is_in_this_worker_and_in_all(server: State, own:
             assert model.name == "echo", "it serves, whatever the others do"
 
 
-def test_a_model_the_supervisor_has_not_reported_yet_is_not_ready() -> None:
-    assert not WorkerRegistry(LoopbackRegistry([LoopbackModel()])).is_ready("echo", "")
-
-
 def test_subscribers_get_changes_of_this_worker_and_of_all() -> None:
     own, heard = LoopbackRegistry([LoopbackModel()]), list[bool]()
     registry = WorkerRegistry(own)
+    assert not registry.is_ready("echo", ""), "the supervisor has not reported yet"
     registry.subscribe(lambda: heard.append(registry.is_ready("echo", "")))
     registry.receive({"ready": True, "models": [["echo", 1]]})
     own.change(own.models()[0], "unavailable")

@@ -19,15 +19,11 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
-import artifacts
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from waiting import until
 
-from bf16kit.artifact.artifact import Artifact
-from bf16kit.runtime.loading import load
-from bf16kit.runtime.ort.kernel import LIBRARY
 from service.peers.channel import Channel
 from service.peers.peer import Handler, Message, Peer
 from service.workers.weights import LEAST, MOST_COPIES, SharedWeights, WeightBroker
@@ -51,7 +47,7 @@ def never(memory: NDArray[np.uint8]) -> None:
 class Server:
     """A supervisor's broker, and its channels to workers by name."""
 
-    def __init__(self, most_copies: int = MOST_COPIES) -> None:
+    def __init__(self, most_copies: int) -> None:
         self.broker = WeightBroker(self._tell, most_copies=most_copies)
         self.peers: dict[str, Peer] = {}
         self.heard: list[str] = []  # the kinds of messages from workers, and "died" for an end
@@ -92,8 +88,8 @@ class Server:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(getattr(request, "param", MOST_COPIES))
     yield server
     server.close()
 
@@ -216,24 +212,6 @@ def test_one_worker_fills_while_all_others_wait(server: Server) -> None:
     assert len(filled_by) == 1
 
 
-@pytest.mark.skipif(not LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_runtimes_share_one_copy_that_is_freed_when_all_are_closed(tmp_path: Path, server: Server) -> None:
-    """The artifacts have the same bytes, but different names."""
-    feeds = {"x": np.linspace(-1, 1, 512, dtype=np.float32).reshape(1, 512)}
-    opened = [
-        Artifact.open(artifacts.write_product(tmp_path / name / "1", width=512).path, copies=True) for name in "ab"
-    ]
-    right = load(opened[0], "cpu", threads=1).run(feeds)["y"]
-    runtimes = [load(artifact, "cpu", threads=1, weights=server.store()) for artifact in opened]
-    assert copies() == len({*mappings()}) == 1
-    for runtime in runtimes:
-        np.testing.assert_array_equal(runtime.run(feeds)["y"], right)
-        runtime.close()
-    del runtimes, runtime
-    freed()
-    assert mappings() == []
-
-
 # --- workers that fail or are killed ----------------------------------------------------------------------------------
 
 
@@ -254,6 +232,9 @@ def test_if_the_filling_worker_fails_the_next_one_fills(server: Server) -> None:
         with pytest.raises(RuntimeError, match="the disk"):
             failing.result(20)
         np.testing.assert_array_equal(waiting.result(20), RIGHT)
+    for _ in range(2):
+        with pytest.raises(MemoryError):  # no room
+            server.store().get("key", 1 << 60, never)
 
 
 def test_if_the_filling_worker_is_killed_the_next_that_lives_fills_and_a_killed_one_frees_its_copy(
@@ -277,29 +258,22 @@ def test_if_the_filling_worker_is_killed_the_next_that_lives_fills_and_a_killed_
         freed()
 
 
-def test_weights_without_room_raise_memory_error_each_time(store: SharedWeights) -> None:
-    for _ in range(2):
-        with pytest.raises(MemoryError):
-            store.get("key", 1 << 60, never)
-    freed()
-
-
 # --- weights that are not shared --------------------------------------------------------------------------------------
 
 
-def test_beyond_the_limit_of_copies_each_worker_makes_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(most_copies=1)
-    store = server.store()
+@pytest.mark.parametrize("server", [1], indirect=True)
+def test_beyond_the_limit_of_copies_each_worker_makes_its_own(
+    store: SharedWeights, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = store.get("key", SIZE, fill)
     np.testing.assert_array_equal(store.get("other", SIZE, fill), RIGHT)
     assert "copied for this process alone: too many are shared" in caplog.text
     assert len(mappings()) == 1
     del kept
     freed()
-    kept = store.get("other", SIZE, fill)
+    now = store.get("other", SIZE, fill)
     assert len(mappings()) == 1
-    del kept
-    server.close()
+    np.testing.assert_array_equal(now, RIGHT)
 
 
 @pytest.mark.parametrize("when", ["filled", "waiting", "later"])

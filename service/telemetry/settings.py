@@ -1,7 +1,8 @@
-"""The settings that select which requests are traced. They have Triton's names and can change while the server runs."""
+"""The log and trace settings that can change while the server runs, under Triton's names: :mod:`service.operations`."""
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections import ChainMap
@@ -9,8 +10,21 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from bf16kit.messages.errors import InvalidRequest
 from bf16kit.messages.wording import quoted
+from service.config.logs import Format, adjust
 
+_log = logging.getLogger(__name__)
 _Value = bool | int | str
+#: Triton's names of the log formats, and our own. Triton's ISO8601 is our text, whose times are in ISO 8601.
+_FORMATS: Mapping[str, Format] = {"ISO8601": "text", "text": "text", "json": "json"}
+_FORMAT_NAMES: Mapping[Format, str] = {"text": "ISO8601", "json": "json"}
+_LOG_LEVELS = {
+    logging.INFO: "log_info",
+    logging.WARNING: "log_warning",
+    logging.ERROR: "log_error",
+    logging.DEBUG: "log_verbose_level",
+}
+_LARGEST_LOG_LEVEL = 2**32 - 1  # of Triton's uint32
+
 _LARGEST = 2**31 - 1
 _UNLIMITED = -1
 _USUAL_RATE = 1000  # Triton's, which a server that traces nothing shows
@@ -19,8 +33,66 @@ _FIXED = {  # Triton's other settings, their fixed value, and why they cannot ch
     "trace_file": ("", "a client must not choose a file to write"),
     "trace_mode": ("opentelemetry", "this server has no other"),
 }
-_NAMES = ("trace_level", "trace_rate", "trace_count", *_FIXED)
-_LEVELS = {"OFF": 0, "TIMESTAMPS": 1}
+_TRACE_NAMES = ("trace_level", "trace_rate", "trace_count", *_FIXED)
+_TRACE_LEVELS = {"OFF": 0, "TIMESTAMPS": 1}
+
+
+class LogSettings:
+    """The server's log settings: see :class:`service.operations.Settings`.
+
+    ``level`` and ``kind`` are the arguments of :func:`~service.config.logs.configure`; a setting without a value
+    returns to them. ``log_verbose_level`` of 1 or more is DEBUG, with a line per request. The other levels are switched
+    on and off separately.
+    """
+
+    def __init__(self, level: str, kind: Format) -> None:
+        lowest = logging.getLevelNamesMapping()[level.upper()]
+        self._defaults: dict[str, _Value] = {"log_file": ""}  # empty: standard error
+        self._defaults |= {name: lowest <= number for number, name in _LOG_LEVELS.items()}
+        self._defaults |= {"log_verbose_level": int(lowest <= logging.DEBUG), "log_format": _FORMAT_NAMES[kind]}
+        self._values = dict(self._defaults)
+        self._lock = threading.Lock()
+
+    def update(self, changes: Mapping[str, Sequence[_Value]], model: str = "") -> Mapping[str, Sequence[_Value]]:
+        """See :meth:`service.operations.Settings.update`. Models have no log settings of their own."""
+        if model:
+            raise InvalidRequest("log settings apply to the whole server; leave the model's name out")
+        with self._lock:
+            updated = self._values | {name: self._validated(name, values) for name, values in changes.items()}
+            if updated != self._values:
+                changed = ", ".join(
+                    f"{name}={updated[name]}" for name in updated if updated[name] != self._values[name]
+                )
+                _log.warning("log settings changed: %s", changed)  # first: the change may switch warnings off
+                self._values = updated
+                adjust(_levels(updated), _FORMATS[str(updated["log_format"])])
+            return {name: (value,) for name, value in updated.items()}
+
+    def _validated(self, name: str, values: Sequence[_Value]) -> _Value:
+        """Return the new value of ``name``. Raises InvalidRequest for an unknown name or a wrong value."""
+        default = self._defaults.get(name)
+        if default is None:
+            raise InvalidRequest(f"unknown log setting {quoted(name)}; the settings are {', '.join(self._defaults)}")
+        if len(values) > 1:
+            raise InvalidRequest(f"{name} has {len(values)} values; give one, or none for its default, {default!r}")
+        value = values[0] if values else default
+        if name == "log_format":
+            if value == "default":
+                return default
+            if value not in _FORMATS:
+                raise InvalidRequest(f"log_format is {quoted(str(value))}; give default, {', '.join(_FORMATS)}")
+            return _FORMAT_NAMES[_FORMATS[str(value)]]
+        if name == "log_file" and value != default:
+            raise InvalidRequest("log_file cannot be changed over the network; redirect standard error to a file")
+        if type(value) is not type(default) or (isinstance(value, int) and not 0 <= value <= _LARGEST_LOG_LEVEL):
+            expected = "true or false (bool_param)" if isinstance(default, bool) else "0 (off) or more (uint32_param)"
+            raise InvalidRequest(f"{name} is {quoted(str(value))}; give {expected}")
+        return value
+
+
+def _levels(values: Mapping[str, _Value]) -> frozenset[int]:
+    """Return the levels that are logged."""
+    return frozenset(level for level, name in _LOG_LEVELS.items() if values[name])
 
 
 class TraceSettings:
@@ -86,19 +158,19 @@ class TraceSettings:
             if values not in ((), (fixed,)):
                 raise InvalidRequest(f"{name} cannot be changed: {reason}")
             return None
-        if name not in _NAMES:
-            raise InvalidRequest(f"unknown trace setting {quoted(name)}; the settings are {', '.join(_NAMES)}")
+        if name not in _TRACE_NAMES:
+            raise InvalidRequest(f"unknown trace setting {quoted(name)}; the settings are {', '.join(_TRACE_NAMES)}")
         if not values:
             return None
         if name != "trace_level":
             return _number(name, values, 1 if name == "trace_rate" else _UNLIMITED)
-        if len(values) != 1 or values[0] not in _LEVELS:
+        if len(values) != 1 or values[0] not in _TRACE_LEVELS:
             raise InvalidRequest(
                 f"trace_level is {quoted(','.join(values))}; give OFF or TIMESTAMPS: tensors are never part of a trace"
             )
         if values[0] == "TIMESTAMPS" and not self._exports:
             raise InvalidRequest("this server exports no traces; start it with a trace_rate, one trace per so many")
-        return _LEVELS[values[0]]
+        return _TRACE_LEVELS[values[0]]
 
 
 def _number(name: str, values: tuple[str, ...], least: int) -> int:

@@ -14,7 +14,7 @@ from service.operations import Region
 from service.peers.channel import Body
 from service.peers.peer import ENDED
 from service.regions import RegionTable
-from service.workers.regions import FleetRegions
+from service.workers.forwarding import FleetRegions
 
 REGION = Region("r", "/mem", 8, 16)
 
@@ -80,9 +80,6 @@ def test_a_region_that_one_worker_cannot_register_is_in_no_worker(
     regions.tell_all(later)  # type: ignore[arg-type]
     for worker in (*workers, later):
         assert list(worker.table.status("")) == []
-
-
-def test_a_dead_worker_does_not_fail_a_registration(regions: FleetRegions, workers: list[Worker]) -> None:
-    workers[1].error = Unavailable("it has ended", ENDED)
+    workers[1].error = Unavailable("it has ended", ENDED)  # a dead worker fails no registration
     regions.register(REGION)
     assert list(workers[0].table.status("")) == [REGION]
