@@ -242,11 +242,7 @@ def wrongly_configured(target: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("spoil", "words"),
-    [
-        (damaged, "weights.bf16"),
-        (wrongly_configured, "unknown key 'max_batch'"),
-        (None, "over the drift budget"),
-    ],
+    [(damaged, "weights.bf16"), (wrongly_configured, "unknown key 'max_batch'"), (None, "over the drift budget")],
 )
 @pytest.mark.parametrize("served", [True, False])
 def test_a_failed_load_gives_the_reason_and_the_serving_model_continues(

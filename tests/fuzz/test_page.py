@@ -26,9 +26,8 @@ def _tally(*faults: str) -> dict[str, Any]:
 
 def test_a_row_counts_how_the_mutants_ended() -> None:
     written = page.of([_tally(), _tally()], "abc1234")
-    assert "| onnx | abc1234 | 8 | 2 | 0 | 0 | 4 | 0 | 2 |" in written
+    assert "| onnx | 8 | 2 | 0 | 0 | 4 | 0 | 2 |" in written
     assert "| onnx | 0.50 | 1.5: onnx 2 (mlp: dims) | 3: onnx 3 (mlp: grow) |" in written
-    assert "| onnx | 0ld0ld0 |" in page.of([_tally() | {"commit": "0ld0ld0"}], "abc1234")
     assert "No faults." in written
     assert "on commit abc1234." in written
     assert "converted with `--format onnx --no-report --no-search`" in written

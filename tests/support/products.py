@@ -193,10 +193,7 @@ def _activation(name: str) -> list[NodeProto]:
     if name == "relu":
         return [helper.make_node("Relu", ["linear"], ["Y"])]
     if name == "silu":
-        return [
-            helper.make_node("Sigmoid", ["linear"], ["gate"]),
-            helper.make_node("Mul", ["linear", "gate"], ["Y"]),
-        ]
+        return [helper.make_node("Sigmoid", ["linear"], ["gate"]), helper.make_node("Mul", ["linear", "gate"], ["Y"])]
     if name in ("gelu", "gelu_tanh"):
         approximate = "tanh" if name == "gelu_tanh" else "none"
         return [helper.make_node("Gelu", ["linear"], ["Y"], approximate=approximate)]

@@ -7,11 +7,17 @@ import json
 import math
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tampered_files import change_golden, change_weights
-from tampered_graphs import change_bytes, change_graph
+import numpy as np
+from fuzzing import bytewise, onnx_edits, safetensors_edits
+from google.protobuf.message import DecodeError
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from bf16kit.numerics.tensors import Array
 
 ZEROS = "0" * 64
 NUMBERS = (0, -1, 1, 2, 7, 2**31, 2**32, 2**62, 2**63, 2**64, 10**30, 1.5, -0.0, 1e308, math.nan, math.inf, True)
@@ -25,6 +31,17 @@ KEYS = (
     "inputs", "outputs", "batch_axis", "profiles", "reference", "golden", "tensors", "budget", "drift",
     "schema_version", "model", "source",
 )  # fmt: skip
+_OTHERS: tuple[Callable[[Array], Array], ...] = (
+    lambda array: np.full_like(array, np.nan if array.dtype.kind == "f" else -1),
+    lambda array: array.astype(np.float64),
+    lambda array: array.astype(np.int32),
+    lambda array: array.astype(np.bool_),
+    lambda array: np.ascontiguousarray(array[..., :-1]),
+    lambda array: array[:0],
+    lambda array: np.repeat(array, 100, 0),
+    lambda array: array.reshape(-1),
+    lambda array: array[None],
+)
 
 
 def tampered(source: Path, target: Path, choice: random.Random) -> str:
@@ -127,16 +144,54 @@ def _spoil_text(manifest: Path, choice: random.Random) -> str:
     return f"manifest's text: {more[:20]!r} added"
 
 
+def _bytes(file: Path, choice: random.Random) -> str:
+    edit = choice.choice(bytewise.EDITS)
+    file.write_bytes(edit(file.read_bytes(), choice))
+    return f"{file.name}: {edit.__name__}"
+
+
 def _graph(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
     file = directory / choice.choice(("cpu.onnx", "cpu.onnx", "cpu.onnx", "reference.onnx"))
-    change = change_bytes if choice.random() < 0.3 else change_graph
-    return f"{file.name}: {change(file, choice)}"
+    if choice.random() < 0.3:
+        return _bytes(file, choice)
+    try:
+        done, content = onnx_edits.edit(file.read_bytes(), choice, "/etc/passwd")
+    except DecodeError:  # an earlier change made it unreadable
+        return _bytes(file, choice)
+    file.write_bytes(content)
+    return f"{file.name}: {done}"
 
 
 def _golden(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
-    return f"golden: {change_golden(directory / 'golden.safetensors', choice)}"
+    """Replace, add or remove an array of the golden samples, or change their file."""
+    file, kind = directory / "golden.safetensors", choice.random()
+    try:
+        if kind < 0.25:
+            done, content = safetensors_edits.edit(file.read_bytes(), choice)
+            file.write_bytes(content)
+            return f"golden: {done}"
+        arrays = load_file(file)
+    except (SafetensorError, KeyError, ValueError):  # an earlier change made it unreadable
+        return _bytes(file, choice)
+    name = choice.choice(sorted(arrays))
+    other = choice.randrange(len(_OTHERS))
+    if kind < 0.35:
+        del arrays[name]
+    elif kind < 0.45:
+        arrays[f"{name}2"] = arrays[name]
+    elif kind < 0.55:
+        arrays = {key: np.concatenate([array, array]) for key, array in arrays.items()}
+    else:
+        arrays[name] = _OTHERS[other](arrays[name])
+    save_file(arrays, file)
+    return f"golden: {name}, kind {kind:.2f}, {other}"
 
 
 def _weights(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
     file = directory / choice.choice(("weights.bf16", "weights.bf16", "residual.bin"))
-    return f"{file.name}: {change_weights(file, choice)}"
+    if choice.random() < 0.6:
+        return _bytes(file, choice)
+    size = file.stat().st_size // 2
+    pattern = choice.choice((b"", b"\0\0", b"\xc0\x7f", b"\x80\x7f", choice.randbytes(2)))  # zero, NaN, infinity
+    file.write_bytes(pattern * size)
+    return f"{file.name}: {pattern!r} everywhere"

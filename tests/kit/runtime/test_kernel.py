@@ -59,9 +59,7 @@ def test_the_path_that_the_variable_names_runs(path: str, monkeypatch: pytest.Mo
 
 
 @built
-def test_a_named_path_that_this_processor_cannot_run_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_named_path_that_this_processor_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library returns null for it, as for an unknown name. The test uses a name that only Python knows."""
     monkeypatch.setattr(kernel, "PATHS", (*PATHS, "avx10"))
     monkeypatch.setenv(VARIABLE, "avx10")

@@ -18,12 +18,7 @@ import pytest
 from containers import in_container
 from numpy.typing import NDArray
 
-from bf16kit.runtime.memory.weightstore import (
-    LARGE_PAGE,
-    PRIVATE_STORE,
-    create_filled,
-    map_read_only,
-)
+from bf16kit.runtime.memory.weightstore import LARGE_PAGE, PRIVATE_STORE, create_filled, map_read_only
 from bf16kit.system.controlgroup import RESERVE
 
 SIZE = 2 * LARGE_PAGE + 4321

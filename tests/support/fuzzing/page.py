@@ -43,8 +43,8 @@ In both cases it takes at most {seconds} s and {memory} GiB, and neither reads n
 * **Weights files** that can be read: {share:.0%} are converted. The others are read, compared and fitted into
   their module, and stop there for want of `--input`, because exporting a module takes a second.
 
-| kind | commit | mutants | converted | read and fitted | exit 1 | exit 2 | exit 3 | ended otherwise |
-|---|---|---|---|---|---|---|---|---|
+| kind | mutants | converted | read and fitted | exit 1 | exit 2 | exit 3 | ended otherwise |
+|---|---|---|---|---|---|---|---|
 """
 
 _TAIL = """
@@ -73,7 +73,7 @@ def commit() -> str:
 
 
 def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
-    """Return the page for the tallies of all slices. A tally without its own ``commit`` ran on ``of_commit``."""
+    """Return the page for the tallies of all slices, which ran on one commit."""
     from fuzzing import campaign, confined, judge
 
     kinds = sorted({tally["kind"] for tally in tallies})
@@ -98,8 +98,7 @@ def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
         count = ends.total()
         known = ["converted", "read and fitted", "refused (1)", "refused (2)", "refused (3)"]
         cells = [count, *(ends[end] for end in known), count - sum(ends[end] for end in known)]
-        commits = ", ".join(sorted({tally.get("commit", of_commit) for tally in own}))
-        rows += f"| {kind} | {commits} | {' | '.join(f'{cell:,}' for cell in cells)} |\n"
+        rows += f"| {kind} | {' | '.join(f'{cell:,}' for cell in cells)} |\n"
         seconds = sum(sum(tally["seconds"].values()) for tally in own) / max(count, 1)
         slowest, largest = max(tally["slowest"] for tally in own), max(tally["largest"] for tally in own)
         costs += f"| {kind} | {seconds:.2f} | {slowest[0]:.1f}: {slowest[1]} | {largest[0] >> 20}: {largest[1]} |\n"

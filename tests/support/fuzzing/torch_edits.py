@@ -71,7 +71,6 @@ def storages(records: Records, random: Random) -> None:
     """Replace the dtype of storages, so that their bytes are read as another type."""
     name = _pickled(records)
     kinds = (
-        b"Float",
         b"Double",
         b"Half",
         b"BFloat16",
