@@ -33,12 +33,12 @@ def product(
     function: bool = True,
     stored: Array | None = None,
     operator: str = "MatMul",
-    **attributes: int | str,
+    **attributes: int | str | None,
 ) -> ModelProto:
     """Return y = activation(x · ``weight`` + ``bias``), ``weight`` [K, N] rounded to bf16. ``x`` is the input's shape.
 
-    ``attributes`` replace those of the node, and ``stored`` replaces the stored weight. Without ``function`` only the
-    kernel can run the graph. The function is that of ``MatMul``; other operators have none.
+    ``attributes`` replace those of the node, None removes one; ``stored`` replaces the stored weight. Without
+    ``function`` only the kernel can run the graph. The function is that of ``MatMul``; other operators have none.
     """
     k, n = weight.shape
     given = {"k": k, "n": n, "layout": layout, "activation": activation} | attributes
@@ -46,7 +46,8 @@ def product(
         narrow = weight.astype(ml_dtypes.bfloat16)
         stored = pack(narrow, 1) if layout == "panels" else np.ascontiguousarray(narrow.T)
     inputs = ["x", "w", *(["b"] if bias is not None else [])]
-    node = helper.make_node(operator, inputs, ["y"], domain="bf16kit", **given)
+    node = helper.make_node(operator, inputs, ["y"], domain="bf16kit")
+    _set(node, given)
     tensors = [graphs.initializer("w", stored), *([graphs.initializer("b", bias)] if bias is not None else [])]
     edges = [graphs.edge("x", [k if dim == "k" else dim for dim in x])], [graphs.edge("y", [*x[:-1], n])]
     model = graphs.model([node], *edges, tensors)

@@ -47,6 +47,7 @@ def bf16(elements: int) -> Array:
         ({"layout": ""}, "attribute layout is"),
         ({"k": "four"}, "attribute k is missing or of another type; it must be an integer"),
         ({"layout": 1}, "attribute layout is missing or of another type; it must be a string"),
+        *(({name: None}, f"attribute {name} is missing") for name in ("k", "n", "layout", "activation")),
         ({"n": N + 1}, f"the weight, input 1, has {K * N} elements; k = {K} and n = {N + 1} need {K * (N + 1)}"),
     ],
     ids=str,
@@ -54,17 +55,6 @@ def bf16(elements: int) -> Array:
 def test_a_wrong_attribute_is_rejected_at_load(attributes: dict[str, Any], words: str) -> None:
     with pytest.raises(RuntimeFailure, match=words):
         session(product(WEIGHT, function=False, **attributes))
-
-
-@pytest.mark.parametrize("name", ["k", "n", "layout", "activation"])
-def test_a_missing_attribute_is_rejected_at_load(name: str) -> None:
-    model = product(WEIGHT, function=False)
-    (node,) = model.graph.node
-    kept = [a for a in node.attribute if a.name != name]
-    del node.attribute[:]
-    node.attribute.extend(kept)
-    with pytest.raises(RuntimeFailure, match=name):
-        session(model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -121,20 +111,14 @@ def test_a_weight_at_an_odd_offset_is_rejected_or_read_correctly(tmp_path: Path)
 
 
 @pytest.mark.parametrize("width", [1, K - 1, K + 1, 2 * K, 0])
-def test_x_of_the_wrong_width_is_rejected_at_run_time(width: int) -> None:
-    alone, several = product(WEIGHT, x=["rows", "width"], function=False), joined(K, COLUMNS)
-    several.graph.input[0].CopyFrom(graphs.edge("x", ["rows", "width"]))
-    for model in (alone, several):
+def test_x_of_the_wrong_width_or_without_one_is_rejected_at_run_time(width: int) -> None:
+    for model in (product(WEIGHT, function=False), joined(K, COLUMNS)):
+        for edge in (*model.graph.input, *model.graph.output):
+            edge.CopyFrom(graphs.edge(edge.name))  # any shape
         with pytest.raises(RuntimeFailure, match=f"the last dimension of x is {width}; the weight has k = {K} rows"):
             run(model, zeros(2, width))
-
-
-def test_a_scalar_x_is_rejected_at_run_time() -> None:
-    model = product(graphs.values(1, N), function=False)
-    model.graph.input[0].CopyFrom(graphs.edge("x"))  # any shape
-    model.graph.output[0].CopyFrom(graphs.edge("y"))
-    with pytest.raises(RuntimeFailure, match="x is a scalar; it must have at least one dimension"):
-        run(model, np.array(1, np.float32))
+        with pytest.raises(RuntimeFailure, match="x is a scalar; it must have at least one dimension"):
+            run(model, zeros())
 
 
 @pytest.mark.parametrize("shape", [(N - 1,), (N + 1,), (1, N), (0,), (1,), ()], ids=str)
@@ -169,13 +153,15 @@ def test_a_wrong_size_of_a_joined_product_is_rejected_at_load(count: int, positi
 
 @pytest.mark.parametrize(("count", "position"), [(2, 1), (2, 2), (3, 2), (3, 3)])
 @pytest.mark.parametrize("off", [-1, 1, -SHORT * 32])
-def test_a_joined_weight_of_the_wrong_size_is_rejected_at_load(count: int, position: int, off: int) -> None:
+def test_a_joined_weight_or_a_table_of_the_wrong_size_is_rejected_at_load(count: int, position: int, off: int) -> None:
     """This matters most for truncated weights: none of the weights may be read past its end."""
     stored = [bf16(SHORT * n + (off if i == position else 0)) for i, n in enumerate(COLUMNS[:count], 1)]
     n = COLUMNS[position - 1]
     words = f"has {SHORT * n + off} elements; k = {SHORT} and n = {n} need {SHORT * n}"
     with pytest.raises(RuntimeFailure, match=words):
         session(joined(SHORT, COLUMNS[:count], stored))
+    with pytest.raises(RuntimeFailure, match=words):
+        session(lookup(SHORT, n, bf16(SHORT * n + off)))
 
 
 @pytest.mark.parametrize("size", [None, "many", 0, -1, 2**31, 2**62], ids=str)
@@ -185,12 +171,6 @@ def test_a_wrong_depth_or_a_wrong_size_of_a_table_is_rejected_at_load(size: obje
             session(lookup(SHORT, 64, **{name: size}))
     with pytest.raises(RuntimeFailure, match="attribute k is"):
         session(joined(SHORT, COLUMNS, k=size))
-
-
-@pytest.mark.parametrize("elements", [0, 1, SHORT * 64 - 1, SHORT * 64 + 1, SHORT * 32])
-def test_a_table_with_the_wrong_number_of_elements_is_rejected_at_load(elements: int) -> None:
-    with pytest.raises(RuntimeFailure, match=f"has {elements} elements; k = {SHORT} and n = 64 need {SHORT * 64}"):
-        session(lookup(SHORT, 64, bf16(elements)))
 
 
 @pytest.mark.parametrize("index", [64, -65, 2**40, -(2**63), 2**63 - 1])
@@ -250,12 +230,11 @@ def test_invalid_attributes_of_attention_are_rejected(attributes: dict[str, Any]
         (((2, 8), (2, 8), (8,), (1, 8)), "the bias has 2 dimensions and 8 elements"),
     ],
 )
-def test_shapes_of_a_norm_that_do_not_fit_are_rejected(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+def test_shapes_and_epsilons_of_a_norm_that_do_not_fit_are_rejected(
+    shapes: tuple[tuple[int, ...], ...], message: str
+) -> None:
     with pytest.raises(RuntimeFailure, match=message):
         run(norm("AddLayerNorm_bias"), *(zeros(*shape) for shape in shapes))
-
-
-@pytest.mark.parametrize("epsilon", [-1.0, float("nan"), float("inf"), 1])
-def test_an_invalid_epsilon_is_rejected(epsilon: float) -> None:
-    with pytest.raises(RuntimeFailure, match="attribute epsilon is"):
-        session(norm("AddLayerNorm", epsilon))
+    for epsilon in (-1.0, float("nan"), float("inf"), 1):
+        with pytest.raises(RuntimeFailure, match="attribute epsilon is"):
+            session(norm("AddLayerNorm", epsilon))
