@@ -38,12 +38,13 @@ def _reached(source: str) -> list[str]:
     if "setattr" not in source and not any(re.search(r"\b_(?!_)", found) for found in _IMPORTS.findall(source)):
         return []  # most tests: they need not be parsed
     tree, imported, replaced = ast.parse(source), dict[str, str](), []
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             imported |= {alias.asname or alias.name: f"{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
             what = ".".join(map(ast.unparse, node.args[:-1])).replace("'", "")
             root, dot, rest = what.partition(".")
