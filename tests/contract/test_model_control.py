@@ -155,18 +155,6 @@ def test_a_model_serves_when_its_load_returns_and_not_after_its_unload(tmp_path:
 
 
 @pytest.mark.long
-def test_only_the_models_named_at_the_start_are_loaded(tmp_path: Path, serve: Serve) -> None:
-    put(tmp_path, "a")
-    put(tmp_path, "b")
-    some = serve(model_control="explicit", load_model=("b",))
-    until(some.is_server_ready)
-    assert index(some) == [("a", "", ""), ("b", "1", "READY")]
-    everything = serve(model_control="explicit", load_model=("*",))
-    until(everything.is_server_ready)
-    assert index(everything) == [("a", "1", "READY"), ("b", "1", "READY")]
-
-
-@pytest.mark.long
 def test_a_model_is_unloading_until_its_requests_in_flight_are_complete(
     tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,15 +362,6 @@ def test_files_and_named_repositories_are_rejected(tmp_path: Path, client: Clien
             rpc(request(model_name="mlp", repository_name="other"))
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert index(client) == [("mlp", "", "")]
-
-
-def test_an_invalid_configuration_is_rejected_and_the_model_continues_to_serve(tmp_path: Path, client: Client) -> None:
-    put(tmp_path)
-    client.load_model("mlp")
-    code, text = refusal(lambda: load(client, {"version_policy": {"specific": {"versions": [7]}}}))
-    assert (code, "asks for version 7; the versions are [1]" in text) == ("INVALID_ARGUMENT", True), text
-    assert text.startswith("failed to load 'mlp': ")
-    assert (infer(client), reason(client, "mlp", "1")) == ("1", "")
 
 
 # --- without explicit control -----------------------------------------------------------------------------------------

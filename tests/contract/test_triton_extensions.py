@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from artifacts import write_artifact, write_mlp
+from artifacts import write_mlp, write_words
 from inprocess import running
-from onnx import helper
 from tritonclient.utils import InferenceServerException
-
-from bf16kit.numerics.tensors import TensorSpec
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
 
@@ -23,25 +19,12 @@ X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     root = tmp_path_factory.mktemp("extensions")
-    _write_same(root / "same" / "1")
+    write_words(root / "words" / "1")
     write_mlp(root / "classes" / "1", logits=True)
     (root / "classes" / "labels.txt").write_text("tabby\ntiger cat\n")
     (root / "classes" / "serving.yaml").write_text("labels: {y: labels.txt}\n")
-    with running(root, "same", "classes") as address, triton.InferenceServerClient(address) as client:
+    with running(root, "words", "classes") as address, triton.InferenceServerClient(address) as client:
         yield client
-
-
-def _write_same(target: Path) -> None:
-    """Write a model whose output ``same`` equals its input strings."""
-    strings = ("batch", 4)
-    write_artifact(
-        target,
-        lambda weight: [helper.make_node("Identity", ["a"], ["same"])],
-        {},
-        [TensorSpec("a", "string", strings)],
-        [TensorSpec("same", "string", strings)],
-        {},
-    )
 
 
 def tensor(name: str, array: np.ndarray[Any, Any], datatype: str) -> Any:
@@ -70,11 +53,13 @@ def test_classes_of_an_output_are_returned_with_their_labels(client: Any) -> Non
 
 
 def test_any_utf_8_string_is_kept_and_other_bytes_are_rejected(client: Any) -> None:
-    texts = np.array([["", "h\0e", "zażółć", "x" * 70_000]], object)
-    same = client.infer("same", [tensor("a", texts, "BYTES")]).as_numpy("same")
+    texts = np.array([["", "h\0e"], ["zażółć", "x" * 70_000]], object)
+    numbers = tensor("FP32", np.ones((2, 2), np.float32), "FP32")
+    same = client.infer("words", [tensor("BYTES", texts, "BYTES"), numbers]).as_numpy("BYTES.out")
     assert [text.decode() for text in same.ravel()] == texts.ravel().tolist()
-    with pytest.raises(InferenceServerException, match="input 'a' holds BYTES that are not UTF-8") as refused:
-        client.infer("same", [tensor("a", np.array([[b"\xff"] * 4], object), "BYTES")])
+    wrong = tensor("BYTES", np.array([[b"\xff"] * 2] * 2, object), "BYTES")
+    with pytest.raises(InferenceServerException, match="input 'BYTES' holds BYTES that are not UTF-8") as refused:
+        client.infer("words", [wrong, numbers])
     assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         for finished in pool.map(_apart, slices):
             done.append(finished)
             tallies = [json.loads(result.read_text()) for *_, result in slices if result.is_file()]
-            given.page.write_text(page.of(tallies, commit))
+            page.write(given.page, tallies, commit)
     faults = sum(len(tally["faults"]) for tally in tallies)
     print(f"{sum(tally['count'] for tally in tallies)} mutants, {faults} faults: {given.page}")
     return bool(faults) or not all(done)
