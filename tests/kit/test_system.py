@@ -145,11 +145,14 @@ def test_an_address_needs_a_listener_unless_it_is_one_that_only_ray_understands(
         check_reachable(f"127.0.0.1:{port}")
     with pytest.raises(OSError, match="port 99999 is over 65535"):
         check_reachable("127.0.0.1:99999")
-    if socket.has_dualstack_ipv6():
-        with socket.create_server(("::1", 0), family=socket.AF_INET6) as listening:
-            check_reachable(f"[::1]:{listening.getsockname()[1]}")
     for address in ("", "auto", "local", "ray://127.0.0.1:1", "127.0.0.1", "host:port", ":1"):
         check_reachable(address)
+    try:
+        listening = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    with listening:
+        check_reachable(f"[::1]:{listening.getsockname()[1]}")
 
 
 @pytest.mark.parametrize(

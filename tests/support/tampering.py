@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from fuzzing import bytewise, onnx_edits, safetensors_edits
+from fuzzing.json_edits import change
 from google.protobuf.message import DecodeError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
@@ -62,8 +63,7 @@ def seal(directory: Path, fields: dict[str, Any]) -> None:
     for name, entry in files.items() if isinstance(files, dict) else ():
         if isinstance(entry, dict) and name in {file.name for file in directory.iterdir()}:
             data = (directory / name).read_bytes()
-            if not entry.pop("kept", False):
-                entry.update(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+            entry.update(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
     text = json.dumps(fields | {"digest": ZEROS}, sort_keys=True, indent=1) + "\n"
     text = text.replace(f'\n "digest": "{ZEROS}"', f'\n "digest": "{hashlib.sha256(text.encode()).hexdigest()}"', 1)
     (directory / "manifest.json").write_text(text)
@@ -71,62 +71,14 @@ def seal(directory: Path, fields: dict[str, Any]) -> None:
 
 def _manifest(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
     key = choice.choice(KEYS) if choice.random() < 0.7 else choice.choice(sorted(fields))
-    if key not in fields or choice.random() < 0.05:
-        fields[key] = _value(choice)
-        return f"manifest: {key} = {_brief(fields[key])}"
-    container: Any = fields
-    place: Any = key
-    where: list[Any] = [key]
-    while isinstance(container[place], dict | list) and container[place] and choice.random() < 0.9:
-        container = container[place]
-        place = choice.choice(sorted(container)) if isinstance(container, dict) else choice.randrange(len(container))
-        where.append(place)
-    return f"manifest: {'.'.join(map(str, where))} {_change(container, place, choice)}"
-
-
-def _change(container: Any, place: Any, choice: random.Random) -> str:
-    """Remove, duplicate, rename or replace ``container[place]``."""
-    kind = choice.random()
-    if kind < 0.1:
-        del container[place]
-        return "is gone"
-    if kind < 0.2 and isinstance(container, list):
-        container.append(container[place])
-        return "is there twice"
-    if kind < 0.25 and isinstance(container, dict):
-        name = choice.choice(TEXTS)
-        container[name] = container.pop(place)
-        return f"is called {_brief(name)}"
-    if isinstance(container, dict) and place in ("bytes", "sha256"):
-        container["kept"] = "tensors" not in container and "offset" not in container and "format" not in container
-        if not container["kept"]:
-            del container["kept"]
-    container[place] = _near(container[place], choice) if choice.random() < 0.5 else _value(choice)
-    return f"= {_brief(container[place])}"
-
-
-def _near(value: Any, choice: random.Random) -> Any:
-    """Return another value of the same type."""
-    if isinstance(value, bool) or value is None:
-        return _value(choice)
-    if isinstance(value, int | float):
-        return choice.choice((value + 1, value - 1, -value, value * 2, value * 2**20, value + 64, *NUMBERS[:5]))
-    if isinstance(value, str):
-        return choice.choice((*TEXTS, value + "x", value.upper(), value[:-1]))
-    return choice.choice(([], {}, [value], value))
-
-
-def _value(choice: random.Random) -> Any:
+    part = {key: fields.pop(key, None)}
     deep: Any = []
     for _ in range(choice.choice((3, 50, 900))):
         deep = [deep]
-    return choice.choice(
-        (choice.choice(NUMBERS), choice.choice(TEXTS), None, [], {}, [None], {"": 0}, deep, [1] * 5000)
-    )
-
-
-def _brief(value: Any) -> str:
-    return repr(value)[:60]
+    others = (None, [], {}, [None], {"": 0}, deep, [1] * 5000)
+    done = change(part, choice.choice((NUMBERS, TEXTS, others)), TEXTS, choice)
+    fields |= part
+    return f"manifest: {key}, {done}: {repr(part)[:300]}"
 
 
 def _spoil_text(manifest: Path, choice: random.Random) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from onnx import TensorProto
+from onnx import ModelProto, TensorProto
 from products import LAYOUTS, Array, attention, joined, lookup, norm, product, run, session, with_computed_weight
 
 import graphs
@@ -29,6 +29,13 @@ def zeros(*shape: int, dtype: Any = np.float32) -> Array:
 
 def bf16(elements: int) -> Array:
     return zeros(elements, dtype=ml_dtypes.bfloat16)
+
+
+def bare() -> ModelProto:
+    """Return a correct product that only the kernel can run."""
+    model = product(WEIGHT)
+    del model.functions[:]
+    return model
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -54,7 +61,7 @@ def bf16(elements: int) -> Array:
 )
 def test_a_wrong_attribute_is_rejected_at_load(attributes: dict[str, Any], words: str) -> None:
     with pytest.raises(RuntimeFailure, match=words):
-        session(product(WEIGHT, function=False, **attributes))
+        session(product(WEIGHT, **attributes))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -63,27 +70,27 @@ def test_a_weight_of_the_wrong_size_is_rejected_at_load(layout: str, elements: i
     """The weight was truncated or made for another layer. It must not be read past its end."""
     words = f"the weight, input 1, has {elements} elements; k = {K} and n = {N} need {K * N}"
     with pytest.raises(RuntimeFailure, match=words):
-        session(product(WEIGHT, layout=layout, stored=bf16(elements), function=False))
+        session(product(WEIGHT, layout=layout, stored=bf16(elements)))
 
 
 def test_other_inputs_and_operators_are_rejected_at_load() -> None:
     for dtype in (np.float32, np.uint16):
         with pytest.raises(RuntimeFailure, match="cannot load"):
-            session(product(WEIGHT, stored=zeros(K * N, dtype=dtype), function=False))
+            session(product(WEIGHT, stored=zeros(K * N, dtype=dtype)))
     for inputs in (["x"], ["x", "w", "", "w"]):
-        model = product(WEIGHT, function=False)
+        model = bare()
         del model.graph.node[0].input[:]
         model.graph.node[0].input.extend(inputs)
         with pytest.raises(RuntimeFailure, match="cannot load"):
             session(model)
-    model = product(WEIGHT, function=False)
+    model = bare()
     model.graph.node[0].op_type = "Conv"
     with pytest.raises(RuntimeFailure, match="Conv"):
         session(model)
 
 
 def test_a_weight_or_a_table_that_is_computed_is_rejected_at_load() -> None:
-    for model in (product(WEIGHT, function=False), joined(SHORT, COLUMNS), lookup(SHORT, 64)):
+    for model in (bare(), joined(SHORT, COLUMNS), lookup(SHORT, 64)):
         with pytest.raises(RuntimeFailure, match="is computed; it must be a constant of the graph"):
             session(with_computed_weight(model))
 
@@ -91,7 +98,7 @@ def test_a_weight_or_a_table_that_is_computed_is_rejected_at_load() -> None:
 def test_a_weight_at_an_odd_offset_is_rejected_or_read_correctly(tmp_path: Path) -> None:
     """ONNX Runtime maps the file at any offset that the graph names."""
     x = graphs.values(2, K, seed=2)
-    model = product(WEIGHT, function=False)
+    model = bare()
     expected = run(model, x)
     (tensor,) = model.graph.initializer
     data = tensor.raw_data
@@ -112,7 +119,7 @@ def test_a_weight_at_an_odd_offset_is_rejected_or_read_correctly(tmp_path: Path)
 
 @pytest.mark.parametrize("width", [1, K - 1, K + 1, 2 * K, 0])
 def test_x_of_the_wrong_width_or_without_one_is_rejected_at_run_time(width: int) -> None:
-    for model in (product(WEIGHT, function=False), joined(K, COLUMNS)):
+    for model in (bare(), joined(K, COLUMNS)):
         for edge in (*model.graph.input, *model.graph.output):
             edge.CopyFrom(graphs.edge(edge.name))  # any shape
         with pytest.raises(RuntimeFailure, match=f"the last dimension of x is {width}; the weight has k = {K} rows"):
@@ -123,7 +130,7 @@ def test_x_of_the_wrong_width_or_without_one_is_rejected_at_run_time(width: int)
 
 @pytest.mark.parametrize("shape", [(N - 1,), (N + 1,), (1, N), (0,), (1,), ()], ids=str)
 def test_a_bias_of_another_shape_is_rejected(shape: Sequence[int]) -> None:
-    model = product(WEIGHT, zeros(*shape), function=False)
+    model = product(WEIGHT, zeros(*shape))
     with pytest.raises(RuntimeFailure, match=rf"the bias has {len(shape)} dimensions .* it must be \[n\] with n = {N}"):
         session(model)
     model.graph.input.append(graphs.edge("b"))  # computed: known only when it runs
