@@ -267,8 +267,9 @@ def _write_weights(
         bf16 = to_bf16(fp32)
         at = stored.append(bf16 if panels is None else pack(bf16, panels))
         rest = residual.append_chunks(encode_chunks(fp32, bf16))
-        place = {"file": "weights.bf16", "offset": at.offset, "bytes": at.bytes, "residual": rest, "panels": panels}
-        entries.append(TensorEntry(name=name, dtype="bfloat16", shape=list(fp32.shape), **place))
+        at_bytes: dict[str, Any] = {"file": "weights.bf16", "offset": at.offset, "bytes": at.bytes}
+        shape = list(fp32.shape)
+        entries.append(TensorEntry(name=name, dtype="bfloat16", shape=shape, residual=rest, panels=panels, **at_bytes))
     stored.close()
     residual.close()
     return entries

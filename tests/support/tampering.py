@@ -75,7 +75,7 @@ def _manifest(directory: Path, fields: dict[str, Any], choice: random.Random) ->
     deep: Any = []
     for _ in range(choice.choice((3, 50, 900))):
         deep = [deep]
-    others = (None, [], {}, [None], {"": 0}, deep, [1] * 5000)
+    others: tuple[Any, ...] = (None, [], {}, [None], {"": 0}, deep, [1] * 5000)
     done = change(part, choice.choice((NUMBERS, TEXTS, others)), TEXTS, choice)
     fields |= part
     return f"manifest: {key}, {done}: {repr(part)[:300]}"

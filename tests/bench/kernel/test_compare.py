@@ -44,8 +44,12 @@ def test_the_best_peer_is_the_fastest_of_its_arithmetic(against: str, expected: 
 
 def test_a_goal_is_judged_against_the_best_peer_or_a_limit_on_the_path_users_get() -> None:
     """Users get AVX-512F on processors that run it, even if AVX2 was faster this time."""
-    against = {"best fp32 peer": 1.4, "best peer": 1.3, "fp32 arithmetic": 0.85}
-    found = list(judged(timed(), [Goal("work", "cpu", name, goal) for name, goal in against.items()]))
+    goals = [
+        Goal("work", "cpu", "best fp32 peer", 1.4),
+        Goal("work", "cpu", "best peer", 1.3),
+        Goal("work", "cpu", "fp32 arithmetic", 0.85),
+    ]
+    found = list(judged(timed(), goals))
     assert [each.value for each in found] == pytest.approx([1.5, 1.25, 0.9])
     assert [each.verdict for each in found] == ["met", "missed", "met"]
     assert found[0].detail == "cpu, avx512f against ONNX Runtime fp32, spinning off"

@@ -23,8 +23,10 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import ArtifactDamaged
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load, load_reference
+from bf16kit.runtime.memory.weights import gathered_weights
 from bf16kit.runtime.memory.weightstore import LARGE_PAGE, PRIVATE_STORE
 from bf16kit.runtime.ort.kernel import LIBRARY
+from bf16kit.runtime.ort.onnxgraph import check_locations
 from converter.cli import run
 
 KERNEL = pytest.mark.skipif(not LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
@@ -81,6 +83,15 @@ def test_the_reference_copies_fp32_weights_instead_of_mapping_them(
     answers = reference.run(golden.inputs)
     for name, right in golden.outputs.items():
         np.testing.assert_allclose(answers[name], right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_file_with_several_tensors_is_copied_once(tmp_path: Path) -> None:
+    """The copies take the size of the files, no matter how many tensors of the graph refer to them."""
+    artifact = Artifact.open(artifacts.write_tables(tmp_path / "tables" / "1", rows=100, count=8).path, copies=True)
+    size = artifact.manifest.files["weights.bf16"].bytes
+    graph = check_locations(artifact.file("cpu.onnx"), artifact.manifest.files)
+    with gathered_weights(artifact, graph, Path("nowhere"), (), PRIVATE_STORE) as weights:
+        assert [array.nbytes for array in weights.files.values()] == [size + -size % 64]
 
 
 @pytest.mark.parametrize("store", [None, KeptWeights()], ids=["a file", "a store"])

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 import graphs
+from fuzzing.bytewise import special
 
 Edit = Callable[[ModelProto, Random], None]
 M = TypeVar("M", bound=Message)
@@ -52,8 +53,10 @@ def _names(model: ModelProto) -> list[str]:
 def any_field(model: ModelProto, random: Random) -> None:
     """Change any field of any message: clear it, set another value of its type, or add or remove an element."""
     message = random.choice(list(messages(model)))
-    present = [descriptor for descriptor, _ in message.ListFields()]
-    descriptor = random.choice(present if present and random.random() < 0.7 else list(message.DESCRIPTOR.fields))
+    fields: list[Any] = [descriptor for descriptor, _ in message.ListFields()]
+    if not fields or random.random() < 0.3:
+        fields = list(message.DESCRIPTOR.fields)
+    descriptor = random.choice(fields)
     old: Any = getattr(message, descriptor.name)
     if random.random() < 0.2:
         message.ClearField(descriptor.name)
@@ -113,11 +116,9 @@ def tensor(model: ModelProto, random: Random) -> None:
 
 
 def values(model: ModelProto, random: Random) -> None:
-    """Replace a weight with NaN, infinity, the largest fp32 number or the smallest subnormal."""
+    """Replace a weight with NaN, infinity and the like."""
     tensor = random.choice(_every(model, TensorProto))
-    special = random.choice((0x7FC00000, 0x7F800000, 0x7F7FFFFF, 0x00000001, 0xFFFFFFFF)).to_bytes(4, "little")
-    position = 4 * random.randrange(len(tensor.raw_data) // 4)
-    tensor.raw_data = tensor.raw_data[:position] + special + tensor.raw_data[position + 4 :]
+    tensor.raw_data = special(tensor.raw_data, random)
 
 
 def external(model: ModelProto, random: Random) -> None:
@@ -138,7 +139,8 @@ def everywhere(model: ModelProto, random: Random) -> None:
     for node in _every(model, NodeProto):
         for edges in (node.input, node.output):
             edges[:] = [new if name == old else name for name in edges]
-    for named in (*_every(model, ValueInfoProto), *_every(model, TensorProto)):
+    everything: list[Any] = [*_every(model, ValueInfoProto), *_every(model, TensorProto)]
+    for named in everything:
         if named.name == old:
             named.name = new
 

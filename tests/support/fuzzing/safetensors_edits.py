@@ -6,6 +6,7 @@ import json
 from random import Random
 from typing import Any
 
+from fuzzing.bytewise import special
 from fuzzing.json_edits import change, rewritten
 
 _LENGTHS = (0, 1, 2, 7, 100_000_000, 100_000_001, 2**31, 2**32, 2**40, 2**63 - 1, 2**63, 2**64 - 9, 2**64 - 1)
@@ -32,7 +33,7 @@ _DTYPES = (
     ["F32"],
     "F32\x00",
 )
-_PARTS = ([0], [0, 4], [0, 4, 8], "0,4", {"0": 4}, {}, {"a": 1}, {"a": {"b": "c"}}, {"\ud800": "x"})
+_PARTS: tuple[Any, ...] = ([0], [0, 4], [0, 4, 8], "0,4", {"0": 4}, {}, {"a": 1}, {"a": {"b": "c"}}, {"\ud800": "x"})
 _NAMES = (
     "",
     "__metadata__",
@@ -58,7 +59,7 @@ def edit(content: bytes, random: Random) -> tuple[str, bytes]:
     if what < 0.15:
         return "length", random.choice(_LENGTHS).to_bytes(8, "little") + text + data
     if what < 0.22:
-        return "values", content[: 8 + size] + _special(data, random)
+        return "values", content[: 8 + size] + special(data, random)
     if what < 0.4:
         name, text = rewritten(text, random)
     else:
@@ -67,13 +68,6 @@ def edit(content: bytes, random: Random) -> tuple[str, bytes]:
         name = "+".join(change(header, values, _NAMES, random) for _ in range(random.choice((1, 1, 2))))
         text = json.dumps(header).encode()
     return name, len(text).to_bytes(8, "little") + text + data
-
-
-def _special(data: bytes, random: Random) -> bytes:
-    """Replace a weight with NaN, infinity, the largest fp32 number, the smallest subnormal or -0."""
-    value = random.choice((0x7FC00000, 0x7F800000, 0x7F7FFFFF, 0x00000001, 0xFFFFFFFF, 0x80000000))
-    position = 4 * random.randrange(len(data) // 4)
-    return data[:position] + value.to_bytes(4, "little") + data[position + 4 :]
 
 
 _SHARDS = ("../secret.safetensors", "{canary}.safetensors", "/etc/hostname", "", ".", "..", "a.safetensors", "i.json", "missing.safetensors", "link",
