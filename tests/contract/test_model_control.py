@@ -16,7 +16,8 @@ import grpc
 import numpy as np
 import pytest
 from artifacts import write_mlp
-from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2
+from tritonclient.grpc import InferenceServerClient as Client
+from tritonclient.grpc import InferInput, service_pb2
 from tritonclient.utils import InferenceServerException
 from waiting import until
 
@@ -26,7 +27,6 @@ from service.models import loading
 from service.models.engine import Engine
 from service.server import serve_single_process
 
-Client = InferenceServerClient
 Serve = Callable[..., Client]
 LAST = "shadow: {rate: 0}\n"
 
@@ -43,7 +43,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         )
         server = threading.Thread(target=serve_single_process, args=(config, stop, lambda port, _: started.put(port)))
         server.start()
-        client = InferenceServerClient(f"127.0.0.1:{started.get(timeout=60)}")
+        client = Client(f"127.0.0.1:{started.get(timeout=60)}")
 
         def end() -> None:
             client.close()
