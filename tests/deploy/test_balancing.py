@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
-from converting import ONNX_ONLY, process
 from manifests import ROOT
 from serverprocess import ServerProcess
 from waiting import until
-
-import graphs
 
 pytestmark = pytest.mark.long  # starts two servers, one of which serves for seconds after SIGTERM
 ANSWERED = 'bf16kit_requests_total{code="OK",model="mlp",version="1"}'
 
 
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    repository = tmp_path_factory.mktemp("repository")
-    source = tmp_path_factory.mktemp("source") / "mlp.onnx"
-    onnx.save(graphs.mlp(), source)
-    process("checkpoint", source, "--out", repository / "mlp" / "1", "--profile", "cpu", *ONNX_ONLY).published()
-    return repository
-
-
 @pytest.fixture
 def servers(repository: Path) -> Iterator[list[ServerProcess]]:
-    flags = ("--grpc-port", "0", "--http-port", "0", "--repository", str(repository), "--lame-duck-seconds", "2")
-    servers = [ServerProcess(*flags) for _ in range(2)]
-    try:
+    with ExitStack() as stack:
+        flags = ("--repository", repository, "--lame-duck-seconds", "2")
+        servers = [stack.enter_context(ServerProcess(*flags)) for _ in range(2)]
         yield [server.wait_ready() for server in servers]
-    finally:
-        for server in servers:
-            server.close()
 
 
 def example(target: str) -> Any:

@@ -39,15 +39,23 @@ def test_an_existing_volume_claim_is_used_and_none_is_created() -> None:
     ]
 
 
-def test_with_tls_probes_use_https_because_grpc_probes_have_no_tls() -> None:
-    flags = "config.tls_certificate=/etc/bf16kit-secret/tls.crt,config.tls_key=/etc/bf16kit-secret/tls.key"
-    ((_, spec),) = pods(charted("--set", f"existingSecret=mine,{flags}"))
+@pytest.mark.parametrize("tls", [False, True])
+def test_with_tls_probes_use_https_because_kubelets_grpc_probes_have_no_tls(tls: bool) -> None:
+    """They would restart the pod forever."""
+    flags = (
+        "existingSecret=mine,config.tls_certificate=/etc/bf16kit-secret/tls.crt,config.tls_key=/etc/bf16kit-secret/k"
+    )
+    ((_, spec),) = pods(charted("--set", flags if tls else "config.token_file=/t"))
     (server,) = spec["containers"]
-    asked = {name: server[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
-    assert {name: get["path"] for name, get in asked.items()} == {
-        "startup": "/livez", "liveness": "/livez", "readiness": "/readyz"
-    }  # fmt: skip
-    assert {(get["scheme"], get["port"]) for get in asked.values()} == {("HTTPS", 8002)}
+    probes = {name: server[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
+    if not tls:
+        assert all("grpc" in probe and "httpGet" not in probe for probe in probes.values())
+        return
+    assert {name: probe["httpGet"] for name, probe in probes.items()} == {
+        name: {"path": path, "port": 8002, "scheme": "HTTPS"}
+        for name, path in (("startup", "/livez"), ("liveness", "/livez"), ("readiness", "/readyz"))
+    }
+    assert not any("grpc" in probe for probe in probes.values())
     assert {"name": "secret", "mountPath": "/etc/bf16kit-secret", "readOnly": True} in server["volumeMounts"]
 
 

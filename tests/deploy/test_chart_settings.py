@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from manifests import CHART, charted_by, needs_schemas, needs_tools, one, pods
+from manifests import CHART, charted_by, needs_schemas, needs_tools, one
 from pydantic import ValidationError
 
 from service.config.serverconfig import ServerConfig
@@ -106,23 +106,3 @@ def test_large_numbers_in_a_values_file_stay_integers(tmp_path: Path) -> None:
     assert {key: written[key] for key in sizes} == sizes
     assert all(type(written[key]) is int for key in sizes)
     assert ServerConfig(**written).max_message_bytes == 536_870_912
-
-
-@pytest.mark.parametrize(
-    ("config", "scheme"),
-    [
-        ({}, None),
-        ({"token_file": "/t"}, None),
-        (TLS, "HTTPS"),
-    ],
-    ids=str,
-)
-def test_probes_use_http_where_the_grpc_port_has_tls(
-    config: dict[str, Any], scheme: str | None, tmp_path: Path
-) -> None:
-    """kubelet's gRPC probes have no TLS: they would restart the pod forever."""
-    secret = "mine" if config == TLS else ""
-    ((_, spec),) = pods(charted_by(tmp_path / "values.yaml", {"config": config, "existingSecret": secret}))
-    probes = [spec["containers"][0][f"{name}Probe"] for name in ("startup", "liveness", "readiness")]
-    assert [probe.get("httpGet", {}).get("scheme") for probe in probes] == [scheme] * 3
-    assert ["grpc" in probe for probe in probes] == [scheme is None] * 3

@@ -54,15 +54,14 @@ def test_a_query_names_only_metrics_labels_and_values_that_exist(title: str, exp
 def test_panels_have_unique_names_and_do_not_overlap() -> None:
     panels = board()["panels"]
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
-    for one, other in combinations([panel["gridPos"] for panel in panels], 2):
-        assert not _overlap(one, other)
-    assert all(place["x"] + place["w"] <= 24 for place in (panel["gridPos"] for panel in panels))
+    places = [panel["gridPos"] for panel in panels]
+    assert not any(_overlap(one, other) for one, other in combinations(places, 2))
+    assert all(place["x"] + place["w"] <= 24 for place in places)
 
 
 def _overlap(a: dict[str, int], b: dict[str, int]) -> bool:
-    return (
-        a["x"] < b["x"] + b["w"] and b["x"] < a["x"] + a["w"] and a["y"] < b["y"] + b["h"] and b["y"] < a["y"] + a["h"]
-    )
+    beside = a["x"] >= b["x"] + b["w"] or b["x"] >= a["x"] + a["w"]
+    return not (beside or a["y"] >= b["y"] + b["h"] or b["y"] >= a["y"] + a["h"])
 
 
 def test_every_panel_uses_the_chosen_data_source() -> None:

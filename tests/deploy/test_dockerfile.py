@@ -27,33 +27,21 @@ def test_stages_that_become_images_only_copy(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_holds_its_own_dependencies_and_the_package(name: str) -> None:
+def test_an_image_holds_its_dependencies_and_the_package_and_runs_unprivileged_without_a_shell(name: str) -> None:
     sources = [copy.rest for copy in FILE.stages[name].all("COPY")]
     assert sources[:2] == [f"--from=dependencies-{name} /layer /", "--from=package /layer /"]
     assert sources[2:] == (["--from=demo /layer /"] if name == "converter" else [])
+    assert FILE.last(name, "USER").rest == "10001:10001"
+    assert FILE.last(name, "ENTRYPOINT").words is not None
+    assert FILE.last(name, "CMD").words is not None
 
 
-def test_telemetry_is_disabled_and_the_environment_has_no_pip() -> None:
-    assert "ORT_DISABLE_TELEMETRY=1" in FILE.last("runtime", "ENV").rest.split()
-    (made,) = [run.rest for run in FILE.stages["build"].all("RUN")]
-    assert made == "python3 -m venv --without-pip /opt/bf16kit"
-
-
-def test_the_build_has_a_fixed_time_and_hash_seed() -> None:
+def test_the_build_has_a_fixed_time_and_hash_seed_and_no_telemetry_and_no_pip() -> None:
     environment = FILE.stages["build"].all("ENV")[0].rest.split()
     assert {"SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH}", "PYTHONHASHSEED=0"} <= set(environment)
     assert re.fullmatch(r"SOURCE_DATE_EPOCH=\d+", FILE.stages["build"].all("ARG")[1].rest)
-
-
-@pytest.mark.parametrize("name", IMAGES)
-def test_the_image_runs_as_an_unprivileged_numeric_user(name: str) -> None:
-    assert FILE.last(name, "USER").rest == "10001:10001"
-
-
-@pytest.mark.parametrize("name", IMAGES)
-def test_entry_point_and_command_need_no_shell(name: str) -> None:
-    assert FILE.last(name, "ENTRYPOINT").words is not None
-    assert FILE.last(name, "CMD").words is not None
+    assert "ORT_DISABLE_TELEMETRY=1" in FILE.last("runtime", "ENV").rest.split()
+    assert [run.rest for run in FILE.stages["build"].all("RUN")] == ["python3 -m venv --without-pip /opt/bf16kit"]
 
 
 def test_the_interface_that_manifests_and_compose_files_rely_on() -> None:
@@ -69,9 +57,8 @@ def test_the_health_check_runs_the_health_command_without_a_shell() -> None:
     assert check.words == ["bf16-serve", "health"]
     (interval,) = re.findall(r"--interval=(\d+)s", check.rest)
     (timeout,) = re.findall(r"--timeout=(\d+)s", check.rest)
-    assert (
-        5 <= int(timeout) <= int(interval)
-    )  # the command prints the reason and exits after 2 s; a busy machine starts it late
+    # The command prints the reason and exits after 2 s; a busy machine starts it late.
+    assert 5 <= int(timeout) <= int(interval)
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -119,26 +106,15 @@ def test_variants_use_existing_extras_and_the_cpu_variant_has_no_torch() -> None
 # --- the build context ------------------------------------------------------------------------------------------------
 
 
-def ignored() -> list[str]:
+def test_the_build_context_excludes_everything_by_default_and_has_no_private_directory() -> None:
     lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-
-
-def test_the_build_context_excludes_everything_by_default() -> None:
-    assert ignored()[0] == "*"
-
-
-def test_paths_in_the_context_exist_and_are_not_private_directories() -> None:
-    named = {line.removeprefix("!") for line in ignored() if line.startswith("!")}
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    ignored = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    assert ignored[0] == "*"
+    named = [line.removeprefix("!") for line in ignored if line.startswith("!")]
+    assert [name for name in named if not (ROOT / name).exists()] == []
     assert {name.split("/")[0] for name in named} & {".git", ".venv", "build", "tests", "bench", ".ci"} == set()
-
-
-def test_copied_paths_are_in_the_context() -> None:
-    """A COPY of a path outside the context fails only when an image is built."""
-    named = [line.removeprefix("!") for line in ignored() if line.startswith("!")]
+    # A COPY of a path outside the context fails only when an image is built.
     for stage in FILE.stages.values():
         for copy in stage.all("COPY"):
-            sources = [] if copy.rest.startswith("--from=") else copy.rest.split()[:-1]
-            for source in sources:
+            for source in [] if copy.rest.startswith("--from=") else copy.rest.split()[:-1]:
                 assert source == "." or any(f"{source}/".startswith(f"{name}/") for name in named), source

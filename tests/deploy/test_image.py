@@ -206,10 +206,8 @@ def test_the_server_is_healthy_without_any_shell_in_the_image(images: Images, se
     assert container.run("/bin/sh", "-c", "true").returncode != 0
     until(lambda: container.health == "healthy", 60, "healthy")
     assert container.checked == "SERVING\n"
-    assert (
-        container.run("python", "-c", "import os; print(os.getuid(), os.access('/', os.W_OK))").stdout
-        == "10001 False\n"
-    )
+    code = "import os; print(os.getuid(), os.access('/', os.W_OK))"
+    assert container.run("python", "-c", code).stdout == "10001 False\n"
     docker("stop", container.id)
     assert inspect(container.id, ".State.ExitCode") == 0
 
@@ -234,14 +232,8 @@ def test_a_server_that_is_not_ready_is_unhealthy_and_the_check_gives_the_reason(
     server: str, start: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "models").mkdir()
-    flags = (
-        "--health-interval",
-        "1s",
-        "--health-retries",
-        "1",
-        "--health-start-period",
-        "1s",
-    )  # 0 would mean the image's default
+    # 0 would mean the image's default
+    flags = ("--health-interval", "1s", "--health-retries", "1", "--health-start-period", "1s")
     container = start(server, *flags, "--volume", f"{tmp_path}/models:/empty:ro", "--env", "BF16KIT_GRPC_PORT=8003")
     until(lambda: container.health == "healthy", 60, "healthy")  # on the port from its environment
     empty = docker("run", "--detach", *HARDENED, *flags, "--volume", f"{tmp_path}/models:/models:ro", server)

@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import prometheusprocess
 import pytest
-import tritonclient.grpc as triton
 import yaml
 from converting import ONNX_ONLY, process
 from dashboard import queries
@@ -21,25 +20,11 @@ from waiting import until
 
 import graphs
 
-pytestmark = [
-    pytest.mark.long,  # starts a server, and rates need some seconds of scrapes
-    pytest.mark.skipif(
-        prometheusprocess.find() is None, reason="no prometheus on PATH (Debian: apt-get install prometheus)"
-    ),
-]
+pytestmark = [pytest.mark.long, prometheusprocess.needed]  # rates need some seconds of scrapes
 MEASURED = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
 EMPTY = {"Cause", "Rejected requests"}  # panels without data if the model is healthy
 
 SLOW = "bf16kit:requests_slow:ratio_rate5m"
-
-
-def ask(target: str, times: int) -> None:
-    x = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
-    tensor = triton.InferInput("x", list(x.shape), "FP32")
-    tensor.set_data_from_numpy(x)
-    with triton.InferenceServerClient(target) as client:
-        for _ in range(times):
-            client.infer("mlp", [tensor])
 
 
 def written() -> list[dict[str, Any]]:
@@ -58,24 +43,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     for seed in range(8):
         np.savez(feeds / f"{seed}.npz", x=np.random.default_rng(seed).standard_normal((4, 16)).astype(np.float32))
     # The top class changes in one row of fifty, because these logits are noise.
-    options = (
-        "--output",
-        "y:logits",
-        "--budget",
-        "top1_agreement=0.5",
-        "--profile",
-        "cpu",
-        "--samples",
-        feeds,
-        *ONNX_ONLY,
-    )
-    process("checkpoint", source, "--out", repository / "mlp" / "1", *options).published()
+    options = ("--output", "y:logits", "--budget", "top1_agreement=0.5", "--profile", "cpu", "--samples", feeds)
+    process("checkpoint", source, "--out", repository / "mlp" / "1", *options, *ONNX_ONLY).published()
     (repository / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000}\n")
-    server = ServerProcess("--grpc-port", "0", "--http-port", "0", "--repository", str(repository))
-    try:
+    with ServerProcess("--repository", repository) as server:
         yield server.wait_ready()
-    finally:
-        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +56,8 @@ def prometheus(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) 
     with Prometheus(server.ports()[1], tmp_path_factory.mktemp("prometheus") / "own") as prometheus:
 
         def asked_and_rated() -> bool:
-            ask(server.target, 20)
+            for _ in range(20):
+                server.infer("mlp", {"x": np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)})
             return bool(prometheus.query(f"rate({MEASURED}[30s]) > 0 and {MEASURED} > 1000 and on (model) {SLOW}"))
 
         until(asked_and_rated, 120, "a rate of measured samples")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 from manifests import (
-    CHART,
     DEPLOY,
     EVERYTHING,
     WAYS,
@@ -39,8 +38,10 @@ RENDERED = {**WAYS, "chart, TLS": ("--set", GUARDED, *EVERYTHING, "--set-json", 
 def test_rendered_manifests_are_valid(rendered: str) -> None:
     manifests = charted(*RENDERED[rendered])
     assert len({named(each) for each in manifests}) == len(manifests) > 5
+    assert "Secret" not in {each["kind"] for each in manifests}
     for manifest in manifests:
         check(manifest)
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/name"] == "bf16kit", named(manifest)
 
 
 @needs_schemas
@@ -125,14 +126,3 @@ def test_the_chart_passes_the_rules_of_prometheus_on_unchanged() -> None:
     groups = [group for path in files for group in yaml.safe_load(path.read_text("utf-8"))["groups"]]
     assert one(charted(*EVERYTHING), "PrometheusRule")["spec"]["groups"] == groups
     assert any("{{ $labels.model }}" in str(rule) for group in groups for rule in group["rules"])
-
-
-def test_no_manifest_contains_a_secret() -> None:
-    for path in (*CHART.parent.rglob("*.yaml"), *(DEPLOY / "kserve").rglob("*.yaml")):
-        assert "kind: Secret" not in path.read_text("utf-8"), path
-
-
-@needs_tools
-def test_every_manifest_has_the_name_label() -> None:
-    for manifest in charted(*EVERYTHING):
-        assert manifest["metadata"]["labels"]["app.kubernetes.io/name"] == "bf16kit", named(manifest)

@@ -14,13 +14,23 @@ from manifests import Manifest, charted, containers, needs_tools, one, plain, po
 
 pytestmark = [pytest.mark.manifests, needs_tools]
 TO_SPARE = 5  # the least number of seconds from the end of the drain to SIGKILL
-ONLY_KUBERNETES = tuple(CHARTED)
 WAYS = (*CHARTED, "kserve")
 
 
 def rendered(way: str) -> list[Manifest]:
     """Return the manifests of one way to deploy the server."""
     return plain() if way == "kserve" else charted(*CHARTED[way])
+
+
+@pytest.fixture(params=WAYS)
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    """Return the manifests of each way in turn."""
+    return rendered(request.param)
+
+
+@pytest.fixture(params=CHARTED)
+def from_chart(request: pytest.FixtureRequest) -> list[Manifest]:
+    return rendered(request.param)
 
 
 def settings(manifests: list[Manifest]) -> dict[str, Any]:
@@ -37,9 +47,7 @@ def servers(manifests: list[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
         yield spec, server
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_container_has_no_permission_that_it_does_not_need(way: str) -> None:
-    manifests = rendered(way)
+def test_a_container_has_no_permission_that_it_does_not_need(manifests: list[Manifest]) -> None:
     for _, spec in pods(manifests):
         whole = spec.get("securityContext", {})
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
@@ -56,38 +64,33 @@ def test_a_container_has_no_permission_that_it_does_not_need(way: str) -> None:
         assert not [volume for volume in spec["volumes"] if "hostPath" in volume]
 
 
-@pytest.mark.parametrize("way", ONLY_KUBERNETES)
-def test_a_pod_gets_neither_an_api_token_nor_service_variables(way: str) -> None:
+def test_a_pod_gets_neither_an_api_token_nor_service_variables(from_chart: list[Manifest]) -> None:
     """The variables of a Service could override settings: BF16KIT_GRPC_PORT is a setting."""
-    manifests = rendered(way)
-    assert one(manifests, "ServiceAccount")["automountServiceAccountToken"] is False
-    for _, spec in pods(manifests):
+    assert one(from_chart, "ServiceAccount")["automountServiceAccountToken"] is False
+    for _, spec in pods(from_chart):
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_containers_resources_are_limited(way: str) -> None:
-    for container in containers(rendered(way)):
+def test_a_containers_resources_are_limited(manifests: list[Manifest]) -> None:
+    for container in containers(manifests):
         asked, bound = container["resources"]["requests"], container["resources"]["limits"]
         assert asked["cpu"] == bound["cpu"]
         assert asked["memory"] == bound["memory"]
         assert bound["ephemeral-storage"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_environment_variable_overrides_the_settings_file(way: str) -> None:
+def test_no_environment_variable_overrides_the_settings_file(manifests: list[Manifest]) -> None:
     """The server divides its container's processors by its workers; BF16KIT_THREADS would give each worker all."""
-    manifests = rendered(way)
-    written = settings(manifests) if way != "kserve" else {}
+    kinds = {each["kind"] for each in manifests}
+    written = settings(manifests) if "ConfigMap" in kinds else {}
     for _, server in servers(manifests):
         named = {each["name"].removeprefix("BF16KIT_").lower() for each in server.get("env", ())}
         assert named & (written.keys() | {"threads"}) == set()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_only_tmp_is_writable_and_its_size_is_limited(way: str) -> None:
-    for spec, server in servers(rendered(way)):
+def test_only_tmp_is_writable_and_its_size_is_limited(manifests: list[Manifest]) -> None:
+    for spec, server in servers(manifests):
         for mount in server["volumeMounts"]:
             if mount["mountPath"] == "/tmp":
                 (scratch,) = [each for each in spec["volumes"] if each["name"] == mount["name"]]
@@ -97,11 +100,9 @@ def test_only_tmp_is_writable_and_its_size_is_limited(way: str) -> None:
         assert "/tmp" in [mount["mountPath"] for mount in server["volumeMounts"]]
 
 
-@pytest.mark.parametrize("way", ONLY_KUBERNETES)
-def test_sigkill_comes_after_the_drain(way: str) -> None:
-    manifests = rendered(way)
-    config = settings(manifests)
-    for spec, _ in servers(manifests):
+def test_sigkill_comes_after_the_drain(from_chart: list[Manifest]) -> None:
+    config = settings(from_chart)
+    for spec, _ in servers(from_chart):
         assert spec["terminationGracePeriodSeconds"] >= config["lame_duck_seconds"] + config["drain_seconds"] + TO_SPARE
 
 
@@ -112,12 +113,11 @@ def test_the_drain_fits_into_kserves_30_seconds() -> None:
     assert lame + drain + TO_SPARE <= 30
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_readiness_depends_on_the_models_and_liveness_does_not(way: str) -> None:
+def test_readiness_depends_on_the_models_and_liveness_does_not(manifests: list[Manifest]) -> None:
     """The test sends health checks to a real server, with the service names of the probes."""
     (probes,) = [
         {name: server[f"{name}Probe"]["grpc"]["service"] for name in ("startup", "liveness", "readiness")}
-        for _, server in servers(rendered(way))
+        for _, server in servers(manifests)
     ]
     model = LoopbackModel("m", state="loading")
     with serving(model) as served:
@@ -135,9 +135,8 @@ def test_readiness_depends_on_the_models_and_liveness_does_not(way: str) -> None
         assert set(answers().values()) == {"SERVING"}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_probes_use_a_port_of_the_container_and_tolerate_slow_responses(way: str) -> None:
-    for _, server in servers(rendered(way)):
+def test_probes_use_a_port_of_the_container_and_tolerate_slow_responses(manifests: list[Manifest]) -> None:
+    for _, server in servers(manifests):
         ports = {port["containerPort"] for port in server["ports"]}
         for name in ("startup", "liveness", "readiness"):
             probe = server[f"{name}Probe"]
@@ -148,15 +147,13 @@ def test_probes_use_a_port_of_the_container_and_tolerate_slow_responses(way: str
         assert server["readinessProbe"]["failureThreshold"] >= 3
 
 
-@pytest.mark.parametrize("way", ONLY_KUBERNETES)
-def test_selectors_match_only_the_pods_of_this_instance(way: str) -> None:
-    manifests = rendered(way)
-    template = one(manifests, "Deployment")["spec"]["template"]
+def test_selectors_match_only_the_pods_of_this_instance(from_chart: list[Manifest]) -> None:
+    template = one(from_chart, "Deployment")["spec"]["template"]
     labels, mine = template["metadata"]["labels"], {"app.kubernetes.io/name", "app.kubernetes.io/instance"}
-    chosen = [one(manifests, "Deployment")["spec"]["selector"]["matchLabels"]]
-    chosen += [one(manifests, "Service", name)["spec"]["selector"] for name in ("bf16kit", "bf16kit-metrics")]
-    chosen += [one(manifests, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"]]
-    chosen += [one(manifests, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]]
+    chosen = [one(from_chart, "Deployment")["spec"]["selector"]["matchLabels"]]
+    chosen += [one(from_chart, "Service", name)["spec"]["selector"] for name in ("bf16kit", "bf16kit-metrics")]
+    chosen += [one(from_chart, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"]]
+    chosen += [one(from_chart, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]]
     chosen += [spread["labelSelector"]["matchLabels"] for spread in template["spec"]["topologySpreadConstraints"]]
     assert len(chosen) == 7
     for selector in chosen:
@@ -164,23 +161,20 @@ def test_selectors_match_only_the_pods_of_this_instance(way: str) -> None:
         assert selector.items() <= labels.items()
 
 
-@pytest.mark.parametrize("way", ONLY_KUBERNETES)
-def test_services_use_the_ports_of_the_settings(way: str) -> None:
-    manifests = rendered(way)
-    config = settings(manifests)
-    ((_, server),) = servers(manifests)
+def test_services_use_the_ports_of_the_settings(from_chart: list[Manifest]) -> None:
+    config = settings(from_chart)
+    ((_, server),) = servers(from_chart)
     listening = {port["name"]: port["containerPort"] for port in server["ports"]}
     assert listening == {"grpc": config["grpc_port"], "http": config["http_port"]}
-    grpc, http = (one(manifests, "Service", name)["spec"] for name in ("bf16kit", "bf16kit-metrics"))
+    grpc, http = (one(from_chart, "Service", name)["spec"] for name in ("bf16kit", "bf16kit-metrics"))
     assert grpc["clusterIP"] == "None"  # resolves to every pod's address, so that clients spread their calls
     assert "clusterIP" not in http
     assert [(port["targetPort"], port["port"]) for port in (*grpc["ports"], *http["ports"])] == list(listening.items())
 
 
-@pytest.mark.parametrize("way", ONLY_KUBERNETES)
-def test_the_network_policy_allows_exactly_these_connections(way: str) -> None:
+def test_the_network_policy_allows_exactly_these_connections(from_chart: list[Manifest]) -> None:
     """The test compares the whole policy: one extra item opens a port."""
-    spec = one(rendered(way), "NetworkPolicy")["spec"]
+    spec = one(from_chart, "NetworkPolicy")["spec"]
     client = {"matchLabels": {"bf16kit.io/client": "true"}}
     monitoring = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
     names = {

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 from secondjudge import judging_conversions
@@ -19,12 +22,9 @@ def _a_second_judge() -> Iterator[None]:
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Yield a function that starts servers on free ports; end these servers after the test."""
-    servers: list[ServerProcess] = []
+    with ExitStack() as stack:
 
-    def start(*arguments: str, env: dict[str, str] | None = None) -> ServerProcess:
-        servers.append(ServerProcess("--grpc-port", "0", "--http-port", "0", *arguments, env=env))
-        return servers[-1]
+        def start(*arguments: str | Path, **more: Any) -> ServerProcess:
+            return stack.enter_context(ServerProcess(*arguments, **more))
 
-    yield start
-    for server in servers:
-        server.close()
+        yield start

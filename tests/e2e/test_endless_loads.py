@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,11 +13,12 @@ import pytest
 import tritonclient.grpc as triton
 from artifacts import write_mlp
 from endless import write_endless_script, write_folding
-from serverprocess import ServerProcess
+from serverprocess import Serve, ServerProcess
 from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
 
+pytestmark = pytest.mark.long
 # The real limits allow for half an hour, and for 10 s before another model is loaded beside.
 Write = Callable[[Path], Artifact]
 FOLDING = "creating the session of cpu.onnx"
@@ -27,30 +27,22 @@ Impatient = Callable[..., ServerProcess]
 
 
 @pytest.fixture
-def serve_impatiently() -> Iterator[Impatient]:
-    """Yield a function that serves a repository with short limits; end these servers after the test."""
-    servers: list[ServerProcess] = []
+def serve_impatiently(serve: Serve) -> Impatient:
+    """Return a function that serves a repository with short limits."""
 
     def start(
         repository: Path, *arguments: str, step_seconds: float = 600.0, run_seconds: float = 300.0
     ) -> ServerProcess:
-        given = ("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", "--device", "cpu")
-        env = os.environ | {"STEP_SECONDS": str(step_seconds), "FIRST_RUN_SECONDS": str(run_seconds)}
-        servers.append(ServerProcess(*given, *arguments, env=env, program=Path(impatient.__file__)))
-        return servers[-1]
+        env = {"STEP_SECONDS": str(step_seconds), "FIRST_RUN_SECONDS": str(run_seconds)}
+        flags = ("--repository", repository, "--device", "cpu", *arguments)
+        return serve(*flags, env=env, program=Path(impatient.__file__))
 
-    yield start
-    for server in servers:
-        server.close()
+    return start
 
 
 def put(root: Path, name: str, write: Write) -> None:
     write(root / name / "1")
     (root / name / "serving.yaml").write_text("shadow: {rate: 0}\n")
-
-
-def is_ready(server: ServerProcess, name: str) -> bool:
-    return server.metric(f'bf16kit_model_ready{{model="{name}",version="1"}}') == 1
 
 
 def ends_in_time(server: ServerProcess) -> bool:
@@ -59,7 +51,6 @@ def ends_in_time(server: ServerProcess) -> bool:
     return server.exit_code() == 0 and time.monotonic() - begun < 25  # the default of drain_seconds
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("write", "step"), [(write_folding, FOLDING), (write_endless_script, RUNNING)])
 def test_others_load_beside_a_load_that_does_not_end_and_the_server_stops_meanwhile(
     tmp_path: Path, serve_impatiently: Impatient, write: Write, step: str
@@ -68,14 +59,17 @@ def test_others_load_beside_a_load_that_does_not_end_and_the_server_stops_meanwh
     put(tmp_path, "b-good", write_mlp)
     put(tmp_path, "c-good", write_mlp)
     server = serve_impatiently(tmp_path)
-    until(lambda: is_ready(server, "b-good") and is_ready(server, "c-good"), 60, "the others")
+    until(
+        lambda: server.of_model("model_ready", "b-good") == 1 and server.of_model("model_ready", "c-good") == 1,
+        60,
+        "the others",
+    )
     slow = re.compile(rf"model 'a-endless' version 1 has been loading for \d+ s: {re.escape(step)}\n")
     until(lambda: slow.search(server.log), 60, "the log")
-    assert not is_ready(server, "a-endless")
+    assert server.of_model("model_ready", "a-endless") != 1
     assert ends_in_time(server)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("write", "limits", "reason"),
     [
@@ -102,13 +96,12 @@ def test_a_load_that_does_not_end_is_given_up_and_asking_for_it_says_why(
     assert ends_in_time(server)
 
 
-@pytest.mark.long
 def test_unloading_a_model_whose_load_does_not_end_does_not_wait_for_it(
     tmp_path: Path, serve_impatiently: Impatient
 ) -> None:
     put(tmp_path, "endless", write_folding)
     server = serve_impatiently(tmp_path, "--model-control", "explicit", "--load-model", "endless")
-    until(lambda: "creating the session of cpu.onnx" in server.log, 60, "the load")
+    until(lambda: FOLDING in server.log, 60, "the load")
     with triton.InferenceServerClient(server.target) as client:
         client.unload_model("endless")
         assert [(line.name, line.state) for line in client.get_model_repository_index().models] == [
@@ -118,7 +111,6 @@ def test_unloading_a_model_whose_load_does_not_end_does_not_wait_for_it(
     assert ends_in_time(server)
 
 
-@pytest.mark.long  # another load begins beside one that has taken ten seconds
 def test_with_workers_too_a_client_loads_a_model_beside_a_load_that_does_not_end(
     tmp_path: Path, serve_impatiently: Impatient
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import faults
 import numpy as np
@@ -20,8 +19,7 @@ from bf16kit.runtime.ort import kernel
 pytestmark = pytest.mark.skipif(
     not kernel.configured_kernel().path, reason="weights that are read as stored need the CPU kernel"
 )
-PASSED = 'bf16kit_golden_gate_passed{model="m",version="1"}'
-FAILED = 'bf16kit_golden_gate_runs_total{model="m",outcome="failed",version="1"}'
+X = np.ones((1, 64), np.float32)
 
 
 def flipped(process: int, artifact: Path) -> int:
@@ -32,24 +30,25 @@ def swapped(process: int, artifact: Path) -> int:
     return faults.swap(process, faults.stored(artifact, "a"), faults.stored(artifact, "b"))
 
 
-def properties(server: ServerProcess) -> str:
+def verdict(server: ServerProcess) -> str:
     with triton.InferenceServerClient(server.target) as client:
         return str(client.get_model_config("m").config.parameters["golden"].string_value)
 
 
 def precision(server: ServerProcess) -> str:
-    client = Client(server.target)
-    with client.channel:
-        response = client.call("ModelInfer", infer_request("m", x=np.ones((1, 64), np.float32)))
+    with Client(server.target) as client:
+        response = client.call("ModelInfer", infer_request("m", x=X))
     return str(response.parameters["precision"].string_param)
 
 
-def answer(server: ServerProcess) -> Any:
-    x = np.ones((1, 64), np.float32)
-    tensor = triton.InferInput("x", list(x.shape), "FP32")
-    tensor.set_data_from_numpy(x)
-    with triton.InferenceServerClient(server.target) as client:
-        return client.infer("m", [tensor]).as_numpy("y")
+def failures(server: ServerProcess) -> float:
+    return server.of_model("golden_gate_runs_total", "m", outcome="failed")
+
+
+def start(serve: Serve, repository: Path, serving: str) -> ServerProcess:
+    faults.write_pair(repository / "m" / "1")
+    (repository / "m" / "serving.yaml").write_text(f"golden_seconds: 1\n{serving}\n")
+    return serve("--repository", repository).wait_ready()
 
 
 @pytest.mark.long
@@ -57,39 +56,29 @@ def answer(server: ServerProcess) -> Any:
 def test_scheduled_gate_detects_damage_in_memory_and_every_interface_reports_it(
     tmp_path: Path, serve: Serve, damage: Callable[[int, Path], int]
 ) -> None:
-    artifact = tmp_path / "m" / "1"
-    faults.write_pair(artifact)
-    (tmp_path / "m" / "serving.yaml").write_text("golden_seconds: 1\nshadow: {rate: 0}\n")
-    server = serve("--repository", str(tmp_path)).wait_ready()
-    before = answer(server)
-    assert server.metric(PASSED) == 1
-    assert properties(server).startswith("golden samples within budget")
+    server = start(serve, tmp_path, "shadow: {rate: 0}")
+    before = server.infer("m", {"x": X})["y"]
+    assert server.of_model("golden_gate_passed", "m") == 1
+    assert verdict(server).startswith("golden samples within budget")
 
-    assert damage(server.process.pid, artifact) >= 1
-    until(lambda: server.metric(PASSED) == 0, 60, "a gate that failed")
-    assert server.metric(FAILED) >= 1
-    assert properties(server).startswith("FAILED 20")
-    assert "output 'y': relative_l2 is" in properties(server)
+    assert damage(server.process.pid, tmp_path / "m" / "1") >= 1
+    until(lambda: server.of_model("golden_gate_passed", "m") == 0, 60, "a gate that failed")
+    assert failures(server) >= 1
+    assert verdict(server).startswith("FAILED 20")
+    assert "output 'y': relative_l2 is" in verdict(server)
     assert "golden gate failed on schedule" in server.log
     assert "load it again (restart the server" in server.log
     assert "FAILED 20" in server.get("/status.json")[1]
     assert server.get("/readyz")[0] == 200, "it goes on serving: who calls is told by metrics, log and page"
-    assert not np.array_equal(answer(server), before), "for the weights that answer were damaged"
-    server.terminate()
-    assert server.exit_code() == 0
+    assert not np.array_equal(server.infer("m", {"x": X})["y"], before), "the weights that answer were damaged"
 
 
 def test_a_failed_gate_switches_to_fp32_if_the_fallback_policy_is_fp32(tmp_path: Path, serve: Serve) -> None:
     """The switch needs no live sample, and so no client with a wrong output."""
-    artifact = tmp_path / "m" / "1"
-    faults.write_pair(artifact)
-    (tmp_path / "m" / "serving.yaml").write_text(
-        "golden_seconds: 1\nfallback: fp32\nshadow: {max_per_second: 1.0e-9}\n"
-    )
-    server = serve("--repository", str(tmp_path)).wait_ready()
+    server = start(serve, tmp_path, "fallback: fp32\nshadow: {max_per_second: 1.0e-9}")
     assert precision(server) == "bf16"
-    flipped(server.process.pid, artifact)
-    until(lambda: server.metric('bf16kit_fallback_active{model="m",version="1"}') == 1, 60, "fp32 that answers")
+    flipped(server.process.pid, tmp_path / "m" / "1")
+    until(lambda: server.of_model("fallback_active", "m") == 1, 60, "fp32 that answers")
     assert precision(server) == "fp32"
     assert "something is broken" in server.log
-    until(lambda: server.metric(FAILED) >= 1, 60, "the gate is counted")
+    until(lambda: failures(server) >= 1, 60, "the gate is counted")

@@ -9,19 +9,17 @@ evaluates the rules on them.
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import faultymodels
 import grpc
 import pytest
-import yaml
 from faultymodels import rows
 from loopback import infer_request
+from manyreplicas import PROMTOOL, firing, promtool
 from prometheus_client.parser import text_string_to_metric_families
 from serverprocess import Serve, ServerProcess
 from waiting import until
@@ -38,7 +36,6 @@ golden_seconds: 5
 max_queue_delay_ms: 10
 max_queue_size: 16
 """
-RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
 SAMPLES = "bf16kit_drift_samples_total"
 _seeds = count(50_000)
 Told = dict[str, list[str]]  # series (name and labels) -> its value at each minute; "_": no value
@@ -64,15 +61,19 @@ class Hour:
     """The hour of one repository's server. ``told`` is what Prometheus would have scraped at the end of each minute."""
 
     def __init__(self, serve: Serve, repository: Path, sound: Path) -> None:
-        self._start: Callable[[], ServerProcess] = lambda: serve(
-            "--repository", str(repository), "--model-control", "poll", "--config", str(repository.parent / "one.yaml")
-        ).wait_ready()
-        self._repository, self._sound = repository, sound
-        (repository.parent / "one.yaml").write_text("poll_seconds: 1\n", "utf-8")
-        self.server = self._start()
-        self.servers = [self.server]
+        self._serve, self._repository, self._sound = serve, repository, sound
+        self.servers: list[ServerProcess] = []
+        self._start()
         self.told: Told = defaultdict(lambda: ["_"] * (MINUTES + 1))
         self.rejected = 0
+
+    @property
+    def server(self) -> ServerProcess:
+        return self.servers[-1]
+
+    def _start(self) -> None:
+        options = ("--repository", self._repository, "--model-control", "poll")
+        self.servers.append(self._serve(*options, env={"BF16KIT_POLL_SECONDS": "1"}).wait_ready())
 
     def pass_by(self) -> None:
         """Send the requests of every minute."""
@@ -82,20 +83,19 @@ class Hour:
                 until(lambda: value(self.server, "bf16kit_model_ready", version="1") == 0, 60, "version 1's end")
             if minute == RESTART:
                 self.server.close()
-                self.server = self._start()
-                self.servers.append(self.server)
+                self._start()
             for name, labels, found in samples(self.server):
                 self.told[series(name, labels)][minute] = repr(found).replace("inf", "Inf").replace("nan", "NaN")
             self.told[series("up", {})][minute] = "1"
             if minute < MINUTES:
                 self._send(10 * A_MINUTE if minute == BURST else A_MINUTE)
-            if minute == OVERLOAD:
-                self._overload(A_MINUTE)
+            while minute == OVERLOAD and self.rejected < A_MINUTE:
+                self.rejected += self._send(60, at_once=60)
 
     def _send(self, requests: int, at_once: int = AT_ONCE) -> int:
         """Send the requests, and wait until those that are answered are measured. Returns how many are rejected."""
-        rejected, client = 0, Client(self.server.target)
-        with client.channel:
+        rejected = 0
+        with Client(self.server.target) as client:
             for _ in range(0, requests, at_once):
                 before = value(self.server, SAMPLES, outcome="measured")
                 calls = [
@@ -109,27 +109,10 @@ class Hour:
                 until(lambda due=before + answered: value(self.server, SAMPLES, outcome="measured") == due, 90)  # type: ignore[misc]
         return rejected
 
-    def _overload(self, least: int) -> None:
-        while self.rejected < least:
-            self.rejected += self._send(60, at_once=60)
-
 
 def fired(told: Told, scratch: Path) -> str:
     """Return promtool's output if any alert fires at any minute; empty if none does."""
-    nothing = [
-        {"expr": 'ALERTS{alertstate="firing"}', "eval_time": f"{minute}m", "exp_samples": []}
-        for minute in range(MINUTES + 1)
-    ]
-    inputs = [{"series": name, "values": " ".join(values)} for name, values in told.items()]
-    tests: dict[str, Any] = {
-        "rule_files": sorted(map(str, RULES.glob("*.yml"))),
-        "evaluation_interval": "1m",
-        "tests": [{"interval": "1m", "input_series": inputs, "promql_expr_test": nothing}],
-    }
-    file = scratch / "hour.yml"
-    file.write_text(yaml.safe_dump(tests), "utf-8")
-    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr if done.returncode else ""
+    return promtool(scratch, told, *(firing(minute) for minute in range(MINUTES + 1)))
 
 
 def test_an_hour_with_a_burst_overload_a_rollout_and_a_restart_fires_no_alert(tmp_path: Path, serve: Serve) -> None:
@@ -149,9 +132,8 @@ def test_an_hour_with_a_burst_overload_a_rollout_and_a_restart_fires_no_alert(tm
     assert value(server, "bf16kit_answers_total", precision="fp32") == 0
     assert value(server, "bf16kit_golden_gate_passed") == 1
     assert [line for each in hour.servers for line in each.lines if "WARNING" in line or "ERROR" in line] == []
-    if shutil.which("promtool") is None:
+    if not PROMTOOL:
         pytest.skip("no promtool on PATH (Debian: apt-get install prometheus)")
-    told = dict(hour.told)
-    assert fired(told, tmp_path) == ""
-    over = {**told, series("bf16kit_drift_over_budget", {"model": "sound", "version": "1"}): ["1"] * (MINUTES + 1)}
+    assert fired(hour.told, tmp_path) == ""
+    over = {**hour.told, series("bf16kit_drift_over_budget", {"model": "sound", "version": "1"}): ["1"] * (MINUTES + 1)}
     assert "Bf16DriftOverBudget" in fired(over, tmp_path), "it would have been seen"

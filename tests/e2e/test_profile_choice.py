@@ -15,6 +15,7 @@ import pytest
 import tritonclient.grpc as triton
 from click.testing import CliRunner
 from ownlog import restored_log
+from serverprocess import Serve
 from sessions import recorded_sessions
 
 import graphs
@@ -73,32 +74,40 @@ def loaded(path: Path, **serving: object) -> LoadedModel:
     return loading.load(path, Serving.model_validate(serving), device="auto", threads=1)
 
 
-@pytest.mark.long
-def test_auto_serves_the_profile_with_fewer_bits_and_loads_no_other(
-    converted: Path, native: Native, opened: list[Any], in_memory: Callable[[], int]
+@pytest.mark.parametrize(
+    ("native_bf16", "serving", "profile", "choice"),
+    [
+        (True, {}, "cpu-bf16", "auto: cpu-bf16 is within budget, and this processor multiplies bf16"),
+        (False, {}, "cpu", "auto: cpu-bf16 was skipped, this processor emulates it"),
+        (True, {"budget": "between"}, "cpu", "auto: cpu-bf16 was skipped, its drift is over budget: output 'y'"),
+        (False, {"profile": "cpu"}, "cpu", ""),
+        (False, {"profile": "cpu-bf16"}, "cpu-bf16", ""),
+    ],
+    ids=str,
+)
+def test_one_profile_is_loaded_the_named_one_or_that_with_fewer_bits_which_fits(
+    converted: Path,
+    native: Native,
+    opened: list[Any],
+    in_memory: Callable[[], int],
+    native_bf16: bool,
+    serving: dict[str, object],
+    profile: str,
+    choice: str,
 ) -> None:
-    native(True)
-    for _ in range(2):
-        found = loaded(converted)
-        assert found.runtime.info.profile == found.info.profile == "cpu-bf16"
-        assert found.info.choice == "auto: cpu-bf16 is within budget, and this processor multiplies bf16"
-        assert found.info.choice in found.summary
-        assert "profile cpu-bf16, " in found.summary
-        assert in_memory() == 1
-        found.close()
-    assert [each.info.profile for each in opened] == ["cpu-bf16"] * 2
-
-
-def test_a_profile_that_the_processor_would_emulate_is_not_loaded(
-    converted: Path, native: Native, opened: list[Any]
-) -> None:
-    native(False)
-    found = loaded(converted)
-    assert (found.info.profile, found.info.choice) == (
-        "cpu",
-        "auto: cpu-bf16 was skipped, this processor emulates it",
-    )
-    assert len(opened) == 1
+    native(native_bf16)
+    if "budget" in serving:
+        drift = Artifact.open(converted).manifest.drift
+        between = np.mean([drift[profile].outputs["y"]["relative_l2"]["mean"] for profile in BOTH])
+        serving = {"budget": {"relative_l2": float(between)}}
+    found = loaded(converted, **serving)
+    assert found.runtime.info.profile == found.info.profile == profile
+    assert found.info.choice.startswith(choice)
+    assert bool(found.info.choice) == bool(choice)
+    assert found.info.choice in found.summary
+    assert f"profile {profile}, " in found.summary
+    assert found.info.accumulation == "fp32"
+    assert len(opened) == in_memory() == 1
 
 
 def test_the_environment_variable_for_the_kernel_path_affects_the_choice(
@@ -112,18 +121,6 @@ def test_the_environment_variable_for_the_kernel_path_affects_the_choice(
     assert loaded(converted).info.choice == "auto: cpu-bf16 was skipped, this processor emulates it"
     monkeypatch.setenv(kernel.VARIABLE, "off")
     assert loaded(converted).info.profile == "cpu"
-
-
-def test_a_profile_over_the_budget_in_serving_yaml_is_skipped(
-    converted: Path, native: Native, opened: list[Any]
-) -> None:
-    native(True)
-    drift = Artifact.open(converted).manifest.drift
-    between = np.mean([drift[profile].outputs["y"]["relative_l2"]["mean"] for profile in BOTH])
-    found = loaded(converted, budget={"relative_l2": float(between)})
-    assert found.info.profile == "cpu"
-    assert found.info.choice.startswith("auto: cpu-bf16 was skipped, its drift is over budget: output 'y'")
-    assert len(opened) == 1
 
 
 @pytest.mark.parametrize(
@@ -157,17 +154,6 @@ def test_a_profile_that_fails_the_golden_gate_is_skipped_and_the_model_serves(
     assert (found.info.profile, found.info.choice) == ("cpu", f"auto: cpu-bf16 was skipped, {said}")
     assert ("secret" in caplog.text) == isinstance(error, RuntimeFailure)
     assert in_memory() == 1
-
-
-@pytest.mark.parametrize("profile", BOTH)
-def test_a_named_profile_is_served_on_any_processor(
-    profile: str, converted: Path, native: Native, opened: list[Any]
-) -> None:
-    native(False)
-    found = loaded(converted, profile=profile)
-    assert (found.info.profile, found.info.choice) == (profile, "")
-    assert len(opened) == 1
-    assert found.info.accumulation == "fp32"
 
 
 def test_a_named_profile_that_is_missing_or_not_for_the_device_is_an_error(converted: Path) -> None:
@@ -216,23 +202,21 @@ def test_bench_measures_every_profile_that_may_serve_and_suggests_one(converted:
 
 
 def test_log_model_config_metric_and_page_name_the_profile_and_the_reason(
-    converted: Path, tmp_path: Path, serve: Callable[..., Any]
+    converted: Path, tmp_path: Path, serve: Serve
 ) -> None:
     """Serve two models; the serving.yaml of one names its profile."""
     for name in ("chosen", "named"):
         shutil.copytree(converted, tmp_path / name / "1")
     (tmp_path / "named" / "serving.yaml").write_text("profile: cpu-bf16\nshadow: {rate: 0}\n")
-    server = serve("--repository", str(tmp_path), "--device", "cpu").wait_ready()
-    with triton.InferenceServerClient(server.target) as client:
+    server = serve("--repository", tmp_path, "--device", "cpu").wait_ready()
+    golden = Artifact.open(converted).golden()
+    told: dict[str, dict[str, str]] = {}
+    for name in ("chosen", "named"):
+        np.testing.assert_allclose(server.infer(name, golden.inputs)["y"], golden.outputs["y"], atol=0.05)
         # tritonclient's ModelMetadata has no properties; the configuration's parameters have the same values
-        configs = {name: client.get_model_config(name).config.parameters for name in ("chosen", "named")}
-        told = {name: {key: told.string_value for key, told in found.items()} for name, found in configs.items()}
-        feeds = Artifact.open(converted).golden()
-        tensor = triton.InferInput("x", list(feeds.inputs["x"].shape), "FP32")
-        tensor.set_data_from_numpy(feeds.inputs["x"])
-        for name in told:
-            found = client.infer(name, [tensor]).as_numpy("y")
-            np.testing.assert_allclose(found, feeds.outputs["y"], atol=0.05)
+        with triton.InferenceServerClient(server.target) as client:
+            found = client.get_model_config(name).config.parameters
+        told[name] = {key: value.string_value for key, value in found.items()}
     assert (told["named"]["profile"], told["named"]["choice"]) == ("cpu-bf16", "")
     assert told["chosen"]["profile"] in BOTH
     assert told["chosen"]["choice"].startswith("auto: ")
@@ -243,6 +227,5 @@ def test_log_model_config_metric_and_page_name_the_profile_and_the_reason(
     ]
     labels = 'accumulation="fp32",backend="onnxruntime",device="cpu",model="named",precision="bf16",profile="cpu-bf16"'
     assert server.metric(f'bf16kit_model_info{{{labels},version="1"}}') == 1
-    baseline = 'bf16kit_drift_baseline{metric="relative_l2",model="named",output="y",version="1"}'
-    drift = Artifact.open(converted).manifest.drift["cpu-bf16"]
-    assert server.metric(baseline) == drift.outputs["y"]["relative_l2"]["mean"]
+    drift = Artifact.open(converted).manifest.drift["cpu-bf16"].outputs["y"]["relative_l2"]["mean"]
+    assert server.of_model("drift_baseline", "named", metric="relative_l2", output="y") == drift

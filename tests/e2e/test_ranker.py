@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from faultymodels import WIDTH
 from loopback import infer_request
-from onnx import ModelProto, helper
+from onnx import ModelProto
 from serverprocess import Serve
 from waiting import until
 from workerprocesses import Client
@@ -31,13 +31,8 @@ def ranker(*, rounded: bool = False, scale: float = 1.0) -> ModelProto:
     b = graphs.values(WIDTH, 1, seed=2) * np.float32(scale)
     if rounded:
         a, b = (weight.astype(ml_dtypes.bfloat16).astype(np.float32) for weight in (a, b))
-    nodes = [
-        helper.make_node("MatMul", ["x", "a"], ["h"]),
-        helper.make_node("Relu", ["h"], ["r"]),
-        helper.make_node("MatMul", ["r", "b"], ["y"]),
-    ]
-    weights = [graphs.initializer("a", a), graphs.initializer("b", b)]
-    return graphs.model(nodes, [graphs.edge("x", ["batch", WIDTH])], [graphs.edge("y", ["batch", 1])], weights)
+    text = f"(float[batch,{WIDTH}] x) => (float[batch,1] y) {{ h = MatMul(x, a) r = Relu(h) y = MatMul(r, b) }}"
+    return graphs.parsed(text, a=a, b=b)
 
 
 @pytest.mark.long
@@ -48,14 +43,8 @@ def test_a_sound_ranker_is_left_alone_and_damaged_ones_are_found(tmp_path: Path,
         faultymodels.with_graph(sound, repository, name, ranker(rounded=True, scale=scale))
     for name in ("sound", "worse", "wrong"):
         (repository / name / "serving.yaml").write_text(SERVING)
-    server = serve("--repository", str(repository)).wait_ready()
-    client, numbers = Client(server.target), count()
-
-    def metric(name: str, model: str, **labels: str) -> float:
-        listed = ",".join(
-            f'{key}="{value}"' for key, value in sorted({**labels, "model": model, "version": "1"}.items())
-        )
-        return server.metric(f"bf16kit_{name}{{{listed}}}")
+    server, numbers = serve("--repository", repository).wait_ready(), count()
+    metric = server.of_model
 
     def ask(model: str, number: int) -> tuple[str, float]:
         """Send a request of one row; return the precision of the response, and the score."""
@@ -68,14 +57,14 @@ def test_a_sound_ranker_is_left_alone_and_damaged_ones_are_found(tmp_path: Path,
         for number in range(REQUESTS):
             found.append(ask(model, number))
             if len(found) % (QUEUE_SIZE // 2) == 0:
-                until(
-                    lambda: metric("drift_samples_total", model, outcome="measured") == len(found),
-                    PATIENCE_S,
-                    "measured samples",
-                )
+
+                def measured() -> bool:
+                    return metric("drift_samples_total", model, outcome="measured") == len(found)
+
+                until(measured, PATIENCE_S, "measured samples")
         return found
 
-    with client.channel:
+    with Client(server.target) as client:
         answers = ask_measured("sound")
         scores = [score for _, score in answers]
         assert min(scores) < 0 < max(scores)

@@ -22,25 +22,20 @@ import pytest
 from artifacts import write_damaged, write_mlp
 from drifttable import LONG, Row, listed, named, record
 from loopback import infer_request
-from onnx import TensorProto, helper
 from prometheusprocess import Prometheus
 from serverprocess import Serve, ServerProcess
 from waiting import until
 from workerprocesses import Client
 
+import graphs
 from bf16kit.artifact.reading import Digests
 from bf16kit.numerics.tensors import Array
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        prometheusprocess.find() is None, reason="no prometheus on PATH (Debian: apt-get install prometheus)"
-    ),
-]
+pytestmark = [pytest.mark.long, prometheusprocess.needed]
 PATIENCE_S = 1200 if LONG else 120  # the longest `for:` of these alerts is ten minutes
 SHADOW = "shadow: {rate: 1, max_per_second: 100000}\n"
 MUCH = 1000.0
-Send = Callable[[Client, np.random.Generator], None]
+Send = Callable[[Client, np.random.Generator], object]
 
 
 class Fault(NamedTuple):
@@ -56,10 +51,6 @@ class Fault(NamedTuple):
     serving: str = SHADOW
 
 
-def ask(client: Client, model: str, **inputs: Array) -> None:
-    client.call("ModelInfer", infer_request(model, **inputs), timeout=60)
-
-
 def volley(client: Client, random: np.random.Generator) -> None:
     """Send twenty requests at once to a queue with room for one."""
     message = infer_request("rejecting", x=random.standard_normal((1, 16)).astype(np.float32))
@@ -70,16 +61,16 @@ def volley(client: Client, random: np.random.Generator) -> None:
 
 def too_much(client: Client, random: np.random.Generator) -> None:
     with pytest.raises(grpc.RpcError, match="INTERNAL"):
-        ask(client, "failing", x=np.full((1, 16), MUCH, np.float32))
+        client.infer("failing", 60, x=np.full((1, 16), MUCH, np.float32))
 
 
 def waves(model: str, change: Callable[[Array], Array]) -> Send:
     """Return a function that sends one row, changed, to a model of :mod:`faultymodels`."""
-    return lambda client, random: ask(client, model, x=change(faultymodels.rows(1, int(random.integers(1 << 30)))))
+    return lambda client, random: client.infer(model, 60, x=change(faultymodels.rows(1, int(random.integers(1 << 30)))))
 
 
 def mlp(model: str) -> Send:
-    return lambda client, random: ask(client, model, x=random.standard_normal((1, 16)).astype(np.float32))
+    return lambda client, random: client.infer(model, 60, x=random.standard_normal((1, 16)).astype(np.float32))
 
 
 FAULTS = (
@@ -117,25 +108,22 @@ def runs_out_of_memory(target: Path) -> None:
     """Write an MLP that wants a tensor of 40 TB for inputs whose first value is :data:`MUCH` or more."""
     manifest = write_mlp(target).manifest
     model = onnx.load(target / "cpu.onnx", load_external_data=False)
-    model.graph.initializer.extend(
-        [
-            helper.make_tensor("much", TensorProto.FLOAT, [1], [MUCH]),
-            helper.make_tensor("corner", TensorProto.INT64, [1, 2], [0, 0]),
-            helper.make_tensor("elements", TensorProto.INT64, [1], [10**13]),
-        ]
-    )
+    added = graphs.parsed(
+        """(float[batch,16] x, float[batch,16] y_before) => (float[batch,16] y) {
+        x_first = GatherND(x, corner)
+        is_much = GreaterOrEqual(x_first, much)
+        one_if_much = Cast<to = 7>(is_much)
+        size = Mul(one_if_much, elements)
+        zeros = ConstantOfShape(size)
+        zero = ReduceSum<keepdims = 0>(zeros)
+        y = Add(y_before, zero) }""",
+        much=np.array([MUCH], np.float32),
+        corner=np.array([[0, 0]]),
+        elements=np.array([10**13]),
+    ).graph
     model.graph.node[-1].output[0] = "y_before"
-    model.graph.node.extend(
-        [
-            helper.make_node("GatherND", ["x", "corner"], ["x_first"]),
-            helper.make_node("GreaterOrEqual", ["x_first", "much"], ["is_much"]),
-            helper.make_node("Cast", ["is_much"], ["one_if_much"], to=TensorProto.INT64),
-            helper.make_node("Mul", ["one_if_much", "elements"], ["size"]),
-            helper.make_node("ConstantOfShape", ["size"], ["zeros"]),
-            helper.make_node("ReduceSum", ["zeros"], ["zero"], keepdims=0),
-            helper.make_node("Add", ["y_before", "zero"], ["y"]),
-        ]
-    )
+    model.graph.node.extend(added.node)
+    model.graph.initializer.extend(added.initializer)
     (target / "cpu.onnx").write_bytes(model.SerializeToString())
     files = manifest.files | {"cpu.onnx": Digests().entry(target / "cpu.onnx")}
     (target / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).dumps())
@@ -159,9 +147,8 @@ def server(tmp_path: Path, serve: Serve) -> ServerProcess:
         write_mlp(repository / name / "1")
     for fault in (*FAULTS, SOUND):
         (repository / fault.model / "serving.yaml").write_text(fault.serving, "utf-8")
-    (tmp_path / "server.yaml").write_text("poll_seconds: 1\n", "utf-8")
-    command = ("--repository", str(repository), "--model-control", "poll", "--config", str(tmp_path / "server.yaml"))
-    return serve(*command).wait_ready()
+    polling = {"BF16KIT_POLL_SECONDS": "1", "BF16KIT_MODEL_CONTROL": "poll"}
+    return serve("--repository", repository, env=polling).wait_ready()
 
 
 @contextlib.contextmanager
@@ -170,8 +157,8 @@ def traffic(server: ServerProcess) -> Iterator[None]:
     over, errors = threading.Event(), list[BaseException]()
 
     def send(fault: Fault, seed: int) -> None:
-        client, random = Client(server.target), np.random.default_rng(seed)
-        with client.channel:
+        random = np.random.default_rng(seed)
+        with Client(server.target) as client:
             while not over.wait(0.2):
                 try:
                     fault.send(client, random)

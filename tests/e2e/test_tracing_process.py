@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 import signal
 import socket
-import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import prometheusprocess
 import pytest
 import tritonclient.grpc as triton
 from artifacts import write_mlp
@@ -30,6 +25,7 @@ pytest.importorskip(
 
 from collector import collecting
 
+pytestmark = pytest.mark.long
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ASKED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 EXPLICIT = ("--model-control", "explicit", "--load-model", "*")  # clients may change settings
@@ -47,7 +43,6 @@ def repository(tmp_path: Path) -> Path:
 
 def traced(endpoint: str, rate: int = 1_000_000, **more: str) -> dict[str, str]:
     return {
-        **os.environ,
         "BF16KIT_TRACE_RATE": str(rate),
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
         "OTEL_BSP_SCHEDULE_DELAY": "200",  # ms
@@ -55,35 +50,21 @@ def traced(endpoint: str, rate: int = 1_000_000, **more: str) -> dict[str, str]:
     }
 
 
-def ask(client: Any, times: int = 1, model: str = "mlp", headers: dict[str, str] | None = None) -> None:
-    tensor = triton.InferInput("x", [1, 16], "FP32")
-    tensor.set_data_from_numpy(np.ones((1, 16), np.float32))
+def ask(server: ServerProcess, times: int = 1, model: str = "mlp", headers: dict[str, str] | None = None) -> None:
     for _ in range(times):
-        client.infer(model, [tensor], headers=headers)
+        server.infer(model, {"x": np.ones((1, 16), np.float32)}, headers=headers)
 
 
-@contextmanager
-def connected(server: ServerProcess) -> Iterator[Any]:
-    with triton.InferenceServerClient(server.target) as client:
-        yield client
-
-
-@pytest.mark.long
 def test_the_server_continues_the_clients_trace(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
-        # OpenTelemetry's own variables, which many operators have set already.
-        env = {
-            **os.environ,
-            "BF16KIT_TRACE_RATE": "1000",
-            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        of_operators = {
             "OTEL_EXPORTER_OTLP_HEADERS": "api-key=of-the-collector",
             "OTEL_SERVICE_NAME": "shop-embeddings",
             "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=test",
         }
-        server = serve("--repository", str(repository), env=env).wait_ready()
-        with connected(server) as client:
-            ask(client, headers=ASKED)
-            (span,) = collector.wait(1)
+        server = serve("--repository", repository, env=traced(endpoint) | of_operators).wait_ready()
+        ask(server, headers=ASKED)
+        (span,) = collector.wait(1)
         children = collector.children(span)
         assert (span.trace, span.parent) == (TRACE, PARENT)
         assert set(children) == {"queue", "gather", "run", "split"}
@@ -96,14 +77,12 @@ def test_the_server_continues_the_clients_trace(repository: Path, serve: Serve) 
         until(lambda: server.metric('bf16kit_traces_total{outcome="exported"}') == 1)
 
 
-@pytest.mark.long
 def test_exemplars_name_the_trace_of_a_latency(repository: Path, serve: Serve, tmp_path: Path) -> None:
     with collecting() as (collector, endpoint):
-        server = serve("--repository", str(repository), env=traced(endpoint)).wait_ready()
-        with connected(server) as client:
-            ask(client, headers=ASKED)
-            ask(client, model="other")
-            collector.wait(1)
+        server = serve("--repository", repository, env=traced(endpoint)).wait_ready()
+        ask(server, headers=ASKED)
+        ask(server, model="other")
+        collector.wait(1)
         page = f"http://127.0.0.1:{server.ports()[1]}/metrics"
         request = urllib.request.Request(page, headers={"Accept": OPENMETRICS})
         with urllib.request.urlopen(request, timeout=20) as answer:
@@ -114,65 +93,39 @@ def test_exemplars_name_the_trace_of_a_latency(repository: Path, serve: Serve, t
             ("bf16kit_request_duration_seconds", "mlp", TRACE),
         ]
         assert "trace_id" not in server.get("/metrics")[1]
-        if shutil.which("prometheus") is not None:
-            assert _scraped(server.ports()[1], tmp_path) == {TRACE}
+        if prometheusprocess.find() is None:
+            return
+        with prometheusprocess.Prometheus(server.ports()[1], tmp_path / "own") as prometheus:
+            of_latency = {
+                "query": "bf16kit_request_duration_seconds_bucket",
+                "start": "0",
+                "end": f"{time.time() + 60}",
+            }
+            until(lambda: prometheus.ask("query_exemplars", **of_latency), 60, "an exemplar in Prometheus")
+            data = prometheus.ask("query_exemplars", **of_latency)
+        assert {each["labels"]["trace_id"] for found in data for each in found["exemplars"]} == {TRACE}
 
 
-def _scraped(port: int, directory: Path) -> set[str]:
-    """Return the trace ids of the exemplars that a real Prometheus has of the server's latency."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        own = free.getsockname()[1]
-    job = {"job_name": "bf16kit", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
-    config = directory / "prometheus.yml"
-    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [job]}))  # JSON is YAML
-    command = [
-        "prometheus", f"--config.file={config}", f"--storage.tsdb.path={directory / 'tsdb'}",
-        f"--web.listen-address=127.0.0.1:{own}", "--enable-feature=exemplar-storage",
-    ]  # fmt: skip
-    found: set[str] = set()
-
-    def has_some() -> bool:
-        now = time.time()
-        query = f"query=bf16kit_request_duration_seconds_bucket&start={now - 3600:.0f}&end={now + 60:.0f}"
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{own}/api/v1/query_exemplars?{query}", timeout=5) as answer:
-                data = json.load(answer)["data"]
-        except OSError:
-            return False
-        found.update(each["labels"]["trace_id"] for series in data for each in series["exemplars"])
-        return bool(found)
-
-    with (directory / "prometheus.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            until(has_some, 60, "an exemplar in Prometheus")
-        finally:
-            process.kill()
-            process.wait(30)
-    return found
-
-
-@pytest.mark.long
 def test_tritonclient_changes_the_trace_settings(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         env = traced(endpoint, rate=2)
-        server = serve("--repository", str(repository), *EXPLICIT, env=env).wait_ready()
-        with connected(server) as client:
+        server = serve("--repository", repository, *EXPLICIT, env=env).wait_ready()
+        with triton.InferenceServerClient(server.target) as client:
             assert "trace" in client.get_server_metadata().extensions
             assert client.get_trace_settings(as_json=True)["settings"]["trace_rate"] == {"value": ["2"]}
-            ask(client, 4)
+            ask(server, 4)
             collector.wait(2)
             client.update_trace_settings(settings={"trace_level": "OFF"})
-            ask(client, 4)
+            ask(server, 4)
             seen = client.update_trace_settings("other", {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
             assert list(seen.settings["trace_level"].value) == ["TIMESTAMPS"]
-            ask(client, 4)
-            ask(client, 1, "other")
+            ask(server, 4)
+            ask(server, 1, "other")
             assert collector.wait(3)[-1].attributes["bf16kit.model.name"] == "other"
             cleared = client.update_trace_settings("other", {"trace_level": None, "trace_rate": None}, as_json=True)
             assert cleared["settings"]["trace_level"] == {"value": ["OFF"]}
             client.update_trace_settings(settings={"trace_level": None, "trace_count": "1"})
-            ask(client, 6, headers=ASKED)
+            ask(server, 6, headers=ASKED)
             assert list(client.get_trace_settings().settings["trace_count"].value) == ["0"]
             assert collector.wait(4)[-1].trace == TRACE
             for wrong, why in (
@@ -183,18 +136,15 @@ def test_tritonclient_changes_the_trace_settings(repository: Path, serve: Serve)
                     client.update_trace_settings(settings=wrong)
             with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
                 client.get_trace_settings("nobody")
-        server.terminate()
-        assert server.exit_code() == 0
+        server.stop()
         assert len(collector.servers()) == 4
 
 
-@pytest.mark.long
 def test_waiting_spans_are_delivered_before_the_server_exits(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
-        server = serve("--repository", str(repository), env=traced(endpoint, rate=1)).wait_ready()
+        server = serve("--repository", repository, env=traced(endpoint, rate=1)).wait_ready()
         collector.open.clear()
-        with connected(server) as client:
-            ask(client, 150)
+        ask(server, 150)
         server.terminate()
         until(lambda: "draining" in server.log)
         collector.open.set()
@@ -202,7 +152,6 @@ def test_waiting_spans_are_delivered_before_the_server_exits(repository: Path, s
         assert len(collector.servers()) == 150
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("listens", [False, True], ids=["closed", "deaf"])
 def test_an_unreachable_collector_affects_no_request_and_is_logged_once(
     listens: bool, repository: Path, serve: Serve
@@ -211,76 +160,62 @@ def test_an_unreachable_collector_affects_no_request_and_is_logged_once(
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1] if listens else 1}"
         env = traced(endpoint, rate=1, OTEL_EXPORTER_OTLP_TIMEOUT="0.2")
-        server = serve("--repository", str(repository), env=env).wait_ready()
-        with connected(server) as client:
-            for asked in (20, 40):  # the second twenty are lost as well, and nothing more is logged
-                ask(client, 20)
-                until(lambda asked=asked: server.metric('bf16kit_traces_total{outcome="failed"}') == asked)  # type: ignore[misc]
-            ask(client, 5)
+        server = serve("--repository", repository, env=env).wait_ready()
+        for asked in (20, 40):  # the second twenty are lost as well, and nothing more is logged
+            ask(server, 20)
+            until(lambda asked=asked: server.metric('bf16kit_traces_total{outcome="failed"}') == asked)  # type: ignore[misc]
+        ask(server, 5)
         begun = time.monotonic()
-        server.terminate()
-        assert server.exit_code() == 0
+        server.stop()
         assert time.monotonic() - begun < 15
     assert server.log.count("traces are being lost; requests are still served") == 1
     assert "opentelemetry.exporter" not in server.log
     assert "Traceback" not in server.log
 
 
-@pytest.mark.long
 def test_traces_are_off_unless_configured(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
-        env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
-        server = serve("--repository", str(repository), *EXPLICIT, env=env).wait_ready()
-        with connected(server) as client:
-            ask(client, headers=ASKED)
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
+        server = serve("--repository", repository, *EXPLICIT, env=env).wait_ready()
+        with triton.InferenceServerClient(server.target) as client:
+            ask(server, headers=ASKED)
             assert client.get_trace_settings(as_json=True)["settings"]["trace_level"] == {"value": ["OFF"]}
             with pytest.raises(triton.InferenceServerException, match="start it with a trace_rate"):
                 client.update_trace_settings(settings={"trace_level": "TIMESTAMPS"})
-        server.terminate()
-        assert server.exit_code() == 0
+        server.stop()
     assert collector.spans == []
 
 
-@contextmanager
-def anew(server: ServerProcess) -> Iterator[Any]:
-    """Yield a client with a new connection, which any worker may accept."""
-    own = [("grpc.use_local_subchannel_pool", 1)]
-    with triton.InferenceServerClient(server.target, channel_args=own) as client:
-        yield client
-
-
-@pytest.mark.long
 def test_every_worker_traces_its_own_requests(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
-        server = serve("--repository", str(repository), "--workers", "2", env=traced(endpoint, rate=1)).wait_ready()
+        server = serve("--repository", repository, "--workers", "2", env=traced(endpoint, rate=1)).wait_ready()
         asked = 0
 
         def both() -> bool:
             nonlocal asked
-            with anew(server) as client:
-                ask(client)
+            ask(server)
             asked += 1
             return len(collector.processes) == 2
 
         until(both, 60, "traces of both workers")
-        server.terminate()
-        assert server.exit_code() == 0
+        server.stop()
         assert len(collector.servers()) == asked
 
 
-@pytest.mark.long
 def test_a_restarted_worker_has_the_log_and_trace_settings_of_the_others(repository: Path, serve: Serve) -> None:
     """A model's own settings apply to it; its other settings are the server's."""
     with collecting() as (collector, endpoint):
         env = traced(endpoint, rate=1)
-        server = serve("--repository", str(repository), "--workers", "2", *EXPLICIT, env=env).wait_ready()
-        with anew(server) as client:
+        server = serve("--repository", repository, "--workers", "2", *EXPLICIT, env=env).wait_ready()
+        # Each client has a connection of its own, which any worker may accept.
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        with triton.InferenceServerClient(server.target, channel_args=own) as client:
             client.update_log_settings({"log_verbose_level": 3})
             client.update_trace_settings("mlp", {"trace_count": "5"})
             client.update_trace_settings(settings={"trace_rate": "7"})
 
         def seen() -> tuple[int, str, str]:
-            with anew(server) as client:
+            with triton.InferenceServerClient(server.target, channel_args=own) as client:
                 of_model = client.get_trace_settings("mlp").settings
                 verbose = client.get_log_settings().settings["log_verbose_level"].uint32_param
             return verbose, of_model["trace_count"].value[0], of_model["trace_rate"].value[0]

@@ -12,18 +12,14 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 from asking import RequestLoop, code_of
-from loopback import infer_request
 from serverprocess import Serve, ServerProcess
 from waiting import until
-from workerprocesses import Client, alive, pids, wait_replaced
+from workerprocesses import SHADOW, Client, alive, pids, wait_replaced
 
-pytestmark = pytest.mark.long
-
-SHADOW = "service.shadow.references"
 SHARED_MEMORY = Path("/dev/shm")
 KILLS = 30
 SIGNALS = [*[signal.SIGKILL] * 4, signal.SIGRTMIN + 6]  # Python has no name for the last
-ROWS = np.random.default_rng(0).standard_normal((1, 16)).astype(np.float32)
+FEEDS = {"x": np.random.default_rng(0).standard_normal((1, 16)).astype(np.float32)}
 
 
 def processes(server: ServerProcess) -> list[int]:
@@ -34,6 +30,7 @@ def open_files(server: ServerProcess) -> int:
     return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
 
 
+@pytest.mark.long
 def test_a_server_survives_thirty_deaths_of_its_processes_and_leaves_nothing_behind(
     tmp_path: Path, serve: Serve
 ) -> None:
@@ -44,14 +41,13 @@ def test_a_server_survives_thirty_deaths_of_its_processes_and_leaves_nothing_beh
     choice, shared = random.Random(47), set(SHARED_MEMORY.iterdir())
     write_mlp(tmp_path / "mlp" / "1", logits=True)
     (tmp_path / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000}\n")
-    server = serve("--repository", str(tmp_path), "--workers", "2").wait_ready()
-    client = Client(server.target)
-    with client.channel:
-        expected = client.call("ModelInfer", infer_request("mlp", x=ROWS)).raw_output_contents[0]
+    server = serve("--repository", tmp_path, "--workers", "2").wait_ready()
+    with Client(server.target) as client:
+        expected = client.infer(x=FEEDS["x"])
     until(lambda: len(processes(server)) == 3, 60, "the shadow, which the first sample starts")
     opened, seen = open_files(server), set(processes(server))
     with ExitStack() as stack:
-        loops = [RequestLoop(server.target, "mlp", {"x": ROWS}, {"the model": expected}) for _ in range(4)]
+        loops = [RequestLoop(server.target, "mlp", FEEDS, {"the model": expected}) for _ in range(4)]
         for loop in loops:
             stack.enter_context(loop)
         for number in range(KILLS):
@@ -59,7 +55,7 @@ def test_a_server_survives_thirty_deaths_of_its_processes_and_leaves_nothing_beh
             victim = choice.choice(processes(server))
             os.kill(victim, choice.choice(SIGNALS))
             until(lambda victim=victim: not alive(victim), 20, "its death")  # type: ignore[misc]
-            until(lambda: code_of(server.target, "mlp", {"x": ROWS}) == "OK", 120, f"a response after death {number}")
+            until(lambda: code_of(server.target, "mlp", FEEDS) == "OK", 120, f"a response after death {number}")
             assert server.process.poll() is None, server.log
             seen |= set(processes(server))
         wait_replaced(server)
@@ -76,8 +72,7 @@ def test_a_server_survives_thirty_deaths_of_its_processes_and_leaves_nothing_beh
         assert loop.wrong == []
         assert set(loop.codes) <= {"OK", "UNAVAILABLE"}
     until(lambda: open_files(server) <= opened, 20, "no more open files than before")
-    server.terminate()
-    assert server.exit_code() == 0
+    server.stop()
     assert not [pid for pid in seen if alive(pid)]
     until(
         lambda: set(SHARED_MEMORY.iterdir()) <= shared, 20, "no more shared memory than before, of other tests neither"

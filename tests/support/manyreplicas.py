@@ -23,16 +23,16 @@ Series = Mapping[str, Sequence[float | str]]
 _SPREAD = (0.9, 1.0, 1.1)  # of the drift of a minute's requests
 
 
-def promtool(where: Path, series: Series, tests: Mapping[str, object]) -> str:
+def promtool(where: Path, series: Series, *tests: object, kind: str = "promql_expr_test") -> str:
     """Evaluate the rules on ``series`` with a value a minute. Return promtool's message; empty if ``tests`` pass."""
     inputs = [{"series": name, "values": " ".join(map(str, values))} for name, values in series.items()]
     content = {
         "rule_files": sorted(map(str, RULES.glob("*.yml"))),
         "evaluation_interval": "1m",
-        "tests": [{"interval": "1m", "input_series": inputs, **tests}],
+        "tests": [{"interval": "1m", "input_series": inputs, kind: list(tests)}],
     }
-    (where / "fleet.yml").write_text(yaml.safe_dump(content), "utf-8")
-    done = subprocess.run([PROMTOOL, "test", "rules", str(where / "fleet.yml")], capture_output=True, text=True)
+    (where / "rules.yml").write_text(yaml.safe_dump(content), "utf-8")
+    done = subprocess.run([PROMTOOL, "test", "rules", str(where / "rules.yml")], capture_output=True, text=True)
     return done.stdout + done.stderr if done.returncode else ""
 
 

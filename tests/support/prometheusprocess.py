@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
+import pytest
 import yaml
 from logfile import LogFile
 from waiting import until
@@ -27,6 +28,9 @@ _ADDRESS = re.compile(r'msg="Listening on" address=(?:\[::\]|[\d.]+):(\d+)')
 def find() -> str | None:
     """Return the path of the binary; Debian's package contains it together with promtool."""
     return shutil.which("prometheus")
+
+
+needed = pytest.mark.skipif(find() is None, reason="no prometheus on PATH (Debian: apt-get install prometheus)")
 
 
 class Prometheus:
@@ -61,7 +65,10 @@ class Prometheus:
         assert binary is not None
         self._log = LogFile()
         self._process = subprocess.Popen(
-            [binary, "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address=127.0.0.1:0"],
+            [
+                *(binary, "--config.file=prometheus.yml", "--storage.tsdb.path=data"),
+                *("--web.listen-address=127.0.0.1:0", "--enable-feature=exemplar-storage"),
+            ],
             cwd=where,
             stderr=self._log.fileno(),
         )

@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
 
+import tritonclient.grpc as triton
 from logfile import LogFile
+from tritonclient.utils import np_to_triton_dtype
 from waiting import until
 
 _BANNER = re.compile(r"gRPC on \S+ port (\d+); metrics and status page on https?://\S+:(\d+)/")
+_OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]  # which any worker may accept
 HOLDS_AT_MOST = 1536 << 20  # bytes: with default settings, a server fits in a container of 2 GB whatever clients do
 
 
-class ServerProcess:
-    """A running server and its log."""
+def infer(target: str, model: str, feeds: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Send a request over a new connection; ``options`` are those of tritonclient's ``infer``. Return the outputs."""
+    inputs = []
+    for name, array in feeds.items():
+        inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    with triton.InferenceServerClient(target, channel_args=_OWN_CONNECTION) as client:
+        answer = client.infer(model, inputs, **options)
+        return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None, program: Path | None = None) -> None:
-        """``program`` is a Python file to run in place of ``bf16-serve``."""
-        own = [str(Path(sys.executable).with_name("bf16-serve"))]
-        command = [*(own if program is None else [sys.executable, str(program)]), *arguments]
-        self._log = LogFile()
-        self.process = subprocess.Popen(command, stderr=self._log.fileno(), env=env)
+
+def series(name: str, model: str = "mlp", version: int = 1, **labels: str) -> str:
+    """Return the name of a series of a model's version, as :meth:`ServerProcess.metric` takes it."""
+    every = sorted({**labels, "model": model, "version": str(version)}.items())
+    return f"bf16kit_{name}" + "{" + ",".join(f'{label}="{value}"' for label, value in every) + "}"
+
+
+class Log(Protocol):
+    """Where a server writes its log, and what of it has been read."""
+
+    @property
+    def text(self) -> str: ...
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class ServerProcess:
+    """A running server and its log. Its ports are free ones, unless arguments name others. A context manager."""
+
+    def __init__(
+        self,
+        *arguments: str | Path,
+        env: Mapping[str, str] | None = None,
+        program: Path | None = None,
+        log: Log | None = None,
+    ) -> None:
+        """``env`` are variables beside this process' own; ``program`` is a Python file in place of ``bf16-serve``."""
+        own = [Path(sys.executable).with_name("bf16-serve")]
+        command = [*(own if program is None else [sys.executable, program]), "--grpc-port", "0", "--http-port", "0"]
+        self._log = log or LogFile()
+        self.process = subprocess.Popen(
+            [str(word) for word in (*command, *arguments)],
+            stderr=self._log.fileno(),
+            env={**os.environ, **(env or {})},
+        )
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
     @property
     def log(self) -> str:
@@ -48,6 +96,9 @@ class ServerProcess:
     def target(self) -> str:
         return f"127.0.0.1:{self.ports()[0]}"
 
+    def infer(self, model: str, feeds: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        return infer(self.target, model, feeds, **options)
+
     def get(self, path: str) -> tuple[int, str]:
         """Return the status and the text of a page."""
         try:
@@ -61,6 +112,10 @@ class ServerProcess:
         """Return the value of one series, named with its labels sorted by name; −1 if it does not exist."""
         found = re.search(rf"^{re.escape(series)} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
         return float(found[1]) if found else -1.0
+
+    def of_model(self, name: str, model: str = "mlp", version: int = 1, **labels: str) -> float:
+        """Return the value of a series of a model's version; −1 if it does not exist."""
+        return self.metric(series(name, model, version, **labels))
 
     def status(self, field: str) -> int:
         """Return a number from /proc/PID/status: VmRSS (kB), Threads. It is 0 for a process that has ended."""
@@ -87,6 +142,11 @@ class ServerProcess:
     def exit_code(self) -> int:
         """Wait for the end of the process, and return its exit code."""
         return self.process.wait(60)
+
+    def stop(self, code: int = 0) -> None:
+        """Send SIGTERM, and check the exit code."""
+        self.terminate()
+        assert self.exit_code() == code, self.log
 
     def close(self) -> None:
         if self.process.poll() is None:

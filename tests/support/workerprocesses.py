@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
+from loopback import infer_request
 from serverprocess import ServerProcess
 from waiting import until
 
+from bf16kit.numerics.tensors import Array
 from bf16kit.protocol import inference_pb2 as pb
 from service.grpc.handlers import SERVICE
 
+SHADOW = "service.shadow.references"  # the module of the process with the fp32 references
+
 
 class Client:
-    """A client with its own connection, which the kernel assigns to one of the workers."""
+    """A client with its own connection, which the kernel assigns to one of the workers. A context manager."""
 
     def __init__(self, target: str) -> None:
         self.channel = grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.channel.close()
 
     def ask(self, method: str) -> Any:
         """Return the callable of one RPC of the inference service."""
@@ -31,6 +44,18 @@ class Client:
 
     def call(self, method: str, message: Any, timeout: float = 30.0) -> Any:
         return self.ask(method)(message, timeout=timeout)
+
+    def infer(self, model: str = "mlp", timeout: float = 30.0, **feeds: Array) -> bytes:
+        """Return the bytes of the first output."""
+        answer = self.call("ModelInfer", infer_request(model, **feeds), timeout)
+        return bytes(answer.raw_output_contents[0])
+
+
+@contextmanager
+def several(server: ServerProcess, count: int = 15) -> Iterator[list[Client]]:
+    """Yield so many connections that both of two workers have some: one of them had none once in 16,384 tests."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Client(server.target)) for _ in range(count)]
 
 
 def pids(server: ServerProcess, module: str = "service.workers.worker") -> list[int]:
@@ -62,11 +87,11 @@ def listening(server: ServerProcess) -> int:
     return sum(local.endswith(port) and state == "0A" for _, local, _, state, *_ in sockets)
 
 
+def is_replaced(server: ServerProcess, *victims: int, workers: int = 2) -> bool:
+    """Return whether none of the ``victims`` is left, and as many workers as before accept connections."""
+    now = pids(server)
+    return len(now) == workers == listening(server) and not {*victims} & {*now}
+
+
 def wait_replaced(server: ServerProcess, *victims: int, workers: int = 2) -> None:
-    """Wait until none of the ``victims`` is left, and as many workers as before accept connections."""
-
-    def replaced() -> bool:
-        now = pids(server)
-        return len(now) == workers == listening(server) and not {*victims} & {*now}
-
-    until(replaced, 120, "another worker in place of the dead one")
+    until(lambda: is_replaced(server, *victims, workers=workers), 120, "another worker in place of the dead one")
