@@ -10,7 +10,7 @@ from typing import Unpack
 
 from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.messages.wording import quoted, without_long_words
-from service.config.periodic import PeriodicThread
+from service.config.loops import PeriodicThread
 from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
 from service.drift.sampler import lower_priority
 from service.models.controller import Controller
