@@ -21,8 +21,10 @@ from waiting import stays, until
 
 from bf16kit.messages.errors import Unavailable
 from service.contract import infer
+from service.drift.fallbackcontroller import PrecisionOrder
 from service.models import loading
 from service.models import loads as loading_threads
+from service.models.plan import desired_model_of
 from service.models.reconciler import CHANGES_AT_ONCE
 from service.request import Request
 from service.telemetry.metrics import Metrics
@@ -185,14 +187,6 @@ def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
 # --- replacing --------------------------------------------------------------------------------------------------------
 
 
-def test_no_load_begins_once_the_server_drains(tmp_path: Path, repository: Controlled, loads: Held) -> None:
-    put(tmp_path)
-    repository.drain()
-    assert isinstance(repository.load("m").exception(60), Unavailable)
-    repository.scan()
-    assert (states(repository), loads.begun) == ({}, [])
-
-
 @pytest.mark.long
 def test_models_added_to_a_ready_server_do_not_make_it_unready(
     tmp_path: Path, repository: Controlled, loads: Held
@@ -265,6 +259,23 @@ def test_the_series_are_those_of_the_generation_that_answers(
     assert rows_run(metrics) == 1
 
 
+def test_an_order_of_a_precision_holds_for_the_generation_for_which_it_was_given(
+    tmp_path: Path, repository: Controlled
+) -> None:
+    put(tmp_path)
+    (plan,) = desired_model_of(tmp_path / "m").plans
+    order = PrecisionOrder("m", 1, plan.digest, "fp32", "drift")
+    for serving in (QUIET, f"{QUIET}max_queue_size: 2\n", QUIET):
+        (tmp_path / "m" / "serving.yaml").write_text(serving, "utf-8")
+        repository.load("m").result(60)
+        assert infer(repository.get("m", "1"), ONE).reported_precision == "bf16", "also the same plan, loaded again"
+        if serving == QUIET:
+            repository.order(order).result(60)
+            assert infer(repository.get("m", "1"), ONE).reported_precision == "fp32"
+        else:
+            assert isinstance(repository.order(order).exception(60), Unavailable)
+
+
 @pytest.mark.long
 def test_an_unload_stops_waiting_for_a_request_after_its_limit_and_logs_it(
     tmp_path: Path, metrics: Metrics, caplog: pytest.LogCaptureFixture
@@ -305,11 +316,10 @@ def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_logs_it(
 
 
 @pytest.mark.long
-def test_closing_one_model_does_not_wait_for_another(tmp_path: Path, repository: Controlled) -> None:
-    put(tmp_path, "a")
-    put(tmp_path, "b")
-    repository.load("a").result(60)
-    repository.load("b").result(60)
+def test_closing_frees_idle_models_while_another_still_has_requests(tmp_path: Path, repository: Controlled) -> None:
+    for name in ("a", "b"):
+        put(tmp_path, name)
+        repository.load(name).result(60)
     idle = repository.get("b", "")
 
     def freed() -> bool:
@@ -337,32 +347,17 @@ def test_a_reason_has_at_most_1000_characters(tmp_path: Path, repository: Contro
 
 
 @pytest.mark.long
-def test_a_model_is_excluded_from_garbage_collection_until_it_is_replaced_or_unloaded(
-    tmp_path: Path, repository: Controlled, monkeypatch: pytest.MonkeyPatch
+def test_a_model_is_excluded_from_garbage_collection_until_it_is_unloaded(
+    tmp_path: Path, repository: Controlled
 ) -> None:
-    """A garbage collection of all objects stops every request for tens of milliseconds; a reload needs one."""
-    stops: list[int] = []
-
-    def counted(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and info["generation"] == 2:
-            stops.append(1)
-
+    """A garbage collection of all objects stops every request for tens of milliseconds."""
     put(tmp_path)
     gc.unfreeze()
     repository.load("m").result(60)
     assert gc.get_freeze_count() > 10_000
-    replaced = repository.get("m", "")
-    replaced.itself = replaced  # type: ignore[attr-defined]  # a cycle, as any closure makes one
-    models = [weakref.ref(replaced)]
-    del replaced
-    (tmp_path / "m" / "serving.yaml").write_text(f"{QUIET}max_queue_delay_ms: 3\n", "utf-8")
-    gc.callbacks.append(counted)
-    try:
-        repository.load("m").result(60)
-        models.append(weakref.ref(repository.get("m", "")))
-        until(lambda: models[0]() is None)
-    finally:
-        gc.callbacks.remove(counted)
-    assert stops == [1]
+    model = repository.get("m", "")
+    model.itself = model  # type: ignore[attr-defined]  # a cycle, as any closure makes one
+    unloaded = weakref.ref(model)
+    del model
     repository.unload("m").result(60)
-    until(lambda: models[1]() is None)
+    until(lambda: unloaded() is None)
