@@ -116,16 +116,18 @@ class Rig:
         assert given[-1].result(0) == {"outcomes": ["dropped"]}
         return given[:-1]
 
-    def up(self) -> dict[tuple[str, int], float]:
-        """Return which versions' references are shown as up."""
-        found = [each for each in self.counting.samples() if each.name == "bf16kit_drift_reference_up"]
+    def up(self, metric: str = "reference_up") -> dict[tuple[str, int], float]:
+        """Return which versions' references are shown as up, or another metric of each version."""
+        found = [each for each in self.counting.samples() if each.name == f"bf16kit_drift_{metric}"]
         return {(each.labels["model"], int(each.labels["version"])): each.value for each in found}
 
     def report(self, *versions: tuple[str, int]) -> None:
-        """Have the process report that it has these versions' references."""
+        """Have the process report that it has these versions' references, and measured a sample of each at 5 s."""
         metrics = Metrics()
         for model, version in versions:
-            metrics.add(model, version).reference_up(True)
+            added = metrics.add(model, version)
+            added.reference_up(True)
+            added.last_sample(5.0)
         new = self.counts.with_suffix(".new")
         new.write_text(json.dumps({"metrics": to_message(metrics.values("drift_"))}))
         new.rename(self.counts)
@@ -207,6 +209,7 @@ def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(rig: Ri
     rig.counts.unlink()
     rig.kill()
     assert rig.up() == {("m", 1): 0, ("other", 1): 0}
+    assert rig.up("last_sample_timestamp_seconds") == {("m", 1): 5, ("other", 1): 5}, "which its death does not change"
     rig.served.remove(("m", 1))
     rig.shadow.forget("m", plan_of("w").digest)
     assert rig.up() == {("other", 1): 0}
