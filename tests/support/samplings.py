@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bf16kit.drift.metrics import Budget, SampleDrift
+from bf16kit.numerics.tensors import Array
 from service.drift.contract import ShadowPolicy
 from service.drift.estimates import Estimate, estimates
 from service.drift.recent import RecentRows
@@ -21,6 +24,7 @@ from service.request import Reply, Request
 
 HEALTHY = 3.7e-3  # relative_l2, a quarter of the budget
 BOUNDS = Budget.from_dict({"relative_l2": 0.015, "relative_l2.p99": 0.1, "cosine_distance": 5e-4})
+DEFAULTS = ShadowPolicy()
 RARE = 500  # the length of the rare kind of requests
 _OF_KIND = {16: 1.0, 64: 2.0, RARE: 4.0}  # times the drift of a common request
 _OFTEN = {16: 18.0, 64: 1.8, RARE: 0.2}  # the rare kind is one request in a hundred
@@ -86,33 +90,64 @@ def _healthy(chance: random.Random, spread: float = 0.1) -> float:
     return HEALTHY * math.exp(spread * chance.gauss(0, 1))
 
 
-class Samples:
-    """Receives the samples of a forwarder, all of which are measured at once, and counts those that it dropped."""
+class Always(random.Random):
+    """Chooses every request."""
 
-    def __init__(self, clock: Clock, seed: int, policy: ShadowPolicy = ShadowPolicy()) -> None:  # noqa: B008 -- frozen
+    def random(self) -> float:
+        return 0.0
+
+
+class Forwarding:
+    """Receives the samples of a forwarder, reports ``outcome`` for each if it is not None, and counts the outcomes.
+
+    A test can hold the runs on bf16 (y = 2 x), or make them fail.
+    """
+
+    def __init__(
+        self,
+        policy: ShadowPolicy = DEFAULTS,
+        *,
+        axis: int | None = 0,
+        outcome: Outcome | None = None,
+        chance: random.Random | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.clock = clock or Clock()
+        self.samples: list[Sample] = []
+        self.callbacks: list[OnOutcome] = []
+        self.counted = Counter[str]()
+        self.finished = 0
+        self.go, self.at_work = threading.Event(), threading.Event()
+        self.go.set()
+        self.fails: Exception | None = None
+        self.outcome = outcome
         self.forwarder = SampleForwarder(
-            self, policy, self._sampled,
-            name="m", batch_axis=0, profile="cpu", precision="bf16", run_bf16=lambda feeds, outputs: ({}, "bf16"),
-            chance=random.Random(seed), clock=clock,
+            self, policy, lambda outcome, samples: self.counted.update({outcome: samples}),
+            name="m", batch_axis=axis, profile="cpu-bf16", precision="bf16", run_bf16=self._run,
+            chance=chance or Always(), clock=self.clock,
         )  # fmt: skip
-        self.newest: Sample | None = None
-        self.dropped = 0
 
-    def choose(self, request: Request, reply: Reply) -> Sample | None:
-        """Offer a request; return its sample if it was chosen."""
-        self.newest = None
-        self.forwarder.offer(request, reply)
-        return self.newest
+    def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> tuple[dict[str, Array], str]:
+        self.at_work.set()
+        assert self.go.wait(30)
+        if self.fails is not None:
+            raise self.fails
+        return dict.fromkeys(outputs, feeds["x"] * 2), "bf16"
 
     def send(self, sample: Sample, on_outcome: OnOutcome) -> None:
-        self.newest = sample
-        on_outcome("measured")
+        self.samples.append(sample)
+        self.callbacks.append(on_outcome)
+        if self.outcome is not None:
+            on_outcome(self.outcome)
 
     def finish(self) -> None:
-        """Nothing to forget."""
+        self.finished += 1
 
-    def _sampled(self, outcome: Outcome, samples: int) -> None:
-        self.dropped += samples * (outcome == "dropped")
+    def offer(self, request: Request, reply: Reply | None = None) -> Sample | None:
+        """Offer a request; return its sample if it was forwarded at once."""
+        before = len(self.samples)
+        self.forwarder.offer(request, reply or Reply({}, "bf16"))
+        return self.samples[-1] if len(self.samples) > before else None
 
 
 def add(recent: RecentRows, relative_l2: float, sample: Sample) -> None:
@@ -125,12 +160,12 @@ def unbiased(rates: Mapping[int, float], seconds: float, seed: int) -> tuple[flo
     """Return the error of the weighted mean in standard errors, its interval ÷ the truth, the share of effective
     samples, how many there are, and the share of dropped ones. Drift follows from the length."""
     clock, recent, chance = Clock(), RecentRows(), random.Random(seed)
-    samples = Samples(clock, 1000 + seed)
+    samples = Forwarding(outcome="measured", chance=random.Random(1000 + seed), clock=clock)
     everything, drifts, weights = [], [], []
     for each in arrivals(clock, rates, seconds, seed):
         often = each.drift[0] / each.length
         everything.append(_healthy(chance, 0.3) * _OF_KIND[each.length] * often)
-        if (sample := samples.choose(each.request, each.reply)) is not None:
+        if (sample := samples.offer(each.request, each.reply)) is not None:
             add(recent, everything[-1], sample)
             drifts.append(everything[-1])
             weights.append(1 / sample.probability)
@@ -138,18 +173,19 @@ def unbiased(rates: Mapping[int, float], seconds: float, seed: int) -> tuple[flo
     mean = float((w * y).sum() / w.sum())
     error = float(np.sqrt((w**2 * (y - mean) ** 2).sum()) / w.sum())
     (found,) = estimates(recent.window(), Budget.from_dict({"relative_l2": truth}))
+    dropped = samples.counted["dropped"]
     effective = float(w.sum() ** 2 / (w**2).sum())
-    return (mean - truth) / error, found, effective / len(y), len(y), samples.dropped / (samples.dropped + len(y))
+    return (mean - truth) / error, found, effective / len(y), len(y), dropped / (dropped + len(y))
 
 
 def until_over(wrong: Wrong, seed: int, rates: Mapping[int, float] = _OFTEN, most: float = _MOST_S) -> float:
     """Return the seconds from the beginning of a fault until a breach is established; infinite if it is not."""
     clock, recent, chance = Clock(), RecentRows(), random.Random(seed)
-    samples = Samples(clock, 1000 + seed)
+    samples = Forwarding(outcome="measured", chance=random.Random(1000 + seed), clock=clock)
     for each in arrivals(clock, rates, _HEALTHY_S + most, seed):
         faulty = clock.now > _HEALTHY_S
         drift = wrong(each, chance) if faulty else _healthy(chance)
-        if (sample := samples.choose(each.request, each.reply)) is not None:
+        if (sample := samples.offer(each.request, each.reply)) is not None:
             add(recent, drift, sample)
             if faulty and any(found.lowest > 1 for found in estimates(recent.window(), BOUNDS)):
                 return clock.now - _HEALTHY_S
@@ -159,12 +195,12 @@ def until_over(wrong: Wrong, seed: int, rates: Mapping[int, float] = _OFTEN, mos
 def burst_weight(requests: int, seconds: float, seed: int) -> float:
     """Return the weights of a burst's samples ÷ its requests, of ten bursts into a model that is idle otherwise."""
     clock, chance, weight = Clock(), random.Random(seed), 0.0
-    samples = Samples(clock, seed)
+    samples = Forwarding(outcome="measured", chance=random.Random(seed), clock=clock)
     request, reply = Request({"x": np.zeros((1, 16), np.float32)}), Reply({"y": np.ones((1, 1))}, "bf16")
     for start in range(0, 600, 60):
         idle = [(start + at + chance.random(), False) for at in range(0, 35, 5)]
         burst = [(start + 39 + seconds * chance.random(), True) for _ in range(requests)]
         for clock.now, bursting in (*idle, *sorted(burst)):
-            sample = samples.choose(request, reply)
+            sample = samples.offer(request, reply)
             weight += 1 / sample.probability if bursting and sample is not None else 0.0
     return weight / (10 * requests)

@@ -7,85 +7,20 @@ import random
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from samplings import Clock, arrivals
+from samplings import Forwarding, arrivals
 from waiting import until
 
 from bf16kit.messages.errors import RuntimeFailure
-from service.contract import Array
 from service.drift.contract import ShadowPolicy
-from service.drift.sampler import MAX_BYTES, QUEUE_SIZE, OnOutcome, Outcome, Sample, SampleForwarder
+from service.drift.sampler import MAX_BYTES, QUEUE_SIZE
 from service.request import Reply, Request
 
 ALL = ShadowPolicy(rate=1, max_per_second=10_000, max_rows=2)
 X = np.ones((2, 3), np.float32)
-
-
-class Always(random.Random):
-    """Chooses every request."""
-
-    def random(self) -> float:
-        return 0.0
-
-
-class Rig:
-    """Receives the samples of a forwarder, reports ``outcome`` for each if it is not None, and counts the outcomes.
-
-    A test can hold the runs on bf16 (y = 2 x), or make them fail.
-    """
-
-    def __init__(
-        self,
-        policy: ShadowPolicy = ALL,
-        *,
-        axis: int | None = 0,
-        outcome: Outcome | None = None,
-        chance: random.Random | None = None,
-    ) -> None:
-        self.clock = Clock()
-        self.samples: list[Sample] = []
-        self.callbacks: list[OnOutcome] = []
-        self.counted = Counter[str]()
-        self.finished = 0
-        self.go, self.at_work = threading.Event(), threading.Event()
-        self.go.set()
-        self.fails: Exception | None = None
-        self.outcome = outcome
-        self.forwarder = SampleForwarder(
-            self, policy, lambda outcome, samples: self.counted.update({outcome: samples}),
-            name="m", batch_axis=axis, profile="cpu-bf16", precision="bf16-weights", run_bf16=self._run,
-            chance=chance or Always(), clock=self.clock,
-        )  # fmt: skip
-
-    def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> tuple[dict[str, Array], str]:
-        self.at_work.set()
-        assert self.go.wait(30)
-        if self.fails is not None:
-            raise self.fails
-        return dict.fromkeys(outputs, feeds["x"] * 2), "bf16-weights"
-
-    def send(self, sample: Sample, on_outcome: OnOutcome) -> None:
-        self.samples.append(sample)
-        self.callbacks.append(on_outcome)
-        if self.outcome is not None:
-            on_outcome(self.outcome)
-
-    def finish(self) -> None:
-        self.finished += 1
-
-    def offer(self, request: Request, reply: Reply | None = None) -> Sample | None:
-        """Offer a request; return its sample if it was forwarded at once."""
-        before = len(self.samples)
-        self.forwarder.offer(request, reply or Reply({}, "bf16-weights"))
-        return self.samples[-1] if len(self.samples) > before else None
-
-    def serve_by_fp32(self) -> None:
-        """Offer a request of two rows that fp32 served."""
-        self.offer(Request({"x": X}, rows=2), Reply({"y": X * 5}, "fp32"))
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------
@@ -98,7 +33,7 @@ def test_weighted_rows_are_not_biased_by_the_choice_of_requests_and_rows() -> No
     weights is within 5 % of their number. The unweighted mean is far off.
     """
     policy = ShadowPolicy(rate=0.2, max_per_second=20, max_rows=4)
-    rig = Rig(policy, outcome="measured", chance=random.Random(1))
+    rig = Forwarding(policy, outcome="measured", chance=random.Random(1))
     clock = rig.clock
     everything, values, weights = [], [], []
 
@@ -110,7 +45,7 @@ def test_weighted_rows_are_not_biased_by_the_choice_of_requests_and_rows() -> No
     ):
         factor = busy(clock.now)
         everything += [factor * drift for drift in each.drift]
-        sample = rig.offer(each.request, Reply(each.reply.outputs, "bf16-weights"))
+        sample = rig.offer(each.request, Reply(each.reply.outputs, "bf16"))
         if sample is not None:
             assert sample.rows == min(4, each.request.rows) == len(sample.feeds["x"])
             values += list(factor * sample.outputs["y"][:, 0])
@@ -128,7 +63,7 @@ def test_weighted_rows_are_not_biased_by_the_choice_of_requests_and_rows() -> No
 @pytest.mark.parametrize("late", [False, True])
 def test_fewer_requests_are_chosen_while_samples_find_no_room(late: bool) -> None:
     """They find none here, or another process reports it later."""
-    rig = Rig(ShadowPolicy(rate=1, max_per_second=100), chance=random.Random(2))
+    rig = Forwarding(ShadowPolicy(rate=1, max_per_second=100), chance=random.Random(2))
     rig.outcome = "dropped" if late else None
     request = Request({"x": np.zeros((1, 16), np.float32)})
 
@@ -150,7 +85,7 @@ def test_fewer_requests_are_chosen_while_samples_find_no_room(late: bool) -> Non
 
 def test_samples_without_an_outcome_are_limited_in_number_and_bytes() -> None:
     """The limits are checked before anything of a sample is copied."""
-    rig = Rig(axis=None)
+    rig = Forwarding(ALL, axis=None)
     huge, large = (np.broadcast_to(np.zeros(1, np.uint8), (size,)) for size in (MAX_BYTES + 1, 40 << 20))
     small = Request({"x": np.zeros(1, np.uint8)})
     assert rig.offer(Request({"x": huge})) is None, "it never fits"
@@ -170,11 +105,11 @@ def test_samples_without_an_outcome_are_limited_in_number_and_bytes() -> None:
 
 def test_a_sample_holds_copies_of_its_rows_and_what_the_comparison_needs_to_know() -> None:
     """A view would keep the message and the batch alive, and its values would change with their memory."""
-    rig = Rig()
+    rig = Forwarding(ALL)
     message = np.ones((1000, 2), np.float32)
     batch = message * np.float32(1.01)
     alive = weakref.ref(message), weakref.ref(batch)
-    sample = rig.offer(Request({"x": message[:8]}, rows=8, client="c"), Reply({"y": batch[:8]}, "bf16-weights"))
+    sample = rig.offer(Request({"x": message[:8]}, rows=8, client="c"), Reply({"y": batch[:8]}, "bf16"))
     message[:], batch[:] = 7, 8
     del message, batch
     assert [array() for array in alive] == [None, None]
@@ -182,45 +117,50 @@ def test_a_sample_holds_copies_of_its_rows_and_what_the_comparison_needs_to_know
     assert sample.feeds["x"].tolist() == [[1, 1], [1, 1]]
     assert np.allclose(sample.outputs["y"], 1.01)
     assert (sample.probability, sample.rows, sample.nbytes) == (2 / 8, 2, 2 * 2 * 2 * 4)
-    assert (sample.precision, sample.profile, sample.client) == ("bf16-weights", "cpu-bf16", "c")
+    assert (sample.precision, sample.profile, sample.client) == ("bf16", "cpu-bf16", "c")
 
 
 # --- samples that fp32 has served -------------------------------------------------------------------------------------
 
 
+def serve_by_fp32(rig: Forwarding) -> None:
+    """Offer a request of two rows that fp32 served."""
+    rig.offer(Request({"x": X}, rows=2), Reply({"y": X * 5}, "fp32"))
+
+
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+def rig() -> Iterator[Forwarding]:
+    rig = Forwarding(ALL)
     yield rig
     rig.go.set()
     assert rig.forwarder.close(math.inf)
 
 
-def test_a_sample_served_by_fp32_is_forwarded_with_the_outputs_of_bf16(rig: Rig) -> None:
-    rig.serve_by_fp32()
+def test_a_sample_served_by_fp32_is_forwarded_with_the_outputs_of_bf16(rig: Forwarding) -> None:
+    serve_by_fp32(rig)
     until(lambda: rig.samples != [], 30, "handed on")
     (sample,) = rig.samples
     np.testing.assert_array_equal(sample.outputs["y"], X * 2)
-    assert (sample.precision, sample.probability, sample.rows) == ("bf16-weights", 1.0, 2)
+    assert (sample.precision, sample.probability, sample.rows) == ("bf16", 1.0, 2)
     assert not rig.counted
 
 
 @pytest.mark.parametrize("error", [RuntimeFailure("no"), ZeroDivisionError()])
-def test_a_sample_that_fails_is_counted_and_the_next_is_measured(rig: Rig, error: Exception) -> None:
+def test_a_sample_that_fails_is_counted_and_the_next_is_measured(rig: Forwarding, error: Exception) -> None:
     rig.fails = error
-    rig.serve_by_fp32()
+    serve_by_fp32(rig)
     until(lambda: rig.counted == {"failed": 2}, 30, "counted")
     rig.fails = None
-    rig.serve_by_fp32()
+    serve_by_fp32(rig)
     until(lambda: len(rig.samples) == 1, 30, "measured")
 
 
-def test_samples_that_wait_when_the_forwarder_is_stopped_are_dropped_and_counted(rig: Rig) -> None:
+def test_samples_that_wait_when_the_forwarder_is_stopped_are_dropped_and_counted(rig: Forwarding) -> None:
     rig.go.clear()
-    rig.serve_by_fp32()
+    serve_by_fp32(rig)
     assert rig.at_work.wait(30)
     for _ in range(3):
-        rig.serve_by_fp32()
+        serve_by_fp32(rig)
     rig.forwarder.stop()
     assert rig.offer(Request({"x": X}, rows=2)) is None, "nothing is sampled any more"
     assert rig.finished == 0
@@ -233,7 +173,7 @@ def test_samples_that_wait_when_the_forwarder_is_stopped_are_dropped_and_counted
 
 @pytest.mark.parametrize("another", [False, True])
 def test_if_no_thread_can_be_started_only_the_sample_is_dropped(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, another: bool
+    rig: Forwarding, monkeypatch: pytest.MonkeyPatch, another: bool
 ) -> None:
     """The client has its response by then. A forwarder that is closed then has nothing to wait for."""
 
@@ -242,9 +182,9 @@ def test_if_no_thread_can_be_started_only_the_sample_is_dropped(
 
     with monkeypatch.context() as context:
         context.setattr(threading.Thread, "start", refuse)
-        rig.serve_by_fp32()
+        serve_by_fp32(rig)
     assert rig.counted == {"dropped": 2}
     if another:
-        rig.serve_by_fp32()
+        serve_by_fp32(rig)
         until(lambda: len(rig.samples) == 1, 30, "measured")
     assert rig.forwarder.close(math.inf)

@@ -34,10 +34,12 @@ def plan_of(stamp: str, version: int = 1) -> Plan:
     return Plan(version, Path("/models/m"), Serving(labels={"y": ("a cat", "a dog")}), stamp)
 
 
-# Reports the counts in the file COUNTS when that is there, and does not answer the rest: it is at work until it dies.
+# Reports the counts in the file COUNTS when that is there, has evidence of the model m only, and does not answer the
+# rest: it is at work until it dies.
 AT_WORK = """
 import json, os, socket, sys, threading, time
 from concurrent.futures import Future
+from bf16kit.messages.errors import NotFound
 from service.peers.channel import Channel
 from service.peers.peer import Peer
 
@@ -52,11 +54,19 @@ def counts(message):
     threading.Thread(target=wait, daemon=True).start()
     return answer
 
+def evidence(message):
+    if message.body["model"] == "m":
+        os.pwrite(message.files[0], bytes(range(256)) * (1 << 16), 0)
+        return {"bytes": 1 << 24}
+    if message.body["model"] == "silent":
+        return Future()
+    raise NotFound("no breach yet")
+
 over = threading.Event()
 never = {kind: lambda message: Future() for kind in ("samples", "measure")}
 quiet = {kind: lambda message: None for kind in ("start", "ping", "forget")}
 end = socket.socket(fileno=int(sys.argv[1]))
-peer = Peer(Channel(end), "the server", {**never, **quiet, "counts": counts}, over.set)
+peer = Peer(Channel(end), "the server", {**never, **quiet, "counts": counts, "evidence": evidence}, over.set)
 peer.start()
 over.wait()
 """
@@ -115,16 +125,18 @@ class Rig:
         assert given[-1].result(0) == {"outcomes": ["dropped"]}
         return given[:-1]
 
-    def up(self) -> dict[tuple[str, int], float]:
-        """Return which versions' references are shown as up."""
-        found = [each for each in self.counting.samples() if each.name == "bf16kit_drift_reference_up"]
+    def up(self, metric: str = "reference_up") -> dict[tuple[str, int], float]:
+        """Return which versions' references are shown as up, or another metric of each version."""
+        found = [each for each in self.counting.samples() if each.name == f"bf16kit_drift_{metric}"]
         return {(each.labels["model"], int(each.labels["version"])): each.value for each in found}
 
     def report(self, *versions: tuple[str, int]) -> None:
-        """Have the process report that it has these versions' references."""
+        """Have the process report that it has these versions' references, and measured a sample of each at 5 s."""
         metrics = Metrics()
         for model, version in versions:
-            metrics.add(model, version).reference_up(True)
+            added = metrics.add(model, version)
+            added.reference_up(True)
+            added.last_sample(5.0)
         new = self.counts.with_suffix(".new")
         new.write_text(json.dumps({"metrics": to_message(metrics.values("drift_"))}))
         new.rename(self.counts)
@@ -206,6 +218,7 @@ def test_a_model_unloaded_while_the_process_is_dead_is_not_shown_as_down(rig: Ri
     rig.counts.unlink()
     rig.kill()
     assert rig.up() == {("m", 1): 0, ("other", 1): 0}
+    assert rig.up("last_sample_timestamp_seconds") == {("m", 1): 5, ("other", 1): 5}, "which its death does not change"
     rig.served.remove(("m", 1))
     rig.shadow.forget("m", plan_of("w").digest)
     assert rig.up() == {("other", 1): 0}
@@ -364,31 +377,9 @@ def test_samples_that_arrive_while_the_process_is_started_are_sent_after_its_sta
     assert "a cat" not in notes.read_text(), "labels are many, and only needed to answer requests"
 
 
-EVIDENCE = """
-import os, socket, sys
-from bf16kit.messages.errors import NotFound
-from service.peers.channel import Channel
-from service.peers.peer import Peer
-def evidence(message):
-    if message.body["model"] == "m":
-        os.pwrite(message.files[0], bytes(range(256)) * (1 << 16), 0)
-        return {"bytes": 1 << 24}
-    if message.body["model"] == "silent":
-        from concurrent.futures import Future
-        return Future()
-    raise NotFound("no breach yet")
-import threading
-over = threading.Event()
-peer = Peer(Channel(socket.socket(fileno=int(sys.argv[1]))), "the server", {"evidence": evidence}, over.set)
-peer.start()
-over.wait()
-"""
-
-
 def test_large_evidence_arrives_complete_and_each_cause_of_missing_evidence_has_its_error(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = make(EVIDENCE)
     with pytest.raises(NotFound, match="model 'm' version 1: no live sample has been measured"):
         rig.shadow.evidence("m", 1)
     rig.give()

@@ -18,20 +18,24 @@ from bf16kit.runtime.memory.weightstore import WeightStore
 from service.shadow.referencememory import ReferenceMemory, fp32_bytes
 
 GIB = 1 << 30
-# In a process of its own, because the limit stays in force. The second reference is loaded after the first.
-PROGRAM = """
+# Programs run in a process of their own, because the limit stays in force.
+LOADED = """
 import sys
 from pathlib import Path
 import numpy as np
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import Unavailable
 from bf16kit.runtime.loading import load_reference
+from bf16kit.system.controlgroup import release_free_memory
 from service.shadow.referencememory import ReferenceMemory, fp32_bytes
-memory, x = ReferenceMemory(), {"x": np.ones((1, 16), np.float32)}
+memory = ReferenceMemory()
 def loaded(path):
     artifact = Artifact.open(Path(path))
     load = lambda store: load_reference(artifact, threads=1, weights=store)
     return memory.load(path, fp32_bytes(artifact.manifest), load)
+"""
+GREEDY = """
+x = {"x": np.ones((1, 16), np.float32)}
 greedy, mlp = map(loaded, sys.argv[1:])
 assert mlp.run(x, ("y",), seconds=60)
 for _ in range(2):
@@ -47,45 +51,33 @@ try:
 except MemoryError:
     print("refused")
 """
-
-
-def test_a_run_that_takes_too_much_memory_fails_and_other_references_go_on(tmp_path: Path) -> None:
-    greedy, mlp = write_greedy(tmp_path / "greedy" / "1"), write_mlp(tmp_path / "mlp" / "1")
-    command = [sys.executable, "-c", PROGRAM, str(greedy.path), str(mlp.path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "unavailable False\nunavailable False\nrefused\n", done.stderr
-    assert done.stderr.count("a run of it exceeded the memory that all references may take") == 1
-    assert "give the server more memory, or set shadow.rate: 0" in done.stderr
-
-
 BETWEEN_RUNS = """
-import sys
-from pathlib import Path
-import numpy as np
-from bf16kit.artifact.artifact import Artifact
-from bf16kit.runtime.loading import load_reference
-from bf16kit.system.controlgroup import release_free_memory
-from service.shadow.referencememory import ReferenceMemory, fp32_bytes
 from peaks import resident
 def taken(path, width):
-    artifact = Artifact.open(Path(path))
-    load = lambda store: load_reference(artifact, threads=1, weights=store)
-    reference = memory.load(path, fp32_bytes(artifact.manifest), load)
+    reference = loaded(path)
     assert reference.run({"x": np.ones((1, width), np.float32)}, ("y",), seconds=60)["y"].any()
     release_free_memory()
     return reference, resident()
-memory = ReferenceMemory()
 small, before = taken(sys.argv[1], 16)
 large, after = taken(sys.argv[2], 2048)
 print(after - before)
 """
 
 
+def test_a_run_that_takes_too_much_memory_fails_and_other_references_go_on(tmp_path: Path) -> None:
+    greedy, mlp = write_greedy(tmp_path / "greedy" / "1"), write_mlp(tmp_path / "mlp" / "1")
+    command = [sys.executable, "-c", LOADED + GREEDY, str(greedy.path), str(mlp.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "unavailable False\nunavailable False\nrefused\n", done.stderr
+    assert done.stderr.count("a run of it exceeded the memory that all references may take") == 1
+    assert "give the server more memory, or set shadow.rate: 0" in done.stderr
+
+
 @pytest.mark.long
 def test_between_runs_a_reference_takes_a_small_part_of_its_weights(tmp_path: Path) -> None:
     """34 MB here. At the defaults it runs about once a second, for milliseconds."""
     small, large = write_mlp(tmp_path / "small" / "1"), write_mlp(tmp_path / "large" / "1", width=2048)
-    grown = int(measured_alone(BETWEEN_RUNS, str(small.path), str(large.path)))
+    grown = int(measured_alone(LOADED + BETWEEN_RUNS, str(small.path), str(large.path)))
     assert grown < fp32_bytes(large.manifest) / 4
 
 
