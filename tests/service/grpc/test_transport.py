@@ -169,7 +169,7 @@ def test_a_server_that_has_stopped_has_no_thread_and_no_port_and_may_be_stopped_
         list(served.stub("ModelStreamInfer")(iter([infer_request(x=X)])))
         ours = [t for t in threading.enumerate() if t not in before and t.name.startswith(("grpc", "health"))]
         assert ours
-        assert served.transport.stop(0)
+        assert served.transport.stop(30)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", served.port), timeout=10)
         assert not any(thread.is_alive() for thread in ours)
