@@ -193,7 +193,8 @@ class Batcher:
                 extra = not self._idle
                 batch = self._queue.pop_batch(now, self._fits if extra else None)
                 if batch:
-                    self._begin(batch[0].shape, extra)
+                    self._running.append(batch[0].shape)
+                    self._count(-1, extra)
                     self._room.notify(len(batch))  # as many places are free now; hundreds may wait for one
                     self._observer.queued(-len(batch))
                     self._wake_executor()
@@ -232,10 +233,6 @@ class Batcher:
             self._queue.pace.observe(shape, rows, seconds)
 
     # --- instances ----------------------------------------------------------------------------------------------------
-
-    def _begin(self, shape: Hashable, extra: bool) -> None:
-        self._running.append(shape)
-        self._count(-1, extra)
 
     def _end(self, batch: list[Pending], extra: bool) -> bool:
         """Free the instance. Return whether the responses take so short that the thread counts as answering."""

@@ -181,7 +181,7 @@ class ControlServicer:
         self, message: pb.CudaSharedMemoryStatusRequest, call: CallContext
     ) -> pb.CudaSharedMemoryStatusResponse:
         """Return no regions. perf_analyzer unregisters all regions of both kinds before it uses either."""
-        _ = self._regions
+        _ = self._regions  # raises Unsupported if shared memory is off
         if message.name:
             raise NotFound(f"unknown CUDA shared memory region {quoted(message.name)}")
         return pb.CudaSharedMemoryStatusResponse()
@@ -192,7 +192,7 @@ class ControlServicer:
     def CudaSharedMemoryUnregister(
         self, message: pb.CudaSharedMemoryUnregisterRequest, call: CallContext
     ) -> pb.CudaSharedMemoryUnregisterResponse:
-        _ = self._regions
+        _ = self._regions  # raises Unsupported if shared memory is off
         return pb.CudaSharedMemoryUnregisterResponse()
 
 

@@ -126,7 +126,7 @@ class InferenceServicer:
 
 @dataclass(slots=True, eq=False)
 class _Inference:
-    """One request, from its message to its response. :meth:`begin` queues it; what is left happens once it has run."""
+    """One request, from its message to its response. :meth:`begin` queues it; the rest happens once it has run."""
 
     servicer: InferenceServicer
     rpc: str

@@ -56,9 +56,9 @@ def status_of(error: Exception, request_fields: Mapping[str, object] | None = No
     """
     if type(error) in CODES:
         details = str(error)  # it may contain a client's very long name
-        return Status(
-            CODES[type(error)], details if len(details) <= _MAX_DETAILS else f"{details[: _MAX_DETAILS - 1]}…"
-        )
+        if len(details) > _MAX_DETAILS:
+            details = details[: _MAX_DETAILS - 1] + "…"
+        return Status(CODES[type(error)], details)
     incident = secrets.token_hex(6)
     kind_of_error = "failure" if isinstance(error, Bf16kitError) else "bug"
     fields = {**(request_fields or {}), "code": StatusCode.INTERNAL.name, "incident": incident}

@@ -27,15 +27,15 @@ Body = dict[str, Any]
 
 
 class Channel:
-    """One end of a channel. One thread may send while another receives; two must not do the same."""
+    """One end of a channel. One thread at a time may send, and one receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
     def send(self, text: bytes, files: Sequence[int] = ()) -> None:
-        """Send the JSON ``text``; block until the system has taken all of it.
+        """Send the JSON ``text`` and ``files``, which stay the caller's; block until the system has taken all.
 
-        ``files`` are descriptors, which stay the caller's. Raises OSError once the other end is closed.
+        Raises OSError once the other end is closed.
         """
         socket.send_fds(self._end, [_HEAD.pack(len(text))], files)
         self._end.sendall(text)
@@ -65,7 +65,6 @@ class Channel:
             self._end.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Close the descriptor, once no thread uses it any more."""
         self._end.close()
 
     def _exactly(self, size: int) -> bytearray | None:
@@ -81,7 +80,7 @@ class Channel:
 
 
 def close_all(files: Sequence[int]) -> None:
-    """Close the descriptors of a message."""
+    """Close descriptors."""
     for file in files:
         with contextlib.suppress(OSError):
             os.close(file)

@@ -13,9 +13,8 @@ from grpc import StatusCode
 from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 
 from bf16kit.messages.errors import RuntimeFailure
-from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Array, Bounds
+from service.contract import Array
 from service.request import Cancellation
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -41,20 +40,6 @@ def changed(message: pb.ModelInferRequest, **fields: Any) -> pb.ModelInferReques
     return message
 
 
-def test_a_response_over_its_limit_is_rejected_with_the_limit() -> None:
-    """The response's size is known only after the run: no input has the dimension that makes it large."""
-    grows = LoopbackModel(
-        run=lambda feeds: {"y": np.zeros((1, 1000), np.float32)},
-        outputs=[TensorSpec("y", "float32", ("batch", "found"))],
-        bounds=Bounds(response_bytes=3999),
-    )
-    with serving(grows) as served:
-        code, details = served.refusal("ModelInfer", infer_request(x=X[:1]))
-        assert code is StatusCode.INVALID_ARGUMENT
-        assert "the response has 4000 bytes or more, expected at most 3999; ask for fewer" in details
-        assert grows.calls == 1
-
-
 def test_an_unknown_model_or_version_is_not_found_and_not_counted(served: Served) -> None:
     assert served.refusal("ModelInfer", infer_request("nobody", x=X))[0] is StatusCode.NOT_FOUND
     assert served.refusal("ModelInfer", changed(infer_request(x=X), model_version="9"))[0] is StatusCode.NOT_FOUND
@@ -67,15 +52,11 @@ def test_an_unknown_model_or_version_is_not_found_and_not_counted(served: Served
     assert served.log.seen == []
 
 
-@pytest.mark.parametrize(("name", "expected"), [("slow", StatusCode.UNAVAILABLE), ("bad", StatusCode.NOT_FOUND)])
-def test_a_request_for_a_model_that_is_not_ready_is_rejected_and_counted(
-    served: Served, name: str, expected: StatusCode
-) -> None:
+def test_a_request_for_a_model_that_is_not_ready_is_rejected_and_counted(served: Served) -> None:
     """UNAVAILABLE tells the client to try again, which helps only with a model that is loading."""
-    code, details = served.refusal("ModelInfer", infer_request(name, x=X))
-    assert code is expected
-    assert name in details
-    assert served.log.seen == [(name, 1, expected.name)]
+    assert served.refusal("ModelInfer", infer_request("slow", x=X))[0] is StatusCode.UNAVAILABLE
+    assert served.refusal("ModelInfer", infer_request("bad", x=X))[0] is StatusCode.NOT_FOUND
+    assert served.log.seen == [("slow", 1, "UNAVAILABLE"), ("bad", 1, "NOT_FOUND")]
 
 
 def test_a_draining_server_is_unavailable(served: Served) -> None:

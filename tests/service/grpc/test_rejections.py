@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -15,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
-from rawgrpc import RawConnection, framed
+from rawgrpc import RawConnection
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.grpc.handlers import SERVICE
@@ -121,53 +120,30 @@ def test_responses_beyond_the_byte_limit_become_rejections() -> None:
         assert [code for *_, code in served.log.seen] == ["OK"] + ["RESOURCE_EXHAUSTED"] * 2
 
 
-@pytest.mark.parametrize("kind", ["streams", "watches"])
-def test_open_streams_and_watches_beyond_their_limit_are_rejected(kind: str) -> None:
-    stay = threading.Event()
+def opened(served: Served, kind: str) -> Any:
+    """Open a call of this class of RPCs, and return its responses."""
+    health: Any = health_pb2_grpc.HealthStub(served.channel)
+    reflect: Any = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+    if kind == "streams":
+        return served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
+    if kind == "watches":
+        return health.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+    if kind == "control":
+        return iter([served.call("ModelMetadata", pb.ModelMetadataRequest(name="echo"))])
+    question = reflection_pb2.ServerReflectionRequest(list_services="")
+    return reflect.ServerReflectionInfo(iter([question]), timeout=30)
 
-    def messages() -> Iterator[pb.ModelInferRequest]:
-        yield infer_request(x=X)
-        stay.wait(60)
 
-    with serving(LoopbackModel(), max_streams=1, max_watches=1) as served:
-        stub: Any = health_pb2_grpc.HealthStub(served.channel)
-
-        def opened() -> Any:
-            if kind == "streams":
-                return served.stub("ModelStreamInfer")(messages(), timeout=60)
-            return stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
-
-        first = opened()
-        next(first)
-        assert refused(opened) is StatusCode.RESOURCE_EXHAUSTED
+@pytest.mark.parametrize("kind", ["streams", "watches", "control", "reflection"])
+def test_calls_of_each_kind_have_a_limit_and_take_no_place_of_others(kind: str) -> None:
+    with serving(LoopbackModel(), max_streams=1, max_watches=1, max_control_calls=1) as served:
+        shares = served.transport.pools[kind].shares
+        while not shares.full:
+            assert shares.acquire(f"client {shares.in_use}")
+        assert refused(lambda: opened(served, kind)) is StatusCode.RESOURCE_EXHAUSTED
         assert served.log.refusals == [kind]
-        first.cancel()
-        stay.set()
-
-
-def test_calls_for_health_and_metadata_beyond_their_limit_are_rejected() -> None:
-    path = f"/{SERVICE}/ModelReady"
-    question = pb.ModelReadyRequest(name="echo")
-    with serving(LoopbackModel(), max_control_calls=1) as served, RawConnection(served.port) as slow:
-        streams = [slow.call(path)]  # its request is not sent yet
-
-        def one_too_many() -> bool:
-            if streams[-1] in slow.ended:  # it arrived while the other call was in flight, and was itself rejected
-                streams.append(slow.call(path))
-            return _control_refused(served)
-
-        until(one_too_many)
-        assert set(served.log.refusals) == {"control"}
-        slow.data(streams[-1], framed(question.SerializeToString()))
-        until(lambda: streams[-1] in slow.ended)
-
-
-def _control_refused(served: Served) -> bool:
-    try:
-        served.call("ModelMetadata", pb.ModelMetadataRequest(name="echo"))
-    except grpc.RpcError as error:
-        return error.code() is StatusCode.RESOURCE_EXHAUSTED
-    return False
+        for other in {"streams", "watches", "control", "reflection"} - {kind}:
+            assert next(opened(served, other))
 
 
 @pytest.mark.long
@@ -212,20 +188,3 @@ def test_a_client_finds_the_services_and_messages_by_reflection_alone() -> None:
         infer = service.methods_by_name["ModelInfer"]
         assert infer.input_type.full_name == "inference.ModelInferRequest"
         assert infer.input_type.fields_by_name["raw_input_contents"].number == 7
-
-
-def test_clients_that_go_on_asking_take_no_place_of_health_checks() -> None:
-    stay, asked = threading.Event(), reflection_pb2.ServerReflectionRequest(list_services="")
-
-    def questions() -> Iterator[reflection_pb2.ServerReflectionRequest]:
-        yield asked
-        stay.wait(60)
-
-    with serving(LoopbackModel()) as served:
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(served.channel)
-        streams = [stub.ServerReflectionInfo(questions(), timeout=60) for _ in range(8)]
-        for stream in streams:
-            next(stream)
-        assert served.transport.pools["reflection"].shares.in_use == 8
-        assert served.transport.pools["control"].shares.in_use == 0
-        stay.set()

@@ -132,16 +132,6 @@ def children() -> str:
     return "".join(task.joinpath("children").read_text() for task in Path("/proc/self/task").iterdir())
 
 
-def starts_after(pause: float, child: Child, clock: Clock) -> None:
-    """Check that the child is started after ``pause`` seconds, and not before."""
-    clock.now += pause - 0.01
-    child.maintain()
-    assert child.pid is None, "not yet"
-    clock.now += 0.02
-    child.maintain()
-    assert child.pid is not None
-
-
 @contextmanager
 def no_reader_thread() -> Iterator[None]:
     begin = threading.Thread.start
@@ -217,7 +207,12 @@ def test_a_child_that_dies_early_or_never_answers_is_restarted_after_growing_pau
             assert not killed(child)
             pass_time(child, clock, 2)
         buried(child, lost, times)
-        starts_after(pause, child, clock)
+        clock.now += pause - 0.01
+        child.maintain()
+        assert child.pid is None, "not yet"
+        clock.now += 0.02
+        child.maintain()
+        assert child.pid is not None
 
 
 def test_a_child_that_stops_while_it_imports_is_waited_for_and_killed_if_it_stops_later(
