@@ -177,3 +177,4 @@ def test_the_log_states_the_containers_limit_and_warns_if_it_is_too_small_for_an
     assert told.endswith("requests may use 134217728 bytes of it, one message at most 67108864")
     announce(config(tmp_path), Memory(limit=64 * MIB, left=30 * MIB))
     assert "67 MB are too little for a server, even without a model" in caplog.messages[-1]
+    assert "give the container 101 MB plus what its models take" in caplog.messages[-1]
