@@ -46,7 +46,6 @@ def _inputs(seed: int, count: int) -> Iterator[NDArray[np.float32]]:
 
 
 def unlabelled() -> Iterator[Arrays]:
-    """Yield a pass of eight batches, the same in every pass."""
     for x in _inputs(0, 8):
         yield {"x": x}
 
@@ -67,8 +66,7 @@ def nothing() -> Iterator[Arrays]:
 
 
 def once() -> Iterator[Arrays]:
-    """Return the same iterator at each call; it is exhausted after the first pass."""
-    return _ONCE
+    return _ONCE  # exhausted after the first pass
 
 
 _ONCE = iter([{"x": np.ones((4, WIDTH), np.float32)}])
@@ -85,10 +83,6 @@ def empty() -> Iterator[Arrays]:
 def three() -> Iterator[Any]:
     x = np.ones((4, WIDTH), np.float32)
     yield x, x, x
-
-
-def a_string() -> Iterator[Any]:
-    yield "batch"
 
 
 def failing() -> Iterator[Arrays]:
@@ -122,30 +116,25 @@ def no_numbers() -> Iterator[Arrays]:
 
 
 def infinite() -> Iterator[Arrays]:
-    """Yield inputs whose sums overflow fp32."""
-    yield {"x": np.full((4, WIDTH), 3e38, np.float32)}
+    yield {"x": np.full((4, WIDTH), 3e38, np.float32)}  # the sums overflow fp32
 
 
 def large() -> Iterator[Arrays]:
-    """Yield inputs that overflow fp16."""
-    yield {"x": np.full((4, WIDTH), 1e6, np.float32)}
+    yield {"x": np.full((4, WIDTH), 1e6, np.float32)}  # overflows fp16
 
 
 def scattered() -> Iterator[Arrays]:
-    """Yield inputs around 0."""
     for x in _inputs(2, 4):
         yield {"x": x - np.float32(LEVEL)}
 
 
 def images() -> Iterator[Arrays]:
-    """Yield batches for a network of convolutions."""
     generator = np.random.default_rng(3)
     for _ in range(8):
         yield {"image": (2 + generator.standard_normal((8, 3, 16, 16))).astype(np.float32)}
 
 
 def ids() -> Iterator[Arrays]:
-    """Yield batches of tokens."""
     generator = np.random.default_rng(4)
     for _ in range(8):
         yield {"ids": generator.integers(0, 64, (8, 5))}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +26,7 @@ from waiting import until
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry
 from bf16kit.numerics.tensors import TensorSpec
+from converter.cli import run
 from converter.recovery.trainable import Loader
 
 SHIFTED = ("--model", "recovering:Shifted", "--input", "x:float32:batch,16")
@@ -43,10 +47,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recovered(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    target = tmp_path_factory.mktemp("recovered") / "m" / "1"
-    return target, process(
-        "recover", source, *SHIFTED, *_flags(), "--precision", "32-true", "--out", target
-    ).published()
+    target, out, err = tmp_path_factory.mktemp("recovered") / "m" / "1", io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run(["recover", str(source), *SHIFTED, *_flags(), "--precision", "32-true", "--out", str(target)])
+    return target, Outcome(code, out.getvalue(), err.getvalue()).published()
 
 
 def _entry(target: Path) -> RecoveryEntry:
@@ -126,11 +130,8 @@ def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, tmp_
     begun.wait()
     assert not parts.exists()
     process("recover", source, *flags, "--out", parts).refused(2, "holds an unfinished recovery", "--resume")
-    for flag, value, said in (
-        ("--seed", "1", "seed is 1 now, and was 0"),
-        ("--learning-rate", "0.1", "learning-rate is"),
-    ):
-        process("recover", source, *flags, flag, value, "--resume", "--out", parts).refused(2, f"--resume: {said}")
+    other_seed = ("--seed", "1", "--resume", "--out", parts)
+    process("recover", source, *flags, *other_seed).refused(2, "--resume: seed is 1 now, and was 0")
     other = tmp_path / "other.pt"
     torch.save({name: value + 1 for name, value in recovering.shifted().state_dict().items()}, other)
     process("recover", other, *flags, "--resume", "--out", parts).refused(2, "--resume: the sha256 of the weights")
@@ -145,19 +146,24 @@ def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, tmp_
 
 @pytest.mark.long
 def test_a_failed_recovery_is_published_only_with_allow_over_budget(source: Path, cli: Cli, tmp_path: Path) -> None:
-    """The training is complete, so the second command publishes from the checkpoint without another step."""
+    """The training is complete, so the second command publishes from the checkpoint without another step.
+
+    Jobs that may be killed at any time always start with the same command line, so --resume needs no checkpoint.
+    """
     target = tmp_path / "m" / "1"
-    flags = (*SHIFTED, *_flags(steps=2), "--budget", "relative_l2=1e-7")
-    cli("recover", source, *flags, "--out", target).refused(1, "nothing published", "relative_l2 is")
+    flags = (*SHIFTED, *_flags(steps=2), "--budget", "relative_l2=1e-7", "--resume", "--out", target)
+    cli("recover", source, *flags).refused(1, "nothing published", "relative_l2 is")
     assert not target.exists()
-    done = cli("recover", source, *flags, "--resume", "--allow-over-budget", "--out", target).published()
+    done = cli("recover", source, *flags, "--allow-over-budget").published()
     assert "not recovered, published because of --allow-over-budget" in done.out
     assert "training, steps" not in done.err
+    shutil.rmtree(target)
+    done = cli("recover", source, *flags, "--allow-over-budget").published()
+    assert "held no checkpoint, so this recovery began at step 1" in done.out
 
 
 @pytest.mark.long
 def test_a_static_scale_stays_and_fp16_computes_on_a_cpu(source: Path, cli: Cli, tmp_path: Path) -> None:
-    """fp16 cannot hold these inputs, and bf16 can."""
     target = tmp_path / "m" / "1"
     flags = (*SHIFTED, "--precision", "16-mixed", "--allow-over-budget")
     scale = ("--loss-scaling", "static=1024")
@@ -173,25 +179,20 @@ def test_a_static_scale_stays_and_fp16_computes_on_a_cpu(source: Path, cli: Cli,
 
 
 @pytest.mark.long
-def test_a_dynamic_scale_backs_off_and_grows(source: Path, cli: Cli, tmp_path: Path) -> None:
+def test_a_dynamic_scale_backs_off_and_grows_and_bf16_alone_needs_none(source: Path, cli: Cli, tmp_path: Path) -> None:
     flags = (*SHIFTED, *_flags(steps=40), "--precision", "16-mixed", "--loss-scaling", "dynamic=3")
     cli("recover", source, *flags, "--allow-over-budget", "--out", tmp_path / "m" / "1").published()
     training = _entry(tmp_path / "m" / "1").training
     assert training.scale_first == 2.0**16
     assert 0 < training.skipped < 40  # the scale doubles every third step until fp16 overflows
     assert training.scale_last != training.scale_first
-
-
-@pytest.mark.long
-def test_weights_without_an_fp32_copy_can_be_trained(source: Path, cli: Cli, tmp_path: Path) -> None:
     flags = (*SHIFTED, *_flags(steps=10), "--precision", "bf16-true", "--allow-over-budget")
-    cli("recover", source, *flags, "--out", tmp_path / "m" / "1").published()
-    assert _entry(tmp_path / "m" / "1").training.computed == "bfloat16"
+    cli("recover", source, *flags, "--out", tmp_path / "m" / "2").published()
+    assert _entry(tmp_path / "m" / "2").training.computed == "bfloat16"
 
 
 @pytest.mark.long
 def test_training_that_only_worsens_the_model_keeps_the_initial_weights(cli: Cli, tmp_path: Path) -> None:
-    """The model is fine in bf16, and the learning rate is too high: the bf16 weights stay the same, bit for bit."""
     source, plain, target = save(tmp_path / "mlp.pt", Mlp()), tmp_path / "plain" / "1", tmp_path / "m" / "1"
     cli("checkpoint", source, *MLP, "--format", "onnx", "--profile", "cpu", "--out", plain).published()
     wild = (*_flags("scattered", 4, "scattered"), "--learning-rate", "0.9", "--precision", "32-true")
@@ -234,13 +235,6 @@ def test_folded_batchnorm_and_tied_weights_are_trained_as_the_artifact_rounds_th
 
 
 @pytest.mark.long
-def test_resume_without_a_checkpoint_starts_at_step_1_and_reports_it(source: Path, cli: Cli, tmp_path: Path) -> None:
-    """Jobs that may be killed at any time always start with the same command line."""
-    flags = (*SHIFTED, *_flags(steps=1), "--resume", "--allow-over-budget", "--out", tmp_path / "m" / "1")
-    assert "held no checkpoint, so this recovery began at step 1" in cli("recover", source, *flags).published().out
-
-
-@pytest.mark.long
 def test_a_full_disk_during_training_is_reported(source: Path, tmp_path: Path) -> None:
     """The file size limit fits the artifact, but not a checkpoint with the optimiser's moments."""
     flags = (*SHIFTED, *_flags(steps=40), "--checkpoint-every", "1", "--no-report")
@@ -263,25 +257,16 @@ def test_a_checkpoint_that_cannot_be_read_is_named(source: Path, cli: Cli, tmp_p
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--steps", "0"), "0 is not in the range x>=1"),
-        (("--precision", "fp8"), "'fp8' is not one of 'bf16-mixed', 'bf16-true', '16-mixed'"),
         (("--loss-scaling", "static=1024"), "bf16 has the exponents of fp32"),
         (("--precision", "16-mixed", "--loss-scaling", "static"), "expected none, static=K"),
-        (("--precision", "16-mixed", "--loss-scaling", "dynamic=0"), "expected none, static=K"),
-        (("--learning-rate", "5"), "5.0 is not in the range 0<x<1"),
         (("--device", "tpu"), "--device tpu: "),
-        (("--device", "cuda:99"), "--device cuda:99: "),
-        (("--checkpoint-every", "0"), "0 is not in the range"),
-        (("--search",), "No such option"),
         (("--data", "recovering:absent"), "module recovering has no absent"),
         (("--data", "recovering:nothing"), "recovering:nothing: yielded nothing"),
         (("--data", "recovering:once"), "yielded nothing in pass 1; each time it is called it must return a new"),
         (("--data", "recovering:wide"), "batch 0: input 'x' has shape [4, 17]"),
         (("--data", "recovering:empty"), "batch 0: input 'x' has no elements"),
         (("--data", "recovering:three"), "batch 0: has 3 parts"),
-        (("--data", "recovering:a_string"), "batch 0: "),
         (("--data", "recovering:infinite", "--eval", "recovering:held_out"), "batch 0: the fp32 model gives NaN"),
-        (("--eval", "recovering:nothing"), "--eval recovering:nothing: yielded nothing"),
         (("--eval", "recovering:no_numbers"), "--eval recovering:no_numbers: batch 1: input 'x' holds NaN"),
         (("--eval", "recovering:exits"), "failed, batch 1: it called sys.exit('no more data')"),
         (("--eval", "recovering:failing"), f"batch 1: RuntimeError: the disk went away ({recovering.__file__}, line"),
