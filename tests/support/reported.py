@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 
 import numpy as np
 
@@ -46,10 +47,8 @@ def drifts(samples: int = 128, over: bool = False) -> dict[str, dict[str, list[S
     found = {}
     for profile, (typical, _, _) in PROFILES.items():
         factor = 2.5 if over and profile == "cuda" else 1.0
-        values = factor * typical * rng.lognormal(0, 0.25, samples)
-        found[profile] = {
-            "logits": [SampleDrift(v, v * v / 2, 3 * v, -20 * math.log10(v), 8, 8, 0) for v in values.tolist()],
-        }
+        values = (factor * typical * rng.lognormal(0, 0.25, samples)).tolist()
+        found[profile] = {"logits": [SampleDrift(v, v * v / 2, 3 * v, -20 * math.log10(v), 8, 8, 0) for v in values]}
     return found
 
 
@@ -68,6 +67,7 @@ def layers(count: int = 120) -> Layers:
     return Layers(measured=count, rows=rows, diagnosis=DiagnosisEntry(ails=True, leaves=rows[count // 2]))
 
 
+NORMALISED = "normalisation computes in fp32 with fp32 scale and bias, as in torch.autocast"
 REMEDY = RemedyEntry(
     keep_fp32=rf"^({re.escape(OFF)}|encoder\.layer\.3\.attention/Softmax)$",
     nodes=[OFF, "encoder.layer.3.attention/Softmax"],
@@ -111,39 +111,34 @@ def measurements(samples: int = 128, over: bool = False, depth: int = 120) -> Me
 
 def plan(nodes: int = 120) -> Plan:
     """Return a plan with several kinds of reasons for tensors and nodes, and a node that a search kept in fp32."""
+    bf16 = partial(PlanEntry, precision="bf16")
+    fp32 = partial(PlanEntry, precision="fp32")
     kinds = (
-        ("MatMul", "bf16", "bf16 multiplication with fp32 accumulation", "product"),
-        (
-            "Softmax",
-            "fp32",
-            "normalisation computes in fp32 with fp32 scale and bias, as in torch.autocast",
-            "normalises",
-        ),
-        ("Add", "bf16", "has a bf16 kernel", "kernel"),
-        ("Shape", "fp32", "gives int64, nothing to narrow", "no_floats"),
+        partial(bf16, op="MatMul", reason="bf16 multiplication with fp32 accumulation", code="product"),
+        partial(fp32, op="Softmax", reason=NORMALISED, code="normalises"),
+        partial(bf16, op="Add", reason="has a bf16 kernel", code="kernel"),
+        partial(fp32, op="Shape", reason="gives int64, nothing to narrow", code="no_floats"),
     )
-    cuda = [
-        PlanEntry(
-            name=f"layer{i // 4}/{op}_{i}",
-            op=op,
-            precision=precision,  # type: ignore[arg-type]  # one of its literals
-            reason=reason,
-            code=code,
-        )
-        for i, (op, precision, reason, code) in ((i, kinds[i % len(kinds)]) for i in range(nodes))
-    ]
-    kept = PlanEntry(
-        name=OFF, op="MatMul", precision="fp32", reason="kept in fp32: cuda is over budget without it", code="budget"
-    )
-    cpu = [
-        entry.model_copy(update={"precision": "fp32", "reason": "the cpu profile computes in fp32", "code": "profile"})
-        for entry in cuda
-    ]
+    cuda = [kinds[i % len(kinds)](name=f"layer{i // 4}/{i}") for i in range(nodes)]
+    cpu = [fp32(name=e.name, op=e.op, reason="the cpu profile computes in fp32", code="profile") for e in cuda]
+    kept = fp32(name=OFF, op="MatMul", reason="kept in fp32: cuda is over budget without it", code="budget")
     tensors = [
-        PlanEntry(name=n, op="MatMul", precision="bf16", reason=f"matrix of {c.count} values", code="matrix")
-        for n, c in CENSUS.items()
+        bf16(name=name, op="MatMul", reason=f"matrix of {found.count} values", code="matrix")
+        for name, found in CENSUS.items()
     ]
     return Plan(tensors=tensors, nodes={"cpu": cpu, "cuda": [*cuda, kept]})
+
+
+SIZES = {
+    "cpu.onnx": 262_000,
+    "cuda.onnx": 241_000,
+    "golden.safetensors": 9_200,
+    "measurements.json": 41_000,
+    "reference.onnx": 198_000,
+    "residual.bin": 45_300_000,
+    "weights.bf16": 45_200_000,
+    "weights.fp32": 161_000,
+}
 
 
 def manifest(samples: int = 128, over: bool = False, nodes: int = 120) -> Manifest:
@@ -186,24 +181,7 @@ def manifest(samples: int = 128, over: bool = False, nodes: int = 120) -> Manife
         plan=plan(nodes),
         budget=BUDGET,
         drift=measured,
-        files=FILES,
+        files={name: FileEntry(sha256=f"{i:x}" * 64, bytes=size) for i, (name, size) in enumerate(SIZES.items())},
         source=Source(format="huggingface", sha256="4f" * 32, bytes=90_900_000, tensors=103),
         tools={"bf16kit": "0.1.0", "onnx": "1.20.0", "onnxruntime": "1.24.1", "torch": "2.13.0"},
     )
-
-
-FILES = {
-    name: FileEntry(sha256=f"{i:x}" * 64, bytes=size)
-    for i, (name, size) in enumerate(
-        {
-            "cpu.onnx": 262_000,
-            "cuda.onnx": 241_000,
-            "golden.safetensors": 9_200,
-            "measurements.json": 41_000,
-            "reference.onnx": 198_000,
-            "residual.bin": 45_300_000,
-            "weights.bf16": 45_200_000,
-            "weights.fp32": 161_000,
-        }.items()
-    )
-}

@@ -11,7 +11,6 @@ import pytest
 import reported
 from browser import Browser
 
-from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import SpecEntry
 from converter.report.page import render
 
@@ -107,13 +106,3 @@ def test_a_very_long_hostile_name_breaks_nothing(chromium: Browser, tmp_path: Pa
     assert chromium.open(path).complaints == []
     assert chromium.evaluate("document.title").startswith("<script>")
     assert chromium.evaluate("document.documentElement.scrollWidth") == PHONE
-
-
-@pytest.mark.long
-def test_the_report_of_a_conversion_loads_without_requests(chromium: Browser, mlp: Artifact) -> None:
-    chromium.emulate_display("light", PHONE)
-    seen = chromium.open(mlp.file("report.html"))
-    assert (seen.requests, seen.complaints) == ([], [])
-    assert chromium.evaluate("document.documentElement.scrollWidth") == PHONE
-    shown = "document.querySelectorAll('svg[aria-labelledby^=samples0] use').length"
-    assert chromium.evaluate(shown) == mlp.manifest.drift["cpu"].samples

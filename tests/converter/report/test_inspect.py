@@ -28,13 +28,13 @@ HOSTILE = "<script>alert(1)</script>\x1b[31m[bold]"
 
 
 @pytest.mark.long
-def test_the_ranges_of_inputs_are_those_of_the_samples_and_are_shown(cli: Cli, tmp_path: Path, target: Path) -> None:
+def test_the_ranges_of_inputs_are_those_of_the_samples_and_are_shown(
+    cli: Cli, tmp_path: Path, onnx_file: Path, target: Path
+) -> None:
     """The weights are in C order, because only the CPU's profiles read panels."""
-    onnx.save(graphs.mlp(), tmp_path / "m.onnx")
-    flags = ("--profile", "cuda", *ONNX_ONLY)
-    width = next(dim.dim_value for dim in graphs.mlp().graph.input[0].type.tensor_type.shape.dim if dim.dim_value)
-    np.savez(tmp_path / "s.npz", x=np.linspace(-3, 7, 4 * width, dtype=np.float32).reshape(4, width))
-    cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--samples", tmp_path / "s.npz", *flags).published()
+    np.savez(tmp_path / "s.npz", x=np.linspace(-3, 7, 64, dtype=np.float32).reshape(4, 16))
+    flags = ("--samples", tmp_path / "s.npz", "--profile", "cuda", *ONNX_ONLY)
+    cli("checkpoint", onnx_file, "--out", target, *flags).published()
     said = cli("inspect", target).published().out
     assert "-3 to 7" in said
     assert "layout      C order" in said
@@ -62,6 +62,7 @@ def test_everything_is_shown_on_a_narrow_terminal_with_the_verdict_first(
         "torch, 4 tensors, 7.0 kB",
         "layout      2 of 2 bf16 tensors, 100% of their bytes, in panels of 32 columns",
         "batching    axis 0",
+        "runs with   onnxruntime 1.24 or later (cpu)",
         "[batch,16]",
         "emulated on the CPU, not verified on a device",
         "calibrated on",
@@ -88,21 +89,12 @@ def test_the_worst_slices_are_named_by_axis_and_index(cli: Cli, tmp_path: Path, 
     assert where in (target / "report.html").read_text("utf-8")
 
 
-def _hostile(path: Path) -> Path:
-    """Write a model whose names contain HTML and terminal codes; return its path."""
-    proto = graphs.model(
-        [helper.make_node("MatMul", [f"x{HOSTILE}", f"w{HOSTILE}"], [f"y{HOSTILE}"], name=f"n{HOSTILE}")],
-        [graphs.edge(f"x{HOSTILE}", ["batch", 16])],
-        [graphs.edge(f"y{HOSTILE}", ["batch", 16])],
-        [graphs.initializer(f"w{HOSTILE}", graphs.values(16, 16))],
-    )
-    onnx.save(proto, path)
-    return path
-
-
 @pytest.mark.long
 def test_names_with_markup_or_escape_codes_are_shown_as_text(cli: Cli, tmp_path: Path, target: Path) -> None:
-    done = cli("checkpoint", _hostile(tmp_path / "m.onnx"), "--out", target).published()
+    node = helper.make_node("MatMul", [f"x{HOSTILE}", f"w{HOSTILE}"], [f"y{HOSTILE}"], name=f"n{HOSTILE}")
+    edges = [graphs.edge(f"x{HOSTILE}", ["batch", 16])], [graphs.edge(f"y{HOSTILE}", ["batch", 16])]
+    onnx.save(graphs.model([node], *edges, [graphs.initializer(f"w{HOSTILE}", graphs.values(16, 16))]), tmp_path / "m")
+    done = cli("checkpoint", tmp_path / "m", "--out", target).published()
     page = (target / "report.html").read_text()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
@@ -112,7 +104,7 @@ def test_names_with_markup_or_escape_codes_are_shown_as_text(cli: Cli, tmp_path:
     as_json = cli("inspect", target, "--json").published().out
     assert "\x1b" not in as_json
     assert json.loads(as_json)["inputs"][0]["name"] == f"x{HOSTILE}"
-    command = ("checkpoint", tmp_path / "m.onnx", "--out", tmp_path / "2", "--no-search", "--budget")
+    command = ("checkpoint", tmp_path / "m", "--out", tmp_path / "2", "--no-search", "--budget")
     assert "\x1b" not in cli(*command, "relative_l2=1e-9").refused(1, "\\x1b[31m").err
 
 
@@ -158,7 +150,6 @@ def test_the_drift_table_shows_the_judged_value_and_whether_it_is_within_budget(
 
 
 def test_islands_are_found_by_their_codes_whatever_their_reasons_say(mlp: Artifact) -> None:
-    """Finding 13: a reason is a sentence for people, so no code may depend on its words."""
     shape = PlanEntry(name="s", op="Shape", precision="fp32", reason="gives int64", code="no_floats")
     norm = PlanEntry(name="n", op="Softmax", precision="fp32", reason="leaves nothing to narrow", code="normalises")
     cpu = PlanEntry(name="c", op="MatMul", precision="fp32", reason="computes in fp32", code="profile")
