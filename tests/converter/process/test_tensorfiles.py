@@ -8,51 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from mapped import deleted_kb
-from peaks import measured_alone
 from torch import nn
 
 from converter.process.tensorfiles import TensorFiles
+from converter.write.torchscript import narrowed
 
 SIDE = 1024  # a square of fp32 is 4 MiB
-
-MEASURE = """
-import sys
-from pathlib import Path
-import torch
-from converter.write.torchscript import narrowed
-from converter.process.memory import map_large_blocks
-from converter.process.tensorfiles import TensorFiles
-from peaks import anonymous, peak_anonymous
-from torch import nn
-map_large_blocks()  # as the command line does
-make = lambda: nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
-scratch = Path(sys.argv[1])
-with TensorFiles(scratch), narrowed(nn.Linear(512, 512).half().float(), scratch):
-    pass  # torch is in memory from here on
-before = anonymous()
-with peak_anonymous() as peak:
-    with TensorFiles(scratch):
-        module = make() if sys.argv[2] != "widened" else make().half().float()
-    if sys.argv[2] == "narrowed":
-        with narrowed(module, scratch):
-            pass
-print(peak.bytes - before, 8 * 4 * 2048 * 2048)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "in_memory", "at_least", "below"),
-    [("made", False, 0.0, 0.2), ("narrowed", False, 0.0, 0.2), ("widened", False, 0.0, 0.2), ("made", True, 0.9, 2.0)],
-)
-def test_a_module_is_not_held_in_memory(
-    tmp_path: Path, kind: str, in_memory: bool, at_least: float, below: float
-) -> None:
-    """The weights take 134 MB. If the file system is itself in memory, they stay in torch's memory."""
-    directory = "/dev/shm" if in_memory else str(tmp_path)
-    peak, size = map(int, measured_alone(MEASURE, directory, kind).split())
-    assert at_least <= peak / size < below, f"{peak / size:.2f} times the weights"
-    assert list(tmp_path.iterdir()) == []
 
 
 def built(directory: Path | None, make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
@@ -108,7 +69,7 @@ def test_what_shares_memory_still_does(tmp_path: Path) -> None:
     assert tensor[0, 0] == tensor[1, 0] == 1.0
 
 
-def test_a_file_is_deleted_with_its_tensor_and_without_one_it_is_in_memory(tmp_path: Path) -> None:
+def test_a_file_is_deleted_with_its_tensor(tmp_path: Path) -> None:
     before = deleted_kb()
     with TensorFiles(tmp_path):
         tensor = torch.ones(SIDE, SIDE)
@@ -116,7 +77,20 @@ def test_a_file_is_deleted_with_its_tensor_and_without_one_it_is_in_memory(tmp_p
     assert deleted_kb() >= before + 4 * 1024
     del tensor
     assert deleted_kb() == before
-    with TensorFiles(tmp_path / "nothing"):
+
+
+@pytest.mark.parametrize("directory", ["/dev/shm", "/nowhere"])
+def test_without_a_directory_on_a_disk_tensors_stay_in_memory(directory: str) -> None:
+    before = deleted_kb()
+    with TensorFiles(Path(directory)):
         tensor = torch.ones(SIDE, SIDE)
     assert deleted_kb() == before
     assert tensor[-1, -1] == 1.0
+
+
+def test_matrices_that_are_rounded_for_torchscript_are_in_files(tmp_path: Path) -> None:
+    before = deleted_kb()
+    with narrowed(nn.Linear(SIDE, SIDE), tmp_path) as module:
+        assert module.get_parameter("weight").dtype is torch.bfloat16
+        assert deleted_kb() >= before + 2 * 1024
+    assert deleted_kb() == before
