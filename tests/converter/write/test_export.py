@@ -62,21 +62,17 @@ def test_tensors_that_no_shard_of_the_source_names_go_into_the_last(tmp_path: Pa
     ("name", "said"),
     [("odd", "exported values that differ from the source's rounded values"), ("vector", "is not exported unchanged")],
 )
-def test_one_wrong_bit_is_found_by_reading_back(tmp_path: Path, name: str, said: str) -> None:
+def test_one_wrong_bit_and_a_missing_tensor_are_found_by_reading_back(tmp_path: Path, name: str, said: str) -> None:
     done = _written(tmp_path)
     check_export(tmp_path, done, CHECKPOINT, ROUNDING)
+    with pytest.raises(ConversionError, match="'more' is missing from either the checkpoint or its export"):
+        check_export(tmp_path, done, CHECKPOINT | {"more": np.ones(1)}, ROUNDING)
     path = tmp_path / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[done.tensors[name].offset] ^= 1
     path.write_bytes(data)
     with pytest.raises(ConversionError, match=f"tensor '{name}'.*{said}"):
         check_export(tmp_path, done, CHECKPOINT, ROUNDING)
-
-
-def test_a_missing_tensor_is_reported(tmp_path: Path) -> None:
-    done = _written(tmp_path)
-    with pytest.raises(ConversionError, match="'more' is missing from either the checkpoint or its export"):
-        check_export(tmp_path, done, CHECKPOINT | {"more": np.ones(1)}, ROUNDING)
 
 
 def test_a_truncated_file_is_reported_as_damaged(tmp_path: Path) -> None:

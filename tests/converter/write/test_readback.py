@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from architectures import Cnn, save
-from converting import ONNX_ONLY, Cli
+from converting import Cli
 from safetensors.torch import load_file
 
 import graphs
@@ -48,17 +47,6 @@ def test_a_folded_scale_is_multiplied_in_before_rounding() -> None:
     stored = to_bf16((values.astype(np.float64) * scale).astype(np.float32))
     assert not misrounded(values, stored, Rounding(), scale.astype(np.float32)).any()
     assert misrounded(values, stored, Rounding(), (scale * (1 + 1e-3)).astype(np.float32)).mean() > 0.1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("given", [(), ("--no-residual",), ("--keep-fp32", "features"), ("--subnormals", "flush")])
-def test_correct_conversions_with_folded_weights_pass(
-    cli: Cli, target: Path, tmp_path: Path, given: tuple[str, ...]
-) -> None:
-    source = save(tmp_path / "cnn.pt", Cnn())
-    arguments = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16")
-    out = cli("checkpoint", source, "--out", target, *arguments, *ONNX_ONLY, *given).published().out
-    assert ("the checkpoint cannot be restored" in out) == (given == ("--no-residual",))
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,6 @@ from torch import nn
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import Array, TensorSpec
-from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime
 from converter.read import scripted
 from converter.read.onnx_export import adapt
@@ -86,8 +86,7 @@ def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(tmp_path: Path) -
     found = dtypes(tmp_path / "m.pt")
     assert found["features.0.weight"] is torch.bfloat16
     assert found["head.bias"] is torch.bfloat16  # Linear needs weight and bias of one dtype
-    assert found["features.1.weight"] is torch.float32
-    assert found["features.1.running_var"] is torch.float32
+    assert found["features.1.weight"] is found["features.1.running_var"] is torch.float32
 
 
 @pytest.mark.long
@@ -107,8 +106,6 @@ def test_the_same_model_gives_the_same_bytes_whatever_was_written_before(tmp_pat
 
 
 class Picky(Mlp):
-    """A module that runs in fp32 alone."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.up.weight.dtype is not torch.float32:
             raise TypeError("float32 or nothing")
@@ -139,8 +136,6 @@ def test_a_module_that_torch_cannot_write_is_reported_and_no_file_is_left(
 
 
 class Recurrent(nn.Module):
-    """x [batch, steps, 16] → a projection, a recurrent layer, a second projection."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.up, self.layer, self.down = nn.Linear(16, 16), layer, nn.Linear(16, 8)
@@ -170,7 +165,6 @@ class Stepped(nn.Module):
     [
         (lambda: nn.LSTM(16, 16, batch_first=True), "torchscript"),
         (lambda: nn.LSTM(16, 16, batch_first=True), "pt2"),
-        (lambda: nn.GRU(16, 16, batch_first=True), "torchscript"),
         (Stepped, "torchscript"),
     ],
 )
@@ -194,19 +188,16 @@ def test_the_source_module_is_unchanged_afterwards(
     module = seeded(torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)))
     model = adapt(module, IDS)
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in module.state_dict().items()}
+    if fails:
+        monkeypatch.setattr(torch.jit, "save", lambda *_: 1 / 0)
     with torch.no_grad():
         expected = model.module(*model.example)[0]
-        if fails:
-            monkeypatch.setattr(torch.jit, "save", lambda *_: 1 / 0)
-            with pytest.raises(ConversionError, match="ZeroDivisionError"):
-                TRACED["torchscript"].write(model, tmp_path / "m.pt")
-        else:
+        with pytest.raises(ConversionError, match="ZeroDivisionError") if fails else contextlib.nullcontext():
             TRACED["torchscript"].write(model, tmp_path / "m.pt")
-        found = model.module(*model.example)[0]
+        assert torch.equal(model.module(*model.example)[0], expected)
     for name, tensor in module.state_dict().items():
         assert tensor.data_ptr() == before[name][0]
         assert torch.equal(tensor, before[name][1])
-    assert torch.equal(found, expected)
     hooks = [(part._forward_hooks, part._forward_pre_hooks) for part in module.modules()]  # noqa: SLF001 -- torch lists them nowhere
     assert not any(itertools.chain(*hooks))
 
@@ -269,14 +260,6 @@ class TestTorchScriptSource:
         ids = np.arange(20).reshape(5, 4)
         assert 0 < distance(run(tmp_path / "bf16.pt", IDS, ids, native), script, ids) < 1e-2
         assert all(torch.equal(tensor, before[name]) for name, tensor in script.state_dict().items())
-
-    def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(self, tmp_path: Path) -> None:
-        narrow_script(scripted.load(save(tmp_path / "m.pt", Cnn(), torch.ones(2, 3, 16, 16))), tmp_path / "bf16.pt")
-        module: Any = torch.jit.load(str(tmp_path / "bf16.pt"))  # type: ignore[no-untyped-call]  # torch's own
-        floats = [each for each in scriptgraph.tensors(module, module.graph) if each.is_floating_point()]
-        by_dtype = {(tensor.ndim, tensor.dtype) for tensor in floats}
-        assert {found for found in by_dtype if found[0] > 1} == {(4, torch.bfloat16), (2, torch.bfloat16)}
-        assert (1, torch.float32) in by_dtype
 
     def test_a_module_without_products_is_rejected(self, tmp_path: Path) -> None:
         script = scripted.load(save(tmp_path / "m.pt", nn.LayerNorm(16), torch.ones(2, 16)))
