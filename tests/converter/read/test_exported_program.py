@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import exportedfiles as files
-import numpy as np
 import pytest
 import torch
 from architectures import Cnn, Counting, Mlp, Tied, seeded
 from converting import ONNX_ONLY, Cli, process
-from safetensors.numpy import load_file
+from restored import assert_restored
 from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.torchruntimes import load_program
 from converter.read.exportedprogram import ProgramModule, program_inputs
 
@@ -30,9 +28,7 @@ def written(directory: Path, module: torch.nn.Module, *example: Any, **named: An
 
 
 @pytest.mark.long
-def test_a_program_is_converted_and_restored_and_gives_the_outputs_of_torch(
-    cli: Cli, tmp_path: Path, target: Path
-) -> None:
+def test_a_program_is_converted_and_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
     module = seeded(Cnn()).eval()
     source = written(tmp_path, module, torch.ones(2, 3, 16, 16))
     cli("checkpoint", source, "--out", target, TRUSTED).published()
@@ -40,30 +36,19 @@ def test_a_program_is_converted_and_restored_and_gives_the_outputs_of_torch(
     assert set(artifact.manifest.profiles) == {"cpu", "cuda"}
     assert artifact.manifest.source.format == "torch-export"
     assert artifact.manifest.inputs[0].spec() == TensorSpec("x", "float32", ("batch", 3, 16, 16))
-    assert artifact.manifest.oracle is not None
-    assert artifact.manifest.oracle.checked
-    x = np.random.default_rng(1).standard_normal((3, 3, 16, 16), np.float32)
-    with torch.inference_mode():
-        expected = module(torch.from_numpy(x)).numpy()
-    (answer,) = load_reference(artifact).run({"x": x}).values()
-    assert np.allclose(answer, expected, rtol=1e-5, atol=1e-5)
-    (rounded,) = load(artifact, "cpu").run({"x": x}).values()
-    assert np.linalg.norm(rounded - expected) / np.linalg.norm(expected) < 1e-2
-
     cli("restore", target, "--out", tmp_path / "back.safetensors").published()
-    back = load_file(tmp_path / "back.safetensors")
-    for name, tensor in module.state_dict().items():
-        assert back[name].tobytes() == tensor.numpy().tobytes(), name
+    state = {name: tensor.numpy() for name, tensor in module.state_dict().items()}
+    assert_restored(tmp_path / "back.safetensors", state)
 
 
 @pytest.mark.long
 def test_dimensions_may_be_named_and_fixed_with_input(cli: Cli, tmp_path: Path, target: Path) -> None:
     source = written(tmp_path, seeded(Mlp()), torch.ones(2, 16))
-    cli("checkpoint", source, "--out", target, TRUSTED, "--input", "x:float32:rows,16", *ONNX_ONLY).published()
-    assert Artifact.open(target).manifest.inputs[0].shape == ["rows", 16]
+    command = ("checkpoint", source, TRUSTED, *ONNX_ONLY, "--out", target, "--input")
     for wrong in ("x:float32:rows,17", "x:int64:rows,16", "y:float32:rows,16"):
-        other = target.with_name("2")
-        cli("checkpoint", source, "--out", other, TRUSTED, "--input", wrong, *ONNX_ONLY).refused(2, "--input ")
+        cli(*command, wrong).refused(2, "--input ")
+    cli(*command, "x:float32:rows,16").published()
+    assert Artifact.open(target).manifest.inputs[0].shape == ["rows", 16]
 
 
 @pytest.mark.long

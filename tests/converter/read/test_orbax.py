@@ -40,9 +40,6 @@ def _steps(root: Path, *names: str) -> Path:
     return root
 
 
-# --- which directory --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("items", "more", "found"),
     [
@@ -99,11 +96,7 @@ def test_a_step_without_arrays_is_rejected(tmp_path: Path) -> None:
         locate(tmp_path, None, None)
 
 
-# --- its arrays -------------------------------------------------------------------------------------------------------
-
-
 def _read(item: Path) -> dict[str, np.ndarray]:
-    pytest.importorskip("tensorstore", reason="the extra `jax` is not installed")
     return read_item(item, lambda _: True, item.parent)[0]
 
 
@@ -153,13 +146,8 @@ _ZARRAY = "w/.zarray"
     [
         (_ZARRAY, b'"shape":[4,3]', b'"shape":[4,4]', 'w/0.1" is missing'),
         (_ZARRAY, b'"shape":[4,3]', b'"shape":[1099511627776,1099511627776]', "its tensors claim 4835703278458.5 TB"),
-        (_ZARRAY, b'"shape":[4,3]', b'"shape":[-4,3]', "but received: -4"),
-        (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[4,3,1]', "Array has length 3 but should have length 2"),
         (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[35184372088832,1]', "its tensors claim 140.7 TB, but its files have"),
         (_ZARRAY, b'"<f4"', b'"<c8"', "array 'w' has the unknown dtype 'complex64'; known: bool, int8"),
-        (_ZARRAY, b'"<f4"', b'"<f8"', "Not enough data"),
-        (_ZARRAY, b'"zstd"', b'"lzma"', '"lzma" is not registered'),
-        (_ZARRAY, b"{", b"[", "Invalid JSON"),
         ("w/0.0", b"", b"", "Truncated Zstd-compressed stream"),
         ("_METADATA", b'"tree_metadata"', b'"tree"', "does not list the checkpoint's arrays as Orbax does"),
         ("_METADATA", b'"w"', b'"v"', "array 'v' is in the checkpoint's list, but not in its files"),
@@ -177,17 +165,15 @@ def test_a_damaged_array_in_its_own_folder_is_rejected(
         _read(item)
     assert said in str(refused.value)
     assert str(item) in str(refused.value)
-    assert len(str(refused.value)) < 600
 
 
-@pytest.mark.parametrize("damage", ["empty manifest", "truncated manifest", "no nodes", "changed nodes"])
-def test_a_damaged_tree_is_rejected(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damaged", ["manifest.ocdbt", "d/*"])
+def test_a_damaged_tree_is_rejected(tmp_path: Path, damaged: str) -> None:
     item = _write(tmp_path / "item", LEAVES, ocdbt=True)
-    manifest = item / "manifest.ocdbt"
-    for node in [manifest] if "manifest" in damage else list((item / "d").iterdir()):
+    for node in item.glob(damaged):
         content = bytearray(node.read_bytes())
         content[len(content) // 2] ^= 0xFF
-        node.write_bytes({"truncated": content[:-30], "changed": content}.get(damage.split()[0], bytearray()))
+        node.write_bytes(content)
     with pytest.raises(SourceError, match=r"item: .*cannot be read; damaged, or an incomplete copy: \S"):
         _read(item)
 

@@ -92,12 +92,9 @@ def test_torchs_legacy_format_is_read_if_it_is_trusted(tmp_path: Path) -> None:
     ("what", "said"),
     [
         ([torch.ones(2)], "holds a list, expected a state dict"),
-        (torch.ones(2), "holds a Tensor, expected a state dict"),
         ({}, "holds no tensors at its top level, nor under 'state_dict'; it has nothing"),
-        ({"epoch": 3, "lr": 0.1}, "it has epoch, lr"),
         ({"w": torch.ones(2, dtype=torch.complex64)}, "tensor 'w' has the unknown dtype complex64"),
         ({"w": torch.ones(2, 2).to_sparse()}, r"tensor 'w' has the unknown dtype float32 \(torch.sparse_coo\)"),
-        ({"w": torch.ones(2).to(torch.float8_e4m3fn)}, "tensor 'w' has the unknown dtype float8_e4m3fn"),
         ({"w": torch.ones(2, device="meta")}, "tensor 'w' .*meta"),
     ],
 )
@@ -106,7 +103,7 @@ def test_files_without_a_state_dict_of_plain_tensors_are_rejected(tmp_path: Path
         _read(_saved(tmp_path / "m.pt", what))
 
 
-@pytest.mark.parametrize("share", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.3, 0.999])
 def test_a_truncated_archive_is_rejected(tmp_path: Path, share: float) -> None:
     whole = _saved(tmp_path / "m.pt", {"w": torch.ones(500)}).read_bytes()
     (tmp_path / "cut.pt").write_bytes(whole[: int(len(whole) * share)])
@@ -120,9 +117,6 @@ def test_the_file_is_mapped_and_never_written(tmp_path: Path) -> None:
     read = _read(path)["w"]
     np.copyto(read, 5)
     assert path.read_bytes() == before
-
-
-# --- torch files whose records do not match their pickles --------------------
 
 
 Change = Callable[[str, bytes], bytes]
@@ -145,9 +139,11 @@ def _values(path: Path) -> dict[str, Any]:
 STATE = {"a": torch.arange(4.0), "b": torch.arange(100.0), "none": torch.zeros(0)}
 
 
-def test_an_uncompressed_archive_of_another_zip_writer_is_read(tmp_path: Path) -> None:
-    path = _rewritten(_saved(tmp_path / "m.pt", STATE), lambda name, content: content)
-    assert _values(path) == {name: tensor.tolist() for name, tensor in STATE.items()}
+def test_an_uncompressed_archive_of_another_zip_writer_and_views_of_one_storage_are_read(tmp_path: Path) -> None:
+    whole = torch.arange(20.0)
+    state = STATE | {"part": whole[3:7], "turned": whole.view(4, 5).T}
+    path = _rewritten(_saved(tmp_path / "m.pt", state), lambda name, content: content)
+    assert _values(path) == {name: tensor.tolist() for name, tensor in state.items()}
 
 
 @pytest.mark.parametrize("record", ["/data.pkl", "/data/0"])
@@ -163,19 +159,10 @@ def test_a_record_that_extends_beyond_the_end_of_the_file_is_rejected(tmp_path: 
         _values(path)
 
 
-def test_views_of_one_storage_are_read(tmp_path: Path) -> None:
-    whole = torch.arange(20.0)
-    read = _values(_saved(tmp_path / "m.pt", {"a": whole[3:7], "b": whole.view(4, 5).T}))
-    assert read == {"a": [3.0, 4.0, 5.0, 6.0], "b": whole.view(4, 5).T.tolist()}
-
-
-@pytest.mark.parametrize("record", ["/data/0", "/data/1"])
 @pytest.mark.parametrize("change", [lambda data: data[:-4], lambda data: data + bytes(4), lambda data: b""])
-def test_a_record_of_another_length_than_its_tensor_is_rejected(
-    tmp_path: Path, record: str, change: Callable[[bytes], bytes]
-) -> None:
+def test_a_record_that_is_shorter_or_longer_is_rejected(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
     path = _saved(tmp_path / "m.pt", STATE)
-    changed = _rewritten(path, lambda name, content: change(content) if name.endswith(record) else content)
+    changed = _rewritten(path, lambda name, content: change(content) if name.endswith("/data/1") else content)
     with pytest.raises(SourceError, match=r"changed\.pt: "):
         _values(changed)
 

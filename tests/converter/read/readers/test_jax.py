@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from hashlib import sha256
@@ -68,7 +67,6 @@ def _write(path: Path, given: Mapping[str, Any]) -> Path:
 
 @pytest.fixture
 def rules(tmp_path: Path) -> Path:
-    """Return a file of rules for ``architectures.Mlp``."""
     (tmp_path / "rules.yaml").write_text(RULES)
     return tmp_path / "rules.yaml"
 
@@ -96,27 +94,12 @@ def test_rules_fill_the_model_and_samples_confirm_it(
     cli("verify", target, "--samples", tmp_path / "s.npz").published()  # verify ignores the outputs
 
 
-@pytest.mark.long
 def test_without_rules_a_template_of_them_is_printed(cli: Cli, target: Path, mlp_msgpack: Path) -> None:
-    """Its lists show both sides with their shapes. Completed, it is a file for --map."""
     refused = cli("checkpoint", mlp_msgpack, *MLP, "--out", target)
     refused.refused(2, "5 of its 5 leaves match no tensor of the model", "complete the rules", "--map")
-    assert not target.exists()
     assert "# params.up.kernel [16, 64]      up.weight [64, 16]" in refused.out.splitlines()
-    text = refused.out
-    for leaf, action in (
-        ("params.up.kernel", "to: up.weight, steps: [{transpose: [1, 0]}]"),
-        ("params.up.bias", "to: up.bias, steps: []"),
-        ("params.down.kernel", "to: down.weight, steps: [{transpose: [1, 0]}]"),
-        ("params.down.bias", "to: down.bias, steps: []"),
-        ("step", "drop: true"),
-    ):
-        line = f"- {{match: '{leaf.replace('.', chr(92) + '.')}', to: '', steps: []}}"
-        assert line in text.splitlines()
-        text = text.replace(line, line.replace("to: '', steps: []", action))
-    rules = target.parents[2] / "completed.yaml"
-    rules.write_text(text)
-    cli("checkpoint", mlp_msgpack, *MLP, "--map", rules, "--out", target).published()
+    assert r"- {match: 'params\.up\.kernel', to: '', steps: []}" in refused.out.splitlines()
+    assert not target.exists()
 
 
 def test_samples_with_other_outputs_reject_a_map(
@@ -134,10 +117,9 @@ def test_samples_with_other_outputs_reject_a_map(
 def test_a_kernel_of_a_convolution_is_stored_once_and_exported_in_jaxs_layout(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
-    """HWIO kernels are stored as OIHW, and restored as HWIO."""
     conv = seeded(torch.nn.Conv2d(3, 64, 3)).state_dict()
     params = {"kernel": conv["weight"].permute(2, 3, 1, 0).contiguous().numpy(), "bias": conv["bias"].numpy()}
-    source = _write(tmp_path / "conv.msgpack", {"params": params, "opt_state": {"mu": np.zeros(7, np.float32)}})
+    source = _write(tmp_path / "conv.msgpack", {"params": params})
     (tmp_path / "rules.yaml").write_text(
         "rules:\n- {match: 'params\\.kernel', to: weight, steps: [{transpose: [3, 2, 0, 1]}]}\n"
         "- {match: 'params\\.bias', to: bias}\n"
@@ -145,8 +127,7 @@ def test_a_kernel_of_a_convolution_is_stored_once_and_exported_in_jaxs_layout(
     built = '{"in_channels": 3, "out_channels": 64, "kernel_size": 3}'
     model = ("--model", "torch.nn:Conv2d", "--model-args", built, "--input", "x:float32:batch,3,16,16")
     arguments = (*model, "--map", tmp_path / "rules.yaml", "--no-report")
-    done = cli("checkpoint", source, *arguments, "--format", "onnx", "--out", target).published()
-    assert "the training state under opt_state was left out (1)" in " ".join(done.out.split())
+    cli("checkpoint", source, *arguments, "--format", "onnx", "--out", target).published()
     entries = {entry.name: entry for entry in Artifact.open(target).manifest.checkpoint}
     assert entries["params.kernel"].permutation == [2, 3, 1, 0]
     assert Artifact.open(target).manifest.files["residual.bin"].bytes < params["kernel"].nbytes
@@ -167,28 +148,22 @@ def _given(target: Path) -> list[tuple[str, str, str]]:
 
 @pytest.mark.long
 def test_an_onnx_graph_can_be_the_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """Its MatMuls take [in, out], as JAX does. All of its own weights are replaced."""
     model = graphs.mlp()
-    weights = graphs.weights_of(model)
     onnx.save(model, tmp_path / "graph.onnx")
-    rng = np.random.default_rng(5)
-    own = {name: rng.standard_normal(array.shape).astype(np.float32) for name, array in weights.items()}
+    own = {name: array[::-1].copy() for name, array in graphs.weights_of(model).items()}
     given = {"params": {f"layer_{i}": {"kernel": own[f"w{i}"], "bias": own[f"b{i}"]} for i in range(2)}}
     source = _write(tmp_path / "m.msgpack", given)
-    x = rng.standard_normal((3, weights["w0"].shape[0])).astype(np.float32)
-    expected = np.maximum(x @ own["w0"] + own["b0"], 0) @ own["w1"] + own["b1"]
-    np.savez(tmp_path / "s.npz", x=x, y=expected)
+    expected = np.maximum(X @ own["w0"] + own["b0"], 0) @ own["w1"] + own["b1"]
     (tmp_path / "rules.yaml").write_text(
         "rules:\n"
         "- {match: 'params\\.layer_(.)\\.kernel', to: 'w\\1'}\n"
         "- {match: 'params\\.layer_(.)\\.bias', to: 'b\\1'}\n"
     )
-    arguments = ("--model", tmp_path / "graph.onnx", "--samples", tmp_path / "s.npz", *ONNX_ONLY)
-    cli("checkpoint", source, *arguments, "--out", target).refused(2, "4 of its 4 leaves match no tensor")
-    cli("checkpoint", source, *arguments, "--map", tmp_path / "rules.yaml", "--out", target).published()
+    arguments = ("--model", tmp_path / "graph.onnx", "--map", tmp_path / "rules.yaml", *ONNX_ONLY)
+    cli("checkpoint", source, *arguments, "--out", target).published()
     digest = sha256((tmp_path / "graph.onnx").read_bytes()).hexdigest()
     assert _given(target)[0] == ("--model", "graph.onnx", digest)
-    found = load_reference(Artifact.open(target)).run({"x": x})["y"]
+    found = load_reference(Artifact.open(target)).run({"x": X})["y"]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     assert_restored(tmp_path / "fp32.safetensors", _flat(given))
@@ -204,12 +179,10 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     arguments = (*MLP, "--map", tmp_path / "rules.yaml")
     cli("checkpoint", tmp_path / "m.pt", *arguments, "--out", target).published()
     rules = (tmp_path / "rules.yaml").read_bytes()
-    digest, size = sha256(rules).hexdigest(), len(rules)
+    digest = sha256(rules).hexdigest()
     assert _given(target) == [("--map", "rules.yaml", digest)]
     assert Artifact.open(target).manifest.schema_version == 7
-    assert f"--map       rules.yaml, {size} bytes, sha256 {digest}" in cli("inspect", target).published().out
-    told = json.loads(cli("inspect", target, "--json").published().out)["given"]
-    assert told == [{"option": "--map", "name": "rules.yaml", "sha256": digest, "bytes": size}]
+    assert f"--map       rules.yaml, {len(rules)} bytes, sha256 {digest}" in cli("inspect", target).published().out
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     wanted = {f"net.{name.replace('up', 'first')}": tensor.numpy() for name, tensor in state.items()}
     assert_restored(tmp_path / "fp32.safetensors", wanted)
@@ -242,9 +215,7 @@ def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, targe
         ((), "holds weights but no architecture; name it with --model pkg.mod:factory"),
         (("--model", "architectures:Mlp", "--map", "{rules}"), "--input NAME:DTYPE:DIMS, for example"),
         (("--model", "architectures:Mlp", "--step", "3"), "--step: is for Orbax checkpoints"),
-        (("--model", "architectures:Mlp", "--item", "x"), "--item: is for Orbax checkpoints"),
         (("--model", "architectures:Mlp", "--map", "absent.yaml"), "--map absent.yaml: cannot be read: No such file"),
-        (("--model", "architectures:Cnn"), "5 of its 5 leaves match no tensor of the model by name and shape"),
     ],
 )
 def test_missing_or_wrong_options_are_rejected(
@@ -287,20 +258,16 @@ def _array(shape: Any, dtype: Any, data: Any) -> bytes:
     return packed({"w": 0})[:-1] + extension(1, packed([shape, dtype, data]))
 
 
-_PARTS = {"__msgpack_chunked_array__": True, "shape": {"0": 12}, "chunks": {"0": W.reshape(-1)}}
+_PARTS = {"__msgpack_chunked_array__": True, "chunks": {"0": W.reshape(-1)}}
 _WRONG: dict[str, tuple[bytes, str]] = {
     "cut": (packed({"w": W})[:-5], "incomplete input"),
     "too many keys": (b"\xdf\xff\xff\xff\xff\xa1w", "4294967295 exceeds max_map_len"),
-    "a shape that lies": (_array([3, 5], "float32", W.tobytes()), "cannot reshape array of size 12"),
     "a shape beyond memory": (_array([2**40, 2**40], "float32", b""), "cannot reshape"),
-    "bytes of half a number": (_array([1], "float32", bytes(7)), "buffer size must be a multiple"),
     "objects": (_array([1], "object", bytes(8)), "unknown dtype 'object'; known: bool, int8"),
     "no array inside": (b"\x81\xa1w" + extension(1, b"\x07"), "truncated or damaged"),
     "two of one name": (packed({"a.b": W, "a": {"b": W}}), "two arrays are called 'a.b'"),
-    "no UTF-8": (b"\x81\xa2\xff\xfe\x01", "can't decode byte"),
     "deep": (b"\x81\xa1w" * 5000 + b"\x01", "truncated or damaged"),
-    "parts without a shape": (packed({"w": {k: v for k, v in _PARTS.items() if k != "shape"}}), "'shape'"),
-    "parts too short": (packed({"w": _PARTS | {"shape": {"0": 13}}}), "cannot reshape array of size 12"),
+    "parts without a shape": (packed({"w": _PARTS}), "'shape'"),
 }
 
 

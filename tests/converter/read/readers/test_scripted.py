@@ -74,26 +74,18 @@ def test_inputs_are_matched_by_name_and_outputs_are_named_by_their_keys_or_field
     inputs = ("--input", "b:float32:batch,16", "--input", "a:float32:batch,16", "--trust-code")
     cli("checkpoint", path, *inputs, *_BOTH, "--out", target).published()
     artifact = Artifact.open(target)
-    assert [entry.name for entry in artifact.manifest.inputs] == ["a", "b"]
     with torch.no_grad():
         expected = seeded(Named())(X, 2 * X)
     for profile in ("cpu", "torchscript"):
         answered = load(artifact, profile).run({"a": X.numpy(), "b": 2 * X.numpy()})
-        assert set(answered) == {"scores", "embedding"}
+        assert answered.keys() == expected.keys()
         for name, tensor in expected.items():
             np.testing.assert_allclose(answered[name], tensor.numpy(), atol=0.1)
 
 
-class Counting(nn.Module):
-    """A module without any fp32 number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: torch.Tensor
-        self.register_buffer("steps", torch.arange(16))
-
+class WholeNumbers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.steps
+        return x + 1
 
 
 _INPUT = ["--input", "x:float32:batch,16"]
@@ -106,7 +98,7 @@ _INPUT = ["--input", "x:float32:batch,16"]
         (Mlp, [*_INPUT, "--input", "y:float32:batch"], 2, "--input: given 2 times, but the module takes 1: x"),
         (Mlp, ["--input", "x:float32:batch,17"], 3, "on an example input (x[2, 17]): RuntimeError: mat1 and mat2"),
         (Deciding, _INPUT, 3, "no ONNX graph can be made of it: prim::If depends on values in a tensor"),
-        (Counting, _INPUT, 3, "holds no fp32 weights, so there is nothing to convert"),
+        (WholeNumbers, _INPUT, 3, "holds no fp32 weights, so there is nothing to convert"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_converted_is_rejected_with_the_reason(
@@ -123,9 +115,6 @@ def test_a_program_is_not_loaded_unless_its_author_is_trusted(cli: Cli, tmp_path
     said = ("m.pt: is a TorchScript file", "whoever writes it decides what runs", "pass --trust-code if you trust them")
     cli("checkpoint", path, *_INPUT, "--out", target).refused(2, *said)
     cli("checkpoint", path, *_INPUT, "--out", target, "--trust-pickle", *ONNX_ONLY).published()  # the option's old name
-
-
-# --- reading the file -------------------------------------------------------------------------------------------------
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:

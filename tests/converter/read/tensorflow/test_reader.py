@@ -117,7 +117,6 @@ def test_a_model_that_is_a_program_is_loaded_only_with_trust(
         ("os.abort()", 3, "TensorFlow's process was killed by SIGABRT (out of memory?)"),
         ("print('no libcuda', file=sys.stderr); sys.exit(1)", 3, "ended with exit code 1; its last output: no libcuda"),
         ("reply(error=('usage', 'has no signature'))", 2, "saved: has no signature"),
-        ("reply(error=('source', 'truncated or damaged: TensorFlow says'))", 2, "saved: truncated or damaged"),
         ("reply(error=('conversion', 'tf2onnx cannot translate it'))", 3, "saved: tf2onnx cannot translate it"),
     ],
 )
@@ -144,9 +143,7 @@ def test_a_failure_on_a_random_sample_is_recorded(cli: Cli, model: Model, target
     oracle = Artifact.open(target).manifest.oracle
     assert oracle is not None
     assert not oracle.checked
-    assert oracle.how.endswith(
-        "TensorFlow failed on it: TensorFlow's process ended with exit code 1; its last output: indices[0] = 9"
-    )
+    assert oracle.how.endswith("ended with exit code 1; its last output: indices[0] = 9")
 
 
 def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
@@ -173,7 +170,6 @@ def test_the_commands_install_the_versions_that_are_tested() -> None:
     ("text", "said"),
     [
         (None, "cannot be run as a Python"),
-        ("no program", "cannot be run as a Python"),
         (f"#!{sys.executable}\nimport sys; sys.exit('broken')", "cannot be run as a Python: broken"),
         (f"#!{sys.executable}\nprint('[1]')", "cannot be run as a Python: [1]"),
     ],
@@ -184,7 +180,7 @@ def test_a_python_that_is_missing_or_does_not_run_is_rejected(
     program = tmp_path / "absent"
     if text is not None:
         program.write_text(text)
-        program.chmod(0o644 if text == "no program" else 0o755)
+        program.chmod(0o755)
     monkeypatch.setenv(tensorflow.VARIABLE, str(program))
     cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target).refused(2, str(program), said)
 
