@@ -38,7 +38,6 @@ def records(archive: bytes) -> Records:
 
 
 def packed(found: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """Return an archive of these records."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as file:
         for name, content in found.items():
@@ -56,5 +55,4 @@ def changed(archive: bytes, record: str, edit: Callable[[Any], object]) -> bytes
 
 
 def node(program: Any, place: int = 0) -> Any:
-    """Return a node of a program's JSON."""
     return program["graph_module"]["graph"]["nodes"][place]

@@ -21,7 +21,6 @@ def array(value: NDArray[Any]) -> bytes:
 
 
 def extension(kind: int, data: bytes) -> bytes:
-    """Return an extension of type ``kind``."""
     import msgpack
 
     return packed(msgpack.ExtType(kind, data))

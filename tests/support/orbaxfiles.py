@@ -57,7 +57,6 @@ def described(leaves: Mapping[str, NDArray[Any]], *, ocdbt: bool = True, driver:
 
 
 def entry(name: str, **value: Any) -> dict[str, Any]:
-    """Return the entry of one leaf in ``_METADATA``."""
     return {
         "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],
         "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False} | value,

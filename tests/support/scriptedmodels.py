@@ -124,7 +124,6 @@ def scripted(module: nn.Module, example: Any, how: How) -> Any:
 
 
 def save(path: Path, module: nn.Module, example: Any, how: How = "scripted") -> Path:
-    """Save the result of :func:`scripted` at ``path``."""
     made = scripted(module, example, how)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

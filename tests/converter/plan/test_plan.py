@@ -36,6 +36,9 @@ def test_matrices_become_bf16_and_one_dimensional_tensors_stay_fp32() -> None:
     matrix, vector = ("bf16", "matrix"), ("fp32", "vector")
     assert _tensors(plan) == {"w0": matrix, "w1": matrix, "b0": vector, "b1": vector}
     assert all(entry.reason for entry in (*plan.tensors, *plan.nodes["cpu"], *plan.nodes["cuda"]))
+    text = "(float[batch, 16] x) => (float[batch, 300] y) { m = MatMul (x, w) y = Add (m, row) }"
+    proto = graphs.parsed(text, w=graphs.values(16, 300), row=graphs.values(1, 300))
+    assert _tensors(_plan(proto)) == {"w": matrix, "row": vector}
 
 
 def test_every_node_of_every_profile_is_in_the_plan(tmp_path: Path) -> None:

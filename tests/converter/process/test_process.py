@@ -130,8 +130,6 @@ def test_onednn_keeps_few_kernels_unless_the_environment_sets_a_number(monkeypat
 
 
 class Clock:
-    """A clock that the test sets."""
-
     def __init__(self) -> None:
         self.now = 0.0
 

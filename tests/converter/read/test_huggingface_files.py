@@ -30,7 +30,6 @@ def directory(
 
 
 def module(name: str) -> Any:
-    """Return a tiny module with random weights."""
     import transformers
 
     architecture, config, fields, _ = hfzoo.MODELS[name]

@@ -106,8 +106,6 @@ def test_the_same_model_gives_the_same_bytes_whatever_was_written_before(tmp_pat
 
 
 class Picky(Mlp):
-    """A module that runs in fp32 alone."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.up.weight.dtype is not torch.float32:
             raise TypeError("float32 or nothing")
@@ -138,8 +136,6 @@ def test_a_module_that_torch_cannot_write_is_reported_and_no_file_is_left(
 
 
 class Recurrent(nn.Module):
-    """x [batch, steps, 16] → a projection, a recurrent layer, a second projection."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.up, self.layer, self.down = nn.Linear(16, 16), layer, nn.Linear(16, 8)

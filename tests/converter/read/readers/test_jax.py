@@ -67,7 +67,6 @@ def _write(path: Path, given: Mapping[str, Any]) -> Path:
 
 @pytest.fixture
 def rules(tmp_path: Path) -> Path:
-    """Return a file of rules for ``architectures.Mlp``."""
     (tmp_path / "rules.yaml").write_text(RULES)
     return tmp_path / "rules.yaml"
 
@@ -118,7 +117,6 @@ def test_samples_with_other_outputs_reject_a_map(
 def test_a_kernel_of_a_convolution_is_stored_once_and_exported_in_jaxs_layout(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
-    """HWIO kernels are stored as OIHW, and restored as HWIO."""
     conv = seeded(torch.nn.Conv2d(3, 64, 3)).state_dict()
     params = {"kernel": conv["weight"].permute(2, 3, 1, 0).contiguous().numpy(), "bias": conv["bias"].numpy()}
     source = _write(tmp_path / "conv.msgpack", {"params": params})
