@@ -66,6 +66,11 @@ def test_joined_products_give_the_bits_of_single_ones_and_float64_s_result(
                 np.testing.assert_allclose(result[f"y{i}"], expected, rtol=1e-5, atol=4e-6)
 
 
+def test_at_most_three_products_become_one_node(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", branches(5))
+    assert names(made) == [("p0", "MatMul3_panels_bias"), ("p3", "MatMul2_panels_bias")]
+
+
 def test_the_joined_node_is_where_the_first_product_was(tmp_path: Path) -> None:
     """A node may read the first result before the second product is due."""
     proto = branches(3)
