@@ -16,7 +16,6 @@ _EXCEPTIONS = {
     "contract/test_model_control.py": "holds a load or a run of a server that has only its configuration as a door",
     "converter/fuse/test_check.py": "makes wrong fusions: the check refuses them",
     "converter/fuse/test_fuse.py": "makes wrong fusions: a conversion goes on without them",
-    "converter/islands/test_islands_published.py": "ends a search early, at a point that no number of minutes hits",
     "converter/islands/test_search.py": "chooses the few samples that mislead a search",
     "converter/test_gates.py": "breaks the converter anywhere: a gate notices",
     "converter/verify/test_secondjudge.py": "breaks the judge: the second judge notices",

@@ -16,20 +16,18 @@ WIDTH = 40
 
 
 def residual(
-    *, bias: bool = True, summed: bool = False, skip: tuple[Any, ...] = ("batch", "seq", WIDTH), **norm: Any
+    *, bias: bool = True, summed: bool = False, skip: str = f"batch, seq, {WIDTH}", axis: int = -1
 ) -> ModelProto:
     """Return the model x and skip → y = |LayerNormalization(x + skip)|. If ``summed``, t = -(x + skip) is an output."""
-    nodes = [
-        helper.make_node("Add", ["x", "skip"], ["s"], name="add"),
-        helper.make_node("LayerNormalization", ["s", "w", *(["b"] if bias else [])], ["n"], name="norm", **norm),
-        helper.make_node("Abs", ["n"], ["y"], name="abs"),
-    ]
-    outputs = [graphs.edge("y", ["batch", "seq", WIDTH])]
-    if summed:
-        nodes.insert(1, helper.make_node("Neg", ["s"], ["t"], name="neg"))
-        outputs.append(graphs.edge("t", ["batch", "seq", WIDTH]))
-    weights = [graphs.initializer(name, graphs.values(WIDTH, seed=i)) for i, name in enumerate("wb")]
-    return graphs.model(nodes, [graphs.edge("x", ["batch", "seq", WIDTH]), graphs.edge("skip", skip)], outputs, weights)
+    shape = f"float[batch, seq, {WIDTH}]"
+    return graphs.parsed(
+        f"""({shape} x, float[{skip}] skip) => ({shape} y{f", {shape} t" * summed}) {{
+            [add] s = Add (x, skip) {"[neg] t = Neg (s)" * summed}
+            [norm] n = LayerNormalization <axis = {axis}> (s, w{", b" * bias}) [abs] y = Abs (n)
+        }}""",
+        w=graphs.values(WIDTH, seed=0),
+        b=graphs.values(WIDTH, seed=1),
+    )
 
 
 def feeds() -> dict[str, Array]:

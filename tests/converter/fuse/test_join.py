@@ -22,15 +22,15 @@ BATCH: dict[str, Array] = {"x": graphs.values(2, 3, K, seed=7) * 2}
 
 def branches(count: int, *, bias: bool = True, first: int = 0) -> ModelProto:
     """Return x [batch, seq, K] → products ``p0``, ``p1`` … below ``count``, of 64, 32 … columns → ``y0``, ``y1`` …"""
-    nodes, weights = [], []
+    nodes, outputs, weights = [], [], dict[str, Array]()
     for i in range(first, count):
-        nodes.append(helper.make_node("MatMul", ["x", f"w{i}"], [f"m{i}" if bias else f"y{i}"], name=f"p{i}"))
-        weights.append(graphs.initializer(f"w{i}", graphs.values(K, COLUMNS[i], seed=i)))
+        nodes.append(f"[p{i}] {'m' if bias else 'y'}{i} = MatMul (x, w{i})")
+        outputs.append(f"float[batch, seq, {COLUMNS[i]}] y{i}")
+        weights[f"w{i}"] = graphs.values(K, COLUMNS[i], seed=i)
         if bias:
-            nodes.append(helper.make_node("Add", [f"m{i}", f"b{i}"], [f"y{i}"], name=f"a{i}"))
-            weights.append(graphs.initializer(f"b{i}", graphs.values(COLUMNS[i], seed=10 + i)))
-    outputs = [graphs.edge(f"y{i}") for i in range(first, count)]
-    return graphs.model(nodes, [graphs.edge("x", ["batch", "seq", K])], outputs, weights)
+            nodes.append(f"[a{i}] y{i} = Add (m{i}, b{i})")
+            weights[f"b{i}"] = graphs.values(COLUMNS[i], seed=10 + i)
+    return graphs.parsed(f"(float[batch, seq, {K}] x) => ({', '.join(outputs)}) {{ {' '.join(nodes)} }}", **weights)
 
 
 def names(made: Lowered, profile: str = "cpu") -> list[tuple[str, str]]:
@@ -66,6 +66,11 @@ def test_joined_products_give_the_bits_of_single_ones_and_float64_s_result(
                 np.testing.assert_allclose(result[f"y{i}"], expected, rtol=1e-5, atol=4e-6)
 
 
+def test_at_most_three_products_become_one_node(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", branches(5))
+    assert names(made) == [("p0", "MatMul3_panels_bias"), ("p3", "MatMul2_panels_bias")]
+
+
 def test_the_joined_node_is_where_the_first_product_was(tmp_path: Path) -> None:
     """A node may read the first result before the second product is due."""
     proto = branches(3)
@@ -91,7 +96,7 @@ def test_the_joined_node_is_where_the_first_product_was(tmp_path: Path) -> None:
 )
 def test_a_product_that_differs_is_not_joined(second: str, alone: str, tmp_path: Path) -> None:
     proto = graphs.parsed(
-        f"""(float[batch, seq, {K}] x) => (float[batch, seq, 64] y0, float y1, float[batch, seq, 96] y2) {{
+        f"""(float[batch, seq, {K}] x) => (float[batch, seq, 64] y0, float[] y1, float[batch, seq, 96] y2) {{
             [p0] m0 = MatMul (x, w0) y0 = Add (m0, b0) {second} [p2] m2 = MatMul (x, w2) y2 = Add (m2, b2)
         }}""",
         **{f"w{i}": graphs.values(K, COLUMNS[i], seed=i) for i in range(3)},

@@ -114,9 +114,9 @@ def _with_a_constant() -> ModelProto:
 _POW = Rms(root="pow", divide="div")
 OTHERS = {
     "LayerNormalization of another axis": residual(axis=1),
-    "a sum that broadcasts": residual(skip=(1, 1, WIDTH)),
-    "a sum of other dimensions": residual(skip=("other", "seq", WIDTH)),
-    "a sum with a row": residual(skip=(WIDTH,)),
+    "a sum that broadcasts": residual(skip=f"1, 1, {WIDTH}"),
+    "a sum of other dimensions": residual(skip=f"other, seq, {WIDTH}"),
+    "a sum with a row": residual(skip=f"{WIDTH}"),
     "statistics that are read": _with_statistics(),
     "a constant, which may be a bias": _with_a_constant(),
     "an operator of another axis": _attribute("axis", 1),

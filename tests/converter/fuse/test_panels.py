@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 from layers import answers, ours
 from lowered import Array, Lowered, lower, relative_l2
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, TensorProto
 
 import graphs
 from bf16kit.messages.errors import RuntimeFailure
@@ -26,16 +26,17 @@ _WIDTH = 40
 _OPERATORS = {96: "Gather_panels", 50: "Gather_panels_tail", 20: "Gather_panels_narrow"}
 
 
-def _tied(rows: int, indices: Sequence[int | str] = ("batch", "seq"), dtype: int = TensorProto.INT64) -> ModelProto:
+def _tied(rows: int, indices: Sequence[str] = ("batch", "seq"), dtype: str = "int64", more: str = "") -> ModelProto:
     """Return a graph: ``found`` are the rows ``ids`` of ``table`` [rows, 40]; y is x [count, 40] times tableᵀ."""
-    return graphs.model(
-        [
-            helper.make_node("Gather", ["table", "ids"], ["found"], name="lookup"),
-            helper.make_node("Gemm", ["x", "table"], ["y"], name="product", transB=1),
-        ],
-        [graphs.edge("ids", [*indices], dtype), graphs.edge("x", ["count", _WIDTH])],
-        [graphs.edge("found", [*indices, _WIDTH]), graphs.edge("y", ["count", rows])],
-        [graphs.initializer("table", graphs.values(rows, _WIDTH))],
+    ids, found = f"[{', '.join(indices)}]" if indices else "", ", ".join([*indices, str(_WIDTH)])
+    outputs = "" if not more else ", float[batch, 16] where, float[batch, 96] scores"
+    return graphs.parsed(
+        f"""({dtype}{ids} ids, float[count, {_WIDTH}] x)
+        => (float[{found}] found, float[count, {rows}] y{outputs}) {{
+            [lookup] found = Gather (table, ids) [product] y = Gemm <transB = 1> (x, table) {more}
+        }}""",
+        table=graphs.values(rows, _WIDTH),
+        **({"positions": graphs.values(64, 16)} if more else {}),
     )
 
 
@@ -80,18 +81,9 @@ def test_a_table_of_several_lookups_and_products_is_stored_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decoder and an encoder may share embeddings like this. Positions have a separate table."""
-    proto = _tied(96, ["batch"])
-    proto.graph.node.extend(
-        [
-            helper.make_node("Gather", ["positions", "ids"], ["where"]),
-            helper.make_node("Gather", ["table", "ids"], ["again"], axis=-2),
-            helper.make_node("Transpose", ["table"], ["turned"]),
-            helper.make_node("MatMul", ["again", "turned"], ["scores"]),
-        ]
-    )
-    proto.graph.output.extend([graphs.edge("where", ["batch", 16]), graphs.edge("scores", ["batch", 96])])
-    proto.graph.initializer.append(graphs.initializer("positions", graphs.values(64, 16)))
-    made, feeds = lower(tmp_path / "m" / "1", proto), _feeds(np.array([1, 0, 63]))
+    more = """where = Gather (positions, ids) again = Gather <axis = -2> (table, ids)
+        turned = Transpose (table) scores = MatMul (again, turned)"""
+    made, feeds = lower(tmp_path / "m" / "1", _tied(96, ["batch"], more=more)), _feeds(np.array([1, 0, 63]))
     kinds = ["Gather_panels", "MatMul_panels", "Gather_panels", "MatMul_panels"]
     assert [node.op_type for node in ours(made)] == kinds
     assert [function.name for function in onnx.load(made.artifact.file("cpu.onnx")).functions] == kinds[:2]
@@ -120,7 +112,7 @@ def test_the_graph_is_plain_onnx_that_checks_and_runs_without_bf16kit(
     opset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Indices of 32 bits are widened."""
-    proto, feeds = _tied(50, dtype=TensorProto.INT32), _feeds(np.array([[1, 2], [3, -4]], np.int32))
+    proto, feeds = _tied(50, dtype="int32"), _feeds(np.array([[1, 2], [3, -4]], np.int32))
     proto.opset_import[0].version = opset
     made = lower(tmp_path / "m" / "1", proto)
     assert made.ops("cpu") == ["Cast", "Gather_panels_tail", "MatMul_panels_tail"]

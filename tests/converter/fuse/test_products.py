@@ -254,6 +254,13 @@ def test_a_convolution_of_a_single_pixel_becomes_a_product(tmp_path: Path) -> No
     np.testing.assert_array_equal(made.run_reference(feeds)["y"], made.run_source(feeds)["y"])
 
 
+def test_a_convolution_of_several_pixels_stays(tmp_path: Path) -> None:
+    text = "(float[batch, 64, 4, 1] x) => (float[batch, 32, 4, 1] y) { [conv] y = Conv (x, w) }"
+    made = lower(tmp_path / "m" / "1", graphs.parsed(text, w=graphs.values(32, 64, 1, 1)))
+    assert ours(made) == []
+    assert "Conv" in made.ops("cpu")
+
+
 # --- what is stored in panels -----------------------------------------------------------------------------------------
 
 # Nodes that read ``w``, its shape, and the axis of its panels; None if it keeps its rows.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from lowered import assert_same_tensors, lower, relative_l2
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto
 from peaks import measured_alone
 
 import graphs
@@ -97,38 +96,39 @@ _X = np.random.default_rng(7).standard_normal((4, 16, 6, 6)).astype(np.float32)
 _ROWS = np.random.default_rng(8).standard_normal((4, 16)).astype(np.float32)
 
 
-def _model(nodes: Sequence[NodeProto], weights: Sequence[TensorProto], shape: Sequence[int | str]) -> ModelProto:
-    """Return ``nodes``, which compute ``c`` of 32 channels from ``x`` → BatchNormalization → y."""
-    statistics = {name: graphs.values(32, seed=10 + i) for i, name in enumerate(("gamma", "beta", "mean", "variance"))}
-    statistics["gamma"] += 1
-    statistics["variance"] = np.abs(statistics["variance"]) + np.float32(0.5)
-    norm = helper.make_node("BatchNormalization", ["c", *statistics], ["y"], name="norm")
-    output = graphs.edge("y", ["batch", 32, *(["h", "w"] if len(shape) == 4 else [])])
-    weights = [*weights, *(graphs.initializer(name, array) for name, array in statistics.items())]
-    return graphs.model([*nodes, norm], [graphs.edge("x", shape)], [output], weights)
+def _model(nodes: str, **weights: NDArray[np.float32]) -> ModelProto:
+    """Return ``nodes``, which compute ``c`` of 32 channels from ``x`` of 16 → BatchNormalization → y."""
+    pixels = "" if "Gemm" in nodes else ", 6, 6"
+    return graphs.parsed(
+        f"""(float[batch, 16{pixels}] x) => (float[batch, 32{pixels and ", h, w"}] y) {{
+            {nodes} [norm] y = BatchNormalization (c, gamma, beta, mean, variance)
+        }}""",
+        **weights,
+        gamma=graphs.values(32, seed=10) + 1,
+        beta=graphs.values(32, seed=11),
+        mean=graphs.values(32, seed=12),
+        variance=np.abs(graphs.values(32, seed=13)) + np.float32(0.5),
+    )
+
+
+def _conv() -> ModelProto:
+    return _model("c = Conv (x, w, b)", w=graphs.values(32, 16, 3, 3), b=graphs.values(32, seed=1))
+
+
+def _conv_transpose(groups: int = 1) -> ModelProto:
+    return _model(f"c = ConvTranspose <group = {groups}> (x, w)", w=graphs.values(16, 32 // groups, 3, 3))
+
+
+def _gemm(transposed: int) -> ModelProto:
+    weight = graphs.values(*((32, 16) if transposed else (16, 32)))
+    node = f"c = Gemm <transB = {transposed}, alpha = 0.5, beta = 2.0> (x, w, b)"
+    return _model(node, w=weight, b=graphs.values(32, seed=1))
 
 
 def _replaced(proto: ModelProto, name: str, array: NDArray[np.float32]) -> ModelProto:
     found = next(tensor for tensor in proto.graph.initializer if tensor.name == name)
     found.CopyFrom(graphs.initializer(name, array))
     return proto
-
-
-def _conv() -> ModelProto:
-    weights = [graphs.initializer("w", graphs.values(32, 16, 3, 3)), graphs.initializer("b", graphs.values(32, seed=1))]
-    return _model([helper.make_node("Conv", ["x", "w", "b"], ["c"])], weights, ["batch", 16, 6, 6])
-
-
-def _conv_transpose(groups: int = 1) -> ModelProto:
-    weights = [graphs.initializer("w", graphs.values(16, 32 // groups, 3, 3))]
-    return _model([helper.make_node("ConvTranspose", ["x", "w"], ["c"], group=groups)], weights, ["batch", 16, 6, 6])
-
-
-def _gemm(transposed: int) -> ModelProto:
-    shape = (32, 16) if transposed else (16, 32)
-    weights = [graphs.initializer("w", graphs.values(*shape)), graphs.initializer("b", graphs.values(32, seed=1))]
-    node = helper.make_node("Gemm", ["x", "w", "b"], ["c"], transB=transposed, alpha=0.5, beta=2.0)
-    return _model([node], weights, ["batch", 16])
 
 
 _FOLDABLE = {
@@ -173,17 +173,8 @@ def test_a_channel_scaled_by_zero_is_folded_and_still_restored(tmp_path: Path) -
     assert made.size("residual.bin", "weights.bf16") < 1.03 * made.checkpoint["w"].nbytes
 
 
-def _shared_weight() -> ModelProto:
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"]),
-        helper.make_node("Conv", ["x", "w"], ["d"]),
-        helper.make_node("ReduceSum", ["d"], ["unused"]),
-    ]
-    return _model(nodes, [graphs.initializer("w", graphs.values(32, 16, 3, 3))], ["batch", 16, 6, 6])
-
-
 _KEPT = {
-    "shared weight": _shared_weight(),
+    "shared weight": _model("c = Conv (x, w) d = Conv (x, w) unused = ReduceSum (d)", w=graphs.values(32, 16, 3, 3)),
     "not finite": _replaced(_conv(), "variance", np.full(32, -1, np.float32)),
     "the product overflows": _replaced(
         _replaced(_conv(), "w", graphs.values(32, 16, 3, 3) * np.float32(1e37)), "gamma", np.full(32, 1e4, np.float32)

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from lowered import assert_same_tensors, lower
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, helper
 
 import graphs
 from bf16kit.messages.errors import RangeError
@@ -87,13 +87,11 @@ def test_a_weight_out_of_range_is_not_taken_as_a_mask(transposed: bool, tmp_path
 def test_a_constant_of_shape_that_fills_a_mask_is_clamped(tmp_path: Path) -> None:
     proto = graphs.parsed(
         """(float[batch, 16] x) => (float[batch, 16] y) {
-            shape = Shape (x) mask = ConstantOfShape (shape) scores = MatMul (x, w) masked = Add (scores, mask)
-            y = Softmax <axis = -1> (masked)
+            shape = Shape (x) mask = ConstantOfShape <value = float[1] {-3.4028235e38}> (shape)
+            scores = MatMul (x, w) masked = Add (scores, mask) y = Softmax <axis = -1> (masked)
         }""",
         w=graphs.values(16, 16),
     )
-    fill = helper.make_tensor("fill", TensorProto.FLOAT, [1], [float(_LOWEST)])
-    proto.graph.node[1].attribute.append(helper.make_attribute("value", fill))
     made = lower(tmp_path / "m" / "1", proto)
     filled = next(n for n in made.graph("cuda").node if n.op_type == "ConstantOfShape").attribute[0].t
     assert onnx.numpy_helper.to_array(filled)[0] == np.float32(LOWEST)

@@ -11,7 +11,6 @@ import onnx
 import onnxruntime
 import pytest
 from converting import ONNX_ONLY, Cli, tree
-from onnx import TensorProto, helper
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
@@ -185,12 +184,10 @@ def _selecting(tmp_path: Path, rows: Sequence[Sequence[int]]) -> tuple[str | Pat
     weight = np.full((32, 32), 1.0, np.float32)
     weight[0] = 1 + 2.0**-8.5
     names = range(len(rows[0]))
-    source = graphs.model(
-        [helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"y{i}"], name=f"product{i}") for i in names],
-        [graphs.edge(f"x{i}", ["batch", 32], TensorProto.FLOAT) for i in names],
-        [graphs.edge(f"y{i}", ["batch", 32]) for i in names],
-        [graphs.initializer(f"w{i}", weight * np.float32(1 + i)) for i in names],
-    )
+    inputs, outputs = (", ".join(f"float[batch, 32] {side}{i}" for i in names) for side in "xy")
+    products = " ".join(f"[product{i}] y{i} = MatMul (x{i}, w{i})" for i in names)
+    weights = {f"w{i}": weight * np.float32(1 + i) for i in names}
+    source = graphs.parsed(f"({inputs}) => ({outputs}) {{ {products} }}", **weights)
     (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
     (tmp_path / "samples").mkdir()
     for number, chosen in enumerate(rows):

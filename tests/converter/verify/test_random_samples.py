@@ -139,7 +139,7 @@ def test_every_dtype_gets_fitting_values_and_inputs_agree_on_free_dimensions() -
 
 def test_an_integer_that_is_compared_with_constants_takes_one_of_them() -> None:
     proto = graphs.parsed(
-        """(int64 rate) => (bool[] is_sixteen, bool[1] is_eight) {
+        """(int64 rate) => (bool is_sixteen, bool[1] is_eight) {
             is_sixteen = Equal (rate, sixteen)
             eight = Constant <value = int64[1] {8000}> () is_eight = Equal (eight, rate)
         }""",
