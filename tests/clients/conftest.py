@@ -25,12 +25,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         write_mlp(repository / name / "1")
     write_typed(repository / "typed" / "1")
     write_words(repository / "words" / "1")
-    server = ServerProcess(
-        *("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", "--device", "cpu"),
-        env={**os.environ, "BF16KIT_MODEL_CONTROL": "explicit", "BF16KIT_LOAD_MODEL": '["*"]'},
-    )
-    yield server.wait_ready().target
-    server.close()
+    explicit = {"BF16KIT_MODEL_CONTROL": "explicit", "BF16KIT_LOAD_MODEL": '["*"]'}
+    with ServerProcess("--repository", repository, "--device", "cpu", env=explicit) as server:
+        yield server.wait_ready().target
 
 
 @pytest.fixture(scope="session")

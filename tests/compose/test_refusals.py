@@ -54,7 +54,6 @@ def refused(stack: Stack) -> Iterator[Refused]:
                         serve,
                         (*shared, "--memory", _NARROW, "--memory-swap", _NARROW, "--publish", "127.0.0.1:0:8001"),
                     ),
-                    ("port taken", serve, ("--network", f"container:{stack.container('server')['Id']}")),
                 )
             }
     finally:
@@ -123,10 +122,6 @@ def test_without_memory_for_the_reference_the_model_serves_and_the_log_reports_i
         until(asked, 120, "the reason")
     assert container.state["Running"]
     assert not container.state["OOMKilled"]
-
-
-def test_a_port_in_use_ends_the_server(refused: Refused) -> None:
-    ended(refused["port taken"], 2, "port 8002", "is in use by another program", "choose another --http-port")
 
 
 def test_compose_names_the_port_in_use(stack: Stack) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,29 +23,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def _serving(repository: Path, **settings: str) -> Iterator[ServerProcess]:
-    environment = {**os.environ, **{f"BF16KIT_{name.upper()}": value for name, value in settings.items()}}
-    arguments = ("--repository", str(repository), "--grpc-port", "0", "--http-port", "0")
-    server = ServerProcess(*arguments, env=environment)
-    try:
-        yield server.wait_ready()
-    finally:
-        server.close()
-
-
 @pytest.fixture(scope="module")
 def served(repository: Path) -> Iterator[ServerProcess]:
     """Yield ``bf16-serve`` with its defaults."""
-    yield from _serving(repository)
+    with ServerProcess("--repository", repository) as server:
+        yield server.wait_ready()
 
 
 @pytest.fixture(scope="module", params=["1", "2"], ids=["one process", "two processes"])
 def opened(repository: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     """Yield ``bf16-serve`` with every feature on that is off by default, in one process and in two."""
-    yield from _serving(
-        repository,
-        workers=request.param,
-        shared_memory="true",
-        model_control="explicit",
-        load_model='["*"]',
-    )
+    explicit = ("--workers", request.param, "--model-control", "explicit", "--load-model", "*")
+    with ServerProcess("--repository", repository, *explicit, env={"BF16KIT_SHARED_MEMORY": "true"}) as server:
+        yield server.wait_ready()

@@ -6,14 +6,13 @@ import re
 import tomllib
 from pathlib import Path
 
-import dockerfiles
 import pytest
-from dockerfiles import pins
+from dockerfiles import Dockerfile, pins
 
 import bf16kit
 
 ROOT = Path(__file__).parents[2]
-FILE = dockerfiles.read(ROOT / "Dockerfile")
+FILE = Dockerfile(ROOT / "Dockerfile")
 IMAGES = ("server", "converter")
 RUNNING = ("runtime", *IMAGES)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -63,7 +62,8 @@ def test_the_health_check_runs_the_health_command_without_a_shell() -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_labels_describe_the_image(name: str) -> None:
-    labels = FILE.labels(name)
+    written = [label.rest for stage in reversed(FILE.line(name)) for label in stage.all("LABEL")]
+    labels = {label: text for each in written for label, text in re.findall(r'(\S+?)="([^"]*)"', each)}
     for wanted in ("title", "description", "version", "revision", "source", "licenses"):
         assert labels.get(f"org.opencontainers.image.{wanted}"), wanted
     assert labels["org.opencontainers.image.licenses"] == PROJECT["license"]

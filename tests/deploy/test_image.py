@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import composing
 import pytest
 from artifacts import write_mlp
+from composing import ROOT, output_of
 from dockerfiles import pins
-from imagelayers import differing
 from waiting import until
 
 import bf16kit
 
 pytestmark = pytest.mark.compose
-ROOT = Path(__file__).parents[2]
 MOST_BYTES = 350e6  # of the server without torch, beyond its base
 LISTED = """
 import importlib.metadata, json
@@ -46,20 +46,9 @@ TOOLS = ("gcc", "g++", "cc", "c++", "ld", "make", "cmake", "git", "curl", "wget"
 HARDENED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true")
 
 
-def docker(*arguments: str, stdin: str = "", fails: bool = False) -> str:
-    """Return the standard output of ``docker …``; fail the test, with the other output, if the command fails.
-
-    If ``fails``, the command must fail, and its standard error is returned.
-    """
-    environment = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
-    done = subprocess.run(
-        ["docker", *arguments], cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True, check=False
-    )
-    if (done.returncode != 0) is not fails:
-        pytest.fail(
-            f"docker {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-        )
-    return done.stderr if fails else done.stdout.strip()
+def docker(*arguments: str, stdin: str = "") -> str:
+    """Return the standard output of ``docker …``; fail the test, with both outputs, if the command fails."""
+    return output_of(composing.docker(*arguments, stdin=stdin))
 
 
 def inspect(what: str, format_: str) -> Any:
@@ -86,7 +75,7 @@ class Images:
 
 @pytest.fixture(scope="module")
 def images() -> Iterator[Images]:
-    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
+    if composing.docker("info").returncode != 0:
         pytest.skip("no Docker engine answers here")
     images = Images(f"bf16kit-test-{uuid.uuid4().hex[:8]}")
     try:
@@ -116,7 +105,7 @@ class Container:
     id: str
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["docker", "exec", self.id, *command], capture_output=True, text=True, check=False)
+        return composing.docker("exec", self.id, *command)
 
     @property
     def health(self) -> str:
@@ -255,8 +244,9 @@ print([name for name, file in cached.items() if file and not os.path.exists(file
 
 
 def test_an_unknown_variant_is_rejected_with_a_clear_message() -> None:
-    said = docker("build", "--target", "server", "--build-arg", "VARIANT=tpu", ".", fails=True)
-    assert "VARIANT 'tpu' is unknown; give cpu, cpu-torch or gpu" in said
+    done = composing.docker("build", "--target", "server", "--build-arg", "VARIANT=tpu", ".")
+    assert done.returncode != 0
+    assert "VARIANT 'tpu' is unknown; give cpu, cpu-torch or gpu" in done.stderr
 
 
 def test_the_build_context_holds_only_files_that_the_build_needs(tmp_path: Path) -> None:
@@ -276,8 +266,7 @@ def test_the_build_context_holds_only_files_that_the_build_needs(tmp_path: Path)
     assert seen == set(wanted)
 
 
-def test_two_builds_give_the_same_layers(images: Images, server: str, tmp_path: Path) -> None:
+def test_two_builds_give_the_same_layers(images: Images, server: str) -> None:
     """The second build does not use the engine's cache. The image IDs differ, because an ID includes the build time."""
     again = images.build("server", "--no-cache", tag="again")
-    same = inspect(again, ".RootFS.Layers") == inspect(server, ".RootFS.Layers")
-    assert same, "\n".join(differing(server, again, tmp_path))
+    assert inspect(again, ".RootFS.Layers") == inspect(server, ".RootFS.Layers")

@@ -96,21 +96,6 @@ def test_a_load_that_does_not_end_is_given_up_and_asking_for_it_says_why(
     assert ends_in_time(server)
 
 
-def test_unloading_a_model_whose_load_does_not_end_does_not_wait_for_it(
-    tmp_path: Path, serve_impatiently: Impatient
-) -> None:
-    put(tmp_path, "endless", write_folding)
-    server = serve_impatiently(tmp_path, "--model-control", "explicit", "--load-model", "endless")
-    until(lambda: FOLDING in server.log, 60, "the load")
-    with triton.InferenceServerClient(server.target) as client:
-        client.unload_model("endless")
-        assert [(line.name, line.state) for line in client.get_model_repository_index().models] == [
-            ("endless", "UNAVAILABLE")
-        ]
-    assert "because the model was changed or unloaded meanwhile" in server.log
-    assert ends_in_time(server)
-
-
 def test_with_workers_too_a_client_loads_a_model_beside_a_load_that_does_not_end(
     tmp_path: Path, serve_impatiently: Impatient
 ) -> None:

@@ -19,7 +19,7 @@ from serverprocess import Serve
 from sessions import recorded_sessions
 
 import graphs
-from bf16kit.artifact.artifact import Artifact, Golden
+from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure
 from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.ort import kernel
@@ -174,18 +174,6 @@ def test_a_profile_that_accumulates_in_bf16_is_rejected(
     with pytest.raises(RuntimeFailure, match="the accumulation probe found bf16 here; use profile cpu"):
         loaded(converted, profile="cpu-bf16")
     assert loaded(converted).info.profile == "cpu"
-
-
-def test_a_profile_is_checked_with_its_own_golden_samples(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, golden = [], Artifact.golden
-
-    def noted(self: Artifact, profile: str | None = None) -> Golden:
-        asked.append(profile)
-        return golden(self, profile)
-
-    monkeypatch.setattr(Artifact, "golden", noted)
-    loaded(converted, profile="cpu-bf16")
-    assert asked == ["cpu-bf16"]
 
 
 @pytest.mark.long

@@ -264,15 +264,6 @@ def test_unusable_tls_or_token_files_give_one_clear_line_and_exit_code_2(tmp_pat
         assert "Traceback" not in server.log
 
 
-def test_the_environment_and_a_file_configure_the_server(tmp_path: Path, serve: Serve) -> None:
-    write_mlp(tmp_path / "repository" / "mlp" / "1")
-    config = tmp_path / "server.yaml"
-    config.write_text("log_level: warning\nthreads: 1\n")
-    variables = {"REPOSITORY": tmp_path / "repository", "CONFIG": config, "LOG_LEVEL": "info"}
-    server = serve(env={f"BF16KIT_{name}": str(value) for name, value in variables.items()}).wait_ready()
-    until(lambda: "'mlp' version 1 is ready" in server.log, what="the line in the log")
-
-
 def test_tritonclient_changes_the_log_settings_of_a_running_server(tmp_path: Path, serve: Serve) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     server = serve("--repository", tmp_path, "--model-control", "explicit", "--load-model", "*").wait_ready()

@@ -173,19 +173,6 @@ def test_an_unreachable_collector_affects_no_request_and_is_logged_once(
     assert "Traceback" not in server.log
 
 
-def test_traces_are_off_unless_configured(repository: Path, serve: Serve) -> None:
-    with collecting() as (collector, endpoint):
-        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
-        server = serve("--repository", repository, *EXPLICIT, env=env).wait_ready()
-        with triton.InferenceServerClient(server.target) as client:
-            ask(server, headers=ASKED)
-            assert client.get_trace_settings(as_json=True)["settings"]["trace_level"] == {"value": ["OFF"]}
-            with pytest.raises(triton.InferenceServerException, match="start it with a trace_rate"):
-                client.update_trace_settings(settings={"trace_level": "TIMESTAMPS"})
-        server.stop()
-    assert collector.spans == []
-
-
 def test_every_worker_traces_its_own_requests(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         server = serve("--repository", repository, "--workers", "2", env=traced(endpoint, rate=1)).wait_ready()

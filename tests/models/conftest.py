@@ -40,6 +40,5 @@ def conversions(site: Path, repository: Path) -> Mapping[str, Conversion]:
 @pytest.fixture(scope="session")
 def server(conversions: Mapping[str, Conversion], repository: Path) -> Iterator[ServerProcess]:
     """Yield one server for all converted models."""
-    process = ServerProcess("--grpc-port", "0", "--http-port", "0", "--repository", str(repository), "--device", "cpu")
-    yield process.wait_ready()
-    process.close()
+    with ServerProcess("--repository", repository, "--device", "cpu") as server:
+        yield server.wait_ready()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from converting import Outcome
 from safetensors.numpy import load_file
-from servedanswers import served_answers
+from serverprocess import ServerProcess
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
@@ -160,7 +160,8 @@ def test_a_served_artifact_of_an_orbax_checkpoint_gives_flaxs_outputs(written: P
     samples = dict(np.load(written / "mlp" / "samples.npz"))
     outputs = Artifact.open(tmp_path / "repository" / "mlp" / "1").manifest.outputs
     expected = {entry.name: samples.pop(entry.name) for entry in outputs}
-    found = served_answers(tmp_path / "repository", "mlp", samples)
+    with ServerProcess("--repository", tmp_path / "repository", "--device", "cpu") as server:
+        found = server.wait_ready().infer("mlp", samples)
     assert set(found) == set(expected)
     for name, own in expected.items():
         assert np.linalg.norm(found[name] - own) < 1.5e-2 * np.linalg.norm(own)

@@ -7,34 +7,24 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 import grpc
 import numpy as np
-from google.protobuf.message_factory import GetMessageClass
 from loopback import infer_request
 from waiting import until
+from workerprocesses import Client
 
 from bf16kit.numerics.tensors import Array
-from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.handlers import SERVICE
 
-_RPC = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name["ModelInfer"]
 _PAUSE_S = 0.002
 PATIENCE_S = 10.0  # the deadline of one request
 
 
-def infer(channel: grpc.Channel) -> Any:
-    """Return a stub of ModelInfer that takes the bytes of a request."""
-    answer = GetMessageClass(_RPC.output_type)
-    return channel.unary_unary(f"/{SERVICE}/{_RPC.name}", response_deserializer=answer.FromString)
-
-
 def code_of(target: str, model: str, feeds: Mapping[str, Array]) -> str:
     """Send one request and return the name of its status."""
-    with grpc.insecure_channel(target) as channel:
+    with Client(target) as client:
         try:
-            infer(channel)(infer_request(model, **dict(feeds)).SerializeToString(), timeout=PATIENCE_S)
+            client.call("ModelInfer", infer_request(model, **dict(feeds)), PATIENCE_S)
         except grpc.RpcError as error:
             return str(error.code().name)
     return "OK"
@@ -50,7 +40,7 @@ class RequestLoop:
 
     def __init__(self, target: str, model: str, feeds: Mapping[str, Array], expected: Mapping[str, bytes]) -> None:
         self._target = target
-        self._message = infer_request(model, **dict(feeds)).SerializeToString()
+        self._message = infer_request(model, **dict(feeds))
         self._expected = expected
         self.answered: Counter[str] = Counter()
         self.codes: Counter[str] = Counter()
@@ -73,8 +63,8 @@ class RequestLoop:
         until(lambda: self.codes["OK"] >= enough, what=f"{answers} answers")
 
     def _send_requests(self) -> None:
-        with grpc.insecure_channel(self._target) as channel:
-            call = infer(channel)
+        with Client(self._target) as client:
+            call = client.ask("ModelInfer")
             while not self._stop.wait(_PAUSE_S):
                 started = time.monotonic()
                 try:

@@ -15,18 +15,10 @@ import numpy as np
 
 #: The datatypes that have typed contents, and the numpy type of each.
 TYPED: dict[str, Any] = {
-    "BOOL": np.bool_,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "FP32": np.float32,
-    "FP64": np.float64,
-}
+    "BOOL": np.bool_, "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64,
+    "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64,
+    "FP32": np.float32, "FP64": np.float64,
+}  # fmt: skip
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)  # for the model "mlp"
 
 

@@ -24,9 +24,11 @@ SERVICES = ("convert", "server", "prometheus")
 PORTS = ("GRPC_PORT", "HTTP_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
 
 
-def docker(*arguments: str) -> subprocess.CompletedProcess[str]:
+def docker(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run ``docker …`` and return the ended process, whatever its exit code."""
-    return subprocess.run(["docker", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    env = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
+    command = ["docker", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, check=False)
 
 
 def output_of(done: subprocess.CompletedProcess[str]) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 _PIN = re.compile(r"([A-Za-z0-9._-]+)==([^\s;,*]+)")
-_STAGE = re.compile(r"(?P<base>\S+)(?:\s+AS\s+(?P<name>\S+))?", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """``keyword``, in capitals, and the rest of its lines joined into one."""
 
     keyword: str
@@ -26,24 +24,33 @@ class Instruction:
         return json.loads(found[0]) if found else None
 
 
-@dataclass
-class Stage:
+class Stage(NamedTuple):
     """A FROM and the instructions that follow it."""
 
     base: str
     name: str
-    instructions: list[Instruction] = field(default_factory=list)
+    instructions: list[Instruction]
 
     def all(self, keyword: str) -> list[Instruction]:
         return [instruction for instruction in self.instructions if instruction.keyword == keyword]
 
 
-@dataclass
 class Dockerfile:
-    """The stages by name; ``arguments`` are the instructions before the first stage."""
+    """The stages by name."""
 
-    stages: dict[str, Stage]
-    arguments: list[Instruction]
+    def __init__(self, path: Path) -> None:
+        """Raises AssertionError for a line that is not an instruction."""
+        self.stages: dict[str, Stage] = {}
+        current: list[Instruction] = []  # those before the first stage are only arguments
+        for text in _logical(path.read_text("utf-8")):
+            keyword, _, rest = text.partition(" ")
+            assert re.fullmatch(r"[A-Z]+", keyword), f"no instruction: {text}"
+            if keyword == "FROM":
+                base, _, name = rest.partition(" AS ")
+                current = []
+                self.stages[name] = Stage(base, name, current)
+            else:
+                current.append(Instruction(keyword, rest))
 
     def line(self, name: str) -> list[Stage]:
         """Return the stage ``name``, the stage of this file that it builds on, and so on."""
@@ -55,34 +62,6 @@ class Dockerfile:
     def last(self, name: str, keyword: str) -> Instruction:
         """Return the ``keyword`` instruction that takes effect in the image of the stage ``name``."""
         return next(stage.all(keyword)[-1] for stage in self.line(name) if stage.all(keyword))
-
-    def labels(self, name: str) -> dict[str, str]:
-        """Return the labels of the image of the stage ``name``; arguments in them are not replaced."""
-        found: dict[str, str] = {}
-        for stage in reversed(self.line(name)):
-            for label in stage.all("LABEL"):
-                found |= dict(re.findall(r'(\S+?)="([^"]*)"', label.rest))
-        return found
-
-
-def read(path: Path) -> Dockerfile:
-    """Parse the Dockerfile at ``path``. Raises AssertionError for a line that is not an instruction."""
-    stages: dict[str, Stage] = {}
-    arguments: list[Instruction] = []
-    current: Stage | None = None
-    for text in _logical(path.read_text("utf-8")):
-        keyword, _, rest = text.partition(" ")
-        assert re.fullmatch(r"[A-Z]+", keyword), f"no instruction: {text}"
-        if keyword == "FROM":
-            found = _STAGE.fullmatch(rest)
-            assert found, text
-            current = Stage(found["base"], found["name"] or "")
-            stages[current.name] = current
-        elif current is None:
-            arguments.append(Instruction(keyword, rest))
-        else:
-            current.instructions.append(Instruction(keyword, rest))
-    return Dockerfile(stages, arguments)
 
 
 def _logical(text: str) -> Iterator[str]:

@@ -38,8 +38,10 @@ def write_folding(target: Path) -> Artifact:
         *products,
         helper.make_node("Slice", [f"m{_PRODUCTS}", "first", "second"], ["corner"]),
     ]
-    _add(model, folded, "corner")
-    return _published(artifact, model)
+    model.graph.node[-1].output[0] = "y_before"
+    model.graph.node.extend([*folded, helper.make_node("Add", ["y_before", "corner"], ["y"])])
+    (target / "cpu.onnx").write_bytes(model.SerializeToString())
+    return _rewritten(artifact, "cpu.onnx")
 
 
 class _Endless(torch.nn.Module):
@@ -57,17 +59,6 @@ def write_endless_script(target: Path) -> Artifact:
     scripted.save(str(target / "model.torchscript.pt"))
     entry = ProfileEntry(format="torchscript", graph="model.torchscript.pt", precision="fp32", verified="host")
     return _rewritten(artifact, "model.torchscript.pt", profiles={"torchscript": entry})
-
-
-def _add(model: onnx.ModelProto, nodes: list[onnx.NodeProto], value: str) -> None:
-    """Compute ``value`` by ``nodes``, and add it to the output."""
-    model.graph.node[-1].output[0] = "y_before"
-    model.graph.node.extend([*nodes, helper.make_node("Add", ["y_before", value], ["y"])])
-
-
-def _published(artifact: Artifact, model: onnx.ModelProto) -> Artifact:
-    (artifact.path / "cpu.onnx").write_bytes(model.SerializeToString())
-    return _rewritten(artifact, "cpu.onnx")
 
 
 def _rewritten(artifact: Artifact, file: str, **changes: object) -> Artifact:

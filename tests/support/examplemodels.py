@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 from artifacts import write_artifact
-from onnx import NodeProto, TensorProto, helper
+from onnx import helper
 
+import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import TensorSpec
 
-_ROW = ("batch", 16)
 _IMAGE = (3, 224, 224)
 _LABELS = 10
 
@@ -25,26 +25,21 @@ def write_sums(target: Path, dtype: str) -> Artifact:
 
     With ``dtype`` "string", inputs and outputs are numbers as text.
     """
-    text = dtype == "string"
-    first, second = ("number0", "number1") if text else ("INPUT0", "INPUT1")
-    total, difference = ("sum", "difference") if text else ("OUTPUT0", "OUTPUT1")
-    nodes = [
-        helper.make_node("Add", [first, second], [total]),
-        helper.make_node("Sub", [first, second], [difference]),
-    ]
-    if text:
-        nodes = [
-            *(_cast(f"INPUT{i}", f"number{i}", TensorProto.INT32) for i in range(2)),
-            *nodes,
-            _cast("sum", "OUTPUT0", TensorProto.STRING),
-            _cast("difference", "OUTPUT1", TensorProto.STRING),
-        ]
+    nodes = "OUTPUT0 = Add(INPUT0, INPUT1) OUTPUT1 = Sub(INPUT0, INPUT1)"
+    if dtype == "string":
+        nodes = """
+            a = Cast<to = 6>(INPUT0)
+            b = Cast<to = 6>(INPUT1)
+            sum = Add(a, b)
+            difference = Sub(a, b)
+            OUTPUT0 = Cast<to = 8>(sum)
+            OUTPUT1 = Cast<to = 8>(difference)"""
     return _write(target, nodes, dtype, inputs=("INPUT0", "INPUT1"), outputs=("OUTPUT0", "OUTPUT1"))
 
 
 def write_identity(target: Path, dtype: str) -> Artifact:
     """Publish ``OUTPUT0`` = ``INPUT0``, [batch,16]."""
-    return _write(target, [helper.make_node("Identity", ["INPUT0"], ["OUTPUT0"])], dtype, ("INPUT0",), ("OUTPUT0",))
+    return _write(target, "OUTPUT0 = Identity(INPUT0)", dtype, ("INPUT0",), ("OUTPUT0",))
 
 
 def write_image(target: Path, *, batched: bool = True) -> Artifact:
@@ -84,21 +79,10 @@ def write_examples(repository: Path) -> None:
     (repository / "simple" / "serving.yaml").write_text("max_batch_size: 8\n", "utf-8")
 
 
-def _cast(source: str, target: str, to: int) -> NodeProto:
-    return helper.make_node("Cast", [source], [target], to=to)
-
-
-def _write(
-    target: Path, nodes: list[NodeProto], dtype: str, inputs: tuple[str, ...], outputs: tuple[str, ...]
-) -> Artifact:
-    return write_artifact(
-        target,
-        lambda weight: nodes,
-        {},
-        [TensorSpec(name, dtype, _ROW) for name in inputs],
-        [TensorSpec(name, dtype, _ROW) for name in outputs],
-        {},
-    )
+def _write(target: Path, nodes: str, dtype: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Artifact:
+    ins, outs = ([TensorSpec(name, dtype, ("batch", 16)) for name in names] for names in (inputs, outputs))
+    graph = graphs.parsed(f"(float a) => (float b) {{ {nodes} }}").graph
+    return write_artifact(target, lambda weight: list(graph.node), {}, ins, outs, {})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 from converting import ONNX_ONLY
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
@@ -78,42 +78,25 @@ def with_graph(artifact: Path, repository: Path, name: str, graph: ModelProto) -
 
 def accumulated_in_bf16(model: ModelProto) -> None:
     """Compute ``s·b`` from four columns of ``s`` at a time, and round the sum to bf16 after each."""
-    at = [node.name for node in model.graph.node].index("second")
-    add, total = [], ""
+    nodes, constants = "", {"columns": 1, "rows": 0}
     for start in range(0, WIDTH, _CHUNK):
-        part, bounds = f"part{start}", (f"from{start}", f"to{start}")
-        for bound, value in zip(bounds, (start, start + _CHUNK), strict=True):
-            model.graph.initializer.append(helper.make_tensor(bound, TensorProto.INT64, [1], [value]))
-        add += [
-            helper.make_node("Slice", ["s", *bounds, "last"], [f"{part}_s"]),
-            helper.make_node("Slice", ["b", *bounds, "first"], [f"{part}_b"]),
-            helper.make_node("MatMul", [f"{part}_s", f"{part}_b"], [part]),
-        ]
-        if total:
-            add.append(helper.make_node("Add", [total, part], [f"{part}_sum"]))
-        total = f"{part}_rounded"
-        add += _rounding(f"{part}_sum" if start else part, total)
-    add[-1].output[0] = "g"
-    model.graph.initializer.append(helper.make_tensor("last", TensorProto.INT64, [1], [1]))
-    model.graph.initializer.append(helper.make_tensor("first", TensorProto.INT64, [1], [0]))
-    _replace(model, at, add)
+        end = start + _CHUNK
+        constants |= {f"at{start}": start, f"at{end}": end}
+        total = f"Add(total{start}, p{start})" if start else "Identity(p0)"
+        nodes += f"""
+            s{start} = Slice(s, at{start}, at{end}, columns)
+            b{start} = Slice(b, at{start}, at{end}, rows)
+            p{start} = MatMul(s{start}, b{start})
+            sum{start} = {total}
+            {_rounding(f"sum{start}", f"total{end}" if end < WIDTH else "g")}"""
+    _replace(model, "second", nodes, **constants)
 
 
 def cancelling(model: ModelProto) -> None:
     """Add 256 to ``h``, round the sum to bf16, and subtract 256 again: few digits of ``h`` are left."""
-    at = [node.name for node in model.graph.node].index("first")
-    model.graph.initializer.append(helper.make_tensor("much", TensorProto.FLOAT, [], [256.0]))
-    first = model.graph.node[at]
-    _replace(
-        model,
-        at,
-        [
-            helper.make_node("MatMul", first.input, ["h_exact"]),
-            helper.make_node("Add", ["h_exact", "much"], ["h_much"]),
-            *_rounding("h_much", "h_rounded"),
-            helper.make_node("Sub", ["h_rounded", "much"], ["h"]),
-        ],
-    )
+    rounding = _rounding("h_much", "h_rounded")
+    nodes = f"h_exact = MatMul(x, a) h_much = Add(h_exact, much) {rounding} h = Sub(h_rounded, much)"
+    _replace(model, "first", nodes, much=256.0)
 
 
 def not_a_number(model: ModelProto) -> None:
@@ -127,54 +110,37 @@ def far_off_in_the_tail(model: ModelProto) -> None:
 
 
 def _scaled_above(model: ModelProto, above: float, factor: float) -> None:
-    at = [node.name for node in model.graph.node].index("fourth")
-    fourth = model.graph.node[at]
-    for name, value in (("above", above), ("factor", factor)):
-        model.graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, [1], [value]))
-    for name, number in (("begin", 0), ("end", 1), ("axis", 1)):
-        model.graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], [number]))
-    _replace(
-        model,
-        at,
-        [
-            helper.make_node("MatMul", fourth.input, ["z_sound"]),
-            helper.make_node("Slice", ["x", "begin", "end", "axis"], ["x_first"]),
-            helper.make_node("Greater", ["x_first", "above"], ["ails"]),
-            helper.make_node("Mul", ["z_sound", "factor"], ["z_scaled"]),
-            helper.make_node("Where", ["ails", "z_scaled", "z_sound"], ["z"]),
-        ],
-    )
+    nodes = """
+        z_sound = MatMul(s, d)
+        x_first = Slice(x, begin, end, axis)
+        ails = Greater(x_first, above)
+        z_scaled = Mul(z_sound, factor)
+        z = Where(ails, z_scaled, z_sound)"""
+    _replace(model, "fourth", nodes, above=above, factor=factor, begin=0, end=1, axis=1)
 
 
 def _waves(seed: int = 0, *, rounded: bool = False) -> ModelProto:
     """Return the source model; with ``rounded``, its weights are rounded to bf16."""
-    nodes = [
-        helper.make_node("MatMul", ["x", "a"], ["h"], name="first"),
-        helper.make_node("Sin", ["h"], ["s"], name="wave"),
-        helper.make_node("MatMul", ["s", "b"], ["g"], name="second"),
-        helper.make_node("Relu", ["g"], ["r"], name="relu"),
-        helper.make_node("MatMul", ["r", "c"], ["y"], name="third"),
-        helper.make_node("MatMul", ["s", "d"], ["z"], name="fourth"),
-    ]
-    weights = []
-    for number, name in enumerate("abcd"):
-        weight = graphs.values(WIDTH, WIDTH, seed=4 * seed + number)
-        if rounded:
-            weight = weight.astype(ml_dtypes.bfloat16).astype(np.float32)
-        weights.append(graphs.initializer(name, weight))
-    edges = [graphs.edge("x", ["batch", WIDTH])], [graphs.edge(name, ["batch", WIDTH]) for name in ("y", "z")]
-    return graphs.model(nodes, *edges, weights)
+    weights = {name: graphs.values(WIDTH, WIDTH, seed=4 * seed + number) for number, name in enumerate("abcd")}
+    if rounded:
+        weights = {name: each.astype(ml_dtypes.bfloat16).astype(np.float32) for name, each in weights.items()}
+    text = f"(float[batch,{WIDTH}] x) => (float[batch,{WIDTH}] y, float[batch,{WIDTH}] z)"
+    nodes = "[first] h = MatMul(x, a) [wave] s = Sin(h) [second] g = MatMul(s, b) [relu] r = Relu(g)"
+    return graphs.parsed(f"{text} {{ {nodes} [third] y = MatMul(r, c) [fourth] z = MatMul(s, d) }}", **weights)
 
 
-def _rounding(value: str, rounded: str) -> list[NodeProto]:
-    return [
-        helper.make_node("Cast", [value], [f"{rounded}_bf16"], to=TensorProto.BFLOAT16),
-        helper.make_node("Cast", [f"{rounded}_bf16"], [rounded], to=TensorProto.FLOAT),
-    ]
+def _rounding(value: str, rounded: str) -> str:
+    return f"{rounded}_bf16 = Cast<to = 16>({value}) {rounded} = Cast<to = 1>({rounded}_bf16)"
 
 
-def _replace(model: ModelProto, at: int, others: list[NodeProto]) -> None:
-    nodes = [*model.graph.node]
-    nodes[at : at + 1] = others
+def _replace(model: ModelProto, name: str, nodes: str, **constants: float) -> None:
+    """Put ``nodes`` in the place of the one called ``name``; the constants of integers are int64[1], others fp32[1]."""
+    arrays = {
+        key: np.array([each], np.int64 if isinstance(each, int) else np.float32) for key, each in constants.items()
+    }
+    others = graphs.parsed(f"(float x) => (float y) {{ {nodes} }}", **arrays).graph
+    at = [node.name for node in model.graph.node].index(name)
+    kept = [*model.graph.node[:at], *others.node, *model.graph.node[at + 1 :]]
     del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    model.graph.node.extend(kept)
+    model.graph.initializer.extend(others.initializer)

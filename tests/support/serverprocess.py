@@ -24,23 +24,6 @@ _OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]  # which any worker ma
 HOLDS_AT_MOST = 1536 << 20  # bytes: with default settings, a server fits in a container of 2 GB whatever clients do
 
 
-def infer(target: str, model: str, feeds: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Send a request over a new connection; ``options`` are those of tritonclient's ``infer``. Return the outputs."""
-    inputs = []
-    for name, array in feeds.items():
-        inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
-        inputs[-1].set_data_from_numpy(array)
-    with triton.InferenceServerClient(target, channel_args=_OWN_CONNECTION) as client:
-        answer = client.infer(model, inputs, **options)
-        return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
-
-
-def series(name: str, model: str = "mlp", version: int = 1, **labels: str) -> str:
-    """Return the name of a series of a model's version, as :meth:`ServerProcess.metric` takes it."""
-    every = sorted({**labels, "model": model, "version": str(version)}.items())
-    return f"bf16kit_{name}" + "{" + ",".join(f'{label}="{value}"' for label, value in every) + "}"
-
-
 class Log(Protocol):
     """Where a server writes its log, and what of it has been read."""
 
@@ -97,7 +80,14 @@ class ServerProcess:
         return f"127.0.0.1:{self.ports()[0]}"
 
     def infer(self, model: str, feeds: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        return infer(self.target, model, feeds, **options)
+        """Send a request over a new connection; ``options`` are those of tritonclient. Return the outputs by name."""
+        inputs = []
+        for name, array in feeds.items():
+            inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+            inputs[-1].set_data_from_numpy(array)
+        with triton.InferenceServerClient(self.target, channel_args=_OWN_CONNECTION) as client:
+            answer = client.infer(model, inputs, **options)
+            return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
 
     def get(self, path: str) -> tuple[int, str]:
         """Return the status and the text of a page."""
@@ -115,7 +105,8 @@ class ServerProcess:
 
     def of_model(self, name: str, model: str = "mlp", version: int = 1, **labels: str) -> float:
         """Return the value of a series of a model's version; −1 if it does not exist."""
-        return self.metric(series(name, model, version, **labels))
+        every = sorted({**labels, "model": model, "version": str(version)}.items())
+        return self.metric(f"bf16kit_{name}" + "{" + ",".join(f'{label}="{value}"' for label, value in every) + "}")
 
     def status(self, field: str) -> int:
         """Return a number from /proc/PID/status: VmRSS (kB), Threads. It is 0 for a process that has ended."""
