@@ -77,6 +77,14 @@ def test_a_key_names_a_file_in_the_directory_with_the_prefix(make: Make, key: st
         table(f"{path.name}-").register(region(path))
 
 
+def test_a_region_has_a_name_of_1_to_255_characters(make: Make) -> None:
+    path, regions = make("named"), table()
+    for name in ("", "x" * 256):
+        with pytest.raises(InvalidRequest):
+            regions.register(region(path, name))
+    regions.register(region(path, "x" * 255))
+
+
 def test_anything_but_a_plain_file_with_one_name_gets_the_same_error(tmp_path: Path) -> None:
     (tmp_path / "bf16kit-target").write_bytes(bytes(64))
     (tmp_path / "bf16kit-link").symlink_to(tmp_path / "bf16kit-target")
