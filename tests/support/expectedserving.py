@@ -106,7 +106,8 @@ class Expected:
         self.serving: dict[int, Loaded] = {}
         self.closing: list[Loaded] = []  # they answer no new request, and wait for their last lease, or for each other
         self.applied = self.unfinished = 0  # wishes that were passed on, and those of them that have not ended
-        self.loading = False  # a load waits in the engine
+        self.loads = 0  # that have come to the engine
+        self.loading = False  # a load waits there
         self.given_up = 0  # loads that wait there although nobody wants them any more
         self._known: dict[int, int] = {}  # the edition of each version that was last to be served
         self._pending: tuple[Wish, int] | None = None  # and how many wait for it
@@ -168,6 +169,7 @@ class Expected:
             files = self.disk.get(version)
             good = files is not None and files.kind == "good" and not wish.setting.broken
             if files is not None and files.kind != "damaged" and not wish.setting.broken:
+                self.loads += 1
                 self.loading = True
                 while self._held:
                     if self._unwanted(version, plan):

@@ -73,6 +73,8 @@ class Engines:
     def __init__(self, template: Path) -> None:
         self.open: list[ScriptedRuntime] = []
         self.faults: list[str] = []
+        self.loads: list[int] = []  # the editions of all loads that have come here
+        self.waiting: list[int] = []  # and of those that wait
         self.go, self.references_go = threading.Event(), threading.Event()
         self.go.set()
         self.references_go.set()
@@ -102,7 +104,10 @@ class Engines:
     def _load(self, artifact: Artifact, profile: str, **_: Any) -> ScriptedRuntime:
         edition, kind = self._written[artifact.path]
         self._loads[id(artifact)] = edition, next(self._numbers)
+        self.loads.append(edition)
+        self.waiting.append(edition)
         assert self.go.wait(60)
+        self.waiting.remove(edition)
         if kind == "failing":
             raise RuntimeFailure("the engine cannot load it")
         return self._opened(ScriptedRuntime(self, *self._loads[id(artifact)], profile, "bf16-weights"))

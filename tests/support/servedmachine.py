@@ -85,6 +85,7 @@ class ServedMachine(RuleBasedStateMachine):
         """Start a server on what the directory holds."""
         self.metrics = Metrics()
         self.applied = self.ended = 0
+        self.engines.loads.clear()
         self.expected = {name: Expected(each.disk, each.setting) for name, each in self.expected.items()}
         self.stopping = False
         self.repository = Repository(self.metrics, device="cpu", threads=1)
@@ -134,7 +135,7 @@ class ServedMachine(RuleBasedStateMachine):
             if (model := slot.model) is not None
         }
         threads = tuple(sum(map(kind, running)) for kind in (is_load, is_reference, is_older))
-        return wishes, threads, serving
+        return wishes, threads, (len(self.engines.loads), len(self.engines.waiting)), serving
 
     def sought(self) -> tuple[object, ...]:
         every = self.expected.values()
@@ -145,7 +146,7 @@ class ServedMachine(RuleBasedStateMachine):
             for version, loaded in each.serving.items()
         }
         wishes = sum(each.applied for each in every), sum(each.unfinished for each in every)
-        return wishes, (loading, len(self.warming), 0), serving
+        return wishes, (loading, len(self.warming), 0), (sum(each.loads for each in every), loading), serving
 
     def open_as_expected(self) -> bool:
         """Whether exactly that is in memory which answers, or may still be asked."""

@@ -188,6 +188,26 @@ def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
 
 
 @pytest.mark.long
+def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
+    tmp_path: Path, repository: Controlled, loads: Held
+) -> None:
+    put(tmp_path, version=1)
+    repository.load("m").result(60)
+    model = repository.get("m", "1")
+    put(tmp_path, version=2, serving=QUIET.replace("all", "{latest: 1}"))
+    loads.go.clear()
+    only_the_second = repository.load("m")
+    until(lambda: loads.begun[-1] == "m/2")
+    (tmp_path / "m" / "serving.yaml").write_text(QUIET, "utf-8")
+    both = repository.load("m")
+    loads.go.set()
+    only_the_second.result(60)
+    both.result(60)
+    assert repository.get("m", "1") is model
+    assert states(repository) == {("m", 1): "ready", ("m", 2): "ready"}
+
+
+@pytest.mark.long
 def test_models_added_to_a_ready_server_do_not_make_it_unready(
     tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
