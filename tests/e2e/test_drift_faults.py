@@ -50,7 +50,7 @@ SERVING = "shadow: {rate: 1, max_per_second: 1000}\nfallback: {policy: fp32, min
 HEALTHY = 300 if LONG else 32  # requests before a fault
 PATIENCE_S = 1200 if LONG else 60  # until an alert fires: the longest `for:` of the rules as shipped is ten minutes
 MOST = 200  # samples until a fault is detected: the documented limit for the smallest fault
-STEP = 1 if LONG else 12  # requests between two looks at the metrics: the shadow may need a second for one, or for all
+STEP = 1 if LONG else 8  # requests between two looks at the metrics: the shadow may need a second for one, or for all
 _seeds = count(1000)
 
 
