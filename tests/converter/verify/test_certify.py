@@ -186,6 +186,13 @@ def test_a_model_whose_rows_interact_has_none(function: Callable[[Array], Array]
         assert batch_axis(Computed(function), IN, OUT, THREE) is None
 
 
+def test_integers_beside_floats_do_not_keep_these_from_being_extreme() -> None:
+    inputs = (*IN, TensorSpec("ids", "int64", ("n",)))
+    feeds = [feed | {"ids": np.arange(3)} for feed in THREE]
+    with np.errstate(invalid="ignore"):
+        assert batch_axis(Computed(lambda x: x + 0 * x.sum(0)), inputs, OUT, feeds) is None
+
+
 def test_a_row_beside_an_extreme_one_is_not_compared_with_the_row_alone() -> None:
     """Its sums may have another order alone, and one row shows no variation by which such noise could be excused."""
     feeds = [{"x": np.random.default_rng(seed).standard_normal((1, 4)).astype(np.float32)} for seed in range(3)]

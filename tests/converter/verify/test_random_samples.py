@@ -213,6 +213,14 @@ def test_slices_need_a_few_samples_and_agreement_a_hundred_rows() -> None:
     assert len(enough(floats(4, rows=8)).feeds) == 4
     assert len(enough(floats(3), LOGITS).feeds) == 100
     assert len(enough(floats(3, rows=8), LOGITS).feeds) == 13
+    unbatched = (TensorSpec("y", "float32", (5,)),)  # each feed is one sample
+    assert len(enough(floats(3, rows=8), unbatched).feeds) == SAMPLES
+
+
+def test_a_single_sample_is_changed_a_little() -> None:
+    (given,) = floats(1)
+    for feed in enough([given]).feeds[1:]:
+        assert 0 < np.linalg.norm(feed["x"] - given["x"]) < 0.6 * np.linalg.norm(given["x"])
 
 
 def test_the_given_samples_stay_first_and_the_origin_says_what_was_made() -> None:
