@@ -6,14 +6,13 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from bench.kernel import worker
 from bench.kernel.hosts import Prepared
-from bench.kernel.worker import Worker, first_output, last_level_cache, serve, settle
+from bench.kernel.worker import Worker, first_output, serve, settle
 
 
 class Buffer:
@@ -26,45 +25,26 @@ class Buffer:
         self._log.append("flush")
 
 
-@pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], tuple[Worker, list[str]]]:
-    """Return a function: it returns a worker with one prepared side of the given usual seconds, and its log."""
-    monkeypatch.setattr(worker, "last_level_cache", lambda: 8)
-
-    def make(usual: float) -> tuple[Worker, list[str]]:
-        log: list[str] = []
-        made = Worker()
-        made._flush = Buffer(log)  # type: ignore[assignment]
-        made._prepared["side"] = Prepared(lambda: log.append("run"))
-        made._usual["side"] = usual
-        return made, log
-
-    return make
-
-
+@pytest.mark.parametrize(
+    ("usual", "cold", "log"),
+    [
+        (0.001, True, ["run", "flush", "run", "flush", "run"]),  # the first run warms up
+        (0.001, False, ["run"] * 3),
+        (0.2, False, ["run"] * 2),  # a slow side has no warm-up
+    ],
+)
 def test_the_caches_are_emptied_before_every_cold_run_that_counts(
-    prepared: Callable[[float], tuple[Worker, list[str]]],
+    monkeypatch: pytest.MonkeyPatch, usual: float, cold: bool, log: list[str]
 ) -> None:
-    made, log = prepared(0.001)
-    assert len(made.time({"side": "side", "runs": 2, "cold": True})["seconds"]) == 2
-    assert log == ["run", "flush", "run", "flush", "run"]
-
-
-def test_warm_runs_follow_each_other(prepared: Callable[[float], tuple[Worker, list[str]]]) -> None:
-    made, log = prepared(0.001)
-    made.time({"side": "side", "runs": 3, "cold": False})
-    assert log == ["run"] * 4
-
-
-def test_a_slow_side_has_no_warm_up_run(prepared: Callable[[float], tuple[Worker, list[str]]]) -> None:
-    made, log = prepared(0.2)
-    made.time({"side": "side", "runs": 1, "cold": False})
-    assert log == ["run"]
-
-
-def test_a_limit_measures_its_own_seconds(prepared: Callable[[float], tuple[Worker, list[str]]]) -> None:
-    made, _ = prepared(0.001)
-    made._prepared["side"] = Prepared(lambda: 7.0, measures=True)
+    monkeypatch.setattr(worker, "last_level_cache", lambda: 8)
+    found: list[str] = []
+    made = Worker()
+    made._flush = Buffer(found)  # type: ignore[assignment]
+    made._prepared["side"] = Prepared(lambda: found.append("run"))
+    made._usual["side"] = usual
+    assert len(made.time({"side": "side", "runs": 2, "cold": cold})["seconds"]) == 2
+    assert found == log
+    made._prepared["side"] = Prepared(lambda: 7.0, measures=True)  # a limit measures its own seconds
     assert made.time({"side": "side", "runs": 2, "cold": False}) == {"seconds": [7.0, 7.0]}
 
 
@@ -104,7 +84,3 @@ def test_the_first_output_is_found_in_any_form_of_result() -> None:
     array = np.ones((2, 3), np.float32)
     for result in ([array], {"y": array}, (array, array), array):
         assert first_output(result).shape == (2, 3)
-
-
-def test_the_last_level_cache_is_assumed_to_have_at_least_32_mib() -> None:
-    assert last_level_cache() >= 32 << 20
