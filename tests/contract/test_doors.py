@@ -30,15 +30,21 @@ _EXCEPTIONS = {
 }
 
 
+_IMPORTS = re.compile(r"^[ \t]*(?:from|import) [^(\n]*(?:\([^)]*\))?", re.MULTILINE)
+
+
 def _reached(source: str) -> list[str]:
     """Return what a test imports of the product's private names, and what it replaces with ``setattr``."""
+    if "setattr" not in source and not any(re.search(r"\b_(?!_)", found) for found in _IMPORTS.findall(source)):
+        return []  # most tests: they need not be parsed
     tree, imported, replaced = ast.parse(source), dict[str, str](), []
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             imported |= {alias.asname or alias.name: f"{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
             what = ".".join(map(ast.unparse, node.args[:-1])).replace("'", "")
             root, dot, rest = what.partition(".")
