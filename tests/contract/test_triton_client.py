@@ -52,25 +52,20 @@ def test_fp32_int32_int64_and_bool_inputs_and_outputs_are_transferred(client: An
     np.testing.assert_array_equal(result.as_numpy("denied"), np.tile([False, True, False, False], (2, 1)))
     response = result.get_response()
     assert (response.model_name, response.model_version, response.id) == ("types", "1", "r-1")
+    empty = client.infer("types", types_inputs(tensor("x", X[:0], "FP32"), rows=0))
+    assert empty.as_numpy("doubled").shape == (0, 4)
 
 
 def test_an_fp32_input_may_be_sent_as_fp16_or_bf16(client: Any) -> None:
+    """An output may be bf16, too, at half the bytes."""
     for half in (tensor("x", X.astype(np.float16), "FP16"), tensor("x", X.astype(ml_dtypes.bfloat16), "BF16")):
         np.testing.assert_array_equal(client.infer("types", types_inputs(half)).as_numpy("doubled"), 2 * X)
-
-
-def test_an_fp32_output_may_be_requested_as_bf16_at_half_the_bytes(client: Any) -> None:
     output = triton.InferRequestedOutput("doubled")
     output._get_tensor().parameters["datatype"].string_param = "BF16"  # noqa: SLF001 -- has no public way
     result = client.infer("types", types_inputs(), outputs=[output])
     assert result.get_output("doubled").datatype == "BF16"
     assert len(result.get_response().raw_output_contents[0]) == 8
     np.testing.assert_array_equal(result.as_numpy("doubled").astype(np.float32), 2 * X)
-
-
-def test_the_response_to_an_empty_batch_is_an_empty_batch(client: Any) -> None:
-    result = client.infer("types", types_inputs(tensor("x", X[:0], "FP32"), rows=0))
-    assert result.as_numpy("doubled").shape == (0, 4)
 
 
 def test_asynchronous_requests_get_responses(client: Any) -> None:
@@ -95,13 +90,10 @@ def test_a_stream_responds_in_order_and_survives_an_error(client: Any) -> None:
     assert [result.get_response().id for result, error in answers if not error] == ["0", "1", "2", "4", "5"]
 
 
-def test_server_metadata_names_bf16kit(client: Any) -> None:
-    metadata = client.get_server_metadata(as_json=True)
-    assert (metadata["name"], metadata["version"]) == ("bf16kit", bf16kit.__version__)
-    assert "statistics" in metadata["extensions"]
-
-
-def test_model_metadata_and_config_read_as_perf_analyzer_reads_them(client: Any) -> None:
+def test_metadata_and_config_read_as_perf_analyzer_reads_them(client: Any) -> None:
+    server = client.get_server_metadata(as_json=True)
+    assert (server["name"], server["version"]) == ("bf16kit", bf16kit.__version__)
+    assert "statistics" in server["extensions"]
     metadata = client.get_model_metadata("mlp", as_json=True)
     assert metadata["versions"] == ["1", "3"]
     assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": ["-1", "16"]}]

@@ -21,12 +21,7 @@ def theirs(name: str) -> Descriptor:
 
 def kind(field: FieldDescriptor) -> tuple[object, ...]:
     refers_to = field.message_type or field.enum_type
-    return (
-        field.number,
-        field.type,
-        field.is_repeated,
-        refers_to.name if refers_to else "",
-    )
+    return (field.number, field.type, field.is_repeated, refers_to.name if refers_to else "")
 
 
 def compare(ours: Descriptor, triton: Descriptor) -> None:
