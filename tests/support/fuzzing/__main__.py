@@ -1,8 +1,7 @@
 """``python -m fuzzing``: convert 20,000 mutants in slices, one slice per core, and write the page with the outcomes.
 
-A slice that already has a result file is not run again, so a stopped campaign continues where it stopped. ``--kinds``
-runs only some kinds, for example after a fix for them. ``--beside DIR`` adds the other kinds to the page, from the
-results of another commit.
+A slice that already has a result file is not run again, so a stopped campaign continues where it stopped. The page is
+written after each slice, so it is right for a campaign that is stopped early.
 
 ``python -m fuzzing KIND FIRST COUNT RESULT`` runs one slice.
 """
@@ -17,21 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
 
 from fuzzing import page
 
-SHARES = {
-    "onnx": 0.35,
-    "safetensors": 0.25,
-    "torch": 0.25,
-    "flax": 0.1,
-    "orbax": 0.05,
-}
+SHARES = {"onnx": 0.35, "safetensors": 0.25, "torch": 0.25, "flax": 0.1, "orbax": 0.05}
 SLICE = 500
 
 
@@ -43,42 +33,29 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--results", type=Path, default=Path("build/fuzz"), help="a file for each slice")
     parser.add_argument("--page", type=Path, default=Path("docs/reliability-converter.md"))
-    parser.add_argument("--kinds", nargs="+", choices=SHARES, default=list(SHARES), help="of which mutants are made")
-    parser.add_argument("--beside", type=Path, help="results of another commit, for the page's other kinds")
     given = parser.parse_args(arguments)
-    given.results.mkdir(parents=True, exist_ok=True)
     commit = page.commit()
-    slices = _slices(given.count, given.results / commit, given.kinds)
-    beside = [tally for tally in _beside(given.beside) if tally["kind"] not in given.kinds]
+    slices = _slices(given.count, given.results / commit)
     with ThreadPoolExecutor(given.jobs) as pool:
         done = []
-        for finished in pool.map(_apart, slices):  # after each slice: the page is correct if the campaign is stopped
+        for finished in pool.map(_apart, slices):
             done.append(finished)
-            tallies = [json.loads(result.read_text()) for _, _, _, result in slices if result.is_file()]
-            given.page.write_text(page.of([*beside, *tallies], commit))
+            tallies = [json.loads(result.read_text()) for *_, result in slices if result.is_file()]
+            page.write(given.page, tallies, commit)
     faults = sum(len(tally["faults"]) for tally in tallies)
     print(f"{sum(tally['count'] for tally in tallies)} mutants, {faults} faults: {given.page}")
     return bool(faults) or not all(done)
 
 
-def _beside(results: Path | None) -> list[dict[str, Any]]:
-    """Return the tallies of another commit; ``results`` is the directory named after that commit."""
-    found = sorted(results.glob("*.json")) if results is not None else []
-    return [{**json.loads(path.read_text()), "commit": path.parent.name} for path in found]
-
-
-def _slices(count: int, results: Path, kinds: Collection[str]) -> list[tuple[str, int, int, Path]]:
+def _slices(count: int, results: Path) -> list[tuple[str, int, int, Path]]:
     """Return the slices, alternating between the kinds, so that a campaign that is stopped early covers every kind."""
-    results.mkdir(exist_ok=True)
-    by_kind = [
-        [
-            (kind, first, min(SLICE, round(count * share) - first + 1), results / f"{kind}-{first}.json")
-            for first in range(1, round(count * share) + 1, SLICE)
-        ]
-        for kind, share in SHARES.items()
-        if kind in kinds
-    ]
-    return [found for found in chain(*zip_longest(*by_kind)) if found is not None]
+    results.mkdir(parents=True, exist_ok=True)
+    found = []
+    for kind, share in SHARES.items():
+        last = round(count * share)
+        for first in range(1, last + 1, SLICE):
+            found.append((kind, first, min(SLICE, last - first + 1), results / f"{kind}-{first}.json"))  # noqa: PERF401
+    return sorted(found, key=lambda each: each[1])
 
 
 def _apart(given: tuple[str, int, int, Path]) -> bool:

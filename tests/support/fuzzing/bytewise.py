@@ -57,6 +57,13 @@ def append(content: bytes, random: Random) -> bytes:
     return content + random.choice((random.randbytes(random.randint(1, 300)), content, bytes(100)))
 
 
+def special(values: bytes, random: Random) -> bytes:
+    """Replace one fp32 number with NaN, infinity, the largest number, the smallest subnormal or -0."""
+    number = random.choice((0x7FC00000, 0x7F800000, 0x7F7FFFFF, 0x00000001, 0xFFFFFFFF, 0x80000000))
+    position = 4 * random.randrange(len(values) // 4)
+    return values[:position] + number.to_bytes(4, "little") + values[position + 4 :]
+
+
 EDITS: tuple[Edit, ...] = (flip, overwrite, truncate, splice, remove, number, append)
 
 

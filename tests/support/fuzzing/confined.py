@@ -21,9 +21,7 @@ from typing import Any
 MEMORY = 2 << 30  # bytes beyond what the process had when it was forked
 _CHILDREN = [["-P", "-m", "converter.process.onnx_trial"]]
 SECONDS = 10  # of processor time
-PATIENCE = (
-    60  # wall-clock seconds after which a mutant is killed; far longer than SECONDS, because the machine may be busy
-)
+PATIENCE = 60  # wall-clock seconds after which a mutant is killed: the machine may be busy
 
 
 @dataclass(frozen=True)
@@ -109,11 +107,8 @@ def _confined(action: Callable[[Callable[[], None]], Any], inside: Path, output_
 
 
 def _limit() -> None:
-    used = int(
-        next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")).split()[
-            1
-        ]
-    )
+    status = Path("/proc/self/status").read_text().splitlines()
+    used = int(next(line.split()[1] for line in status if line.startswith("VmData")))  # KiB
     resource.setrlimit(resource.RLIMIT_DATA, ((used << 10) + MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -127,43 +122,20 @@ class Watch:
     """Report each file that Python opens, creates, renames or removes outside the paths that a conversion may use."""
 
     _WRITES = (
-        "os.mkdir",
-        "os.remove",
-        "os.rmdir",
-        "os.rename",
-        "os.link",
-        "os.symlink",
-        "os.truncate",
-        "os.chmod",
-        "os.chown",
-        "shutil.rmtree",
-    )
+        "os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.link", "os.symlink", "os.truncate", "os.chmod",
+        "os.chown", "shutil.rmtree",
+    )  # fmt: skip
     _NEVER = (
-        "subprocess.Popen",
-        "os.system",
-        "os.exec",
-        "os.posix_spawn",
-        "os.fork",
-        "os.forkpty",
-        "socket.connect",
-        "socket.getaddrinfo",
-        "urllib.Request",
-    )
+        "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "socket.connect",
+        "socket.getaddrinfo", "urllib.Request",
+    )  # fmt: skip
 
     def __init__(self, inside: Path) -> None:
         self.found: list[str] = []
         self._inside = os.path.realpath(inside)
-        roots = {
-            sys.prefix,
-            sys.base_prefix,
-            sysconfig.get_path("stdlib"),
-            *sys.path,
-            "/sys/devices/system/cpu",
-            "/proc/self",
-            "/dev/null",
-            "/dev/urandom",
-        }
-        roots |= {"/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/fs/cgroup", f"/proc/{os.getpid()}"}
+        roots = {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), *sys.path, f"/proc/{os.getpid()}"}
+        roots |= {"/sys/devices/system/cpu", "/sys/fs/cgroup", "/dev/null", "/dev/urandom"}
+        roots |= {"/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat"}
         self._readable = tuple(os.path.realpath(root) for root in roots if root)
         self._on = True
         sys.addaudithook(self._hear)

@@ -17,18 +17,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from fuzzing.json_edits import change, rewritten
 from fuzzing.seed import Seed, mlp_weights
 
 Bits = tuple[str, tuple[int, ...], bytes]
 
-_ARGUMENTS = (
-    "--model",
-    "architectures:Mlp",
-    "--map",
-    str(Path(__file__).with_name("mlp_rules.yaml")),
-    "--input",
-    "x:float32:batch,16",
-)
+_RULES = str(Path(__file__).with_name("mlp_rules.yaml"))
+_ARGUMENTS = ("--model", "architectures:Mlp", "--map", _RULES, "--input", "x:float32:batch,16")
 _SHAPES: tuple[Any, ...] = ([], [0], [-1], [2**32, 2**32], [64, 16], [1024], [16, 64, 1], [2**62, 4], [1] * 40, ["64"], None, 7, [2**63 - 1], [1.5], [16, 65])  # fmt: skip
 _DTYPES = ("float32", "float64", "bfloat16", "int8", "object", "complex64", "float8_e4m3fn", "", "<f4", None, 7, "V4", "string", "bool", "M8[s]")  # fmt: skip
 _KEYS = ("", "params", "kernel", "a.b", "a\x00b", "../x", "x" * 300, "\x1b[31m", "value", "__metadata__", "opt_state", "ünï", "__msgpack_chunked_array__")  # fmt: skip
@@ -85,20 +80,13 @@ def orbax_seeds() -> tuple[Seed, ...]:
     with tempfile.TemporaryDirectory() as directory:
         program = "import sys; from fuzzing import jax_edits; jax_edits.write_orbax(sys.argv[1])"
         subprocess.run([sys.executable, "-c", program, directory], check=True)
-        return tuple(
-            Seed(
-                path.name,
-                "orbax",
-                "item",
-                {
-                    f"item/{file.relative_to(path)}": file.read_bytes()
-                    for file in sorted(path.rglob("*"))
-                    if file.is_file()
-                },
-                _ARGUMENTS,
-            )
-            for path in sorted(Path(directory).iterdir())
-        )
+        return tuple(_orbax_seed(path) for path in sorted(Path(directory).iterdir()))
+
+
+def _orbax_seed(path: Path) -> Seed:
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    contents = {f"item/{file.relative_to(path)}": file.read_bytes() for file in files}
+    return Seed(path.name, "orbax", "item", contents, _ARGUMENTS)
 
 
 def write_orbax(directory: str) -> None:
@@ -154,33 +142,12 @@ def _with_array(content: bytes, own: bytes, random: Random) -> bytes:
 
 def edit_json(content: bytes, random: Random) -> tuple[str, bytes]:
     """Return the names of the edits and the Orbax or zarr metadata after one or two edits at random places."""
+    if random.random() < 0.05:
+        return rewritten(content, random)
     fields = json.loads(content)
-    done = []
-    for _ in range(random.choice((1, 1, 2))):
-        places = list(_places(fields))
-        if not places:
-            break
-        owner, key = random.choice(places)
-        what = random.random()
-        if what < 0.2:
-            del owner[key]
-            done.append("drop")
-            break
-        owner[key] = random.choice(
-            _NUMBERS if what < 0.55 else _TEXTS if what < 0.9 else ([owner[key]], {"name": owner[key]})
-        )
-        done.append("number" if what < 0.55 else "text" if what < 0.9 else "nested")
-    text = json.dumps(fields).encode()
-    return "+".join(done) or "as it is", text if random.random() < 0.95 else b'{"a":' * random.choice(
-        (100, 100_000)
-    ) + text
-
-
-def _places(fields: Any) -> Iterator[tuple[Any, Any]]:
-    keys = list(fields) if isinstance(fields, dict) else range(len(fields)) if isinstance(fields, list) else []
-    for key in keys:
-        yield fields, key
-        yield from _places(fields[key])
+    values = random.choice((_NUMBERS, _TEXTS))
+    done = [change(fields, values, _KEYS, random) for _ in range(random.choice((1, 1, 2)))]
+    return "+".join(done), json.dumps(fields).encode()
 
 
 def of_flax(source: Path) -> Iterator[Bits]:

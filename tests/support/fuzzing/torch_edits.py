@@ -10,6 +10,8 @@ import zipfile
 from collections.abc import Callable
 from random import Random
 
+from fuzzing import bytewise
+
 Records = dict[str, bytes]
 Edit = Callable[[Records, Random], None]
 
@@ -55,11 +57,8 @@ def texts(records: Records, random: Random) -> None:
     """Replace a string in the pickle: a device, a storage key or a name."""
     name = _pickled(records)
     body = records.get(name, b"")
-    places = [
-        i
-        for i in range(len(body) - 5)
-        if body[i : i + 1] == b"X" and 0 < int.from_bytes(body[i + 1 : i + 5], "little") < 30
-    ]
+    lengths = [(i, int.from_bytes(body[i + 1 : i + 5], "little")) for i in range(len(body) - 5) if body[i] == ord("X")]
+    places = [place for place, length in lengths if 0 < length < 30]
     if places:
         place = random.choice(places)
         size = int.from_bytes(body[place + 1 : place + 5], "little")
@@ -71,7 +70,6 @@ def storages(records: Records, random: Random) -> None:
     """Replace the dtype of storages, so that their bytes are read as another type."""
     name = _pickled(records)
     kinds = (
-        b"Float",
         b"Double",
         b"Half",
         b"BFloat16",
@@ -88,65 +86,62 @@ def storages(records: Records, random: Random) -> None:
     )
 
 
-def recursion(records: Records, random: Random) -> None:
-    """Replace the pickle with nested lists, with an object that contains itself, or with an empty dict."""
+def pickles(records: Records, random: Random) -> None:
+    """Replace the pickle: with nested lists, an object that contains itself, or opcodes that need gigabytes."""
     depth = random.choice((100, 20_000, 300_000))
-    body = b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
-    records[_pickled(records)] = random.choice(
-        (body, b"\x80\x02]q\x00h\x00a.", b"\x80\x02}q\x00X\x0a\x00\x00\x00state_dicth\x00s.", b"\x80\x02}.")
-    )
-
-
-def pickle_bytes(records: Records, random: Random) -> None:
-    from fuzzing import bytewise
-
-    name = _pickled(records)
-    records[name] = random.choice(bytewise.EDITS)(records.get(name, b""), random)
-
-
-def pickle_bomb(records: Records, random: Random) -> None:
-    """Replace the pickle with opcodes that need gigabytes: long strings, huge memo indices, doubling tuples."""
     records[_pickled(records)] = random.choice((
-        b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b"x.",
+        b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".",
+        b"\x80\x02]q\x00h\x00a.",
+        b"\x80\x02}q\x00X\x0a\x00\x00\x00state_dicth\x00s.",
+        b"\x80\x02}.",
+        b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b"x.",  # a long string
         b"\x80\x04\x8e" + struct.pack("<Q", 2**63) + b"x.",
-        b"\x80\x02r" + struct.pack("<I", 2**31 - 1) + b".",
+        b"\x80\x02r" + struct.pack("<I", 2**31 - 1) + b".",  # a huge memo index
         b"\x80\x02Nr" + struct.pack("<I", 2**31 - 1) + b".",
         b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"\x01.",
-        b"\x80\x02N" + b"2\x86" * 40 + b".",
+        b"\x80\x02N" + b"2\x86" * 40 + b".",  # doubling tuples
         b"\x80\x02]" + b"(" * 500_000 + b".",
     ))  # fmt: skip
 
 
-def missing(records: Records, random: Random) -> None:
-    records.pop(random.choice(list(records)))
-
-
-def short(records: Records, random: Random) -> None:
-    """Change the length of a record, so that it no longer fits its storage."""
-    name = random.choice(list(records))
-    records[name] = random.choice((records[name][:-1], b"", records[name] * 2, records[name][:8]))
-
-
-def more(records: Records, random: Random) -> None:
-    """Add a record that belongs to other formats, or whose name leads out of the archive."""
-    name = random.choice(("m/constants.pkl", "m/../../secret", "/etc/hostname", "m/data/99", "archive_format", "m/byteorder", "m/.data/serialization_id",
-                          "data.pkl", "other/data.pkl", "m/data.pkl/x", "model.weights.h5", "é" * 100))  # fmt: skip
-    records[name] = random.choice((b"", b"big", b"little", b"x" * 100, records.get(_pickled(records), b"")))
+def record(records: Records, random: Random) -> None:
+    """Damage or remove a record, change its length, or add one of another format or whose name leads out."""
+    name, what = random.choice((_pickled(records), *records)), random.randrange(4)
+    if what == 0:
+        records[name] = random.choice(bytewise.EDITS)(records[name], random)
+    elif what == 1:
+        records.pop(name)
+    elif what == 2:
+        records[name] = random.choice((records[name][:-1], b"", records[name] * 2, records[name][:8]))
+    else:
+        added = random.choice(("m/constants.pkl", "m/../../secret", "/etc/hostname", "m/data/99", "archive_format", "m/byteorder", "data.pkl",
+                               "m/.data/serialization_id", "other/data.pkl", "m/data.pkl/x", "model.weights.h5", "é" * 100))  # fmt: skip
+        records[added] = random.choice((b"", b"big", b"little", b"x" * 100, records[name]))
 
 
 def values(records: Records, random: Random) -> None:
-    """Replace a weight with NaN, infinity, the largest fp32 number or the smallest subnormal."""
+    """Replace a weight with NaN, infinity and the like."""
     names = [name for name, content in records.items() if "/data/" in name and len(content) >= 4]
     if names:
         name = random.choice(names)
-        value = random.choice((0x7FC00000, 0x7F800000, 0x7F7FFFFF, 0x00000001, 0xFFFFFFFF)).to_bytes(4, "little")
-        position = 4 * random.randrange(len(records[name]) // 4)
-        records[name] = records[name][:position] + value + records[name][position + 4 :]
+        records[name] = bytewise.special(records[name], random)
 
 
 EDITS: tuple[Edit, ...] = (
-    forbidden, numbers, numbers, numbers, texts, storages, recursion, pickle_bytes, pickle_bytes, pickle_bomb, missing, short, more, values,
-)  # fmt: skip
+    forbidden,
+    numbers,
+    numbers,
+    numbers,
+    texts,
+    storages,
+    pickles,
+    pickles,
+    record,
+    record,
+    record,
+    record,
+    values,
+)
 
 
 def edit(content: bytes, random: Random) -> tuple[str, bytes]:
