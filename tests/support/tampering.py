@@ -7,11 +7,18 @@ import json
 import math
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tampered_files import change_golden, change_weights
-from tampered_graphs import change_bytes, change_graph
+import numpy as np
+from fuzzing import bytewise, onnx_edits, safetensors_edits
+from fuzzing.json_edits import change
+from google.protobuf.message import DecodeError
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from bf16kit.numerics.tensors import Array
 
 ZEROS = "0" * 64
 NUMBERS = (0, -1, 1, 2, 7, 2**31, 2**32, 2**62, 2**63, 2**64, 10**30, 1.5, -0.0, 1e308, math.nan, math.inf, True)
@@ -25,6 +32,17 @@ KEYS = (
     "inputs", "outputs", "batch_axis", "profiles", "reference", "golden", "tensors", "budget", "drift",
     "schema_version", "model", "source",
 )  # fmt: skip
+_OTHERS: tuple[Callable[[Array], Array], ...] = (
+    lambda array: np.full_like(array, np.nan if array.dtype.kind == "f" else -1),
+    lambda array: array.astype(np.float64),
+    lambda array: array.astype(np.int32),
+    lambda array: array.astype(np.bool_),
+    lambda array: np.ascontiguousarray(array[..., :-1]),
+    lambda array: array[:0],
+    lambda array: np.repeat(array, 100, 0),
+    lambda array: array.reshape(-1),
+    lambda array: array[None],
+)
 
 
 def tampered(source: Path, target: Path, choice: random.Random) -> str:
@@ -45,8 +63,7 @@ def seal(directory: Path, fields: dict[str, Any]) -> None:
     for name, entry in files.items() if isinstance(files, dict) else ():
         if isinstance(entry, dict) and name in {file.name for file in directory.iterdir()}:
             data = (directory / name).read_bytes()
-            if not entry.pop("kept", False):
-                entry.update(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+            entry.update(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
     text = json.dumps(fields | {"digest": ZEROS}, sort_keys=True, indent=1) + "\n"
     text = text.replace(f'\n "digest": "{ZEROS}"', f'\n "digest": "{hashlib.sha256(text.encode()).hexdigest()}"', 1)
     (directory / "manifest.json").write_text(text)
@@ -54,62 +71,14 @@ def seal(directory: Path, fields: dict[str, Any]) -> None:
 
 def _manifest(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
     key = choice.choice(KEYS) if choice.random() < 0.7 else choice.choice(sorted(fields))
-    if key not in fields or choice.random() < 0.05:
-        fields[key] = _value(choice)
-        return f"manifest: {key} = {_brief(fields[key])}"
-    container: Any = fields
-    place: Any = key
-    where: list[Any] = [key]
-    while isinstance(container[place], dict | list) and container[place] and choice.random() < 0.9:
-        container = container[place]
-        place = choice.choice(sorted(container)) if isinstance(container, dict) else choice.randrange(len(container))
-        where.append(place)
-    return f"manifest: {'.'.join(map(str, where))} {_change(container, place, choice)}"
-
-
-def _change(container: Any, place: Any, choice: random.Random) -> str:
-    """Remove, duplicate, rename or replace ``container[place]``."""
-    kind = choice.random()
-    if kind < 0.1:
-        del container[place]
-        return "is gone"
-    if kind < 0.2 and isinstance(container, list):
-        container.append(container[place])
-        return "is there twice"
-    if kind < 0.25 and isinstance(container, dict):
-        name = choice.choice(TEXTS)
-        container[name] = container.pop(place)
-        return f"is called {_brief(name)}"
-    if isinstance(container, dict) and place in ("bytes", "sha256"):
-        container["kept"] = "tensors" not in container and "offset" not in container and "format" not in container
-        if not container["kept"]:
-            del container["kept"]
-    container[place] = _near(container[place], choice) if choice.random() < 0.5 else _value(choice)
-    return f"= {_brief(container[place])}"
-
-
-def _near(value: Any, choice: random.Random) -> Any:
-    """Return another value of the same type."""
-    if isinstance(value, bool) or value is None:
-        return _value(choice)
-    if isinstance(value, int | float):
-        return choice.choice((value + 1, value - 1, -value, value * 2, value * 2**20, value + 64, *NUMBERS[:5]))
-    if isinstance(value, str):
-        return choice.choice((*TEXTS, value + "x", value.upper(), value[:-1]))
-    return choice.choice(([], {}, [value], value))
-
-
-def _value(choice: random.Random) -> Any:
+    part = {key: fields.pop(key, None)}
     deep: Any = []
     for _ in range(choice.choice((3, 50, 900))):
         deep = [deep]
-    return choice.choice(
-        (choice.choice(NUMBERS), choice.choice(TEXTS), None, [], {}, [None], {"": 0}, deep, [1] * 5000)
-    )
-
-
-def _brief(value: Any) -> str:
-    return repr(value)[:60]
+    others: tuple[Any, ...] = (None, [], {}, [None], {"": 0}, deep, [1] * 5000)
+    done = change(part, choice.choice((NUMBERS, TEXTS, others)), TEXTS, choice)
+    fields |= part
+    return f"manifest: {key}, {done}: {repr(part)[:300]}"
 
 
 def _spoil_text(manifest: Path, choice: random.Random) -> str:
@@ -127,16 +96,54 @@ def _spoil_text(manifest: Path, choice: random.Random) -> str:
     return f"manifest's text: {more[:20]!r} added"
 
 
+def _bytes(file: Path, choice: random.Random) -> str:
+    edit = choice.choice(bytewise.EDITS)
+    file.write_bytes(edit(file.read_bytes(), choice))
+    return f"{file.name}: {edit.__name__}"
+
+
 def _graph(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
     file = directory / choice.choice(("cpu.onnx", "cpu.onnx", "cpu.onnx", "reference.onnx"))
-    change = change_bytes if choice.random() < 0.3 else change_graph
-    return f"{file.name}: {change(file, choice)}"
+    if choice.random() < 0.3:
+        return _bytes(file, choice)
+    try:
+        done, content = onnx_edits.edit(file.read_bytes(), choice, "/etc/passwd")
+    except DecodeError:  # an earlier change made it unreadable
+        return _bytes(file, choice)
+    file.write_bytes(content)
+    return f"{file.name}: {done}"
 
 
 def _golden(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
-    return f"golden: {change_golden(directory / 'golden.safetensors', choice)}"
+    """Replace, add or remove an array of the golden samples, or change their file."""
+    file, kind = directory / "golden.safetensors", choice.random()
+    try:
+        if kind < 0.25:
+            done, content = safetensors_edits.edit(file.read_bytes(), choice)
+            file.write_bytes(content)
+            return f"golden: {done}"
+        arrays = load_file(file)
+    except (SafetensorError, KeyError, ValueError):  # an earlier change made it unreadable
+        return _bytes(file, choice)
+    name = choice.choice(sorted(arrays))
+    other = choice.randrange(len(_OTHERS))
+    if kind < 0.35:
+        del arrays[name]
+    elif kind < 0.45:
+        arrays[f"{name}2"] = arrays[name]
+    elif kind < 0.55:
+        arrays = {key: np.concatenate([array, array]) for key, array in arrays.items()}
+    else:
+        arrays[name] = _OTHERS[other](arrays[name])
+    save_file(arrays, file)
+    return f"golden: {name}, kind {kind:.2f}, {other}"
 
 
 def _weights(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
     file = directory / choice.choice(("weights.bf16", "weights.bf16", "residual.bin"))
-    return f"{file.name}: {change_weights(file, choice)}"
+    if choice.random() < 0.6:
+        return _bytes(file, choice)
+    size = file.stat().st_size // 2
+    pattern = choice.choice((b"", b"\0\0", b"\xc0\x7f", b"\x80\x7f", choice.randbytes(2)))  # zero, NaN, infinity
+    file.write_bytes(pattern * size)
+    return f"{file.name}: {pattern!r} everywhere"
