@@ -26,30 +26,20 @@ TEXTS = (
     "\ufeffmlp", "\U0001f600" * 40, "\u0661", "é" * 300, "n" * 5_000, "\U000e0001" * 300, "\0" * 2_000,
 )  # fmt: skip
 _VERSIONS = (
-    "1",
-    "0",
-    "2",
-    "-1",
-    "+1",
-    "01",
-    "1.0",
-    "1e0",
-    "0x1",
-    "1 ",
-    " 1",
-    "١",
-    "９",
-    "²",
-    "9" * 18,
-    "9" * 19,
-    "9" * 5_000,
-)
+    "1", "0", "2", "-1", "+1", "01", "1.0", "1e0", "0x1", "1 ", " 1", "١", "９", "²", "9" * 18, "9" * 19, "9" * 5_000,
+)  # fmt: skip
 _DATATYPES = (*BY_OIP, "fp32", "FP8", "INT4", "TYPE_FP32", "STRING", "float32", "", " FP32", "FP32\0")
 _PARAMETERS = (
     "timeout", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output", "headers",
     "triton_enable_empty_final_response", "triton_", "triton_unknown", "binary_data", "binary_data_size",
     "classification", "datatype", "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size", "mine", "",
 )  # fmt: skip
+_SYMBOLS = (
+    "inference.proto", "inference.GRPCInferenceService", "inference.ModelInferRequest", "inference.DataType",
+    "inference.DataType.TYPE_FP32", "inference.GRPCInferenceService.ModelInfer", "inference.ModelInferRequest.id",
+    ".inference.ModelInferRequest", "grpc.health.v1.Health", "inference",
+)  # fmt: skip
+_KNOWN = ("mlp", "lookup", "kinds", "ids", "rows", "y", "1", "")
 _CONTENTS = tuple(pb.InferTensorContents.DESCRIPTOR.fields_by_name)
 
 
@@ -60,28 +50,32 @@ def text(rng: Random) -> str:
     return rng.choice(TEXTS)
 
 
+def value(rng: Random, field: Any) -> Any:
+    """Return a value for a field that is no message."""
+    if field.cpp_type == field.CPPTYPE_STRING:
+        chosen = rng.choice((text(rng), rng.choice(rng.choice((_SYMBOLS, _KNOWN, _VERSIONS, _DATATYPES)))))
+        return chosen.encode() if field.type == field.TYPE_BYTES else chosen
+    if field.cpp_type == field.CPPTYPE_BOOL:
+        return rng.random() < 0.5
+    bits = 32 if field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_UINT32) else 64
+    signed = field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_INT64)
+    return rng.choice(NUMBERS) % 2**bits - (2 ** (bits - 1) if signed else 0)
+
+
 def _any_input(rng: Random, message: Message) -> Any:
     return rng.choice(message.inputs) if message.inputs else message.inputs.add()
 
 
-def _model(rng: Random, message: Message) -> None:
-    message.model_name = text(rng)
-
-
-def _version(rng: Random, message: Message) -> None:
-    message.model_version = rng.choice((rng.choice(_VERSIONS), text(rng)))
-
-
-def _id(rng: Random, message: Message) -> None:
-    message.id = text(rng)
-
-
-def _name(rng: Random, message: Message) -> None:
-    _any_input(rng, message).name = text(rng)
-
-
-def _datatype(rng: Random, message: Message) -> None:
-    _any_input(rng, message).datatype = rng.choice((rng.choice(_DATATYPES), text(rng)))
+def _field(rng: Random, message: Message) -> None:
+    """Set, clear or add to any field of the message, of an input or of an output."""
+    owner: Any = rng.choice([message, *message.inputs, *message.outputs])
+    field = rng.choice(owner.DESCRIPTOR.fields)
+    if field.message_type is not None or rng.random() < 0.05:
+        owner.ClearField(field.name)
+    elif field.is_repeated:
+        getattr(owner, field.name).append(value(rng, field))
+    else:
+        setattr(owner, field.name, value(rng, field))
 
 
 def _size(rng: Random, message: Message) -> None:
@@ -114,16 +108,9 @@ def _data(rng: Random, message: Message) -> None:
     raw = message.raw_input_contents
     if raw:
         at = rng.randrange(len(raw))
-        kinds = (
-            b"\xff",
-            b"\0\0\x80\x7f",
-            b"\0\0\x80\xff",
-            b"\x01\0\xc0\x7f",
-            b"\x01\0\xa0\x7f",
-            b"\x01\0\0\0",
-            b"\0\0\0\x80",
-        )
-        pattern = rng.choice((*kinds, rng.randbytes(8)))
+        floats = (0x7F800000, 0xFF800000, 0x7FC00001, 0x7FA00001, 0x00000001, 0x80000000)
+        kinds = [number.to_bytes(4, "little") for number in floats]
+        pattern = rng.choice((*kinds, b"\xff", rng.randbytes(8)))
         raw[at] = (pattern * len(raw[at]))[: len(raw[at])]
 
 
@@ -144,44 +131,13 @@ def _contents(rng: Random, message: Message) -> None:
             values.append(number if name.startswith("uint") else number - 2 ** (bits - 1))
 
 
-def _parameter(rng: Random, target: Any) -> None:
-    value = target[rng.choice((rng.choice(_PARAMETERS), text(rng)))]
-    kind = rng.randrange(6)
-    if kind == 0:
-        value.bool_param = rng.random() < 0.5
-    elif kind == 1:
-        value.int64_param = rng.choice(NUMBERS)
-    elif kind == 2:
-        value.string_param = text(rng)
-    elif kind == 3:
-        value.double_param = rng.choice(_REALS)
-    elif kind == 4:
-        value.uint64_param = rng.choice((*(abs(n) for n in NUMBERS), 2**64 - 1))
-
-
-def _parameters(rng: Random, message: Message) -> None:
-    where = rng.randrange(4)
-    for _ in range(rng.choice((1, 1, 2, 5))):
-        if where == 0:
-            _parameter(rng, _any_input(rng, message).parameters)
-        elif where == 1:
-            _parameter(rng, (message.outputs or [message.outputs.add(name="y")])[0].parameters)
-        else:
-            _parameter(rng, message.parameters)
-
-
-def _known_parameter(rng: Random, message: Message) -> None:
-    """Set a parameter that the server reads to a number that it must accept or reject."""
-    value = message.parameters[rng.choice(("timeout", "priority"))]
-    if rng.random() < 0.5:
-        value.int64_param = rng.choice(NUMBERS)
-    else:
-        value.uint64_param = rng.choice((0, 1, 1000, 10**6, 2**63, 2**64 - 1))
-
-
-def _outputs(rng: Random, message: Message) -> None:
-    for _ in range(rng.choice((1, 1, 2, 3, 300))):
-        message.outputs.add(name=rng.choice((text(rng), "y", "rows")))
+def _parameter(rng: Random, message: Message) -> None:
+    """Set a parameter of the request, of an input or of an output to a value of any kind."""
+    output = (message.outputs or [message.outputs.add(name="y")])[0] if rng.random() < 0.25 else message
+    owner: Any = _any_input(rng, message) if rng.random() < 0.25 else output
+    parameter = owner.parameters[rng.choice((rng.choice(_PARAMETERS), rng.choice(("timeout", "priority")), text(rng)))]
+    field = rng.choice(parameter.DESCRIPTOR.fields)
+    setattr(parameter, field.name, rng.choice(_REALS) if "double" in field.name else value(rng, field))
 
 
 def _twice(rng: Random, message: Message) -> None:
@@ -193,6 +149,11 @@ def _twice(rng: Random, message: Message) -> None:
             message.raw_input_contents.append(message.raw_input_contents[at % len(message.raw_input_contents)])
 
 
+def _outputs(rng: Random, message: Message) -> None:
+    for _ in range(rng.choice((1, 1, 2, 3, 300))):
+        message.outputs.add(name=rng.choice((text(rng), "y", "rows")))
+
+
 def _missing(rng: Random, message: Message) -> None:
     if message.inputs:
         at = rng.randrange(len(message.inputs))
@@ -201,25 +162,13 @@ def _missing(rng: Random, message: Message) -> None:
             del message.raw_input_contents[at]
 
 
-def _many(rng: Random, message: Message) -> None:
-    """Add a thousand empty inputs or outputs."""
-    target = rng.choice((message.inputs, message.outputs))
-    for _ in range(1000):
-        target.add()
-
-
-def _nothing(rng: Random, message: Message) -> None:
-    message.Clear()
-
-
 EDITS: tuple[Edit, ...] = (
-    _model, _version, _id, _name, _datatype, _size, _size, _shape, _raw_length, _raw_count, _data, _data, _contents,
-    _parameters, _parameters, _known_parameter, _outputs, _twice, _missing,
+    _field, _field, _field, _field, _field, _size, _size, _shape, _raw_length, _raw_count, _data, _data, _contents,
+    _parameter, _parameter, _parameter, _outputs, _twice, _missing,
 )  # fmt: skip
-_RARE: tuple[Edit, ...] = (_many, _nothing)
 
 
 def edit(rng: Random, message: Message) -> None:
     """Apply one to three edits in place."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        rng.choice(_RARE if rng.random() < 0.01 else EDITS)(rng, message)
+        rng.choice(EDITS)(rng, message)

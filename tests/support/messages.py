@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -17,7 +17,7 @@ from artifacts import write_kinds, write_lookup, write_mlp, write_words
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from inferedits import NUMBERS, edit, text
+from inferedits import edit, text, value
 from wireedits import damaged
 
 from bf16kit.numerics.rounding import to_bf16
@@ -38,11 +38,8 @@ _ASKING: Mapping[str, Any] = {
     WATCH: health_pb2.HealthCheckRequest,
     REFLECTION: reflection_pb2.ServerReflectionRequest,
 }
-_SYMBOLS = (
-    "inference.proto", SERVICE, "inference.ModelInferRequest", "inference.DataType", "inference.DataType.TYPE_FP32",
-    f"{SERVICE}.ModelInfer", "inference", "inference.ModelInferRequest.id", ".inference.ModelInferRequest",
-    _HEALTH.full_name,
-)  # fmt: skip
+
+
 _STREAMS = (STREAM, REFLECTION)
 
 
@@ -75,11 +72,8 @@ def write_models(repository: Path) -> None:
     inputs, of all datatypes except strings. Drift sampling measures the first request to each model at once, and then
     at most one per second.
     """
-    write_mlp(repository / "mlp" / "1")
-    write_lookup(repository / "lookup" / "1")
-    write_kinds(repository / "kinds" / "1")
-    write_words(repository / "words" / "1")
-    for model in MODELS:
+    for model, write in zip(MODELS, (write_mlp, write_lookup, write_kinds, write_words), strict=True):
+        write(repository / model / "1")
         (repository / model / "serving.yaml").write_text("shadow: {rate: 1, max_per_second: 1}\n", "utf-8")
 
 
@@ -100,7 +94,7 @@ def valid(number: int) -> Valid:
     """Return the valid request of this number, with raw or typed contents, for one of the models."""
     rng = Random(-1 - number)
     model = rng.choice(("mlp", "mlp", "lookup", "kinds", "words"))
-    feeds = _FEEDS[model](np.random.default_rng(number), rng.randint(1, 4))
+    feeds = _feeds(model, np.random.default_rng(number), rng.randint(1, 4))
     dtype = rng.choice(("FP32", "BF16", "FP16")) if model == "mlp" else ""
     if dtype:  # widening is exact: the model gets what was sent
         feeds = {"x": feeds["x"].astype(BY_OIP[dtype].numpy)}
@@ -133,41 +127,18 @@ def _fill(rng: Random, message: Any) -> None:
         elif field.message_type is not None:
             _fill(rng, getattr(message, field.name))
         elif field.is_repeated:
-            getattr(message, field.name).extend(_value(rng, field) for _ in range(rng.randint(1, 3)))
+            getattr(message, field.name).extend(value(rng, field) for _ in range(rng.randint(1, 3)))
         else:
-            setattr(message, field.name, _value(rng, field))
+            setattr(message, field.name, value(rng, field))
 
 
-def _value(rng: Random, field: Any) -> Any:
-    if field.cpp_type == field.CPPTYPE_STRING:
-        some = rng.choice((text(rng), rng.choice(_SYMBOLS), rng.choice(("mlp", "lookup", "kinds", "1", ""))))
-        return some.encode() if field.type == field.TYPE_BYTES else some
-    if field.cpp_type == field.CPPTYPE_BOOL:
-        return rng.random() < 0.5
-    bits = 32 if field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_UINT32) else 64
-    signed = field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_INT64)
-    return rng.choice(NUMBERS) % 2**bits - (2 ** (bits - 1) if signed else 0)
-
-
-def _mlp(rng: np.random.Generator, rows: int) -> dict[str, Array]:
-    return {"x": to_bf16(rng.standard_normal((rows, 16), np.float32)).astype(np.float16).astype(np.float32)}
-
-
-def _lookup(rng: np.random.Generator, rows: int) -> dict[str, Array]:
-    return {"ids": rng.integers(0, 10, (rows, int(rng.integers(1, 5))))}
-
-
-def _kinds(rng: np.random.Generator, rows: int) -> dict[str, Array]:
-    return {dtype.oip: _of(dtype.name, rng, rows) for dtype in BY_NAME.values() if dtype.name != "string"}
-
-
-def _words(rng: np.random.Generator, rows: int) -> dict[str, Array]:
-    return {name: _of(BY_OIP[name].name, rng, rows) for name in ("BYTES", "FP32")}
-
-
-_FEEDS: Mapping[str, Callable[[np.random.Generator, int], dict[str, Array]]] = {
-    "mlp": _mlp, "lookup": _lookup, "kinds": _kinds, "words": _words,
-}  # fmt: skip
+def _feeds(model: str, rng: np.random.Generator, rows: int) -> dict[str, Array]:
+    if model == "mlp":
+        return {"x": to_bf16(rng.standard_normal((rows, 16), np.float32)).astype(np.float16).astype(np.float32)}
+    if model == "lookup":
+        return {"ids": rng.integers(0, 10, (rows, int(rng.integers(1, 5))))}
+    names = ("BYTES", "FP32") if model == "words" else [name for name in BY_OIP if name != "BYTES"]
+    return {name: _of(BY_OIP[name].name, rng, rows) for name in names}
 
 
 def _of(name: str, rng: np.random.Generator, rows: int) -> Array:
