@@ -102,18 +102,12 @@ def test_tensors_that_do_not_match_the_header_are_rejected(key: str, changed: di
         Evidence.loads(other({"tensors": TOLD["tensors"] | {key: changed}}), "e")
 
 
-@pytest.mark.parametrize("stored", [DEEP.encode(), b'["a secret", 7]', b'{"a secret": 1, "b": 2}', b"7", b"\xff"])
-def test_invalid_strings_are_reported_without_their_content(stored: bytes) -> None:
-    data = save(load(WHOLE) | {"input:words": np.frombuffer(stored, np.uint8)}, METADATA)
-    with pytest.raises(UsageError) as told:
-        Evidence.loads(data, "e")
-    assert str(told.value) == "e: 'input:words' is not what its header says: fetch it again"
-
-
-def test_missing_and_different_outputs_are_rejected() -> None:
+def test_invalid_strings_and_different_outputs_are_reported_without_their_content() -> None:
+    for stored in (DEEP.encode(), b'["a secret", 7]', b'{"a secret": 1, "b": 2}', b"7", b"\xff"):
+        data = save(load(WHOLE) | {"input:words": np.frombuffer(stored, np.uint8)}, METADATA)
+        with pytest.raises(UsageError, match=r"^e: 'input:words' is not what its header says: fetch it again$"):
+            Evidence.loads(data, "e")
     found = evidence()
-    narrow = {"y": np.zeros((1, 3), np.float64)}
-    for served, reference in ((found.served, {}), ({}, {}), (found.served, narrow)):
-        broken = Evidence(found.header, found.feeds, served, reference)
+    for served, reference in ((found.served, {}), ({}, {}), (found.served, {"y": np.zeros((1, 3), np.float64)})):
         with pytest.raises(UsageError, match="not of the same outputs"):
-            Evidence.loads(broken.dumps(), "e")
+            Evidence.loads(Evidence(found.header, found.feeds, served, reference).dumps(), "e")

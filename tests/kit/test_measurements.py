@@ -89,9 +89,7 @@ def test_of_too_many_tensors_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch)
     )
     assert set(kept.tensors) == {"near the end", "subnormal", "flushed", "overflow"}
     assert kept.measured == 5
-
-
-def test_room_is_the_number_of_binades_to_the_nearer_end() -> None:
+    # the last of the order is the number of binades to the nearer end of the range
     found = ranges({"w": Census(count=2, max_abs=2.0**120, min_abs_nonzero=2.0**-120), "zeros": Census(count=2)})
     assert found.tensors["w"].severity[-1] == pytest.approx(6.0)
     assert math.isinf(found.tensors["zeros"].severity[-1])

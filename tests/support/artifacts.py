@@ -267,18 +267,9 @@ def _write_weights(
         bf16 = to_bf16(fp32)
         at = stored.append(bf16 if panels is None else pack(bf16, panels))
         rest = residual.append_chunks(encode_chunks(fp32, bf16))
-        entries.append(
-            TensorEntry(
-                name=name,
-                dtype="bfloat16",
-                shape=list(fp32.shape),
-                file="weights.bf16",
-                offset=at.offset,
-                bytes=at.bytes,
-                residual=rest,
-                panels=panels,
-            )
-        )
+        at_bytes: dict[str, Any] = {"file": "weights.bf16", "offset": at.offset, "bytes": at.bytes}
+        shape = list(fp32.shape)
+        entries.append(TensorEntry(name=name, dtype="bfloat16", shape=shape, residual=rest, panels=panels, **at_bytes))
     stored.close()
     residual.close()
     return entries
@@ -334,11 +325,7 @@ def write_damaged(target: Path, *, scale: float = 1.05, above: float = 0.0) -> A
             helper.make_node("Mul", ["y_before", "factor"], ["y"]),
         ]
     )
-    (target / "cpu.onnx").write_bytes(model.SerializeToString())
-    files = artifact.manifest.files | {"cpu.onnx": Digests().entry(target / "cpu.onnx")}
-    manifest = artifact.manifest.model_copy(update={"files": files, "golden": None})
-    (target / "manifest.json").write_bytes(manifest.dumps())
-    return Artifact.open(target)
+    return _with_graph(artifact, model, golden=None)
 
 
 def write_endless(target: Path) -> Artifact:
@@ -365,13 +352,17 @@ def _write_looping(target: Path, *, steps: str) -> Artifact:
         model.graph.node.insert(0, node)
     model.graph.node[-1].output[0] = "y_before"
     model.graph.node.append(helper.make_node("Add", ["y_before", "again"], ["y"]))
-    (target / "cpu.onnx").write_bytes(model.SerializeToString())
-    files = artifact.manifest.files | {"cpu.onnx": Digests().entry(target / "cpu.onnx")}
-    manifest = artifact.manifest.model_copy(
-        update={"files": files, "golden": artifact.manifest.golden if not steps else None}
-    )
-    (target / "manifest.json").write_bytes(manifest.dumps())
-    return Artifact.open(target)
+    return _with_graph(artifact, model, golden=None if steps else artifact.manifest.golden)
+
+
+def _with_graph(artifact: Artifact, model: onnx.ModelProto, *, golden: str | None) -> Artifact:
+    """Replace the graph ``cpu.onnx`` of an artifact, and correct its digest."""
+    graph = artifact.path / "cpu.onnx"
+    graph.write_bytes(model.SerializeToString())
+    files = artifact.manifest.files | {"cpu.onnx": Digests().entry(graph)}
+    manifest = artifact.manifest.model_copy(update={"files": files, "golden": golden})
+    (artifact.path / "manifest.json").write_bytes(manifest.dumps())
+    return Artifact.open(artifact.path)
 
 
 def _loop_body() -> onnx.GraphProto:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx.parser
 from numpy.typing import NDArray
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
 
@@ -30,29 +30,32 @@ def product(
     layout: str = "panels",
     activation: str = "none",
     x: Sequence[int | str] = ("rows", "k"),
-    function: bool = True,
     stored: Array | None = None,
     operator: str = "MatMul",
-    **attributes: int | str,
+    **attributes: int | str | None,
 ) -> ModelProto:
     """Return y = activation(x · ``weight`` + ``bias``), ``weight`` [K, N] rounded to bf16. ``x`` is the input's shape.
 
-    ``attributes`` replace those of the node, and ``stored`` replaces the stored weight. Without ``function`` only the
-    kernel can run the graph. The function is that of ``MatMul``; other operators have none.
+    ``attributes`` replace those of the node, None removes one; ``stored`` replaces the stored weight. Only the plainest
+    products have a function, with which ONNX Runtime runs them without the kernel: panels, no bias, at most a relu.
     """
     k, n = weight.shape
     given = {"k": k, "n": n, "layout": layout, "activation": activation} | attributes
-    if stored is None:
-        narrow = weight.astype(ml_dtypes.bfloat16)
-        stored = pack(narrow, 1) if layout == "panels" else np.ascontiguousarray(narrow.T)
+    narrow = weight.astype(ml_dtypes.bfloat16)
+    weights = pack(narrow, 1) if layout == "panels" else np.ascontiguousarray(narrow.T)
     inputs = ["x", "w", *(["b"] if bias is not None else [])]
-    node = helper.make_node(operator, inputs, ["y"], domain="bf16kit", **given)
-    tensors = [graphs.initializer("w", stored), *([graphs.initializer("b", bias)] if bias is not None else [])]
+    node = helper.make_node(operator, inputs, ["y"], domain="bf16kit")
+    _set(node, given)
+    tensors = [
+        graphs.initializer("w", weights if stored is None else stored),
+        *([graphs.initializer("b", bias)] if bias is not None else []),
+    ]
     edges = [graphs.edge("x", [k if dim == "k" else dim for dim in x])], [graphs.edge("y", [*x[:-1], n])]
     model = graphs.model([node], *edges, tensors)
     _ours(model)
-    if function and operator == "MatMul":
-        model.functions.append(_function(k, n, layout, activation, bias is not None))
+    plain = operator == "MatMul" and layout == "panels" and bias is None and stored is None and not attributes
+    if plain and activation in ("none", "relu"):
+        model.functions.append(_function(k, n, activation == "relu"))
     return model
 
 
@@ -103,19 +106,19 @@ def lookup(k: int, n: int, stored: Array | None = None, /, **attributes: Any) ->
     return _ours(graphs.model([node], *edges, [graphs.initializer("w", table)]))
 
 
-def session(model: ModelProto, *, threads: int = 1, library: Path | None = kernel.LIBRARY) -> Session:
-    """Open a session for ``model`` with the kernel, or without it if ``library`` is None."""
-    return open_session(model.SerializeToString(), threads=threads, library=library)
+def session(model: ModelProto, *, threads: int = 1) -> Session:
+    """Open a session for ``model`` with the kernel."""
+    return open_session(model.SerializeToString(), threads=threads, library=kernel.LIBRARY)
 
 
-def run(model: ModelProto, *inputs: Array, threads: int = 1, library: Path | None = kernel.LIBRARY) -> Array:
+def run(model: ModelProto, *inputs: Array, threads: int = 1) -> Array:
     """Return the first output of ``model`` for ``inputs``. Raises :class:`RuntimeFailure` if the load or run fails."""
-    return results(model, *inputs, threads=threads, library=library)[0]
+    return results(model, *inputs, threads=threads)[0]
 
 
-def results(model: ModelProto, *inputs: Array, threads: int = 1, library: Path | None = kernel.LIBRARY) -> list[Array]:
+def results(model: ModelProto, *inputs: Array, threads: int = 1) -> list[Array]:
     """Return all outputs of ``model`` for ``inputs``. Raises :class:`RuntimeFailure` if the load or the run fails."""
-    opened = session(model, threads=threads, library=library)
+    opened = session(model, threads=threads)
     with as_runtime_failure("running"):
         found: list[Array] = opened.run(None, dict(zip((e.name for e in model.graph.input), inputs, strict=True)))
     return found
@@ -155,49 +158,16 @@ def _ours(model: ModelProto) -> ModelProto:
     return model
 
 
-def _function(k: int, n: int, layout: str, activation: str, has_bias: bool) -> FunctionProto:
-    matrix = _transposed() if layout == "transposed" else _panels(k, n)
-    nodes = [
-        *matrix,
-        helper.make_node("Cast", ["matrix"], ["wide"], to=TensorProto.FLOAT),
-        helper.make_node("MatMul", ["X", "wide"], ["sums"]),
-        helper.make_node("Add", ["sums", "B"], ["linear"])
-        if has_bias
-        else helper.make_node("Identity", ["sums"], ["linear"]),
-        *_activation(activation),
-    ]
-    inputs = ["X", "W", *(["B"] if has_bias else [])]
-    attributes = ["k", "n", "layout", "activation"]
-    return helper.make_function("bf16kit", "MatMul", inputs, ["Y"], nodes, _OPSETS, attributes)
-
-
-def _transposed() -> list[NodeProto]:
-    return [helper.make_node("Transpose", ["W"], ["matrix"], perm=[1, 0])]
-
-
-def _panels(k: int, n: int) -> list[NodeProto]:
-    """Return nodes that cut W into panels, reshape each, and concatenate them side by side."""
+def _function(k: int, n: int, relu: bool) -> FunctionProto:
+    """Return a product of panels in ONNX's operators: each panel becomes a matrix, and they lie side by side."""
     widths = [min(WIDTH, n - first) for first in range(0, n, WIDTH)]
-    names = [f"panel{i}" for i in range(len(widths))]
-    nodes = [
-        helper.make_node("Constant", [], ["sizes"], value_ints=[k * width for width in widths]),
-        helper.make_node("Split", ["W", "sizes"], [f"flat_{name}" for name in names]),
-    ]
-    for name, width in zip(names, widths, strict=True):
-        nodes.append(helper.make_node("Constant", [], [f"shape_{name}"], value_ints=[k, width]))
-        nodes.append(helper.make_node("Reshape", [f"flat_{name}", f"shape_{name}"], [name]))
-    return [*nodes, helper.make_node("Concat", names, ["matrix"], axis=1)]
-
-
-def _activation(name: str) -> list[NodeProto]:
-    if name == "relu":
-        return [helper.make_node("Relu", ["linear"], ["Y"])]
-    if name == "silu":
-        return [
-            helper.make_node("Sigmoid", ["linear"], ["gate"]),
-            helper.make_node("Mul", ["linear", "gate"], ["Y"]),
-        ]
-    if name in ("gelu", "gelu_tanh"):
-        approximate = "tanh" if name == "gelu_tanh" else "none"
-        return [helper.make_node("Gelu", ["linear"], ["Y"], approximate=approximate)]
-    return [helper.make_node("Identity", ["linear"], ["Y"])]
+    flat, panels = [f"F{i}" for i in range(len(widths))], [f"P{i}" for i in range(len(widths))]
+    sizes = [k * width for width in widths]
+    body = f"S = Constant <value_ints = {sizes}> () {', '.join(flat)} = Split <axis = 0> (W, S) "
+    for i, width in enumerate(widths):
+        body += f"D{i} = Constant <value_ints = [{k}, {width}]> () P{i} = Reshape (F{i}, D{i}) "
+    body += f"M = Concat <axis = 1> ({', '.join(panels)}) C = Cast <to = 1> (M) L = MatMul (X, C) "
+    body += f"Y = {'Relu' if relu else 'Identity'} (L)"
+    opsets = f'["" : {graphs.OPSET}, "bf16kit" : 1]'
+    head = f'<domain: "bf16kit", opset_import: {opsets}> MatMul <k, n, layout, activation> (X, W) => (Y)'
+    return onnx.parser.parse_function(f"{head} {{ {body} }}")

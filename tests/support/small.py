@@ -26,15 +26,8 @@ SCALE = np.array([0.5, -3.0, 1.7, 1e-3], np.float32)
 
 def entry_of(name: str, array: NDArray[Any], file: str, segment: Segment, **more: Any) -> TensorEntry:
     """Return the manifest's entry for ``array``, which was written to ``segment`` of ``file``."""
-    return TensorEntry(
-        name=name,
-        dtype=array.dtype.name,
-        shape=list(array.shape),
-        file=file,
-        offset=segment.offset,
-        bytes=segment.bytes,
-        **more,
-    )
+    place = {"file": file, "offset": segment.offset, "bytes": segment.bytes, **more}
+    return TensorEntry(name=name, dtype=array.dtype.name, shape=list(array.shape), **place)
 
 
 def write_small(staged: StagingArtifact, *, residual: bool = True) -> Manifest:
@@ -50,17 +43,10 @@ def write_small(staged: StagingArtifact, *, residual: bool = True) -> Manifest:
     ):
         low = rest.append_chunks(encode_chunks(linear, linear_bf16))
         low_scaled = rest.append_chunks(encode_chunks(conv, conv_bf16, Scale(0, SCALE)))
+        plain, scaled = ({"residual": each if residual else None} for each in (low, low_scaled))
         tensors = [
-            entry_of("w", linear_bf16, "weights.bf16", bf16.append(linear_bf16), residual=low if residual else None),
-            entry_of(
-                "c",
-                conv_bf16,
-                "weights.bf16",
-                bf16.append(conv_bf16),
-                residual=low_scaled if residual else None,
-                scale="c.scale",
-                scale_axis=0,
-            ),
+            entry_of("w", linear_bf16, "weights.bf16", bf16.append(linear_bf16), **plain),
+            entry_of("c", conv_bf16, "weights.bf16", bf16.append(conv_bf16), scale="c.scale", scale_axis=0, **scaled),
             entry_of("c.scale", SCALE, "weights.fp32", fp32.append(SCALE)),
             entry_of("b", CHECKPOINT["linear.bias"], "weights.fp32", fp32.append(CHECKPOINT["linear.bias"])),
             entry_of("steps", CHECKPOINT["steps"], "residual.bin", rest.append(CHECKPOINT["steps"])),
@@ -89,10 +75,8 @@ def write_small(staged: StagingArtifact, *, residual: bool = True) -> Manifest:
 
 
 def _source(name: str, tensor: str, permutation: list[int] | None = None) -> CheckpointEntry:
-    array = CHECKPOINT[name]
-    return CheckpointEntry(
-        name=name, dtype=array.dtype.name, shape=list(array.shape), tensor=tensor, permutation=permutation
-    )
+    dtype, shape = CHECKPOINT[name].dtype.name, list(CHECKPOINT[name].shape)
+    return CheckpointEntry(name=name, dtype=dtype, shape=shape, tensor=tensor, permutation=permutation)
 
 
 def publish_small(target: Path, *, force: bool = False, residual: bool = True) -> Artifact:

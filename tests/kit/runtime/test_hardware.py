@@ -26,9 +26,6 @@ def test_bf16_instructions_are_read_from_the_kernels_flags(tmp_path: Path, line:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{line}\nbogomips\t: 1\n")
     assert cpu_has_bf16(cpuinfo) is expected
-
-
-def test_without_flags_from_the_kernel_no_bf16_instructions_are_assumed(tmp_path: Path) -> None:
     assert cpu_has_bf16(tmp_path / "missing") is False
 
 

@@ -59,9 +59,7 @@ def test_the_path_that_the_variable_names_runs(path: str, monkeypatch: pytest.Mo
 
 
 @built
-def test_a_named_path_that_this_processor_cannot_run_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_named_path_that_this_processor_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library returns null for it, as for an unknown name. The test uses a name that only Python knows."""
     monkeypatch.setattr(kernel, "PATHS", (*PATHS, "avx10"))
     monkeypatch.setenv(VARIABLE, "avx10")
@@ -134,15 +132,17 @@ def test_an_error_of_onnx_runtime_or_the_library_is_quoted(monkeypatch: pytest.M
     assert "install an onnxruntime of 1.24 to 1.31, which are tested, or a later 1.x" in found.advice
 
 
-def test_a_graph_without_our_nodes_needs_no_kernel(tmp_path: Path) -> None:
+def test_a_graph_without_our_nodes_needs_no_kernel_and_reports_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main case is the reference, which uses ONNX Runtime alone. What is no graph is left for it to reject."""
     path = graphs.save_external(graphs.narrow(graphs.mlp()), tmp_path / "cpu.onnx", {16: "weights.bf16", 1: "rest"})
-    for model in (path, graphs.mlp().SerializeToString(), graphs.if_branches().SerializeToString()):
+    others = (graphs.mlp().SerializeToString(), graphs.if_branches().SerializeToString(), b"no graph")
+    for model in (path, tmp_path / "missing.onnx", *others):
         assert kernel_for(model) is NOT_NEEDED
-
-
-def test_a_file_that_is_not_a_graph_is_left_for_onnx_runtime_to_reject(tmp_path: Path) -> None:
-    assert kernel_for(b"no graph") is NOT_NEEDED
-    assert kernel_for(tmp_path / "missing.onnx") is NOT_NEEDED
+    monkeypatch.setenv(VARIABLE, "off")
+    info = runtime(graphs.mlp((64, 40)), precision="fp32").info
+    assert (info.kernel, info.note, info.advice) == ("", "", "")
 
 
 @pytest.mark.parametrize("model", [MODEL, in_a_branch(MODEL)], ids=["main graph", "branch"])
@@ -152,43 +152,28 @@ def test_a_graph_with_our_nodes_at_any_level_needs_the_kernel(model: ModelProto,
     assert kernel_for(path) == kernel_for(path.read_bytes()) == usable_kernel() != NOT_NEEDED
 
 
-def test_a_graph_that_needs_no_kernel_reports_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main case is the reference, which uses ONNX Runtime alone."""
-    monkeypatch.setenv(VARIABLE, "off")
-    info = runtime(graphs.mlp((64, 40)), precision="fp32").info
-    assert (info.kernel, info.note, info.advice) == ("", "", "")
-
-
 # --- the releases of ONNX Runtime that are tested (make test-kernel-versions); messages and docs name the same --------
 
-_ROOT = Path(__file__).resolve().parents[3]
-
-
-def _text(path: str) -> str:
-    return (_ROOT / path).read_text("utf-8")
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _found(pattern: str, path: str) -> str:
-    found = re.search(pattern, _text(path))
+    found = re.search(pattern, (ROOT / path).read_text("utf-8"))
     assert found is not None, f"{path} has no {pattern}"
     return found[1]
 
 
-OLDEST = int(_found(r"kVersion = (\d+);", "kernels/ort/abi.h"))
-NEWEST = int(_found(r"onnxruntime==1\.(\d+)\.", "constraints.txt"))
-TESTED = _found(r"versions=\(([\d. ]+)\)", "kernels/tests/versions.sh").split()
-
-
-def test_every_minor_release_from_the_oldest_to_the_pinned_one_is_tested_once() -> None:
-    assert [int(version.split(".")[1]) for version in TESTED] == list(range(OLDEST, NEWEST + 1))
-    assert TESTED[-1] == _found(r"onnxruntime==(\S+)", "constraints.txt")
-
-
-def test_messages_and_docs_name_the_releases_that_are_tested() -> None:
+def test_every_minor_release_from_the_oldest_to_the_pinned_one_is_tested_and_messages_and_docs_name_them() -> None:
+    oldest = int(_found(r"kVersion = (\d+);", "kernels/ort/abi.h"))
+    pinned = _found(r"onnxruntime==(\S+)", "constraints.txt")
+    newest = int(pinned.split(".")[1])
+    tested = _found(r"versions=\(([\d. ]+)\)", "kernels/tests/versions.sh").split()
+    assert [int(version.split(".")[1]) for version in tested] == list(range(oldest, newest + 1))
+    assert tested[-1] == pinned
     required = int(_found(r"onnxruntime>=1\.(\d+)", "pyproject.toml"))
-    assert OLDEST <= required <= NEWEST
-    said = f"an onnxruntime of 1.{required} to 1.{NEWEST}, which are tested, or a later 1.x"
-    assert said in _text("bf16kit/runtime/ort/kernel.py")
-    assert said in _text("docs/operations.md")
-    assert f"every minor version from 1.{OLDEST} to 1.{NEWEST}" in _text("docs/operations.md")
-    assert f"1.{OLDEST} or a later 1.x" in _text("kernels/ort/register.cpp")
+    assert oldest <= required <= newest
+    said = rf"an onnxruntime of 1\.{required} to 1\.({newest}), which are tested, or a later 1\.x"
+    for path in ("bf16kit/runtime/ort/kernel.py", "docs/operations.md"):
+        assert _found(said, path)
+    assert _found(rf"every minor version from 1\.{oldest} to 1\.({newest})", "docs/operations.md")
+    assert _found(rf"1\.({oldest}) or a later 1\.x", "kernels/ort/register.cpp")

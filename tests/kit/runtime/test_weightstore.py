@@ -1,4 +1,4 @@
-"""Memory for weights that processes share: sealed, aligned, and in large pages if the system has any."""
+"""Memory for weights: sealed, aligned and in large pages where it is shared; files that take none between runs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from containers import in_container
+from mapped import deleted_kb
 from numpy.typing import NDArray
 
-from bf16kit.runtime.memory.weightstore import (
-    LARGE_PAGE,
-    PRIVATE_STORE,
-    create_filled,
-    map_read_only,
-)
+from bf16kit.runtime.memory.filestore import FileWeightStore
+from bf16kit.runtime.memory.weightstore import LARGE_PAGE, PRIVATE_STORE, create_filled, map_read_only
 from bf16kit.system.controlgroup import RESERVE
 
-SIZE = 2 * LARGE_PAGE + 4321
+SIZE, FILE = 2 * LARGE_PAGE + 4321, 4 << 20
 
 
 def fill(memory: NDArray[np.uint8]) -> None:
@@ -127,18 +124,13 @@ def _in_large_pages(address: int) -> int:
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
-def test_memory_that_the_filling_function_keeps_is_not_shared() -> None:
-    kept: list[NDArray[np.uint8]] = []
-    before = descriptors()
-    with pytest.raises(BufferError):
-        create_filled(SIZE, kept.append)
-    assert descriptors() == before
-
-
-def test_a_lack_of_memory_is_a_memory_error_at_each_step_and_leaves_no_descriptor(
+def test_a_lack_of_memory_is_a_memory_error_at_each_step_and_no_failure_leaves_a_descriptor(
     descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = descriptors()
+    kept: list[NDArray[np.uint8]] = []
+    with pytest.raises(BufferError):  # the filling function keeps the memory
+        create_filled(SIZE, kept.append)
     with pytest.raises(MemoryError):
         map_read_only(descriptor, 1 << 62)
     with pytest.raises(MemoryError):
@@ -173,3 +165,37 @@ def test_more_than_the_containers_limit_is_a_memory_error(
         make(4 << 20)
     if isinstance(made := make(3 << 20), int):
         os.close(made)
+
+
+# --- in nameless files: the same bytes as in memory, and no memory between runs ---------------------------------------
+
+
+def test_weights_in_a_file_take_no_memory_until_they_are_read_again_and_no_space_after_the_last_array(
+    tmp_path: Path,
+) -> None:
+    before, store = deleted_kb(), FileWeightStore(tmp_path)
+    memory = store.get("", FILE, fill)
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        np.testing.assert_array_equal(memory, np.arange(FILE) % 251)
+        assert deleted_kb() == before + (FILE >> 10)
+        store.drop_pages()
+        assert deleted_kb() == before
+    with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+        memory.flags.writeable = True
+    view = memory[100:200]
+    del memory
+    assert view[0] == 100
+    del view
+    assert deleted_kb() == before
+    store.drop_pages()
+
+
+@pytest.mark.parametrize("directory", ["/dev/shm", "nowhere"])
+def test_weights_are_in_memory_where_no_disk_has_room_for_them(directory: str) -> None:
+    """A file there would be memory as well, in small pages."""
+    before, store = deleted_kb(), FileWeightStore(Path(directory))
+    memory = store.get("", FILE, fill)
+    store.drop_pages()
+    np.testing.assert_array_equal(memory, np.arange(FILE) % 251)
+    assert deleted_kb() == before
