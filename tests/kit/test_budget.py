@@ -10,7 +10,7 @@ import reported
 from bf16kit.artifact.manifest import SINCE_SLICES, DriftEntry, Manifest
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.metrics import DriftSummary, SampleDrift
-from bf16kit.drift.verdicts import format_budget_ratio
+from bf16kit.drift.verdicts import format_budget_ratio, golden_budget
 from bf16kit.messages.errors import UsageError
 from converter.report.figures import Figures
 
@@ -142,6 +142,13 @@ def test_a_lower_bound_is_worded_as_one_and_what_was_not_judged_is_said() -> Non
         " measured on 1 sample of s; not judged: 2 of 5 slices of y, zero, at fp32 noise or in too few samples;"
         " top1_agreement of y was judged on 20 rows, its bound needs 100"
     )
+
+
+def test_golden_samples_of_earlier_converters_are_not_judged_by_their_agreement() -> None:
+    """These let the agreement of a few rows pass by its upper confidence limit."""
+    for version, bound in ((SINCE_SLICES - 1, None), (SINCE_SLICES, 0.99)):
+        manifest = reported.manifest().model_copy(update={"schema_version": version})
+        assert golden_budget(manifest, Budget()).bound("top1_agreement") == bound
 
 
 def test_without_a_bound_drift_is_within_and_a_lack_of_measurements_is_reported() -> None:

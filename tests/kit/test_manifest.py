@@ -143,6 +143,13 @@ class TestRejected:
             Manifest.loads(sealed(fields), "manifest.json")
 
 
+def test_what_a_manifest_of_version_3_requires_is_required_by_each_of_its_profiles() -> None:
+    needed = {"onnxruntime-gpu": "1.23.0"}
+    fields = fields_of(manifest().dumps()) | {"schema_version": 3, "requires": needed}
+    found = Manifest.loads(sealed(fields), "manifest.json")
+    assert (found.profiles["cpu"].requires, found.requires) == (needed, {})
+
+
 class TestConsistency:
     """The fields of a manifest must fit together before any file is read."""
 

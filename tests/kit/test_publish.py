@@ -115,6 +115,15 @@ class TestPublishing:
             found.append({name: (artifact.path / name).read_bytes() for name in names(artifact.path)})
         assert found[0] == found[1]
 
+    def test_a_draft_can_be_run_and_changed_before_it_is_published(self, tmp_path: Path) -> None:
+        with staging(tmp_path / "1") as staged:
+            draft = staged.draft(write_small(staged))
+            assert draft.restore("w").shape == (10, 6)
+            staged.remove("cpu.onnx")
+            (staged.path / "cpu.onnx").write_bytes(b"b graph")
+            staged.publish(draft.manifest)
+        assert Artifact.open(tmp_path / "1").file("cpu.onnx").read_bytes() == b"b graph"
+
     @pytest.mark.parametrize("name", ["cpu.onnx", "weights.bf16"])
     def test_a_file_that_changes_after_a_draft_is_not_published(self, tmp_path: Path, name: str) -> None:
         """This holds even if the change comes at once, keeps the size, and restores the file's times."""

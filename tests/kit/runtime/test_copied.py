@@ -104,7 +104,7 @@ def test_loading_from_changed_or_truncated_files_fails(
     with pytest.raises(ArtifactDamaged, match=r"weights\.bf16"):
         load_reference(product, scratch=tmp_path, weights=store)
     with pytest.raises(ArtifactDamaged, match=r"weights\.bf16"):
-        load(product, "cpu", threads=1, scratch=tmp_path, weights=store)
+        load(product, "cpu", threads=1, scratch=tmp_path, weights=PRIVATE_STORE if store is None else store)
     os.truncate(product.path / "residual.bin", 100)
     with pytest.raises(ArtifactDamaged, match=r"residual\.bin"):
         load_reference(product, scratch=tmp_path, weights=store)
