@@ -54,6 +54,7 @@ def log() -> Pipe:
 @pytest.fixture
 def server(tmp_path: Path, log: Pipe) -> Iterator[ServerProcess]:
     write_mlp(tmp_path / "mlp" / "1")
+    (tmp_path / "mlp" / "serving.yaml").write_text("max_queue_ms: 60000\n")  # on a busy machine, too, all are answered
     with ServerProcess("--repository", tmp_path, env={"BF16KIT_LOG_LEVEL": "debug"}, log=log) as server:
         log.read(_READY)
         yield server
