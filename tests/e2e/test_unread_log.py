@@ -19,7 +19,7 @@ from serverprocess import ServerProcess
 from workerprocesses import Client
 
 _DRAIN_SECONDS = 25.0  # the default of drain_seconds
-_READY = re.compile(r"'mlp' version 1 is ready")
+_PORTS = re.compile(r"metrics and status page on http://\S+/")
 
 
 class Pipe:
@@ -54,9 +54,10 @@ def log() -> Pipe:
 @pytest.fixture
 def server(tmp_path: Path, log: Pipe) -> Iterator[ServerProcess]:
     write_mlp(tmp_path / "mlp" / "1")
+    (tmp_path / "mlp" / "serving.yaml").write_text("max_queue_ms: 60000\n")  # on a busy machine, too, all are answered
     with ServerProcess("--repository", tmp_path, env={"BF16KIT_LOG_LEVEL": "debug"}, log=log) as server:
-        log.read(_READY)
-        yield server
+        log.read(_PORTS)
+        yield server.wait_ready()
 
 
 def infer(server: ServerProcess, requests: int) -> None:

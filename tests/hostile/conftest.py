@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import socket
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,11 @@ import grpc
 import numpy as np
 import pytest
 from artifacts import write_mlp
-from attacked import Target
+from attacked import HealthMonitor, Target, over_http
 from loopback import infer_request
 from rawgrpc import RawConnection
 from serverprocess import ServerProcess
 from waiting import until
-from watched import Watched
 
 from service.grpc.handlers import SERVICE
 
@@ -57,23 +57,18 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., T
     write_mlp(root / "repository" / "mlp" / "1")
     targets: dict[str, Target] = {}
 
-    def start(settings: str = "") -> Target:
-        if settings not in targets:
-            file = root / f"server{len(targets)}.yaml"
-            file.write_text(settings)
-            process = ServerProcess(
-                "--repository", str(root / "repository"), "--grpc-port", "0", "--http-port", "0", "--config", str(file)
-            )
-            targets[settings] = Target(process.wait_ready())
-            warm(targets[settings])
-        return targets[settings]
+    with contextlib.ExitStack() as stack:
 
-    yield start
-    for target in targets.values():
-        target.process.close()
+        def start(settings: str = "") -> Target:
+            if settings not in targets:
+                file = root / f"server{len(targets)}.yaml"
+                file.write_text(settings)
+                server = stack.enter_context(ServerProcess("--repository", root / "repository", "--config", file))
+                targets[settings] = Target(server.wait_ready())
+                warm(targets[settings])
+            return targets[settings]
 
-
-Attacked = Callable[..., Watched]
+        yield start
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -84,19 +79,21 @@ def many_sockets() -> None:
 
 
 @pytest.fixture
-def attacked(tmp_path: Path) -> Iterator[Attacked]:
-    """Yield a function that starts a server with these flags and watches it; check the results after the test."""
-    with contextlib.ExitStack() as stack:
-
-        def start(*flags: str, env: dict[str, str] | None = None) -> Watched:
-            write_mlp(tmp_path / "repository" / "mlp" / "1")
-            server = ServerProcess(
-                "--repository", str(tmp_path / "repository"), "--grpc-port", "0", "--http-port", "0", *flags, env=env
-            )
-            stack.callback(server.close)
-            return stack.enter_context(Watched(server.wait_ready()))
-
-        yield start
+def watched(tmp_path: Path) -> Iterator[HealthMonitor]:
+    """Yield a server whose /livez is probed during the test, and must respond within a second each time."""
+    write_mlp(tmp_path / "repository" / "mlp" / "1")
+    with ServerProcess("--repository", tmp_path / "repository") as server:
+        server.wait_ready()
+        server.get("/")
+        for _ in range(3):  # so that pages, and the heap for 256 connections, do not count as growth
+            with contextlib.ExitStack() as stack:
+                for _ in range(256):
+                    peer = stack.enter_context(socket.create_connection(("127.0.0.1", server.ports()[1]), timeout=10))
+                    peer.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        server.get("/metrics")
+        with HealthMonitor(server, over_http, repeat=False).running() as monitor:
+            yield monitor
+        assert "Traceback" not in server.log
 
 
 @pytest.hookimpl(wrapper=True)

@@ -62,8 +62,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @contextlib.contextmanager
 def serving(repository: Path, program: Path | None = None) -> Iterator[Target]:
-    process = ServerProcess("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", program=program)
-    with contextlib.closing(process):
+    with ServerProcess("--repository", repository, program=program) as process:
         yield Target(process.wait_ready())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import socket
 import time
@@ -43,20 +43,17 @@ Start = Callable[..., ServerProcess]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Yield a function that starts a server on its own ports, with its temporary files in ``tmp_path / "tmp"``."""
-    servers: list[ServerProcess] = []
     write_mlp(tmp_path / "repository" / "mlp" / "1")
     (tmp_path / "server.yaml").write_text(_ROOM)
     (tmp_path / "tmp").mkdir()
+    common = ("--repository", tmp_path / "repository", "--config", tmp_path / "server.yaml")
+    with contextlib.ExitStack() as stack:
 
-    def begin(*flags: str) -> ServerProcess:
-        common = ("--repository", str(tmp_path / "repository"), "--config", str(tmp_path / "server.yaml"))
-        environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-        servers.append(ServerProcess(*common, "--http-port", "0", *flags, env=environment))
-        return servers[-1].wait_ready()
+        def begin(*flags: str) -> ServerProcess:
+            server = ServerProcess(*common, *flags, env={"TMPDIR": str(tmp_path / "tmp")})
+            return stack.enter_context(server).wait_ready()
 
-    yield begin
-    for server in servers:
-        server.close()
+        yield begin
 
 
 def counted(outcomes: list[Outcome]) -> dict[str, str]:
@@ -71,8 +68,7 @@ def let_in(server: ServerProcess) -> int:
 
     Return 0 until both counts are over 50.
     """
-    answered = server.metric('bf16kit_requests_total{code="OK",model="mlp",version="1"}')
-    inside = server.metric('bf16kit_requests_in_flight{model="mlp",version="1"}')
+    answered, inside = server.of_model("requests_total", code="OK"), server.of_model("requests_in_flight")
     return int(answered + inside) if answered > 50 and inside > 50 else 0
 
 
@@ -118,7 +114,7 @@ def test_sigterm_under_load_loses_no_accepted_request(start: Start, tmp_path: Pa
     expected = requests.computed(tmp_path / "repository" / "mlp" / "1")
     for turn in range(amount(2, 20)):
         lame_duck = turn % 2 * 0.6
-        server = start("--grpc-port", "0", "--lame-duck-seconds", str(lame_duck))
+        server = start("--lame-duck-seconds", str(lame_duck))
         outcome, took = stop_under_load(server, requests, expected, lame_duck)
         outcomes.append(outcome)
         times.append(took - lame_duck)
@@ -147,7 +143,7 @@ def test_after_sigkill_under_load_a_new_server_starts_at_once_on_the_same_port(s
     files = sorted(tmp_path.rglob("*"))
     for _ in range(amount(2, 30)):
         load = Offering(port, requests.messages, rate=_RATE, seconds=30)
-        until(lambda server=server: server.metric('bf16kit_requests_total{code="OK",model="mlp",version="1"}') > 100)  # type: ignore[misc]
+        until(lambda server=server: server.of_model("requests_total", code="OK") > 100)  # type: ignore[misc]
         server.process.send_signal(signal.SIGKILL)
         assert server.exit_code() == -signal.SIGKILL
         outcomes.append(load.outcome())

@@ -135,7 +135,7 @@ def test_calls_reset_at_once_delay_others_and_stop_nothing(attack: Callable[...,
                 while codes["OK"] < honest:
                     codes[outcome(lambda: infer(_MESSAGE, timeout=30))] += 1
             until(lambda: outcome(lambda: infer(_MESSAGE, timeout=30)) == "OK", what="an answer after the flood")
-        until(lambda: target.process.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 0)
+        until(lambda: target.process.of_model("requests_in_flight") == 0)
     figures.record(how_much=f"{sum(sent):,} calls of an attacker", **codes)
     assert codes.keys() <= {"OK", "CANCELLED"}
 
@@ -152,9 +152,7 @@ def outcome(call: Callable[[], object]) -> str:
 def test_a_request_whose_values_make_it_run_for_seconds_delays_no_other_client(tmp_path: Path) -> None:
     """Nothing runs on gRPC's only thread, however quick requests of this size were before."""
     write_counting(tmp_path / "counting" / "1")
-    with contextlib.closing(
-        ServerProcess("--repository", str(tmp_path), "--grpc-port", "0", "--http-port", "0")
-    ) as server:
+    with ServerProcess("--repository", tmp_path) as server:
         target = Target(server.wait_ready())
         quick, slow = (infer_request("counting", x=np.full((1, 16), rounds, np.float32)) for rounds in (0, 1e6))
         with grpc.insecure_channel(target.address) as channel, target.stays_healthy() as monitor:
@@ -162,7 +160,7 @@ def test_a_request_whose_values_make_it_run_for_seconds_delays_no_other_client(t
             for _ in range(50):
                 infer(quick.SerializeToString(), timeout=30)
             held = infer.future(slow.SerializeToString(), timeout=120)
-            until(lambda: target.process.metric('bf16kit_requests_in_flight{model="counting",version="1"}') == 1)
+            until(lambda: server.of_model("requests_in_flight", "counting") == 1)
             before = len(monitor.seconds)
             until(lambda: len(monitor.seconds) > before + 5 or held.done(), what="health checks meanwhile")
             assert not held.done()

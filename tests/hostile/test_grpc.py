@@ -15,18 +15,16 @@ import grpc
 import numpy as np
 import pytest
 from attacked import Target
-from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from loopback import LoopbackModel, infer_request, serving
 from rawgrpc import RawConnection, framed
 from waiting import until
+from workerprocesses import Client
 
-from bf16kit.protocol import inference_pb2 as pb
 from service.grpc.handlers import SERVICE
 
 pytestmark = pytest.mark.hostile
-Attack = Callable[..., Target]
 INFER = f"/{SERVICE}/ModelInfer"
 STREAM = f"/{SERVICE}/ModelStreamInfer"
 CHECK = "/grpc.health.v1.Health/Check"
@@ -44,18 +42,21 @@ def infer(target: Target, timeout: float = 5.0) -> None:
     rejection by bf16kit fails the test.
     """
     end = time.monotonic() + timeout
-    with grpc.insecure_channel(target.address) as channel:
-        rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name["ModelInfer"]
-        call: Any = channel.unary_unary(INFER, response_deserializer=GetMessageClass(rpc.output_type).FromString)
+    with Client(target.address) as client:
         while True:
             try:
-                assert len(call(MESSAGE, timeout=end - time.monotonic()).raw_output_contents) == 1
+                assert client.infer(timeout=end - time.monotonic(), x=X)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.CANCELLED:
                     raise
                 time.sleep(0.01)  # a pause before the next try
             else:
                 return
+
+
+@pytest.fixture(scope="module")
+def target(attack: Callable[..., Target]) -> Target:
+    return attack()
 
 
 @pytest.fixture
@@ -101,27 +102,24 @@ def test_health_watchers_that_do_not_read_delay_no_other_watcher(connections: Co
         assert set(served.log.refusals) == {"too_slow"}
 
 
-def test_400_calls_without_a_request_delay_no_other_client(attack: Attack, connections: Connect) -> None:
+def test_400_calls_without_a_request_delay_no_other_client(target: Target, connections: Connect) -> None:
     figures.record(how_much="400 calls over 4 connections")
-    target = attack()
     with target.stays_healthy():
         begin_400(target, connections, INFER)
         for _ in range(20):
             infer(target)
 
 
-def test_health_checks_without_a_request_delay_no_other_health_check(attack: Attack, connections: Connect) -> None:
+def test_health_checks_without_a_request_delay_no_other_health_check(target: Target, connections: Connect) -> None:
     figures.record(how_much="400 calls over 4 connections")
-    target = attack()
     with target.stays_healthy():
         begin_400(target, connections, CHECK)
         infer(target)
         time.sleep(1)  # meanwhile its health is checked all the time
 
 
-def test_silent_reflection_streams_are_ended_and_delay_no_other_call(attack: Attack, connections: Connect) -> None:
+def test_silent_reflection_streams_are_ended_and_delay_no_other_call(target: Target, connections: Connect) -> None:
     figures.record(how_much="100 streams")
-    target = attack()
     with target.stays_healthy():
         silent = connections(target.port)
         streams = [silent.call(REFLECTION) for _ in range(100)]
@@ -137,17 +135,15 @@ def test_silent_reflection_streams_are_ended_and_delay_no_other_call(attack: Att
         assert SERVICE in {service.name for service in answer.list_services_response.service}
 
 
-def test_idle_streams_do_not_use_up_the_places_of_requests(attack: Attack, connections: Connect) -> None:
+def test_idle_streams_do_not_use_up_the_places_of_requests(target: Target, connections: Connect) -> None:
     figures.record(how_much="400 streams over 4 connections")
-    target = attack()
     with target.stays_healthy():
         begin_400(target, connections, STREAM)
         infer(target)
 
 
-def test_1000_idle_connections_use_little_memory_and_delay_no_other_client(attack: Attack) -> None:
+def test_1000_idle_connections_use_little_memory_and_delay_no_other_client(target: Target) -> None:
     figures.record(how_much="1,000 connections")
-    target = attack()
     infer(target)
     before = target.rss()
     with target.stays_healthy(), ExitStack() as stack:
@@ -158,10 +154,9 @@ def test_1000_idle_connections_use_little_memory_and_delay_no_other_client(attac
 
 
 def test_requests_sent_a_byte_a_second_are_ended_and_delay_no_other_client(
-    attack: Attack, connections: Connect
+    target: Target, connections: Connect
 ) -> None:
     figures.record(how_much="50 requests")
-    target = attack()
     data = framed(MESSAGE)
     with target.stays_healthy():
         slow = connections(target.port)
@@ -176,9 +171,8 @@ def test_requests_sent_a_byte_a_second_are_ended_and_delay_no_other_client(
         until(lambda: slow.ended.issuperset(streams), what="the end of the rest")
 
 
-def test_unread_responses_use_up_one_connections_share_only_and_are_ended(attack: Attack, connections: Connect) -> None:
+def test_unread_responses_use_up_one_connections_share_only_and_are_ended(target: Target, connections: Connect) -> None:
     figures.record(how_much="400 calls over one connection")
-    target = attack()
     with target.stays_healthy():
         deaf = connections(target.port, window=0)
         streams = [deaf.call(INFER, MESSAGE) for _ in range(400)]
@@ -190,10 +184,9 @@ def test_unread_responses_use_up_one_connections_share_only_and_are_ended(attack
 
 @pytest.mark.parametrize("path", [INFER, STREAM], ids=["requests", "streams"])
 def test_responses_read_a_byte_a_second_are_ended_and_delay_no_other_client(
-    attack: Attack, connections: Connect, path: str
+    target: Target, connections: Connect, path: str
 ) -> None:
     figures.record(how_much="50 calls")
-    target = attack()
     with target.stays_healthy():
         slow = connections(target.port, window=0)
         begun = time.monotonic()
@@ -219,10 +212,9 @@ sys.stdin.read()
 """
 
 
-def test_clients_that_cancel_everything_leave_nothing_behind(attack: Attack) -> None:
+def test_clients_that_cancel_everything_leave_nothing_behind(target: Target) -> None:
     """The client is a process that is killed: closing a channel with cancelled calls may hang (grpc/grpc#20026)."""
     figures.record(how_much="2,000 calls")
-    target = attack()
     command = [sys.executable, "-c", CANCEL_ALL, target.address, INFER, MESSAGE.hex()]
     with target.stays_healthy(), subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as client:
         try:
@@ -231,12 +223,11 @@ def test_clients_that_cancel_everything_leave_nothing_behind(attack: Attack) -> 
             infer(target)
         finally:
             client.kill()
-        until(lambda: target.process.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 0)
+        until(lambda: target.process.of_model("requests_in_flight") == 0)
 
 
-def test_connections_that_come_and_go_leave_nothing_behind(attack: Attack) -> None:
+def test_connections_that_come_and_go_leave_nothing_behind(target: Target) -> None:
     figures.record(how_much="1,000 connections")
-    target = attack()
     infer(target)
     before = target.rss()
     with target.stays_healthy():

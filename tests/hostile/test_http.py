@@ -9,22 +9,21 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from attacked import HealthMonitor
 from waiting import until
-from watched import Watched
 
 pytestmark = pytest.mark.hostile
-Attacked = Callable[..., Watched]
 MANY = 500
 ATTACK_SECONDS = 4.0
 
 
 @contextlib.contextmanager
-def connections(watched: Watched, count: int = MANY) -> Iterator[list[socket.socket]]:
+def connections(watched: HealthMonitor, count: int = MANY) -> Iterator[list[socket.socket]]:
     with contextlib.ExitStack() as stack:
-        where = ("127.0.0.1", watched.http_port)
+        where = ("127.0.0.1", watched.server.ports()[1])
         yield [stack.enter_context(socket.create_connection(where, timeout=10)) for _ in range(count)]
 
 
@@ -42,19 +41,18 @@ def closed(peer: socket.socket) -> bool:
     return False
 
 
-def everything_answers(watched: Watched) -> None:
+def everything_answers(watched: HealthMonitor) -> None:
     for page in ("/livez", "/readyz", "/metrics", "/status.json", "/"):
         begun = time.monotonic()
         assert watched.server.get(page)[0] == 200
         assert time.monotonic() - begun < 5, page
 
 
-def refusals(watched: Watched, reason: str) -> float:
+def refusals(watched: HealthMonitor, reason: str) -> float:
     return watched.server.metric(f'bf16kit_refused_total{{reason="{reason}"}}')
 
 
-def test_500_silent_connections_use_no_threads_block_no_request_and_are_closed(attacked: Attacked) -> None:
-    watched = attacked()
+def test_500_silent_connections_use_no_threads_block_no_request_and_are_closed(watched: HealthMonitor) -> None:
     threads = watched.server.status("Threads")
     with connections(watched) as peers:
         everything_answers(watched)
@@ -63,9 +61,8 @@ def test_500_silent_connections_use_no_threads_block_no_request_and_are_closed(a
     assert refusals(watched, "http_connections") >= MANY - 256
 
 
-def test_slowloris_is_cut_off_at_the_request_timeout(attacked: Attacked) -> None:
+def test_slowloris_is_cut_off_at_the_request_timeout(watched: HealthMonitor) -> None:
     """500 connections send a byte of a header now and then, for longer than a request may take."""
-    watched = attacked()
     with connections(watched) as peers:
         for peer in peers:
             with contextlib.suppress(OSError):
@@ -83,14 +80,13 @@ def test_slowloris_is_cut_off_at_the_request_timeout(attacked: Attacked) -> None
     assert refusals(watched, "http_timeout") > 0
 
 
-def test_clients_that_never_read_use_little_memory_and_are_disconnected(attacked: Attacked) -> None:
+def test_clients_that_never_read_use_little_memory_and_are_disconnected(watched: HealthMonitor) -> None:
     """Each client requests the metrics a hundred times, with the smallest receive buffer possible.
 
     These clients cannot see that the server has closed their connections, because they would have to read first. The
     number of the server's file descriptors shows it.
     """
-    watched = attacked()
-    where = ("127.0.0.1", watched.http_port)
+    where = ("127.0.0.1", watched.server.ports()[1])
     with contextlib.ExitStack() as stack:
         peers = []
         for _ in range(MANY):
@@ -104,12 +100,11 @@ def test_clients_that_never_read_use_little_memory_and_are_disconnected(attacked
         everything_answers(watched)
         assert watched.server.metric("process_open_fds") > 256, "as many connected clients as the limit permits"
         until(lambda: watched.server.metric("process_open_fds") < 50, 30, "every client that never reads disconnected")
-    assert watched.highest < watched.before + (64 << 10), "kB held for those who do not read"
+    assert watched.largest_rss < watched.before + (64 << 20), "held for those who do not read"
 
 
-def test_huge_headers_are_rejected_before_they_are_stored(attacked: Attacked) -> None:
+def test_huge_headers_are_rejected_before_they_are_stored(watched: HealthMonitor) -> None:
     """51 requests of 4 MiB in one header, 10,000 headers, or a long request line: 400 each, or reset while sending."""
-    watched = attacked()
     kinds = [
         b"GET / HTTP/1.1\r\nHost: x\r\nX-Huge: " + b"a" * (4 << 20) + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(10_000)) + b"\r\n",
@@ -124,12 +119,12 @@ def test_huge_headers_are_rejected_before_they_are_stored(attacked: Attacked) ->
     assert said <= {b"HTTP/1.1 400", b""}
     assert b"HTTP/1.1 400" in said
     everything_answers(watched)
-    assert watched.highest < watched.before + (32 << 10), "kB held for huge headers"
+    assert watched.largest_rss < watched.before + (32 << 20), "held for huge headers"
 
 
-def test_20000_random_byte_strings_get_a_response_or_a_closed_connection(attacked: Attacked) -> None:
+def test_20000_random_byte_strings_get_a_response_or_a_closed_connection(watched: HealthMonitor) -> None:
     """Noise, and requests with bytes changed, removed and repeated, twenty per connection."""
-    watched, random_ = attacked(), random.Random(8)
+    random_ = random.Random(8)
     left, connected, answered = 20_000, 0, set[bytes]()
     while left:
         with connections(watched, 1) as (peer,):
@@ -169,9 +164,8 @@ def _noise(random_: random.Random) -> bytes:
     return bytes(request)
 
 
-def test_churn_and_resets_leave_nothing_behind(attacked: Attacked) -> None:
+def test_churn_and_resets_leave_nothing_behind(watched: HealthMonitor) -> None:
     """Open connections and reset them at once, some with half a request, as fast as one process can."""
-    watched = attacked()
     before = watched.server.metric("process_open_fds")
     end = time.monotonic() + ATTACK_SECONDS
     count = 0
@@ -188,9 +182,8 @@ def test_churn_and_resets_leave_nothing_behind(attacked: Attacked) -> None:
     everything_answers(watched)
 
 
-def test_a_flood_of_requests_does_not_delay_a_probe(attacked: Attacked) -> None:
+def test_a_flood_of_requests_does_not_delay_a_probe(watched: HealthMonitor) -> None:
     """Sixty connections request the metrics without pause, each time with another Accept header."""
-    watched = attacked()
     with connections(watched, 60) as peers, selectors.DefaultSelector() as ready:
         for peer in peers:
             peer.setblocking(False)
@@ -207,9 +200,8 @@ def test_a_flood_of_requests_does_not_delay_a_probe(attacked: Attacked) -> None:
     assert asked > 1000
 
 
-def test_a_flood_of_pipelined_probes_does_not_delay_others(attacked: Attacked) -> None:
+def test_a_flood_of_pipelined_probes_does_not_delay_others(watched: HealthMonitor) -> None:
     """200 connections send the probe fifty times in a packet, again and again."""
-    watched = attacked()
     end, sent = time.monotonic() + ATTACK_SECONDS, 0
     with connections(watched, 200) as peers:
         for peer in peers:
@@ -221,4 +213,4 @@ def test_a_flood_of_pipelined_probes_does_not_delay_others(attacked: Attacked) -
                 with contextlib.suppress(OSError):
                     peer.recv(1 << 16)
     assert sent > 1_000_000
-    assert watched.probes > 25, "most took a small part of the second that one may take"
+    assert len(watched.seconds) > 25, "most took a small part of the second that one may take"

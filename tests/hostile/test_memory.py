@@ -45,9 +45,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Target, s
     else:
         repository, model = root / "repository", "attention"
         write_attention(repository / model / "1")
-    server = ServerProcess("--repository", str(repository), "--grpc-port", "0", "--http-port", "0")
-    yield Target(server.wait_ready()), model
-    server.close()
+    with ServerProcess("--repository", repository) as server:
+        yield Target(server.wait_ready()), model
 
 
 def request(model: str, rows: int, tokens: int, random: np.random.Generator) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import socket
 import time
 from collections import deque
@@ -18,15 +17,14 @@ import figures
 import messages
 import noise
 import pytest
+from attacked import GROWTH, HealthMonitor, Target
 from attacked import PATIENCE_S as PATIENCE_OF_A_PROBE_S
-from attacked import HealthMonitor, Target
 from figures import SOAK, amount
 from rawgrpc import RawConnection
 from serverprocess import ServerProcess
 from swelling import SWELLING, bomb, send_swelling
 from volley import Oracle, Volley
 from waiting import until
-from watched import GROWTH
 
 pytestmark = pytest.mark.hostile
 
@@ -50,20 +48,13 @@ def oracle(repository: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def target(repository: Path, oracle: Oracle) -> Iterator[Target]:
-    env = {**os.environ, "BF16KIT_SHARED_MEMORY": "nobody-has-such-a-file"}
-    process = ServerProcess("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", env=env)
-    try:
+    said = ("its fp32 reference is being loaded", "live drift on", "the spread of drift is learned from")
+    with ServerProcess("--repository", repository, env={"BF16KIT_SHARED_MEMORY": "nobody-has-such-a-file"}) as process:
         target = Target(process.wait_ready())
         Volley(target.address, oracle, first=10**9).fire(500)  # creates heaps and threads that are created once
-        said = (
-            "its fp32 reference is being loaded",
-            "live drift on",
-            "the spread of drift is learned from",
-        )  # each is logged once for each model, too
+        # Each is logged once for each model, too.
         until(lambda: all(process.log.count(each) == len(messages.MODELS) for each in said), 60, "live drift of all")
         yield target
-    finally:
-        process.close()
 
 
 @contextmanager

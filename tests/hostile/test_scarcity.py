@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ _SPARSE = 10 << 30  # bytes
 
 def codes_of(target: Target, message: bytes, count: int, at_once: int) -> dict[str, int]:
     """Send the message this many times, each over a connection of its own; return how often each status came."""
-    found: dict[str, int] = {}
 
     def send() -> str:
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -46,16 +44,14 @@ def codes_of(target: Target, message: bytes, count: int, at_once: int) -> dict[s
             return "OK" if error is None else error.code().name
 
     with ThreadPoolExecutor(at_once) as pool:
-        for code in pool.map(lambda _: send(), range(count)):
-            found[code] = found.get(code, 0) + 1
-    return found
+        return Counter(pool.map(lambda _: send(), range(count)))
 
 
 def test_in_512_mb_of_memory_a_server_lives_through_many_large_requests(tmp_path: Path) -> None:
     """Some are rejected, because the server bounds what all requests hold by its container's memory."""
     write_mlp(tmp_path / "repository" / "mlp" / "1")
     (tmp_path / "repository" / "mlp" / "serving.yaml").write_text(f"max_batch_size: {_ROWS}\n")
-    with confined("memory.max", 512 << 20, tmp_path, "--repository", str(tmp_path / "repository")) as (server, _):
+    with confined("memory.max", 512 << 20, tmp_path, "--repository", tmp_path / "repository") as (server, _):
         target = Target(server.wait_ready())
         with target.stays_healthy():
             codes = codes_of(target, _LARGE, amount(40, 400), 20)
@@ -67,7 +63,7 @@ def test_in_512_mb_of_memory_a_server_lives_through_many_large_requests(tmp_path
 
 def test_without_threads_left_calls_end_and_all_are_answered_once_there_are_some(tmp_path: Path) -> None:
     write_mlp(tmp_path / "repository" / "mlp" / "1")
-    with confined("pids.max", 1000, tmp_path, "--repository", str(tmp_path / "repository")) as (server, group):
+    with confined("pids.max", 1000, tmp_path, "--repository", tmp_path / "repository") as (server, group):
         target = Target(server.wait_ready())
         assert codes_of(target, _MESSAGE, 5, 1) == {"OK": 5}
         group.change(group.count())  # no further thread can start
@@ -94,26 +90,25 @@ def test_a_file_of_10_gb_is_refused_unread_and_another_model_is_served(tmp_path:
     with (repository / "sparse" / file).open("ab") as opened:
         opened.truncate(_SPARSE)
     begun = time.monotonic()
-    server = ServerProcess("--repository", str(repository), "--grpc-port", "0", "--http-port", "0")
-    with contextlib.closing(server):
-        ready = 'bf16kit_model_ready{{model="{}",version="1"}}'.format
-        until(lambda: server.metric(ready("good")) == 1, what="the good model")
+    with ServerProcess("--repository", repository) as server:
+        until(lambda: server.of_model("model_ready", "good") == 1, what="the good model")
         until(lambda: re.search("(WARNING|ERROR).*sparse", server.log), what="the reason why the other is not served")
         target = Target(server)
         figures.record(how_much="10 GiB", seconds=f"{time.monotonic() - begun:.1f}", rss_mib=target.rss() >> 20)
-        assert server.metric(ready("sparse")) < 1
+        assert server.of_model("model_ready", "sparse") < 1
         server.check_memory()
         assert "Traceback" not in server.log
 
 
 def test_cycles_of_loads_and_unloads_leave_nothing_behind(tmp_path: Path) -> None:
     write_mlp(tmp_path / "mlp" / "1")
-    flags = ("--model-control", "explicit", "--grpc-port", "0", "--http-port", "0")
-    with contextlib.closing(ServerProcess("--repository", str(tmp_path), *flags)) as server:
+    paths = ("RepositoryModelLoad", "RepositoryModelUnload", "ModelInfer")
+    with ServerProcess("--repository", tmp_path, "--model-control", "explicit") as server:
         until(lambda: server.get("/readyz")[0] == 200, what="a server without models")
         target = Target(server)
         with grpc.insecure_channel(target.address) as channel:
-            load, unload, infer = calls(channel)
+            calls: list[Any] = [channel.unary_unary(f"/{SERVICE}/{path}") for path in paths]
+            load, unload, infer = calls
 
             def cycle() -> None:
                 load(pb.RepositoryModelLoadRequest(model_name="mlp").SerializeToString(), timeout=60)
@@ -130,12 +125,6 @@ def test_cycles_of_loads_and_unloads_leave_nothing_behind(tmp_path: Path) -> Non
                 lambda: all(now <= then + 2 for now, then in zip(held(server), before, strict=True)), what="no growth"
             )
         figures.record(how_much=f"{amount(30, 2000):,} cycles", threads=before[0], files=before[1], series=before[2])
-
-
-def calls(channel: grpc.Channel) -> tuple[Callable[..., Any], ...]:
-    paths = ("RepositoryModelLoad", "RepositoryModelUnload", "ModelInfer")
-    found: list[Any] = [channel.unary_unary(f"/{SERVICE}/{path}") for path in paths]
-    return tuple(found)
 
 
 def held(server: ServerProcess) -> tuple[int, int, int]:

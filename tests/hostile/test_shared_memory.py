@@ -28,6 +28,9 @@ X = np.linspace(-1, 1, 32 * 16, dtype=np.float32).reshape(32, 16)
 REFUSED = "StatusCode.INVALID_ARGUMENT"
 
 
+Make = Callable[[str, bytes], Path]
+
+
 @pytest.fixture(scope="module")
 def target(attack: Callable[..., Target]) -> Target:
     return attack(f"shared_memory: {PREFIX}\n")
@@ -41,7 +44,7 @@ def client(target: Target) -> Iterator[Any]:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[[str, bytes], Path]]:
+def make() -> Iterator[Make]:
     made: list[Path] = []
 
     def file(name: str, content: bytes) -> Path:
@@ -73,10 +76,6 @@ def outcome(call: Callable[[], object]) -> str:
     return "OK"
 
 
-def _keep(answers: list[Any], client: Any) -> None:
-    answers.append(ask(client))
-
-
 @contextlib.contextmanager
 def all_the_time(do: Callable[[], object]) -> Iterator[None]:
     stop = threading.Event()
@@ -96,7 +95,7 @@ def all_the_time(do: Callable[[], object]) -> Iterator[None]:
 
 @pytest.mark.parametrize("shrunk", [0, 1, X.nbytes - 1])
 def test_memory_that_shrinks_and_grows_all_the_time_neither_crashes_nor_is_extended(
-    target: Target, client: Any, make: Callable[[str, bytes], Path], shrunk: int
+    target: Target, client: Any, make: Make, shrunk: int
 ) -> None:
     source, sink = make("source", X.tobytes()), make("sink", bytes(X.nbytes))
     for path in (source, sink):
@@ -121,7 +120,7 @@ def test_memory_that_shrinks_and_grows_all_the_time_neither_crashes_nor_is_exten
 
 
 def test_a_region_registered_again_meanwhile_gives_the_output_of_either_file(
-    target: Target, client: Any, make: Callable[[str, bytes], Path]
+    target: Target, client: Any, make: Make
 ) -> None:
     contents = [X, -X]
     files = [make(f"file{i}", content.tobytes()) for i, content in enumerate(contents)]
@@ -142,7 +141,7 @@ def test_a_region_registered_again_meanwhile_gives_the_output_of_either_file(
     with target.stays_healthy(), all_the_time(register_anew):
         for _ in range(amount(300, 20_000)):
             answers: list[Any] = []
-            outcomes[outcome(functools.partial(_keep, answers, client))] += 1
+            outcomes[outcome(lambda answers=answers: answers.append(ask(client)))] += 1  # type: ignore[misc]
             for answer in answers:
                 assert any(np.allclose(answer, right, rtol=1e-4, atol=1e-5) for right in expected)
     figures.record(**outcomes)
@@ -151,7 +150,7 @@ def test_a_region_registered_again_meanwhile_gives_the_output_of_either_file(
 
 
 def test_keys_that_are_not_permitted_plain_files_all_get_the_same_error(
-    target: Target, client: Any, make: Callable[[str, bytes], Path], tmp_path: Path
+    target: Target, client: Any, make: Make, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(4096))
@@ -183,9 +182,7 @@ def test_keys_that_are_not_permitted_plain_files_all_get_the_same_error(
 
 
 @pytest.mark.parametrize("number", [2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 4096, 2**64 - 1])
-def test_sizes_and_offsets_beyond_all_bounds_are_rejected(
-    target: Target, client: Any, make: Callable[[str, bytes], Path], number: int
-) -> None:
+def test_sizes_and_offsets_beyond_all_bounds_are_rejected(target: Target, client: Any, make: Make, number: int) -> None:
     path = make("small", bytes(4096))
     client.register_system_shared_memory("r", path.name, 4096)
     x = triton.InferInput("x", list(X.shape), "FP32")
@@ -202,7 +199,7 @@ def test_sizes_and_offsets_beyond_all_bounds_are_rejected(
 
 
 def test_the_number_of_regions_is_limited_and_their_files_are_closed_again(
-    target: Target, client: Any, make: Callable[[str, bytes], Path]
+    target: Target, client: Any, make: Make
 ) -> None:
     path, process = make("many", bytes(1 << 20)), target.process.process.pid
     before = len(list(Path(f"/proc/{process}/fd").iterdir()))
@@ -218,9 +215,7 @@ def test_the_number_of_regions_is_limited_and_their_files_are_closed_again(
     assert outcome(lambda: client.register_system_shared_memory("r", grown.name, 2 << 30)).endswith("EXHAUSTED")
 
 
-def test_error_messages_reveal_no_other_region_or_file(
-    target: Target, client: Any, make: Callable[[str, bytes], Path]
-) -> None:
+def test_error_messages_reveal_no_other_region_or_file(target: Target, client: Any, make: Make) -> None:
     """Triton's error for a request that is too large contained the name of one of its own regions (CVE-2025-23320)."""
     theirs, mine = make("of-another", bytes(4096)), make("mine", bytes(4096))
     client.register_system_shared_memory("another", theirs.name, 4096)

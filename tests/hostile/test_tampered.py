@@ -5,7 +5,6 @@ The artifacts come in groups, as models of their own, while a client sends reque
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import re
@@ -37,6 +36,7 @@ SERVING = "shadow: {rate: 1, max_per_second: 1000}\n"
 VERDICT = re.compile(r"model '(t\d+)' version 1 is (ready|unavailable)\b(.*)")
 # A rejection names a file of the artifact, or the faulty part of it.
 NAMED = re.compile(r"manifest\.json|\w+\.onnx|golden|weights\.\w+|residual\.bin|has no profile for cpu")
+WRITERS: tuple[Callable[[Path], Artifact], ...] = (write_product, write_mlp, write_lookup)
 LONGEST = 1_300  # characters of a line
 
 
@@ -65,8 +65,7 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("tampered")
     (root / "repository").mkdir()
-    arguments = ("--repository", str(root / "repository"), "--grpc-port", "0", "--http-port", "0")
-    with contextlib.closing(ServerProcess(*arguments, program=Path(scanning.__file__))) as process:
+    with ServerProcess("--repository", root / "repository", program=Path(scanning.__file__)) as process:
         server = Server(Target(process), root)
         process.wait_ready()
         warm(server, root)
@@ -75,26 +74,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def warm(server: Server, root: Path) -> None:
     """Load and unload each kind of artifact, so that memory that is allocated once does not count as growth."""
-    writers: dict[str, Callable[[Path], Artifact]] = {
-        "product": write_product,
-        "mlp": write_mlp,
-        "lookup": write_lookup,
-    }
-    for name, write in writers.items():
-        write(root / "warm" / name / "1")
-        (root / "warm" / name / "serving.yaml").write_text(SERVING)
-        (root / "warm" / name).rename(server.repository / name)
+    for write in WRITERS:
+        write(root / "warm" / write.__name__ / "1")
+        (root / "warm" / write.__name__ / "serving.yaml").write_text(SERVING)
+        (root / "warm" / write.__name__).rename(server.repository / write.__name__)
     until(lambda: server.target.process.log.count("is ready after") == 4, what="four models")
     for _ in range(50):
         assert code_of(server.target.address, "good", FEEDS) == "OK"
-    for name in writers:
+    names = {write.__name__ for write in WRITERS}
+    for name in names:
         (server.repository / name).rename(root / "warm" / name)
-    until(lambda: unloaded(server.target, set(writers)), what="the end of them")
+    until(lambda: unloaded(server.target, names), what="the end of them")
 
 
 def test_tampered_artifacts_are_served_or_rejected_with_one_clear_line(server: Server, tmp_path: Path) -> None:
     count = figures.amount(40, 1_000)
-    sources = [write(tmp_path / write.__name__ / "1").path for write in (write_product, write_mlp, write_lookup)]
+    sources = [write(tmp_path / write.__name__ / "1").path for write in WRITERS]
     changes: dict[str, str] = {}
     said: dict[str, list[tuple[str, str]]] = {}
     codes: Counter[str] = Counter()

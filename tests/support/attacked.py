@@ -1,7 +1,9 @@
-"""A server process under attack, and a client that checks its health all the time."""
+"""A server process under attack, and a client that asks it all the time whether it is well."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,51 +18,106 @@ from waiting import until
 
 GROWTH = 1.1  # the most memory that the server may hold after an attack ÷ its memory before
 PATIENCE_S = 1.0  # a healthy server responds to a health check within this time
+Ask = Callable[[float], str]  # within so many seconds; returns what is wrong, "" if nothing is
+
+
+@contextmanager
+def over_grpc(server: ServerProcess) -> Iterator[Ask]:
+    with grpc.insecure_channel(server.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
+
+        def ask(timeout: float) -> str:
+            try:
+                status = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout).status
+            except grpc.RpcError as error:
+                return f"{error.code()}: {error.details()}"
+            return "" if status == health_pb2.HealthCheckResponse.SERVING else f"health status {status}"
+
+        yield ask
+
+
+@contextmanager
+def over_http(server: ServerProcess) -> Iterator[Ask]:
+    """Probe /livez, on a new connection each time, as the kubelet does."""
+    port = server.ports()[1]
+
+    def ask(timeout: float) -> str:
+        try:
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)) as connection:
+                connection.request("GET", "/livez")
+                answer = connection.getresponse()
+                answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            return f"{type(error).__name__}: {error}"
+        return "" if answer.status == 200 else f"/livez answered {answer.status}"
+
+    yield ask
 
 
 class HealthMonitor:
-    """Checks the server's health every 50 ms. A call that fails is repeated after 10 ms, for up to ``patience_s``.
+    """Checks a server's health many times a second, each time for up to ``patience_s``.
 
-    ``seconds`` is how long each check took. ``failures`` has the last error of each check that did not find it
-    SERVING within that time. ``largest_rss`` is the largest RSS seen.
+    With ``repeat``, a check that finds a problem is repeated after 10 ms until then. ``seconds`` is how long each check
+    took, ``failures`` has the last problem of each that ended with one, ``before`` and ``largest_rss`` are bytes.
     """
 
-    def __init__(self, target: str, rss: Callable[[], int], patience_s: float) -> None:
-        self._target = target
-        self._patience_s = patience_s
-        self._rss = rss
-        self.largest_rss = 0  # bytes
+    def __init__(
+        self,
+        server: ServerProcess,
+        asking: Callable[[ServerProcess], contextlib.AbstractContextManager[Ask]] = over_grpc,
+        patience_s: float = PATIENCE_S,
+        *,
+        repeat: bool = True,
+    ) -> None:
+        self.server = server
+        self._asking, self._patience_s, self._repeat = asking, patience_s, repeat
+        self.before = self.rss()
+        self.largest_rss = 0
         self._stop = threading.Event()
         self.seconds: list[float] = []
         self.failures: list[str] = []
-        self._thread = threading.Thread(target=self._check_repeatedly, daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
+    def rss(self) -> int:
+        """Return the server's RSS in bytes; 0 if the process has ended and nothing has waited for it yet."""
+        return self.server.status("VmRSS") << 10
 
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
+    @contextmanager
+    def running(self) -> Iterator[HealthMonitor]:
+        """Fail if the server ends, is not well at some check, or holds too much memory, during the block or after."""
+        thread = threading.Thread(target=self._check_repeatedly, daemon=True)
+        thread.start()
+        try:
+            yield self
+            until(lambda: self.seconds, what="a health check")
+        finally:
+            self._stop.set()
+            thread.join()
+            slowest = max(self.seconds, default=0)
+            figures.watched(len(self.seconds), slowest, self.before, self.largest_rss, self.rss())
+        assert self.server.process.poll() is None, self.server.log[-2000:]
+        assert self.failures == [], f"{self.failures} of {len(self.seconds)}"
+        assert self._repeat or slowest < self._patience_s, f"the slowest check took {slowest:.2f} s"
+        self.server.check_memory()
+        most = self.before * GROWTH
+        until(lambda: self.rss() <= most, 30, lambda: f"RSS of {self.before >> 20} MiB, now {self.rss() >> 20}, back")
 
     def _check_repeatedly(self) -> None:
-        with grpc.insecure_channel(self._target) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
-            while not self._stop.wait(0.05):
-                started, problem = time.monotonic(), "no answer"
-                while (remaining_s := started + self._patience_s - time.monotonic()) > 0:
-                    try:
-                        status = stub.Check(health_pb2.HealthCheckRequest(), timeout=remaining_s).status
-                        if status == health_pb2.HealthCheckResponse.SERVING:
-                            break
-                        problem = f"health status {status}"
-                    except grpc.RpcError as error:
-                        problem = f"{error.code()}: {error.details()}"
-                    self._stop.wait(0.01)
-                else:
+        with self._asking(self.server) as ask:
+            while not self._stop.wait(0.05 if self._repeat else 0.02):
+                started = time.monotonic()
+                if problem := self._check(ask):
                     self.failures.append(problem)
                 self.seconds.append(time.monotonic() - started)
-                self.largest_rss = max(self.largest_rss, self._rss())
+                self.largest_rss = max(self.largest_rss, self.rss())
+
+    def _check(self, ask: Ask) -> str:
+        end = time.monotonic() + self._patience_s
+        problem = ask(self._patience_s)
+        while self._repeat and problem and (remaining_s := end - time.monotonic()) > 0:
+            self._stop.wait(0.01)
+            problem = ask(remaining_s)
+        return problem
 
 
 class Target:
@@ -72,26 +129,7 @@ class Target:
         self.address = process.target
 
     def rss(self) -> int:
-        """Return the server's RSS in bytes; 0 if the process has ended and nothing has waited for it yet."""
         return self.process.status("VmRSS") << 10
 
-    @contextmanager
-    def stays_healthy(self, patience_s: float = PATIENCE_S) -> Iterator[HealthMonitor]:
-        """Fail if the server ends, does not answer a health check with SERVING within ``patience_s``, or holds too
-        much memory, during the block or after it."""
-        monitor = HealthMonitor(self.address, self.rss, patience_s)
-        before = self.rss()
-        monitor.start()
-        try:
-            yield monitor
-            until(lambda: monitor.seconds, what="a health check")
-        finally:
-            monitor.stop()
-            figures.watched(
-                len(monitor.seconds), max(monitor.seconds, default=0), before, monitor.largest_rss, self.rss()
-            )
-        assert self.process.process.poll() is None, self.process.log[-2000:]
-        assert monitor.failures == [], monitor.failures
-        self.process.check_memory()
-        most = before * GROWTH
-        until(lambda: self.rss() <= most, 30, lambda: f"RSS of {before >> 20} MiB, now {self.rss() >> 20}, back")
+    def stays_healthy(self, patience_s: float = PATIENCE_S) -> contextlib.AbstractContextManager[HealthMonitor]:
+        return HealthMonitor(self.process, patience_s=patience_s).running()

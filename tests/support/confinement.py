@@ -56,15 +56,16 @@ class ControlGroup:
 
 
 @contextlib.contextmanager
-def confined(limit: str, value: int, folder: Path, *arguments: str) -> Iterator[tuple[ServerProcess, ControlGroup]]:
+def confined(
+    limit: str, value: int, folder: Path, *arguments: str | Path
+) -> Iterator[tuple[ServerProcess, ControlGroup]]:
     """Yield a server in a control group with this limit; skip the test where none can be made."""
     try:
         group = ControlGroup(limit, value)
     except OSError as error:
         pytest.skip(f"needs the right to create control groups with {limit}: {error}")
-    server = ServerProcess("--grpc-port", "0", "--http-port", "0", *arguments, program=group.program(folder))
     try:
-        yield server, group
+        with ServerProcess(*arguments, program=group.program(folder)) as server:
+            yield server, group
     finally:
-        server.close()
         group.remove()

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-from google.protobuf.message_factory import GetMessageClass
 from loopback import infer_request
 
 from bench.serving.openloop import Outcome
@@ -22,9 +21,6 @@ from service.grpc.handlers import SERVICE
 
 INFER = f"/{SERVICE}/ModelInfer"
 _COUNT, _WIDTH = 16, 16
-_RESPONSE = GetMessageClass(
-    pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name["ModelInfer"].output_type
-)
 
 
 class Requests:
@@ -60,5 +56,4 @@ def wrong(outcome: Outcome, expected: Sequence[np.ndarray[Any, Any]]) -> int:
 
 
 def _values(response: bytes) -> np.ndarray[Any, Any]:
-    parsed: Any = _RESPONSE.FromString(response)
-    return np.frombuffer(parsed.raw_output_contents[0], np.float32)
+    return np.frombuffer(pb.ModelInferResponse.FromString(response).raw_output_contents[0], np.float32)

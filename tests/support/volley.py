@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +120,7 @@ def _outcome(channel: grpc.Channel, attempt: Attempt) -> tuple[grpc.StatusCode, 
         elif attempt.path == messages.STREAM:
             texts += [pb.ModelStreamInferResponse.FromString(data).error_message for data in responses]
         else:
-            _exhaust(responses)
+            deque(responses, maxlen=0)
     except grpc.RpcError as error:
         return error.code(), max(*texts, error.details() or "", key=len)
     return grpc.StatusCode.OK, max(texts, key=len)
-
-
-def _exhaust(responses: Iterator[bytes]) -> None:
-    for _ in responses:
-        pass
