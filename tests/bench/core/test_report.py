@@ -50,6 +50,18 @@ def test_each_page_equals_the_committed_results(name: str) -> None:
     assert report.written(name, page, publishing.every()) == page
 
 
+def test_each_row_of_readme_has_a_measurement_of_that_name() -> None:
+    for found in filter(report.one_commit, publishing.every()):
+        measured = {(name, one["name"]) for name, content in found.contents.items() for one in content["measurements"]}
+        assert {(benchmark, name) for _, benchmark, name in report.ROWS} <= measured
+
+
+def test_readme_has_no_table_of_numbers_that_is_not_generated() -> None:
+    section = (ROOT / "README.md").read_text("utf-8").split("## What was measured")[1].split("\n## ")[0]
+    by_hand = re.sub(r"<!-- (\w+): written by .*?<!-- end of \1 -->", "", section, flags=re.DOTALL)
+    assert "|" not in by_hand
+
+
 def test_each_benchmark_and_result_that_the_pages_name_exists() -> None:
     pages = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text("utf-8") for page in pages)
