@@ -34,8 +34,8 @@ def make() -> Iterator[Make]:
         path.unlink(missing_ok=True)
 
 
-def table(prefix: str = "bf16kit", **limits: int) -> RegionTable:
-    return RegionTable(prefix, DIRECTORY, **limits)
+def table(prefix: str = "bf16kit", *, regions: int = 1024, nbytes: int = 1 << 30) -> RegionTable:
+    return RegionTable(prefix, DIRECTORY, regions=regions, nbytes=nbytes)
 
 
 def region(path: Path, name: str = "r", offset: int = 0, byte_size: int = 4096) -> Region:
@@ -93,9 +93,9 @@ def test_a_region_has_bytes_and_its_file_has_them(make: Make, offset: int, byte_
         table(nbytes=1 << 62).register(region(make("short"), offset=offset, byte_size=byte_size))
 
 
-@pytest.mark.parametrize("limits", [{"regions": 1}, {"nbytes": 5000}])
-def test_the_number_of_regions_and_their_bytes_are_limited(make: Make, limits: dict[str, int]) -> None:
-    path, regions = make("bounded"), table(**limits)
+@pytest.mark.parametrize("regions", [table(regions=1), table(nbytes=5000)], ids=["regions", "bytes"])
+def test_the_number_of_regions_and_their_bytes_are_limited(make: Make, regions: RegionTable) -> None:
+    path = make("bounded")
     regions.register(region(path, "a"))
     with pytest.raises(Overloaded) as refused:
         regions.register(region(path, "b"))
