@@ -125,6 +125,8 @@ def _places(artifact: Artifact, graph: ModelProto) -> Iterator[tuple[TensorProto
         try:
             offset = int(values.get("offset", "0"))
             nbytes = int(values.get("length", "0")) if known is None else known.numpy.itemsize * math.prod(tensor.dims)
+            if known is not None:  # a ValueError for what no array can have: [0, 2⁶²], or 65 dimensions
+                np.broadcast_to(np.zeros((), known.numpy), tensor.dims)
         except ValueError:
             offset = nbytes = -1
         if min(offset, nbytes, *tensor.dims) < 0 or offset + nbytes > held:

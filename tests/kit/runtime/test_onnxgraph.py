@@ -112,14 +112,16 @@ def test_a_tensor_that_is_not_within_its_file_is_refused(wrong: dict[str, str], 
             load(copied, "cpu", threads=1, scratch=tmp_path)
 
 
-@pytest.mark.parametrize("side", [1 << 20, 1 << 40])
-def test_a_shape_larger_than_its_file_is_refused_before_memory_is_taken(side: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [[1 << 20] * 2, [1 << 40] * 2, [0, 1 << 62], [1] * 65], ids=["20", "40", "0", "65"])
+def test_a_shape_that_its_file_or_any_array_cannot_hold_is_refused_before_memory_is_taken(
+    shape: list[int], tmp_path: Path
+) -> None:
     path = write_product(tmp_path / "product" / "1", width=32).path
     model = onnx.load(path / "cpu.onnx", load_external_data=False)
-    model.graph.initializer[0].dims[:] = [side, side]
+    model.graph.initializer[0].dims[:] = shape
     (path / "cpu.onnx").write_bytes(model.SerializeToString())
     copied = Artifact(path, Manifest.loads((path / "manifest.json").read_bytes(), path), copies=True)
-    with pytest.raises(ArtifactError, match=rf"tensor 'w' of shape \[{side}, {side}\] is no part of 'weights.bf16'"):
+    with pytest.raises(ArtifactError, match=r"tensor 'w' of shape \[.*\] is no part of 'weights.bf16'"):
         load(copied, "cpu", threads=1, scratch=tmp_path)
 
 
