@@ -19,6 +19,7 @@ from torch import nn
 
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import Array, TensorSpec
+from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime
 from converter.read import scripted
 from converter.read.onnx_export import adapt
@@ -260,6 +261,14 @@ class TestTorchScriptSource:
         ids = np.arange(20).reshape(5, 4)
         assert 0 < distance(run(tmp_path / "bf16.pt", IDS, ids, native), script, ids) < 1e-2
         assert all(torch.equal(tensor, before[name]) for name, tensor in script.state_dict().items())
+
+    def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(self, tmp_path: Path) -> None:
+        narrow_script(scripted.load(save(tmp_path / "m.pt", Cnn(), torch.ones(2, 3, 16, 16))), tmp_path / "bf16.pt")
+        module: Any = torch.jit.load(str(tmp_path / "bf16.pt"))  # type: ignore[no-untyped-call]  # torch's own
+        floats = [each for each in scriptgraph.tensors(module, module.graph) if each.is_floating_point()]
+        by_dtype = {(tensor.ndim, tensor.dtype) for tensor in floats}
+        assert {found for found in by_dtype if found[0] > 1} == {(4, torch.bfloat16), (2, torch.bfloat16)}
+        assert (1, torch.float32) in by_dtype
 
     def test_a_module_without_products_is_rejected(self, tmp_path: Path) -> None:
         script = scripted.load(save(tmp_path / "m.pt", nn.LayerNorm(16), torch.ones(2, 16)))
