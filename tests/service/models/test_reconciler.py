@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import shutil
 import threading
 import weakref
@@ -381,3 +382,40 @@ def test_a_model_is_excluded_from_garbage_collection_until_it_is_unloaded(
     del model
     repository.unload("m").result(60)
     until(lambda: unloaded() is None)
+
+
+@pytest.mark.long
+def test_a_model_whose_load_hangs_can_be_replaced_and_what_is_loaded_late_is_closed(
+    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading_threads, "PATIENCE_SECONDS", 0.05)
+    put(tmp_path)
+    loads.go.clear()
+    hanging, go = repository.load("m"), loads.go
+    until(lambda: loads.begun == ["m/1"])
+    loads.go = threading.Event()  # of the next load
+    loads.go.set()
+    put(tmp_path)
+    replacing = repository.load("m")
+    assert "the model was changed or unloaded meanwhile" in str(hanging.exception(60))
+    replacing.result(60)
+    model = repository.get("m", "")
+    go.set()
+    until(lambda: "loading" not in {thread.name for thread in threading.enumerate()})
+    assert repository.get("m", "") is model
+
+
+@pytest.mark.long
+def test_closing_idle_models_leaves_no_thread_and_logs_nothing(
+    tmp_path: Path, repository: Controlled, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    before = set(threading.enumerate())
+    for name in ("a", "b"):
+        put(tmp_path, name, serving="")
+    repository.scan()
+    until(lambda: repository.ready)
+    assert repository.close(60)
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert left <= {"deadlines"}  # one thread for all models of a process
+    assert caplog.text == ""

@@ -14,7 +14,7 @@ import pytest
 from artifacts import write_mlp
 from waiting import until
 
-from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.messages.errors import RuntimeFailure, Unavailable
 from service.contract import State
 from service.models import loading
 from service.models.controller import RETRY_SECONDS, Controller, Mode
@@ -273,3 +273,108 @@ def test_a_desired_model_is_the_same_after_it_was_written_and_read() -> None:
         assert DesiredModel.from_json(written) == desired
         assert isinstance(json.loads(written), dict)
     assert [plan.finished for plan in plans] == [True, False]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("versions", "policy", "loads"),
+    [
+        ({1: 0, 2: BAD}, "{latest: 1, strict: true}", ["m/2"]),
+        ({1: BAD, 2: BAD}, "{latest: 1}", ["m/2", "m/1"]),
+    ],
+)
+def test_a_server_is_not_ready_if_no_version_that_the_policy_allows_can_be_loaded(
+    tmp_path: Path, server: Server, versions: Versions, policy: str, loads: list[str]
+) -> None:
+    put(tmp_path, versions, policy)
+    put(tmp_path, {1: 0}, name="other")
+    server.start()
+    until(lambda: sorted(server.loads) == sorted([*loads, "other/1"]) and "loading" not in server.states.values())
+    until(lambda: server.repository.is_ready("other", ""))
+    assert set(server.states.values()) == {"unavailable"}
+    assert not server.repository.ready
+    assert server.exposes('bf16kit_model_ready{model="m",version="2"} 0.0')
+
+
+@pytest.mark.long
+def test_a_serving_yaml_that_is_wrong_is_wrong_for_every_version(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0, 2: 0})
+    (tmp_path / "m" / "serving.yaml").write_text("max_batch: 1")
+    put(tmp_path, {1: 0}, name="other")
+    server.start()
+    until(lambda: server.repository.is_ready("other", ""))
+    server.repository.apply(DesiredModel("other")).result(60)  # what was asked for before is done by then
+    assert server.loads == ["other/1"]
+    assert server.states == {2: "unavailable"}
+    assert not server.repository.ready
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["{latest: 2}", "{specific: [2, 3]}"])
+def test_a_version_that_serves_stays_when_a_newer_one_fails(tmp_path: Path, server: Server, policy: str) -> None:
+    put(tmp_path, {1: 0, 2: 0}, "{latest: 2}")
+    server.start("poll")
+    server.wait({1: "ready", 2: "ready"})
+    before = [server.repository.get("m", version) for version in "12"]
+    put(tmp_path, {3: BAD}, policy)
+    server.poll()
+    server.wait({1: "ready", 2: "ready", 3: "unavailable"})
+    until(lambda: server.repository.find("m", "3").reason.endswith("; versions 1, 2 serve instead"))
+    if policy == "{latest: 2}":  # else their settings have changed
+        assert [server.repository.get("m", version) for version in "12"] == before
+        assert server.loads == ["m/1", "m/2", "m/3"]
+
+
+@pytest.mark.long
+def test_a_repaired_version_replaces_the_older_one_and_is_not_tried_before(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0, 2: BAD})
+    server.start("poll")
+    server.wait({1: "ready", 2: "unavailable"})
+    until(lambda: server.repository.ready)
+    server.poll()
+    put(tmp_path, {1: 0}, name="other")
+    server.poll()
+    until(lambda: server.repository.is_ready("other", ""))
+    assert server.loads == ["m/2", "m/1", "other/1"], "neither a poll nor a change of another model tries 2 again"
+    put(tmp_path, {2: 0})
+    server.poll()
+    server.wait({2: "ready"})
+    until(lambda: 'bf16kit_model_ready{model="m",version="1"}' not in server.metrics.expose()[0].decode())
+
+
+@pytest.mark.long
+def test_a_failed_version_is_retried_after_growing_pauses_while_the_older_one_serves(
+    tmp_path: Path, server: Server
+) -> None:
+    put(tmp_path, {1: 0, 2: BAD})
+    server.start("poll")
+    server.wait({1: "ready", 2: "unavailable"})
+    until(lambda: server.repository.ready)
+    generation = server.repository.get("m", "")
+    server.poll()
+    for loads, pause in ((3, RETRY_SECONDS), (4, 2 * RETRY_SECONDS)):
+        server.now += pause - 1
+        server.poll()
+        server.repository.apply(DesiredModel("other")).result(60)  # what was asked for before is done by then
+        assert len(server.loads) == loads - 1
+        server.now += 1
+        server.poll()
+        until(lambda loads=loads: server.loads[1:] == ["m/1", *["m/2"] * (loads - 2)])  # type: ignore[misc]
+        server.wait({1: "ready", 2: "unavailable"})
+        until(lambda: server.repository.find("m", "2").reason.endswith("; version 1 serves instead"))
+    assert server.repository.get("m", "") is generation
+    assert server.repository.ready
+
+
+@pytest.mark.long
+def test_a_client_that_asks_for_a_load_is_told_and_no_older_version_is_loaded(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0, 2: BAD})
+    put(tmp_path, {1: 0, 2: BAD}, name="at_start")
+    server.start("explicit", "at_start")
+    until(lambda: server.repository.is_ready("at_start", "1"))
+    server.loads.clear()
+    assert isinstance(server.control.load("m").exception(60), Unavailable)
+    put(tmp_path, {1: 0}, name="other")
+    server.control.load("other").result(60)
+    assert server.loads == ["m/2", "other/1"]
+    assert server.states == {2: "unavailable"}
