@@ -5,12 +5,15 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 
 
-def machine_settings(share: float, steps: int = 40) -> settings:
+def machine_settings(share: float, steps: int = 40, *, in_ci: float | None = None) -> settings:
     """Return settings with this share of the profile's examples, each of at most ``steps`` steps.
 
-    Machines start servers, so a step takes milliseconds; hypothesis' check for slow data expects microseconds.
+    ``in_ci`` is the share in CI, where every run tries the same examples. Machines start servers, so a step takes
+    milliseconds; hypothesis' check for slow data expects microseconds.
     """
     profile = settings.default or settings()
+    if profile.derandomize and in_ci is not None:
+        share = in_ci
     return settings(
         max_examples=max(1, round(profile.max_examples * share)),
         stateful_step_count=steps,
