@@ -103,6 +103,7 @@ def test_a_pt2_model_is_served_with_outputs_close_to_torch(exported: Path, serve
     assert all('profile="pt2"' in line and 'accumulation="fp32"' in line for line in infos(server))
 
 
+@pytest.mark.long
 def test_a_pt2_model_is_measured_in_both_arithmetics_and_verifies(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

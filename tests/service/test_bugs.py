@@ -50,6 +50,7 @@ def test_the_periodic_work_is_done_at_intervals_and_an_error_in_it_does_not_end_
     assert caplog.text.count("ZeroDivisionError: a bug") == len(calls)
 
 
+@pytest.mark.long
 def test_a_thread_that_does_not_end_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
     """gRPC's have been seen not to, after the process could start no more threads."""
     program = tmp_path / "program.py"

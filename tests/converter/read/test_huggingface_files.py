@@ -84,7 +84,12 @@ def test_audio_has_a_mask_if_the_preprocessor_returns_one() -> None:
     [  # a decoder of queries gets no mask: it would be one of objects, and objects have no padding
         ("detr", {}, {"preprocessor": {"size": 32}}, ["pixel_values"]),
         ("bert", {"type_vocab_size": 2}, {}, ["input_ids", "attention_mask", "token_type_ids"]),
-        ("bert", {"type_vocab_size": 2}, {"tokenizer": {"model_input_names": ["input_ids"]}}, ["input_ids"]),
+        (
+            "bert",
+            {"type_vocab_size": 2},
+            {"tokenizer": {"model_input_names": ["input_ids", "attention_mask"]}},
+            ["input_ids", "attention_mask"],
+        ),
     ],
 )
 def test_masks_and_segments_are_inputs_if_the_model_uses_them(

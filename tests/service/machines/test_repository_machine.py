@@ -330,7 +330,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def test_any_order_of_changes_leaves_what_was_asked_for() -> None:
-    run_state_machine_as_test(Served, settings=machine_settings(0.4))
+    run_state_machine_as_test(Served, settings=machine_settings(0.3))
 
 
 @pytest.mark.long

@@ -280,6 +280,7 @@ def test_the_series_are_those_of_the_generation_that_answers(
     assert rows_run(metrics) == 1
 
 
+@pytest.mark.long
 def test_an_order_of_a_precision_holds_for_the_generation_for_which_it_was_given(
     tmp_path: Path, repository: Controlled
 ) -> None:

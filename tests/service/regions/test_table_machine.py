@@ -383,7 +383,7 @@ def mapped_bytes(directory: Path) -> int:
 
 
 def test_regions_follow_the_model_in_any_order() -> None:
-    run_state_machine_as_test(SharedRegions, settings=machine_settings(0.5, 25))
+    run_state_machine_as_test(SharedRegions, settings=machine_settings(0.3, 25))
 
 
 @pytest.mark.long

@@ -102,6 +102,7 @@ def test_without_rules_a_template_of_them_is_printed(cli: Cli, target: Path, mlp
     assert not target.exists()
 
 
+@pytest.mark.long
 def test_samples_with_other_outputs_reject_a_map(
     cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path, rules: Path
 ) -> None:
