@@ -139,7 +139,7 @@ def test_any_release_name_valid_for_helm_gives_names_valid_for_kubernetes(releas
         ("podDisruptionBudget.maxUnavailable=0", "maxUnavailable"),  # no node could be drained
         ("podDisruptionBudget.maxUnavailable=0%", "maxUnavailable"),
         ("rollingUpdate.maxSurge=0", "rollingUpdate"),  # no pod could ever be replaced
-        ("terminationGracePeriodSeconds=35", "more than lame_duck_seconds . drain_seconds .35."),
+        ("terminationGracePeriodSeconds=39", "less than lame_duck_seconds . drain_seconds . 5 .40."),
         ("config.drain_seconds=60", "terminationGracePeriodSeconds is 45"),
         ("podLabels.app\\.kubernetes\\.io/name=mine", "app.kubernetes.io/name"),
         ("monitoring.endpoint.interval=1s", "interval"),
@@ -157,9 +157,9 @@ def test_impossible_values_are_rejected_by_name(values: str, told: str) -> None:
 
 
 def test_fractions_of_seconds_count_in_the_check_against_the_grace_period(tmp_path: Path) -> None:
-    """10.9 + 24.9 is more than 35."""
-    values = {"terminationGracePeriodSeconds": 35, "config": {"lame_duck_seconds": 10.9, "drain_seconds": 24.9}}
-    with pytest.raises(Refused, match=r"\(35\.8\)"):
+    """10.9 + 24.9 + 5 is more than 40."""
+    values = {"terminationGracePeriodSeconds": 40, "config": {"lame_duck_seconds": 10.9, "drain_seconds": 24.9}}
+    with pytest.raises(Refused, match=r"\(40\.8\)"):
         charted_by(tmp_path / "values.yaml", values)
 
 

@@ -2,9 +2,10 @@
 ignore a setting. */ -}}
 {{- define "bf16kit.checks" -}}
 {{- $config := .Values.config -}}
-{{- $ending := addf $config.lame_duck_seconds $config.drain_seconds -}}
-{{- if le (float64 .Values.terminationGracePeriodSeconds) $ending -}}
-{{- fail (printf "terminationGracePeriodSeconds is %v, which is not more than lame_duck_seconds + drain_seconds (%v): requests in flight would be killed; raise it" .Values.terminationGracePeriodSeconds $ending) -}}
+{{- /* After the drain the server frees its models and exports its last traces: 5 s at most. */ -}}
+{{- $ending := addf $config.lame_duck_seconds $config.drain_seconds 5 -}}
+{{- if lt (float64 .Values.terminationGracePeriodSeconds) $ending -}}
+{{- fail (printf "terminationGracePeriodSeconds is %v, which is less than lame_duck_seconds + drain_seconds + 5 (%v): requests in flight would be killed; raise it" .Values.terminationGracePeriodSeconds $ending) -}}
 {{- end -}}
 {{- if eq (int $config.grpc_port) (int $config.http_port) -}}
 {{- fail (printf "config.grpc_port and config.http_port are both %v; give them different ports" $config.grpc_port) -}}
