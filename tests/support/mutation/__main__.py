@@ -25,7 +25,7 @@ from typing import Any
 import coverage
 import pytest
 
-from mutation.faults import Fault, faults, planted
+from mutation.faults import Fault, faults, lines, planted, rewritten
 
 # Imported before any process is forked, which saves each a second. None may import the package under test.
 _SHARED = ("numpy", "ml_dtypes", "onnx", "onnx_ir", "onnxruntime", "grpc", "google.protobuf", "prometheus_client")
@@ -35,11 +35,12 @@ _QUICK = ["-m", " and ".join(f"not {mark}" for mark in _ELSEWHERE)]  # the tests
 
 @dataclass
 class Recorder:
-    """A plugin of pytest. ``lines``: the tests that execute each line, by file; on import: the empty name."""
+    """A plugin of pytest: the tests that execute each line, by file (on import: the empty name), and their seconds."""
 
     package: Path
     out: Path
     seconds: dict[str, float] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         where = self.package.resolve()
@@ -50,14 +51,16 @@ class Recorder:
         self.coverage.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not report.failed:
-            self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            self.failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
         self.coverage.stop()
         data = self.coverage.get_data()
-        lines = {file: data.contexts_by_lineno(file) for file in data.measured_files()}
-        self.out.write_text(json.dumps({"lines": lines, "seconds": self.seconds}), "utf-8")
+        executed = {file: data.contexts_by_lineno(file) for file in data.measured_files()}
+        passed = {name: seconds for name, seconds in self.seconds.items() if name not in self.failed}
+        self.out.write_text(json.dumps({"executed": executed, "seconds": passed}), "utf-8")
 
 
 def run(arguments: Sequence[str], seconds: float, recorder: Recorder | None = None) -> int | None:
@@ -65,6 +68,7 @@ def run(arguments: Sequence[str], seconds: float, recorder: Recorder | None = No
     sys.stdout.flush()
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, 0)
         if recorder is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -89,15 +93,15 @@ def run(arguments: Sequence[str], seconds: float, recorder: Recorder | None = No
             os.waitpid(child, 0)
 
 
-def covering(fault: Fault, record: dict[str, Any], most: float) -> list[str]:
-    """Return the fastest tests that execute the fault's line, as many as run in ``most`` seconds.
+def covering(fault: Fault, line: int, record: dict[str, Any], most: float) -> list[str]:
+    """Return the fastest tests that execute ``line`` of the fault's file, as many as run in ``most`` seconds.
 
     A line that only runs on import is every test's.
     """
-    lines = record["lines"].get(str(Path(fault.file).resolve()), {})
-    names = set(lines.get(str(fault.line), ()))
+    executed = record["executed"].get(str(Path(fault.file).resolve()), {})
+    names = set(executed.get(str(line), ()))
     if names == {""}:
-        names = {name for tests in lines.values() for name in tests}
+        names = {name for tests in executed.values() for name in tests}
     tests, total = [], 0.0
     for name in sorted(names & record["seconds"].keys(), key=record["seconds"].__getitem__):
         total += record["seconds"][name]
@@ -108,13 +112,20 @@ def covering(fault: Fault, record: dict[str, Any], most: float) -> list[str]:
 
 
 def drawn(options: argparse.Namespace) -> list[Fault]:
-    """Return the sample, or those of an earlier one that were killed, where their code is still there."""
+    """Return the sample, or those of an earlier one that were killed; prints those that are no longer possible."""
     every = faults(options.package)
     if options.again is None:
         return random.Random(options.seed).sample(every, min(options.sample, len(every)))
-    killed = [one for one in json.loads(options.again.read_text("utf-8")) if one["outcome"] == "killed"]
-    wanted = {(Path(one["file"]).name, one["text"], one["nth"]) for one in killed}
-    return [fault for fault in every if (Path(fault.file).name, fault.text, fault.nth) in wanted]
+    possible = {(fault.file, fault.text, fault.nth): fault for fault in every}
+    found = []
+    for one in json.loads(options.again.read_text("utf-8")):
+        if one["outcome"] == "killed":
+            fault = possible.get((one["file"], one["text"], one["nth"]))
+            if fault is None:
+                print(f"gone      {one['file']}:{one['line']}  {one['text']}")
+            else:
+                found.append(fault)
+    return found
 
 
 def main() -> None:
@@ -130,20 +141,26 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(Path.cwd()))
     os.environ |= {"CI": "true", "OMP_NUM_THREADS": "1", "GRPC_ENABLE_FORK_SUPPORT": "false"}
+    os.environ["COVERAGE_CORE"] = "ctrace"  # the one that knows which test runs
     for name in _SHARED:
         importlib.import_module(name)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files are put back
     started, covered = time.monotonic(), options.out.with_suffix(".coverage.json")
-    run([*_QUICK, *options.tests], 3600, Recorder(options.package, covered))
-    record = json.loads(covered.read_text("utf-8"))
-    results = []
-    for turn, fault in enumerate(sorted(drawn(options), key=lambda fault: (fault.file, fault.line)), 1):
-        tests = covering(fault, record, options.most)
-        outcome = "survived"
-        if tests:
-            with planted(fault, turn):
-                outcome = "survived" if run(["-x", *tests], 15 + 4 * options.most) == 0 else "killed"
-        results.append(asdict(fault) | {"outcome": outcome, "tests": len(tests)})
-        print(f"{outcome:9} {fault.file}:{fault.line}  {fault.text}  ({len(tests)} tests)", flush=True)
+    covered.unlink(missing_ok=True)
+    results, chosen = [], sorted(drawn(options), key=lambda fault: (fault.file, fault.line))
+    with rewritten(options.package):
+        if run([*_QUICK, *options.tests], 3600, Recorder(options.package, covered)) not in (0, 1):
+            sys.exit("the tests could not be run")
+        record = json.loads(covered.read_text("utf-8"))
+        at = {file: lines(Path(file)) for file in {fault.file for fault in chosen}}
+        for turn, fault in enumerate(chosen, 1):
+            tests = covering(fault, at[fault.file][fault.place], record, options.most)
+            outcome = "survived"
+            if tests:
+                with planted(fault, turn):
+                    outcome = "survived" if run(["-x", *tests], 15 + 4 * options.most) == 0 else "killed"
+            results.append(asdict(fault) | {"outcome": outcome, "tests": len(tests)})
+            print(f"{outcome:9} {fault.file}:{fault.line}  {fault.text}  ({len(tests)} tests)", flush=True)
     options.out.write_text(json.dumps(results, indent=1), "utf-8")
     killed = sum(result["outcome"] == "killed" for result in results)
     took = f"{len(record['seconds'])} tests, {time.monotonic() - started:.0f} s"

@@ -47,7 +47,7 @@ class Fault:
 def faults(package: Path) -> list[Fault]:
     """Return all faults that can be planted in ``package``, a directory or a file."""
     found: list[Fault] = []
-    for path in sorted(package.rglob("*.py")) if package.is_dir() else [package]:
+    for path in files(package):
         seen: dict[str, int] = {}
         for place, node, new in _replacements(ast.parse(path.read_text("utf-8"))):
             text = f"{_short(node)} -> {_short(new)}"
@@ -56,9 +56,37 @@ def faults(package: Path) -> list[Fault]:
     return found
 
 
+def files(package: Path) -> list[Path]:
+    """Return the Python files of ``package``, a directory or a file."""
+    return sorted(package.rglob("*.py")) if package.is_dir() else [package]
+
+
+@contextlib.contextmanager
+def rewritten(package: Path) -> Iterator[None]:
+    """Write all files as :func:`ast.unparse` does. Afterwards they are as they were.
+
+    A fault is then the only difference that its tests see: what fails on the rewritten files is no test of a fault.
+    """
+    kept = {path: (path.read_text("utf-8"), path.stat()) for path in files(package)}
+    try:
+        for path, (source, _) in kept.items():
+            path.write_text(ast.unparse(ast.parse(source)), "utf-8")
+        yield
+    finally:
+        for path, (source, stat) in kept.items():
+            path.write_text(source, "utf-8")
+            os.utime(path, (stat.st_atime, stat.st_mtime))
+
+
+def lines(path: Path) -> dict[int, int]:
+    """Return the line of each node of a file, by its place."""
+    tree = ast.parse(path.read_text("utf-8"))
+    return {place: getattr(node, "lineno", 0) for place, node in enumerate(ast.walk(tree))}
+
+
 @contextlib.contextmanager
 def planted(fault: Fault, turn: int) -> Iterator[None]:
-    """Write the fault into its file; ``turn`` is another one each time. Afterwards the file is as it was."""
+    """Write the fault into its rewritten file; ``turn`` is another one each time. Afterwards the file is as it was."""
     path = Path(fault.file)
     source, stat = path.read_text("utf-8"), path.stat()
     tree = ast.parse(source)
