@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import Cnn, Mlp, Tied, save, seeded
 from converting import MLP, Cli
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bf16kit.artifact.artifact import Artifact
@@ -88,6 +89,8 @@ class TestExportAlone:
 
     def test_rounds_matrices_to_nearest_and_leaves_the_rest_unchanged(self, alone: Artifact, mlp_file: Path) -> None:
         _assert_same(_exported(alone.path), _rounded(torch.load(mlp_file), "up.weight", "down.weight"))
+        with safe_open(alone.path / "model.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt"}
 
     def test_restores_the_source_bit_for_bit_and_verifies_again(
         self, cli: Cli, alone: Artifact, mlp_file: Path, tmp_path: Path

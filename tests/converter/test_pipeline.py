@@ -63,11 +63,17 @@ def test_torchscript_without_a_residual_has_no_onnx_file(cli: Cli, mlp_file: Pat
     cli("verify", target).published()
 
 
-def test_measurements_have_the_range_of_every_bf16_tensor(mlp: Artifact) -> None:
+def test_measurements_keep_the_rows_that_the_manifest_summarises(mlp: Artifact) -> None:
     measured = mlp.measurements()
     assert measured is not None
-    narrow = {tensor.name for tensor in mlp.manifest.tensors if tensor.dtype == "bfloat16"}
-    assert measured.ranges.tensors.keys() == narrow
+    assert measured.profiles.keys() == mlp.manifest.profiles.keys()
+    for profile, entry in mlp.manifest.drift.items():
+        columns = measured.profiles[profile].outputs["output"]
+        assert len(columns.relative_l2) == columns.measured == entry.samples
+        assert entry.outputs["output"]["relative_l2"]["mean"] == pytest.approx(np.mean(columns.relative_l2))
+        assert entry.outputs["output"]["max_abs"]["worst"] == max(columns.max_abs)
+    narrow = {tensor.name: tensor for tensor in mlp.manifest.tensors if tensor.dtype == "bfloat16"}
+    assert measured.ranges.tensors.keys() == narrow.keys()
     for name, counts in measured.ranges.tensors.items():
         assert counts.max_abs == np.abs(mlp.restore(name)).max()
 

@@ -292,10 +292,12 @@ class TestKilled:
 
 
 class TestDisk:
-    def test_a_full_disk_and_a_limit_of_file_sizes_publish_nothing_and_are_reported(self, tmp_path: Path) -> None:
-        """The test mounts a real file system of 1 MiB."""
+    def test_a_limit_of_file_sizes_publishes_nothing_and_is_reported(self, tmp_path: Path) -> None:
         assert "nothing was published" in self.failure(tmp_path / "m" / "1", "1000000")
         assert names(tmp_path) == []
+
+    def test_a_full_disk_publishes_nothing_and_is_reported(self, tmp_path: Path) -> None:
+        """The test mounts a real file system of 1 MiB."""
         disk = tmp_path / "disk"
         disk.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]

@@ -58,12 +58,13 @@ def tampered(source: Path, target: Path, choice: random.Random) -> str:
 
 
 def seal(directory: Path, fields: dict[str, Any]) -> None:
-    """Write ``fields`` as the manifest, with the current sizes and digests of the files, and its own digest."""
+    """Write ``fields`` as the manifest: the current sizes and digests of files, unless ``kept``, and its own digest."""
     files = fields.get("files")
     for name, entry in files.items() if isinstance(files, dict) else ():
         if isinstance(entry, dict) and name in {file.name for file in directory.iterdir()}:
             data = (directory / name).read_bytes()
-            entry.update(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+            if not entry.pop("kept", False):
+                entry.update(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
     text = json.dumps(fields | {"digest": ZEROS}, sort_keys=True, indent=1) + "\n"
     text = text.replace(f'\n "digest": "{ZEROS}"', f'\n "digest": "{hashlib.sha256(text.encode()).hexdigest()}"', 1)
     (directory / "manifest.json").write_text(text)
@@ -78,6 +79,10 @@ def _manifest(directory: Path, fields: dict[str, Any], choice: random.Random) ->
     others: tuple[Any, ...] = (None, [], {}, [None], {"": 0}, deep, [1] * 5000)
     done = change(part, choice.choice((NUMBERS, TEXTS, others)), TEXTS, choice)
     fields |= part
+    if key == "files" and isinstance(part[key], dict) and choice.random() < 0.5:
+        for entry in part[key].values():  # a wrong size or digest stays wrong
+            if isinstance(entry, dict):
+                entry["kept"] = True
     return f"manifest: {key}, {done}: {repr(part)[:300]}"
 
 

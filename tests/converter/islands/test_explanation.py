@@ -187,3 +187,21 @@ def test_no_remedy_is_searched_for_cpu_bf16(cli: Cli, target: Path) -> None:
 def test_an_artifact_without_a_reference_cannot_be_explained(cli: Cli, target: Path, onnx_file: Path) -> None:
     cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
     cli("explain", target).refused(2, "--no-residual and keeps no fp32 reference", "convert the checkpoint again")
+
+
+@pytest.mark.long
+def test_layers_of_an_optional_profile_are_measured_only_if_it_is_requested(
+    cli: Cli, small: Artifact, onnx_file: Path, target: Path
+) -> None:
+    by_default = small.measurements()
+    assert by_default is not None
+    assert by_default.profiles["cpu-bf16"].layers is None
+    for profile in ("cpu", "cuda"):
+        layers = by_default.profiles[profile].layers
+        assert layers is not None
+        assert layers.measured == len(layers.rows) > 1
+        assert all(row.sqnr_db > 45 for row in layers.rows)
+    cli("checkpoint", onnx_file, "--out", target, "--profile", "cpu-bf16", *ONNX_ONLY).published()
+    asked = Artifact.open(target).measurements()
+    assert asked is not None
+    assert asked.profiles["cpu-bf16"].layers is not None

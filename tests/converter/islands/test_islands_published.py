@@ -98,6 +98,7 @@ def test_torchscript_over_budget_does_not_stop_the_search_for_other_profiles(
     command = ("checkpoint", mlp_file, "--out", target, *MLP, "--no-report", "--budget", "relative_l2=1e-4")
     asked = (*command, "--format", "onnx", "--format", "torchscript")
     refused = cli(*asked).refused(1, "profile torchscript", "nothing published", "The search cannot mend TorchScript")
+    assert "--format onnx or --drop-failing-profiles" in refused.err
     assert "profile cpu" not in refused.err, "it was mended"
     assert "profile cuda" not in refused.err, "it was mended"
     cli(*command, "--format", "torchscript").refused(1, "profile torchscript", "convert to ONNX instead")

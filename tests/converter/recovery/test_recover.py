@@ -262,6 +262,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(source: Path, cli: Cli, tmp_p
         (("--device", "tpu"), "--device tpu: "),
         (("--data", "recovering:absent"), "module recovering has no absent"),
         (("--data", "recovering:nothing"), "recovering:nothing: yielded nothing"),
+        (("--eval", "recovering:nothing"), "--eval recovering:nothing: yielded nothing"),
         (("--data", "recovering:once"), "yielded nothing in pass 1; each time it is called it must return a new"),
         (("--data", "recovering:wide"), "batch 0: input 'x' has shape [4, 17]"),
         (("--data", "recovering:empty"), "batch 0: input 'x' has no elements"),

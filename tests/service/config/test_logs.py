@@ -210,10 +210,11 @@ def test_a_process_whose_log_is_full_ends_with_its_exit_code(ending: str) -> Non
 
 def test_the_last_lines_and_the_traceback_of_a_process_reach_standard_error() -> None:
     many = "for number in range(1000): logging.debug('line %d', number)"
-    process = run(f"configure('debug')\n{many}\nraise ValueError('the end')", stderr=subprocess.PIPE)
+    last = "logging.info('line last'); raise ValueError('the end')"
+    process = run(f"configure('debug')\n{many}\n{last}", stderr=subprocess.PIPE)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert said.count(" root: line ") == 1000
+    assert said.count(" root: line ") == 1001
     assert "ValueError: the end" in said
 
 

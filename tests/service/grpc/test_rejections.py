@@ -140,6 +140,7 @@ def test_calls_of_each_kind_have_a_limit_and_take_no_place_of_others(kind: str) 
         shares = served.transport.pools[kind].shares
         while not shares.full:
             assert shares.acquire(f"client {shares.in_use}")
+        assert shares.in_use == (16 if kind == "reflection" else 1)
         assert refused(lambda: opened(served, kind)) is StatusCode.RESOURCE_EXHAUSTED
         assert served.log.refusals == [kind]
         for other in {"streams", "watches", "control", "reflection"} - {kind}:

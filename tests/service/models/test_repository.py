@@ -180,7 +180,7 @@ def test_golden_samples_over_budget_keep_a_model_not_ready_with_the_reason_in_th
 
 
 @pytest.mark.parametrize("file", ["weights.bf16", "manifest.json"])
-def test_a_flipped_bit_in_any_file_is_rejected_with_the_files_name(tmp_path: Path, load: Open, file: str) -> None:
+def test_a_flipped_bit_in_a_file_is_rejected_with_the_files_name(tmp_path: Path, load: Open, file: str) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     path = tmp_path / "mlp" / "1" / file
     content = bytearray(path.read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from collections import Counter
@@ -224,3 +225,30 @@ def test_a_variable_that_opentelemetry_cannot_use_is_a_configuration_error(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="OTEL_"):
         Tracing(TraceSettings(1, find=str), CountedExporter(Outcomes()))
+
+
+@pytest.mark.long
+def test_a_collector_that_is_down_is_logged_once_each_time_with_the_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # second; by default it retries for 10
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tracing(f"http://127.0.0.1:{port}") as (tracer, outcomes):
+        for lost in (1, 2):
+            one(tracer)
+            until(lambda lost=lost: outcomes["failed"] == lost)  # type: ignore[misc]
+        with collecting(port) as (collected, _):
+
+            def delivered() -> bool:
+                one(tracer)
+                return outcomes["exported"] > 0
+
+            until(delivered)
+            assert collected.servers()
+            told = [record.message for record in caplog.records if record.name == "service.telemetry.tracing"]
+    assert f"127.0.0.1:{port}, error code: StatusCode.UNAVAILABLE" in told[0]
+    assert told[0].startswith("traces are being lost; requests are still served: ")
+    assert told[1:] == ["traces are delivered again"]
+    assert not any(record.name.startswith("opentelemetry.exporter") for record in caplog.records)
