@@ -110,7 +110,7 @@ def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int
     described |= others.shares() | {"clean": described["clean"] and machine.unchanged(described)}
     command = f"python -m bench {name}{' --quick' * chosen.quick}"
     content = results.content_of(result, command=command, machine=described)
-    if result.skipped:  # where a GPU is missing nothing is wrong; other benchmarks lack a package that can be installed
+    if result.skipped:  # nothing is wrong where a GPU is missing; elsewhere somebody asked for a number and got none
         return int(name != "gpu")
     if reason := publishing.unfit(content):
         print(f"  (not published: {reason}; see {results.write(content, UNPUBLISHED)})")

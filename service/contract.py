@@ -160,7 +160,10 @@ class Model(Protocol):
     def active_precision(self) -> ActivePrecision: ...
     @property
     def golden(self) -> str:
-        """The newest result of the golden samples, for operators. It begins with :data:`GATE_FAILED` if they failed."""
+        """The newest result of the golden samples, for operators.
+
+        It begins with :data:`GATE_FAILED` if the drift was over budget or they could not be run.
+        """
 
     @property
     def budget(self) -> Mapping[str, float]:

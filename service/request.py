@@ -40,7 +40,10 @@ REFUSALS = (
 
 
 class Cancellation:
-    """A flag, set once when the client has left. Callbacks run once, on the thread that sets it, and must not block."""
+    """A flag, set once when the client has left.
+
+    Callbacks run once, on the thread that sets it, or at once if it is set already. They must not block.
+    """
 
     __slots__ = ("_callbacks", "cancelled")
 
@@ -107,7 +110,7 @@ class Timings:
     rows: int = 0
 
     def queued(self, arrived: float, dequeued: float) -> Timings:
-        """Return those of a request of this batch that waited from ``arrived`` until it was ``dequeued``."""
+        """Return the timings of a request of this batch that waited from ``arrived`` until it was ``dequeued``."""
         phases = self.compute_input, self.compute_infer, self.compute_output
         return Timings(dequeued - arrived, *phases, arrived, self.batch_started, self.rows)
 

@@ -107,7 +107,7 @@ class ModelServer:
         self._heap.start()
 
     def maintain(self) -> None:
-        """See :meth:`Leader.maintain`."""
+        """Do the periodic work of shadow process and fallback. Call it about ten times a second, on one thread."""
         self._leader.maintain()
 
     def drain(self, source: RequestSource) -> Ending:

@@ -47,16 +47,18 @@ class Workspace:
         profiles = ("--profile", "cpu", "--profile", "cuda")
         return self.converted("mlp", models.write_mlp(self.root / "mlp.onnx"), *profiles)
 
-    def torch_mlp(self) -> Path:
-        """The MLP of the GPU benchmark in both formats, from a torch state dict."""
+    def torch_mlp(self, *flags: str, name: str = "torch_mlp") -> Path:
+        """The MLP of the GPU benchmark, from a torch state dict."""
         from bench.gpu import torch_mlp
 
         self.root.mkdir(parents=True, exist_ok=True)
         source = torch_mlp.save(self.root / "torch_mlp.pt")
         shape = f"x:float32:batch,{torch_mlp.WIDTHS[0]}"
-        return self.converted(
-            "torch_mlp", source, "--model", "bench.gpu.torch_mlp:mlp", "--input", shape, *BOTH_FORMATS
-        )
+        return self.converted(name, source, "--model", "bench.gpu.torch_mlp:mlp", "--input", shape, *flags)
+
+    def scripted_torch_mlp(self) -> Path:
+        """The same in both formats."""
+        return self.torch_mlp(*BOTH_FORMATS, name="scripted_torch_mlp")
 
     def converted(self, name: str, source: Path, *flags: str) -> Path:
         """The artifact ``name`` of ``source``, made by ``bf16-convert`` with ``flags`` when first asked for."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -58,12 +59,12 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     backends = [name for name in _BACKENDS if name not in missing]
     if not backends:
         return Result("gpu", skipped="; ".join(missing.values()))
-    for subject in _subjects(workspace):  # converted here, once
-        subject.artifact.path.resolve(strict=True)
+    _subjects(workspace)  # converts, once
     seconds, rounds = (_QUICK_SECONDS, 1) if quick else (_SECONDS, FEWEST_PROCESSES)
-    # Each round in a process of its own: another one allocates otherwise, and its clocks have ramped up otherwise.
+    # A process' memory layout and the GPU's clocks differ from the next one's, so each round has its own.
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        found = [pool.submit(_seconds_per_row, workspace.root, backends, seconds).result() for _ in range(rounds)]
+        process = partial(_seconds_per_row, workspace.root, backends, seconds)
+        found = [pool.submit(process, number).result() for number in range(rounds)]
     taken = {case: [process[case] for process in found] for case in found[0]}
     return Result(
         "gpu",
@@ -80,7 +81,7 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
 
 
 def _judged(taken: Mapping[Case, Samples]) -> Iterator[Measurement]:
-    for case, samples in taken.items():
+    for case, samples in sorted(taken.items()):
         model, backend, precision, rows = case
         yield Measurement(f"{model} {backend} {precision} batch {rows}", 1 / typical(samples), "rows/s")
         if precision != "bf16":
@@ -88,12 +89,16 @@ def _judged(taken: Mapping[Case, Samples]) -> Iterator[Measurement]:
             yield Measurement.of(f"{model} {backend} batch {rows}: bf16 ÷ {precision}, rows per second", found)
 
 
-def _seconds_per_row(root: Path, backends: Sequence[str], seconds: float) -> dict[Case, list[list[float]]]:
-    """One process: a turn of one number, the mean time of a row, for each case."""
+def _seconds_per_row(root: Path, backends: Sequence[str], seconds: float, number: int) -> dict[Case, list[list[float]]]:
+    """Process ``number``: for each case one turn of one value, the mean time of a row.
+
+    The first precision is another one in each process: a GPU gets warm, and its clocks fall.
+    """
     taken = {}
+    first = number % len(_PRECISIONS)
     for subject in _subjects(Workspace(root)):
         for backend in backends:
-            for precision in _PRECISIONS:
+            for precision in (*_PRECISIONS[first:], *_PRECISIONS[:first]):
                 with _BACKENDS[backend](subject, precision) as run:
                     for rows in _BATCHES:
                         rate = _rate(run, subject.feeds(rows), seconds) * rows
@@ -173,6 +178,8 @@ def _trace(subject: Subject) -> Path:
     from converter.read.onnx_export import adapt
 
     file = subject.artifact.path.parent / "fp32.torchscript.pt"
+    if file.exists():
+        return file
     with quiet(), torch.no_grad():
         model = adapt(subject.module(), [entry.spec() for entry in subject.artifact.manifest.inputs])
         torch.jit.trace(model.module, model.example, check_trace=False).save(str(file))
@@ -222,7 +229,7 @@ def _subjects(workspace: Workspace) -> list[Subject]:
         Subject("MiniLM", Artifact.open(workspace.scripted_minilm()), _minilm_module, models.minilm_feeds),
         Subject(
             "MLP",
-            Artifact.open(workspace.torch_mlp()),
+            Artifact.open(workspace.scripted_torch_mlp()),
             torch_mlp.mlp,
             lambda rows: models.mlp_feeds(rows, torch_mlp.WIDTHS[0]),
         ),

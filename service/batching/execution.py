@@ -42,7 +42,7 @@ class BatchObserver(Protocol):
     def queued(self, change: int) -> None: ...
 
     def executed(self, requests: int, rows: int, timings: Timings) -> None:
-        """Record one batch that has run; ``timings`` has no queue time."""
+        """Record one batch that has run. The queue time in ``timings`` has no meaning here."""
 
 
 class Pending(Job):

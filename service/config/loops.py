@@ -1,4 +1,4 @@
-"""Loops that run until they are stopped: the stop signal, how a server ended, and repeated work whatever it raises."""
+"""What ends a server, and work that is repeated until then."""
 
 from __future__ import annotations
 

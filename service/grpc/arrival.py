@@ -82,8 +82,10 @@ class Arrival:
         self._state.callbacks.append(ended)
 
     def read(self, on_message: Callable[[bytes], bytes], when_done: Callable[[], None]) -> None:
-        """Receive the request: ``on_message`` gets it, if there is one. Then ``when_done`` is called, unless the call
-        has ended. Both run on gRPC's own thread, which they must not block."""
+        """Receive the request: ``on_message`` gets it, if there is one.
+
+        Then ``when_done`` is called, unless the call has ended. Both run on gRPC's own thread, and must not block it.
+        """
         receive = _receive_message(self._state, self._event.call, on_message)
 
         def on_event(event: Any) -> Any:

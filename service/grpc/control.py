@@ -108,7 +108,10 @@ class ControlServicer:
     def RepositoryModelUnload(
         self, message: pb.RepositoryModelUnloadRequest, call: CallContext
     ) -> pb.RepositoryModelUnloadResponse:
-        """Respond once the model's last request is answered. No model depends on another here."""
+        """Respond once the model's last request is answered.
+
+        No model depends on another here, so ``unload_dependents`` changes nothing.
+        """
         control, name = self._control, message.model_name
         _check_repository(message.repository_name)
         _check_parameters("unload", "unload_dependents", "bool_param", message.parameters)
@@ -116,8 +119,10 @@ class ControlServicer:
         return pb.RepositoryModelUnloadResponse()
 
     def _wait(self, change: Future[None], call: CallContext, doing: str) -> None:
-        """Return when ``change`` is done, or raise its error. The deadline, a client that leaves, and a server that
-        stops end the wait, but not the change."""
+        """Return when ``change`` is done, or raise its error.
+
+        The deadline, a client that leaves and a server that stops end the wait, but not the change.
+        """
         woken = threading.Event()
         self._waiting.add(woken)
         change.add_done_callback(lambda _: woken.set())

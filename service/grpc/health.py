@@ -76,7 +76,10 @@ class HealthServicer:
         self._notify(watcher)
 
     def shut_down(self, timeout: float) -> None:
-        """Report all but the process as NOT_SERVING, and end the watches; wait ``timeout`` seconds for slow clients."""
+        """Report everything but the process as NOT_SERVING, and end the watches.
+
+        Waits at most ``timeout`` seconds for clients that do not read.
+        """
         self._closed = True
         self._on_change()
         until = time.monotonic() + timeout

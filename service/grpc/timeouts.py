@@ -19,8 +19,11 @@ _log = logging.getLogger(__name__)
 
 
 class CallTimeouts:
-    """The calls that keep the server waiting for one kind of event, and their timeout: ``seconds``, or
-    ``under_pressure`` while ``has_pressure()``. At most ``max_slow`` calls may take longer than the latter."""
+    """The calls that keep the server waiting for one kind of event, and their timeout.
+
+    It is ``seconds``, or ``under_pressure`` while ``has_pressure()``. At most ``max_slow`` calls may take longer than
+    the latter.
+    """
 
     def __init__(
         self,

@@ -65,8 +65,10 @@ def _cpu_seconds(pid: int) -> ThreadSeconds:
 
 
 class Child:
-    """A process that runs ``module``, and its peer. Call :meth:`maintain` periodically, always on the same thread. It
-    must live as long as the child, which the kernel kills with its parent thread.
+    """A process that runs ``module``, and its peer.
+
+    Call :meth:`maintain` periodically, always on the same thread. That thread must live as long as the child, which the
+    kernel kills with its parent thread.
 
     ``on_start`` is called with the peer of each started process, before its first message is handled; ``on_death`` when
     a process has died. Both run on the maintaining thread, ``handlers`` on the peer's thread. If memory runs out, in

@@ -77,13 +77,16 @@ class Peer:
         self._release()
 
     def tell(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> None:
-        """Send a message without waiting, unless the peer has ended. ``files`` are duplicated. Raises OSError."""
+        """Send a message without waiting, unless the peer has ended.
+
+        ``files`` are duplicated. Raises OSError if no descriptor is left for that.
+        """
         self._send({"kind": kind, "body": {} if body is None else body}, files)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> Future[Body]:
         """Send a request as :meth:`tell` does, and return a future of its answer.
 
-        It fails with the other side's error, with Unavailable if the peer ends first, or with that OSError.
+        It fails with the other side's error, with Unavailable if the peer ends first, or with :meth:`tell`'s OSError.
         """
         future: Future[Body] = Future()
         with self._lock:
@@ -103,8 +106,10 @@ class Peer:
         return future
 
     def close(self) -> None:
-        """End the peer, from any thread. Requests without an answer fail on the reading thread: this one may hold a
-        lock that a request's callback waits for."""
+        """End the peer, from any thread.
+
+        Requests without an answer fail on the reading thread: this one may hold a lock that a callback waits for.
+        """
         with self._lock:
             self._closed = True
         self._channel.close()

@@ -189,8 +189,10 @@ class InFlight:
     def take_waiting(self, is_gone: Callable[[Key, str], bool] = lambda key, digest: True) -> list[_Waiting]:
         """Return, and keep no longer, what waits of each version, loaded by the plan of this digest, that is gone."""
         with self._lock:
-            taken = [each for each in self._waiting if is_gone(key_of(each.body), each.body["plan"])]
-            self._waiting = [each for each in self._waiting if each not in taken]
+            waiting, self._waiting = self._waiting, []
+            taken: list[_Waiting] = []
+            for each in waiting:
+                (taken if is_gone(key_of(each.body), each.body["plan"]) else self._waiting).append(each)
         return taken
 
     def end(self, waiting: Sequence[_Waiting], error: Unavailable | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The metrics of a server: when their series appear and disappear, how processes' are added up, how they are exposed.
+"""The metrics of a server: when series appear and disappear, how processes are added up, how they are exposed.
 
 All metrics are in :mod:`service.telemetry.families`. The rest of the server reports events to
 :class:`~service.telemetry.modelmetrics.ModelMetrics`. A model's series appear with value 0 when it is loaded, start

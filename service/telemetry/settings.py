@@ -1,4 +1,4 @@
-"""The log and trace settings that can change while the server runs, under Triton's names: :mod:`service.operations`."""
+"""The log and trace settings that can change while the server runs, under the names that Triton gives them."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class RegionPlace(NamedTuple):
 
 
 def check_request(parameters: Parameters) -> float | None:
-    """Check a request's parameters; return its timeout in seconds, if it has one. Raises InvalidRequest by name."""
+    """Check a request's parameters; return its timeout in seconds, if any. Raises InvalidRequest with the name."""
     for name, value in parameters.items():
         choice = value.WhichOneof("parameter_choice")
         if choice is None:
@@ -92,7 +92,10 @@ def region_place(what: str, parameters: Parameters) -> RegionPlace | None:
 
 
 def output_datatype(name: str, native: str, parameters: Parameters) -> str:
-    """Return the datatype of output ``name``: its own, or that requested (BF16 or FP16 for FP32), or raise."""
+    """Return the datatype of output ``name``: its own, or that requested, which is BF16 or FP16 for FP32.
+
+    Raises InvalidRequest for any other.
+    """
     if "datatype" not in parameters:
         return native
     requested = _expected(f"output {name!r}", "datatype", parameters, "string_param").string_param

@@ -1,4 +1,4 @@
-"""Requests to one worker that concern all of them: it forwards them to the supervisor, which answers for all."""
+"""Requests to one worker that concern all: what the worker forwards, and how the supervisor answers for all."""
 
 from __future__ import annotations
 
