@@ -111,7 +111,8 @@ def test_unavailable_resources_and_unknown_variables_are_logged(repository: Path
     grpc_port, http_port = free_ports()
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
     with _started(repository, *ports, "--cpus", "5000", BF16KIT_DRAIN_SECONDS="1", BF16KIT_POL_SECONDS="2") as running:
-        until(lambda: "to be scheduled" in _page(http_port, "/status.json")[1], PATIENCE, "the reason in the front")
+        told = "to be scheduled"
+        until(lambda: running.poll() is not None or told in _page(http_port, "/status.json")[1], PATIENCE, "the reason")
         time.sleep(3)  # the program asks once a second; what it logs then can be read only when it has ended
         running.send_signal(signal.SIGTERM)
         said, _ = running.communicate(timeout=PATIENCE)
