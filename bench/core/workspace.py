@@ -26,20 +26,12 @@ class Workspace:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def minilm(self) -> Path:
+    def minilm(self, *flags: str, name: str = "minilm") -> Path:
         """MiniLM, converted as ``make demo`` converts it, with real sentences as calibration samples."""
         models.demo_on_path()
         import minilm
 
-        return self.converted("minilm", minilm.checkpoint(), "--samples", "minilm:calibration")
-
-    def scripted_minilm(self) -> Path:
-        """MiniLM in both formats."""
-        models.demo_on_path()
-        import minilm
-
-        samples = ("--samples", "minilm:calibration")
-        return self.converted("scripted_minilm", minilm.checkpoint(), *samples, *BOTH_FORMATS)
+        return self.converted(name, minilm.checkpoint(), "--samples", "minilm:calibration", *flags)
 
     def mlp(self) -> Path:
         """The 16→16 MLP, in profiles that servers of older commits know as well."""
@@ -55,10 +47,6 @@ class Workspace:
         source = torch_mlp.save(self.root / "torch_mlp.pt")
         shape = f"x:float32:batch,{torch_mlp.WIDTHS[0]}"
         return self.converted(name, source, "--model", "bench.gpu.torch_mlp:mlp", "--input", shape, *flags)
-
-    def scripted_torch_mlp(self) -> Path:
-        """The same in both formats."""
-        return self.torch_mlp(*BOTH_FORMATS, name="scripted_torch_mlp")
 
     def converted(self, name: str, source: Path, *flags: str) -> Path:
         """The artifact ``name`` of ``source``, made by ``bf16-convert`` with ``flags`` when first asked for."""

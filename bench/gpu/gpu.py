@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from bench.core import models
 from bench.core.results import Measurement, Result
 from bench.core.verdict import FEWEST_PROCESSES, Samples, ratio, typical
-from bench.core.workspace import Workspace
+from bench.core.workspace import BOTH_FORMATS, Workspace
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load
@@ -226,10 +226,15 @@ def _subjects(workspace: Workspace) -> list[Subject]:
     from bench.gpu import torch_mlp
 
     return [
-        Subject("MiniLM", Artifact.open(workspace.scripted_minilm()), _minilm_module, models.minilm_feeds),
+        Subject(
+            "MiniLM",
+            Artifact.open(workspace.minilm(*BOTH_FORMATS, name="scripted_minilm")),
+            _minilm_module,
+            models.minilm_feeds,
+        ),
         Subject(
             "MLP",
-            Artifact.open(workspace.scripted_torch_mlp()),
+            Artifact.open(workspace.torch_mlp(*BOTH_FORMATS, name="scripted_torch_mlp")),
             torch_mlp.mlp,
             lambda rows: models.mlp_feeds(rows, torch_mlp.WIDTHS[0]),
         ),

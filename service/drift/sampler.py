@@ -159,8 +159,10 @@ class SampleForwarder:
         chance: random.Random = _CHANCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``sampled`` counts rows by outcome. ``profile`` is the artifact's that answers. ``run_bf16`` computes outputs
-        that do not have ``precision`` again, on a thread of low priority."""
+        """``sampled`` counts rows by outcome. ``profile`` is the artifact's that answers.
+
+        ``run_bf16`` computes outputs that do not have ``precision`` again, on a thread of low priority.
+        """
         self._sender = sender
         self._sampled = sampled
         self._name = name

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.messages.errors import RuntimeFailure, Unavailable
-from bf16kit.runtime import available_cpus
 from service.config.loops import Ending, Guard
 from service.config.serverconfig import ServerConfig
 from service.leader import new_table, open_regions
@@ -245,11 +244,6 @@ def _failed(error: Exception) -> Future[Body]:
     failed: Future[Body] = Future()
     failed.set_exception(error)
     return failed
-
-
-def threads_of(asked: int | None, workers: int, cpus: int | None = None) -> int:
-    """Return the threads of one run in each of ``workers``: ``asked``, or an equal share of the processors."""
-    return asked or max(1, (cpus or available_cpus()) // workers)
 
 
 def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:

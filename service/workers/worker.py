@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
+from bf16kit.runtime import available_cpus
 from service.config.certificates import Credentials
 from service.config.logs import configure
 from service.config.resources import HeapTrimmer, bound_heap
@@ -33,7 +34,6 @@ from service.shadow.samples import PlanSampleSender
 from service.telemetry.metrics import Metrics
 from service.telemetry.settings import LogSettings
 from service.telemetry.values import to_message
-from service.workers.fleet import threads_of
 from service.workers.forwarding import ForwardedOperations, ForwardedRegions, ForwardedSettings
 from service.workers.state import Report, SlotState, WorkerRegistry
 from service.workers.weights import SharedWeights
@@ -189,6 +189,11 @@ def _ending_on_error() -> Iterator[None]:
             _log.exception("this worker ends: an unexpected error")
         logging.shutdown()
         os._exit(_EXIT_WRONG)
+
+
+def threads_of(asked: int | None, workers: int, cpus: int | None = None) -> int:
+    """Return the threads of one run in each of ``workers``: ``asked``, or an equal share of the processors."""
+    return asked or max(1, (cpus or available_cpus()) // workers)
 
 
 def main() -> None:

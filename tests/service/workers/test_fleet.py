@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from service.config.serverconfig import ServerConfig
-from service.workers.fleet import gpu_for, gpus, threads_of
+from service.workers.fleet import gpu_for, gpus
+from service.workers.worker import threads_of
 
 
 @pytest.mark.parametrize(

@@ -67,15 +67,22 @@ def rewritten(package: Path) -> Iterator[None]:
 
     A fault is then the only difference that its tests see: what fails on the rewritten files is no test of a fault.
     """
-    kept = {path: (path.read_text("utf-8"), path.stat()) for path in files(package)}
+    with contextlib.ExitStack() as stack:
+        for path in files(package):
+            stack.enter_context(_put_back(path))
+            path.write_text(ast.unparse(ast.parse(path.read_text("utf-8"))), "utf-8")
+        yield
+
+
+@contextlib.contextmanager
+def _put_back(path: Path) -> Iterator[None]:
+    """Leave the file as it was: its text, and its time, by which Python knows whether bytecode is of this text."""
+    source, stat = path.read_text("utf-8"), path.stat()
     try:
-        for path, (source, _) in kept.items():
-            path.write_text(ast.unparse(ast.parse(source)), "utf-8")
         yield
     finally:
-        for path, (source, stat) in kept.items():
-            path.write_text(source, "utf-8")
-            os.utime(path, (stat.st_atime, stat.st_mtime))
+        path.write_text(source, "utf-8")
+        os.utime(path, (stat.st_atime, stat.st_mtime))
 
 
 def lines(path: Path) -> dict[int, int]:
@@ -88,8 +95,7 @@ def lines(path: Path) -> dict[int, int]:
 def planted(fault: Fault, turn: int) -> Iterator[None]:
     """Write the fault into its rewritten file; ``turn`` is another one each time. Afterwards the file is as it was."""
     path = Path(fault.file)
-    source, stat = path.read_text("utf-8"), path.stat()
-    tree = ast.parse(source)
+    tree = ast.parse(path.read_text("utf-8"))
     old, new = next((node, new) for place, node, new in _replacements(tree) if place == fault.place)
 
     class Replace(ast.NodeTransformer):
@@ -97,14 +103,11 @@ def planted(fault: Fault, turn: int) -> Iterator[None]:
             replaced: ast.AST = new if node is old else super().visit(node)
             return replaced
 
-    try:
+    with _put_back(path):
+        later = path.stat().st_mtime + turn  # a time of its own for each version: no bytecode of another one is used
         path.write_text(ast.unparse(ast.fix_missing_locations(Replace().visit(tree))), "utf-8")
-        # A time of its own for each version, so that Python uses no bytecode of another one.
-        os.utime(path, (stat.st_mtime + turn, stat.st_mtime + turn))
+        os.utime(path, (later, later))
         yield
-    finally:
-        path.write_text(source, "utf-8")
-        os.utime(path, (stat.st_atime, stat.st_mtime))
 
 
 def _replacements(tree: ast.Module) -> Iterator[tuple[int, ast.AST, ast.AST]]:
