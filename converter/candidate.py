@@ -8,27 +8,27 @@ from dataclasses import dataclass, field, replace
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import RESIDUAL, ExportEntry, Plan, ProfileEntry
+from bf16kit.converter.fuse.check import faults
+from bf16kit.converter.fuse.fuse import Fusions
+from bf16kit.converter.graph.types import untyped
+from bf16kit.converter.islands.candidates import SearchResult
+from bf16kit.converter.plan import Planned, make_plan, narrowed
+from bf16kit.converter.plan.decisions import Islands, Overrides
+from bf16kit.converter.plan.profiles import PROFILES
+from bf16kit.converter.process.memory import release_memory
+from bf16kit.converter.read_and_trace import Job
+from bf16kit.converter.rewrite import Prepared
+from bf16kit.converter.verify.certify import Certified, certify
+from bf16kit.converter.verify.oracle import OracleReference, check_prepared
+from bf16kit.converter.verify.running import GraphReference
+from bf16kit.converter.write import readback
+from bf16kit.converter.write.borrowedweights import write_as_export, write_without_graph
+from bf16kit.converter.write.export import Exported, select, write_export
+from bf16kit.converter.write.graphs import write_graphs, write_unfused_and_fused
+from bf16kit.converter.write.readback import check_without_graph
+from bf16kit.converter.write.weights import Rounding, StoredWeights, write_total, write_weights
 from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.rounding import Census
-from converter.fuse.check import faults
-from converter.fuse.fuse import Fusions
-from converter.graph.types import untyped
-from converter.islands.candidates import SearchResult
-from converter.plan import Planned, make_plan, narrowed
-from converter.plan.decisions import Islands, Overrides
-from converter.plan.profiles import PROFILES
-from converter.process.memory import release_memory
-from converter.read_and_trace import Job
-from converter.rewrite import Prepared
-from converter.verify.certify import Certified, certify
-from converter.verify.oracle import OracleReference, check_prepared
-from converter.verify.running import GraphReference
-from converter.write import readback
-from converter.write.borrowedweights import write_as_export, write_without_graph
-from converter.write.export import Exported, select, write_export
-from converter.write.graphs import write_graphs, write_unfused_and_fused
-from converter.write.readback import check_without_graph
-from converter.write.weights import Rounding, StoredWeights, write_total, write_weights
 
 
 @dataclass(slots=True)

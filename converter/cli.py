@@ -10,12 +10,12 @@ import traceback
 import click
 
 from bf16kit import __version__
+from bf16kit.converter.commands.artifacts import explain, inspect, restore, verify
+from bf16kit.converter.commands.checkpoint import checkpoint
+from bf16kit.converter.commands.doctor import doctor
+from bf16kit.converter.commands.recover import recover
 from bf16kit.messages import errors
 from bf16kit.messages.wording import printable, without_long_words
-from converter.commands.artifacts import explain, inspect, restore, verify
-from converter.commands.checkpoint import checkpoint
-from converter.commands.doctor import doctor
-from converter.commands.recover import recover
 
 DONE = 0
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it

@@ -9,6 +9,21 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import RecoveryEntry
 from bf16kit.artifact.manifest import MEASUREMENTS, Manifest
 from bf16kit.artifact.publish import StagingArtifact, staging
+from bf16kit.converter.candidate import Candidate, Verified, write_and_verify_torch
+from bf16kit.converter.islands.explanation import measure_layers
+from bf16kit.converter.islands.search import IslandSearches
+from bf16kit.converter.options import Options
+from bf16kit.converter.plan.decisions import Islands
+from bf16kit.converter.process.memory import frozen_heap, release_memory
+from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.process.quiet import prefix_errors
+from bf16kit.converter.read_and_trace import Job, read, run_source_model, write_traced_formats
+from bf16kit.converter.report import page
+from bf16kit.converter.rewrite import prepare
+from bf16kit.converter.source import Feeds, Source
+from bf16kit.converter.verify.judging import check_stated_bounds, judge
+from bf16kit.converter.verify.samples import Samples
+from bf16kit.converter.write.borrowedweights import unfolded
 from bf16kit.drift.measurements import (
     MAX_BYTES,
     MOST_SLICES,
@@ -22,21 +37,6 @@ from bf16kit.drift.measurements import (
 )
 from bf16kit.drift.metrics import OutputDrift, worst_of
 from bf16kit.messages.errors import ConversionError
-from converter.candidate import Candidate, Verified, write_and_verify_torch
-from converter.islands.explanation import measure_layers
-from converter.islands.search import IslandSearches
-from converter.options import Options
-from converter.plan.decisions import Islands
-from converter.process.memory import frozen_heap, release_memory
-from converter.process.progress import Progress
-from converter.process.quiet import prefix_errors
-from converter.read_and_trace import Job, read, run_source_model, write_traced_formats
-from converter.report import page
-from converter.rewrite import prepare
-from converter.source import Feeds, Source
-from converter.verify.judging import check_stated_bounds, judge
-from converter.verify.samples import Samples
-from converter.write.borrowedweights import unfolded
 
 # Judges a written artifact that is within the budget before it is published. Returns its manifest, which may have fewer
 # profiles, the record of a recovery, and notes; may reject the artifact with the errors of :func:`convert`.

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from bf16kit.converter.process.quiet import user_frame
 from bf16kit.drift.metrics import Budget
 from bf16kit.messages.errors import UsageError
 from bf16kit.numerics.tensors import BY_NAME, Kind, TensorSpec
-from converter.process.quiet import user_frame
 
 Format = Literal["onnx", "torchscript", "pt2", "safetensors", "hf"]
 Export = Literal["safetensors", "hf"]

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from bf16kit.artifact.manifest import Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.artifact.manifest import Source as SourceEntry
 from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.converter import read as sources
+from bf16kit.converter.options import Options
+from bf16kit.converter.process import program
+from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.read.onnx_file import name_inputs
+from bf16kit.converter.source import Feeds, Source
+from bf16kit.converter.verify import samples
+from bf16kit.converter.verify.judging import check_budget, with_output_kinds
+from bf16kit.converter.verify.oracle import OracleRun, check_expected_outputs, run_oracle
+from bf16kit.converter.verify.random_samples import generate, with_enough
+from bf16kit.converter.verify.samples import Samples
+from bf16kit.converter.write import TRACED
+from bf16kit.converter.write.weights import StoredWeights
 from bf16kit.messages.errors import ConversionError, UsageError
-from converter import read as sources
-from converter.options import Options
-from converter.process import program
-from converter.process.progress import Progress
-from converter.read.onnx_file import name_inputs
-from converter.source import Feeds, Source
-from converter.verify import samples
-from converter.verify.judging import check_budget, with_output_kinds
-from converter.verify.oracle import OracleRun, check_expected_outputs, run_oracle
-from converter.verify.random_samples import generate, with_enough
-from converter.verify.samples import Samples
-from converter.write import TRACED
-from converter.write.weights import StoredWeights
 
 _NO_MODULE = "this format is made from a torch module, and the source is read as an ONNX graph"
 _REMEDY = "leave out --format or pass --format torchscript to write only what torch runs"

@@ -12,11 +12,11 @@ import numpy as np
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import CheckpointEntry
 from bf16kit.artifact.publish import explaining_disk_errors, locked_directory
+from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.write.export import Place, header
 from bf16kit.messages.errors import ArtifactError, ArtifactExists, UsageError
 from bf16kit.messages.wording import size
 from bf16kit.numerics.tensors import BY_NAME
-from converter.process.progress import Progress
-from converter.write.export import Place, header
 
 
 def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> str:

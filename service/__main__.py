@@ -1,5 +1,5 @@
-"""Entry point of ``python -m service``: the same as ``bf16-serve``."""
+"""Entry point of ``python -m bf16kit.service``: the same as ``bf16-serve``."""
 
-from service.cli import main
+from bf16kit.service.cli import main
 
 main()

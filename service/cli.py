@@ -20,7 +20,7 @@ import click
 from bf16kit.messages.errors import Bf16kitError
 
 if TYPE_CHECKING:
-    from service.config.loops import Ending
+    from bf16kit.service.config.loops import Ending
 
 _LAST_SECONDS = 2.0  # for threads that are ending when the server has stopped
 
@@ -45,7 +45,7 @@ class _Commands(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        module = import_module(f"service.commands.{_COMMANDS[name][0]}")
+        module = import_module(f"bf16kit.service.commands.{_COMMANDS[name][0]}")
         command: click.Command = getattr(module, "list_models" if name == "list" else name)
         if name == "check":  # it takes all options of the server
             command.params.extend(each for each in self.params if each not in command.params)
@@ -148,11 +148,11 @@ def _refuse_misplaced(context: click.Context) -> None:
 
 def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from bf16kit.runtime.ort import kernel
+    from bf16kit.service.config.logs import configure
+    from bf16kit.service.config.loops import Stop
+    from bf16kit.service.config.resources import announce, bound_heap, fit_to_memory, raise_open_file_limit
+    from bf16kit.service.config.serverconfig import load_config, unknown_variables
     from bf16kit.system import controlgroup
-    from service.config.logs import configure
-    from service.config.loops import Stop
-    from service.config.resources import announce, bound_heap, fit_to_memory, raise_open_file_limit
-    from service.config.serverconfig import load_config, unknown_variables
 
     bound_heap()  # before any thread starts: each thread chooses its malloc arena once
     stop = Stop()
@@ -166,7 +166,7 @@ def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     if ignored := unknown_variables(os.environ):
         logging.getLogger(__name__).warning("%s", ignored)
     if config.workers > 1:
-        from service.workers.supervisor import supervise as serve
+        from bf16kit.service.workers.supervisor import supervise as serve
     else:  # gRPC and the runtimes, which a supervisor does not need
-        from service.server import serve_single_process as serve
+        from bf16kit.service.server import serve_single_process as serve
     return serve(config, stop)

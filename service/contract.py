@@ -1,6 +1,6 @@
 """The contract between the transport (gRPC) and the core (models, batching, metrics). It imports neither.
 
-Both raise the errors of :mod:`bf16kit.messages.errors`; ``service.grpc.status`` maps them to gRPC codes.
+Both raise the errors of :mod:`bf16kit.messages.errors`; ``bf16kit.service.grpc.status`` maps them to gRPC codes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.numerics.tensors import Array as Array
 from bf16kit.numerics.tensors import describe as describe_shape
 from bf16kit.runtime import RuntimeInfo
-from service.request import Done, Observation, Precision, Reply, Request
+from bf16kit.service.request import Done, Observation, Precision, Reply, Request
 
 State = Literal["loading", "ready", "unavailable"]
 PHASES = ("compute_input", "compute_infer", "compute_output")  # of one batch

@@ -12,20 +12,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
-from service.config.certificates import Credentials
-from service.config.loops import Ending, Guard, PeriodicThread
-from service.config.serverconfig import LOOPBACK, ServerConfig
-from service.contract import Overview
-from service.drift.fallbackcontroller import FallbackController, ServingProcesses
-from service.http.httpserver import HttpServer
-from service.http.pages import Access, StatusReader, evidence_route, routes
-from service.models.controller import Controller
-from service.models.plan import DesiredModel
-from service.peers.channel import Body
-from service.regions import RegionTable, check_system
-from service.shadow.process import NAME as SHADOW
-from service.shadow.process import FindPlan, ShadowProcess
-from service.telemetry.metrics import Counting, Metrics
+from bf16kit.service.config.certificates import Credentials
+from bf16kit.service.config.loops import Ending, Guard, PeriodicThread
+from bf16kit.service.config.serverconfig import LOOPBACK, ServerConfig
+from bf16kit.service.contract import Overview
+from bf16kit.service.drift.fallbackcontroller import FallbackController, ServingProcesses
+from bf16kit.service.http.httpserver import HttpServer
+from bf16kit.service.http.pages import Access, StatusReader, evidence_route, routes
+from bf16kit.service.models.controller import Controller
+from bf16kit.service.models.plan import DesiredModel
+from bf16kit.service.peers.channel import Body
+from bf16kit.service.regions import RegionTable, check_system
+from bf16kit.service.shadow.process import NAME as SHADOW
+from bf16kit.service.shadow.process import FindPlan, ShadowProcess
+from bf16kit.service.telemetry.metrics import Counting, Metrics
 
 _log = logging.getLogger(__name__)
 MAINTAIN_SECONDS = 0.1  # between two calls of :meth:`Leader.maintain`

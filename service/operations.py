@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 from bf16kit.messages.errors import Unsupported
 from bf16kit.numerics.tensors import Array
-from service.contract import Registry, StatisticsSnapshot
+from bf16kit.service.contract import Registry, StatisticsSnapshot
 
 _STATES = {"ready": "READY", "loading": "LOADING", "unavailable": "UNAVAILABLE"}
 Setting: TypeAlias = bool | int | str

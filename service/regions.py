@@ -22,7 +22,7 @@ import numpy as np
 from bf16kit.messages.errors import AlreadyExists, ConfigError, InvalidRequest, NotFound, Overloaded
 from bf16kit.messages.wording import quoted
 from bf16kit.numerics.tensors import Array
-from service.operations import Region
+from bf16kit.service.operations import Region
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 -- it is where POSIX shared memory lies
 _LONGEST_NAME = 255  # characters
@@ -130,7 +130,7 @@ class _Registered(NamedTuple):
 
 
 class RegionSlice:
-    """See :class:`service.operations.RegionSlice`. It keeps its file open, registered or not."""
+    """See :class:`bf16kit.service.operations.RegionSlice`. It keeps its file open, registered or not."""
 
     __slots__ = ("_at", "_byte_size", "_file", "_name")
 
@@ -163,7 +163,7 @@ class RegionSlice:
 
 
 class RegionTable:
-    """See :class:`service.operations.Regions`.
+    """See :class:`bf16kit.service.operations.Regions`.
 
     ``prefix`` begins every allowed file name. ``regions`` limits their number, ``nbytes`` all of them together: a copy
     of more than 2 GiB would be several calls.

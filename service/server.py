@@ -10,17 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from bf16kit.messages.errors import ConfigError
-from bf16kit.system import controlgroup
-from service.config.certificates import Credentials
-from service.config.loops import Ending, OnStarted, Stop
-from service.config.resources import HeapTrimmer, max_request_bytes
-from service.config.serverconfig import ServerConfig
-from service.contract import Registry
-from service.grpc.transport import Transport, TransportOptions
-from service.leader import MAINTAIN_SECONDS, Leader, announce, open_regions
-from service.models.plan import DesiredModel
-from service.models.repository import Repository, RepositoryListing
-from service.operations import (
+from bf16kit.service.config.certificates import Credentials
+from bf16kit.service.config.loops import Ending, OnStarted, Stop
+from bf16kit.service.config.resources import HeapTrimmer, max_request_bytes
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.contract import Registry
+from bf16kit.service.grpc.transport import Transport, TransportOptions
+from bf16kit.service.leader import MAINTAIN_SECONDS, Leader, announce, open_regions
+from bf16kit.service.models.plan import DesiredModel
+from bf16kit.service.models.repository import Repository, RepositoryListing
+from bf16kit.service.operations import (
     MODEL_CONTROL,
     ModelControl,
     Operations,
@@ -29,14 +28,15 @@ from service.operations import (
     RegistryModels,
     Settings,
 )
-from service.request import Tracer
-from service.shadow.samples import PlanSampleSender
-from service.telemetry.families import TraceOutcome
-from service.telemetry.metrics import Metrics
-from service.telemetry.settings import LogSettings, TraceSettings
+from bf16kit.service.request import Tracer
+from bf16kit.service.shadow.samples import PlanSampleSender
+from bf16kit.service.telemetry.families import TraceOutcome
+from bf16kit.service.telemetry.metrics import Metrics
+from bf16kit.service.telemetry.settings import LogSettings, TraceSettings
+from bf16kit.system import controlgroup
 
 if TYPE_CHECKING:
-    from service.telemetry.tracing import Tracing
+    from bf16kit.service.telemetry.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 _LAST_TRACES_SECONDS = 3.0  # the longest that a stop waits to export the last traces
@@ -153,7 +153,7 @@ def open_tracing(
     if not rate:
         return settings, None
     try:
-        from service.telemetry.tracing import CountedExporter, Tracing
+        from bf16kit.service.telemetry.tracing import CountedExporter, Tracing
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise

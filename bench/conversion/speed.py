@@ -25,7 +25,13 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     import minilm
 
     workspace.root.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-c", "from converter.cli import main; main()", "checkpoint", str(minilm.checkpoint())]
+    command = [
+        sys.executable,
+        "-c",
+        "from bf16kit.converter.cli import main; main()",
+        "checkpoint",
+        str(minilm.checkpoint()),
+    ]
     command += ["--out", str(workspace.root / "conversion_speed" / "1"), "--force", "--samples", "minilm:calibration"]
     command += ["--format", "onnx", "--format", "torchscript"]
     seconds = [_seconds(command) for _ in range(_QUICK if quick else _RUNS)]

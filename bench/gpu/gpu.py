@@ -174,8 +174,8 @@ def _trace(subject: Subject) -> Path:
     """The fp32 module as a TorchScript file beside the artifact's directory."""
     import torch
 
-    from converter.process.quiet import quiet
-    from converter.read.onnx_export import adapt
+    from bf16kit.converter.process.quiet import quiet
+    from bf16kit.converter.read.onnx_export import adapt
 
     file = subject.artifact.path.parent / "fp32.torchscript.pt"
     if file.exists():

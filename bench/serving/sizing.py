@@ -15,7 +15,7 @@ from bench.core import models
 from bench.core.publishing import Published
 from bench.serving import wire
 from bf16kit.protocol import inference_pb2 as pb
-from service.drift.contract import ShadowPolicy
+from bf16kit.service.drift.contract import ShadowPolicy
 
 REPLICAS = (1, 10, 100, 1000)
 _SCRAPE_SECONDS = 15  # deploy/prometheus/prometheus.yml

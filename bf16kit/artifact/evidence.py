@@ -39,7 +39,7 @@ class Header(Entry):
     """The context of the tensors; ``profile`` and ``precision`` are those of the served response, ``at`` is in UTC.
 
     ``drift`` is this sample's own, by output and metric. ``verdict`` is the one over all recent samples
-    (:class:`service.drift.contract.DriftVerdict`). ``files`` are the artifact's, with their sha256.
+    (:class:`bf16kit.service.drift.contract.DriftVerdict`). ``files`` are the artifact's, with their sha256.
     """
 
     model_config = ConfigDict(ser_json_inf_nan="strings")  # of the verdict's numbers

@@ -2,8 +2,8 @@
 
 Everything derived from :class:`Bf16kitError` is *expected*. Its text names the value, the bound and the remedy, and is
 safe to show to the caller or operator who caused it. Any other exception is a bug: the log gets its traceback, and
-callers are told only that something failed. Exit codes live in ``converter.cli``, gRPC codes in
-``service.grpc.status``: one table each.
+callers are told only that something failed. Exit codes live in ``bf16kit.converter.cli``, gRPC codes in
+``bf16kit.service.grpc.status``: one table each.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bf16kit.artifact.manifest import MANIFEST
+from bf16kit.converter.process import program
+from bf16kit.converter.read.detect import Kind, recognise
+from bf16kit.converter.read.safetensors_file import read_sharded
+from bf16kit.converter.source import digest_files
 from bf16kit.messages.errors import NoCheckpoint, SourceError, UsageError
-from converter.process import program
-from converter.read.detect import Kind, recognise
-from converter.read.safetensors_file import read_sharded
-from converter.source import digest_files
 
 RECORDS = ".bf16-convert"  # in the repository; servers ignore hidden names
 FAILED, INTERRUPTED = 3, 130  # exit codes: a model that cannot be converted, or a process that died; after Ctrl-C
@@ -136,7 +136,7 @@ def convert(item: Conversion, repository: Path, run: Run, stop: threading.Event,
         return item
     target = target.with_name(str(max(newest, 1) if force else newest + 1))
     command = ["checkpoint", str(item.source), "--out", str(target), *item.arguments, *["--force"][:force]]
-    code = run(program.command("converter.cli", *command), log, stop)
+    code = run(program.command("bf16kit.converter.cli", *command), log, stop)
     if code == 0:
         record.write_bytes(_record(made_from, target))
         item.result, item.code, item.version = "converted", 0, int(target.name)

@@ -13,10 +13,10 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayError
 
 from bf16kit import __version__
+from bf16kit.converter.bulk.conversions import FAILED, INTERRUPTED, Run, run_here
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import first_line
 from bf16kit.system.rayaddress import check_reachable
-from converter.bulk.conversions import FAILED, INTERRUPTED, Run, run_here
 
 _ATTEMPTS = 3
 _SECONDS = 0.5  # between two looks at the event

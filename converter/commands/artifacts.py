@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from bf16kit.converter.commands import PATH, debug_option, echo, json_option, samples_option
 from bf16kit.messages import errors
-from converter.commands import PATH, debug_option, echo, json_option, samples_option
 
 
 def _profile_option(*names: str, text: str) -> Callable[[Any], Any]:
@@ -24,8 +24,8 @@ def _profile_option(*names: str, text: str) -> Callable[[Any], Any]:
 @debug_option
 def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
     """Show what ARTIFACT holds: verdict, plan, sizes, drift, digests."""
+    from bf16kit.converter.report.inspect import describe, record
     from bf16kit.messages.wording import dumps
-    from converter.report.inspect import describe, record
 
     echo(dumps(record(artifact)) if as_json else describe(artifact))
 
@@ -40,9 +40,9 @@ def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
 @debug_option
 def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_json: bool, debug: bool) -> None:
     """Check every digest of ARTIFACT, then its drift from the fp32 reference against its budget."""
+    from bf16kit.converter.verify.verify import verify as verify_artifact
     from bf16kit.messages.wording import dumps
     from bf16kit.runtime.ort import kernel
-    from converter.verify.verify import verify as verify_artifact
 
     kernel.configured_kernel()
     verified = verify_artifact(artifact, samples, profiles)
@@ -68,10 +68,10 @@ def explain(
     artifact gives the response that was over budget, and which layer's error exceeds that of rounding on this input.
     The cuda profile is emulated on the CPU.
     """
+    from bf16kit.converter.islands.explanation import explain as explain_artifact
+    from bf16kit.converter.islands.reproduction import explain_evidence
+    from bf16kit.converter.process import progress
     from bf16kit.runtime.ort import kernel
-    from converter.islands.explanation import explain as explain_artifact
-    from converter.islands.reproduction import explain_evidence
-    from converter.process import progress
 
     kernel.configured_kernel()
     if of is None and artifact.is_file():
@@ -99,8 +99,8 @@ def restore(artifact: Path, out: Path, force: bool, debug: bool) -> None:
 
     fp32, bf16 and fp16 tensors are restored bit for bit. fp64 tensors that the model uses are rounded to fp32.
     """
-    from converter.process import progress
-    from converter.restore import restore as restore_artifact
+    from bf16kit.converter.process import progress
+    from bf16kit.converter.restore import restore as restore_artifact
 
     with progress.for_stream(sys.stderr) as bar:
         echo(restore_artifact(artifact, out, force=force, progress=bar))

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converter.commands import PATH, debug_option, echo
+from bf16kit.converter.commands import PATH, debug_option, echo
 
 if TYPE_CHECKING:
-    from converter.options import Options
+    from bf16kit.converter.options import Options
 
 _VERSION = re.compile("[1-9][0-9]*")
 _OF_COLLECTION = ("per_model", "jobs", "ray")
@@ -174,7 +174,7 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
     """
     source: Path = given["source"]
     if _is_collection(source, given["out"]):
-        from converter.commands.collection import convert_collection
+        from bf16kit.converter.commands.collection import convert_collection
 
         context.exit(convert_collection(context, source, given["out"]))
     if any(given[name] is not None for name in _OF_COLLECTION):
@@ -183,11 +183,11 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
             " leave them out"
         )
 
+    from bf16kit.converter.convert import convert
+    from bf16kit.converter.process import memory, progress
+    from bf16kit.converter.read.mapping import MapNeeded
+    from bf16kit.converter.report import page
     from bf16kit.runtime.ort import kernel
-    from converter.convert import convert
-    from converter.process import memory, progress
-    from converter.read.mapping import MapNeeded
-    from converter.report import page
 
     kernel.configured_kernel()  # reports a wrong BF16KIT_KERNELPATH now, not when the first graph runs
     memory.map_large_blocks()
@@ -210,8 +210,8 @@ def _is_collection(source: Path, out: Path) -> bool:
     """
     if _VERSION.fullmatch(out.name) or not source.is_dir():
         return False
+    from bf16kit.converter.read.detect import recognise
     from bf16kit.messages.errors import NoCheckpoint, SourceError, UsageError
-    from converter.read.detect import recognise
 
     try:
         what = f"{source} is {recognise(source).value}"
@@ -227,9 +227,9 @@ def _is_collection(source: Path, out: Path) -> bool:
 
 def options_of(**given: Any) -> Options:
     """Return the parsed options; a mistake in any of them is reported before long work begins."""
+    from bf16kit.converter import options as parse
     from bf16kit.drift.metrics import Budget
     from bf16kit.messages.errors import UsageError
-    from converter import options as parse
 
     formats, profiles = given["formats"], given["profiles"]
     if profiles and formats and set(formats) <= {"safetensors", "hf"}:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from bf16kit.converter.commands import echo
+from bf16kit.converter.commands.checkpoint import options_of
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import table
-from converter.commands import echo
-from converter.commands.checkpoint import options_of
 
 if TYPE_CHECKING:
-    from converter.bulk.conversions import Conversion
+    from bf16kit.converter.bulk.conversions import Conversion
 
 _OWN = frozenset(("out", "force", "jobs", "per_model", "ray"))  # options of the collection, not of a model
 _NAMING = ("map", "model", "samples")  # options whose value may name a file
@@ -31,7 +31,7 @@ def convert_collection(context: click.Context, source: Path, repository: Path) -
     Raises :class:`UsageError` before the first conversion for wrong options, for names that no model can have, and if
     a Ray cluster does not answer.
     """
-    from converter.bulk.conversions import Run, checkpoints, convert_all, run_here
+    from bf16kit.converter.bulk.conversions import Run, checkpoints, convert_all, run_here
 
     found, skipped = checkpoints(source, repository)
     items = _items(context, found, repository)
@@ -44,7 +44,7 @@ def convert_collection(context: click.Context, source: Path, repository: Path) -
     if address is not None:
         if find_spec("ray") is None:
             raise UsageError("--ray needs Ray: pip install 'bf16kit[ray]'")
-        from converter.bulk.onray import on_cluster
+        from bf16kit.converter.bulk.onray import on_cluster
 
         run, jobs = on_cluster(address, jobs, notify)
     notify(f"{len(items)} checkpoint{'' if len(items) == 1 else 's'} in {source}")
@@ -58,8 +58,8 @@ def convert_collection(context: click.Context, source: Path, repository: Path) -
 
 def _items(context: click.Context, found: Mapping[Path, list[Path]], repository: Path) -> list[Conversion]:
     """Return what is to be converted: each checkpoint that was ``found``, with its model's name and its options."""
-    from converter.bulk.conversions import Conversion, files_of
-    from converter.options import parse_model_name
+    from bf16kit.converter.bulk.conversions import Conversion, files_of
+    from bf16kit.converter.options import parse_model_name
 
     directory = context.params["per_model"]
     own = {path.stem: path for path in sorted(directory.glob("*.yaml"))} if directory is not None else {}

@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
+from bf16kit.converter.commands import debug_option, echo, json_option
 from bf16kit.messages import errors
-from converter.commands import debug_option, echo, json_option
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # as /proc/cpuinfo spells them
 _BF16 = ("avx512_bf16", "amx_bf16", "bf16")
@@ -103,7 +103,7 @@ def _describe(found: Mapping[str, Any]) -> str:
 
 
 def _package(name: str, extra: str) -> Part:
-    from converter.process import program
+    from bf16kit.converter.process import program
 
     found = program.version_of(name) or (program.onnxruntime() if name == "onnxruntime" else None)
     return (found, "") if found else ("", f"pip install 'bf16kit[{extra}]'")
@@ -139,7 +139,7 @@ def _compiler() -> Part:
 
 
 def _tensorflow() -> Part:
-    from converter.read import tensorflow
+    from bf16kit.converter.read import tensorflow
 
     try:
         found = tensorflow.find()

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from converter.commands import echo
-from converter.commands.checkpoint import checkpoint, options_of
-from converter.recovery import PRECISIONS, Settings, parse_scaling
+from bf16kit.converter.commands import echo
+from bf16kit.converter.commands.checkpoint import checkpoint, options_of
+from bf16kit.converter.recovery import PRECISIONS, Settings, parse_scaling
 
 # A search for islands is the alternative to a recovery, and a recovery converts one model only.
 _LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray")
@@ -66,10 +66,10 @@ def recover(**given: Any) -> None:
     The result is published only if the bf16 artifact is within budget of the fp32 outputs of the ORIGINAL weights.
     docs/recovering.md explains the numbers.
     """
+    from bf16kit.converter.process import memory, progress
+    from bf16kit.converter.recovery.steps import recover as run
+    from bf16kit.converter.report import inspect, page
     from bf16kit.runtime.ort import kernel
-    from converter.process import memory, progress
-    from converter.recovery.steps import recover as run
-    from converter.report import inspect, page
 
     kernel.configured_kernel()
     memory.map_large_blocks()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from converter.graph.initializers import constant_number
+from bf16kit.converter.graph.initializers import constant_number
 
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
 # Coefficients by the factors of their term, in order. A factor is a function's name with its sum, or x itself.

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from converter.fuse.attention import Attention, Mask, SelectionMask, attention
-from converter.fuse.functions import ROUNDED, Fusing, Fusion, chain, define, over_rows
-from converter.graph.initializers import initializer
+from bf16kit.converter.fuse.attention import Attention, Mask, SelectionMask, attention
+from bf16kit.converter.fuse.functions import ROUNDED, Fusing, Fusion, chain, define, over_rows
+from bf16kit.converter.graph.initializers import initializer
 
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)
 _HEADS_FIRST, _COLUMNS_FIRST = [0, 2, 1, 3], [0, 2, 3, 1]

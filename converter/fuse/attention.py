@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.graph.initializers import (
+from bf16kit.converter.graph.initializers import (
     Dim,
     const,
     constant_number,

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from bf16kit.converter.fuse.functions import Fusion, Kind
+from bf16kit.converter.source import Array, Feeds
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
 from bf16kit.runtime.ort.onnx import OnnxRuntime
-from converter.fuse.functions import Fusion, Kind
-from converter.source import Array, Feeds
 
 _PREFIX = "fused:"
 # The error allowed, of a slice's own magnitude and of the magnitude that slices along its axis have. Terms of a sum may
@@ -39,8 +39,8 @@ def faults(
 ) -> dict[str, str]:
     """Return why some of ``fusions`` in the graph ``fused`` must be undone, by their anchors' names.
 
-    Both graphs read the weights beside ``fused``. They run on :func:`~converter.fuse.check.variants` of ``feeds``;
-    those that the unfused graph cannot run, or for which it gives NaN, are left out.
+    Both graphs read the weights beside ``fused``. They run on :func:`~bf16kit.converter.fuse.check.variants` of
+    ``feeds``; those that the unfused graph cannot run, or for which it gives NaN, are left out.
     """
     alone = onnx.load(unfused, load_external_data=False)
     both, compared = beside(alone, onnx.load(fused, load_external_data=False))

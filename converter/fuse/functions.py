@@ -15,9 +15,9 @@ from typing import Any, Literal
 import onnx.parser
 import onnx_ir as ir
 
+from bf16kit.converter.graph.names import FreshNames, all_value_names
 from bf16kit.numerics.panels import WIDTH
 from bf16kit.runtime.ort.kernel import DOMAIN
-from converter.graph.names import FreshNames, all_value_names
 
 ROUNDED = ("Cast <to = 16> (#)", "Cast <to = 1> (#)")  # ONNX Runtime keeps both casts (held by a test)
 _REDUCTION_AXES_SINCE = 18  # from this opset on, the axes are an input of ReduceMax and ReduceMean

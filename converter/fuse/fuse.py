@@ -16,17 +16,17 @@ import numpy as np
 import onnx_ir as ir
 
 from bf16kit.artifact.manifest import TensorEntry
+from bf16kit.converter.fuse.attend import attend
+from bf16kit.converter.fuse.functions import Fusing, Fusion
+from bf16kit.converter.fuse.multiply import groups, join, look_up, multiply
+from bf16kit.converter.fuse.norms import normalise
+from bf16kit.converter.fuse.products import panelled_weights
+from bf16kit.converter.graph.initializers import const_dims, initializer
+from bf16kit.converter.graph.types import Step
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.panels import WIDTH
 from bf16kit.runtime.ort.kernel import DOMAIN
-from converter.fuse.attend import attend
-from converter.fuse.functions import Fusing, Fusion
-from converter.fuse.multiply import groups, join, look_up, multiply
-from converter.fuse.norms import normalise
-from converter.fuse.products import panelled_weights
-from converter.graph.initializers import const_dims, initializer
-from converter.graph.types import Step
 
 BFLOAT16 = ir.DataType.BFLOAT16
 PUT_TOGETHER = frozenset({"Concat", "Reshape", "Transpose"})  # the operators that put panels together

@@ -12,9 +12,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bf16kit.runtime.ort.kernel import DOMAIN
-from converter.fuse.activations import FUNCTIONS, Activation, activation
-from converter.fuse.functions import (
+from bf16kit.converter.fuse.activations import FUNCTIONS, Activation, activation
+from bf16kit.converter.fuse.functions import (
     ROUNDED,
     Fusing,
     Fusion,
@@ -24,8 +23,9 @@ from converter.fuse.functions import (
     panel_shapes,
     rounds_activations,
 )
-from converter.fuse.products import Layout, Product, gathers_rows, product, readers, takes_bias
-from converter.graph.initializers import const_dims, initializer, only_reader
+from bf16kit.converter.fuse.products import Layout, Product, gathers_rows, product, readers, takes_bias
+from bf16kit.converter.graph.initializers import const_dims, initializer, only_reader
+from bf16kit.runtime.ort.kernel import DOMAIN
 
 _FLOAT, _INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 _MOST = 3  # products in one node

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.fuse.functions import Fusing, Fusion, chain, define, over_rows
-from converter.graph.initializers import (
+from bf16kit.converter.fuse.functions import Fusing, Fusion, chain, define, over_rows
+from bf16kit.converter.graph.initializers import (
     const,
     const_dims,
     constant_number,

@@ -15,7 +15,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from converter.graph.initializers import const, const_dims, dims
+from bf16kit.converter.graph.initializers import const, const_dims, dims
 
 Layout = Literal["panels", "transposed"]
 

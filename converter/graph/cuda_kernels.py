@@ -17,9 +17,9 @@ from typing import Any
 import onnx_ir as ir
 from onnx import defs
 
+from bf16kit.converter.graph.operators import label
+from bf16kit.converter.process import program
 from bf16kit.system import is_older, version_key
-from converter.graph.operators import label
-from converter.process import program
 
 _FILE = "cuda_kernels.json"
 # The operators with kernels that a plan may narrow: they pass on the dtype of their data. Others take a dtype from an
@@ -94,7 +94,7 @@ def releases() -> tuple[str, ...]:
 
 @cache
 def _read() -> Any:
-    return json.loads(resources.files("converter.graph").joinpath("data", _FILE).read_text(encoding="utf-8"))
+    return json.loads(resources.files("bf16kit.converter.graph").joinpath("data", _FILE).read_text(encoding="utf-8"))
 
 
 @cache

@@ -8,8 +8,8 @@ from dataclasses import replace
 import onnx
 import onnx_ir as ir
 
+from bf16kit.converter.graph.names import FreshNames, values_of
 from bf16kit.numerics.tensors import TensorSpec
-from converter.graph.names import FreshNames, values_of
 
 UNKNOWN = "?"
 # What exporters write for an unknown dimension. PaddlePaddle's exporter calls every one of them "?".

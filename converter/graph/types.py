@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
+from bf16kit.converter.graph.initializers import dims
+from bf16kit.converter.graph.names import values_of
+from bf16kit.converter.process.quiet import quiet
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
-from converter.graph.initializers import dims
-from converter.graph.names import values_of
-from converter.process.quiet import quiet
 
 
 class Step(ABC):

@@ -16,13 +16,13 @@ from typing import Literal
 import onnx_ir as ir
 
 from bf16kit.artifact.manifest import Plan, PlanEntry
+from bf16kit.converter.graph.operators import MERGING, MOVEMENT, bf16_form, label
+from bf16kit.converter.islands.switches import Bf16, Shares, moved_from
+from bf16kit.converter.plan import narrowed
+from bf16kit.converter.plan.decisions import Islands
+from bf16kit.converter.plan.profiles import Profile
 from bf16kit.drift.budget import Breach
 from bf16kit.drift.measurements import IslandEntry, SearchEntry
-from converter.graph.operators import MERGING, MOVEMENT, bf16_form, label
-from converter.islands.switches import Bf16, Shares, moved_from
-from converter.plan import narrowed
-from converter.plan.decisions import Islands
-from converter.plan.profiles import Profile
 
 _ISLAND = 1e-4  # the fixed price of an island, beside its bytes and arithmetic: casts, and a line in the report
 _SPLIT = 0.25  # share of the tolerated error; groups that together cause less than this are not split

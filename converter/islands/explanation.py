@@ -13,6 +13,21 @@ import onnx_ir as ir
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import PlanEntry
+from bf16kit.converter.graph.operators import WEIGHTED
+from bf16kit.converter.islands.candidates import SearchResult
+from bf16kit.converter.islands.layertrace import open_reference, trace
+from bf16kit.converter.islands.search import search
+from bf16kit.converter.islands.trials import Deadline, Task, reference_outputs
+from bf16kit.converter.plan.decisions import Islands
+from bf16kit.converter.plan.profiles import PROFILES
+from bf16kit.converter.process.memory import release_memory
+from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.report.figures import series
+from bf16kit.converter.rewrite import prepare
+from bf16kit.converter.source import Feeds
+from bf16kit.converter.verify import samples
+from bf16kit.converter.verify.layernoise import Graph
+from bf16kit.converter.verify.measure import Expected
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import (
     MARGIN_DB,
@@ -27,21 +42,6 @@ from bf16kit.messages.errors import ConversionError, RuntimeFailure, UsageError
 from bf16kit.messages.wording import table
 from bf16kit.numerics.residual import is_half
 from bf16kit.runtime.memory.weights import Weights
-from converter.graph.operators import WEIGHTED
-from converter.islands.candidates import SearchResult
-from converter.islands.layertrace import open_reference, trace
-from converter.islands.search import search
-from converter.islands.trials import Deadline, Task, reference_outputs
-from converter.plan.decisions import Islands
-from converter.plan.profiles import PROFILES
-from converter.process.memory import release_memory
-from converter.process.progress import Progress
-from converter.report.figures import series
-from converter.rewrite import prepare
-from converter.source import Feeds
-from converter.verify import samples
-from converter.verify.layernoise import Graph
-from converter.verify.measure import Expected
 
 _FEEDS = 2  # samples on which a conversion measures its layers: results vary little between samples
 _MINUTES = 5.0  # of a search, as by default in a conversion
@@ -155,7 +155,7 @@ def explain_profile(
 ) -> Explanation:
     """Measure ``profile`` on ``feeds``; ``look`` for a remedy if an output is noisy.
 
-    Errors: those of :func:`converter.islands.layertrace.trace`, and of preparing and running the graph.
+    Errors: those of :func:`bf16kit.converter.islands.layertrace.trace`, and of preparing and running the graph.
     """
     traced = trace(reference, artifact, feeds, profile)
     layers = traced.layers()

@@ -16,17 +16,17 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.graph.operators import WEIGHTED, label
+from bf16kit.converter.plan import narrowed
+from bf16kit.converter.plan.profiles import PROFILES
+from bf16kit.converter.source import Feeds
+from bf16kit.converter.verify import layernoise
+from bf16kit.converter.verify.layernoise import Graph, Rounded, compare, operands
+from bf16kit.converter.verify.running import emulation
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import MARGIN_DB, MOST_DB, LayerEntry
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.runtime.memory.weights import Weights, rebuilt_weights
-from converter.graph.operators import WEIGHTED, label
-from converter.plan import narrowed
-from converter.plan.profiles import PROFILES
-from converter.source import Feeds
-from converter.verify import layernoise
-from converter.verify.layernoise import Graph, Rounded, compare, operands
-from converter.verify.running import emulation
 
 
 @dataclass(frozen=True, slots=True)

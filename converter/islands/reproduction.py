@@ -17,15 +17,15 @@ import numpy as np
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.evidence import Evidence
 from bf16kit.artifact.manifest import RESIDUAL
+from bf16kit.converter.islands.explanation import Explanation, explain_profile, search_artifact
+from bf16kit.converter.islands.layertrace import open_reference
+from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.verify.running import open_profile
 from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import InvalidRequest, UsageError
 from bf16kit.messages.wording import dumps, plain, table
 from bf16kit.numerics.tensors import Array, check_feeds
 from bf16kit.runtime.loading import load_reference
-from converter.islands.explanation import Explanation, explain_profile, search_artifact
-from converter.islands.layertrace import open_reference
-from converter.process.progress import Progress
-from converter.verify.running import open_profile
 
 # The part of the served drift that may remain between the served output and the one computed here. At 1/4, the artifact
 # accounts for 15/16 of the drift's power. It is not 0 because another CPU sums in another order, and so rounds some

@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
-from bf16kit.drift.budget import Breach
-from bf16kit.drift.measurements import SearchEntry
-from bf16kit.messages.wording import first_few
-from converter.islands.candidates import (
+from bf16kit.converter.islands.candidates import (
     Group,
     Island,
     SearchResult,
@@ -24,9 +21,9 @@ from converter.islands.candidates import (
     rank,
     smallest,
 )
-from converter.islands.layertrace import decibels
-from converter.islands.switches import Bf16, byte_shares, flop_shares, share
-from converter.islands.trials import (
+from bf16kit.converter.islands.layertrace import decibels
+from bf16kit.converter.islands.switches import Bf16, byte_shares, flop_shares, share
+from bf16kit.converter.islands.trials import (
     Deadline,
     Judge,
     OutOfTime,
@@ -37,14 +34,17 @@ from converter.islands.trials import (
     ratio,
     typical,
 )
-from converter.options import Options
-from converter.plan.decisions import Islands
-from converter.plan.profiles import PROFILES
-from converter.process.memory import release_memory
-from converter.process.progress import Progress
-from converter.rewrite import Prepared
-from converter.verify.certify import Certified
-from converter.verify.measure import Drifts
+from bf16kit.converter.options import Options
+from bf16kit.converter.plan.decisions import Islands
+from bf16kit.converter.plan.profiles import PROFILES
+from bf16kit.converter.process.memory import release_memory
+from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.rewrite import Prepared
+from bf16kit.converter.verify.certify import Certified
+from bf16kit.converter.verify.measure import Drifts
+from bf16kit.drift.budget import Breach
+from bf16kit.drift.measurements import SearchEntry
+from bf16kit.messages.wording import first_few
 
 # Of the budget, for a profile's first, second and third search. A search tries plans in its own graph, which sums in
 # another order than the written graph, so a few values are rounded the other way; a device uses yet another order.

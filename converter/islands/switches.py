@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from bf16kit.converter.graph.initializers import const, dims, initializer
+from bf16kit.converter.graph.names import FreshNames, all_value_names, values_of
+from bf16kit.converter.graph.operators import EXACT, MERGING, MOVEMENT, SHAPE_ONLY, bf16_form
+from bf16kit.converter.graph.types import is_float_tensor
+from bf16kit.converter.source import Array
 from bf16kit.numerics.tensors import TensorSpec
-from converter.graph.initializers import const, dims, initializer
-from converter.graph.names import FreshNames, all_value_names, values_of
-from converter.graph.operators import EXACT, MERGING, MOVEMENT, SHAPE_ONLY, bf16_form
-from converter.graph.types import is_float_tensor
-from converter.source import Array
 
 FLOAT, BFLOAT16, BOOL, INT64 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.BOOL, ir.DataType.INT64
 

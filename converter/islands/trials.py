@@ -14,20 +14,20 @@ import numpy as np
 import onnx_ir as ir
 
 from bf16kit.artifact.manifest import Manifest, Plan
+from bf16kit.converter.islands.candidates import Island, Unit, Units, bf16_alone, bf16_of
+from bf16kit.converter.islands.switches import Bf16, Switched
+from bf16kit.converter.plan import make_plan
+from bf16kit.converter.plan.decisions import Islands
+from bf16kit.converter.plan.profiles import Profile
+from bf16kit.converter.rewrite import Prepared
+from bf16kit.converter.source import Array, Feeds
+from bf16kit.converter.verify import measure
+from bf16kit.converter.verify.judging import choose_golden, find_breaches
+from bf16kit.converter.verify.measure import Drifts, Expected, Spool
+from bf16kit.converter.verify.running import open_fp32_graph, signature
 from bf16kit.drift.budget import Breach, Budget
 from bf16kit.drift.metrics import DriftSummary
 from bf16kit.numerics.tensors import TensorSpec
-from converter.islands.candidates import Island, Unit, Units, bf16_alone, bf16_of
-from converter.islands.switches import Bf16, Switched
-from converter.plan import make_plan
-from converter.plan.decisions import Islands
-from converter.plan.profiles import Profile
-from converter.rewrite import Prepared
-from converter.source import Array, Feeds
-from converter.verify import measure
-from converter.verify.judging import choose_golden, find_breaches
-from converter.verify.measure import Drifts, Expected, Spool
-from converter.verify.running import open_fp32_graph, signature
 
 MAX_SAMPLES = 16  # samples on which a set of islands is tried
 _FIRST = 4  # every fourth of them is run first
@@ -230,7 +230,7 @@ def ratio(budget: Budget, drifts: Sequence[Drifts]) -> float:
 
 
 def largest_error(one: Drifts, outputs: Collection[str] | None = None) -> float:
-    """Return the largest :func:`~converter.verify.measure.error_of` an output of one feed, of all or of ``outputs``."""
+    """Return the largest error of an output of one feed, of all or of ``outputs`` (:func:`.measure.error_of`)."""
     chosen = one.keys() if outputs is None else outputs
     return max(measure.error_of(DriftSummary.joined([one[name]])) for name in chosen)
 

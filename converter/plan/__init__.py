@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from bf16kit.artifact.manifest import Plan, PlanEntry
+from bf16kit.converter.fuse.fuse import Fusions, fuse
+from bf16kit.converter.graph.cuda_kernels import KernelTable
+from bf16kit.converter.graph.initializers import blocks, dims, stays_inline
+from bf16kit.converter.graph.operators import label
+from bf16kit.converter.plan.decisions import Decision, Islands, Overrides, bf16, fp32
+from bf16kit.converter.plan.profiles import PROFILES
+from bf16kit.converter.rewrite import Prepared
+from bf16kit.converter.rewrite.clampmasks import is_weight
 from bf16kit.messages.errors import RangeError
 from bf16kit.numerics.rounding import Census, census
-from converter.fuse.fuse import Fusions, fuse
-from converter.graph.cuda_kernels import KernelTable
-from converter.graph.initializers import blocks, dims, stays_inline
-from converter.graph.operators import label
-from converter.plan.decisions import Decision, Islands, Overrides, bf16, fp32
-from converter.plan.profiles import PROFILES
-from converter.rewrite import Prepared
-from converter.rewrite.clampmasks import is_weight
 
 SMALLEST = 256  # elements below which narrowing a matrix is not worth it
 _SHOWN = 5  # tensors in an error message
@@ -50,7 +50,7 @@ def make_plan(
 
     ``keep_fp32`` and ``bf16`` are regular expressions searched in the names of nodes and tensors. A node that they keep
     in fp32 keeps its weights in fp32 as well. ``islands`` are what a search found; there a node and its weights are
-    separate. ``panels`` and ``refused`` are as in :func:`~converter.fuse.fuse.fuse`. Raises
+    separate. ``panels`` and ``refused`` are as in :func:`~bf16kit.converter.fuse.fuse.fuse`. Raises
     :class:`UsageError` for a pattern that is no regular expression or matches nothing.
     """
     kernels = kernels or KernelTable.load()

@@ -13,9 +13,9 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from converter.fuse.functions import Fusion, Kind
-from converter.graph.cuda_kernels import KernelTable
-from converter.graph.operators import (
+from bf16kit.converter.fuse.functions import Fusion, Kind
+from bf16kit.converter.graph.cuda_kernels import KernelTable
+from bf16kit.converter.graph.operators import (
     CONTROL_FLOW,
     MOVEMENT,
     NORMALISATIONS,
@@ -24,8 +24,8 @@ from converter.graph.operators import (
     label,
     since_version,
 )
-from converter.plan.decisions import Decision, Overrides, bf16, fp32
-from converter.rewrite import Prepared
+from bf16kit.converter.plan.decisions import Decision, Overrides, bf16, fp32
+from bf16kit.converter.rewrite import Prepared
 
 FLOAT = ir.DataType.FLOAT
 _FUSED: Mapping[Kind, Decision] = {

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bf16kit.converter.process import program
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError
 from bf16kit.messages.wording import brief
 from bf16kit.system import controlgroup
 from bf16kit.system.exit_with_parent import exit_with_parent
-from converter.process import program
 
 SECONDS = 600  # of processor time, which a busy machine or a slow disk does not change; large models take a minute
 _SIZES = (1, 2, 32, 64, 224)  # of the free dimensions behind the first, until the graph runs

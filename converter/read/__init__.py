@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from bf16kit.converter.options import Options
+from bf16kit.converter.read.detect import Kind, recognise
+from bf16kit.converter.read.sources import Advance
+from bf16kit.converter.source import Source
 from bf16kit.messages.errors import SourceError, UsageError
-from converter.options import Options
-from converter.read.detect import Kind, recognise
-from converter.read.sources import Advance
-from converter.source import Source
 
 Reader = Callable[[Options, Kind, Advance], Source]
 
@@ -40,7 +40,7 @@ def read(options: Options, advance: Advance) -> Source:
     """
     kind = recognise(options.source)
     _check_options(options, kind)
-    reader: Reader = importlib.import_module(f"converter.read.{READERS[kind]}").read
+    reader: Reader = importlib.import_module(f"bf16kit.converter.read.{READERS[kind]}").read
     source = reader(options, kind, advance)
     if "__metadata__" in source.checkpoint.tensors:
         raise SourceError(

@@ -17,16 +17,16 @@ from typing import Any, TypeGuard
 import onnx_ir as ir
 import torch
 
+from bf16kit.converter.graph.equality import OTHER_FLOATS
+from bf16kit.converter.graph.initializers import dims
+from bf16kit.converter.options import Options, is_import_spec
+from bf16kit.converter.read import onnx_file, oracles, safetensors_file, statedict, torch_file
+from bf16kit.converter.read.detect import Kind, recognise
+from bf16kit.converter.read.mapping import fill
+from bf16kit.converter.read.sources import Advance, exported_source, inputs_of, precision_notes
+from bf16kit.converter.source import Array, Checkpoint, Feeds, Oracle, Source, digest_files, given_entry
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import brief, first_few
-from converter.graph.equality import OTHER_FLOATS
-from converter.graph.initializers import dims
-from converter.options import Options, is_import_spec
-from converter.read import onnx_file, oracles, safetensors_file, statedict, torch_file
-from converter.read.detect import Kind, recognise
-from converter.read.mapping import fill
-from converter.read.sources import Advance, exported_source, inputs_of, precision_notes
-from converter.source import Array, Checkpoint, Feeds, Oracle, Source, digest_files, given_entry
 
 Contents = Mapping[Any, Any]  # of a Lightning checkpoint
 _VERSION, _WEIGHTS = "pytorch-lightning_version", "state_dict"
@@ -90,7 +90,7 @@ def _in_module(
     bound: Mapping[str, Array] | None = None,
 ) -> Source:
     """Return a ``module`` that holds the weights of ``checkpoint`` as a source; ``bound`` as `exported_source`."""
-    from converter.read.onnx_export import adapt, not_served
+    from bf16kit.converter.read.onnx_export import adapt, not_served
 
     model = adapt(statedict.in_fp32(module), inputs_of(options))
     source = exported_source(checkpoint, model, None, bound=bound)
@@ -151,7 +151,7 @@ def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) 
 
 def _fill(initializer: ir.Value, array: Array) -> None:
     """Set an initializer to ``array``, which has its shape, in the initializer's dtype."""
-    from converter.read.simplify import as_initializer
+    from bf16kit.converter.read.simplify import as_initializer
 
     like = initializer.const_value
     assert like is not None  # noqa: S101 - only initializers with a value are filled

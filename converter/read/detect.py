@@ -8,8 +8,8 @@ from enum import Enum
 from fnmatch import fnmatch
 from pathlib import Path
 
+from bf16kit.converter.read import foreign, jax
 from bf16kit.messages.errors import NoCheckpoint, SourceError
-from converter.read import foreign, jax
 
 
 class Kind(Enum):

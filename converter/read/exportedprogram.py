@@ -15,18 +15,18 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from torch.export.passes import move_to_device_pass
 from torch.utils._pytree import tree_map
 
+from bf16kit.converter.graph.dimensions import UNKNOWN, name_dimensions
+from bf16kit.converter.graph.equality import OTHER_FLOATS
+from bf16kit.converter.options import Options
+from bf16kit.converter.process.quiet import quiet
+from bf16kit.converter.read import onnx_file, oracles, statedict, torch_file
+from bf16kit.converter.read.detect import Kind
+from bf16kit.converter.read.onnx_export import adapt
+from bf16kit.converter.read.sources import Advance, check_trusted, exported_source, precision_notes
+from bf16kit.converter.source import Checkpoint, Source, digest_files
 from bf16kit.messages.errors import RuntimeFailure, SourceError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.torchruntimes import graph_modules, load_program, tensors_of, widen
-from converter.graph.dimensions import UNKNOWN, name_dimensions
-from converter.graph.equality import OTHER_FLOATS
-from converter.options import Options
-from converter.process.quiet import quiet
-from converter.read import onnx_file, oracles, statedict, torch_file
-from converter.read.detect import Kind
-from converter.read.onnx_export import adapt
-from converter.read.sources import Advance, check_trusted, exported_source, precision_notes
-from converter.source import Checkpoint, Source, digest_files
 
 _HOW = "the program as torch.export.load gives it, fp32, on the CPU"
 

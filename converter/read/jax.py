@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bf16kit.converter.options import Options
+from bf16kit.converter.read.sources import Advance, check_claim, no_architecture, precision_notes
+from bf16kit.converter.source import Array, Checkpoint, Source, digest_files
 from bf16kit.messages.errors import NoCheckpoint, SourceError, UsageError
 from bf16kit.messages.wording import brief, first_few, quoted
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime.memory.scratch import ScratchUnavailable, on_disk, scratch_file
-from converter.options import Options
-from converter.read.sources import Advance, check_claim, no_architecture, precision_notes
-from converter.source import Array, Checkpoint, Source, digest_files
 
 if TYPE_CHECKING:
-    from converter.read.detect import Kind
+    from bf16kit.converter.read.detect import Kind
 
 _TRAINING = ("opt_state", "optimizer", "optimizer_state")  # top-level keys of a training state for other than weights
 _METADATA = "_METADATA"
@@ -44,7 +44,7 @@ _LARGE = 1 << 20  # bytes; smaller arrays stay in memory
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return the checkpoint as a source; :class:`UsageError` if ``--model`` is missing."""
-    from converter.read.bareweights import into_model
+    from bf16kit.converter.read.bareweights import into_model
 
     item, orbax = options.source, options.source.is_dir()
     if options.model is None:

@@ -23,10 +23,10 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from bf16kit.artifact.reading import read_bounded
+from bf16kit.converter.read.sources import mismatch_message
+from bf16kit.converter.source import Array
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import printable, quoted
-from converter.read.sources import mismatch_message
-from converter.source import Array
 
 _MOST = 4 << 20  # bytes of a rules file
 Shapes = Mapping[str, tuple[int, ...]]  # of a model's tensors, by name

@@ -10,11 +10,11 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from bf16kit.converter.process.quiet import first_line, quiet, reason
+from bf16kit.converter.read.simplify import bind, simplify
+from bf16kit.converter.source import Array, Feeds, TorchModel
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec, describe
-from converter.process.quiet import first_line, quiet, reason
-from converter.read.simplify import bind, simplify
-from converter.source import Array, Feeds, TorchModel
 
 OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1

@@ -12,26 +12,26 @@ import onnx
 import onnx_ir as ir
 from onnx import ModelProto
 
+from bf16kit.converter.graph.dimensions import is_named, mark_guessed, rename
+from bf16kit.converter.graph.initializers import dims
+from bf16kit.converter.graph.names import values_of
+from bf16kit.converter.options import Options
+from bf16kit.converter.process import onnx_trial
+from bf16kit.converter.process.quiet import first_line, quiet, reason
+from bf16kit.converter.read.detect import Kind
+from bf16kit.converter.read.sources import Advance, input_specs, output_specs
+from bf16kit.converter.source import Checkpoint, Source, digest_files
 from bf16kit.messages.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
 from bf16kit.runtime.ort.onnxgraph import all_tensors
-from converter.graph.dimensions import is_named, mark_guessed, rename
-from converter.graph.initializers import dims
-from converter.graph.names import values_of
-from converter.options import Options
-from converter.process import onnx_trial
-from converter.process.quiet import first_line, quiet, reason
-from converter.read.detect import Kind
-from converter.read.sources import Advance, input_specs, output_specs
-from converter.source import Checkpoint, Source, digest_files
 
 _UNREAD = ("doc_string", "metadata_props")  # fields that are dropped, in any encoding
 
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return the file as a source; :class:`ConversionError` if it holds no fp32 weights."""
-    from converter.read import oracles
-    from converter.rewrite.explicit import floating_tensors
+    from bf16kit.converter.read import oracles
+    from bf16kit.converter.rewrite.explicit import floating_tensors
 
     model, files = read_graph(options.source)
     oracle = oracles.of_onnx(options.source, model)
@@ -48,7 +48,7 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
 
     Raises :class:`SourceError` when it is damaged, or when external data is missing or outside the model's directory,
     and :class:`ConversionError` when an input or output is no tensor that bf16kit serves, a constant is sparse, or
-    ONNX Runtime cannot open it (:mod:`converter.process.onnx_trial`).
+    ONNX Runtime cannot open it (:mod:`bf16kit.converter.process.onnx_trial`).
     """
     try:
         with quiet():
@@ -160,7 +160,7 @@ def _keep_names_of_inputs(model: ir.Model) -> None:
 
     Names inside the graph are another program's guesses. Fusions need them, because inference does not follow an
     input's dimension through a Slice or an Expand, and are checked on several sizes. ONNX Runtime would trust them, and
-    give values with equal names the same memory, or fail: it is shown none (:mod:`converter.graph.dimensions`).
+    give values with equal names the same memory, or fail: it is shown none (:mod:`bf16kit.converter.graph.dimensions`).
     """
     edges = {*model.graph.inputs, *model.graph.outputs}
     named = {str(dim) for value in model.graph.inputs for dim in value.shape or () if _is_meaningful(dim)}

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from bf16kit.converter.process.quiet import first_line, quiet
+from bf16kit.converter.source import FP32_ROUNDOFF, Feeds, Oracle, TorchModel
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import BY_NAME
-from converter.process.quiet import first_line, quiet
-from converter.source import FP32_ROUNDOFF, Feeds, Oracle, TorchModel
 
 if TYPE_CHECKING:
     import torch

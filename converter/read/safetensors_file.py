@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from bf16kit.converter.source import Array
+from bf16kit.converter.write.export import DTYPES
 from bf16kit.messages.errors import SourceError
 from bf16kit.numerics.tensors import BY_NAME
-from converter.source import Array
-from converter.write.export import DTYPES
 
 _LONGEST_NAME = 200  # characters of a shard's file name
 _DTYPES = {theirs: BY_NAME[ours].numpy for ours, theirs in DTYPES.items()}

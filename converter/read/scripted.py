@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
+from bf16kit.converter.options import Options
+from bf16kit.converter.process.quiet import quiet
+from bf16kit.converter.read import oracles, sources, torch_file
+from bf16kit.converter.read.detect import Kind
+from bf16kit.converter.read.interpreted import Interpreted, place
+from bf16kit.converter.read.onnx_export import adapt
+from bf16kit.converter.source import Checkpoint, Source, TorchModel, digest_files
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchruntimes import load_module
-from converter.options import Options
-from converter.process.quiet import quiet
-from converter.read import oracles, sources, torch_file
-from converter.read.detect import Kind
-from converter.read.interpreted import Interpreted, place
-from converter.read.onnx_export import adapt
-from converter.source import Checkpoint, Source, TorchModel, digest_files
 
 # Operators that read a tensor's values, and those that may branch on them.
 _ASKING = """

@@ -15,10 +15,10 @@ from contextlib import suppress
 import numpy as np
 import onnx_ir as ir
 
-from converter.graph.equality import OTHER_FLOATS, Fingerprint, fingerprint, in_fp32, same_bits
-from converter.graph.initializers import ComputedTensor, rows_of
-from converter.graph.names import FreshNames, all_value_names
-from converter.source import Array
+from bf16kit.converter.graph.equality import OTHER_FLOATS, Fingerprint, fingerprint, in_fp32, same_bits
+from bf16kit.converter.graph.initializers import ComputedTensor, rows_of
+from bf16kit.converter.graph.names import FreshNames, all_value_names
+from bf16kit.converter.source import Array
 
 _RULES = """
     add_0 cast_cast cast_constant_of_shape cast_constant_of_shape_without_value collapse_slice2 collapse_slice div_by_1

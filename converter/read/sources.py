@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from bf16kit.converter.graph.dimensions import UNKNOWN, name_dimensions
+from bf16kit.converter.options import Options
+from bf16kit.converter.source import Array, Checkpoint, Sampler, Source, TorchModel
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
 from bf16kit.messages.wording import quoted, size
 from bf16kit.numerics.tensors import BY_NAME, BY_ONNX, Kind, TensorSpec, describe
-from converter.graph.dimensions import UNKNOWN, name_dimensions
-from converter.options import Options
-from converter.source import Array, Checkpoint, Sampler, Source, TorchModel
 
 Advance = Callable[[int], None]  # called with the number of bytes read
 _CLAIM, _ALLOWANCE = 64, 1 << 30  # how many times the bytes of a source, and how many more, its tensors may need
@@ -114,8 +114,8 @@ def exported_source(
     Checks that the export left the module unchanged. ``bound`` are the checkpoint's tensors by the model's names and
     layouts, if these differ. A model that ONNX cannot express becomes a source without a graph.
     """
-    from converter.read import oracles
-    from converter.read.onnx_export import Untranslatable, to_onnx
+    from bf16kit.converter.read import oracles
+    from bf16kit.converter.read.onnx_export import Untranslatable, to_onnx
 
     failure = None
     with oracles.unchanged(model.module, "torch.onnx.export"):
@@ -133,7 +133,7 @@ def source_without_graph(
     checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = (), *, reason: str
 ) -> Source:
     """Return ``model`` as a source without a graph, for formats that torch runs; ``reason`` says why ONNX failed."""
-    from converter.read import oracles
+    from bf16kit.converter.read import oracles
 
     outputs, oracle = measured_outputs(model), oracles.of_module(model)
     return Source(
@@ -148,7 +148,7 @@ def measured_outputs(model: TorchModel) -> tuple[TensorSpec, ...]:
     named after its output. Any other is fixed. Raises :class:`ConversionError` for a dtype that is not served, and for
     outputs whose rank changes.
     """
-    from converter.read import oracles
+    from bf16kit.converter.read import oracles
 
     run = oracles.of_module(model)
     small = {spec.name: tensor.numpy() for spec, tensor in zip(model.inputs, model.example, strict=True)}

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from bf16kit.converter.options import Options, import_callable
+from bf16kit.converter.process.quiet import first_line, quiet
+from bf16kit.converter.read.sources import mismatch_message, no_architecture
+from bf16kit.converter.source import Array
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import first_few
-from converter.options import Options, import_callable
-from converter.process.quiet import first_line, quiet
-from converter.read.sources import mismatch_message, no_architecture
-from converter.source import Array
 
 _COMPILED = "_orig_mod."  # torch.compile's prefix for the names of what it wraps, at any position
 
@@ -23,7 +23,7 @@ def build(options: Options, arguments: Mapping[str, Any] | None = None) -> torch
 
     Its large tensors are in temporary files. UsageError if the factory fails or returns something else.
     """
-    from converter.process.tensorfiles import TensorFiles
+    from bf16kit.converter.process.tensorfiles import TensorFiles
 
     factory, files = factory_of(options), TensorFiles(options.target.path.parent)
     try:

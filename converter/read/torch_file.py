@@ -16,12 +16,12 @@ from typing import Any
 import ml_dtypes
 import torch
 
+from bf16kit.converter.process.quiet import first_line, quiet
+from bf16kit.converter.read.detect import NO_ARCHIVE, Kind
+from bf16kit.converter.read.sources import check_claim, untrusted
+from bf16kit.converter.source import Array
 from bf16kit.messages.errors import SourceError
 from bf16kit.messages.wording import first_few
-from converter.process.quiet import first_line, quiet
-from converter.read.detect import NO_ARCHIVE, Kind
-from converter.read.sources import check_claim, untrusted
-from converter.source import Array
 
 _ZIPS = (Kind.TORCH_ZIP, Kind.LIGHTNING)
 _LIGHTNING_REMEDY = (

@@ -14,24 +14,32 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.publish import StagingArtifact, check_target
+from bf16kit.converter import read_and_trace
+from bf16kit.converter.convert import Result, convert
+from bf16kit.converter.options import Options, Target
+from bf16kit.converter.process.memory import release_memory
+from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.process.quiet import prefix_errors
+from bf16kit.converter.read.sources import exported_source
+from bf16kit.converter.recovery import Settings
+from bf16kit.converter.recovery.trainable import (
+    Loader,
+    State,
+    Student,
+    digest,
+    find_trainable,
+    in_numpy,
+    recovered_tensors,
+)
+from bf16kit.converter.recovery.training import open_checkpoints, train
+from bf16kit.converter.report.page import check_installed
+from bf16kit.converter.source import Checkpoint, Source, TorchModel
+from bf16kit.converter.verify import measure
+from bf16kit.converter.verify.judging import describe_breaches, without_profiles
+from bf16kit.converter.verify.samples import Samples, load
 from bf16kit.drift.metrics import DriftSummary
 from bf16kit.messages.errors import BudgetExceeded, ConversionError, UsageError
 from bf16kit.runtime.loading import load_reference
-from converter import read_and_trace
-from converter.convert import Result, convert
-from converter.options import Options, Target
-from converter.process.memory import release_memory
-from converter.process.progress import Progress
-from converter.process.quiet import prefix_errors
-from converter.read.sources import exported_source
-from converter.recovery import Settings
-from converter.recovery.trainable import Loader, State, Student, digest, find_trainable, in_numpy, recovered_tensors
-from converter.recovery.training import open_checkpoints, train
-from converter.report.page import check_installed
-from converter.source import Checkpoint, Source, TorchModel
-from converter.verify import measure
-from converter.verify.judging import describe_breaches, without_profiles
-from converter.verify.samples import Samples, load
 
 _MOST_BATCHES = 1000  # that a recovery is judged on: as many as --samples takes
 _MAY_CHANGE = ("allow_over_budget", "drop_failing_profiles", "evaluation", "every", "resume")  # when it is resumed
@@ -41,8 +49,8 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
     """Train the weights of ``options.source`` for bf16, and publish them as an artifact at ``options.target``.
 
     The artifact is published only if its bf16 outputs are within the budget twice: compared with the *original* fp32
-    outputs, and with its own fp32 outputs. Raises what :func:`converter.convert.convert` and
-    :func:`converter.recovery.training.train` raise, and :class:`BudgetExceeded` if recovery did not succeed.
+    outputs, and with its own fp32 outputs. Raises what :func:`bf16kit.converter.convert.convert` and
+    :func:`bf16kit.converter.recovery.training.train` raise, and :class:`BudgetExceeded` if recovery did not succeed.
     """
     check_target(options.target.path, options.force)  # this and the next before hours of training
     if options.report:

@@ -16,13 +16,13 @@ import torch
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import RESIDUAL
+from bf16kit.converter.options import import_callable
+from bf16kit.converter.process.quiet import describe_user_error, first_line
+from bf16kit.converter.read.statedict import to_torch
+from bf16kit.converter.recovery import Settings
+from bf16kit.converter.source import Array, Feeds, TorchModel
 from bf16kit.messages.errors import InvalidRequest, UsageError
 from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe
-from converter.options import import_callable
-from converter.process.quiet import describe_user_error, first_line
-from converter.read.statedict import to_torch
-from converter.recovery import Settings
-from converter.source import Array, Feeds, TorchModel
 
 _SMALLEST_NORM = 1e-12  # squared: an output of zeros has no relative distance
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)  # these are folded into no weight

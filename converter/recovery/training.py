@@ -14,11 +14,11 @@ import torch
 
 from bf16kit.artifact.entries import TrainingEntry
 from bf16kit.artifact.publish import created_parents
+from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.process.quiet import first_line
+from bf16kit.converter.recovery import Settings
+from bf16kit.converter.recovery.trainable import Lesson, Loader, State, Student
 from bf16kit.messages.errors import ConversionError, UsageError
-from converter.process.progress import Progress
-from converter.process.quiet import first_line
-from converter.recovery import Settings
-from converter.recovery.trainable import Lesson, Loader, State, Student
 
 _VALIDATION_BATCHES = 8
 _FITTING = 100  # iterations of L-BFGS, at most, and at most half as many as steps of training

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from bf16kit.converter.process.quiet import quiet
+from bf16kit.converter.report.figures import LayerSeries, layer_name, shortfall
 from bf16kit.drift.measurements import MARGIN_DB, MOST_DB, LayerEntry
 from bf16kit.drift.verdicts import SampleSeries
 from bf16kit.messages.wording import printable
-from converter.process.quiet import quiet
-from converter.report.figures import LayerSeries, layer_name, shortfall
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,10 +9,10 @@ from typing import Any
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry, TrainingEntry
 from bf16kit.artifact.manifest import ProfileEntry
+from bf16kit.converter.report.figures import Figures
 from bf16kit.drift.verdicts import DriftRow, format_budget_ratio
 from bf16kit.messages.wording import first_few, plain, size, table
 from bf16kit.numerics.tensors import describe as describe_shape
-from converter.report.figures import Figures
 
 VERSION = 1  # of the format that `inspect --json` writes
 _FROM_MANIFEST = (

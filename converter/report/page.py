@@ -8,14 +8,14 @@ from importlib import resources
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import FileEntry, Manifest
+from bf16kit.converter.process.program import version_of
+from bf16kit.converter.report import charts
+from bf16kit.converter.report.figures import SEARCHED, Figures, layer_name, plan_parts
+from bf16kit.converter.report.inspect import FILES, RECOVERED, drift, needs, recovered_cells, share, training
 from bf16kit.drift.measurements import Measurements
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import first_few, listed, printable, size
 from bf16kit.numerics.tensors import describe as describe_shape
-from converter.process.program import version_of
-from converter.report import charts
-from converter.report.figures import SEARCHED, Figures, layer_name, plan_parts
-from converter.report.inspect import FILES, RECOVERED, drift, needs, recovered_cells, share, training
 
 NAME = "report.html"
 ROWS = 200  # rows of a table; a browser must be able to open the page of a model with 50,000 nodes
@@ -56,7 +56,7 @@ def render(
         "abbreviated": lambda names: first_few(names, FILES),
         "cells": recovered_cells,
     }
-    template = resources.files("converter.report").joinpath("template.html").read_text(encoding="utf-8")
+    template = resources.files("bf16kit.converter.report").joinpath("template.html").read_text(encoding="utf-8")
     found = Figures(manifest, files, measurements)
     samples = [charts.samples_chart(each, f"samples{i}") for i, each in enumerate(found.samples[:CHARTS])]
     layers = [charts.layers_chart(each, f"layers{i}") for i, each in enumerate(found.layers[:CHARTS])]

@@ -15,12 +15,10 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
-from bf16kit.numerics.residual import Scale, is_half
-from bf16kit.numerics.tensors import Array
-from converter.graph.types import InferTypes, run
-from converter.rewrite.batchnorm import FoldBatchNorm
-from converter.rewrite.clampmasks import ClampMasks
-from converter.rewrite.explicit import (
+from bf16kit.converter.graph.types import InferTypes, run
+from bf16kit.converter.rewrite.batchnorm import FoldBatchNorm
+from bf16kit.converter.rewrite.clampmasks import ClampMasks
+from bf16kit.converter.rewrite.explicit import (
     ConstantsToInitializers,
     DropUnused,
     HoistInitializers,
@@ -29,8 +27,10 @@ from converter.rewrite.explicit import (
     RemoveIdentities,
     ShareEqualWeights,
 )
-from converter.rewrite.lowering import LowerForCuda, RaiseOpset, SupportedOpset
-from converter.rewrite.matching import Match, match
+from bf16kit.converter.rewrite.lowering import LowerForCuda, RaiseOpset, SupportedOpset
+from bf16kit.converter.rewrite.matching import Match, match
+from bf16kit.numerics.residual import Scale, is_half
+from bf16kit.numerics.tensors import Array
 
 __all__ = ["Match", "Prepared", "prepare", "run"]
 

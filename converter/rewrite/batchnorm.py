@@ -12,10 +12,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bf16kit.converter.graph.initializers import ComputedTensor, const, dims, initializer, reader
+from bf16kit.converter.graph.names import FreshNames, all_value_names, replace_output
+from bf16kit.converter.graph.types import Step
 from bf16kit.numerics.residual import Scale
-from converter.graph.initializers import ComputedTensor, const, dims, initializer, reader
-from converter.graph.names import FreshNames, all_value_names, replace_output
-from converter.graph.types import Step
 
 # A channel scaled by zero could not be restored from its weights. Scaled by this instead, it adds only 5e-20 of its
 # value to its shift, below fp32's precision. The product stays far from subnormals and is restored like any other.

@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bf16kit.converter.graph.initializers import ComputedTensor, reader
+from bf16kit.converter.graph.operators import MOVEMENT, WEIGHTED
+from bf16kit.converter.graph.types import Step
 from bf16kit.numerics.rounding import LARGEST, OVERFLOW
-from converter.graph.initializers import ComputedTensor, reader
-from converter.graph.operators import MOVEMENT, WEIGHTED
-from converter.graph.types import Step
 
 
 class ClampMasks(Step):

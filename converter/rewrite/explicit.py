@@ -15,12 +15,12 @@ from onnx_ir.passes.common import (
     RemoveUnusedNodesPass,
 )
 
+from bf16kit.converter.graph.dimensions import GUESSED
+from bf16kit.converter.graph.equality import Array, Fingerprint, fingerprint, same_bits
+from bf16kit.converter.graph.initializers import const, initializer, stays_inline
+from bf16kit.converter.graph.names import FreshNames, all_value_names, replace_output, values_of
+from bf16kit.converter.graph.types import Step
 from bf16kit.messages.errors import ConversionError
-from converter.graph.dimensions import GUESSED
-from converter.graph.equality import Array, Fingerprint, fingerprint, same_bits
-from converter.graph.initializers import const, initializer, stays_inline
-from converter.graph.names import FreshNames, all_value_names, replace_output, values_of
-from converter.graph.types import Step
 
 
 class InlineFunctions(Step):

@@ -7,14 +7,14 @@ from functools import cache
 import numpy as np
 import onnx_ir as ir
 
+from bf16kit.converter.graph.cuda_kernels import KernelTable
+from bf16kit.converter.graph.initializers import const, initializer
+from bf16kit.converter.graph.names import FreshNames, all_value_names, replace_output
+from bf16kit.converter.graph.operators import bf16_form, label, since_version
+from bf16kit.converter.graph.types import InferTypes, Step, run
+from bf16kit.converter.process.quiet import quiet
+from bf16kit.converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers, NameEverything
 from bf16kit.messages.errors import ConversionError
-from converter.graph.cuda_kernels import KernelTable
-from converter.graph.initializers import const, initializer
-from converter.graph.names import FreshNames, all_value_names, replace_output
-from converter.graph.operators import bf16_form, label, since_version
-from converter.graph.types import InferTypes, Step, run
-from converter.process.quiet import quiet
-from converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers, NameEverything
 
 TARGET = 22
 OLDEST_WITH_BF16 = 13  # Cast and Gather support bf16 from here on

@@ -10,9 +10,9 @@ from types import MappingProxyType
 import numpy as np
 import onnx_ir as ir
 
-from converter.graph.equality import OTHER_FLOATS, Array, Fingerprint, fingerprint, same_bits
-from converter.graph.initializers import stays_inline
-from converter.graph.names import FreshNames, values_of
+from bf16kit.converter.graph.equality import OTHER_FLOATS, Array, Fingerprint, fingerprint, same_bits
+from bf16kit.converter.graph.initializers import stays_inline
+from bf16kit.converter.graph.names import FreshNames, values_of
 
 # The orders of axes that turn an initializer into the same weight as a checkpoint stores it: for matrices; for
 # TensorFlow's convolutions (height, width, in, out) from (out, in, height, width), likewise for volumes; and for its

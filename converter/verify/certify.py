@@ -15,25 +15,25 @@ import numpy as np
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import DriftEntry, Manifest
 from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.converter.graph.cuda_kernels import required
+from bf16kit.converter.graph.equality import same_bits
+from bf16kit.converter.options import Options
+from bf16kit.converter.process.memory import release_memory
+from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.source import Feeds
+from bf16kit.converter.verify import measure, oracle
+from bf16kit.converter.verify.judging import choose_golden, find_breaches, without_profiles
+from bf16kit.converter.verify.measure import Expected, Run, SliceScales, run_as_served, run_export
+from bf16kit.converter.verify.observedshapes import batch_axis, with_observed_shapes
+from bf16kit.converter.verify.oracle import OracleReference, OracleRun, resolved
+from bf16kit.converter.verify.running import GraphReference, open_fp32_graph, signature
+from bf16kit.converter.verify.samples import Samples, samples_usage
+from bf16kit.converter.write import TRACED
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.messages.wording import brief
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
 from bf16kit.runtime.memory.weights import Weights, rebuilt_weights
-from converter.graph.cuda_kernels import required
-from converter.graph.equality import same_bits
-from converter.options import Options
-from converter.process.memory import release_memory
-from converter.process.progress import Progress
-from converter.source import Feeds
-from converter.verify import measure, oracle
-from converter.verify.judging import choose_golden, find_breaches, without_profiles
-from converter.verify.measure import Expected, Run, SliceScales, run_as_served, run_export
-from converter.verify.observedshapes import batch_axis, with_observed_shapes
-from converter.verify.oracle import OracleReference, OracleRun, resolved
-from converter.verify.running import GraphReference, open_fp32_graph, signature
-from converter.verify.samples import Samples, samples_usage
-from converter.write import TRACED
 
 GOLDEN = "golden.safetensors"
 _MAX_REASON = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bf16kit.converter.source import FP32_ROUNDOFF, Array, Feeds
+from bf16kit.converter.verify.measure import Spool
+from bf16kit.converter.verify.running import ReadWeight
 from bf16kit.drift import metrics as drift
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.rounding import LARGEST, LOWEST
 from bf16kit.runtime import Runtime
-from converter.source import FP32_ROUNDOFF, Array, Feeds
-from converter.verify.measure import Spool
-from converter.verify.running import ReadWeight
 
 ULPS = 16
 _RUNS = 3

@@ -8,15 +8,15 @@ from typing import Any
 
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.publish import StagingArtifact
+from bf16kit.converter.options import Options
+from bf16kit.converter.verify import measure
+from bf16kit.converter.verify.measure import Drifts
+from bf16kit.converter.write import TRACED
 from bf16kit.drift.budget import Breach, Budget
 from bf16kit.drift.metrics import ROWS, DriftSummary
 from bf16kit.messages.errors import BudgetExceeded, UsageError
 from bf16kit.messages.wording import first_few, quoted
 from bf16kit.numerics.tensors import Kind, TensorSpec
-from converter.options import Options
-from converter.verify import measure
-from converter.verify.measure import Drifts
-from converter.write import TRACED
 
 _LOGITS_ONLY = "top1_agreement"
 

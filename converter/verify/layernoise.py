@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from bf16kit.converter.graph.initializers import const
+from bf16kit.converter.graph.operators import EXACT, WEIGHTED
+from bf16kit.converter.graph.types import is_float_tensor
+from bf16kit.converter.source import Array, Feeds
 from bf16kit.numerics.rounding import LARGEST, UNIT_ROUNDOFF
 from bf16kit.numerics.tensors import TensorSpec
-from converter.graph.initializers import const
-from converter.graph.operators import EXACT, WEIGHTED
-from converter.graph.types import is_float_tensor
-from converter.source import Array, Feeds
 
 if TYPE_CHECKING:
     from bf16kit.runtime.ort.onnx import OnnxRuntime

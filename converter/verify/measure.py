@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.source import Feeds
+from bf16kit.converter.verify.running import GraphReference, open_export, open_profile, open_traced, signature
+from bf16kit.converter.verify.samples import Samples
+from bf16kit.converter.write import TRACED
 from bf16kit.drift import metrics as drift
 from bf16kit.drift.metrics import DriftSummary, OutputDrift, SampleDrift
 from bf16kit.drift.slices import Scales, Values, Variation
@@ -21,10 +25,6 @@ from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.memory.scratch import on_disk
-from converter.source import Feeds
-from converter.verify.running import GraphReference, open_export, open_profile, open_traced, signature
-from converter.verify.samples import Samples
-from converter.write import TRACED
 
 Drifts = dict[str, OutputDrift]  # of one feed, by output
 _SLICE = 0.03  # a slice error of 0.5 counts as much as a relative_l2 of 0.015: these are the default bounds

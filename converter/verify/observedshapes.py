@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from bf16kit.artifact.manifest import Manifest, SpecEntry
+from bf16kit.converter.graph.dimensions import corrected_by, name_dimensions, reconciled
+from bf16kit.converter.source import Feeds
 from bf16kit.drift import metrics as drift
 from bf16kit.drift.slices import FP32_NOISE, Values
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, describe
 from bf16kit.runtime import Runtime
-from converter.graph.dimensions import corrected_by, name_dimensions, reconciled
-from converter.source import Feeds
 
 _ROWS = 3  # samples that are run together
 _EXTREMES = (np.nan, np.inf, 1e30)  # inputs of a companion; a model may reject them, then they cannot do harm

@@ -3,8 +3,8 @@
 Drift measures how far a profile is from the reference; this check proves that the reference is the given model. Both
 compute in fp32, in another order, so their outputs differ only by fp32 noise. :data:`FLOOR` is noise that any model may
 have. A model that amplifies noise may differ more. How much is measured by perturbing the weights of the source's own
-graph (:mod:`converter.verify.fp32noise`), but only if the floor is exceeded. docs/decisions/0017-the-oracle.md has the
-numbers.
+graph (:mod:`bf16kit.converter.verify.fp32noise`), but only if the floor is exceeded. docs/decisions/0017-the-oracle.md
+has the numbers.
 
 A slice whose variation is at fp32's noise says nothing that bf16 could destroy, so it is excused. How large the noise
 is shows in the difference between the source's outputs and the reference's. That difference is no excuse by itself,
@@ -22,19 +22,19 @@ import numpy as np
 import onnx_ir as ir
 
 from bf16kit.artifact.manifest import OracleEntry, OracleFigure
+from bf16kit.converter.rewrite import Prepared
+from bf16kit.converter.source import FP32_ROUNDOFF, Array, Feeds, Oracle, Source
+from bf16kit.converter.verify.fp32noise import Distance, Noise, measure_distance
+from bf16kit.converter.verify.measure import Spool
+from bf16kit.converter.verify.running import open_fp32_graph, with_external_weights
+from bf16kit.converter.verify.samples import Samples
+from bf16kit.converter.write.graphs import serialize
 from bf16kit.drift import metrics as drift
 from bf16kit.drift.slices import SliceSums, Values
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import CPU, RuntimeInfo
 from bf16kit.runtime.ort.onnxgraph import REBUILT
-from converter.rewrite import Prepared
-from converter.source import FP32_ROUNDOFF, Array, Feeds, Oracle, Source
-from converter.verify.fp32noise import Distance, Noise, measure_distance
-from converter.verify.measure import Spool
-from converter.verify.running import open_fp32_graph, with_external_weights
-from converter.verify.samples import Samples
-from converter.write.graphs import serialize
 
 FEEDS = 4  # the source runs on this many samples, the first ones
 FLOOR = 64 * FP32_ROUNDOFF

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bf16kit.converter.graph.indexing import Rows, compared_with, index_bounds
+from bf16kit.converter.source import Array, Feeds, Oracle, Sampler
+from bf16kit.converter.verify.observedshapes import may_have_batch_axis
+from bf16kit.converter.verify.samples import Samples
 from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
-from converter.graph.indexing import Rows, compared_with, index_bounds
-from converter.source import Array, Feeds, Oracle, Sampler
-from converter.verify.observedshapes import may_have_batch_axis
-from converter.verify.samples import Samples
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -20,6 +20,18 @@ import onnx_ir as ir
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.weightfile import WeightWriter
+from bf16kit.converter.fuse.fuse import PUT_TOGETHER
+from bf16kit.converter.graph.equality import in_fp32
+from bf16kit.converter.graph.initializers import dims, stays_inline
+from bf16kit.converter.graph.names import FreshNames, all_value_names
+from bf16kit.converter.graph.operators import EXACT
+from bf16kit.converter.graph.types import Step, run
+from bf16kit.converter.plan import is_matrix
+from bf16kit.converter.plan.profiles import PROFILES
+from bf16kit.converter.rewrite import Match
+from bf16kit.converter.source import Array
+from bf16kit.converter.write.export import read
+from bf16kit.converter.write.graphs import serialize
 from bf16kit.messages.errors import DeviceUnavailable
 from bf16kit.numerics.rounding import BF16, to_bf16
 from bf16kit.numerics.tensors import TensorSpec
@@ -27,18 +39,6 @@ from bf16kit.runtime import CPU, Runtime
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.memory.scratch import on_disk
 from bf16kit.runtime.ort.onnxgraph import REBUILT
-from converter.fuse.fuse import PUT_TOGETHER
-from converter.graph.equality import in_fp32
-from converter.graph.initializers import dims, stays_inline
-from converter.graph.names import FreshNames, all_value_names
-from converter.graph.operators import EXACT
-from converter.graph.types import Step, run
-from converter.plan import is_matrix
-from converter.plan.profiles import PROFILES
-from converter.rewrite import Match
-from converter.source import Array
-from converter.write.export import read
-from converter.write.graphs import serialize
 
 if TYPE_CHECKING:
     from bf16kit.runtime.ort.onnx import OnnxRuntime
@@ -219,7 +219,7 @@ class Emulate(Step):
 
 
 def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:
-    """Return the leading nodes of ``graph`` that put its bf16 initializers together (:mod:`converter.fuse.fuse`)."""
+    """Return the leading nodes of ``graph`` that join its bf16 initializers (:mod:`bf16kit.converter.fuse.fuse`)."""
     moves, known = dict[ir.Node, None](), set[ir.Value | None](graph.initializers.values())
     for node in graph:
         if node.op_type not in PUT_TOGETHER or node.outputs[0].dtype != BFLOAT16 or not known.issuperset(node.inputs):

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from bf16kit.artifact.manifest import Manifest
+from bf16kit.converter.graph.dimensions import reconciled, with_distinct_dimensions
+from bf16kit.converter.options import import_callable, is_import_spec
+from bf16kit.converter.process.quiet import first_line
+from bf16kit.converter.source import Feeds
 from bf16kit.messages.errors import InvalidRequest, RuntimeFailure, SamplesError
 from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe
-from converter.graph.dimensions import reconciled, with_distinct_dimensions
-from converter.options import import_callable, is_import_spec
-from converter.process.quiet import first_line
-from converter.source import Feeds
 
 _SUFFIXES = (".npz", ".safetensors")
 LIMIT = 1000  # feeds; a function is asked for no more, so that an endless generator ends

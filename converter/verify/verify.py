@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.process.memory import release_memory
+from bf16kit.converter.report.inspect import DRIFT, drift_cells
+from bf16kit.converter.verify import measure, samples
+from bf16kit.converter.verify.judging import describe_breaches
+from bf16kit.converter.verify.measure import Expected, run_export, run_profile
+from bf16kit.converter.verify.running import signature
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.slices import Scales, Values
 from bf16kit.drift.verdicts import DriftRow, golden_budget, rows_of
 from bf16kit.messages.errors import ArtifactError, BudgetExceeded, UsageError
 from bf16kit.messages.wording import plain, table
 from bf16kit.runtime.loading import load_reference
-from converter.process.memory import release_memory
-from converter.report.inspect import DRIFT, drift_cells
-from converter.verify import measure, samples
-from converter.verify.judging import describe_breaches
-from converter.verify.measure import Expected, run_export, run_profile
-from converter.verify.running import signature
 
 VERSION = 1  # of the format that `verify --json` writes
 

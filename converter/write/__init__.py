@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from converter.source import TorchModel
+from bf16kit.converter.source import TorchModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class TracedFormat:
         With ``strictly``, reject a trace that depends on its example. It is set if there is no ONNX graph, which would
         not depend on it.
         """
-        from converter.write import script, torchscript
+        from bf16kit.converter.write import script, torchscript
 
         if self.format == "pt2":
             torchscript.narrow_and_export(model, path)

@@ -18,17 +18,13 @@ import onnx_ir as ir
 
 from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Plan, Segment, TensorEntry
 from bf16kit.artifact.weightfile import ALIGNMENT, WeightWriter, little_endian_bytes
-from bf16kit.messages.errors import RangeError
-from bf16kit.numerics.residual import encode_chunks
-from bf16kit.numerics.rounding import BF16, Census, census, to_bf16
-from bf16kit.numerics.tensors import Array
-from converter.graph.initializers import initializer
-from converter.graph.names import FreshNames, all_value_names
-from converter.plan import complaint, narrowed
-from converter.plan.decisions import Overrides
-from converter.rewrite import Match, Prepared
-from converter.write.export import Exported, fp32_tensor, select, write_export
-from converter.write.weights import (
+from bf16kit.converter.graph.initializers import initializer
+from bf16kit.converter.graph.names import FreshNames, all_value_names
+from bf16kit.converter.plan import complaint, narrowed
+from bf16kit.converter.plan.decisions import Overrides
+from bf16kit.converter.rewrite import Match, Prepared
+from bf16kit.converter.write.export import Exported, fp32_tensor, select, write_export
+from bf16kit.converter.write.weights import (
     FP32_FILE,
     Rounding,
     StoredWeights,
@@ -37,6 +33,10 @@ from converter.write.weights import (
     stored_tensors,
     tensor_entry,
 )
+from bf16kit.messages.errors import RangeError
+from bf16kit.numerics.residual import encode_chunks
+from bf16kit.numerics.rounding import BF16, Census, census, to_bf16
+from bf16kit.numerics.tensors import Array
 
 _REARRANGED = "only the fp32 reference reads it; the checkpoint's own tensors hold its values in another order"
 

@@ -19,17 +19,17 @@ import onnx_ir as ir
 from bf16kit.artifact.manifest import Segment, TensorEntry
 from bf16kit.artifact.reading import damaged_if_unreadable
 from bf16kit.artifact.weightfile import ALIGNMENT, WeightWriter, little_endian_bytes
+from bf16kit.converter.graph.equality import OTHER_FLOATS, in_fp32
+from bf16kit.converter.graph.initializers import ComputedTensor, blocks, rows_of
+from bf16kit.converter.plan import complaint, is_matrix
+from bf16kit.converter.plan.decisions import Overrides
+from bf16kit.converter.rewrite import Prepared
+from bf16kit.converter.rewrite.clampmasks import is_weight
+from bf16kit.converter.write.weights import Rounding, round_weight, tensor_entry
 from bf16kit.messages.errors import ArtifactDamaged, RangeError, UsageError
 from bf16kit.numerics.residual import bits_needed
 from bf16kit.numerics.rounding import Census
 from bf16kit.numerics.tensors import BY_NAME, Array
-from converter.graph.equality import OTHER_FLOATS, in_fp32
-from converter.graph.initializers import ComputedTensor, blocks, rows_of
-from converter.plan import complaint, is_matrix
-from converter.plan.decisions import Overrides
-from converter.rewrite import Prepared
-from converter.rewrite.clampmasks import is_weight
-from converter.write.weights import Rounding, round_weight, tensor_entry
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -12,23 +12,23 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CheckerPass
 
 from bf16kit.artifact.manifest import RESIDUAL, PlanEntry
+from bf16kit.converter.fuse.functions import rounds_activations
+from bf16kit.converter.fuse.fuse import Unpanel, fuse
+from bf16kit.converter.graph.dimensions import drop_guesses
+from bf16kit.converter.graph.initializers import const, dims, initializer, stays_inline
+from bf16kit.converter.graph.names import FreshNames, all_value_names
+from bf16kit.converter.graph.operators import SHAPE_ONLY, Bf16Form, bf16_form, label
+from bf16kit.converter.graph.types import InferTypes, Step
+from bf16kit.converter.plan import Planned, narrowed
+from bf16kit.converter.plan.profiles import PROFILES, Profile
+from bf16kit.converter.rewrite import Prepared, run
+from bf16kit.converter.rewrite.explicit import DropUnused
+from bf16kit.converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime.ort.kernel import DOMAIN as KERNEL
 from bf16kit.runtime.ort.onnxgraph import REBUILT
-from converter.fuse.functions import rounds_activations
-from converter.fuse.fuse import Unpanel, fuse
-from converter.graph.dimensions import drop_guesses
-from converter.graph.initializers import const, dims, initializer, stays_inline
-from converter.graph.names import FreshNames, all_value_names
-from converter.graph.operators import SHAPE_ONLY, Bf16Form, bf16_form, label
-from converter.graph.types import InferTypes, Step
-from converter.plan import Planned, narrowed
-from converter.plan.profiles import PROFILES, Profile
-from converter.rewrite import Prepared, run
-from converter.rewrite.explicit import DropUnused
-from converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights
 
 REFERENCE = "reference"
 NARROWED = "/bf16"  # ends the name of a value in bf16, such as a constant that was rounded within the graph

@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import RESIDUAL, TensorEntry
+from bf16kit.converter.graph.equality import in_fp32, same_bits
+from bf16kit.converter.graph.initializers import const, stays_inline
+from bf16kit.converter.plan.profiles import PROFILES
+from bf16kit.converter.rewrite import Prepared
+from bf16kit.converter.write.export import INDEX, Exported, read
+from bf16kit.converter.write.graphs import NARROWED
+from bf16kit.converter.write.weights import Rounding, StoredWeights
 from bf16kit.messages.errors import ArtifactDamaged, ConversionError
 from bf16kit.numerics.rounding import BF16
 from bf16kit.numerics.tensors import Array
-from converter.graph.equality import in_fp32, same_bits
-from converter.graph.initializers import const, stays_inline
-from converter.plan.profiles import PROFILES
-from converter.rewrite import Prepared
-from converter.write.export import INDEX, Exported, read
-from converter.write.graphs import NARROWED
-from converter.write.weights import Rounding, StoredWeights
 
 Advance = Callable[[int], None]
 Origins = Mapping[str, Callable[[], Array]]

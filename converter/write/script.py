@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from bf16kit.converter.write.torchscript import raw_archive
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime import scriptgraph
-from converter.write.torchscript import raw_archive
 
 # Products: the position of the weight that must exist, and the positions of other inputs that need its dtype.
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "_convolution", "convolution")

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.jit._trace import TracerWarning
 
+from bf16kit.converter.process.quiet import quiet, reason
+from bf16kit.converter.process.tensorfiles import TensorFiles
+from bf16kit.converter.source import TorchModel
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
-from converter.process.quiet import quiet, reason
-from converter.process.tensorfiles import TensorFiles
-from converter.source import TorchModel
 
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
 # Records that the writer makes itself, or that hold only this machine's paths of the traced Python code.

@@ -15,16 +15,16 @@ import onnx_ir as ir
 
 from bf16kit.artifact.manifest import RESIDUAL, CheckpointEntry, Plan, Segment, TensorEntry
 from bf16kit.artifact.weightfile import WeightWriter, little_endian_bytes
+from bf16kit.converter.graph.equality import Fingerprint, fingerprint, same_bits
+from bf16kit.converter.graph.initializers import blocks, dims, reader, rows_of, stays_inline
+from bf16kit.converter.graph.names import FreshNames
+from bf16kit.converter.plan import check_ranges, narrowed, take_census
+from bf16kit.converter.rewrite import Prepared
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.panels import strips
 from bf16kit.numerics.residual import ALL_BITS, Encoder, Scale, bits_needed
 from bf16kit.numerics.rounding import BF16, Census, Subnormals, census, to_bf16
 from bf16kit.numerics.tensors import BY_NAME, BY_ONNX, Array
-from converter.graph.equality import Fingerprint, fingerprint, same_bits
-from converter.graph.initializers import blocks, dims, reader, rows_of, stays_inline
-from converter.graph.names import FreshNames
-from converter.plan import check_ranges, narrowed, take_census
-from converter.rewrite import Prepared
 
 BF16_FILE, FP32_FILE = "weights.bf16", "weights.fp32"
 

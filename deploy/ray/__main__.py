@@ -1,4 +1,4 @@
-"""``python -m deploy.ray``: serve a repository on a Ray cluster. Takes the options of `bf16-serve`, and its own."""
+"""``python -m bf16kit.deploy.ray``: serve a repository on a Ray cluster, with `bf16-serve`'s options and its own."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import click
 
+from bf16kit.deploy.ray.settings import Scaling, check
 from bf16kit.messages.errors import Bf16kitError, ConfigError
 from bf16kit.messages.wording import first_line
-from deploy.ray.settings import Scaling, check
-from service.cli import EXIT_UNCLEAN, EXIT_USAGE
-from service.cli import main as bf16_serve
-from service.config.logs import configure
-from service.config.loops import Stop
-from service.config.serverconfig import load_config, unknown_variables
+from bf16kit.service.cli import EXIT_UNCLEAN, EXIT_USAGE
+from bf16kit.service.cli import main as bf16_serve
+from bf16kit.service.config.logs import configure
+from bf16kit.service.config.loops import Stop
+from bf16kit.service.config.serverconfig import load_config, unknown_variables
 
-_log = logging.getLogger("deploy.ray")
+_log = logging.getLogger("bf16kit.deploy.ray")
 _SCALING = [
     click.Option(
         [f"--{name.replace('_', '-')}"],
@@ -44,7 +44,7 @@ def main(file: Path | None, address: str | None, detach: bool, **given: Any) -> 
     try:
         _run(file, address, detach, given)
     except Bf16kitError as error:
-        click.echo(f"deploy.ray: {error}", err=True)
+        click.echo(f"bf16kit.deploy.ray: {error}", err=True)
         sys.exit(EXIT_USAGE)
 
 
@@ -52,8 +52,8 @@ def _run(file: Path | None, address: str | None, detach: bool, given: dict[str, 
     scaling = Scaling.of({name: value for name in Scaling.model_fields if (value := given.pop(name)) is not None})
     config = check(load_config(given, file))
     try:
-        from deploy.ray import cluster
-        from deploy.ray.models import RAY_ERRORS
+        from bf16kit.deploy.ray import cluster
+        from bf16kit.deploy.ray.models import RAY_ERRORS
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("ray", "starlette"):
             raise

@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from bf16kit.deploy.ray.front import CALLS, Front
+from bf16kit.deploy.ray.models import RAY_ERRORS, State
+from bf16kit.deploy.ray.replica import Replica
+from bf16kit.deploy.ray.rpcs import FRONT, SERVICER_FUNCTION, application
+from bf16kit.deploy.ray.settings import MESSAGES_AT_ONCE, Scaling, place
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import first_line
+from bf16kit.service.config.loops import Stop
+from bf16kit.service.config.ports import listen
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.models.plan import DesiredModel, Directory
 from bf16kit.system.rayaddress import check_reachable
-from deploy.ray.front import CALLS, Front
-from deploy.ray.models import RAY_ERRORS, State
-from deploy.ray.replica import Replica
-from deploy.ray.rpcs import FRONT, SERVICER_FUNCTION, application
-from deploy.ray.settings import MESSAGES_AT_ONCE, Scaling, place
 from ray import serve
-from service.config.loops import Stop
-from service.config.ports import listen
-from service.config.serverconfig import ServerConfig
-from service.models.plan import DesiredModel, Directory
 
 _log = logging.getLogger(__name__)
 _NEW_CLUSTER = "local"  # Ray's name for a new cluster
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _CHECK_SECONDS = 1.0
 _RETIRE_SECONDS = 5.0
 _DELETED_AT_ONCE = 64

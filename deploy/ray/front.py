@@ -18,22 +18,22 @@ from grpc_health.v1 import health_pb2
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from bf16kit.deploy.ray.models import RAY_ERRORS, RunningModels
+from bf16kit.deploy.ray.rpcs import RPCS, Rpc, Serialized, held_bytes
 from bf16kit.messages.errors import Bf16kitError, InvalidRequest, NotFound, Overloaded, Unsupported
 from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
-from deploy.ray.models import RAY_ERRORS, RunningModels
-from deploy.ray.rpcs import RPCS, Rpc, Serialized, held_bytes
+from bf16kit.service.config.certificates import Credentials
+from bf16kit.service.config.logs import configure
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.grpc.admission import ByteBudget, MessageBytes, RequiredScope
+from bf16kit.service.grpc.control import ControlServicer
+from bf16kit.service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.health import LIVE
+from bf16kit.service.grpc.status import Status, status_of
+from bf16kit.service.models.repository import parse_version
+from bf16kit.service.operations import Operations
 from ray.serve.exceptions import BackPressureError
-from service.config.certificates import Credentials
-from service.config.logs import configure
-from service.config.serverconfig import ServerConfig
-from service.grpc.admission import ByteBudget, MessageBytes, RequiredScope
-from service.grpc.control import ControlServicer
-from service.grpc.handlers import SERVICE
-from service.grpc.health import LIVE
-from service.grpc.status import Status, status_of
-from service.models.repository import parse_version
-from service.operations import Operations
 
 _log = logging.getLogger(__name__)
 CALLS = 4096  # at once; Ray lets further ones wait

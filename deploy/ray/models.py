@@ -9,14 +9,14 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
+from bf16kit.deploy.ray.rpcs import FRONT
 from bf16kit.messages.errors import NotFound, Unavailable
 from bf16kit.messages.wording import quoted
-from deploy.ray.rpcs import FRONT
+from bf16kit.service.models.repository import parse_version
+from bf16kit.service.operations import IndexEntry, VersionStatistics
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from service.models.repository import parse_version
-from service.operations import IndexEntry, VersionStatistics
 
 _log = logging.getLogger(__name__)
 #: Ray's errors when the cluster does not do what it is asked.
@@ -150,7 +150,7 @@ class RunningModels:
         return self._all_ready and not self.retired
 
     def is_ready(self, name: str, version: str = "") -> bool:
-        """See :meth:`service.contract.Registry.is_ready`."""
+        """See :meth:`bf16kit.service.contract.Registry.is_ready`."""
         wanted = parse_version(version)
         return name in self.by_name and not self.retired and self.by_name[name].is_ready(wanted)
 
@@ -169,7 +169,7 @@ class RunningModels:
         await asyncio.gather(*(model.ask() for model in models))
 
     def statistics(self, name: str, version: str) -> list[VersionStatistics]:
-        """See :meth:`service.operations.RegistryModels.statistics`: sums over all replicas, by their last reports."""
+        """See :meth:`bf16kit.service.operations.RegistryModels.statistics`: sums over the replicas' last reports."""
         models = [self.get(name)] if name or version else list(self.by_name.values())
         wanted = parse_version(version)
         if wanted is not None and not models[0].is_ready(wanted):

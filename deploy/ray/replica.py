@@ -11,21 +11,21 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from queue import SimpleQueue
 
 import ray
+from bf16kit.deploy.ray.models import Report
+from bf16kit.deploy.ray.rpcs import RPCS, held_bytes
 from bf16kit.protocol import inference_pb2 as pb
-from deploy.ray.models import Report
-from deploy.ray.rpcs import RPCS, held_bytes
-from service.config.logs import configure
-from service.config.resources import bound_heap
-from service.config.serverconfig import LOOPBACK, ServerConfig
-from service.grpc.admission import ByteBudget, MessageBytes
-from service.grpc.control import ControlServicer
-from service.grpc.inference import InferenceServicer
-from service.grpc.status import Status, status_of
-from service.models.plan import DesiredModel
-from service.operations import Operations, RegistryModels
-from service.request import Cancellation
-from service.server import ModelServer
-from service.wire.parameters import wants_final_mark
+from bf16kit.service.config.logs import configure
+from bf16kit.service.config.resources import bound_heap
+from bf16kit.service.config.serverconfig import LOOPBACK, ServerConfig
+from bf16kit.service.grpc.admission import ByteBudget, MessageBytes
+from bf16kit.service.grpc.control import ControlServicer
+from bf16kit.service.grpc.inference import InferenceServicer
+from bf16kit.service.grpc.status import Status, status_of
+from bf16kit.service.models.plan import DesiredModel
+from bf16kit.service.operations import Operations, RegistryModels
+from bf16kit.service.request import Cancellation
+from bf16kit.service.server import ModelServer
+from bf16kit.service.wire.parameters import wants_final_mark
 
 _MAINTAIN_SECONDS = 0.1
 _CHECK_SECONDS = 0.05

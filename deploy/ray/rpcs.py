@@ -11,13 +11,13 @@ from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.config.tokens import Scope
-from service.grpc.admission import ByteBudget, MessageBytes, Permit
-from service.grpc.handlers import SERVICE, public_file
-from service.wire.limits import MessageReader
+from bf16kit.service.config.tokens import Scope
+from bf16kit.service.grpc.admission import ByteBudget, MessageBytes, Permit
+from bf16kit.service.grpc.handlers import SERVICE, public_file
+from bf16kit.service.wire.limits import MessageReader
 
 FRONT = "bf16kit"  # the application that gets every request: the only one with a route, which Ray's proxies need
-SERVICER_FUNCTION = "deploy.ray.rpcs.add_services"
+SERVICER_FUNCTION = "bf16kit.deploy.ray.rpcs.add_services"
 _WITHOUT_TENSORS = 64 << 10  # bytes: largest request without tensors, as in bf16-serve
 _WITH_TENSORS = 1 << 31  # bytes: Ray's proxies apply max_message_bytes, and a message of protobuf has 2 GiB at most
 _PROBES = ("ServerLive", "ServerReady", "ModelReady", "Check", "Watch")

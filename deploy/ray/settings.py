@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.messages.errors import ArtifactError, ConfigError
-from service.config.resources import MEMORY_DIVISOR
-from service.config.serverconfig import ServerConfig, explain
-from service.contract import Bounds
-from service.models.plan import DesiredModel, Plan
-from service.shadow.referencememory import fp32_bytes
+from bf16kit.service.config.resources import MEMORY_DIVISOR
+from bf16kit.service.config.serverconfig import ServerConfig, explain
+from bf16kit.service.contract import Bounds
+from bf16kit.service.models.plan import DesiredModel, Plan
+from bf16kit.service.shadow.referencememory import fp32_bytes
 
 
 class Scaling(BaseModel):

@@ -1,9 +1,9 @@
 """The batcher: a bounded queue before one runtime, and the executor threads that run it.
 
 Work-conserving: a batch starts as soon as the runtime is idle, with whatever is waiting. An operator who prefers fuller
-batches to short waits sets ``max_delay_s``. :class:`~service.batching.queue.Queue` decides what runs next,
-:class:`~service.batching.execution.Execution` how it runs; this module has the threads. A request whose client has left
-is removed at once. A request whose deadline has passed never runs.
+batches to short waits sets ``max_delay_s``. :class:`~bf16kit.service.batching.queue.Queue` decides what runs next,
+:class:`~bf16kit.service.batching.execution.Execution` how it runs; this module has the threads. A request whose client
+has left is removed at once. A request whose deadline has passed never runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 
 from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, RequestError
-from service.batching.execution import (
+from bf16kit.service.batching.execution import (
     CLIENT_LEFT,
     TOO_LATE,
     BatchObserver,
@@ -27,8 +27,8 @@ from service.batching.execution import (
     signature,
     unloading_error,
 )
-from service.batching.queue import BatchPolicy, Queue
-from service.request import Done, Request
+from bf16kit.service.batching.queue import BatchPolicy, Queue
+from bf16kit.service.request import Done, Request
 
 _ROOM_S = 0.1  # how often a request that waits for room checks that its client is still there
 _LONGEST_WAIT_S = 3600.0  # a client may set a deadline that is later than any wait can be
@@ -89,7 +89,7 @@ class Batcher:
         return not any(thread.is_alive() for thread in started)
 
     def begin(self, request: Request, done: Done) -> None:
-        """Queue one request. ``done`` gets its reply or its error, once: see :data:`service.request.Done`.
+        """Queue one request. ``done`` gets its reply or its error, once: see :data:`bf16kit.service.request.Done`.
 
         Blocks only a request that waits for room in the queue. Raises InvalidRequest (more rows than a batch holds),
         DeadlineExceeded, Cancelled, Overloaded (queue full) or Unavailable (closed); then ``done`` is not called.

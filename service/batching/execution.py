@@ -20,9 +20,9 @@ from bf16kit.messages.errors import (
     RuntimeFailure,
     Unavailable,
 )
-from service.batching.queue import Job
-from service.contract import Array
-from service.request import Done, Reply, Request, Timings
+from bf16kit.service.batching.queue import Job
+from bf16kit.service.contract import Array
+from bf16kit.service.request import Done, Reply, Request, Timings
 
 # Takes feeds and the names of the outputs wanted (None = all); returns the outputs and the precision that made them.
 Run = Callable[[Mapping[str, Array], Sequence[str] | None], tuple[dict[str, Array], str]]

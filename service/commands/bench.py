@@ -15,18 +15,18 @@ from bf16kit.messages.wording import quoted, table
 from bf16kit.numerics.tensors import check_feeds
 from bf16kit.runtime import available_cpus
 from bf16kit.runtime.ort import kernel
-from service.commands import output
-from service.commands.check import model_directories
-from service.commands.measuring import TURNS, Bench, Row
-from service.config.logs import configure
-from service.config.resources import bound_heap
-from service.config.serverconfig import load_config
-from service.contract import Array
-from service.models.goldengate import golden_of
-from service.models.loading import feeds_of
-from service.models.opened import OpenedArtifact, open_artifact
-from service.models.plan import desired_model_of
-from service.models.serving import DEFAULT_MAX_BATCH_SIZE
+from bf16kit.service.commands import output
+from bf16kit.service.commands.check import model_directories
+from bf16kit.service.commands.measuring import TURNS, Bench, Row
+from bf16kit.service.config.logs import configure
+from bf16kit.service.config.resources import bound_heap
+from bf16kit.service.config.serverconfig import load_config
+from bf16kit.service.contract import Array
+from bf16kit.service.models.goldengate import golden_of
+from bf16kit.service.models.loading import feeds_of
+from bf16kit.service.models.opened import OpenedArtifact, open_artifact
+from bf16kit.service.models.plan import desired_model_of
+from bf16kit.service.models.serving import DEFAULT_MAX_BATCH_SIZE
 
 _MOST_ROWS = 65_536  # the limit of serving.yaml
 _STEADY = 1.5  # the fastest turn is at most this many times the slowest, unless other programs use the machine

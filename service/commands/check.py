@@ -16,21 +16,21 @@ import click
 from bf16kit.messages.errors import Bf16kitError, ConfigError, NotFound
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.runtime.ort import kernel
-from service.commands import output
-from service.config.certificates import certificates_of, tokens_of
-from service.config.logs import configure
-from service.config.resources import bound_heap
-from service.config.serverconfig import ENV_PREFIX, ServerConfig, load_config, unknown_variables
-from service.config.tokens import SCOPES
-from service.models import loading
-from service.models.controller import Controller
-from service.models.loads import Loads
-from service.models.opened import open_artifact
-from service.models.plan import DesiredModel, Directory, Plan, desired_model_of, directories_in
-from service.models.repository import Repository
-from service.regions import check_system
-from service.server import open_tracing
-from service.telemetry.metrics import Metrics
+from bf16kit.service.commands import output
+from bf16kit.service.config.certificates import certificates_of, tokens_of
+from bf16kit.service.config.logs import configure
+from bf16kit.service.config.resources import bound_heap
+from bf16kit.service.config.serverconfig import ENV_PREFIX, ServerConfig, load_config, unknown_variables
+from bf16kit.service.config.tokens import SCOPES
+from bf16kit.service.models import loading
+from bf16kit.service.models.controller import Controller
+from bf16kit.service.models.loads import Loads
+from bf16kit.service.models.opened import open_artifact
+from bf16kit.service.models.plan import DesiredModel, Directory, Plan, desired_model_of, directories_in
+from bf16kit.service.models.repository import Repository
+from bf16kit.service.regions import check_system
+from bf16kit.service.server import open_tracing
+from bf16kit.service.telemetry.metrics import Metrics
 
 _LONGEST = 1000  # characters of a reason, as in the server's log
 

@@ -13,13 +13,13 @@ import click
 
 from bf16kit.messages.errors import Bf16kitError, ConfigError, UsageError
 from bf16kit.messages.wording import brief, quoted, size
+from bf16kit.service.commands import output
 from bf16kit.system import controlgroup
-from service.commands import output
 
 if TYPE_CHECKING:
     import grpc
 
-    from service.config.serverconfig import ServerConfig
+    from bf16kit.service.config.serverconfig import ServerConfig
 
 _FILE = click.Path(path_type=Path)
 _CHECK = "/grpc.health.v1.Health/Check"
@@ -55,7 +55,7 @@ def health(
     """
     controlgroup.maximize_oom_score()  # if memory runs out, the kernel must kill this process, not the server
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the one line of output has gRPC's reason
-    from service.config.serverconfig import load_config
+    from bf16kit.service.config.serverconfig import load_config
 
     try:
         if (certificate is None) != (key is None):
@@ -81,7 +81,7 @@ def _channel(target: str, config: ServerConfig, certificate: Path | None, key: P
     options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]  # the server is on this machine
     if config.tls_certificate is None or config.tls_key is None:
         return grpc.insecure_channel(target, options)
-    from service.config.certificates import CertificateFiles
+    from bf16kit.service.config.certificates import CertificateFiles
 
     own = CertificateFiles(config.tls_certificate, config.tls_key, config.tls_client_ca).current()
     client = None if config.tls_client_ca is None else own
@@ -234,7 +234,7 @@ def _context(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl
 
 
 def _token(file: Path | None) -> str:
-    from service.config.tokens import is_token, read_tokens
+    from bf16kit.service.config.tokens import is_token, read_tokens
 
     if file is None:
         token = os.environ.get(_TOKEN, "").strip()  # a value read from a file may end with a newline

@@ -17,11 +17,11 @@ from bf16kit.drift.metrics import DriftSummary
 from bf16kit.drift.verdicts import DriftRow, format_budget_ratio, rows_of, tightest_of
 from bf16kit.messages.errors import Bf16kitError, ConfigError
 from bf16kit.messages.wording import brief, size, table
-from service.commands import output
-from service.config.serverconfig import load_config
-from service.models.opened import weight_bytes
-from service.models.plan import desired_model_of, directories_in, versions_in
-from service.models.serving import Serving
+from bf16kit.service.commands import output
+from bf16kit.service.config.serverconfig import load_config
+from bf16kit.service.models.opened import weight_bytes
+from bf16kit.service.models.plan import desired_model_of, directories_in, versions_in
+from bf16kit.service.models.serving import Serving
 
 _SHORT = 12  # hexadecimal digits of a digest: enough to tell sources apart
 _COLUMNS = (

@@ -18,13 +18,13 @@ from bf16kit.messages.errors import Bf16kitError
 from bf16kit.runtime import available_cpus
 from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.ort import kernel
-from service.config.serverconfig import ServerConfig
-from service.contract import Array, infer
-from service.models import loading
-from service.models.generation import Generation
-from service.models.plan import Plan
-from service.request import Request
-from service.telemetry.metrics import Metrics
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.contract import Array, infer
+from bf16kit.service.models import loading
+from bf16kit.service.models.generation import Generation
+from bf16kit.service.models.plan import Plan
+from bf16kit.service.request import Request
+from bf16kit.service.telemetry.metrics import Metrics
 
 CLIENTS = (1, 4, 16, 64)
 TURNS = 5

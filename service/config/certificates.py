@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import os_error_text
-from service.config.reloadedfiles import ReloadedFiles, read_regular
-from service.config.serverconfig import ServerConfig
-from service.config.tokens import TokenFile
+from bf16kit.service.config.reloadedfiles import ReloadedFiles, read_regular
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.config.tokens import TokenFile
 
 _log = logging.getLogger(__name__)
 _LARGEST_FILE = 16 << 20  # bytes: a hundred times the usual bundle of all public authorities

@@ -14,10 +14,10 @@ import resource
 import time
 from collections.abc import Callable
 
+from bf16kit.service.config.loops import PeriodicThread
+from bf16kit.service.config.serverconfig import ServerConfig
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import Memory, find_malloc_trim
-from service.config.loops import PeriodicThread
-from service.config.serverconfig import ServerConfig
 
 _log = logging.getLogger(__name__)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameter numbers of mallopt

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import os_error_text
-from service.config.reloadedfiles import ReloadedFiles, read_regular
+from bf16kit.service.config.reloadedfiles import ReloadedFiles, read_regular
 
 _log = logging.getLogger(__name__)
 Scope = Literal["infer", "read", "manage"]

@@ -18,11 +18,11 @@ import bf16kit
 from bf16kit.artifact.evidence import Evidence, Header
 from bf16kit.drift.metrics import Budget, DriftSummary, SampleDrift
 from bf16kit.messages.errors import NotFound
-from service.contract import Array
-from service.drift.comparison import Drifts
-from service.drift.contract import DriftVerdict
-from service.drift.sampler import Sample, copies, size_of
-from service.peers.channel import to_json
+from bf16kit.service.contract import Array
+from bf16kit.service.drift.comparison import Drifts
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.drift.sampler import Sample, copies, size_of
+from bf16kit.service.peers.channel import to_json
 
 MAX_ROW_BYTES = 16 << 20  # of one row: its inputs and both outputs
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")

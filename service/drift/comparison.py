@@ -22,13 +22,13 @@ from bf16kit.drift.measurements import InputRange
 from bf16kit.drift.metrics import OF_VECTORS, Budget, OutputDrift, SampleDrift, compare, has_slices
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.numerics.tensors import TensorSpec
-from service.contract import Array
-from service.drift.contract import Cause, DriftVerdict, State
-from service.drift.detector import LEARNING_ROWS, Calibration, Detector, Expected, diagnose, worst_cause
-from service.drift.estimates import Estimate, corroborated, estimates, slice_estimate
-from service.drift.recent import REQUESTS, LiveSlices, RecentRows, Window
-from service.drift.sampler import Sample
-from service.telemetry.modelmetrics import ModelMetrics
+from bf16kit.service.contract import Array
+from bf16kit.service.drift.contract import Cause, DriftVerdict, State
+from bf16kit.service.drift.detector import LEARNING_ROWS, Calibration, Detector, Expected, diagnose, worst_cause
+from bf16kit.service.drift.estimates import Estimate, corroborated, estimates, slice_estimate
+from bf16kit.service.drift.recent import REQUESTS, LiveSlices, RecentRows, Window
+from bf16kit.service.drift.sampler import Sample
+from bf16kit.service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 Drifts = Mapping[str, Sequence[SampleDrift]]  # of each row, by output

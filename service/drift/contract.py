@@ -86,17 +86,17 @@ class DriftVerdict:
     """Recent drift against the budget, and whether it has changed. By default, nothing was measured.
 
     * ``state``: ``over`` once it is established beyond chance, although it is looked at after every sample, until 1 is
-      in the 95 % interval again; ``within`` if every bound is met (:attr:`service.drift.estimates.Estimate.within`);
-      ``unknown`` otherwise.
-    * ``cause``: the diagnosis (:func:`service.drift.detector.diagnose`).
+      in the 95 % interval again; ``within`` if every bound is met
+      (:attr:`bf16kit.service.drift.estimates.Estimate.within`); ``unknown`` otherwise.
+    * ``cause``: the diagnosis (:func:`bf16kit.service.drift.detector.diagnose`).
     * ``output``, ``metric``: the bound that is most over or nearest to a breach; "" if nothing is bounded or measured.
     * ``ratio``: drift ÷ budget of that bound; ``low`` and ``high``: its interval. Any of the three may be infinite.
     * ``effective_samples``: effective sample size of that output's recent statistics.
     * ``samples``: rows measured since the reference was loaded or the measurement began anew.
     * ``changed``: the change detector's alarm is up.
     * ``at``: when the newest sample was measured, in Unix seconds.
-    * ``plan``: the plan by which the measured version was loaded (:attr:`service.models.plan.Plan.digest`); "" if the
-      measuring side knows no plans.
+    * ``plan``: the plan by which the measured version was loaded (:attr:`bf16kit.service.models.plan.Plan.digest`); ""
+      if the measuring side knows no plans.
     """
 
     model: str

@@ -28,9 +28,9 @@ from bf16kit.artifact.entries import drawn_at_random
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.drift.measurements import InputRange, Measurements
 from bf16kit.drift.slices import FP32_NOISE, Scales
-from service.drift.contract import Cause
-from service.drift.intervals import quantile
-from service.drift.recent import Window
+from bf16kit.service.drift.contract import Cause
+from bf16kit.service.drift.intervals import quantile
+from bf16kit.service.drift.recent import Window
 
 WEEK = 604_800  # samples, at one a second
 HORIZON = 10 * WEEK  # mean time to a false alarm; ten times the requirement: the expected drift is an estimate
@@ -203,7 +203,8 @@ def diagnose(window: Window, expected: Expected | None, metric: str = "relative_
     2. ``rounding``: everything else. The noise is of the measured kind, but more than allowed, or than before.
 
     ``window`` holds at least one row: those since the change, or all recent ones. ``metric`` is what is ``expected``.
-    The third cause, ``out_of_range``, is that of requests that are judged apart (:mod:`service.drift.comparison`).
+    The third cause, ``out_of_range``, is that of requests that are judged apart
+    (:mod:`bf16kit.service.drift.comparison`).
     """
     drift, weights = log_drift(window[metric if expected else "relative_l2"]), window.weights
     centre, spread = (expected.centre, expected.spread) if expected else (math.log(LOST), 0.0)

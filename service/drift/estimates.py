@@ -15,9 +15,9 @@ from functools import lru_cache
 import numpy as np
 
 from bf16kit.drift.metrics import Budget
-from service.drift import intervals
-from service.drift.intervals import Z_ALWAYS, Interval, Values, Z
-from service.drift.recent import MIN_EFFECTIVE_SIZE, Window
+from bf16kit.service.drift import intervals
+from bf16kit.service.drift.intervals import Z_ALWAYS, Interval, Values, Z
+from bf16kit.service.drift.recent import MIN_EFFECTIVE_SIZE, Window
 
 _QUANTILES = {"p50": 0.5, "p99": 0.99}
 _MOST_ROWS = 0.9  # share of the rows above which a client counts by itself
@@ -27,8 +27,8 @@ _MOST_ROWS = 0.9  # share of the rows above which a client counts by itself
 class Estimate:
     """One bound's drift ÷ budget (over 1 is a breach), its 95 % interval, and the lower end of its wide one.
 
-    ``lowest`` over 1 establishes a breach although it is looked at after every sample (:mod:`service.drift.intervals`).
-    ``confirmable``: so many samples can show that the bound is met.
+    ``lowest`` over 1 establishes a breach although it is looked at after every sample
+    (:mod:`bf16kit.service.drift.intervals`). ``confirmable``: so many samples can show that the bound is met.
     """
 
     metric: str

@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from bf16kit.messages.errors import Bf16kitError, RuntimeFailure
 from bf16kit.messages.wording import brief
-from service.drift.contract import LONGEST_STAY_S, DriftVerdict, FallbackPolicy
-from service.request import Precision
+from bf16kit.service.drift.contract import LONGEST_STAY_S, DriftVerdict, FallbackPolicy
+from bf16kit.service.request import Precision
 
 _log = logging.getLogger(__name__)
 MARGIN = 0.1  # of the budget: a model whose drift is nearer to it would come and go
@@ -38,9 +38,9 @@ _CAUSE_TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class PrecisionOrder:
-    """The precision that is to answer for the version loaded by ``plan`` (a :attr:`service.models.plan.Plan.digest`).
+    """The precision that is to answer for the version loaded by ``plan``, and the ``reason``.
 
-    ``reason`` says why. The order does not apply to a version that was loaded by another plan.
+    ``plan`` is a :attr:`bf16kit.service.models.plan.Plan.digest`; a version loaded by another plan ignores the order.
     """
 
     model: str
@@ -150,7 +150,7 @@ class Fallback:
 def describe(verdict: DriftVerdict) -> str:
     """Describe a breach: which bound is over, by how much, and the kind of fault it looks like."""
     if not verdict.metric:
-        return "the golden samples can no longer be run"  # see service.drift.gate.breach_verdict
+        return "the golden samples can no longer be run"  # see bf16kit.service.drift.gate.breach_verdict
     text = (
         f"{verdict.metric} of output {verdict.output!r} is {verdict.ratio:.3g} times its budget"
         f" (95 %: {verdict.low:.3g} to {verdict.high:.3g}, {verdict.effective_samples:.0f} effective samples)"

@@ -13,8 +13,8 @@ from bf16kit.drift.metrics import Breach, Budget, DriftSummary, compare
 from bf16kit.drift.slices import Scales
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.numerics.tensors import TensorSpec
-from service.contract import Array
-from service.drift.contract import DriftVerdict
+from bf16kit.service.contract import Array
+from bf16kit.service.drift.contract import DriftVerdict
 
 #: ``error``: the samples could not be run.
 Outcome = Literal["passed", "failed", "error"]

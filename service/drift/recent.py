@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from bf16kit.drift.metrics import DISTRIBUTIONS, OutputDrift, SampleDrift, compare
 from bf16kit.drift.slices import Scales, SliceError, SliceSums, Variation, limits_of, worst_slices
 from bf16kit.numerics.tensors import TensorSpec
-from service.contract import Array
-from service.drift.intervals import Values, effective_size
+from bf16kit.service.contract import Array
+from bf16kit.service.drift.intervals import Values, effective_size
 
 HALF_LIFE = 400  # measured requests
 REQUESTS = 2048  # an older request would weigh less than a thirtieth

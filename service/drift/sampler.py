@@ -24,9 +24,9 @@ import numpy as np
 
 from bf16kit.messages.errors import Bf16kitError
 from bf16kit.messages.wording import brief
-from service.contract import Array
-from service.drift.contract import ShadowPolicy
-from service.request import Reply, Request
+from bf16kit.service.contract import Array
+from bf16kit.service.drift.contract import ShadowPolicy
+from bf16kit.service.request import Reply, Request
 
 _log = logging.getLogger(__name__)
 _CHANCE = random.Random()  # noqa: S311 -- nothing secret
@@ -51,8 +51,9 @@ class Sample:
     """The rows to measure of a chosen request: copies of the inputs as they ran and of the outputs that were answered.
 
     ``probability``, in (0, 1], is each row's sampling probability; a row counts 1 ÷ ``probability`` times.
-    ``precision`` is that of the outputs, as in :class:`~service.request.Reply`. ``profile`` is the profile of the
-    artifact that computed them, for which conversion measured the drift; "" if unknown. ``client`` is the request's.
+    ``precision`` is that of the outputs, as in :class:`~bf16kit.service.request.Reply`. ``profile`` is the profile of
+    the artifact that computed them, for which conversion measured the drift; "" if unknown. ``client`` is the
+    request's.
     """
 
     feeds: dict[str, Array]

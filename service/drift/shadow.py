@@ -15,12 +15,12 @@ from typing import NamedTuple, Protocol
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
 from bf16kit.messages.wording import brief
-from service.contract import Array
-from service.drift.breachevidence import EvidenceRecorder
-from service.drift.comparison import Comparison
-from service.drift.contract import DriftVerdict
-from service.drift.sampler import MAX_BYTES, QUEUE_SIZE, OnOutcome, Outcome, Sample, lower_priority
-from service.telemetry.modelmetrics import ModelMetrics
+from bf16kit.service.contract import Array
+from bf16kit.service.drift.breachevidence import EvidenceRecorder
+from bf16kit.service.drift.comparison import Comparison
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.drift.sampler import MAX_BYTES, QUEUE_SIZE, OnOutcome, Outcome, Sample, lower_priority
+from bf16kit.service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 LONGEST_RUN_S = 60.0  # of one reference run: a longer one delays other samples too much to be worth it

@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any
 
 from bf16kit.messages.errors import Forbidden, Overloaded, RequestError, Unauthenticated, Unavailable
-from service.config.tokens import Scope, TokenFile
-from service.grpc.arrival import find_arrival
-from service.grpc.status import Status, status_of
-from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, CallTimeouts
+from bf16kit.service.config.tokens import Scope, TokenFile
+from bf16kit.service.grpc.arrival import find_arrival
+from bf16kit.service.grpc.status import Status, status_of
+from bf16kit.service.grpc.timeouts import SECONDS_UNDER_PRESSURE, CallTimeouts
 
 # What gRPC gets for a call that it has submitted: it only counts calls in flight with it, if their number is bounded.
 _DONE: Future[Any] = Future()

@@ -31,7 +31,8 @@ except (ImportError, AttributeError):  # pragma: no cover -- another grpcio
     _STATE = None
 
 _log = logging.getLogger(__name__)
-# Of grpcio 1.x; see pyproject.toml. 1.80 and 1.81 do not apply the limit of undelivered calls (service.grpc.transport).
+# Of grpcio 1.x; see pyproject.toml. 1.80 and 1.81 do not apply the limit of undelivered calls
+# (bf16kit.service.grpc.transport).
 VERSIONS = range(82, 86)
 _MAJOR, _MINOR = (int(part) for part in grpc.__version__.split(".")[:2])
 SUPPORTED = _STATE is not None and _MAJOR == 1 and _MINOR in VERSIONS

@@ -1,7 +1,7 @@
 """One call, from its headers until gRPC has nothing left to do for it.
 
-Each class is what gRPC calls a behavior. The call's :class:`~service.grpc.admission.RpcPool` calls :meth:`~Call.admit`
-and :meth:`~Call.start` when its headers have arrived.
+Each class is what gRPC calls a behavior. The call's :class:`~bf16kit.service.grpc.admission.RpcPool` calls
+:meth:`~Call.admit` and :meth:`~Call.start` when its headers have arrived.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import grpc
 
 from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
-from service.grpc.admission import MessageBytes, Permit, RequiredScope, RpcPool
-from service.grpc.arrival import Arrival
-from service.grpc.status import Status
-from service.grpc.timeouts import CallTimeouts
-from service.request import Cancellation
-from service.wire.limits import MessageReader
+from bf16kit.service.grpc.admission import MessageBytes, Permit, RequiredScope, RpcPool
+from bf16kit.service.grpc.arrival import Arrival
+from bf16kit.service.grpc.status import Status
+from bf16kit.service.grpc.timeouts import CallTimeouts
+from bf16kit.service.request import Cancellation
+from bf16kit.service.wire.limits import MessageReader
 
 Metadata = Sequence[tuple[str, str | bytes]] | None
 _NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
@@ -33,8 +33,8 @@ class Rpc:
     * ``handler`` of a :class:`UnaryCall` takes the request and the call, and returns the response or a :class:`Status`.
     * ``handler`` of an :class:`InferenceCall` takes the request, the call and a function that takes such a result, and
       calls that function once, on any thread.
-    * ``handler`` of a :class:`~service.grpc.stream.StreamCall` takes an iterator of
-      :class:`~service.grpc.stream.StreamRequest` and the call. It yields such a result for each, in order.
+    * ``handler`` of a :class:`~bf16kit.service.grpc.stream.StreamCall` takes an iterator of
+      :class:`~bf16kit.service.grpc.stream.StreamRequest` and the call. It yields such a result for each, in order.
     * ``handler`` of a :class:`WatchCall` takes the request, the call and a function that sends a response (None ends
       the stream). It returns at once.
     * ``may_read_at_once``: whether a request with these bytes is decoded too quickly to be handed to another thread.

@@ -14,11 +14,11 @@ from typing import NoReturn, TypeVar
 from bf16kit.messages.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unsupported
 from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Registry
-from service.grpc.admission import RequiredScope
-from service.grpc.inference import CallContext
-from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Setting, Settings
-from service.wire import metadata
+from bf16kit.service.contract import Registry
+from bf16kit.service.grpc.admission import RequiredScope
+from bf16kit.service.grpc.inference import CallContext
+from bf16kit.service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Setting, Settings
+from bf16kit.service.wire import metadata
 
 # Begins like Triton's message.
 _NOT_EXPLICIT = "explicit model load / unload is not allowed; start with --model-control explicit"

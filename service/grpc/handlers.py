@@ -14,14 +14,14 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.config.tokens import Scope, TokenFile
-from service.grpc.admission import RequiredScope, RpcPool
-from service.grpc.call import Call, InferenceCall, Metadata, Rpc, UnaryCall, WatchCall
-from service.grpc.control import CHANGES, ControlServicer, is_managing
-from service.grpc.health import HealthServicer
-from service.grpc.inference import InferenceServicer
-from service.grpc.stream import StreamCall, StreamRequest
-from service.wire.limits import MessageReader
+from bf16kit.service.config.tokens import Scope, TokenFile
+from bf16kit.service.grpc.admission import RequiredScope, RpcPool
+from bf16kit.service.grpc.call import Call, InferenceCall, Metadata, Rpc, UnaryCall, WatchCall
+from bf16kit.service.grpc.control import CHANGES, ControlServicer, is_managing
+from bf16kit.service.grpc.health import HealthServicer
+from bf16kit.service.grpc.inference import InferenceServicer
+from bf16kit.service.grpc.stream import StreamCall, StreamRequest
+from bf16kit.service.wire.limits import MessageReader
 
 #: The name on the wire; the stubs' own package (``bf16kit.inference``) never leaves the process.
 SERVICE = "inference.GRPCInferenceService"

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2
 
 from bf16kit.messages.errors import NotFound
 from bf16kit.messages.wording import quoted
-from service.contract import Registry
-from service.grpc.inference import CallContext
+from bf16kit.service.contract import Registry
+from bf16kit.service.grpc.inference import CallContext
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -16,13 +16,13 @@ import grpc
 
 from bf16kit.messages.errors import Cancelled, Overloaded, RequestError, Unavailable
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Model, Registry, Slot
-from service.grpc.admission import Shares
-from service.grpc.status import Status, status_of
-from service.grpc.stream import OrderedResponses, StreamRequest
-from service.request import REFUSALS, Cancellation, Observation, Reply, Request, Tracer
-from service.wire.codec import InferenceCodec, OutputOptions, SharedMemory
-from service.wire.parameters import check_request, wants_final_mark
+from bf16kit.service.contract import Model, Registry, Slot
+from bf16kit.service.grpc.admission import Shares
+from bf16kit.service.grpc.status import Status, status_of
+from bf16kit.service.grpc.stream import OrderedResponses, StreamRequest
+from bf16kit.service.request import REFUSALS, Cancellation, Observation, Reply, Request, Tracer
+from bf16kit.service.wire.codec import InferenceCodec, OutputOptions, SharedMemory
+from bf16kit.service.wire.parameters import check_request, wants_final_mark
 
 _log = logging.getLogger(__name__)
 Respond: TypeAlias = "Callable[[pb.ModelInferResponse | Status], None]"

@@ -52,7 +52,7 @@ class Status:
 def status_of(error: Exception, request_fields: Mapping[str, object] | None = None) -> Status:
     """Return the status for ``error``. One that is not in :data:`CODES` is logged here, and the client gets its id.
 
-    ``request_fields`` are added to the log: facts with the keys of :data:`service.config.logs.FIELDS`.
+    ``request_fields`` are added to the log: facts with the keys of :data:`bf16kit.service.config.logs.FIELDS`.
     """
     if type(error) in CODES:
         details = str(error)  # it may contain a client's very long name

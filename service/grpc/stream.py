@@ -12,9 +12,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
 
-from service.grpc.admission import MessageBytes, Permit
-from service.grpc.call import Call, Metadata, Rpc
-from service.grpc.status import Status
+from bf16kit.service.grpc.admission import MessageBytes, Permit
+from bf16kit.service.grpc.call import Call, Metadata, Rpc
+from bf16kit.service.grpc.status import Status
 
 # Limit on the bytes of a stream's requests and responses, above which reading pauses until a response is read.
 _READ_AHEAD_BYTES = 8 << 20
@@ -25,7 +25,7 @@ A = TypeVar("A")
 class StreamRequest(NamedTuple):
     """One message of a stream, and when it arrived (:func:`time.monotonic` seconds).
 
-    ``reserve_more`` counts bytes for it, like :meth:`service.grpc.call.Call.reserve_more`.
+    ``reserve_more`` counts bytes for it, like :meth:`bf16kit.service.grpc.call.Call.reserve_more`.
     """
 
     message: Any

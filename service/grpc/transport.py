@@ -14,21 +14,21 @@ from typing import Any
 import grpc
 
 from bf16kit.messages.errors import ConfigError
-from service.config import ports
-from service.config.certificates import CertificateFiles, Certificates
-from service.config.loops import PeriodicThread
-from service.config.tokens import TokenFile
-from service.contract import Registry
-from service.grpc import arrival
-from service.grpc.admission import ByteBudget, RequiredScope, RpcPool
-from service.grpc.control import ControlServicer
-from service.grpc.handlers import SERVICE, HandlerInterceptor, open_by_path
-from service.grpc.health import HealthServicer
-from service.grpc.inference import InferenceServicer
-from service.grpc.timeouts import SECONDS_UNDER_PRESSURE, TICK_SECONDS, CallTimeouts
-from service.operations import Operations
-from service.request import Tracer
-from service.wire.codec import SharedMemory
+from bf16kit.service.config import ports
+from bf16kit.service.config.certificates import CertificateFiles, Certificates
+from bf16kit.service.config.loops import PeriodicThread
+from bf16kit.service.config.tokens import TokenFile
+from bf16kit.service.contract import Registry
+from bf16kit.service.grpc import arrival
+from bf16kit.service.grpc.admission import ByteBudget, RequiredScope, RpcPool
+from bf16kit.service.grpc.control import ControlServicer
+from bf16kit.service.grpc.handlers import SERVICE, HandlerInterceptor, open_by_path
+from bf16kit.service.grpc.health import HealthServicer
+from bf16kit.service.grpc.inference import InferenceServicer
+from bf16kit.service.grpc.timeouts import SECONDS_UNDER_PRESSURE, TICK_SECONDS, CallTimeouts
+from bf16kit.service.operations import Operations
+from bf16kit.service.request import Tracer
+from bf16kit.service.wire.codec import SharedMemory
 
 _log = logging.getLogger(__name__)
 _REFLECTION_STREAMS = 16  # each stays open as long as its client goes on asking
@@ -81,7 +81,7 @@ class TransportOptions:
 class Transport:
     """The gRPC server. :meth:`start` binds and serves. :meth:`stop` drains and may be called more than once.
 
-    ``count_refusal`` is called with one of :data:`~service.request.REFUSALS` for each rejection other than a
+    ``count_refusal`` is called with one of :data:`~bf16kit.service.request.REFUSALS` for each rejection other than a
     model's own. ``tokens``: None, and everybody may call everything.
     """
 
@@ -221,7 +221,7 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         # gRPC's default is on: a second server on the same port would silently receive half of the calls
         "grpc.so_reuseport": int(options.share_port),
         "grpc.max_receive_message_length": options.max_message_bytes,
-        "grpc.per_message_decompression": 0,  # see service.wire.limits
+        "grpc.per_message_decompression": 0,  # see bf16kit.service.wire.limits
         "grpc.max_send_message_length": -1,  # outputs are as large as the model makes them
         "grpc.max_concurrent_streams": max(options.max_connection_calls, options.max_in_flight // 4),
         # Off: it counts ended calls that Python has yet to release, so it refuses calls of clients within the limit.

@@ -1,4 +1,4 @@
-"""The HTTP port's connections. :mod:`service.http.pageapp` answers their requests.
+"""The HTTP port's connections. :mod:`bf16kit.service.http.pageapp` answers their requests.
 
 uvicorn reads and writes HTTP on one thread with an event loop of its own, so hundreds of silent connections cost no
 threads. Its own server has no time limit for a request's headers or a TLS handshake, no limit of connections that still
@@ -23,10 +23,10 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from service.config import ports
-from service.config.certificates import CertificateFiles
-from service.http.pageapp import CHUNK, PageApp
-from service.http.pages import CONTENT_POLICY, Access, Routes
+from bf16kit.service.config import ports
+from bf16kit.service.config.certificates import CertificateFiles
+from bf16kit.service.http.pageapp import CHUNK, PageApp
+from bf16kit.service.http.pages import CONTENT_POLICY, Access, Routes
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections held by the system until they are accepted

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from service.http.pages import Access, Refused, Route, Routes
+from bf16kit.service.http.pages import Access, Refused, Route, Routes
 
 _log = logging.getLogger(__name__)
 CHUNK = 16 << 10  # bytes of a response sent at once: as much as a slow reader makes the server hold

@@ -22,9 +22,9 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 import bf16kit
 from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError
 from bf16kit.messages.wording import quoted
-from service.config.serverconfig import LOOPBACK
-from service.config.tokens import Scope, TokenFile
-from service.contract import Overview, SlotView
+from bf16kit.service.config.serverconfig import LOOPBACK
+from bf16kit.service.config.tokens import Scope, TokenFile
+from bf16kit.service.contract import Overview, SlotView
 
 _log = logging.getLogger(__name__)
 #: Returns the evidence file of a model's name and version. Raises RequestError.

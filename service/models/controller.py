@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from bf16kit.messages.errors import ConfigError, NotFound
-from service.contract import SlotView
-from service.models.modelconfig import with_config
-from service.models.plan import DesiredModel, Directory
-from service.models.rollouts import ApplyAll, Rollouts, has_failed
-from service.operations import IndexEntry
+from bf16kit.service.contract import SlotView
+from bf16kit.service.models.modelconfig import with_config
+from bf16kit.service.models.plan import DesiredModel, Directory
+from bf16kit.service.models.rollouts import ApplyAll, Rollouts, has_failed
+from bf16kit.service.operations import IndexEntry
 
 _log = logging.getLogger(__name__)
 Mode: TypeAlias = Literal["none", "poll", "explicit"]
@@ -32,9 +32,9 @@ LISTED_S = 1.0  # how long a listing of the repository answers requests for the 
 class Controller:
     """Decides what is wanted, and passes it to ``apply`` (one model) and ``apply_all`` (the models of the start).
 
-    See :class:`service.leader.ServedModels`. ``start_up`` names the models that ``explicit`` loads at start. ``slots``
-    returns the server's slots, and ``clock`` seconds. :meth:`load` and :meth:`unload`: see
-    :class:`service.operations.ModelControl`.
+    See :class:`bf16kit.service.leader.ServedModels`. ``start_up`` names the models that ``explicit`` loads at start.
+    ``slots`` returns the server's slots, and ``clock`` seconds. :meth:`load` and :meth:`unload`: see
+    :class:`bf16kit.service.operations.ModelControl`.
     """
 
     def __init__(

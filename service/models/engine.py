@@ -14,8 +14,8 @@ from typing import TypeVar
 from bf16kit.messages.errors import Bf16kitError, Unavailable
 from bf16kit.messages.wording import brief
 from bf16kit.runtime import Runtime
-from service.contract import ActivePrecision, Array
-from service.request import Precision
+from bf16kit.service.contract import ActivePrecision, Array
+from bf16kit.service.request import Precision
 
 _log = logging.getLogger(__name__)
 _Leased = TypeVar("_Leased")

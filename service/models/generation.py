@@ -9,18 +9,18 @@ from concurrent.futures import Future
 
 from bf16kit.messages.errors import InputRefused, RuntimeFailure, Unsupported
 from bf16kit.runtime import Runtime, RuntimeInfo
-from service.batching.batcher import Batcher
-from service.batching.queue import BatchPolicy
-from service.contract import ActivePrecision, Array, Bounds, StatisticsSnapshot, TensorSemantics
-from service.drift.gate import ProcessRank
-from service.drift.sampler import SampleForwarder, SampleSender
-from service.models.engine import Engine, Leases
-from service.models.goldengate import GoldenGate, OnVerdict
-from service.models.loading import LoadedModel
-from service.models.opened import baseline
-from service.models.serving import Serving
-from service.request import Done, Observation, Precision, Reply, Request, Timings
-from service.telemetry.modelmetrics import ModelMetrics
+from bf16kit.service.batching.batcher import Batcher
+from bf16kit.service.batching.queue import BatchPolicy
+from bf16kit.service.contract import ActivePrecision, Array, Bounds, StatisticsSnapshot, TensorSemantics
+from bf16kit.service.drift.gate import ProcessRank
+from bf16kit.service.drift.sampler import SampleForwarder, SampleSender
+from bf16kit.service.models.engine import Engine, Leases
+from bf16kit.service.models.goldengate import GoldenGate, OnVerdict
+from bf16kit.service.models.loading import LoadedModel
+from bf16kit.service.models.opened import baseline
+from bf16kit.service.models.serving import Serving
+from bf16kit.service.request import Done, Observation, Precision, Reply, Request, Timings
+from bf16kit.service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 _LEAST_CLOSE_S = 0.2  # the least time for idle threads to end, even after the deadline
@@ -31,7 +31,7 @@ def _no_reference() -> Runtime:
 
 
 class Generation:
-    """See :class:`service.contract.Model`. It answers until :meth:`close`. ``metrics`` are its own."""
+    """See :class:`bf16kit.service.contract.Model`. It answers until :meth:`close`. ``metrics`` are its own."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Generation:
         return self._engine.active_precision
 
     def switch_precision(self, precision: Precision, reason: str) -> Future[None]:
-        """See :meth:`service.models.engine.Engine.order`."""
+        """See :meth:`bf16kit.service.models.engine.Engine.order`."""
         return self._engine.order(precision, reason)
 
     def observe(self, seen: Observation) -> None:

@@ -19,11 +19,11 @@ from bf16kit.messages.errors import ArtifactError, Bf16kitError, BudgetExceeded,
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import check_feeds
 from bf16kit.runtime import Runtime
-from service.contract import GATE_FAILED, Array
-from service.drift.contract import DriftVerdict
-from service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict, judge, run_in_parts
-from service.models.opened import OpenedArtifact
-from service.telemetry.modelmetrics import ModelMetrics
+from bf16kit.service.contract import GATE_FAILED, Array
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.drift.gate import Outcome, ProcessRank, Timetable, breach_verdict, judge, run_in_parts
+from bf16kit.service.models.opened import OpenedArtifact
+from bf16kit.service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 #: Golden samples in one run, of up to 64 that there are: attention over long sequences takes gigabytes for so many.

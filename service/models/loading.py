@@ -25,10 +25,10 @@ from bf16kit.numerics.tensors import BY_NAME, TensorSpec, describe
 from bf16kit.runtime import Runtime, RuntimeInfo, available_cpus
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
 from bf16kit.runtime.ort import kernel
-from service.contract import Array
-from service.models.goldengate import check_golden, golden_of
-from service.models.opened import OpenedArtifact, drift_at_conversion, open_artifact
-from service.models.serving import Serving
+from bf16kit.service.contract import Array
+from bf16kit.service.models.goldengate import check_golden, golden_of
+from bf16kit.service.models.opened import OpenedArtifact, drift_at_conversion, open_artifact
+from bf16kit.service.models.serving import Serving
 
 _log = logging.getLogger(__name__)
 #: A step of a load, such as opening a session, is given up after this time. Others load meanwhile, so it is generous:

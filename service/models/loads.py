@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from bf16kit.messages.errors import Unavailable
-from service.models.loading import LoadedModel, OnStep
+from bf16kit.service.models.loading import LoadedModel, OnStep
 
 _log = logging.getLogger(__name__)
 SLOW_SECONDS = 30.0  # after which the log names the step that a load is at

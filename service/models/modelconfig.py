@@ -18,9 +18,9 @@ from bf16kit.artifact.manifest import SpecEntry
 from bf16kit.messages.errors import ArtifactError, ConfigError, InvalidRequest
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import BY_NAME
-from service.config.serverconfig import explain
-from service.models.plan import DesiredModel, Plan, with_serving
-from service.models.serving import Serving
+from bf16kit.service.config.serverconfig import explain
+from bf16kit.service.models.plan import DesiredModel, Plan, with_serving
+from bf16kit.service.models.serving import Serving
 
 _SUBJECT = "load parameter 'config'"
 _REMEDY = "a load can change version_policy and max_batch_size; set everything else in serving.yaml"

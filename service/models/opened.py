@@ -14,11 +14,11 @@ from bf16kit.drift.verdicts import golden_budget
 from bf16kit.messages.errors import ArtifactError, ConfigError, UsageError
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.service.drift.comparison import Comparison, all_finite
+from bf16kit.service.drift.detector import Calibration
+from bf16kit.service.models.serving import DEFAULT_MAX_BATCH_SIZE, Serving
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import RESERVE
-from service.drift.comparison import Comparison, all_finite
-from service.drift.detector import Calibration
-from service.models.serving import DEFAULT_MAX_BATCH_SIZE, Serving
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from bf16kit.artifact.manifest import MANIFEST
 from bf16kit.messages.errors import ConfigError, NotFound
 from bf16kit.messages.wording import os_error_text, quoted
-from service.models.serving import Serving, load_serving
+from bf16kit.service.models.serving import Serving, load_serving
 
 # Names become metric labels, health services and log lines.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")

@@ -19,18 +19,18 @@ from typing import TypeAlias, TypedDict, Unpack
 from bf16kit.messages.errors import Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, WeightStore
-from service.config import resources
-from service.drift.gate import ProcessRank
-from service.drift.sampler import SampleSender
-from service.models import loading, loads
-from service.models.engine import complete
-from service.models.generation import Generation
-from service.models.goldengate import OnVerdict
-from service.models.loads import STOPPING, Loads
-from service.models.plan import DesiredModel, Plan
-from service.models.slot import Slot, Slots, SlotTable
-from service.telemetry.metrics import Metrics
-from service.telemetry.modelmetrics import ModelMetrics
+from bf16kit.service.config import resources
+from bf16kit.service.drift.gate import ProcessRank
+from bf16kit.service.drift.sampler import SampleSender
+from bf16kit.service.models import loading, loads
+from bf16kit.service.models.engine import complete
+from bf16kit.service.models.generation import Generation
+from bf16kit.service.models.goldengate import OnVerdict
+from bf16kit.service.models.loads import STOPPING, Loads
+from bf16kit.service.models.plan import DesiredModel, Plan
+from bf16kit.service.models.slot import Slot, Slots, SlotTable
+from bf16kit.service.telemetry.metrics import Metrics
+from bf16kit.service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 _NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's log says why"

@@ -10,18 +10,18 @@ from typing import Unpack
 
 from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.messages.wording import quoted, without_long_words
-from service.config.loops import PeriodicThread
-from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
-from service.drift.sampler import lower_priority
-from service.models.controller import Controller
-from service.models.generation import Generation
-from service.models.loads import STOPPING
-from service.models.plan import LONGEST_VERSION, DesiredModel
-from service.models.reconciler import Options, Reconciler
-from service.models.slot import Slot, Slots
-from service.operations import IndexEntry, RegistryModels
-from service.request import Precision
-from service.telemetry.metrics import Metrics
+from bf16kit.service.config.loops import PeriodicThread
+from bf16kit.service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
+from bf16kit.service.drift.sampler import lower_priority
+from bf16kit.service.models.controller import Controller
+from bf16kit.service.models.generation import Generation
+from bf16kit.service.models.loads import STOPPING
+from bf16kit.service.models.plan import LONGEST_VERSION, DesiredModel
+from bf16kit.service.models.reconciler import Options, Reconciler
+from bf16kit.service.models.slot import Slot, Slots
+from bf16kit.service.operations import IndexEntry, RegistryModels
+from bf16kit.service.request import Precision
+from bf16kit.service.telemetry.metrics import Metrics
 
 _PREFERENCE = {"ready": 2, "loading": 1, "unavailable": 0}
 _CHECK_SECONDS = 1.0  # how often the schedule of golden gates is checked
@@ -29,11 +29,11 @@ _NO_VERSION = 0  # a version that does not exist: versions begin at 1
 
 
 class Repository:
-    """The models of one process: see :class:`service.contract.Registry`.
+    """The models of one process: see :class:`bf16kit.service.contract.Registry`.
 
     Say with :meth:`apply` and :meth:`apply_all`, before or after :meth:`start`, which models to serve. To end, call
-    :meth:`drain`, then :meth:`close`. It is also the :class:`service.drift.fallbackcontroller.ServingProcesses` of a
-    server with this one process.
+    :meth:`drain`, then :meth:`close`. It is also the :class:`bf16kit.service.drift.fallbackcontroller.ServingProcesses`
+    of a server with this one process.
     """
 
     def __init__(self, metrics: Metrics, **options: Unpack[Options]) -> None:
@@ -80,7 +80,7 @@ class Repository:
     # --- the precision that answers -----------------------------------------------------------------------------------
 
     def active_plan(self, model: str, version: int) -> ActivePlan | None:
-        """See :meth:`service.drift.fallbackcontroller.ServingProcesses.active_plan`."""
+        """See :meth:`bf16kit.service.drift.fallbackcontroller.ServingProcesses.active_plan`."""
         slot = self._slots.get(model, {}).get(version)
         loaded = None if slot is None else slot.loaded
         if loaded is None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
-from service.contract import SlotView
-from service.models.loads import GIVEN_UP
-from service.models.plan import DesiredModel, FailedVersion, Plan
-from service.models.serving import Serving
+from bf16kit.service.contract import SlotView
+from bf16kit.service.models.loads import GIVEN_UP
+from bf16kit.service.models.plan import DesiredModel, FailedVersion, Plan
+from bf16kit.service.models.serving import Serving
 
 _log = logging.getLogger(__name__)
 ApplyAll: TypeAlias = Callable[[Iterable[DesiredModel]], Mapping[str, Future[None]]]

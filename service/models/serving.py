@@ -13,9 +13,9 @@ from bf16kit.artifact.entries import plain_name
 from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import quoted
-from service.config.serverconfig import explain, parse_mapping
-from service.contract import QueueBounds, Scheduling
-from service.drift.contract import REMOVED_KEYS, FallbackPolicy, ShadowPolicy
+from bf16kit.service.config.serverconfig import explain, parse_mapping
+from bf16kit.service.contract import QueueBounds, Scheduling
+from bf16kit.service.drift.contract import REMOVED_KEYS, FallbackPolicy, ShadowPolicy
 
 FILE_NAME = "serving.yaml"
 DEFAULT_MAX_BATCH_SIZE = 32

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 
 from bf16kit.messages.errors import Unavailable
 from bf16kit.messages.wording import brief
-from service.contract import State, describe
-from service.drift.fallbackcontroller import PrecisionOrder
-from service.models.generation import Generation
-from service.models.plan import DesiredModel, Plan
-from service.request import Observation
-from service.telemetry.metrics import Metrics
-from service.telemetry.modelmetrics import ModelMetrics
+from bf16kit.service.contract import State, describe
+from bf16kit.service.drift.fallbackcontroller import PrecisionOrder
+from bf16kit.service.models.generation import Generation
+from bf16kit.service.models.plan import DesiredModel, Plan
+from bf16kit.service.request import Observation
+from bf16kit.service.telemetry.metrics import Metrics
+from bf16kit.service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 LONGEST_REASON = 1000  # characters
@@ -34,7 +34,7 @@ class _Status:
 
 
 class Slot:
-    """See :class:`service.contract.Slot`. One thread of the reconciler at a time changes it; any thread may read it."""
+    """See :class:`bf16kit.service.contract.Slot`. One thread of the reconciler at a time changes it; all may read."""
 
     def __init__(self, name: str, version: int, series: ModelMetrics, *, awaited: bool = True) -> None:
         self.name, self.version = name, version
@@ -59,7 +59,7 @@ class Slot:
 
     @property
     def running(self) -> dict[str, Any] | None:
-        """See :attr:`service.contract.SlotView.running`."""
+        """See :attr:`bf16kit.service.contract.SlotView.running`."""
         return None if (model := self.model) is None else describe(model)
 
     @property
@@ -69,7 +69,7 @@ class Slot:
         return None if status.model is None or status.plan is None else (status.model, status.plan)
 
     def observe(self, seen: Observation) -> None:
-        """See :meth:`service.contract.Slot.observe`."""
+        """See :meth:`bf16kit.service.contract.Slot.observe`."""
         self.series.request(seen)
 
     def serves(self, plan: Plan) -> bool:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from bf16kit.service.peers.channel import Channel
+from bf16kit.service.peers.peer import Handler, Peer
 from bf16kit.system import controlgroup
 from bf16kit.system.exit_with_parent import exit_with_parent
-from service.peers.channel import Channel
-from service.peers.peer import Handler, Peer
 
 _log = logging.getLogger(__name__)
 #: Seconds per thread, by thread id. The counts of different moments can be compared with :func:`grown`.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bf16kit.messages.errors import Bf16kitError, ConfigError, RequestError, RuntimeFailure, Unavailable
-from service.peers.channel import Body, Channel, close_all
+from bf16kit.service.peers.channel import Body, Channel, close_all
 
 _log = logging.getLogger(__name__)
 # Bytes of messages not sent yet; a process that leaves more of them unread counts as dead. Each message counts at least

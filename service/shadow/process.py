@@ -15,17 +15,17 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 
 from bf16kit.messages.errors import NotFound, Unavailable
-from service.config.serverconfig import ServerConfig
-from service.drift.contract import DriftVerdict
-from service.models.plan import DesiredModel, Plan
-from service.peers.channel import Body, from_json
-from service.peers.child import Child
-from service.peers.peer import ENDED, Handler, Message, Peer
-from service.shadow.samples import InFlight, Key, key_of, rejected
-from service.telemetry.values import Values, from_message, to_message
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.models.plan import DesiredModel, Plan
+from bf16kit.service.peers.channel import Body, from_json
+from bf16kit.service.peers.child import Child
+from bf16kit.service.peers.peer import ENDED, Handler, Message, Peer
+from bf16kit.service.shadow.samples import InFlight, Key, key_of, rejected
+from bf16kit.service.telemetry.values import Values, from_message, to_message
 
 _log = logging.getLogger(__name__)
-REFERENCES = "service.shadow.references"
+REFERENCES = "bf16kit.service.shadow.references"
 NAME = "the shadow"
 # Longest time without an answer. A measuring thread may hold Python's lock without a turn on a processor for a while;
 # nobody waits for the process meanwhile.

@@ -18,10 +18,10 @@ from bf16kit.messages.errors import Bf16kitError, ConfigError, RuntimeFailure, U
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.memory.filestore import FileWeightStore
 from bf16kit.runtime.memory.weightstore import WeightStore
+from bf16kit.service.config.resources import request_bytes
+from bf16kit.service.contract import Array
 from bf16kit.system import controlgroup
 from bf16kit.system.controlgroup import release_free_memory
-from service.config.resources import request_bytes
-from service.contract import Array
 
 _log = logging.getLogger(__name__)
 # Weights that cannot be read in place are copied. The memory of a run depends on the model. The allowance is generous:
@@ -84,7 +84,7 @@ class ReferenceMemory:
 
 
 class BoundedReference:
-    """A :class:`service.drift.shadow.Reference`: a runtime that is freed once a run of it finds no memory.
+    """A :class:`bf16kit.service.drift.shadow.Reference`: a runtime that is freed once a run of it finds no memory.
 
     Between two runs, its weights take no memory of the process: at the defaults it runs for milliseconds in a second.
     """
@@ -101,7 +101,7 @@ class BoundedReference:
         return self._runtime is not None
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
-        """See :meth:`service.drift.shadow.Reference.run`."""
+        """See :meth:`bf16kit.service.drift.shadow.Reference.run`."""
         if self._runtime is None:
             raise Unavailable("the fp32 reference was unloaded")
         try:

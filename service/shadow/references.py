@@ -15,24 +15,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from bf16kit.messages.errors import ArtifactError, NotFound
-from service.config.logs import configure
-from service.config.loops import PeriodicThread
-from service.config.resources import HeapTrimmer, bound_heap
-from service.drift.breachevidence import EvidenceRecorder
-from service.drift.contract import DriftVerdict
-from service.drift.sampler import Outcome, TokenBucket
-from service.drift.shadow import Measuring, Shadow
-from service.models.opened import new_comparison, open_artifact
-from service.models.plan import DesiredModel, Plan, stamp_of
-from service.peers.channel import Body, Channel, to_json
-from service.peers.child import socket_to_parent
-from service.peers.peer import Message, Peer
-from service.shadow.process import label_of, no_evidence
-from service.shadow.referencememory import ReferenceMemory, fp32_bytes
-from service.shadow.samples import Key, unpack
-from service.telemetry.metrics import Metrics
-from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.values import to_message
+from bf16kit.service.config.logs import configure
+from bf16kit.service.config.loops import PeriodicThread
+from bf16kit.service.config.resources import HeapTrimmer, bound_heap
+from bf16kit.service.drift.breachevidence import EvidenceRecorder
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.drift.sampler import Outcome, TokenBucket
+from bf16kit.service.drift.shadow import Measuring, Shadow
+from bf16kit.service.models.opened import new_comparison, open_artifact
+from bf16kit.service.models.plan import DesiredModel, Plan, stamp_of
+from bf16kit.service.peers.channel import Body, Channel, to_json
+from bf16kit.service.peers.child import socket_to_parent
+from bf16kit.service.peers.peer import Message, Peer
+from bf16kit.service.shadow.process import label_of, no_evidence
+from bf16kit.service.shadow.referencememory import ReferenceMemory, fp32_bytes
+from bf16kit.service.shadow.samples import Key, unpack
+from bf16kit.service.telemetry.metrics import Metrics
+from bf16kit.service.telemetry.modelmetrics import ModelMetrics
+from bf16kit.service.telemetry.values import to_message
 
 _log = logging.getLogger(__name__)
 _VERDICT_SECONDS = 1.0  # between two verdicts of the same status
@@ -248,7 +248,7 @@ class Outcomes:
 
 
 def main() -> None:
-    """Entry point: ``python -m service.shadow.references DESCRIPTOR PARENT``."""
+    """Entry point: ``python -m bf16kit.service.shadow.references DESCRIPTOR PARENT``."""
     bound_heap()
     References(socket_to_parent()).run()
 

@@ -20,11 +20,11 @@ import numpy as np
 
 from bf16kit.messages.errors import Unavailable
 from bf16kit.numerics.tensors import BY_NAME, Array
-from service.drift.sampler import QUEUE_SIZE, OnOutcome, Outcome, Sample
-from service.models.plan import Plan
-from service.peers.channel import Body
-from service.peers.peer import Peer
-from service.wire.tensors import decode_raw, encode_raw
+from bf16kit.service.drift.sampler import QUEUE_SIZE, OnOutcome, Outcome, Sample
+from bf16kit.service.models.plan import Plan
+from bf16kit.service.peers.channel import Body
+from bf16kit.service.peers.peer import Peer
+from bf16kit.service.wire.tensors import decode_raw, encode_raw
 
 _log = logging.getLogger(__name__)
 GATHER_S = 0.05  # time that samples wait, to be sent together
@@ -38,7 +38,7 @@ Ask = Callable[[str, Mapping[str, object], list[int]], Future[Body]]
 
 
 class PlanSampleSender:
-    """A :class:`service.drift.sampler.SampleSender` for one model, loaded by ``plan``.
+    """A :class:`bf16kit.service.drift.sampler.SampleSender` for one model, loaded by ``plan``.
 
     ``ask`` sends a request to the leading process. ``on_finish`` is called when no more samples will come, with the
     model's name and the plan's digest. Samples are sent together a moment later, from a separate thread. The
@@ -60,7 +60,7 @@ class PlanSampleSender:
         self._thread = ThreadPoolExecutor(1, f"{name}-samples")
 
     def send(self, sample: Sample, on_outcome: OnOutcome) -> None:
-        """See :meth:`service.drift.sampler.SampleSender.send`."""
+        """See :meth:`bf16kit.service.drift.sampler.SampleSender.send`."""
         with self._lock:
             if not (ended := self._ended.is_set()):
                 self._waiting.append((sample, on_outcome))
@@ -76,7 +76,7 @@ class PlanSampleSender:
                 self._drop_waiting()
 
     def finish(self) -> None:
-        """See :meth:`service.drift.sampler.SampleSender.finish`."""
+        """See :meth:`bf16kit.service.drift.sampler.SampleSender.finish`."""
         with self._lock:
             self._ended.set()
         self._drop_waiting()

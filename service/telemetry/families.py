@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from service.request import PRECISIONS, REFUSALS
+from bf16kit.service.request import PRECISIONS, REFUSALS
 
 # 100 µs (a small MLP on the machine itself) to 10 s.
 SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -32,7 +32,7 @@ Outcome = Literal["measured", "dropped", "failed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 GateOutcome = Literal["passed", "failed", "error"]
 GATE_OUTCOMES: tuple[GateOutcome, ...] = get_args(GateOutcome)
-CAUSES = ("rounding", "broken", "out_of_range")  # causes of a breach: see service.drift.detector
+CAUSES = ("rounding", "broken", "out_of_range")  # causes of a breach: see bf16kit.service.drift.detector
 TraceOutcome = Literal["exported", "failed"]
 TRACE_OUTCOMES: tuple[TraceOutcome, ...] = get_args(TraceOutcome)
 POOLED = ("relative_l2", "cosine_distance")  # the metrics whose budget is on the mean, which replicas pool

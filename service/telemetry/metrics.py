@@ -1,8 +1,8 @@
 """The metrics of a server: when series appear and disappear, how processes are added up, how they are exposed.
 
-All metrics are in :mod:`service.telemetry.families`. The rest of the server reports events to
-:class:`~service.telemetry.modelmetrics.ModelMetrics`. A model's series appear with value 0 when it is loaded, start
-anew when another generation replaces it, and disappear when it is unloaded. Nothing that a client sends becomes a
+All metrics are in :mod:`bf16kit.service.telemetry.families`. The rest of the server reports events to
+:class:`~bf16kit.service.telemetry.modelmetrics.ModelMetrics`. A model's series appear with value 0 when it is loaded,
+start anew when another generation replaces it, and disappear when it is unloaded. Nothing that a client sends becomes a
 label. Series are made from the plain values when they are exposed, in prometheus_client's types, which only this file
 knows.
 """
@@ -24,12 +24,22 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as PrometheusExemplar
 from prometheus_client.utils import floatToGoString
 
-from service.contract import StatisticsSnapshot
-from service.peers.channel import Body
-from service.peers.peer import when_received
-from service.telemetry.families import METRICS, OF_SERVER, TraceOutcome
-from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.values import Exemplar, Histogram, Key, Value, Values, fell, from_message, merge, model_of
+from bf16kit.service.contract import StatisticsSnapshot
+from bf16kit.service.peers.channel import Body
+from bf16kit.service.peers.peer import when_received
+from bf16kit.service.telemetry.families import METRICS, OF_SERVER, TraceOutcome
+from bf16kit.service.telemetry.modelmetrics import ModelMetrics
+from bf16kit.service.telemetry.values import (
+    Exemplar,
+    Histogram,
+    Key,
+    Value,
+    Values,
+    fell,
+    from_message,
+    merge,
+    model_of,
+)
 
 # Wait for the processes' current counts; of those that are late, the last report counts.
 ANSWER_SECONDS = 2.0

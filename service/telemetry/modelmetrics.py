@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from service.contract import StatisticsSnapshot
-from service.request import Observation, Precision, Timings
-from service.telemetry.families import CAUSES, MOMENTS, OF_MODEL, POOLED, GateOutcome, Outcome, finite
-from service.telemetry.values import STATISTICS, Histogram, Key, ModelStatistics, Values
+from bf16kit.service.contract import StatisticsSnapshot
+from bf16kit.service.request import Observation, Precision, Timings
+from bf16kit.service.telemetry.families import CAUSES, MOMENTS, OF_MODEL, POOLED, GateOutcome, Outcome, finite
+from bf16kit.service.telemetry.values import STATISTICS, Histogram, Key, ModelStatistics, Values
 
 _QUEUE_DEPTH, _IN_FLIGHT = ("queue_depth",), ("requests_in_flight",)
 LARGEST_POOLED = 10.0  # the most that a row counts in pooled sums: the square of more leaves no digits for later rows
@@ -132,7 +132,7 @@ class ModelMetrics:
                 self._queue_seconds.observe(timings.queue, 1.0, observation.trace)
 
     def rejected(self, reason: str) -> None:
-        """Count a rejected request. ``reason`` is one of :data:`~service.telemetry.families.REJECTIONS`."""
+        """Count a rejected request. ``reason`` is one of :data:`~bf16kit.service.telemetry.families.REJECTIONS`."""
         self._add(1, "rejected_total", reason)
 
     def executed(self, requests: int, rows: int, timings: Timings, *, batching: bool = True) -> None:
@@ -211,7 +211,7 @@ class ModelMetrics:
     def judged(self, state: str, cause: str) -> None:
         """Set whether drift is ``over`` or ``within`` the budget, or neither is established, and its cause.
 
-        ``cause`` is one of :data:`~service.telemetry.families.CAUSES`, or "none".
+        ``cause`` is one of :data:`~bf16kit.service.telemetry.families.CAUSES`, or "none".
         """
         self._set("drift_over_budget", state == "over")
         self._set("drift_within_budget", state == "within")
@@ -261,12 +261,12 @@ class ModelMetrics:
 
 
 def moments(drifts: Sequence[float], weight: float) -> tuple[float, ...]:
-    """Return one request's summands of :data:`~service.telemetry.families.MOMENTS`, which pool drift over replicas.
+    """Return one request's summands of :data:`.families.MOMENTS`, which pool drift over replicas.
 
     Each of ``drifts`` is of a row that stands for ``weight`` rows. The request has the weight W = Σw of its rows and
     the drift X = Σw·x. Rows of one request are alike, so squares are of requests and not of rows, as in
-    :func:`service.drift.intervals.mean`. The rules in deploy/prometheus/rules/fleet.yml compute the mean and its error.
-    A NaN counts as :data:`LARGEST_POOLED`.
+    :func:`bf16kit.service.drift.intervals.mean`. The rules in deploy/prometheus/rules/fleet.yml compute the mean and
+    its error. A NaN counts as :data:`LARGEST_POOLED`.
     """
     whole = weight * len(drifts)
     drift = weight * sum(each if each < LARGEST_POOLED else LARGEST_POOLED for each in drifts)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from bf16kit.messages.errors import InvalidRequest
 from bf16kit.messages.wording import quoted
-from service.config.logs import Format, adjust
+from bf16kit.service.config.logs import Format, adjust
 
 _log = logging.getLogger(__name__)
 _Value = bool | int | str
@@ -38,11 +38,11 @@ _TRACE_LEVELS = {"OFF": 0, "TIMESTAMPS": 1}
 
 
 class LogSettings:
-    """The server's log settings: see :class:`service.operations.Settings`.
+    """The server's log settings: see :class:`bf16kit.service.operations.Settings`.
 
-    ``level`` and ``kind`` are the arguments of :func:`~service.config.logs.configure`; a setting without a value
-    returns to them. ``log_verbose_level`` of 1 or more is DEBUG, with a line per request. The other levels are switched
-    on and off separately.
+    ``level`` and ``kind`` are the arguments of :func:`~bf16kit.service.config.logs.configure`; a setting without a
+    value returns to them. ``log_verbose_level`` of 1 or more is DEBUG, with a line per request. The other levels are
+    switched on and off separately.
     """
 
     def __init__(self, level: str, kind: Format) -> None:
@@ -54,7 +54,7 @@ class LogSettings:
         self._lock = threading.Lock()
 
     def update(self, changes: Mapping[str, Sequence[_Value]], model: str = "") -> Mapping[str, Sequence[_Value]]:
-        """See :meth:`service.operations.Settings.update`. Models have no log settings of their own."""
+        """See :meth:`bf16kit.service.operations.Settings.update`. Models have no log settings of their own."""
         if model:
             raise InvalidRequest("log settings apply to the whole server; leave the model's name out")
         with self._lock:
@@ -96,7 +96,7 @@ def _levels(values: Mapping[str, _Value]) -> frozenset[int]:
 
 
 class TraceSettings:
-    """The :class:`service.operations.Settings` of tracing. With ``rate`` 0, nothing is exported, so tracing stays off.
+    """The :class:`bf16kit.service.operations.Settings` of tracing. With ``rate`` 0, nothing is exported: it is off.
 
     A setting that a model lacks is the server's; one that the server lacks is the one it was started with, one trace
     per ``rate`` requests. ``find`` raises NotFound for an unknown model. A request that already belongs to a trace was
@@ -112,7 +112,7 @@ class TraceSettings:
         self._requests: dict[str, int] = {"": 0}  # requests that belong to no trace
 
     def update(self, changes: Mapping[str, Sequence[_Value]], model: str = "") -> Mapping[str, Sequence[_Value]]:
-        """See :meth:`service.operations.Settings.update`."""
+        """See :meth:`bf16kit.service.operations.Settings.update`."""
         if model:
             self._find(model)
         wanted = {name: self._parsed(name, tuple(map(str, values))) for name, values in changes.items()}

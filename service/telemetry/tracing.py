@@ -25,9 +25,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import bf16kit
 from bf16kit.messages.errors import ConfigError
-from service.request import Observation, Timings
-from service.telemetry.families import TraceOutcome
-from service.telemetry.settings import TraceSettings
+from bf16kit.service.request import Observation, Timings
+from bf16kit.service.telemetry.families import TraceOutcome
+from bf16kit.service.telemetry.settings import TraceSettings
 
 _log = logging.getLogger(__name__)
 _LONGEST_TEXT = 256  # characters: request ids and unknown models' names come from clients
@@ -105,7 +105,7 @@ class _Ids(RandomIdGenerator):
 
 
 class Trace:
-    """A :class:`service.request.Trace`, whose spans are made when its request ends."""
+    """A :class:`bf16kit.service.request.Trace`, whose spans are made when its request ends."""
 
     __slots__ = ("_make_spans", "id")
 
@@ -114,7 +114,7 @@ class Trace:
         self._make_spans = make_spans
 
     def end(self, rpc: str, observation: Observation) -> None:
-        """See :meth:`service.request.Trace.end`."""
+        """See :meth:`bf16kit.service.request.Trace.end`."""
         try:
             self._make_spans(rpc, observation)
         except Exception:  # noqa: BLE001 -- the request was answered, and must not fail for want of its trace
@@ -122,7 +122,7 @@ class Trace:
 
 
 class Tracing:
-    """A :class:`service.request.Tracer`. Exports at intervals; :meth:`close` sends what still waits.
+    """A :class:`bf16kit.service.request.Tracer`. Exports at intervals; :meth:`close` sends what still waits.
 
     Raises ConfigError for variables of OpenTelemetry that it cannot use.
     """
@@ -145,7 +145,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("bf16kit", bf16kit.__version__)
 
     def sample(self, model: str, header: Callable[[str], str | bytes | None]) -> Trace | None:
-        """See :meth:`service.request.Tracer.sample`."""
+        """See :meth:`bf16kit.service.request.Tracer.sample`."""
         if not self._settings.on:
             return None
         traceparent, context = header("traceparent"), Context()

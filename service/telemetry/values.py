@@ -1,7 +1,8 @@
 """What a process counts, as plain values that processes can send to each other and add up. Knows no library.
 
-A value has the key of its series: the metric's name, as in :mod:`service.telemetry.families`, then the values of its
-labels. The statistics of a model's version are a value too, with the name :data:`STATISTICS`, which is no metric.
+A value has the key of its series: the metric's name, as in :mod:`bf16kit.service.telemetry.families`, then the values
+of its labels. The statistics of a model's version are a value too, with the name :data:`STATISTICS`, which is no
+metric.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
-from service.contract import BatchStatistics, Duration, StatisticsSnapshot
-from service.peers.channel import from_json, to_json
-from service.request import Observation, Timings
-from service.telemetry.families import METRICS, OF_MODEL, Mode
+from bf16kit.service.contract import BatchStatistics, Duration, StatisticsSnapshot
+from bf16kit.service.peers.channel import from_json, to_json
+from bf16kit.service.request import Observation, Timings
+from bf16kit.service.telemetry.families import METRICS, OF_MODEL, Mode
 
 STATISTICS = "statistics"
 _SIZES_APART = 128  # rows; larger batches are counted with those up to the next power of two

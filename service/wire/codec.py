@@ -9,12 +9,12 @@ from bf16kit.messages.errors import InvalidRequest, Unsupported
 from bf16kit.messages.wording import quoted
 from bf16kit.numerics.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Model
-from service.operations import Regions, RegionSlice
-from service.request import PRECISIONS, Cancellation, Precision, Reply, Request
-from service.wire.limits import BoundsCheck, Reserve, item_size
-from service.wire.parameters import RegionPlace, class_count, output_datatype, region_place
-from service.wire.tensors import (
+from bf16kit.service.contract import Model
+from bf16kit.service.operations import Regions, RegionSlice
+from bf16kit.service.request import PRECISIONS, Cancellation, Precision, Reply, Request
+from bf16kit.service.wire.limits import BoundsCheck, Reserve, item_size
+from bf16kit.service.wire.parameters import RegionPlace, class_count, output_datatype, region_place
+from bf16kit.service.wire.tensors import (
     Array,
     decode_contents,
     decode_raw,

@@ -23,7 +23,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from bf16kit.messages.errors import InvalidRequest
 from bf16kit.numerics.tensors import DType, TensorSpec
-from service.contract import Bounds, Model
+from bf16kit.service.contract import Bounds, Model
 
 _GZIP = b"\x1f\x8b"  # never the start of a message: 0x1f would have a wire type that does not exist
 _ZLIB = 0x78  # with a valid second byte; in protobuf it would be field 15, which no request has

@@ -9,8 +9,8 @@ from typing import cast
 import bf16kit
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import DURATIONS, PHASES, BatchStatistics, Model, QueueBounds, StatisticsSnapshot
-from service.operations import IndexEntry, Region, VersionStatistics
+from bf16kit.service.contract import DURATIONS, PHASES, BatchStatistics, Model, QueueBounds, StatisticsSnapshot
+from bf16kit.service.operations import IndexEntry, Region, VersionStatistics
 
 SERVER_NAME = "bf16kit"
 #: The extensions that are always on. perf_analyzer requires ``statistics``.

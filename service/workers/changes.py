@@ -16,15 +16,15 @@ from concurrent.futures import Future
 
 from bf16kit.messages.errors import Bf16kitError, RuntimeFailure, Unavailable
 from bf16kit.messages.wording import brief
-from service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
-from service.models import loads
-from service.models.plan import DesiredModel
-from service.models.rollouts import NotLoaded
-from service.peers.channel import Body, to_json
-from service.peers.peer import died
-from service.request import Precision
-from service.workers.fleet import Fleet
-from service.workers.state import Key
+from bf16kit.service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
+from bf16kit.service.models import loads
+from bf16kit.service.models.plan import DesiredModel
+from bf16kit.service.models.rollouts import NotLoaded
+from bf16kit.service.peers.channel import Body, to_json
+from bf16kit.service.peers.peer import died
+from bf16kit.service.request import Precision
+from bf16kit.service.workers.fleet import Fleet
+from bf16kit.service.workers.state import Key
 
 _log = logging.getLogger(__name__)
 _PRECISION = "precision"  # the kind of an order; a worker gets it at its start, too
@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.25
 
 
 class WorkerModels:
-    """A :class:`service.leader.ServedModels` of several workers. Its changes run on ``loop``, whose thread is another.
+    """A :class:`bf16kit.service.leader.ServedModels` of several workers. Changes run on ``loop``, another thread's.
 
     ``changed`` is called with a model's name and those of its versions that all workers have reloaded or unloaded.
     """
@@ -78,7 +78,7 @@ class WorkerModels:
     # --- which precision answers --------------------------------------------------------------------------------------
 
     def active_plan(self, model: str, version: int) -> ActivePlan | None:
-        """See :meth:`service.drift.fallbackcontroller.ServingProcesses.active_plan`."""
+        """See :meth:`bf16kit.service.drift.fallbackcontroller.ServingProcesses.active_plan`."""
         desired = self._fleet.desired_models.get(model)
         plan = None if desired is None else next((plan for plan in desired.plans if plan.version == version), None)
         if plan is None:

@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.messages.errors import RuntimeFailure, Unavailable
-from service.config.loops import Ending, Guard
-from service.config.serverconfig import ServerConfig
-from service.leader import new_table, open_regions
-from service.models.plan import DesiredModel, Plan
-from service.peers.channel import Body, text_file
-from service.peers.child import Child
-from service.peers.peer import ENDED, Answer, Message, Peer
-from service.workers.forwarding import FleetRegions
-from service.workers.state import Report, ServerState, SlotState
-from service.workers.weights import WeightBroker
+from bf16kit.service.config.loops import Ending, Guard
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.leader import new_table, open_regions
+from bf16kit.service.models.plan import DesiredModel, Plan
+from bf16kit.service.peers.channel import Body, text_file
+from bf16kit.service.peers.child import Child
+from bf16kit.service.peers.peer import ENDED, Answer, Message, Peer
+from bf16kit.service.workers.forwarding import FleetRegions
+from bf16kit.service.workers.state import Report, ServerState, SlotState
+from bf16kit.service.workers.weights import WeightBroker
 
 _log = logging.getLogger(__name__)
-WORKER = "service.workers.worker"
+WORKER = "bf16kit.service.workers.worker"
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _GPU_DEVICE = re.compile(r"nvidia\d+")
 _LATE_SECONDS = 3.0  # for a worker to report the result of its drain, after its time is up

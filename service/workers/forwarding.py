@@ -9,18 +9,26 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from bf16kit.messages.errors import Unavailable
-from service.contract import Registry
-from service.operations import IndexEntry, Region, RegionSlice, RegistryModels, Setting, Settings, VersionStatistics
-from service.peers.channel import Body, from_json
-from service.peers.peer import Peer, answers
-from service.regions import RegionTable
+from bf16kit.service.contract import Registry
+from bf16kit.service.operations import (
+    IndexEntry,
+    Region,
+    RegionSlice,
+    RegistryModels,
+    Setting,
+    Settings,
+    VersionStatistics,
+)
+from bf16kit.service.peers.channel import Body, from_json
+from bf16kit.service.peers.peer import Peer, answers
+from bf16kit.service.regions import RegionTable
 
 Ask = Callable[[str, Mapping[str, Any]], Future[Body]]
 _TIMEOUT_SECONDS = 30.0  # these requests are quick; the supervisor gives up on a silent worker earlier
 
 
 class ForwardedOperations(RegistryModels):
-    """A worker's models, its control of them, and its regions: see :mod:`service.operations`.
+    """A worker's models, its control of them, and its regions: see :mod:`bf16kit.service.operations`.
 
     The models are this worker's own, their statistics the whole server's.
     """
@@ -46,7 +54,7 @@ class ForwardedOperations(RegistryModels):
 
 
 class ForwardedRegions:
-    """A worker's :class:`service.operations.Regions`. Its own ``table`` follows the supervisor's."""
+    """A worker's :class:`bf16kit.service.operations.Regions`. Its own ``table`` follows the supervisor's."""
 
     def __init__(self, table: RegionTable, ask: Ask) -> None:
         self._table = table
@@ -66,7 +74,7 @@ class ForwardedRegions:
 
 
 class ForwardedSettings:
-    """A worker's :class:`service.operations.Settings`. ``what`` is "logs" or "traces"."""
+    """A worker's :class:`bf16kit.service.operations.Settings`. ``what`` is "logs" or "traces"."""
 
     def __init__(self, own: Settings, what: str, ask: Ask) -> None:
         self._own = own
@@ -84,7 +92,8 @@ class FleetRegions:
     """The supervisor's side: the regions that clients register with one worker and use with all of them.
 
     ``table`` is authoritative. It opens the clients' files, which are sent to all workers, also to those that start
-    later. Each method returns when every worker has followed. ``ask`` is :meth:`service.workers.fleet.Fleet.ask`.
+    later. Each method returns when every worker has followed. ``ask`` is
+    :meth:`bf16kit.service.workers.fleet.Fleet.ask`.
     """
 
     def __init__(self, table: RegionTable, ask: Callable[..., Mapping[str, Future[Body]]]) -> None:
@@ -98,7 +107,7 @@ class FleetRegions:
             peer.tell("adopt", asdict(region), [self._table.descriptor(region.name)])
 
     def register(self, region: Region) -> None:
-        """Register a region in all workers, or in none. Raises as :meth:`service.operations.Regions.register` does."""
+        """Register a region in all workers or none. Raises as :meth:`bf16kit.service.operations.Regions.register`."""
         with self.lock:
             self._table.register(region)
             pending = self._ask("adopt", asdict(region), [self._table.descriptor(region.name)])

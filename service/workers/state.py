@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from bf16kit.messages.errors import NotFound
 from bf16kit.messages.wording import quoted
-from service.contract import GATE_FAILED, Model, Registry, SlotView, State
+from bf16kit.service.contract import GATE_FAILED, Model, Registry, SlotView, State
 
 _RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
 UNLOADING = "unloading"  # the reason of a version that is not desired any more
@@ -15,7 +15,7 @@ Key = tuple[str, int]  # a model's name and version
 
 
 class SlotState(NamedTuple):
-    """The state of one version of one model, in one worker or in all: a :class:`service.contract.SlotView`."""
+    """The state of one version of one model, in one worker or in all: a :class:`bf16kit.service.contract.SlotView`."""
 
     name: str
     version: int
@@ -51,7 +51,7 @@ class Report(NamedTuple):
 
 
 class ServerState:
-    """The state of the whole server, in the supervisor: a :class:`service.contract.Overview`.
+    """The state of the whole server, in the supervisor: a :class:`bf16kit.service.contract.Overview`.
 
     The server becomes ready once every worker listens and is ready: before that, it would get the traffic of a whole
     server with a part of its capacity. From then on (``_complete``) it, and each version, is ready if it is in every
@@ -96,7 +96,7 @@ class ServerState:
 
 
 class WorkerRegistry:
-    """A worker's :class:`service.contract.Registry`: runs its own models, and is ready when the whole server is.
+    """A worker's :class:`bf16kit.service.contract.Registry`: runs its own models, is ready when the whole server is.
 
     A request is answered by this worker's model, even if other workers are not ready. Readiness is that of all workers
     that listen, because the client's next connection may reach any of them: the supervisor tells it at every change.

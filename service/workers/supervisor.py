@@ -9,19 +9,19 @@ from concurrent.futures import Future
 from typing import Any
 
 from bf16kit.messages.errors import Unavailable
-from service.config.loops import Ending, OnStarted, Stop
-from service.config.ports import reserve
-from service.config.serverconfig import ServerConfig
-from service.drift.contract import DriftVerdict
-from service.leader import MAINTAIN_SECONDS, Leader, announce
-from service.operations import IndexEntry, Region, VersionStatistics
-from service.peers.channel import Body, from_json, to_json
-from service.peers.peer import Answer, Message, answers
-from service.telemetry.metrics import Metrics
-from service.telemetry.settings import LogSettings
-from service.workers.changes import WorkerModels
-from service.workers.fleet import Fleet
-from service.workers.state import UNLOADING
+from bf16kit.service.config.loops import Ending, OnStarted, Stop
+from bf16kit.service.config.ports import reserve
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.leader import MAINTAIN_SECONDS, Leader, announce
+from bf16kit.service.operations import IndexEntry, Region, VersionStatistics
+from bf16kit.service.peers.channel import Body, from_json, to_json
+from bf16kit.service.peers.peer import Answer, Message, answers
+from bf16kit.service.telemetry.metrics import Metrics
+from bf16kit.service.telemetry.settings import LogSettings
+from bf16kit.service.workers.changes import WorkerModels
+from bf16kit.service.workers.fleet import Fleet
+from bf16kit.service.workers.state import UNLOADING
 
 
 def supervise(config: ServerConfig, stop: Stop, on_started: OnStarted = lambda grpc_port, http_port: None) -> Ending:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE, Fill, create_filled, map_read_only
-from service.peers.peer import Message
+from bf16kit.service.peers.peer import Message
 
 _log = logging.getLogger(__name__)
 LEAST = 256 << 10  # bytes; fewer are not worth a descriptor in the supervisor

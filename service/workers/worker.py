@@ -16,27 +16,27 @@ from functools import partial
 
 from bf16kit.messages.errors import Bf16kitError, Unavailable
 from bf16kit.runtime import available_cpus
-from service.config.certificates import Credentials
-from service.config.logs import configure
-from service.config.resources import HeapTrimmer, bound_heap
-from service.config.serverconfig import ServerConfig
-from service.drift.fallbackcontroller import PrecisionOrder
-from service.drift.gate import ProcessRank
-from service.leader import new_table
-from service.models.plan import DesiredModel
-from service.models.repository import Repository
-from service.operations import Region, Setting, Settings
-from service.peers.channel import Body, Channel, from_json, read_text, to_json
-from service.peers.child import socket_to_parent
-from service.peers.peer import ENDED, Answer, Handler, Message, Peer
-from service.server import build_transport, drain, open_tracing, operations_of
-from service.shadow.samples import PlanSampleSender
-from service.telemetry.metrics import Metrics
-from service.telemetry.settings import LogSettings
-from service.telemetry.values import to_message
-from service.workers.forwarding import ForwardedOperations, ForwardedRegions, ForwardedSettings
-from service.workers.state import Report, SlotState, WorkerRegistry
-from service.workers.weights import SharedWeights
+from bf16kit.service.config.certificates import Credentials
+from bf16kit.service.config.logs import configure
+from bf16kit.service.config.resources import HeapTrimmer, bound_heap
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.drift.fallbackcontroller import PrecisionOrder
+from bf16kit.service.drift.gate import ProcessRank
+from bf16kit.service.leader import new_table
+from bf16kit.service.models.plan import DesiredModel
+from bf16kit.service.models.repository import Repository
+from bf16kit.service.operations import Region, Setting, Settings
+from bf16kit.service.peers.channel import Body, Channel, from_json, read_text, to_json
+from bf16kit.service.peers.child import socket_to_parent
+from bf16kit.service.peers.peer import ENDED, Answer, Handler, Message, Peer
+from bf16kit.service.server import build_transport, drain, open_tracing, operations_of
+from bf16kit.service.shadow.samples import PlanSampleSender
+from bf16kit.service.telemetry.metrics import Metrics
+from bf16kit.service.telemetry.settings import LogSettings
+from bf16kit.service.telemetry.values import to_message
+from bf16kit.service.workers.forwarding import ForwardedOperations, ForwardedRegions, ForwardedSettings
+from bf16kit.service.workers.state import Report, SlotState, WorkerRegistry
+from bf16kit.service.workers.weights import SharedWeights
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 5.0  # for the supervisor to receive the last answer
@@ -197,7 +197,7 @@ def threads_of(asked: int | None, workers: int, cpus: int | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point: ``python -m service.workers.worker DESCRIPTOR PARENT``."""
+    """Entry point: ``python -m bf16kit.service.workers.worker DESCRIPTOR PARENT``."""
     bound_heap()
     Worker(socket_to_parent()).run()
 

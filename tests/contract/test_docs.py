@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 from exposed import everything_exposed
 
-from service.config.serverconfig import ServerConfig
-from service.models.serving import Serving
-from service.request import REFUSALS
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.models.serving import Serving
+from bf16kit.service.request import REFUSALS
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 _TESTS = Path(__file__).parents[1]
-_PRODUCT = re.compile(r"(bf16kit|oip_conformance|converter|deploy|service)\.|a local ")
+_PRODUCT = re.compile(r"(bf16kit|oip_conformance)\.|a local ")
 # These replace functions of the product all the same.
 _EXCEPTIONS = {
     "contract/test_model_control.py": "holds a load or a run of a server that has only its configuration as a door",
@@ -68,9 +68,9 @@ def test_tests_go_through_the_products_doors() -> None:
 
 def test_the_rule_bites() -> None:
     source = (
-        "import os, service as s\nfrom service.shadow import _MAX, MAX, process as p\nfrom bf16kit import __version__"
+        "import os, bf16kit as s\nfrom bf16kit.shadow import _MAX, MAX, process as p\nfrom bf16kit import __version__"
     )
     for what in ("s, 'load'", "s.config, 'load'", "p.Class, '_f'", "p, '_MAX'", "'bf16kit.a.b'", "made, 'run'"):
         assert len(_reached(f"{source}\npatch.setattr({what}, 0)")) == 2, what
     for what in ("os, 'fsync'", "p, 'MAX'", "'bf16kit.a.MAX'", "os.path, '_x'"):
-        assert _reached(f"{source}\npatch.setattr({what}, 0)") == ["service.shadow._MAX"]
+        assert _reached(f"{source}\npatch.setattr({what}, 0)") == ["bf16kit.shadow._MAX"]

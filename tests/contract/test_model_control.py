@@ -21,11 +21,11 @@ from tritonclient.grpc import InferInput, service_pb2
 from tritonclient.utils import InferenceServerException
 from waiting import until
 
-from service.config.loops import Stop
-from service.config.serverconfig import ServerConfig
-from service.models import loading
-from service.models.engine import Engine
-from service.server import serve_single_process
+from bf16kit.service.config.loops import Stop
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.models import loading
+from bf16kit.service.models.engine import Engine
+from bf16kit.service.server import serve_single_process
 
 Serve = Callable[..., Client]
 LAST = "shadow: {rate: 0}\n"

@@ -17,7 +17,7 @@ with triton.InferenceServerClient(sys.argv[1]) as client:
     print(client.infer("mlp", [x]).as_numpy("y").shape)
 """
 THEIRS = "import tritonclient.grpc as triton\n"
-OURS = "from bf16kit.protocol import inference_pb2\nimport service.grpc.transport\n"
+OURS = "from bf16kit.protocol import inference_pb2\nimport bf16kit.service.grpc.transport\n"
 OUR_MESSAGE = "print(inference_pb2.ModelInferRequest(model_name='m', raw_input_contents=[b'x']).ByteSize())\n"
 
 

@@ -15,7 +15,7 @@ from secondjudge import judging_conversions
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from converter.cli import run
+from bf16kit.converter.cli import run
 
 Factory = pytest.TempPathFactory
 

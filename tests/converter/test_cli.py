@@ -15,20 +15,20 @@ from converting import ONNX_ONLY, Cli, process, tree
 from savedmodels import stand_in
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.cli import command, exit_code
+from bf16kit.converter.commands.doctor import record
+from bf16kit.converter.options import Options, parse_inputs, parse_outputs, parse_target
+from bf16kit.converter.read import tensorflow
 from bf16kit.messages import errors
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.ort import kernel
-from converter.cli import command, exit_code
-from converter.commands.doctor import record
-from converter.options import Options, parse_inputs, parse_outputs, parse_target
-from converter.read import tensorflow
 
 _HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "numpy", "pydantic")
 
 
 def test_help_imports_nothing_heavy() -> None:
     wanted = [["--help"], ["checkpoint", "--help"], ["restore", "-h"], ["--version"]]
-    code = f"import sys; from converter.cli import run; assert not any(map(run, {wanted})); print(*sys.modules)"
+    code = f"import sys; from bf16kit.converter.cli import run; assert not any(map(run, {wanted})); print(*sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not set(_HEAVY) & set(said.splitlines()[-1].split())
 

@@ -17,7 +17,7 @@ from converting import SUPPORT, Cli, process
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from converter.bulk.conversions import RECORDS
+from bf16kit.converter.bulk.conversions import RECORDS
 
 QUICK = ("--format", "onnx", "--profile", "cpu", "--no-report")
 
@@ -56,8 +56,8 @@ def test_code_beside_the_checkpoints_is_run_only_if_an_option_names_it(models: P
     """A module in the working directory is imported only if an option such as `--samples` names it."""
     (models / "b.onnx").unlink()
     (models / "click.py").write_text("import pathlib; pathlib.Path('run').touch(); raise SystemExit(1)")
-    (models / "converter").mkdir()
-    (models / "converter" / "__init__.py").write_text((models / "click.py").read_text())
+    (models / "bf16kit").mkdir()
+    (models / "bf16kit" / "__init__.py").write_text((models / "click.py").read_text())
     (models / "samples_of_mine.py").write_text(
         "import os, sys\nsys.path[:] = [path for path in sys.path if path not in ('', os.getcwd())]\n"
         "import numpy as np\ndef feeds():\n    yield {'x': np.ones((2, 16), np.float32)}\n"

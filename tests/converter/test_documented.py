@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from converter import cli as program
-from converter.process.quiet import quiet
+from bf16kit.converter import cli as program
+from bf16kit.converter.process.quiet import quiet
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
 ELSEWHERE = {row("TensorFlow SavedModel"), row("Keras 3 file")}  # tests/sources/test_documented.py

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.cli import run
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.runtime.loading import choose_profiles, load
-from converter.cli import run
 
 Tensors = dict[str, torch.Tensor]
 CONV = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16")

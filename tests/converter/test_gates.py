@@ -25,18 +25,18 @@ from onnx import NodeProto, helper
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.fuse.multiply import ProductVariant
+from bf16kit.converter.graph.initializers import initializer
+from bf16kit.converter.graph.names import FreshNames, all_value_names
+from bf16kit.converter.islands.explanation import measure_layers
+from bf16kit.converter.read import onnx_export
+from bf16kit.converter.rewrite import batchnorm, clampmasks, explicit, lowering, matching
+from bf16kit.converter.source import TorchModel
+from bf16kit.converter.verify import certify
+from bf16kit.converter.write import graphs as writing
+from bf16kit.converter.write import torchscript, weights
 from bf16kit.numerics.panels import strips
 from bf16kit.numerics.residual import Encoder
-from converter.fuse.multiply import ProductVariant
-from converter.graph.initializers import initializer
-from converter.graph.names import FreshNames, all_value_names
-from converter.islands.explanation import measure_layers
-from converter.read import onnx_export
-from converter.rewrite import batchnorm, clampmasks, explicit, lowering, matching
-from converter.source import TorchModel
-from converter.verify import certify
-from converter.write import graphs as writing
-from converter.write import torchscript, weights
 
 Array = NDArray[Any]
 Patch = pytest.MonkeyPatch
@@ -261,7 +261,7 @@ def a_checkpoint_tensor_matched_to_a_wrong_weight(patch: Patch) -> None:
         matches = found(*given)
         return matches | {"w0": matches["w1"]}
 
-    patch.setattr("converter.rewrite.match", wrong)
+    patch.setattr("bf16kit.converter.rewrite.match", wrong)
 
 
 # --- files of weights -------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def a_constant_in_a_graph_that_is_truncated(patch: Patch) -> None:
         bits = np.asarray(np.array(1.2334, np.float32)).view(np.uint32) >> np.uint32(16)
         return initializer(graph, name, ir.tensor(bits.astype(np.uint16).view(ml_dtypes.bfloat16), name=name))
 
-    patch.setattr("converter.write.graphs.initializer", truncated)
+    patch.setattr("bf16kit.converter.write.graphs.initializer", truncated)
 
 
 @gate(_wide, "tensor 'w0' is not restored exactly once")
@@ -332,7 +332,7 @@ def a_file_that_changes_after_it_was_measured(patch: Patch) -> None:
             file.write(bytes([first[0] ^ 1]))
         return found
 
-    patch.setattr("converter.convert.measure_layers", flipping)
+    patch.setattr("bf16kit.converter.convert.measure_layers", flipping)
 
 
 @gate(_wide, "tensor 'w0'")
@@ -383,7 +383,7 @@ def an_extra_rounding(patch: Patch) -> None:
 def _always(rounds: bool, monkeypatch: Patch) -> None:
     """Only the name of the kernel's operator states whether it rounds its activations."""
     monkeypatch.setattr(
-        "converter.fuse.multiply.ProductVariant", lambda **given: ProductVariant(**(given | {"rounds": rounds}))
+        "bf16kit.converter.fuse.multiply.ProductVariant", lambda **given: ProductVariant(**(given | {"rounds": rounds}))
     )
 
 

@@ -14,9 +14,9 @@ from restored import assert_restored
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.convert import convert
+from bf16kit.converter.options import Options, parse_target
 from bf16kit.runtime.loading import load_reference
-from converter.convert import convert
-from converter.options import Options, parse_target
 
 WEIGHTS = {
     "golden.safetensors",

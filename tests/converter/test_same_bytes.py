@@ -23,7 +23,7 @@ CONVERT = """
 import sys
 if sys.argv[1] == "torch":
     import torch, transformers, scipy
-from converter.cli import run
+from bf16kit.converter.cli import run
 sys.exit(run(sys.argv[2:]))
 """
 UNLIKE = (

@@ -15,8 +15,8 @@ from scriptedmodels import Deciding, Encoder, Reflected, Stepwise, save
 from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.read import scripted, torch_file
 from bf16kit.runtime.loading import load
-from converter.read import scripted, torch_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
 

@@ -14,7 +14,7 @@ from prometheusprocess import Prometheus
 from serverprocess import ServerProcess
 from waiting import until
 
-from service.telemetry.families import SECONDS
+from bf16kit.service.telemetry.families import SECONDS
 
 RULES = yaml.safe_load((DEPLOY / "helm" / "prometheus-adapter.yaml").read_text("utf-8"))["rules"]["custom"]
 POD = {"namespace": "bf16kit", "pod": "bf16kit-7d4b9c-x2x7l"}

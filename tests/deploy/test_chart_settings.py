@@ -12,7 +12,7 @@ import yaml
 from manifests import CHART, charted_by, needs_schemas, needs_tools, one
 from pydantic import ValidationError
 
-from service.config.serverconfig import ServerConfig
+from bf16kit.service.config.serverconfig import ServerConfig
 
 pytestmark = [pytest.mark.manifests, needs_tools]
 SCHEMA = json.loads((CHART / "values.schema.json").read_text("utf-8"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.config.serverconfig import ENV_PREFIX, ServerConfig
+from bf16kit.service.config.serverconfig import ENV_PREFIX, ServerConfig
 
 pytestmark = pytest.mark.manifests
 ROOT = Path(__file__).parents[2]

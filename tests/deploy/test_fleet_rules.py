@@ -18,8 +18,8 @@ from waiting import until
 
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
-from service.telemetry.metrics import Metrics, samples
-from service.telemetry.modelmetrics import ModelMetrics
+from bf16kit.service.telemetry.metrics import Metrics, samples
+from bf16kit.service.telemetry.modelmetrics import ModelMetrics
 
 SOUND = 0.3  # of the budget
 Values = Sequence[float | str]

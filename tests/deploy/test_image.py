@@ -236,7 +236,7 @@ def test_a_server_that_is_not_ready_is_unhealthy_and_the_check_gives_the_reason(
 def test_imported_modules_were_compiled_when_the_image_was_built(server: str) -> None:
     """This includes Python's own modules, which official images compile at each start."""
     code = """
-import os, sys, service.server, service.grpc.transport, onnxruntime, onnx
+import os, sys, bf16kit.service.server, bf16kit.service.grpc.transport, onnxruntime, onnx
 cached = {name: getattr(getattr(module, "__spec__", None), "cached", None) for name, module in sys.modules.items()}
 print([name for name, file in cached.items() if file and not os.path.exists(file)], len(cached) > 500)
 """

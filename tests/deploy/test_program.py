@@ -15,9 +15,9 @@ from exposed import everything_exposed
 from manifests import DEPLOY, ROOT, WAYS, Manifest, charted, containers, needs_tools, plain
 from scraped import Scraped
 
-from service.cli import main
-from service.config.serverconfig import ENV_PREFIX, ServerConfig
-from service.http.pages import routes
+from bf16kit.service.cli import main
+from bf16kit.service.config.serverconfig import ENV_PREFIX, ServerConfig
+from bf16kit.service.http.pages import routes
 
 pytestmark = pytest.mark.manifests
 FILES = [path for path in DEPLOY.rglob("*") if path.suffix in {".yaml", ".yml", ".tpl", ".txt", ".json", ".py"}]

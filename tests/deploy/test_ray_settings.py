@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from artifacts import write_mlp
 
+from bf16kit.deploy.ray.settings import REFERENCE_PROCESS_BYTES, Placement, Scaling, check, place
 from bf16kit.messages.errors import ConfigError
+from bf16kit.service.config.resources import request_bytes
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.models.plan import Directory
+from bf16kit.service.shadow.referencememory import fp32_bytes
 from bf16kit.system.controlgroup import Memory
-from deploy.ray.settings import REFERENCE_PROCESS_BYTES, Placement, Scaling, check, place
-from service.config.resources import request_bytes
-from service.config.serverconfig import ServerConfig
-from service.models.plan import Directory
-from service.shadow.referencememory import fp32_bytes
 
 MIB = 1 << 20
 
@@ -78,7 +78,7 @@ def test_invalid_scaling_values_are_rejected(wrong: dict[str, Any], said: str) -
 def test_the_program_reports_wrong_arguments_without_a_traceback(
     tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    command = [sys.executable, "-m", "deploy.ray", "--repository", str(tmp_path), *arguments]
+    command = [sys.executable, "-m", "bf16kit.deploy.ray", "--repository", str(tmp_path), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert said in done.stderr

@@ -21,7 +21,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import MANIFEST, SCHEMA_VERSION
-from converter.cli import run
+from bf16kit.converter.cli import run
 
 CORPUS = Path(__file__).parents[1] / "artifacts"
 PATHS = {f"{path.parent.parent.name}/{path.parent.name}": path for path in sorted(CORPUS.glob("schema-*/*/1"))}

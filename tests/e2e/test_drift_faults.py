@@ -35,7 +35,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import Array
 from bf16kit.runtime.loading import load_reference
 from bf16kit.runtime.ort import kernel
-from service.drift.sampler import QUEUE_SIZE
+from bf16kit.service.drift.sampler import QUEUE_SIZE
 
 pytestmark = [
     pytest.mark.skipif(
@@ -45,7 +45,7 @@ pytestmark = [
         prometheusprocess.find() is None, reason="no prometheus on PATH (Debian: apt-get install prometheus)"
     ),
 ]
-SHADOW = "service.shadow.references"
+SHADOW = "bf16kit.service.shadow.references"
 SERVING = "shadow: {rate: 1, max_per_second: 1000}\nfallback: {policy: fp32, min_stay_seconds: 600}\n"
 HEALTHY = 300 if LONG else 32  # requests before a fault
 PATIENCE_S = 1200 if LONG else 60  # until an alert fires: the longest `for:` of the rules as shipped is ten minutes

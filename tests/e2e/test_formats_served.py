@@ -23,7 +23,7 @@ from waiting import until
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import SCHEMA_VERSION
-from converter.cli import run
+from bf16kit.converter.cli import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
 

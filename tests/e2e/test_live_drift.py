@@ -105,7 +105,7 @@ def test_a_stopped_and_killed_shadow_is_replaced_and_its_lost_samples_are_counte
 
 DYING = """
 import os, signal, sys
-if "service.shadow.references" in sys.orig_argv:
+if "bf16kit.service.shadow.references" in sys.orig_argv:
     def look(event, given):
         if event == "open" and "/bad/1/" in str(given[0]):
             os.kill(os.getpid(), signal.SIGKILL)

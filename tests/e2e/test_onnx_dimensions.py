@@ -18,7 +18,7 @@ from serverprocess import Serve
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from converter.cli import run
+from bf16kit.converter.cli import run
 
 Array = NDArray[Any]
 RANDOM = np.random.default_rng(0)

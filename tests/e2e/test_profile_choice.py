@@ -20,14 +20,14 @@ from sessions import recorded_sessions
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.cli import run
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure
 from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.ort import kernel
-from converter.cli import run
-from service.cli import main
-from service.models import goldengate, loading
-from service.models.loading import LoadedModel
-from service.models.serving import Serving
+from bf16kit.service.cli import main
+from bf16kit.service.models import goldengate, loading
+from bf16kit.service.models.loading import LoadedModel
+from bf16kit.service.models.serving import Serving
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 BOTH = ("cpu", "cpu-bf16")

@@ -17,8 +17,8 @@ from waiting import until
 from workerprocesses import Client
 
 import graphs
-from service.drift.sampler import QUEUE_SIZE
-from service.telemetry.families import CAUSES
+from bf16kit.service.drift.sampler import QUEUE_SIZE
+from bf16kit.service.telemetry.families import CAUSES
 
 SERVING = "shadow: {rate: 1, max_per_second: 1000}\nfallback: {policy: fp32, min_stay_seconds: 600}\n"
 REQUESTS = 200

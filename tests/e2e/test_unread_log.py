@@ -85,7 +85,9 @@ def test_a_server_whose_log_nobody_reads_answers_and_ends_on_sigterm(server: Ser
 @pytest.mark.long
 def test_the_log_says_how_many_lines_were_lost_while_nobody_read_it(server: ServerProcess, log: Pipe) -> None:
     infer(server, 5000)
-    lost = int(log.read(re.compile(r"WARNING service.config.logs: (\d+) log lines before this one are lost"))[1])
+    lost = int(
+        log.read(re.compile(r"WARNING bf16kit.service.config.logs: (\d+) log lines before this one are lost"))[1]
+    )
     assert lost > 0
     assert log.text.count("request answered") + lost >= 5000
     infer(server, 50)

@@ -23,7 +23,7 @@ from workerprocesses import Client, alive, is_replaced, pids, several, wait_repl
 
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime.ort.kernel import LIBRARY
-from service.drift.sampler import BURST_S
+from bf16kit.service.drift.sampler import BURST_S
 
 pytestmark = pytest.mark.long  # starts servers of several processes, and kills them
 

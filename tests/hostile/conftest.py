@@ -20,7 +20,7 @@ from rawgrpc import RawConnection
 from serverprocess import ServerProcess
 from waiting import until
 
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.handlers import SERVICE
 
 _PLACES = {"ModelInfer": 256, "ModelStreamInfer": 64, "ServerMetadata": 128}  # limits of calls without request
 

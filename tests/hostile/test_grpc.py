@@ -22,7 +22,7 @@ from rawgrpc import RawConnection, framed
 from waiting import until
 from workerprocesses import Client
 
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.handlers import SERVICE
 
 pytestmark = pytest.mark.hostile
 INFER = f"/{SERVICE}/ModelInfer"

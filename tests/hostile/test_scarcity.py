@@ -23,7 +23,7 @@ from serverprocess import ServerProcess
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.handlers import SERVICE
 
 pytestmark = pytest.mark.hostile
 _MESSAGE = infer_request("mlp", x=np.ones((1, 16), np.float32)).SerializeToString()

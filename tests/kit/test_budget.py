@@ -8,11 +8,11 @@ import pytest
 import reported
 
 from bf16kit.artifact.manifest import SINCE_SLICES, DriftEntry, Manifest
+from bf16kit.converter.report.figures import Figures
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.metrics import DriftSummary, SampleDrift
 from bf16kit.drift.verdicts import format_budget_ratio, golden_budget
 from bf16kit.messages.errors import UsageError
-from converter.report.figures import Figures
 
 
 def summary(relative_l2: float = 0.0, *, max_abs: float = 0.0, matches: int = 1, bad: int = 0) -> DriftSummary:

@@ -52,9 +52,9 @@ def _filled(root: Path) -> Path:
 @pytest.fixture(scope="session")
 def served(cluster: Any, repository: Path) -> Iterator[Served]:
     """Yield both models, served by two replicas each."""
-    from deploy.ray import cluster as program
-    from deploy.ray.settings import Scaling
-    from service.config.serverconfig import ServerConfig
+    from bf16kit.deploy.ray import cluster as program
+    from bf16kit.deploy.ray.settings import Scaling
+    from bf16kit.service.config.serverconfig import ServerConfig
 
     ports = free_ports()
     config = ServerConfig(

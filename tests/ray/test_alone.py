@@ -1,4 +1,4 @@
-"""``python -m deploy.ray`` with its own cluster: how it starts, which input it rejects, and how it ends."""
+"""``python -m bf16kit.deploy.ray`` with its own cluster: how it starts, which input it rejects, and how it ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def repository(tmp_path: Path) -> Path:
 
 @contextmanager
 def _started(repository: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "deploy.ray", "--repository", str(repository), *arguments]
+    command = [sys.executable, "-m", "bf16kit.deploy.ray", "--repository", str(repository), *arguments]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **environment}
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert running.stdout is not None

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from artifacts import write_mlp
 
-from service.config.serverconfig import ServerConfig
-from service.models.plan import Directory
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.models.plan import Directory
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 
@@ -24,8 +24,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _deployment(repository: Path, **scaling: Any) -> Any:
-    from deploy.ray import cluster
-    from deploy.ray.settings import Scaling
+    from bf16kit.deploy.ray import cluster
+    from bf16kit.deploy.ray.settings import Scaling
 
     config = ServerConfig(repository=repository, drain_seconds=7)
     target = cluster.model_target(Directory(repository).desired_model("a"), config, Scaling(**scaling))
@@ -33,7 +33,7 @@ def _deployment(repository: Path, **scaling: Any) -> Any:
 
 
 def test_replicas_are_scaled_and_bounded_as_asked_with_the_memory_and_threads_of_their_place(repository: Path) -> None:
-    from deploy.ray.settings import place
+    from bf16kit.deploy.ray.settings import place
 
     scaled = _deployment(repository, min_replicas=1, max_replicas=5, target=8, cpus=4)
     told = scaled._deployment_config  # noqa: SLF001 -- as above
@@ -51,8 +51,8 @@ def test_replicas_are_scaled_and_bounded_as_asked_with_the_memory_and_threads_of
 
 def _repository_deployment(repository: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[list[str]]]:
     """Return a deployment, and the applications that it tells Ray to run, of each time. Ray fails the second time."""
-    from deploy.ray import cluster
-    from deploy.ray.settings import Scaling
+    from bf16kit.deploy.ray import cluster
+    from bf16kit.deploy.ray.settings import Scaling
 
     told: list[list[str]] = []
 
@@ -80,7 +80,7 @@ def test_a_deployment_that_failed_is_sent_again_at_the_next_scan(
 def test_a_model_that_failed_and_has_changed_is_tried_again_as_early_as_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
 ) -> None:
-    from deploy.ray.models import State
+    from bf16kit.deploy.ray.models import State
 
     (deployed, told), now = _repository_deployment(tmp_path, monkeypatch), 0.0
     monkeypatch.setattr("ray.serve.delete", lambda name: None)

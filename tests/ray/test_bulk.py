@@ -15,7 +15,7 @@ from waiting import until
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from converter.bulk.conversions import RECORDS
+from bf16kit.converter.bulk.conversions import RECORDS
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 _QUICK = ("--format", "onnx", "--profile", "cpu", "--no-report")
@@ -31,7 +31,7 @@ def models(tmp_path: Path) -> Path:
 
 
 def _started(models: Path, out: Path, address: str, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "converter.cli", "checkpoint", str(models), "--out", str(out), *_QUICK]
+    command = [sys.executable, "-m", "bf16kit.converter.cli", "checkpoint", str(models), "--out", str(out), *_QUICK]
     return subprocess.Popen(
         [*command, "--ray", address, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

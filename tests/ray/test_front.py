@@ -12,7 +12,7 @@ from grpc import StatusCode
 from raycluster import request
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.config.serverconfig import ServerConfig
+from bf16kit.service.config.serverconfig import ServerConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 
@@ -57,8 +57,8 @@ class Handle:
 
 
 def _front(tmp_path: Path, outcome: Any = b"", *, without_replica: bool = False, **settings: Any) -> tuple[Any, Handle]:
-    from deploy.ray.front import Front
-    from deploy.ray.models import Report, RunningModel, RunningModels
+    from bf16kit.deploy.ray.front import Front
+    from bf16kit.deploy.ray.models import Report, RunningModel, RunningModels
 
     handle, models = Handle(outcome), RunningModels()
     models.by_name["mlp"] = RunningModel("mlp", handle)
@@ -186,9 +186,9 @@ def test_eight_requests_of_a_stream_are_answered_at_once(tmp_path: Path) -> None
 
 
 def test_open_streams_and_watches_are_limited_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deploy.ray.front import StreamEnd
+    from bf16kit.deploy.ray.front import StreamEnd
 
-    monkeypatch.setattr("deploy.ray.front.LONG_CALLS", 2)
+    monkeypatch.setattr("bf16kit.deploy.ray.front.LONG_CALLS", 2)
     front, _ = _front(tmp_path, b"answer")
 
     async def requests() -> AsyncIterator[bytes]:
@@ -213,7 +213,7 @@ def test_open_streams_and_watches_are_limited_together(tmp_path: Path, monkeypat
 
 
 def test_a_stream_without_a_token_ends_with_a_status(tmp_path: Path, tokens: str) -> None:
-    from deploy.ray.front import StreamEnd
+    from bf16kit.deploy.ray.front import StreamEnd
 
     front, context = _front(tmp_path, token_file=tokens)[0], Context()
 

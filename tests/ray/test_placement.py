@@ -25,9 +25,9 @@ def _measured(served: Served) -> float:
 
 def test_a_replica_takes_no_more_memory_than_ray_reserves(served: Served, repository: Path) -> None:
     """The replica's reference is running meanwhile, in a separate process."""
-    from deploy.ray.settings import place
-    from service.config.serverconfig import ServerConfig
-    from service.models.plan import Directory
+    from bf16kit.deploy.ray.settings import place
+    from bf16kit.service.config.serverconfig import ServerConfig
+    from bf16kit.service.models.plan import Directory
 
     def sampled() -> bool:
         for _ in range(50):

@@ -18,7 +18,7 @@ from raycluster import METHODS, PATIENCE, Served, X, call_rpc, empty, request
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.handlers import SERVICE
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 HEALTH = "/grpc.health.v1.Health"

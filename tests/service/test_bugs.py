@@ -12,12 +12,12 @@ import pytest
 from serverprocess import ServerProcess
 from waiting import until
 
-from service.config.loops import Ending, Stop
-from service.config.serverconfig import ServerConfig
-from service.drift.fallbackcontroller import FallbackController
-from service.server import serve_single_process
-from service.shadow.process import ShadowProcess
-from service.workers.fleet import Fleet
+from bf16kit.service.config.loops import Ending, Stop
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.drift.fallbackcontroller import FallbackController
+from bf16kit.service.server import serve_single_process
+from bf16kit.service.shadow.process import ShadowProcess
+from bf16kit.service.workers.fleet import Fleet
 
 
 @pytest.mark.parametrize("part", [FallbackController, ShadowProcess])
@@ -57,7 +57,7 @@ def test_a_thread_that_does_not_end_does_not_keep_the_server_from_ending(tmp_pat
     program.write_text(
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(600,)).start()\n"
-        "from service.cli import main\n"
+        "from bf16kit.service.cli import main\n"
         "main()\n"
     )
     ports = ("--grpc-port", "0", "--http-port", "0", "--model-control", "explicit")

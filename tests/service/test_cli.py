@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from service.cli import main
+from bf16kit.service.cli import main
 
 FLAGS = (
     "--repository", "--host", "--grpc-port", "--http-port", "--device", "--workers", "--model-control", "--load-model",
@@ -22,7 +22,7 @@ COMMANDS = ("bench", "check", "evidence", "health", "list")
 
 def bf16_serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "service", *arguments],
+        [sys.executable, "-m", "bf16kit.service", *arguments],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -31,7 +31,9 @@ def bf16_serve(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 def test_help_is_quick_because_it_imports_no_heavy_package_and_names_every_flag_and_command() -> None:
-    code = "import sys; from service.cli import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
+    code = (
+        "import sys; from bf16kit.service.cli import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"grpc", "numpy", "onnxruntime", "pydantic", "prometheus_client", "torch"}
     *lines, modules = done.stdout.splitlines()
@@ -71,10 +73,8 @@ def test_a_misspelt_variable_is_a_warning_in_the_servers_log_and_a_wrong_kernel_
     with socket.create_server(("127.0.0.1", 0)) as taken:  # the port is taken, so the server ends at once
         done = bf16_serve(*asked, str(taken.getsockname()[1]), BF16KIT_HTTP_PROT="9000")
     assert done.returncode == 2
-    warning = (
-        " WARNING service.cli: unknown environment variables are ignored: 'BF16KIT_HTTP_PROT' (BF16KIT_HTTP_PORT?);"
-    )
-    assert warning in done.stderr
+    variables = "unknown environment variables are ignored: 'BF16KIT_HTTP_PROT' (BF16KIT_HTTP_PORT?);"
+    assert f" WARNING bf16kit.service.cli: {variables}" in done.stderr
     done = bf16_serve(*asked, "0", BF16KIT_KERNEL_PATH="fast")
     assert done.returncode == 2
     assert "BF16KIT_KERNEL_PATH is 'fast'; allowed are avx512_bf16, avx512f, avx2, portable, amx and off" in done.stderr

@@ -1,4 +1,4 @@
-"""The contract of every registry (``service.contract.Registry``): the production one and the one of the tests.
+"""The contract of every registry (``bf16kit.service.contract.Registry``): the production one and the one of the tests.
 
 A transport test proves nothing if its registry behaves differently from the production one.
 """
@@ -20,10 +20,10 @@ from loopback import LoopbackModel, LoopbackRegistry
 from waiting import until
 
 from bf16kit.messages.errors import InvalidRequest, NotFound, RequestError, Unavailable
-from service.contract import Registry, State, infer
-from service.models import loading
-from service.request import Request
-from service.telemetry.metrics import Metrics
+from bf16kit.service.contract import Registry, State, infer
+from bf16kit.service.models import loading
+from bf16kit.service.request import Request
+from bf16kit.service.telemetry.metrics import Metrics
 
 States = Mapping[tuple[str, int], State]
 

@@ -12,11 +12,11 @@ from forbidden import without
 from loopback import LoopbackModel, LoopbackRegistry
 
 from bf16kit.messages.errors import ConfigError, InvalidRequest
-from service.config.serverconfig import ServerConfig, load_config
-from service.grpc.transport import TransportOptions
-from service.leader import open_regions
-from service.operations import Region
-from service.server import open_tracing, transport_options
+from bf16kit.service.config.serverconfig import ServerConfig, load_config
+from bf16kit.service.grpc.transport import TransportOptions
+from bf16kit.service.leader import open_regions
+from bf16kit.service.operations import Region
+from bf16kit.service.server import open_tracing, transport_options
 
 REGISTRY = LoopbackRegistry([LoopbackModel()])
 
@@ -46,7 +46,9 @@ def test_the_options_of_the_transport_have_the_values_of_their_keys_and_their_de
 def test_by_default_there_is_no_tracer_and_opentelemetry_is_not_imported(tmp_path: Path) -> None:
     settings, tracer = open_tracing(ServerConfig(repository=tmp_path), REGISTRY, lambda *count: None)
     assert (settings.on, tracer) == (False, None)
-    program = "import sys, service.server; print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    program = (
+        "import sys, bf16kit.service.server; print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 
 
@@ -54,7 +56,7 @@ def test_tracing_without_the_extra_is_an_error_that_names_it_unless_opentelemetr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ServerConfig(repository=tmp_path, trace_rate=1000)
-    monkeypatch.delitem(sys.modules, "service.telemetry.tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "bf16kit.service.telemetry.tracing", raising=False)
     for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)

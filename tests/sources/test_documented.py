@@ -13,7 +13,7 @@ from converting import process
 from documented import Answers, assert_answers, command, row
 
 from bf16kit.artifact.artifact import Artifact
-from converter.read import tensorflow
+from bf16kit.converter.read import tensorflow
 
 pytestmark = pytest.mark.sources
 # For each row: the model that models_of_tensorflow.py makes, its name for the source, and the row's name for it.

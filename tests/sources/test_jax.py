@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 from serverprocess import ServerProcess
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.cli import run
+from bf16kit.converter.read.jax import locate, read_flax, read_item
 from bf16kit.runtime.loading import load, load_reference
-from converter.cli import run
-from converter.read.jax import locate, read_flax, read_item
 
 pytestmark = pytest.mark.sources
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.cli import run
 from bf16kit.runtime.loading import load, load_reference
-from converter.cli import run
 
 pytestmark = pytest.mark.sources
 
@@ -83,7 +83,15 @@ def test_the_lightning_module_is_the_model_if_lightning_is_installed(
     python: Path, trained: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "repository" / "m" / "1"
-    command = [str(python), "-m", "converter.cli", "checkpoint", str(trained / "bf16-mixed.ckpt"), "--out", str(target)]
+    command = [
+        str(python),
+        "-m",
+        "bf16kit.converter.cli",
+        "checkpoint",
+        str(trained / "bf16-mixed.ckpt"),
+        "--out",
+        str(target),
+    ]
     command += ["--model", "lightningtrained:Lit", "--input", "x:float32:batch,16"]
     command += ["--format", "onnx", "--format", "torchscript"]
     path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]))

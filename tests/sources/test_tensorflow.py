@@ -24,8 +24,8 @@ from serverprocess import ServerProcess
 from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.read import tensorflow
 from bf16kit.runtime.loading import load, load_reference
-from converter.read import tensorflow
 
 pytestmark = pytest.mark.sources
 _HERE = Path(__file__).parent
@@ -231,7 +231,14 @@ def test_the_same_model_gives_the_same_bytes(made: Made, tmp_path: Path) -> None
 
 def test_tensorflow_ends_with_a_converter_that_is_killed(made: Made, tmp_path: Path) -> None:
     """Its directory goes with it: it holds a copy of the weights."""
-    command = [sys.executable, "-m", "converter.cli", "checkpoint", str(made("keras_cnn") / "model"), "--trust-code"]
+    command = [
+        sys.executable,
+        "-m",
+        "bf16kit.converter.cli",
+        "checkpoint",
+        str(made("keras_cnn") / "model"),
+        "--trust-code",
+    ]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     converter = subprocess.Popen([*command, "--out", str(tmp_path / "m" / "1")], env=environment)
     until(lambda: len(list(tmp_path.glob("bf16kit-tensorflow-*/*.npy"))) > 0, 120)

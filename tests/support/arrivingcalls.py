@@ -1,7 +1,8 @@
 """Calls as gRPC delivers them, without gRPC: a test decides when a request arrives, and when its client leaves.
 
-:class:`Arriving` has the methods of :class:`service.grpc.arrival.Arrival`. They run on the thread of the test, as the
-real ones run on gRPC's own thread; only :meth:`Arriving.respond` and :meth:`Arriving.reject` may come from others.
+:class:`Arriving` has the methods of :class:`bf16kit.service.grpc.arrival.Arrival`. They run on the thread of the test,
+as the real ones run on gRPC's own thread; only :meth:`Arriving.respond` and :meth:`Arriving.reject` may come from
+others.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from service.request import Done, Reply, Request
+from bf16kit.service.request import Done, Reply, Request
 
 M = TypeVar("M")
 

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from service.models.controller import Controller
-from service.models.repository import Repository
-from service.telemetry.metrics import Metrics
+from bf16kit.service.models.controller import Controller
+from bf16kit.service.models.repository import Repository
+from bf16kit.service.telemetry.metrics import Metrics
 
 
 class Controlled(Repository):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.parser import text_string_to_metric_families
 
 from bf16kit.numerics.tensors import TensorSpec
-from service.telemetry.metrics import Metrics
+from bf16kit.service.telemetry.metrics import Metrics
 
 
 class DriftMetrics:

@@ -8,8 +8,8 @@ from bf16kit.drift.budget import Budget
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from service.telemetry.families import CAUSES
-from service.telemetry.metrics import Metrics
+from bf16kit.service.telemetry.families import CAUSES
+from bf16kit.service.telemetry.metrics import Metrics
 
 
 def everything_exposed() -> str:

@@ -20,8 +20,8 @@ from onnx import ModelProto
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.reading import Digests
+from bf16kit.converter.cli import run
 from bf16kit.numerics.tensors import Array
-from converter.cli import run
 
 WIDTH = 64
 _CHUNK = 4  # columns between two roundings of a sum

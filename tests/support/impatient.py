@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from service.cli import main
-from service.models import loading, loads
+from bf16kit.service.cli import main
+from bf16kit.service.models import loading, loads
 
 if __name__ == "__main__":
     assert {loads.SLOW_SECONDS, loads.PATIENCE_SECONDS, loading.STEP_SECONDS, loading.FIRST_RUN_SECONDS} == {

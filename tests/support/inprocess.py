@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from service.config.loops import Stop
-from service.config.serverconfig import ServerConfig
-from service.server import serve_single_process
+from bf16kit.service.config.loops import Stop
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.server import serve_single_process
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from typing import Any
 
 _SERVER = """
 import importlib, json, os, select, signal, sys, time
-for name in ("converter.convert", "converter.restore", "converter.read.onnx_file", "bf16kit.runtime.ort.onnx"):
-    importlib.import_module(name)
-from converter.cli import run
+for name in ("converter.convert", "converter.restore", "converter.read.onnx_file", "runtime.ort.onnx"):
+    importlib.import_module(f"bf16kit.{name}")
+from bf16kit.converter.cli import run
 
 TOUCHES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir", "shutil.rmtree"}
 PROGRAM = tuple(path for path in (sys.prefix, sys.base_prefix, *sys.path) if path)  # imports are not what is counted

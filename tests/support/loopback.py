@@ -1,6 +1,6 @@
 """A server on a real socket with models written in numpy, for tests of the transport.
 
-The models implement all of ``service.contract``, and their requests pass through the real batcher. They have no
+The models implement all of ``bf16kit.service.contract``, and their requests pass through the real batcher. They have no
 artifact, so that a test can choose the shapes, states and failures that it needs.
 """
 
@@ -21,11 +21,11 @@ from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
-from service.batching.batcher import Batcher
-from service.batching.queue import BatchPolicy
-from service.config.certificates import CertificateFiles
-from service.config.tokens import SCOPES, Scopes, TokenFile
-from service.contract import (
+from bf16kit.service.batching.batcher import Batcher
+from bf16kit.service.batching.queue import BatchPolicy
+from bf16kit.service.config.certificates import CertificateFiles
+from bf16kit.service.config.tokens import SCOPES, Scopes, TokenFile
+from bf16kit.service.contract import (
     ActivePrecision,
     Array,
     Bounds,
@@ -36,11 +36,11 @@ from service.contract import (
     TensorSemantics,
     describe,
 )
-from service.grpc.handlers import SERVICE
-from service.grpc.transport import Transport, TransportOptions
-from service.operations import Operations
-from service.request import Done, Observation, Request, Timings, Tracer
-from service.wire.tensors import encode_raw
+from bf16kit.service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.transport import Transport, TransportOptions
+from bf16kit.service.operations import Operations
+from bf16kit.service.request import Done, Observation, Request, Timings, Tracer
+from bf16kit.service.wire.tensors import encode_raw
 
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]
 INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", "weights are widened as they are used")

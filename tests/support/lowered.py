@@ -17,18 +17,18 @@ from onnx import ModelProto
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest, Plan, ProfileEntry, Source, SpecEntry
 from bf16kit.artifact.publish import staging
+from bf16kit.converter.plan import Planned, make_plan
+from bf16kit.converter.rewrite import Prepared, prepare
+from bf16kit.converter.rewrite.explicit import floating_tensors
+from bf16kit.converter.verify.running import emulation
+from bf16kit.converter.write.graphs import write_graphs
+from bf16kit.converter.write.weights import Rounding, StoredWeights, write_weights
 from bf16kit.numerics.rounding import Subnormals
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.ort.kernel import LIBRARY
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from bf16kit.runtime.ort.session import open_session
-from converter.plan import Planned, make_plan
-from converter.rewrite import Prepared, prepare
-from converter.rewrite.explicit import floating_tensors
-from converter.verify.running import emulation
-from converter.write.graphs import write_graphs
-from converter.write.weights import Rounding, StoredWeights, write_weights
 
 Array = NDArray[Any]
 _PROFILES = {

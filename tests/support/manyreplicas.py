@@ -11,8 +11,8 @@ import pytest
 import yaml
 from prometheusprocess import RULES
 
-from service.telemetry.families import MOMENTS
-from service.telemetry.modelmetrics import moments
+from bf16kit.service.telemetry.families import MOMENTS
+from bf16kit.service.telemetry.modelmetrics import moments
 
 PROMTOOL = shutil.which("promtool") or ""
 needs_promtool = pytest.mark.skipif(not PROMTOOL, reason="no promtool on PATH (Debian: apt-get install prometheus)")

@@ -23,8 +23,8 @@ from wireedits import damaged
 from bf16kit.numerics.rounding import to_bf16
 from bf16kit.numerics.tensors import BY_NAME, BY_OIP, Array
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.handlers import SERVICE
-from service.wire.tensors import CONTENTS_FIELD, encode_raw
+from bf16kit.service.grpc.handlers import SERVICE
+from bf16kit.service.wire.tensors import CONTENTS_FIELD, encode_raw
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]

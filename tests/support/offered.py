@@ -17,7 +17,7 @@ from bench.serving.openloop import Outcome
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime.loading import load
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.handlers import SERVICE
 
 INFER = f"/{SERVICE}/ModelInfer"
 _COUNT, _WIDTH = 16, 16

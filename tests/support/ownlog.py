@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from service.config import logs
+from bf16kit.service.config import logs
 
 
 @contextmanager

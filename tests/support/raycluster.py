@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from loopback import infer_request
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.handlers import SERVICE
 
 NODE = {"num_cpus": 2, "memory": 6 << 30, "object_store_memory": 80 << 20}
 # Seconds that a test waits for Ray; only a failure takes so long. Ray tries three times to start a replica that cannot

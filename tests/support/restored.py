@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from converter.read.safetensors_file import read_file
+from bf16kit.converter.read.safetensors_file import read_file
 
 Array = NDArray[Any]
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from bf16kit.drift.metrics import Budget, SampleDrift
 from bf16kit.numerics.tensors import Array
-from service.drift.contract import ShadowPolicy
-from service.drift.estimates import Estimate, estimates
-from service.drift.recent import RecentRows
-from service.drift.sampler import OnOutcome, Outcome, Sample, SampleForwarder
-from service.request import Reply, Request
+from bf16kit.service.drift.contract import ShadowPolicy
+from bf16kit.service.drift.estimates import Estimate, estimates
+from bf16kit.service.drift.recent import RecentRows
+from bf16kit.service.drift.sampler import OnOutcome, Outcome, Sample, SampleForwarder
+from bf16kit.service.request import Reply, Request
 
 HEALTHY = 3.7e-3  # relative_l2, a quarter of the budget
 BOUNDS = Budget.from_dict({"relative_l2": 0.015, "relative_l2.p99": 0.1, "cosine_distance": 5e-4})

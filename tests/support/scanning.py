@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
-from service import leader
-from service.cli import main
-from service.models import loading
-from service.models.controller import Controller
+from bf16kit.service import leader
+from bf16kit.service.cli import main
+from bf16kit.service.models import loading
+from bf16kit.service.models.controller import Controller
 
 PAUSE_S = 0.1
 FIRST_RUN_S = 5.0  # the real one is 300 s

@@ -20,11 +20,11 @@ import pytest
 from numpy.typing import NDArray
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.convert import build_measurements, publish
+from bf16kit.converter.verify.running import open_profile
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
-from converter.convert import build_measurements, publish
-from converter.verify.running import open_profile
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
@@ -233,6 +233,6 @@ def judging_conversions() -> Iterator[None]:
         return artifact
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("converter.convert.build_measurements", building)
-        patch.setattr("converter.convert.publish", publishing_and_judging)
+        patch.setattr("bf16kit.converter.convert.build_measurements", building)
+        patch.setattr("bf16kit.converter.convert.publish", publishing_and_judging)
         yield

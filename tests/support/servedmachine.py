@@ -21,16 +21,16 @@ from hypothesis.stateful import (
 from scriptedengines import WIDTH, Engines, ScriptedRuntime
 from waiting import until
 
-from service.config import resources
-from service.drift.contract import DriftVerdict
-from service.drift.fallbackcontroller import FallbackController
-from service.models import loads
-from service.models.controller import Controller
-from service.models.generation import Generation
-from service.models.plan import DesiredModel
-from service.models.repository import Repository
-from service.request import Reply, Request
-from service.telemetry.metrics import Metrics
+from bf16kit.service.config import resources
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.drift.fallbackcontroller import FallbackController
+from bf16kit.service.models import loads
+from bf16kit.service.models.controller import Controller
+from bf16kit.service.models.generation import Generation
+from bf16kit.service.models.plan import DesiredModel
+from bf16kit.service.models.repository import Repository
+from bf16kit.service.request import Reply, Request
+from bf16kit.service.telemetry.metrics import Metrics
 
 T = TypeVar("T")
 PATIENCE = 20.0  # seconds for what takes milliseconds; a failure is tried again and again to shrink it

@@ -10,10 +10,10 @@ from loopback import LoopbackModel, LoopbackRegistry
 
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from service.contract import GATE_FAILED, ActivePrecision, StatisticsSnapshot
-from service.http.pages import StatusReader
-from service.request import Observation, Timings
-from service.telemetry.metrics import Metrics, samples
+from bf16kit.service.contract import GATE_FAILED, ActivePrecision, StatisticsSnapshot
+from bf16kit.service.http.pages import StatusReader
+from bf16kit.service.request import Observation, Timings
+from bf16kit.service.telemetry.metrics import Metrics, samples
 
 AT = 1_767_323_045.0  # 2026-01-02T03:04:05, the time of the view
 EMBEDDING = "sentence_embedding"

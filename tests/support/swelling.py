@@ -12,7 +12,7 @@ from wireedits import field, varint
 
 from bench.serving.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, frame, request_headers
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.handlers import SERVICE
 
 _EMPTY_INPUT, _EMPTY_OUTPUT, _EMPTY_RAW = field(5, b""), field(6, b""), field(7, b"")
 

@@ -19,7 +19,7 @@ from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load
-from service.wire.tensors import encode_raw, widen
+from bf16kit.service.wire.tensors import encode_raw, widen
 
 CALLERS = 8
 EVERY = 20  # attempts between two valid requests

@@ -16,9 +16,9 @@ from waiting import until
 
 from bf16kit.numerics.tensors import Array
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.handlers import SERVICE
 
-SHADOW = "service.shadow.references"  # the module of the process with the fp32 references
+SHADOW = "bf16kit.service.shadow.references"  # the module of the process with the fp32 references
 
 
 class Client:
@@ -58,7 +58,7 @@ def several(server: ServerProcess, count: int = 15) -> Iterator[list[Client]]:
         yield [stack.enter_context(Client(server.target)) for _ in range(count)]
 
 
-def pids(server: ServerProcess, module: str = "service.workers.worker") -> list[int]:
+def pids(server: ServerProcess, module: str = "bf16kit.service.workers.worker") -> list[int]:
     """Return the ids of the server's current child processes that run ``module``."""
     of = server.process.pid
     children = Path(f"/proc/{of}/task/{of}/children").read_text().split()

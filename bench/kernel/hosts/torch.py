@@ -85,7 +85,7 @@ def _minilm() -> torch.nn.Module:
     import minilm
     from transformers import AutoModel
 
-    from converter.process.quiet import quiet
+    from bf16kit.converter.process.quiet import quiet
 
     with quiet():  # it would list the weights of the pooler, which is left out
         module: torch.nn.Module = AutoModel.from_pretrained(minilm.checkpoint(), add_pooling_layer=False)

@@ -7,17 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from bf16kit.converter.options import Options
+from bf16kit.converter.read import safetensors_file
+from bf16kit.converter.read.detect import Kind
+from bf16kit.converter.read.huggingface.inputs import batches, check_given, declared, sampler
+from bf16kit.converter.read.huggingface.model_directory import INDEX, Directory, companions
+from bf16kit.converter.read.huggingface.module import CACHE, Cache, is_causal, leave_out_extras, load_module, sentence
+from bf16kit.converter.read.onnx_export import Call, adapt, not_served
+from bf16kit.converter.read.sources import Advance, exported_source, precision_notes
+from bf16kit.converter.source import Array, Checkpoint, Feeds, Sampler, Source, TorchModel, digest_files
 from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
-from converter.options import Options
-from converter.read import safetensors_file
-from converter.read.detect import Kind
-from converter.read.huggingface.inputs import batches, check_given, declared, sampler
-from converter.read.huggingface.model_directory import INDEX, Directory, companions
-from converter.read.huggingface.module import CACHE, Cache, is_causal, leave_out_extras, load_module, sentence
-from converter.read.onnx_export import Call, adapt, not_served
-from converter.read.sources import Advance, exported_source, precision_notes
-from converter.source import Array, Checkpoint, Feeds, Sampler, Source, TorchModel, digest_files
 
 _WITHOUT_LIBRARY = (
     "sentence_embedding is left out: sentence-transformers is not installed; pip install 'bf16kit[sentence]'"

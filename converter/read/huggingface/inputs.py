@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from bf16kit.converter.read.huggingface.model_directory import Directory
+from bf16kit.converter.source import Array, Feeds, Sampler
 from bf16kit.messages.errors import UsageError
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
-from converter.read.huggingface.model_directory import Directory
-from converter.source import Array, Feeds, Sampler
 
 BATCH, SEQ, DECODER_SEQ, SAMPLES, FRAMES = "batch", "seq", "decoder_seq", "samples", "frames"
 IMAGES = "images"  # the batch of images if it differs from the batch of texts

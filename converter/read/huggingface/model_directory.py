@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bf16kit.artifact.reading import read_bounded
+from bf16kit.converter.read import safetensors_file, torch_file
+from bf16kit.converter.read.detect import Kind
+from bf16kit.converter.source import Array
 from bf16kit.messages.errors import SourceError
 from bf16kit.messages.wording import first_few, quoted
-from converter.read import safetensors_file, torch_file
-from converter.read.detect import Kind
-from converter.source import Array
 
 INDEX = "model.safetensors.index.json"
 _PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # configs inside a config

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from bf16kit.converter.process.quiet import first_line, quiet
+from bf16kit.converter.read.huggingface.inputs import BATCH, SEQ
+from bf16kit.converter.read.huggingface.model_directory import Directory, SentenceModule
+from bf16kit.converter.read.onnx_export import left_out, named_tensors
+from bf16kit.converter.read.sources import mismatch_message
+from bf16kit.converter.read.statedict import to_torch
+from bf16kit.converter.source import Array, Feeds
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import first_few
 from bf16kit.numerics.tensors import TensorSpec
-from converter.process.quiet import first_line, quiet
-from converter.read.huggingface.inputs import BATCH, SEQ
-from converter.read.huggingface.model_directory import Directory, SentenceModule
-from converter.read.onnx_export import left_out, named_tensors
-from converter.read.sources import mismatch_message
-from converter.read.statedict import to_torch
-from converter.source import Array, Feeds
 
 CACHE, _PAST, _TOTAL = "past_key_values", "past", "total"
 _ROWS, _SEQ_RANGE, _PAST_RANGE = 2, (1, 17), (4, 33)  # the upper ends are excluded
@@ -87,7 +87,7 @@ def leave_out_extras(module: Any) -> None:
 
 def _in_fp32(tensors: Mapping[str, Array], scratch: Path) -> dict[str, Any]:
     """Return torch tensors over the memory of ``tensors``, or over files: transformers would widen them in memory."""
-    from converter.process.tensorfiles import TensorFiles
+    from bf16kit.converter.process.tensorfiles import TensorFiles
 
     with TensorFiles(scratch):
         found = {name: to_torch(tensor) for name, tensor in tensors.items()}

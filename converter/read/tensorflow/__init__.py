@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from bf16kit.converter.options import Options
+from bf16kit.converter.read.detect import Kind
+from bf16kit.converter.read.sources import Advance, check_trusted, precision_notes, untrusted
+from bf16kit.converter.source import Array, Checkpoint, Feeds, Oracle, Source, digest_files
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime.memory.scratch import on_disk
-from converter.options import Options
-from converter.read.detect import Kind
-from converter.read.sources import Advance, check_trusted, precision_notes, untrusted
-from converter.source import Array, Checkpoint, Feeds, Oracle, Source, digest_files
 
 _OPSET = 18  # the newest that tf2onnx writes
 _CALLS = re.compile(r"^((Stateful)?PartitionedCall(_\d+)?/)+")  # prefixes of functions that were inlined
@@ -60,8 +60,8 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     Raises :class:`UsageError` when TensorFlow is missing, :class:`SourceError` for a program that is not trusted and
     for damaged files, :class:`ConversionError` for a model that cannot be translated.
     """
-    from converter.read import oracles
-    from converter.read.onnx_file import read_graph, resolve_edges
+    from bf16kit.converter.read import oracles
+    from bf16kit.converter.read.onnx_file import read_graph, resolve_edges
 
     if kind is Kind.SAVED_MODEL:
         check_trusted(options, kind.value)
@@ -106,7 +106,7 @@ def _files(source: Path, kind: Kind) -> list[Path]:
 
 def _weights(source: Path, stored: dict[str, Array], graph: ir.Model) -> tuple[dict[str, Array], list[str]]:
     """Return the stored variables; for a model without fp32 variables, the graph's constants, which are its weights."""
-    from converter.rewrite.explicit import floating_tensors
+    from bf16kit.converter.rewrite.explicit import floating_tensors
 
     if any(array.dtype.name == "float32" for array in stored.values()):
         return stored, []

@@ -14,7 +14,7 @@ from bench.gpu import predicted, roofline
 from bench.gpu.costs import Cost, Costs, NotCosted, costs
 from bench.gpu.devices import DEVICES, Device
 from bench.gpu.sizes import size
-from converter.cli import run
+from bf16kit.converter.cli import run
 
 NARROW = TensorProto.BFLOAT16
 

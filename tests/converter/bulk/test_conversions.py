@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import MANIFEST
+from bf16kit.converter.bulk.conversions import RECORDS, Conversion, Run, checkpoints, convert, files_of, run_here
 from bf16kit.messages.errors import UsageError
-from converter.bulk.conversions import RECORDS, Conversion, Run, checkpoints, convert, files_of, run_here
 
 Convert = Callable[..., Conversion]
 

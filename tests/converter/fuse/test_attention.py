@@ -18,10 +18,10 @@ from lowered import lower, relative_l2
 from onnx import ModelProto, NodeProto, helper
 
 import graphs
+from bf16kit.converter.fuse.attention import attention
+from bf16kit.converter.graph.types import InferTypes
+from bf16kit.converter.plan.decisions import Islands
 from bf16kit.numerics.rounding import to_bf16, to_fp32
-from converter.fuse.attention import attention
-from converter.graph.types import InferTypes
-from converter.plan.decisions import Islands
 
 PROFILE = "cpu-bf16"
 SPELLINGS = [

@@ -18,12 +18,12 @@ from normed import Rms, feeds, residual, rms
 from onnx import ModelProto
 
 import graphs
-from converter.fuse.attention import Attention, SelectionMask
-from converter.fuse.check import excess_of, faults
-from converter.fuse.multiply import Epilogue, epilogue
-from converter.fuse.products import Product
-from converter.plan.profiles import PROFILES
-from converter.write.graphs import write_unfused_and_fused
+from bf16kit.converter.fuse.attention import Attention, SelectionMask
+from bf16kit.converter.fuse.check import excess_of, faults
+from bf16kit.converter.fuse.multiply import Epilogue, epilogue
+from bf16kit.converter.fuse.products import Product
+from bf16kit.converter.plan.profiles import PROFILES
+from bf16kit.converter.write.graphs import write_unfused_and_fused
 
 Patch = pytest.MonkeyPatch
 Feeds = Mapping[str, Array]
@@ -59,10 +59,10 @@ def test_sound_fusions_pass(name: str, tmp_path: Path) -> None:
 
 
 def _changed(function: str, change: Callable[[Any], Any]) -> Callable[[Patch], None]:
-    """Return what makes the ``function`` of converter.fuse return its result changed."""
+    """Return what makes the ``function`` of bf16kit.converter.fuse return its result changed."""
 
     def mutate(patch: Patch) -> None:
-        path, _, name = f"converter.fuse.{function}".rpartition(".")
+        path, _, name = f"bf16kit.converter.fuse.{function}".rpartition(".")
         real = getattr(import_module(path), name)
 
         def wrong(*given: Any) -> Any:
@@ -122,7 +122,7 @@ def test_only_the_wrong_one_of_several_fusions_is_refused(tmp_path: Path, monkey
         found = real(product)
         return replace(found, activation="none") if product.node.name == "matmul0" else found
 
-    monkeypatch.setattr("converter.fuse.multiply.epilogue", wrong)
+    monkeypatch.setattr("bf16kit.converter.fuse.multiply.epilogue", wrong)
     proto, fed = MODELS["mlp"]
     found = check(lower(tmp_path / "m" / "1", proto), fed)
     assert found.keys() == {"matmul0"}

@@ -18,11 +18,11 @@ from normed import WIDTH
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
-from converter.convert import convert
-from converter.fuse.functions import Fusing
-from converter.fuse.multiply import Epilogue, epilogue
-from converter.fuse.products import Product
-from converter.options import Options, parse_target
+from bf16kit.converter.convert import convert
+from bf16kit.converter.fuse.functions import Fusing
+from bf16kit.converter.fuse.multiply import Epilogue, epilogue
+from bf16kit.converter.fuse.products import Product
+from bf16kit.converter.options import Options, parse_target
 
 
 def _two_norms_of_one_sum() -> ModelProto:
@@ -176,7 +176,7 @@ def test_a_wrong_fusion_is_undone_before_it_is_published_and_its_owner_is_told(
         after = epilogue(found)
         return replace(after, bias=None) if found.node.name == "matmul1" else after
 
-    monkeypatch.setattr("converter.fuse.multiply.epilogue", without_bias)
+    monkeypatch.setattr("bf16kit.converter.fuse.multiply.epilogue", without_bias)
     proto = graphs.mlp((32, 64, 64, 32))
     (bias,) = [tensor for tensor in proto.graph.initializer if tensor.name == "b1"]
     bias.CopyFrom(graphs.initializer("b1", graphs.values(64) * np.float32(1e-3)))

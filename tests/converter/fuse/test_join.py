@@ -12,8 +12,8 @@ from lowered import Lowered, lower
 from onnx import ModelProto, helper
 
 import graphs
+from bf16kit.converter.plan.decisions import Islands
 from bf16kit.numerics.rounding import to_bf16, to_fp32
-from converter.plan.decisions import Islands
 
 K = 40
 COLUMNS = (64, 32, 96, 32, 64)

@@ -15,12 +15,12 @@ from lowered import Array, Lowered, lower, relative_l2
 from onnx import ModelProto, TensorProto
 
 import graphs
+from bf16kit.converter.fuse.fuse import PUT_TOGETHER
+from bf16kit.converter.verify.running import emulation
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.rounding import to_bf16, to_fp32
 from bf16kit.runtime.ort.kernel import VARIABLE
 from bf16kit.runtime.ort.session import ort
-from converter.fuse.fuse import PUT_TOGETHER
-from converter.verify.running import emulation
 
 _WIDTH = 40
 _OPERATORS = {96: "Gather_panels", 50: "Gather_panels_tail", 20: "Gather_panels_narrow"}

@@ -15,10 +15,10 @@ from lowered import Array, Lowered, lower
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
+from bf16kit.converter.fuse.products import panelled_weights, product
+from bf16kit.converter.graph.types import InferTypes, run
 from bf16kit.numerics.rounding import to_bf16, to_fp32
 from bf16kit.runtime.ort.session import ort
-from converter.fuse.products import panelled_weights, product
-from converter.graph.types import InferTypes, run
 
 ROUNDING = "cpu-bf16"
 FORMS = {("panels", 64): "panels", ("panels", 50): "panels_tail", ("panels", 20): "panels_narrow"}

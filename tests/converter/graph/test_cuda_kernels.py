@@ -17,11 +17,11 @@ from sessions import recorded_sessions
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.graph.cuda_kernels import KernelTable, missing_kernels, releases, required
+from bf16kit.converter.rewrite.lowering import kernel_table
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.loading import load
 from bf16kit.system import is_older
-from converter.graph.cuda_kernels import KernelTable, missing_kernels, releases, required
-from converter.rewrite.lowering import kernel_table
 
 NEWEST = "1.31.1"
 

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
+from bf16kit.converter.graph.dimensions import (
+    corrected_by,
+    is_named,
+    name_dimensions,
+    reconciled,
+    with_distinct_dimensions,
+)
 from bf16kit.numerics.tensors import TensorSpec
-from converter.graph.dimensions import corrected_by, is_named, name_dimensions, reconciled, with_distinct_dimensions
 
 
 def _spec(name: str, *shape: int | str) -> TensorSpec:

@@ -11,9 +11,9 @@ from converting import ONNX_ONLY, Cli
 from onnx import ModelProto, helper
 
 import graphs
+from bf16kit.converter.graph.names import values_of
+from bf16kit.converter.graph.types import InferTypes, Step, run
 from bf16kit.messages.errors import ConversionError
-from converter.graph.names import values_of
-from converter.graph.types import InferTypes, Step, run
 
 
 def _untyped(proto: ModelProto) -> list[str]:

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.islands.explanation import search_artifact
+from bf16kit.converter.islands.layertrace import open_reference
+from bf16kit.converter.process.progress import Progress
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import DiagnosisEntry
-from converter.islands.explanation import search_artifact
-from converter.islands.layertrace import open_reference
-from converter.process.progress import Progress
 
 PUBLISHED_ANYHOW = (*ONNX_ONLY, "--allow-over-budget", "--no-search")
 

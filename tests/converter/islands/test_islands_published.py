@@ -16,8 +16,8 @@ from restored import assert_restored
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
+from bf16kit.converter.islands import search as of_the_search
 from bf16kit.drift.metrics import Budget
-from converter.islands import search as of_the_search
 
 _Build = Callable[[], Failing]
 

@@ -22,7 +22,7 @@ VERDICT = {"state": "over", "cause": "rounding", "output": "y", "metric": "relat
 @pytest.fixture(scope="module")
 def ailing(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     """Return an artifact that is over budget on every input, because of cancellation."""
-    from converter.cli import run
+    from bf16kit.converter.cli import run
 
     directory = tmp_path_factory.mktemp("ailing")
     onnx.save(cancellation().proto, directory / "m.onnx")

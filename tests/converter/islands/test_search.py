@@ -14,17 +14,17 @@ from failing import Failing, cancellation, lstm, offset, overflow, softmax
 from lowered import specs
 
 from bf16kit.artifact.manifest import SpecEntry
+from bf16kit.converter.islands import search as of_the_search
+from bf16kit.converter.islands.candidates import SearchResult, merged
+from bf16kit.converter.islands.search import search
+from bf16kit.converter.islands.switches import flop_shares
+from bf16kit.converter.islands.trials import Deadline, Task, breaches_of, reference_outputs
+from bf16kit.converter.plan.profiles import PROFILES
+from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.rewrite import prepare
+from bf16kit.converter.verify.measure import Drifts, Expected, slice_scales
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.metrics import OutputDrift, SampleDrift
-from converter.islands import search as of_the_search
-from converter.islands.candidates import SearchResult, merged
-from converter.islands.search import search
-from converter.islands.switches import flop_shares
-from converter.islands.trials import Deadline, Task, breaches_of, reference_outputs
-from converter.plan.profiles import PROFILES
-from converter.process.progress import Progress
-from converter.rewrite import prepare
-from converter.verify.measure import Drifts, Expected, slice_scales
 
 _FAILING = (cancellation, overflow, softmax, offset, lstm)
 _Build = Callable[[], Failing]

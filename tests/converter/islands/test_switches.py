@@ -20,20 +20,20 @@ from lowered import Lowered, lower, specs
 from onnx import shape_inference
 
 import graphs
+from bf16kit.converter.islands.candidates import bf16_alone, candidates
+from bf16kit.converter.islands.switches import Bf16, Switched
+from bf16kit.converter.islands.trials import Task, Trials
+from bf16kit.converter.plan import make_plan
+from bf16kit.converter.plan.decisions import Islands
+from bf16kit.converter.plan.profiles import PROFILES
+from bf16kit.converter.rewrite import prepare
+from bf16kit.converter.source import Array
+from bf16kit.converter.verify import measure
+from bf16kit.converter.verify.measure import Expected
+from bf16kit.converter.verify.running import emulation, open_fp32_graph
 from bf16kit.drift.budget import Budget
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.ort.onnx import OnnxRuntime
-from converter.islands.candidates import bf16_alone, candidates
-from converter.islands.switches import Bf16, Switched
-from converter.islands.trials import Task, Trials
-from converter.plan import make_plan
-from converter.plan.decisions import Islands
-from converter.plan.profiles import PROFILES
-from converter.rewrite import prepare
-from converter.source import Array
-from converter.verify import measure
-from converter.verify.measure import Expected
-from converter.verify.running import emulation, open_fp32_graph
 
 X = graphs.values(4, 16)
 

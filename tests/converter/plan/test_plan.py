@@ -11,10 +11,10 @@ from onnx import ModelProto, helper
 
 import graphs
 from bf16kit.artifact.manifest import Plan
+from bf16kit.converter.plan import make_plan
+from bf16kit.converter.plan.decisions import Islands
+from bf16kit.converter.rewrite import prepare
 from bf16kit.messages.errors import UsageError
-from converter.plan import make_plan
-from converter.plan.decisions import Islands
-from converter.rewrite import prepare
 
 MLP = (32, 64, 32)  # w0 [32, 64], b0, w1 [64, 32], b1
 

@@ -11,7 +11,7 @@ from converting import Cli, tree
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
-from converter.process import onnx_trial
+from bf16kit.converter.process import onnx_trial
 
 
 def _weight(model: ModelProto) -> TensorProto:

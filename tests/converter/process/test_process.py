@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from bf16kit.converter.process.memory import frozen_heap, keep_few_primitives, release_memory
+from bf16kit.converter.process.progress import LineProgress, for_stream
+from bf16kit.converter.process.quiet import first_line, prefix_errors, quiet
 from bf16kit.messages.errors import Bf16kitError, ConversionError, RuntimeFailure, UsageError
-from converter.process.memory import frozen_heap, keep_few_primitives, release_memory
-from converter.process.progress import LineProgress, for_stream
-from converter.process.quiet import first_line, prefix_errors, quiet
 
 
 def test_nothing_reaches_the_terminal_and_the_state_is_restored(

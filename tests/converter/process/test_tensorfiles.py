@@ -10,8 +10,8 @@ import torch
 from mapped import deleted_kb
 from torch import nn
 
-from converter.process.tensorfiles import TensorFiles
-from converter.write.torchscript import narrowed
+from bf16kit.converter.process.tensorfiles import TensorFiles
+from bf16kit.converter.write.torchscript import narrowed
 
 SIDE = 1024  # a square of fp32 is 4 MiB
 

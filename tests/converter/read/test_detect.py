@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import graphs
+from bf16kit.converter.read.detect import Kind, recognise
+from bf16kit.converter.read.foreign import FORMATS
 from bf16kit.messages.errors import SourceError
-from converter.read.detect import Kind, recognise
-from converter.read.foreign import FORMATS
 
 Make = Callable[[Path], object]
 

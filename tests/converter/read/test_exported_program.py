@@ -14,9 +14,9 @@ from restored import assert_restored
 from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.read.exportedprogram import ProgramModule, program_inputs
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.torchruntimes import load_program
-from converter.read.exportedprogram import ProgramModule, program_inputs
 
 TRUSTED = "--trust-code"
 

@@ -16,7 +16,7 @@ from restored import assert_restored
 from safetensors.torch import load_file, save_file
 
 from bf16kit.artifact.artifact import Artifact
-from converter.process.quiet import quiet
+from bf16kit.converter.process.quiet import quiet
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +120,9 @@ def test_code_in_the_directory_is_not_run(cli: Cli, tmp_path: Path, target: Path
 LOAD = """
 import sys
 from pathlib import Path
-from converter.process.memory import map_large_blocks
-from converter.read.huggingface.model_directory import Directory
-from converter.read.huggingface.module import load_module
+from bf16kit.converter.process.memory import map_large_blocks
+from bf16kit.converter.read.huggingface.model_directory import Directory
+from bf16kit.converter.read.huggingface.module import load_module
 from peaks import anonymous, peak_anonymous
 map_large_blocks()
 def load(name):

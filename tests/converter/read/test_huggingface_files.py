@@ -14,13 +14,13 @@ from converting import ONNX_ONLY, Cli
 from safetensors.torch import load_file, save_file
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.options import Options, parse_target
+from bf16kit.converter.process.quiet import quiet
+from bf16kit.converter.read.huggingface import load, model_directory
+from bf16kit.converter.read.huggingface.inputs import declared, sampler
+from bf16kit.converter.read.huggingface.model_directory import Directory, companions
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
-from converter.options import Options, parse_target
-from converter.process.quiet import quiet
-from converter.read.huggingface import load, model_directory
-from converter.read.huggingface.inputs import declared, sampler
-from converter.read.huggingface.model_directory import Directory, companions
 
 
 def directory(

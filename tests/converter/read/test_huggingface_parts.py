@@ -17,20 +17,20 @@ from restored import assert_restored
 from safetensors.torch import load_file, save_file
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.options import Options, parse_target
+from bf16kit.converter.process.quiet import quiet
+from bf16kit.converter.read import oracles
+from bf16kit.converter.read.huggingface import load
+from bf16kit.converter.read.huggingface.model_directory import Directory
+from bf16kit.converter.read.huggingface.module import Cache
+from bf16kit.converter.read.onnx_export import to_onnx
+from bf16kit.converter.read.sources import output_specs
+from bf16kit.converter.write.graphs import serialize
 from bf16kit.messages.errors import UsageError
 from bf16kit.runtime import Array
 from bf16kit.runtime.loading import load as load_profile
 from bf16kit.runtime.loading import load_reference
 from bf16kit.runtime.ort.onnx import OnnxRuntime
-from converter.options import Options, parse_target
-from converter.process.quiet import quiet
-from converter.read import oracles
-from converter.read.huggingface import load
-from converter.read.huggingface.model_directory import Directory
-from converter.read.huggingface.module import Cache
-from converter.read.onnx_export import to_onnx
-from converter.read.sources import output_specs
-from converter.write.graphs import serialize
 
 CPU = (*ONNX_ONLY, "--profile", "cpu")
 

@@ -15,9 +15,9 @@ import transformers
 from converting import ONNX_ONLY, Cli
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.process.quiet import quiet
+from bf16kit.converter.read.safetensors_file import read_file
 from bf16kit.runtime.loading import load, load_reference
-from converter.process.quiet import quiet
-from converter.read.safetensors_file import read_file
 
 pytestmark = pytest.mark.long  # exports one model after the other
 

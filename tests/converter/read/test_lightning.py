@@ -15,11 +15,11 @@ from lightningfiles import state, written, written_by_nano
 from restored import assert_restored
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.read import torch_file
+from bf16kit.converter.read.bareweights import choose, factory_arguments, is_lightning
+from bf16kit.converter.read.detect import Kind, recognise
 from bf16kit.messages.errors import SourceError
 from bf16kit.runtime.loading import load_reference
-from converter.read import torch_file
-from converter.read.bareweights import choose, factory_arguments, is_lightning
-from converter.read.detect import Kind, recognise
 
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 

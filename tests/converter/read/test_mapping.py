@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import yaml
 
+from bf16kit.converter.read.mapping import MapNeeded, MappedTensors, Shapes, fill
 from bf16kit.messages.errors import SourceError, UsageError
-from converter.read.mapping import MapNeeded, MappedTensors, Shapes, fill
 
 W = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 MODEL = {"w": (8, 3), "b": (4,)}

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 import graphs
+from bf16kit.converter.graph.initializers import ComputedTensor
+from bf16kit.converter.read import simplify
+from bf16kit.converter.read.onnx_export import adapt, to_onnx
+from bf16kit.converter.read.sources import measured_outputs, output_specs
+from bf16kit.converter.write.graphs import serialize
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.ort.onnx import OnnxRuntime
-from converter.graph.initializers import ComputedTensor
-from converter.read import simplify
-from converter.read.onnx_export import adapt, to_onnx
-from converter.read.sources import measured_outputs, output_specs
-from converter.write.graphs import serialize
 
 X = (TensorSpec("x", "float32", ("batch", 16)),)
 IDS = (TensorSpec("ids", "int64", ("batch", "seq")),)

@@ -15,9 +15,9 @@ from restored import Array, assert_restored
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.read.onnx_file import read_graph
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.ort.onnx import OnnxRuntime
-from converter.read.onnx_file import read_graph
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 

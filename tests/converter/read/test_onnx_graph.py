@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
+from bf16kit.converter.convert import Result, convert
+from bf16kit.converter.options import Options, parse_target
+from bf16kit.converter.read import onnx_file, oracles
+from bf16kit.converter.read.onnx_export import adapt
+from bf16kit.converter.read.sources import input_specs, output_specs
+from bf16kit.converter.source import FP32_ROUNDOFF
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load
-from converter.convert import Result, convert
-from converter.options import Options, parse_target
-from converter.read import onnx_file, oracles
-from converter.read.onnx_export import adapt
-from converter.read.sources import input_specs, output_specs
-from converter.source import FP32_ROUNDOFF
 
 
 def _model(shape: Sequence[int | str | None] | None, dtype: int = TensorProto.FLOAT) -> ir.Model:

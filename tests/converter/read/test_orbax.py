@@ -12,9 +12,9 @@ import orbaxfiles
 import pytest
 from orbaxfiles import Driver, values
 
+from bf16kit.converter.read.detect import Kind, recognise
+from bf16kit.converter.read.jax import locate, read_item
 from bf16kit.messages.errors import NoCheckpoint, SourceError, UsageError
-from converter.read.detect import Kind, recognise
-from converter.read.jax import locate, read_item
 
 LEAVES = {
     "params.up.kernel": values(48).reshape(6, 8),

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from bf16kit.converter.read.safetensors_file import read_file, read_sharded, shards
 from bf16kit.messages.errors import SourceError
-from converter.read.safetensors_file import read_file, read_sharded, shards
 
 
 def _write(path: Path, header: object, data: bytes = b"", size: int | None = None) -> Path:

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.read.statedict import fit
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.runtime.loading import load, load_reference
-from converter.read.statedict import fit
 
 
 def _arrays(module: nn.Module) -> dict[str, np.ndarray]:
@@ -158,9 +158,9 @@ BUILD = """
 import sys
 from pathlib import Path
 import numpy as np
-from converter.options import Options, parse_target
-from converter.process.memory import map_large_blocks
-from converter.read.statedict import build, fit
+from bf16kit.converter.options import Options, parse_target
+from bf16kit.converter.process.memory import map_large_blocks
+from bf16kit.converter.read.statedict import build, fit
 from peaks import anonymous, peak_anonymous
 map_large_blocks()
 def built(width):

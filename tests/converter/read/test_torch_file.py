@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from bf16kit.converter.read.detect import Kind, recognise
+from bf16kit.converter.read.torch_file import read_file
 from bf16kit.messages.errors import SourceError
-from converter.read.detect import Kind, recognise
-from converter.read.torch_file import read_file
 
 
 class Payload:

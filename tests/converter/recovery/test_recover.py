@@ -25,9 +25,9 @@ from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry
+from bf16kit.converter.cli import run
+from bf16kit.converter.recovery.trainable import Loader
 from bf16kit.numerics.tensors import TensorSpec
-from converter.cli import run
-from converter.recovery.trainable import Loader
 
 SHIFTED = ("--model", "recovering:Shifted", "--input", "x:float32:batch,16")
 CHEAP = ("--format", "onnx", "--profile", "cpu", "--device", "cpu")
@@ -121,7 +121,7 @@ def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, tmp_
     whole, parts = tmp_path / "whole" / "1", tmp_path / "parts" / "1"
     process("recover", source, *flags, "--out", whole).published()
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SUPPORT)])
-    arguments = [sys.executable, "-m", "converter.cli", "recover", str(source), *flags, "--out", str(parts)]
+    arguments = [sys.executable, "-m", "bf16kit.converter.cli", "recover", str(source), *flags, "--out", str(parts)]
     begun = subprocess.Popen(
         arguments, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path}
     )

@@ -12,7 +12,7 @@ import reported
 from browser import Browser
 
 from bf16kit.artifact.manifest import SpecEntry
-from converter.report.page import render
+from bf16kit.converter.report.page import render
 
 pytestmark = pytest.mark.skipif(browser.find() is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
 

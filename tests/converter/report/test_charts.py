@@ -12,10 +12,10 @@ from xml.etree.ElementTree import Element, fromstring
 import pytest
 import reported
 
+from bf16kit.converter.report import charts
+from bf16kit.converter.report.figures import series
 from bf16kit.drift.measurements import DiagnosisEntry, LayerEntry, Layers, RemedyEntry
 from bf16kit.drift.verdicts import SampleSeries
-from converter.report import charts
-from converter.report.figures import series
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = '"><script>alert(1)</script>\x1b[31m$ 見 #000001'
@@ -139,8 +139,8 @@ def test_a_hostile_name_is_text() -> None:
 
 def test_a_users_settings_of_matplotlib_change_nothing(tmp_path: Path) -> None:
     (tmp_path / "matplotlibrc").write_text("font.size: 30\naxes.grid: False\nsvg.fonttype: path\n")
-    program = "import reported; from converter.report import charts; from converter.report.figures import series;"
-    program += "print(charts.layers_chart(series('cuda', reported.layers(120)), 'k'))"
+    program = "import reported; from bf16kit.converter.report import charts, figures;"
+    program += "print(charts.layers_chart(figures.series('cuda', reported.layers(120)), 'k'))"
     environment = {**os.environ, "MATPLOTLIBRC": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == charts.layers_chart(series("cuda", reported.layers(120)), "k")

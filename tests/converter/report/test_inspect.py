@@ -20,9 +20,9 @@ from onnx import helper
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import DriftEntry, Plan, PlanEntry
+from bf16kit.converter.report.figures import Figures
+from bf16kit.converter.report.page import render
 from bf16kit.drift.measurements import Measurements
-from converter.report.figures import Figures
-from converter.report.page import render
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m[bold]"
 

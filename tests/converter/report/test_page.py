@@ -13,7 +13,7 @@ import reported
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import OracleEntry
-from converter.report.page import render
+from bf16kit.converter.report.page import render
 
 _VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -73,7 +73,7 @@ def version(name):
         raise metadata.PackageNotFoundError(name)
     return known(name)
 metadata.version = version
-from converter.cli import run
+from bf16kit.converter.cli import run
 sys.exit(run(sys.argv[1:]))
 """
     command = [sys.executable, "-c", program, "checkpoint", str(onnx_file), "--out", str(target)]

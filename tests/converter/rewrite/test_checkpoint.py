@@ -14,9 +14,9 @@ from onnx import ModelProto
 from peaks import measured_alone
 
 import graphs
-from converter.rewrite import prepare
-from converter.rewrite.batchnorm import SMALLEST_SCALE
-from converter.rewrite.matching import Match, match
+from bf16kit.converter.rewrite import prepare
+from bf16kit.converter.rewrite.batchnorm import SMALLEST_SCALE
+from bf16kit.converter.rewrite.matching import Match, match
 
 
 def _graph() -> ir.Graph:
@@ -49,9 +49,9 @@ PREPARE = """
 import graphs
 import numpy as np
 import onnx_ir as ir
-from converter.graph.initializers import ComputedTensor, rows_of
-from converter.rewrite import prepare
-from converter.process.memory import map_large_blocks
+from bf16kit.converter.graph.initializers import ComputedTensor, rows_of
+from bf16kit.converter.rewrite import prepare
+from bf16kit.converter.process.memory import map_large_blocks
 from peaks import anonymous, peak_anonymous
 map_large_blocks()
 def prepared(width):

@@ -13,9 +13,8 @@ from lowered import assert_same_tensors, lower
 from onnx import GraphProto, ModelProto, helper
 
 import graphs
-from bf16kit.messages.errors import ConversionError
-from converter.graph.types import InferTypes, run
-from converter.rewrite.explicit import (
+from bf16kit.converter.graph.types import InferTypes, run
+from bf16kit.converter.rewrite.explicit import (
     ConstantsToInitializers,
     HoistInitializers,
     InlineFunctions,
@@ -24,6 +23,7 @@ from converter.rewrite.explicit import (
     ShareEqualWeights,
     floating_tensors,
 )
+from bf16kit.messages.errors import ConversionError
 
 
 def test_functions_are_inlined_and_the_exporter_s_stack_traces_are_dropped() -> None:

@@ -10,10 +10,10 @@ from lowered import lower, relative_l2
 from onnx import ModelProto, helper
 
 import graphs
+from bf16kit.converter.graph.types import run
+from bf16kit.converter.rewrite.lowering import RaiseOpset, SupportedOpset
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime.ort.session import open_session
-from converter.graph.types import run
-from converter.rewrite.lowering import RaiseOpset, SupportedOpset
 
 
 def _opset(proto: ModelProto) -> int:

@@ -16,11 +16,11 @@ from converting import MLP, ONNX_ONLY, Cli
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.verify.observedshapes import batch_axis, with_observed_shapes
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, describe
 from bf16kit.runtime import Array, torchruntimes
 from bf16kit.runtime.ort import kernel
-from converter.verify.observedshapes import batch_axis, with_observed_shapes
 
 
 @pytest.mark.long

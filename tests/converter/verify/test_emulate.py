@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch.nn import functional
 
+from bf16kit.converter.graph.cuda_kernels import PLANNED
+from bf16kit.converter.graph.operators import EXACT
+from bf16kit.converter.verify import running
 from bf16kit.runtime.ort.session import open_session
-from converter.graph.cuda_kernels import PLANNED
-from converter.graph.operators import EXACT
-from converter.verify import running
 
 Array = NDArray[Any]
 Torch = Callable[..., torch.Tensor]

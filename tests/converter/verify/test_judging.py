@@ -14,11 +14,11 @@ from converting import ONNX_ONLY, Cli, tree
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.convert import convert
+from bf16kit.converter.options import Options, parse_target
+from bf16kit.converter.verify.judging import check_budget, with_output_kinds
 from bf16kit.drift.budget import Budget
 from bf16kit.numerics.tensors import TensorSpec
-from converter.convert import convert
-from converter.options import Options, parse_target
-from converter.verify.judging import check_budget, with_output_kinds
 
 OUTPUT = TensorSpec("y", "float32", ("batch", 4))
 

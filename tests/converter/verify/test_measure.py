@@ -17,20 +17,20 @@ from onnx import ModelProto, shape_inference
 from peaks import measured_alone
 
 import graphs
+from bf16kit.converter.convert import convert
+from bf16kit.converter.options import Options, parse_target
+from bf16kit.converter.verify.layernoise import ROUNDING, Power, Rounded, predicted
+from bf16kit.converter.verify.measure import Spool, drifts, slice_scales, spool, summarise
+from bf16kit.converter.verify.samples import Samples
 from bf16kit.messages.errors import BudgetExceeded, SamplesError
 from bf16kit.numerics.rounding import to_bf16, to_fp32
 from bf16kit.numerics.tensors import TensorSpec
-from converter.convert import convert
-from converter.options import Options, parse_target
-from converter.verify.layernoise import ROUNDING, Power, Rounded, predicted
-from converter.verify.measure import Spool, drifts, slice_scales, spool, summarise
-from converter.verify.samples import Samples
 
 LARGE_VOCABULARY = """
 import numpy as np
 from bf16kit.numerics.tensors import TensorSpec
-from converter.verify import measure
-from converter.verify.samples import Samples
+from bf16kit.converter.verify import measure
+from bf16kit.converter.verify.samples import Samples
 from peaks import anonymous, peak_anonymous
 
 class Random:

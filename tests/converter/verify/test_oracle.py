@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.source import FP32_ROUNDOFF, Feeds, Oracle, Source
+from bf16kit.converter.verify import oracle
+from bf16kit.converter.verify.fp32noise import ULPS, Noise, measure_distance, perturb
+from bf16kit.converter.verify.measure import slice_scales
+from bf16kit.converter.verify.oracle import FEEDS, FLOOR, OracleRun, certify, resolved, run_oracle
 from bf16kit.drift.slices import Values
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime
-from converter.source import FP32_ROUNDOFF, Feeds, Oracle, Source
-from converter.verify import oracle
-from converter.verify.fp32noise import ULPS, Noise, measure_distance, perturb
-from converter.verify.measure import slice_scales
-from converter.verify.oracle import FEEDS, FLOOR, OracleRun, certify, resolved, run_oracle
 
 Y = np.array([1.0, -2.0, 3.0], np.float32)
 FEED: list[Feeds] = [{"x": np.ones(3, np.float32)}]

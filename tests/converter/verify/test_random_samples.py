@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 import graphs
 from bf16kit.artifact.entries import drawn_at_random
+from bf16kit.converter.graph.indexing import index_bounds
+from bf16kit.converter.read.sources import input_specs
+from bf16kit.converter.source import Feeds, Oracle
+from bf16kit.converter.verify.random_samples import COUNT, ROWS, SAMPLES, RunSource, generate, with_enough
+from bf16kit.converter.verify.samples import Samples
 from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec, check_feeds
-from converter.graph.indexing import index_bounds
-from converter.read.sources import input_specs
-from converter.source import Feeds, Oracle
-from converter.verify.random_samples import COUNT, ROWS, SAMPLES, RunSource, generate, with_enough
-from converter.verify.samples import Samples
 
 LOGITS = (TensorSpec("y", "float32", ("batch", 5), "logits"),)
 OTHER = (TensorSpec("y", "float32", ("batch", 5)),)

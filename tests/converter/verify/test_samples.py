@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.verify.samples import LIMIT, load, samples_usage
 from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
-from converter.verify.samples import LIMIT, load, samples_usage
 
 _X = (TensorSpec("x", "float32", ("batch", 16)),)
 

@@ -17,11 +17,11 @@ from failing import cancellation
 from secondjudge import figures
 
 import graphs
+from bf16kit.converter.verify import certify, judging
 from bf16kit.drift import budget
 from bf16kit.drift import metrics as drift
 from bf16kit.drift.metrics import OutputDrift, SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
-from converter.verify import certify, judging
 
 Patch = pytest.MonkeyPatch
 
@@ -76,7 +76,7 @@ def test_an_output_that_is_not_judged_is_found(cli: Cli, target: Path, monkeypat
         return FIND(allowed, [{"h": sample["h"]} for sample in drifts])
 
     for module in ("certify", "judging"):
-        monkeypatch.setattr(f"converter.verify.{module}.find_breaches", first_only)
+        monkeypatch.setattr(f"bf16kit.converter.verify.{module}.find_breaches", first_only)
     proto = cancellation().proto
     proto.graph.output.append(graphs.edge("h", ["batch", 64]))
     _refused(cli, proto, target, ", over the budget of ", "--profile", "cpu")
@@ -87,7 +87,7 @@ def test_a_profile_that_is_not_judged_is_found(cli: Cli, target: Path, monkeypat
     def without_cuda(breaches: Mapping[str, Sequence[str]], *given: Any) -> Any:
         return JUDGE({name: found for name, found in breaches.items() if name != "cuda"}, *given)
 
-    monkeypatch.setattr("converter.convert.judge", without_cuda)
+    monkeypatch.setattr("bf16kit.converter.convert.judge", without_cuda)
     flags = ("--profile", "cpu", "--profile", "cuda", "--budget", "relative_l2=3e-3")
     _refused(cli, graphs.mlp((64, 96, 40)), target, "cuda, 'y': relative_l2 is", *flags)
 

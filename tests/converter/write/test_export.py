@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from bf16kit.converter.write import export as safetensors
+from bf16kit.converter.write.export import Exported, Place, Selection, write_export
+from bf16kit.converter.write.readback import check_export
+from bf16kit.converter.write.weights import Rounding
 from bf16kit.messages.errors import ArtifactDamaged, ConversionError, UsageError
 from bf16kit.numerics.rounding import to_bf16
 from bf16kit.numerics.tensors import Array
-from converter.write import export as safetensors
-from converter.write.export import Exported, Place, Selection, write_export
-from converter.write.readback import check_export
-from converter.write.weights import Rounding
 
 CHECKPOINT: dict[str, Array] = {
     "odd": np.random.default_rng(0).normal(size=(17, 17)).astype(np.float32),

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
-from converter.fuse.fuse import PUT_TOGETHER
-from converter.rewrite import prepare
-from converter.rewrite.explicit import floating_tensors
+from bf16kit.converter.fuse.fuse import PUT_TOGETHER
+from bf16kit.converter.rewrite import prepare
+from bf16kit.converter.rewrite.explicit import floating_tensors
 
 _X16 = graphs.values(4, 16, seed=9)
 _CASES: dict[str, tuple[Callable[[], ModelProto], dict[str, NDArray[Any]]]] = {

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.write.readback import misrounded
+from bf16kit.converter.write.weights import Rounding
 from bf16kit.numerics.rounding import LOWEST, to_bf16
-from converter.write.readback import misrounded
-from converter.write.weights import Rounding
 
 BITS = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, np.uint32)
 TIES = (np.arange(1 << 16, dtype=np.uint32) << 16) | 0x8000

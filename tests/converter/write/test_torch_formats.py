@@ -17,14 +17,14 @@ from peaks import measured_alone
 from scriptedmodels import Encoder, How, save
 from torch import nn
 
+from bf16kit.converter.read import scripted
+from bf16kit.converter.read.onnx_export import adapt
+from bf16kit.converter.write import TRACED
+from bf16kit.converter.write.script import narrow_script
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import Array, TensorSpec
 from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime
-from converter.read import scripted
-from converter.read.onnx_export import adapt
-from converter.write import TRACED
-from converter.write.script import narrow_script
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
 
@@ -227,8 +227,8 @@ from pathlib import Path
 import torch
 from architectures import Cnn, Mlp, seeded
 from bf16kit.numerics.tensors import TensorSpec
-from converter.write import TRACED
-from converter.read.onnx_export import adapt
+from bf16kit.converter.write import TRACED
+from bf16kit.converter.read.onnx_export import adapt
 warnings.simplefilter("ignore")
 os.chdir(sys.argv[1])
 made = [torch.jit.script(seeded(Cnn())), torch.jit.script(seeded(Mlp()))]

@@ -24,8 +24,8 @@ import onnx_ir as ir
 from bf16kit.numerics.panels import strips
 from bf16kit.numerics.residual import Scale
 from bf16kit.artifact.weightfile import WeightWriter
-from converter.write.weights import Rounding, round_weight
-from converter.graph.initializers import ComputedTensor
+from bf16kit.converter.write.weights import Rounding, round_weight
+from bf16kit.converter.graph.initializers import ComputedTensor
 from peaks import anonymous, peak_anonymous
 
 def write(path, rows, kind):

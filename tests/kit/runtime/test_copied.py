@@ -20,6 +20,7 @@ from peaks import measured_alone
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.cli import run
 from bf16kit.messages.errors import ArtifactDamaged
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.loading import load, load_reference
@@ -27,7 +28,6 @@ from bf16kit.runtime.memory.weights import gathered_weights
 from bf16kit.runtime.memory.weightstore import LARGE_PAGE, PRIVATE_STORE
 from bf16kit.runtime.ort.kernel import LIBRARY
 from bf16kit.runtime.ort.onnxgraph import check_locations
-from converter.cli import run
 
 KERNEL = pytest.mark.skipif(not LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

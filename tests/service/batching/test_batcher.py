@@ -20,11 +20,11 @@ from bf16kit.messages.errors import (
     RuntimeFailure,
     Unavailable,
 )
-from service.batching import batcher as batching
-from service.batching.batcher import Batcher
-from service.batching.queue import ENOUGH_BATCHES, BatchPolicy
-from service.contract import Array
-from service.request import Cancellation, Reply, Request, Timings
+from bf16kit.service.batching import batcher as batching
+from bf16kit.service.batching.batcher import Batcher
+from bf16kit.service.batching.queue import ENOUGH_BATCHES, BatchPolicy
+from bf16kit.service.contract import Array
+from bf16kit.service.request import Cancellation, Reply, Request, Timings
 
 
 class Heard:

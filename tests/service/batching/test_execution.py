@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from bf16kit.messages.errors import RuntimeFailure
-from service.batching.execution import gather, requested_outputs, signature, split
-from service.request import Request
+from bf16kit.service.batching.execution import gather, requested_outputs, signature, split
+from bf16kit.service.request import Request
 
 
 def request(rows: int, outputs: tuple[str, ...] | None = None) -> Request:

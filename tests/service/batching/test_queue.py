@@ -8,7 +8,7 @@ import random
 import pytest
 
 from bf16kit.messages.errors import Overloaded
-from service.batching.queue import ENOUGH_BATCHES, PATIENCE_S, BatchPolicy, Job, Pace, Queue
+from bf16kit.service.batching.queue import ENOUGH_BATCHES, PATIENCE_S, BatchPolicy, Job, Pace, Queue
 
 
 class Named(Job):

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 from commanded import Run
 from ownlog import restored_log
 
-from service.cli import main
+from bf16kit.service.cli import main
 
 
 @pytest.fixture

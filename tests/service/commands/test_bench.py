@@ -96,7 +96,7 @@ def test_ctrl_c_ends_the_command_with_one_line(repository: Path, tmp_path: Path)
     errors = tmp_path / "errors"
     with errors.open("w") as stream:
         # As if started from a terminal: a shell makes its background processes ignore the signal.
-        command = ["env", "--default-signal=INT", sys.executable, "-m", "service", "bench", "mlp"]
+        command = ["env", "--default-signal=INT", sys.executable, "-m", "bf16kit.service", "bench", "mlp"]
         command += ["--repository", str(repository), "--device", "cpu", "--seconds", "600"]
         root = Path(__file__).parents[3]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, cwd=root)

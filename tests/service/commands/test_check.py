@@ -30,7 +30,7 @@ def failed(result: dict[str, object]) -> dict[str, str]:
 def test_a_process_checks_everything_that_a_server_needs_and_exits_with_0(repository: Path, tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text(f"repository: {repository}\ndevice: cpu\n")
-    command = [sys.executable, "-m", "service", "check", "--config", str(config), "--json"]
+    command = [sys.executable, "-m", "bf16kit.service", "check", "--config", str(config), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr + done.stdout
     found = json.loads(done.stdout)

@@ -17,10 +17,10 @@ from tlsfiles import Authority
 
 from bf16kit.artifact.evidence import Evidence, Header
 from bf16kit.messages.errors import NotFound
-from service.config.certificates import CertificateFiles
-from service.config.tokens import TokenFile
-from service.http.httpserver import HttpServer
-from service.http.pages import Access, Fetch, evidence_route
+from bf16kit.service.config.certificates import CertificateFiles
+from bf16kit.service.config.tokens import TokenFile
+from bf16kit.service.http.httpserver import HttpServer
+from bf16kit.service.http.pages import Access, Fetch, evidence_route
 
 MANAGE, READ = "manager-0123456789abcdef", "reader-0123456789abcdef"
 HEADER = Header(

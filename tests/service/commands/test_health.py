@@ -14,7 +14,7 @@ from commanded import Run, one_line
 from loopback import LoopbackModel, serving
 from tlsfiles import Authority, Pair
 
-from service.config.certificates import CertificateFiles
+from bf16kit.service.config.certificates import CertificateFiles
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_an_invalid_port_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_command_imports_no_heavy_package_because_it_runs_every_few_seconds() -> None:
     code = (
-        "import contextlib, sys; from service.cli import main\n"
+        "import contextlib, sys; from bf16kit.service.cli import main\n"
         "with contextlib.suppress(SystemExit): main(['health', '--grpc-port', '1', '--timeout', '0.1'])\n"
         "print(*sys.modules)"
     )

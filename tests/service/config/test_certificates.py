@@ -9,8 +9,8 @@ from tlsfiles import Authority, Pair
 from waiting import until
 
 from bf16kit.messages.errors import ConfigError
-from service.config import reloadedfiles
-from service.config.certificates import CertificateFiles, Certificates
+from bf16kit.service.config import reloadedfiles
+from bf16kit.service.config.certificates import CertificateFiles, Certificates
 
 
 def test_the_certificates_are_available_as_pem_and_as_a_context(authority: Authority, pair: Pair) -> None:

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.config import logs
-from service.config.logs import JsonFormatter, LogWriter, TextFormatter
+from bf16kit.service.config import logs
+from bf16kit.service.config.logs import JsonFormatter, LogWriter, TextFormatter
 
 
 def record(message: str, *args: object, error: BaseException | None = None, **extra: object) -> logging.LogRecord:
@@ -189,7 +189,7 @@ def test_a_pipe_that_another_program_made_non_blocking_loses_no_line(
 
 def run(statements: str, **more: Any) -> subprocess.Popen[str]:
     """Start a process that logs."""
-    code = f"import logging, os, signal, sys, warnings\nfrom service.config.logs import configure\n{statements}"
+    code = f"import logging, os, signal, sys, warnings\nfrom bf16kit.service.config.logs import configure\n{statements}"
     return subprocess.Popen([sys.executable, "-c", code], text=True, **more)
 
 
@@ -228,7 +228,7 @@ def test_a_closed_standard_error_gets_nothing(tmp_path: Path) -> None:
     """Another file may have its number by now."""
     code = (
         "import logging, os, sys\n"
-        "from service.config.logs import configure\n"
+        "from bf16kit.service.config.logs import configure\n"
         "file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)\n"
         "assert file == 2, file\n"
         "configure('info'); logging.error('x'); logging.shutdown(); os._exit(os.fstat(2).st_size)"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from waiting import until
 
-from service.config.loops import Guard, PeriodicThread, Stop
+from bf16kit.service.config.loops import Guard, PeriodicThread, Stop
 
 
 @pytest.fixture

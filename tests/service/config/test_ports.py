@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from service.config.ports import reserve
+from bf16kit.service.config.ports import reserve
 
 
 def listen(port: int, *options: int) -> socket.socket:

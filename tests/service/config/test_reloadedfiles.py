@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from service.config import reloadedfiles
-from service.config.reloadedfiles import ReloadedFiles, read_regular
+from bf16kit.service.config import reloadedfiles
+from bf16kit.service.config.reloadedfiles import ReloadedFiles, read_regular
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from waiting import until
 
+from bf16kit.service.config.resources import HeapTrimmer, announce, collect_and_freeze, fit_to_memory, max_request_bytes
+from bf16kit.service.config.serverconfig import ServerConfig, load_config
 from bf16kit.system.controlgroup import Memory
-from service.config.resources import HeapTrimmer, announce, collect_and_freeze, fit_to_memory, max_request_bytes
-from service.config.serverconfig import ServerConfig, load_config
 
 MIB = 1 << 20
 # Allocates and frees 64 times 4 MiB on eight threads, and prints how many MiB the C library keeps after malloc_trim.
@@ -27,7 +27,7 @@ _CHURN = """
 import ctypes, sys, threading
 from pathlib import Path
 from bf16kit.system import controlgroup
-from service.config.resources import bound_heap
+from bf16kit.service.config.resources import bound_heap
 def resident_bytes():
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 if sys.argv[1] != "as it is":
@@ -131,7 +131,7 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     """Tested in a separate process: a hard limit cannot be raised again."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
-        "from service.config.resources import raise_open_file_limit; raise_open_file_limit()\n"
+        "from bf16kit.service.config.resources import raise_open_file_limit; raise_open_file_limit()\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, 512)"
     )
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 512:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from service.config.serverconfig import ServerConfig, load_config, unknown_variables
+from bf16kit.service.config.serverconfig import ServerConfig, load_config, unknown_variables
 
 
 def write(path: Path, text: str) -> Path:

@@ -11,8 +11,8 @@ import pytest
 from waiting import until
 
 from bf16kit.messages.errors import ConfigError
-from service.config import reloadedfiles
-from service.config.tokens import SCOPES, Scope, TokenFile, read_tokens
+from bf16kit.service.config import reloadedfiles
+from bf16kit.service.config.tokens import SCOPES, Scope, TokenFile, read_tokens
 
 READER = "reader-0123456789abcdef"
 ADMIN = "admin+0123456789/abcdef=="

@@ -12,11 +12,11 @@ from bf16kit.artifact.evidence import Evidence
 from bf16kit.drift.metrics import Budget, compare
 from bf16kit.messages.errors import NotFound
 from bf16kit.numerics.tensors import Array, TensorSpec
-from service.drift import breachevidence
-from service.drift.breachevidence import EvidenceRecorder
-from service.drift.contract import Cause, DriftVerdict, State
-from service.drift.sampler import Sample
-from service.peers.channel import from_json
+from bf16kit.service.drift import breachevidence
+from bf16kit.service.drift.breachevidence import EvidenceRecorder
+from bf16kit.service.drift.contract import Cause, DriftVerdict, State
+from bf16kit.service.drift.sampler import Sample
+from bf16kit.service.peers.channel import from_json
 
 Y, Z = TensorSpec("y", "float32", ("batch", 8)), TensorSpec("z", "float32", ("batch", 4), "logits")
 BUDGET = Budget({"relative_l2": 0.01, "top1_agreement": 0.99, "nonfinite": 0.0})

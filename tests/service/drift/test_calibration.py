@@ -9,8 +9,8 @@ import pytest
 from bf16kit.artifact.entries import DriftEntry
 from bf16kit.drift.measurements import InputRange, Measurements, ProfileMeasurements, SampleColumns
 from bf16kit.drift.metrics import SampleDrift
-from service.drift.comparison import rows_out_of_range
-from service.drift.detector import Calibration
+from bf16kit.service.drift.comparison import rows_out_of_range
+from bf16kit.service.drift.detector import Calibration
 
 KNOWN = InputRange(low=-1.0, high=1.0)
 COLUMNS = SampleColumns.of([SampleDrift(1e-3, 0, 0, 60, 0, 0, 0), SampleDrift(2e-3, 0, 0, 54, 0, 0, 0)], 10)

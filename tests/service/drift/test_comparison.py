@@ -12,12 +12,12 @@ from bf16kit.drift.measurements import InputRange
 from bf16kit.drift.metrics import Budget
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.numerics.tensors import TensorSpec
-from service.contract import Array
-from service.drift.comparison import Comparison
-from service.drift.contract import DriftVerdict
-from service.drift.detector import LEARNING_ROWS, Calibration
-from service.drift.recent import REQUESTS
-from service.drift.sampler import Sample
+from bf16kit.service.contract import Array
+from bf16kit.service.drift.comparison import Comparison
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.drift.detector import LEARNING_ROWS, Calibration
+from bf16kit.service.drift.recent import REQUESTS
+from bf16kit.service.drift.sampler import Sample
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"), TensorSpec("z", "float32", ("batch", 2), "logits"))
 ONES = np.ones((1, 2), np.float32)

@@ -23,10 +23,10 @@ from machinesettings import machine_settings
 from bf16kit.drift.measurements import InputRange
 from bf16kit.drift.metrics import Budget
 from bf16kit.numerics.tensors import TensorSpec
-from service.drift.comparison import Comparison
-from service.drift.contract import DriftVerdict
-from service.drift.detector import Calibration
-from service.drift.sampler import Sample
+from bf16kit.service.drift.comparison import Comparison
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.drift.detector import Calibration
+from bf16kit.service.drift.sampler import Sample
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"), TensorSpec("z", "float32", ("batch", 2), "logits"))
 RANGES = {"x": InputRange(low=-1.0, high=1.0)}

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.drift.slices import FP32_NOISE
-from service.drift.contract import Cause
-from service.drift.detector import ALLOWANCE, CLIP, MIN_ROWS, REQUESTS, Detector, Expected, diagnose
-from service.drift.recent import RecentRows
+from bf16kit.service.drift.contract import Cause
+from bf16kit.service.drift.detector import ALLOWANCE, CLIP, MIN_ROWS, REQUESTS, Detector, Expected, diagnose
+from bf16kit.service.drift.recent import RecentRows
 
 CENTRE = 4e-3  # MiniLM's
 SPREADS = (0.07, 0.1, 0.3)  # MiniLM has 0.07 to 0.11

@@ -26,10 +26,10 @@ from machinesettings import machine_settings
 
 from bf16kit.drift.metrics import Breach, Budget
 from bf16kit.messages.errors import ArtifactError
-from service.drift.contract import DriftVerdict, FallbackPolicy
-from service.drift.fallbackcontroller import ActivePlan, FallbackController, PrecisionOrder
-from service.drift.gate import breach_verdict
-from service.request import Precision
+from bf16kit.service.drift.contract import DriftVerdict, FallbackPolicy
+from bf16kit.service.drift.fallbackcontroller import ActivePlan, FallbackController, PrecisionOrder
+from bf16kit.service.drift.gate import breach_verdict
+from bf16kit.service.request import Precision
 
 DAY, MINUTE, START = 86_400.0, 60.0, 1_000.0
 MODELS = st.sampled_from(["m", "m", "m", "n"])

@@ -14,13 +14,13 @@ import pytest
 
 from bf16kit.drift.metrics import Budget, SampleDrift
 from bf16kit.messages.errors import ArtifactError, RuntimeFailure
-from service.drift import fallbackcontroller
-from service.drift.contract import DriftVerdict, FallbackPolicy, State
-from service.drift.estimates import estimates
-from service.drift.fallbackcontroller import ActivePlan, Fallback, FallbackController, PrecisionOrder, describe
-from service.drift.gate import breach_verdict
-from service.drift.recent import RecentRows
-from service.request import Precision
+from bf16kit.service.drift import fallbackcontroller
+from bf16kit.service.drift.contract import DriftVerdict, FallbackPolicy, State
+from bf16kit.service.drift.estimates import estimates
+from bf16kit.service.drift.fallbackcontroller import ActivePlan, Fallback, FallbackController, PrecisionOrder, describe
+from bf16kit.service.drift.gate import breach_verdict
+from bf16kit.service.drift.recent import RecentRows
+from bf16kit.service.request import Precision
 
 WITHIN = DriftVerdict("m", 1, "within", "none", "y", "relative_l2", 0.5, 0.4, 0.6, 300.0, 400, False, 100.0, "plan")
 OVER = replace(WITHIN, state="over", cause="rounding", ratio=1.5, low=1.2, high=1.8)
@@ -49,7 +49,7 @@ HASTY = FallbackPolicy(policy="fp32", min_stay_seconds=0, clean_samples=1)  # an
 
 
 def verdict_of(recent: RecentRows, second: float, *, hasty: bool) -> DriftVerdict:
-    """Return the verdict of :class:`service.drift.comparison.Comparison` on one bound; ``hasty``: by the 95 %."""
+    """Return the verdict of a ``Comparison`` on one bound; ``hasty``: by the 95 %."""
     window = recent.window()
     (found,) = estimates(window, BUDGET)
     over = (found.low if hasty else found.lowest) > 1

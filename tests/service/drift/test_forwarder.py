@@ -15,9 +15,9 @@ from samplings import Forwarding, arrivals
 from waiting import until
 
 from bf16kit.messages.errors import RuntimeFailure
-from service.drift.contract import ShadowPolicy
-from service.drift.sampler import MAX_BYTES, QUEUE_SIZE
-from service.request import Reply, Request
+from bf16kit.service.drift.contract import ShadowPolicy
+from bf16kit.service.drift.sampler import MAX_BYTES, QUEUE_SIZE
+from bf16kit.service.request import Reply, Request
 
 ALL = ShadowPolicy(rate=1, max_per_second=10_000, max_rows=2)
 X = np.ones((2, 3), np.float32)

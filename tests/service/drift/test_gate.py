@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from bf16kit.drift.metrics import Breach, Budget
-from service.contract import Array
-from service.drift.gate import MIN_INTERVAL_SECONDS, RETRY_SECONDS, ProcessRank, Timetable, breach_verdict, run_in_parts
+from bf16kit.service.contract import Array
+from bf16kit.service.drift.gate import (
+    MIN_INTERVAL_SECONDS,
+    RETRY_SECONDS,
+    ProcessRank,
+    Timetable,
+    breach_verdict,
+    run_in_parts,
+)
 
 HOUR = 3600.0
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from bf16kit.drift.metrics import DriftSummary, SampleDrift
-from service.drift import intervals
-from service.drift.intervals import Values
+from bf16kit.service.drift import intervals
+from bf16kit.service.drift.intervals import Values
 
 DRAWS = 1000
 

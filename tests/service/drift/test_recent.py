@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from bf16kit.drift.metrics import Budget, SampleDrift
 from bf16kit.drift.slices import SliceError, Variation
 from bf16kit.numerics.tensors import TensorSpec
-from service.drift.estimates import Estimate, estimates, slice_estimate
-from service.drift.recent import HALF_LIFE, PER_REQUEST, REQUESTS, LiveSlices, RecentRows
+from bf16kit.service.drift.estimates import Estimate, estimates, slice_estimate
+from bf16kit.service.drift.recent import HALF_LIFE, PER_REQUEST, REQUESTS, LiveSlices, RecentRows
 
 
 def row(

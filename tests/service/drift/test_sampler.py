@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from samplings import FAULTS, Clock, arrivals, burst_weight, unbiased, until_over
 
-from service.drift.contract import ShadowPolicy
-from service.drift.sampler import BURST_S, FLOOR, Sampler, TokenBucket, copies, size_of
+from bf16kit.service.drift.contract import ShadowPolicy
+from bf16kit.service.drift.sampler import BURST_S, FLOOR, Sampler, TokenBucket, copies, size_of
 
 DEFAULTS = ShadowPolicy()
 

@@ -15,11 +15,11 @@ from bf16kit.drift.metrics import Budget
 from bf16kit.messages.errors import ArtifactError, RuntimeFailure, Unavailable
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Array
-from service.drift.breachevidence import EvidenceRecorder
-from service.drift.comparison import Comparison, Drifts
-from service.drift.contract import DriftVerdict
-from service.drift.sampler import MAX_BYTES, NICENESS, QUEUE_SIZE, Sample
-from service.drift.shadow import Measuring, Shadow
+from bf16kit.service.drift.breachevidence import EvidenceRecorder
+from bf16kit.service.drift.comparison import Comparison, Drifts
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.drift.sampler import MAX_BYTES, NICENESS, QUEUE_SIZE, Sample
+from bf16kit.service.drift.shadow import Measuring, Shadow
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
 

@@ -21,12 +21,12 @@ from tlsfiles import Authority, Pair
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.config.certificates import CertificateFiles
-from service.config.tokens import TokenFile
-from service.grpc.handlers import SERVICE
-from service.operations import Operations
-from service.regions import RegionTable
-from service.telemetry.settings import LogSettings
+from bf16kit.service.config.certificates import CertificateFiles
+from bf16kit.service.config.tokens import TokenFile
+from bf16kit.service.grpc.handlers import SERVICE
+from bf16kit.service.operations import Operations
+from bf16kit.service.regions import RegionTable
+from bf16kit.service.telemetry.settings import LogSettings
 
 X = np.ones((1, 3), np.float32)
 INFER = infer_request(x=X)

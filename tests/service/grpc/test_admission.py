@@ -8,8 +8,8 @@ import time
 import pytest
 
 from bf16kit.messages.errors import Overloaded
-from service.grpc.admission import ByteBudget, MessageBytes, Permit, Shares
-from service.grpc.timeouts import CallTimeouts
+from bf16kit.service.grpc.admission import ByteBudget, MessageBytes, Permit, Shares
+from bf16kit.service.grpc.timeouts import CallTimeouts
 
 
 class TestShares:

@@ -18,9 +18,9 @@ from waiting import stays
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc import arrival
-from service.grpc.call import Call
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc import arrival
+from bf16kit.service.grpc.call import Call
+from bf16kit.service.grpc.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
 MESSAGE = infer_request(x=X).SerializeToString()

@@ -16,8 +16,8 @@ from rawgrpc import RawConnection
 from waiting import until
 
 from bench.serving.http2 import Connection, keep_open
-from service.grpc.handlers import SERVICE
-from service.grpc.transport import TransportOptions
+from bf16kit.service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.transport import TransportOptions
 
 X = np.ones((2, 3), np.float32)
 READY = f"/{SERVICE}/ServerReady"

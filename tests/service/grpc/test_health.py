@@ -10,9 +10,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import LoopbackModel, LoopbackRegistry, Served, serving, until
 
-from service.grpc.handlers import SERVICE
-from service.grpc.health import HealthServicer
-from service.request import Cancellation
+from bf16kit.service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.health import HealthServicer
+from bf16kit.service.request import Cancellation
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -21,11 +21,11 @@ from bf16kit.messages import errors
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Array
-from service.grpc.admission import RpcPool
-from service.grpc.call import InferenceCall
-from service.grpc.health import HealthServicer
-from service.grpc.status import CODES, status_of
+from bf16kit.service.contract import Array
+from bf16kit.service.grpc.admission import RpcPool
+from bf16kit.service.grpc.call import InferenceCall
+from bf16kit.service.grpc.health import HealthServicer
+from bf16kit.service.grpc.status import CODES, status_of
 
 X = np.ones((1, 3), np.float32)
 
@@ -126,7 +126,7 @@ PAYLOAD = "a-patients-name"
 
 def events(stream: io.StringIO, level: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [json.loads(line) for line in stream.getvalue().splitlines()]
-    return [event for event in found if event["level"] == level and event["logger"].startswith("service.")]
+    return [event for event in found if event["level"] == level and event["logger"].startswith("bf16kit.service.")]
 
 
 def named(name: str = "named", request_id: str = "r-1", value: str = PAYLOAD) -> pb.ModelInferRequest:

@@ -14,8 +14,8 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Array
-from service.request import Cancellation
+from bf16kit.service.contract import Array
+from bf16kit.service.request import Cancellation
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 

@@ -17,7 +17,7 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from rawgrpc import RawConnection
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
 INFER = f"/{SERVICE}/ModelInfer"

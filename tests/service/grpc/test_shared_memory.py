@@ -12,8 +12,8 @@ from grpc import StatusCode
 from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.operations import Operations, Region
-from service.regions import RegionTable
+from bf16kit.service.operations import Operations, Region
+from bf16kit.service.regions import RegionTable
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
 

@@ -16,7 +16,7 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from waiting import stays
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.handlers import SERVICE
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 

@@ -32,9 +32,9 @@ from waiting import until
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
-from service.grpc import arrival
-from service.grpc.handlers import SERVICE
-from service.grpc.transport import Transport, TransportOptions
+from bf16kit.service.grpc import arrival
+from bf16kit.service.grpc.handlers import SERVICE
+from bf16kit.service.grpc.transport import Transport, TransportOptions
 
 X = np.ones((2, 3), np.float32)
 

@@ -18,11 +18,11 @@ from tlsfiles import Authority, Pair
 from waiting import until
 
 from bf16kit.messages.errors import ConfigError
-from service.config import reloadedfiles
-from service.config.certificates import CertificateFiles
-from service.config.tokens import TokenFile
-from service.http.httpserver import HttpServer, Limits
-from service.http.pages import Access, Route
+from bf16kit.service.config import reloadedfiles
+from bf16kit.service.config.certificates import CertificateFiles
+from bf16kit.service.config.tokens import TokenFile
+from bf16kit.service.http.httpserver import HttpServer, Limits
+from bf16kit.service.http.pages import Access, Route
 
 READER, WRITER = "reader-0123456789abcdef", "writer-0123456789abcdef"
 QUICK = Limits(connections=8, request_seconds=0.5, idle_seconds=0.5, response_seconds=0.5)

@@ -18,11 +18,11 @@ from loopback import LoopbackModel, LoopbackRegistry
 from waiting import until
 
 from bf16kit.messages.errors import NotFound, Unavailable
-from service.config.tokens import TokenFile
-from service.http.httpserver import HttpServer
-from service.http.pages import Access, Fetch, StatusReader, evidence_route, routes
-from service.telemetry.families import OF_MODEL
-from service.telemetry.metrics import Metrics, samples
+from bf16kit.service.config.tokens import TokenFile
+from bf16kit.service.http.httpserver import HttpServer
+from bf16kit.service.http.pages import Access, Fetch, StatusReader, evidence_route, routes
+from bf16kit.service.telemetry.families import OF_MODEL
+from bf16kit.service.telemetry.metrics import Metrics, samples
 
 MANAGE, READ = "manager-0123456789abcdef", "reader-0123456789abcdef"
 Open = Callable[..., HttpServer]

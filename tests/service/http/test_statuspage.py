@@ -18,10 +18,10 @@ from starlette.responses import HTMLResponse
 from waiting import until
 
 from bf16kit.runtime import RuntimeInfo
-from service.http.httpserver import HttpServer
-from service.http.pages import Route, routes
-from service.request import Timings
-from service.telemetry.metrics import Metrics
+from bf16kit.service.http.httpserver import HttpServer
+from bf16kit.service.http.pages import Route, routes
+from bf16kit.service.request import Timings
+from bf16kit.service.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.skipif(browser.find() is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
 

@@ -38,14 +38,14 @@ from machinesettings import machine_settings
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Array
-from service.grpc import admission
-from service.grpc.admission import ByteBudget, RequiredScope, RpcPool
-from service.grpc.call import InferenceCall, Rpc
-from service.grpc.inference import InferenceServicer
-from service.grpc.timeouts import CallTimeouts
-from service.request import Done, Request
-from service.wire.limits import MessageReader
+from bf16kit.service.contract import Array
+from bf16kit.service.grpc import admission
+from bf16kit.service.grpc.admission import ByteBudget, RequiredScope, RpcPool
+from bf16kit.service.grpc.call import InferenceCall, Rpc
+from bf16kit.service.grpc.inference import InferenceServicer
+from bf16kit.service.grpc.timeouts import CallTimeouts
+from bf16kit.service.request import Done, Request
+from bf16kit.service.wire.limits import MessageReader
 
 T = TypeVar("T")
 LIMIT, MODEL_LIMIT, QUEUE = 8, 4, 2  # calls in flight; of them in models; and how many wait in one

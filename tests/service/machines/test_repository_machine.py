@@ -34,8 +34,8 @@ from servedmachine import NAMES, PATIENCE, VERSIONS, InFlight, Lease, Measured, 
 from waiting import until
 
 from bf16kit.messages.errors import NotFound, RuntimeFailure, Unavailable
-from service.drift.contract import DriftVerdict
-from service.models.plan import DesiredModel
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.models.plan import DesiredModel
 
 OVER = DriftVerdict("", 0, "over", "rounding", "y", "relative_l2", 1.5, 1.2, 1.8, 300.0, 400)
 WITHIN = DriftVerdict("", 0, "within", "none", "y", "relative_l2", 0.5, 0.4, 0.6, 300.0, 400)

@@ -13,9 +13,9 @@ from artifacts import write_mlp
 from othersfiles import unreadable, world_readable_directory
 
 from bf16kit.messages.errors import ConfigError, InvalidRequest, NotFound
-from service.models.controller import Controller, Mode
-from service.models.plan import DesiredModel
-from service.operations import IndexEntry
+from bf16kit.service.models.controller import Controller, Mode
+from bf16kit.service.models.plan import DesiredModel
+from bf16kit.service.operations import IndexEntry
 
 
 class Told:

@@ -15,8 +15,8 @@ from waiting import until
 
 from bf16kit.messages.errors import ArtifactError, Unavailable
 from bf16kit.runtime import Runtime
-from service.contract import ActivePrecision
-from service.models.engine import Engine, Leases
+from bf16kit.service.contract import ActivePrecision
+from bf16kit.service.models.engine import Engine, Leases
 
 
 class Rig:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 
-from service.contract import infer
-from service.models import loading
-from service.models.generation import Generation
-from service.models.serving import load_serving
-from service.request import Observation, Request
-from service.telemetry.metrics import Metrics
+from bf16kit.service.contract import infer
+from bf16kit.service.models import loading
+from bf16kit.service.models.generation import Generation
+from bf16kit.service.models.serving import load_serving
+from bf16kit.service.request import Observation, Request
+from bf16kit.service.telemetry.metrics import Metrics
 
 
 @pytest.fixture

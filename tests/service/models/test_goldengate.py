@@ -16,16 +16,16 @@ from sessions import recorded_sessions
 from waiting import until
 
 from bf16kit.messages.errors import BudgetExceeded, InputRefused, RuntimeFailure
-from service.contract import GATE_FAILED, infer
-from service.drift.contract import DriftVerdict
-from service.drift.sampler import NICENESS
-from service.models import goldengate, loading
-from service.models.generation import Generation
-from service.models.goldengate import GoldenGate
-from service.models.repository import golden_schedule, run_due_gates
-from service.models.serving import Serving
-from service.request import Request
-from service.telemetry.metrics import Metrics
+from bf16kit.service.contract import GATE_FAILED, infer
+from bf16kit.service.drift.contract import DriftVerdict
+from bf16kit.service.drift.sampler import NICENESS
+from bf16kit.service.models import goldengate, loading
+from bf16kit.service.models.generation import Generation
+from bf16kit.service.models.goldengate import GoldenGate
+from bf16kit.service.models.repository import golden_schedule, run_due_gates
+from bf16kit.service.models.serving import Serving
+from bf16kit.service.request import Request
+from bf16kit.service.telemetry.metrics import Metrics
 
 ONE = Request({"x": np.ones((1, 64), np.float32)}, rows=1)
 

@@ -21,10 +21,10 @@ from bf16kit.messages.errors import ArtifactDamaged, ArtifactError, BudgetExceed
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import available_cpus
 from bf16kit.runtime.memory.weightstore import PRIVATE_STORE
-from service.models import loading
-from service.models.loading import LoadedModel, load_fp32, profile_order
-from service.models.opened import OpenedArtifact, baseline, open_artifact
-from service.models.serving import Serving
+from bf16kit.service.models import loading
+from bf16kit.service.models.loading import LoadedModel, load_fp32, profile_order
+from bf16kit.service.models.opened import OpenedArtifact, baseline, open_artifact
+from bf16kit.service.models.serving import Serving
 
 
 def write_flat(path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from waiting import stays, until
 
 from bf16kit.messages.errors import ConfigError, Unavailable
-from service.models import loads
-from service.models.loads import GIVEN_UP, MOST_LEFT_BEHIND, Loads
+from bf16kit.service.models import loads
+from bf16kit.service.models.loads import GIVEN_UP, MOST_LEFT_BEHIND, Loads
 
 
 class Held:

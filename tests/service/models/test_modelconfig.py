@@ -10,9 +10,9 @@ import pytest
 from artifacts import write_mlp
 
 from bf16kit.messages.errors import InvalidRequest
-from service.models.modelconfig import with_config
-from service.models.plan import DesiredModel, desired_model_of
-from service.models.serving import Serving
+from bf16kit.service.models.modelconfig import with_config
+from bf16kit.service.models.plan import DesiredModel, desired_model_of
+from bf16kit.service.models.serving import Serving
 
 YAML: dict[str, Any] = {"max_batch_size": 16, "max_queue_size": 7, "max_queue_ms": 50.0, "instances": 2}
 VERSIONS = (1, 2, 3)

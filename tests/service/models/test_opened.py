@@ -21,12 +21,12 @@ from bf16kit.drift.metrics import SampleDrift
 from bf16kit.messages.errors import ConfigError, RuntimeFailure
 from bf16kit.runtime.memory.weightstore import Fill, PrivateWeightStore
 from bf16kit.runtime.ort import kernel
+from bf16kit.service.drift.sampler import Sample
+from bf16kit.service.models import loading
+from bf16kit.service.models.opened import OpenedArtifact, new_comparison, open_artifact
+from bf16kit.service.models.serving import Serving
+from bf16kit.service.telemetry.metrics import Metrics
 from bf16kit.system.controlgroup import RESERVE
-from service.drift.sampler import Sample
-from service.models import loading
-from service.models.opened import OpenedArtifact, new_comparison, open_artifact
-from service.models.serving import Serving
-from service.telemetry.metrics import Metrics
 
 
 @pytest.fixture

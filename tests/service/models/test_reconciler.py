@@ -21,14 +21,14 @@ from sessions import recorded_sessions
 from waiting import stays, until
 
 from bf16kit.messages.errors import Unavailable
-from service.contract import infer
-from service.drift.fallbackcontroller import PrecisionOrder
-from service.models import loading
-from service.models import loads as loading_threads
-from service.models.plan import desired_model_of
-from service.models.reconciler import CHANGES_AT_ONCE
-from service.request import Request
-from service.telemetry.metrics import Metrics
+from bf16kit.service.contract import infer
+from bf16kit.service.drift.fallbackcontroller import PrecisionOrder
+from bf16kit.service.models import loading
+from bf16kit.service.models import loads as loading_threads
+from bf16kit.service.models.plan import desired_model_of
+from bf16kit.service.models.reconciler import CHANGES_AT_ONCE
+from bf16kit.service.request import Request
+from bf16kit.service.telemetry.metrics import Metrics
 
 QUIET = "shadow: {rate: 0}\nversion_policy: all\n"
 ONE = Request({"x": np.zeros((1, 16), np.float32)}, rows=1)

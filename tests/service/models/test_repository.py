@@ -18,12 +18,12 @@ from waiting import until
 from bf16kit.artifact.manifest import sealed
 from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime.ort import kernel
-from service.contract import infer
-from service.models.generation import Generation
-from service.models.repository import parse_version
-from service.models.slot import Slot
-from service.request import Observation, Request
-from service.telemetry.metrics import Metrics
+from bf16kit.service.contract import infer
+from bf16kit.service.models.generation import Generation
+from bf16kit.service.models.repository import parse_version
+from bf16kit.service.models.slot import Slot
+from bf16kit.service.request import Observation, Request
+from bf16kit.service.telemetry.metrics import Metrics
 
 Open = Callable[..., Controlled]
 

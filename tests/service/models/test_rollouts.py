@@ -15,16 +15,16 @@ from artifacts import write_mlp
 from waiting import until
 
 from bf16kit.messages.errors import RuntimeFailure, Unavailable
-from service.contract import State
-from service.models import loading
-from service.models.controller import RETRY_SECONDS, Controller, Mode
-from service.models.loads import GIVEN_UP
-from service.models.plan import DesiredModel, FailedVersion, Plan, desired_model_of, with_serving
-from service.models.repository import Repository
-from service.models.rollouts import has_failed
-from service.models.serving import Serving, VersionPolicy
-from service.telemetry.metrics import Metrics
-from service.workers.state import SlotState
+from bf16kit.service.contract import State
+from bf16kit.service.models import loading
+from bf16kit.service.models.controller import RETRY_SECONDS, Controller, Mode
+from bf16kit.service.models.loads import GIVEN_UP
+from bf16kit.service.models.plan import DesiredModel, FailedVersion, Plan, desired_model_of, with_serving
+from bf16kit.service.models.repository import Repository
+from bf16kit.service.models.rollouts import has_failed
+from bf16kit.service.models.serving import Serving, VersionPolicy
+from bf16kit.service.telemetry.metrics import Metrics
+from bf16kit.service.workers.state import SlotState
 
 BAD = 0.5
 ONLY_1 = VersionPolicy(specific=(1,))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bf16kit.messages.errors import ConfigError
-from service.drift.contract import FallbackPolicy
-from service.models.serving import Serving, load_serving
+from bf16kit.service.drift.contract import FallbackPolicy
+from bf16kit.service.models.serving import Serving, load_serving
 
 
 def load(directory: Path, text: str) -> Serving:

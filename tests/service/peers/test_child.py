@@ -17,8 +17,7 @@ import pytest
 from openfiles import no_more_files
 from waiting import until
 
-from bf16kit.system.controlgroup import Memory
-from service.peers.child import (
+from bf16kit.service.peers.child import (
     PING_SECONDS,
     SILENT_SECONDS,
     START_SECONDS,
@@ -26,12 +25,13 @@ from service.peers.child import (
     ThreadSeconds,
     active_seconds,
 )
-from service.peers.peer import Handler
+from bf16kit.service.peers.peer import Handler
+from bf16kit.system.controlgroup import Memory
 
 _HEAD = "import os, signal, socket, sys, time\nend = socket.socket(fileno=int(sys.argv[1]))\n"
 _ANSWERS = """
-from service.peers.channel import Channel
-from service.peers.peer import Peer
+from bf16kit.service.peers.channel import Channel
+from bf16kit.service.peers.peer import Peer
 peer = Peer(Channel(end), "parent", {"ping": lambda message: None}, lambda: os._exit(0))
 peer.start()
 peer.tell("hello", {"directory": sys.path[0]})

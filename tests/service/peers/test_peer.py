@@ -17,8 +17,8 @@ from openfiles import no_more_files
 from waiting import until
 
 from bf16kit.messages.errors import Bf16kitError, InvalidRequest, NotFound, RuntimeFailure, Unavailable
-from service.peers.channel import Body, Channel, close_all
-from service.peers.peer import Handler, Message, Peer
+from bf16kit.service.peers.channel import Body, Channel, close_all
+from bf16kit.service.peers.peer import Handler, Message, Peer
 
 Connect = Callable[[Mapping[str, Handler]], Peer]
 
@@ -137,7 +137,7 @@ def test_sent_messages_make_room_for_more(connect: Connect) -> None:
 def test_a_single_message_may_be_larger_than_all_that_may_wait(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.peers.peer.MOST_WAITING", 1)
+    monkeypatch.setattr("bf16kit.service.peers.peer.MOST_WAITING", 1)
     peer = connect({"measure": lambda message: {"size": len(message.body["text"])}})
     assert peer.ask("measure", {"text": "x" * 100_000}).result(20) == {"size": 100_000}
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from bf16kit.messages.errors import AlreadyExists, InvalidRequest, Overloaded
-from service.operations import Region
-from service.regions import DIRECTORY, RegionTable
+from bf16kit.service.operations import Region
+from bf16kit.service.regions import DIRECTORY, RegionTable
 
 Make = Callable[..., Path]
 

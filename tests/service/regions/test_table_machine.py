@@ -43,10 +43,10 @@ from hypothesis.stateful import (
 from machinesettings import machine_settings
 
 from bf16kit.messages.errors import AlreadyExists, Bf16kitError, InvalidRequest, NotFound, Overloaded
-from service.operations import Region, RegionSlice
-from service.peers.channel import Body
-from service.regions import DIRECTORY, RegionTable
-from service.workers.forwarding import FleetRegions
+from bf16kit.service.operations import Region, RegionSlice
+from bf16kit.service.peers.channel import Body
+from bf16kit.service.regions import DIRECTORY, RegionTable
+from bf16kit.service.workers.forwarding import FleetRegions
 
 PAGE = mmap.PAGESIZE
 PREFIX, MOST_REGIONS, MOST_BYTES = "bf16kit", 2, 3 * PAGE

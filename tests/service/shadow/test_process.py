@@ -17,17 +17,17 @@ from openfiles import no_more_files
 from waiting import until
 
 from bf16kit.messages.errors import NotFound, Unavailable
-from service.config.serverconfig import ServerConfig
-from service.drift.sampler import QUEUE_SIZE
-from service.models.plan import Plan
-from service.models.serving import Serving
-from service.peers.channel import Body
-from service.peers.child import SILENT_SECONDS
-from service.peers.peer import Message
-from service.shadow import process as process_module
-from service.shadow.process import NAME, ShadowProcess
-from service.telemetry.metrics import Counting, Metrics
-from service.telemetry.values import to_message
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.drift.sampler import QUEUE_SIZE
+from bf16kit.service.models.plan import Plan
+from bf16kit.service.models.serving import Serving
+from bf16kit.service.peers.channel import Body
+from bf16kit.service.peers.child import SILENT_SECONDS
+from bf16kit.service.peers.peer import Message
+from bf16kit.service.shadow import process as process_module
+from bf16kit.service.shadow.process import NAME, ShadowProcess
+from bf16kit.service.telemetry.metrics import Counting, Metrics
+from bf16kit.service.telemetry.values import to_message
 
 
 def plan_of(stamp: str, version: int = 1) -> Plan:
@@ -40,8 +40,8 @@ AT_WORK = """
 import json, os, socket, sys, threading, time
 from concurrent.futures import Future
 from bf16kit.messages.errors import NotFound
-from service.peers.channel import Channel
-from service.peers.peer import Peer
+from bf16kit.service.peers.channel import Channel
+from bf16kit.service.peers.peer import Peer
 
 def counts(message):
     answer = Future()
@@ -343,7 +343,7 @@ def test_the_leaders_own_report_does_not_overwrite_a_later_one_of_the_process(ri
 
 NOTING = """
 import json, os, socket, sys
-from service.peers.channel import Channel
+from bf16kit.service.peers.channel import Channel
 end = Channel(socket.socket(fileno=int(sys.argv[1])))
 with open(os.environ["NOTES"], "w", buffering=1) as notes:
     while (received := end.receive()) is not None:
@@ -363,7 +363,7 @@ def test_samples_that_arrive_while_the_process_is_started_are_sent_after_its_sta
                 rig.give()
 
     rig.give("other")
-    log, handler = logging.getLogger("service.peers.child"), Started()
+    log, handler = logging.getLogger("bf16kit.service.peers.child"), Started()
     caplog.set_level(logging.INFO, log.name)
     log.addHandler(handler)
     try:

@@ -15,7 +15,7 @@ from peaks import measured_alone
 from bf16kit.messages.errors import ArtifactError, ConfigError
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.memory.weightstore import WeightStore
-from service.shadow.referencememory import ReferenceMemory, fp32_bytes
+from bf16kit.service.shadow.referencememory import ReferenceMemory, fp32_bytes
 
 GIB = 1 << 30
 # Programs run in a process of their own, because the limit stays in force.
@@ -27,7 +27,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import Unavailable
 from bf16kit.runtime.loading import load_reference
 from bf16kit.system.controlgroup import release_free_memory
-from service.shadow.referencememory import ReferenceMemory, fp32_bytes
+from bf16kit.service.shadow.referencememory import ReferenceMemory, fp32_bytes
 memory = ReferenceMemory()
 def loaded(path):
     artifact = Artifact.open(Path(path))

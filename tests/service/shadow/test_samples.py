@@ -19,13 +19,13 @@ from openfiles import no_more_files
 from waiting import until
 
 from bf16kit.messages.errors import Unavailable
-from service.drift.sampler import Sample
-from service.models.plan import Plan
-from service.models.serving import Serving
-from service.peers.channel import Body
-from service.shadow import references
-from service.shadow import samples as samples_module
-from service.shadow.samples import PlanSampleSender, pack, unpack
+from bf16kit.service.drift.sampler import Sample
+from bf16kit.service.models.plan import Plan
+from bf16kit.service.models.serving import Serving
+from bf16kit.service.peers.channel import Body
+from bf16kit.service.shadow import references
+from bf16kit.service.shadow import samples as samples_module
+from bf16kit.service.shadow.samples import PlanSampleSender, pack, unpack
 
 MIXED = Sample(
     feeds={

@@ -14,12 +14,12 @@ from bf16kit.drift.metrics import SampleDrift
 from bf16kit.messages.errors import Unavailable
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from service.contract import Duration
-from service.peers.channel import Body
-from service.request import Observation, Timings
-from service.telemetry import metrics
-from service.telemetry.metrics import Counting, Metrics
-from service.telemetry.values import to_message
+from bf16kit.service.contract import Duration
+from bf16kit.service.peers.channel import Body
+from bf16kit.service.request import Observation, Timings
+from bf16kit.service.telemetry import metrics
+from bf16kit.service.telemetry.metrics import Counting, Metrics
+from bf16kit.service.telemetry.values import to_message
 
 ROWS = "bf16kit_rows_total"
 

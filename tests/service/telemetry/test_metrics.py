@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import RuntimeInfo
-from service.contract import Duration
-from service.drift import intervals
-from service.request import REFUSALS, Observation, Precision, Timings
-from service.telemetry.families import CAUSES, CODES, LARGEST_DRIFT, MOMENTS, POOLED, GateOutcome
-from service.telemetry.metrics import Metrics
-from service.telemetry.modelmetrics import ModelMetrics
-from service.telemetry.values import Histogram
+from bf16kit.service.contract import Duration
+from bf16kit.service.drift import intervals
+from bf16kit.service.request import REFUSALS, Observation, Precision, Timings
+from bf16kit.service.telemetry.families import CAUSES, CODES, LARGEST_DRIFT, MOMENTS, POOLED, GateOutcome
+from bf16kit.service.telemetry.metrics import Metrics
+from bf16kit.service.telemetry.modelmetrics import ModelMetrics
+from bf16kit.service.telemetry.values import Histogram
 
 LATE = (  # they have no series until their value is known
     "bf16kit_drift_budget_ratio",

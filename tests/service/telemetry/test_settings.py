@@ -11,7 +11,7 @@ import pytest
 from ownlog import own_log
 
 from bf16kit.messages.errors import InvalidRequest, NotFound
-from service.telemetry.settings import LogSettings, TraceSettings
+from bf16kit.service.telemetry.settings import LogSettings, TraceSettings
 
 Changes = Mapping[str, Sequence[bool | int | str]]
 LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)

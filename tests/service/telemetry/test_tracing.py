@@ -27,9 +27,9 @@ from collector import Collector, Span, collecting
 
 from bf16kit.messages.errors import ConfigError, RuntimeFailure
 from bf16kit.numerics.tensors import Array
-from service.request import Observation
-from service.telemetry.settings import TraceSettings
-from service.telemetry.tracing import CountedExporter, Tracing
+from bf16kit.service.request import Observation
+from bf16kit.service.telemetry.settings import TraceSettings
+from bf16kit.service.telemetry.tracing import CountedExporter, Tracing
 
 X = np.ones((2, 3), np.float32)
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -247,7 +247,7 @@ def test_a_collector_that_is_down_is_logged_once_each_time_with_the_reason(
 
             until(delivered)
             assert collected.servers()
-            told = [record.message for record in caplog.records if record.name == "service.telemetry.tracing"]
+            told = [record.message for record in caplog.records if record.name == "bf16kit.service.telemetry.tracing"]
     assert f"127.0.0.1:{port}, error code: StatusCode.UNAVAILABLE" in told[0]
     assert told[0].startswith("traces are being lost; requests are still served: ")
     assert told[1:] == ["traces are delivered again"]

@@ -12,10 +12,10 @@ from loopback import LoopbackModel, infer_request
 from bf16kit.messages.errors import InvalidRequest, NotFound, Overloaded, Unsupported
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from service.operations import Region
-from service.regions import RegionTable
-from service.request import Reply, Request
-from service.wire.codec import InferenceCodec, OutputOptions, SharedMemory
+from bf16kit.service.operations import Region
+from bf16kit.service.regions import RegionTable
+from bf16kit.service.request import Reply, Request
+from bf16kit.service.wire.codec import InferenceCodec, OutputOptions, SharedMemory
 
 MODEL = LoopbackModel(
     inputs=[TensorSpec("ids", "int64", ("batch", "seq")), TensorSpec("mask", "bool", ("batch", "seq"))],

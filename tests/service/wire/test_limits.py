@@ -16,10 +16,10 @@ from wireedits import field
 from bf16kit.messages.errors import Cancelled, InvalidRequest
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Bounds
-from service.request import Reply, Request
-from service.wire.codec import InferenceCodec
-from service.wire.limits import MessageReader
+from bf16kit.service.contract import Bounds
+from bf16kit.service.request import Reply, Request
+from bf16kit.service.wire.codec import InferenceCodec
+from bf16kit.service.wire.limits import MessageReader
 
 REQUEST = pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]
 QUESTION = pb.DESCRIPTOR.message_types_by_name["ModelMetadataRequest"]

@@ -9,9 +9,15 @@ import bf16kit
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
-from service.contract import ActivePrecision, BatchStatistics, Duration, StatisticsSnapshot
-from service.operations import IndexEntry, RegistryModels
-from service.wire.metadata import model_config, model_metadata, model_statistics, repository_index, server_metadata
+from bf16kit.service.contract import ActivePrecision, BatchStatistics, Duration, StatisticsSnapshot
+from bf16kit.service.operations import IndexEntry, RegistryModels
+from bf16kit.service.wire.metadata import (
+    model_config,
+    model_metadata,
+    model_statistics,
+    repository_index,
+    server_metadata,
+)
 
 IDS = TensorSpec("ids", "int64", ("batch", "seq"))
 OUT = TensorSpec("out", "float32", ("batch", "seq", 384))

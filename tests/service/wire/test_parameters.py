@@ -8,7 +8,7 @@ import pytest
 
 from bf16kit.messages.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
-from service.wire.parameters import (
+from bf16kit.service.wire.parameters import (
     RegionPlace,
     check_request,
     class_count,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bf16kit.messages.errors import InvalidRequest
 from bf16kit.numerics.tensors import BY_NAME, BY_OIP, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
-from service.wire.tensors import (
+from bf16kit.service.wire.tensors import (
     CONTENTS_FIELD,
     decode_contents,
     decode_raw,

@@ -15,18 +15,18 @@ import pytest
 from waiting import until
 
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, Unavailable
-from service.config.serverconfig import ServerConfig
-from service.contract import State
-from service.drift.fallbackcontroller import PrecisionOrder
-from service.models import loads
-from service.models.plan import DesiredModel, FailedVersion, Plan
-from service.models.rollouts import Rollouts
-from service.models.serving import Serving, VersionPolicy
-from service.peers.channel import Body, to_json
-from service.peers.peer import died
-from service.workers.changes import WorkerModels
-from service.workers.fleet import Fleet
-from service.workers.state import Report, SlotState
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.contract import State
+from bf16kit.service.drift.fallbackcontroller import PrecisionOrder
+from bf16kit.service.models import loads
+from bf16kit.service.models.plan import DesiredModel, FailedVersion, Plan
+from bf16kit.service.models.rollouts import Rollouts
+from bf16kit.service.models.serving import Serving, VersionPolicy
+from bf16kit.service.peers.channel import Body, to_json
+from bf16kit.service.peers.peer import died
+from bf16kit.service.workers.changes import WorkerModels
+from bf16kit.service.workers.fleet import Fleet
+from bf16kit.service.workers.state import Report, SlotState
 
 NONE = DesiredModel("m")
 DAMAGED = Unavailable("version 2 cannot be loaded")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from service.config.serverconfig import ServerConfig
-from service.workers.fleet import gpu_for, gpus
-from service.workers.worker import threads_of
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.workers.fleet import gpu_for, gpus
+from bf16kit.service.workers.worker import threads_of
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_gpus_are_those_of_the_environment_or_of_the_container(tmp_path: Path) -
 
 def test_the_supervisor_has_neither_grpc_nor_a_runtime_in_memory() -> None:
     program = (
-        "import sys, service.cli, service.workers.supervisor as s\n"
+        "import sys, bf16kit.service.cli, bf16kit.service.workers.supervisor as s\n"
         "print([name for name in ('grpc', 'onnxruntime', 'onnx', 'torch') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

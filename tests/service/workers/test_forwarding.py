@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from bf16kit.messages.errors import Overloaded, Unavailable
-from service.operations import Region
-from service.peers.channel import Body
-from service.peers.peer import ENDED
-from service.regions import RegionTable
-from service.workers.forwarding import FleetRegions
+from bf16kit.service.operations import Region
+from bf16kit.service.peers.channel import Body
+from bf16kit.service.peers.peer import ENDED
+from bf16kit.service.regions import RegionTable
+from bf16kit.service.workers.forwarding import FleetRegions
 
 REGION = Region("r", "/mem", 8, 16)
 

@@ -11,8 +11,8 @@ from beginning import leased
 from loopback import LoopbackModel, LoopbackRegistry
 
 from bf16kit.messages.errors import NotFound
-from service.contract import GATE_FAILED, State, describe
-from service.workers.state import Report, ServerState, SlotState, WorkerRegistry
+from bf16kit.service.contract import GATE_FAILED, State, describe
+from bf16kit.service.workers.state import Report, ServerState, SlotState, WorkerRegistry
 
 M1, M2 = ("m", 1), ("m", 2)
 Reports = tuple[Report | None, ...]

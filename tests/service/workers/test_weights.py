@@ -24,9 +24,9 @@ import pytest
 from numpy.typing import NDArray
 from waiting import until
 
-from service.peers.channel import Channel
-from service.peers.peer import Handler, Message, Peer
-from service.workers.weights import LEAST, MOST_COPIES, SharedWeights, WeightBroker
+from bf16kit.service.peers.channel import Channel
+from bf16kit.service.peers.peer import Handler, Message, Peer
+from bf16kit.service.workers.weights import LEAST, MOST_COPIES, SharedWeights, WeightBroker
 
 ROOT = Path(__file__).parents[3]
 SIZE = (2 << 20) + 100
@@ -122,9 +122,9 @@ def freed() -> None:
 WORKER = """
 import signal, socket, sys
 import numpy as np
-from service.peers.channel import Channel
-from service.peers.peer import Handler, Peer
-from service.workers.weights import SharedWeights
+from bf16kit.service.peers.channel import Channel
+from bf16kit.service.peers.peer import Handler, Peer
+from bf16kit.service.workers.weights import SharedWeights
 end = Channel(socket.socket(fileno=int(sys.argv[1])))
 peer = Peer(end, "the supervisor", {"weights": lambda message: store.receive(message)}, lambda: None)
 store = SharedWeights(peer.tell)

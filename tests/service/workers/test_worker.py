@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from waiting import stays, until
 
-from service.config.serverconfig import ServerConfig
-from service.peers.channel import text_file
-from service.peers.child import Child
-from service.peers.peer import Handler, Peer
-from service.workers.fleet import WORKER
+from bf16kit.service.config.serverconfig import ServerConfig
+from bf16kit.service.peers.channel import text_file
+from bf16kit.service.peers.child import Child
+from bf16kit.service.peers.peer import Handler, Peer
+from bf16kit.service.workers.fleet import WORKER
 
 Start = Callable[..., Child]
 

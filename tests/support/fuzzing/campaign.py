@@ -46,9 +46,9 @@ class Tally:
 def load(kind: str) -> tuple[Seed, ...]:
     """Return the seeds of ``kind``, and import what converting them needs: forked children then have these modules."""
     for name in (
-        "converter.convert",
-        "converter.restore",
-        "converter.read.onnx_file",
+        "bf16kit.converter.convert",
+        "bf16kit.converter.restore",
+        "bf16kit.converter.read.onnx_file",
         "bf16kit.runtime.ort.onnx",
         "onnxruntime",
     ):
@@ -116,8 +116,8 @@ def _attempt(one: Mutant, work: Path, *, full: bool) -> tuple[confined.End, list
 
 def convert(path: Path, seed: Seed, inside: Path, judging: Callable[[], None], *, full: bool) -> dict[str, Any]:
     """In the confined process, run the command line on the mutant and compare the result with the mutant's tensors."""
-    from converter.cli import run as command
-    from converter.process import onnx_trial
+    from bf16kit.converter.cli import run as command
+    from bf16kit.converter.process import onnx_trial
 
     onnx_trial.SECONDS = confined.SECONDS // 2  # so that its child is stopped first
     arguments = seed.arguments if full else seed.arguments[: seed.arguments.index("--input")]
@@ -147,9 +147,9 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """Return the weights as the converter's own readers read them."""
-    from converter.read import jax, safetensors_file, torch_file
-    from converter.read.bareweights import is_lightning
-    from converter.read.detect import Kind, recognise
+    from bf16kit.converter.read import jax, safetensors_file, torch_file
+    from bf16kit.converter.read.bareweights import is_lightning
+    from bf16kit.converter.read.detect import Kind, recognise
 
     kind = recognise(path)
     if kind is Kind.FLAX:

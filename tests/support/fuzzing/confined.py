@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 MEMORY = 2 << 30  # bytes beyond what the process had when it was forked
-_CHILDREN = [["-P", "-m", "converter.process.onnx_trial"]]
+_CHILDREN = [["-P", "-m", "bf16kit.converter.process.onnx_trial"]]
 SECONDS = 10  # of processor time
 PATIENCE = 60  # wall-clock seconds after which a mutant is killed: the machine may be busy
 

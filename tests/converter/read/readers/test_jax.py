@@ -22,11 +22,11 @@ from safetensors import safe_open
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.read.detect import Kind, recognise
+from bf16kit.converter.read.jax import read_flax
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.runtime.loading import load_reference
-from converter.read.detect import Kind, recognise
-from converter.read.jax import read_flax
 
 pytest.importorskip("msgpack", reason="the extra `jax` is not installed")
 

@@ -18,9 +18,9 @@ from scriptedmodels import Deciding, Encoder, How, Looping, Named, Recurrent, sa
 from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.read import scripted, torch_file
 from bf16kit.messages.errors import SourceError
 from bf16kit.runtime.loading import load, load_reference
-from converter.read import scripted, torch_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
 

@@ -23,7 +23,7 @@ from savedmodels import TRANSLATES, stand_in
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
-from converter.read import tensorflow
+from bf16kit.converter.read import tensorflow
 
 Model = Callable[..., Path]
 Programs = Callable[[str], None]
