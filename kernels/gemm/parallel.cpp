@@ -4,6 +4,8 @@
 #include <atomic>
 #include <thread>
 
+#include <sched.h>
+
 namespace bf16kit {
 namespace {
 
@@ -64,7 +66,11 @@ void run_part(void* context, size_t i) {
 }  // namespace
 
 unsigned available_cores() {
-  static const unsigned cores = std::thread::hardware_concurrency();
+  static const unsigned cores = [] {
+    cpu_set_t allowed;  // of up to 1,024 processors; with more, the call fails
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return static_cast<unsigned>(CPU_COUNT(&allowed));
+    return std::thread::hardware_concurrency();
+  }();
   return cores;
 }
 

@@ -23,7 +23,8 @@
 
 inline int64_t whole_lines(int64_t elements) { return (elements + 15) / 16 * 16; }
 
-// A thread's memory for a part. It grows as needed, and is freed when the thread ends. It keeps the keys and values of one head
+// A thread's memory for a part. It grows as needed, shrinks if it is large and a part needs less than a quarter (kLargeScratch),
+// and is freed when the thread ends. It keeps the keys and values of one head
 // for the thread's next parts.
 struct HeadMemory {
   float* data = nullptr;
@@ -37,7 +38,7 @@ struct HeadMemory {
   ~HeadMemory() { std::free(data); }
 
   float* get(int64_t wanted) {
-    if (wanted > size) {
+    if (scratch_misfits(size * sizeof(float), wanted * sizeof(float))) {
       std::free(data);
       size = 0;
       attention = 0;

@@ -3,9 +3,10 @@
 //
 // The sum of a row consists of 32 sums, each of every 32nd element, which are added up as a tree. So all paths give the same
 // bits (except the portable one, which may lack fma). With s = x + skip:
-//     mean = sum of s / width;  variance = sum of (s - mean)^2 / width;  r = 1 / sqrt(variance + epsilon)
-//     y = fma((s - mean) * r, scale, bias)
-// RMS norm is the same with a mean of 0. Without a bias, -0 is added, which does not change even the sign of a zero.
+//     mean = sum of s / width;  off = sum of (s - mean) / width;  variance = sum of (s - mean)^2 / width - off^2
+//     r = 1 / sqrt(variance + epsilon);  y = fma(((s - mean) - off) * r, scale, bias)
+// `off` is the rounding error of `mean`, which is large beside the deviations if the mean is. RMS norm is the same with a mean
+// and an off of 0. Without a bias, -0 is added, which does not change even the sign of a zero.
 
 // Returns 32 elements of a row of which `width` are left: in place, or copied to `scratch` and padded with `other`.
 inline const float* block_of(const float* from, int64_t width, float other, float (&scratch)[kPanel]) {
@@ -34,27 +35,31 @@ inline float add_rows(const float* x, const float* skip, int64_t width, float* s
   return fold(sums, Sum());
 }
 
-// Returns the sum of (s - mean)^2.
-inline float squares(const float* s, int64_t width, float mean) {
+struct Deviations {
+  float sum, squares;  // of s - mean, and of (s - mean)^2
+};
+
+inline Deviations deviations(const float* s, int64_t width, float mean) {
   alignas(64) float last[kPanel];
   const Simd::reg middle = Simd::set(mean);
-  Simd::reg sums[kVectors];
-  for (Simd::reg& each : sums) each = Simd::zero();
+  Simd::reg sums[kVectors], squares[kVectors];
+  for (int v = 0; v < kVectors; ++v) sums[v] = squares[v] = Simd::zero();
   for (int64_t at = 0; at < width; at += kPanel) {
     const float* from = block_of(s + at, width - at, mean, last);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const Simd::reg off = Simd::sub(Simd::load(from + v * Simd::kLanes), middle);
-      sums[v] = Simd::fma(off, off, sums[v]);
+      sums[v] = Simd::add(sums[v], off);
+      squares[v] = Simd::fma(off, off, squares[v]);
     }
   }
-  return fold(sums, Sum());
+  return {fold(sums, Sum()), fold(squares, Sum())};
 }
 
-inline void scale_row(const Norm& norm, const float* s, float mean, float factor, float* y) {
+inline void scale_row(const Norm& norm, const float* s, float mean, float off, float factor, float* y) {
   alignas(64) float values[kPanel], scales[kPanel], biases[kPanel], last[kPanel];
   for (float& each : biases) each = -0.0f;
-  const Simd::reg middle = Simd::set(mean), r = Simd::set(factor);
+  const Simd::reg middle = Simd::set(mean), error = Simd::set(off), r = Simd::set(factor);
   for (int64_t at = 0; at < norm.width; at += kPanel) {
     const int64_t left = norm.width - at;
     const float* from = block_of(s + at, left, mean, values);
@@ -64,8 +69,8 @@ inline void scale_row(const Norm& norm, const float* s, float mean, float factor
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const int i = v * Simd::kLanes;
-      const Simd::reg off = Simd::mul(Simd::sub(Simd::load(from + i), middle), r);
-      Simd::store(to + i, Simd::fma(off, Simd::load(scale + i), Simd::load(bias + i)));
+      const Simd::reg normal = Simd::mul(Simd::sub(Simd::sub(Simd::load(from + i), middle), error), r);
+      Simd::store(to + i, Simd::fma(normal, Simd::load(scale + i), Simd::load(bias + i)));
     }
     if (to == last) copy(last, left, y + at);
   }
@@ -85,8 +90,10 @@ __attribute__((noinline)) void normalise_rows(const Norm& norm, int64_t first, i
       if (norm.kind == NormKind::kLayer) mean = total / width;
       s = sum;
     }
-    const float variance = squares(s, norm.width, mean) / width;
-    scale_row(norm, s, mean, 1 / __builtin_sqrtf(variance + norm.epsilon), y);
+    const Deviations found = deviations(s, norm.width, mean);
+    const float off = norm.kind == NormKind::kLayer ? found.sum / width : 0;
+    const float variance = found.squares / width - off * off;
+    scale_row(norm, s, mean, off, 1 / __builtin_sqrtf(variance + norm.epsilon), y);
   }
 }
 

@@ -4,7 +4,15 @@
 
 #include "block.inl"
 
-// A thread's buffer for copied rows of x. It grows as needed, and is freed when the thread ends.
+// Scratch memory that is larger, in bytes, is given back when a part needs less than a quarter of it: one large request would
+// otherwise hold it as long as the thread lives.
+constexpr int64_t kLargeScratch = 4 << 20;
+
+inline bool scratch_misfits(int64_t bytes, int64_t wanted) {
+  return wanted > bytes || (bytes > kLargeScratch && wanted < bytes / 4);
+}
+
+// A thread's buffer for copied rows of x. It grows and shrinks by this rule, and is freed when the thread ends.
 struct PackedRows {
   void* data = nullptr;
   int64_t size = 0;  // bytes
@@ -21,7 +29,7 @@ struct PackedRows {
 
   // Returns room for the rows of `part`, and marks the buffer as holding them. Returns null if there is no memory.
   void* get(int64_t wanted, const Product& whose, const Part& part) {
-    if (wanted > size) {
+    if (scratch_misfits(size, wanted)) {
       std::free(data);
       size = 0;
       data = std::aligned_alloc(64, (wanted + 63) / 64 * 64);

@@ -98,6 +98,7 @@ Status* check_operands(const Node& node, const Operand& q, const Operand& k, con
   if (k.batch != q.batch) return differ("the batches of q and k", q.batch, k.batch);
   if (v.batch != q.batch) return differ("the batches of q and v", q.batch, v.batch);
   if (v.rows != k.rows) return differ("the rows of k and v", k.rows, v.rows);
+  if (q.columns == 0) return error(node.api, kInvalidArgument, "a head of q and k has 0 columns; it needs 1 or more");
   if (k.columns != q.columns) return differ("the columns of q and k, of one head", q.columns, k.columns);
   return nullptr;
 }

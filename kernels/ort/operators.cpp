@@ -1,6 +1,7 @@
 #include "ort/operators.h"
 
 #include <cstdio>
+#include <cstdlib>
 #include <initializer_list>
 
 #include "ort/custom_op.h"
@@ -64,6 +65,7 @@ struct Operators {
   size_t count = 0;
 
   Operator& add(Kind kind, size_t weights, size_t biases, Arithmetic arithmetic = Arithmetic::kFp32) {
+    if (count == kProductsAndLookups) std::abort();  // the constant and the loops below disagree
     Operator& added = all[count++];
     added = {describe(kind), "", kind, weights, biases, arithmetic};
     return added;
@@ -95,6 +97,7 @@ struct Operators {
     for (const char* layout : {"panels", "panels_tail", "panels_narrow"}) {
       std::snprintf(add(Kind::kLookup, 1, 0).name, sizeof all->name, "Gather_%s", layout);
     }
+    if (count != kProductsAndLookups) std::abort();
   }
 };
 

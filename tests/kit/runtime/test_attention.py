@@ -6,6 +6,7 @@ kernels/tests checks random cases on every path, above all of keys that a mask h
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -155,3 +156,16 @@ def test_masked_padding_changes_no_bit(hidden: np.float32, operator: str) -> Non
     short = run(made, q, k[:, :, :100], v[:, :, :100], np.zeros((1, 1, 1, 100), np.float32))
     mask = np.where(np.arange(170) < 100, np.float32(0), hidden).reshape(1, 1, 1, 170)
     assert np.array_equal(run(made, q, k, v, mask), short)
+
+
+def test_the_memory_for_many_keys_is_given_back_by_the_next_small_attention() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def attend(keys: int) -> None:
+        run(attention("Attention_hhh", heads=1, kv_heads=1), *(heads(1, 1, rows, 0, 128) for rows in (16, keys, keys)))
+
+    attend(32_768)  # its keys and values are copied into 33 MB
+    large = resident()
+    attend(64)
+    assert large - resident() > 30e6

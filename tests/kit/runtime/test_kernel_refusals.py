@@ -201,6 +201,7 @@ _Q, _K = (2, 4, 3, 16), (2, 4, 5, 16)
         ("hhh", (_Q, _K, (3, 4, 5, 16)), "the batches of q and v: 2 and 3"),
         ("hhh", (_Q, (2, 4, 5, 8), _K), "the columns of q and k, of one head: 16 and 8"),
         ("hhh", (_Q, _K, (2, 4, 6, 16)), "the rows of k and v: 5 and 6"),
+        ("hhh", ((2, 4, 3, 0), (2, 4, 5, 0), _K), "a head of q and k has 0 columns"),
         ("hhh_mask", (_Q, _K, _K, (2, 4, 3, 4)), "dimension 3 of the mask is 4; it must be 1 or 5"),
         ("hhh_mask", (_Q, _K, _K, (3, 1, 1, 5)), "dimension 0 of the mask is 3; it must be 1 or 2"),
         ("hhh_mask", (_Q, _K, _K, (1, 1, 1, 1, 5)), "the mask has 5 dimensions"),

@@ -46,6 +46,16 @@ def test_norms_are_within_the_rounding_error_of_fp32(
         assert np.array_equal(found[1], given[0] + given[1])
 
 
+@pytest.mark.parametrize("path", kernel.PATHS)
+def test_a_mean_a_hundred_thousand_times_the_deviations_costs_no_accuracy(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(path, monkeypatch)
+    given = [inputs(64, 768)[0] + np.float32(1e5), np.zeros((64, 768), np.float32), np.ones(768, np.float32)]
+    found = results(norm("AddLayerNorm"), *given)[0]
+    np.testing.assert_allclose(found, exact("AddLayerNorm", *given, np.zeros(768, np.float32)), rtol=0, atol=5e-6)
+
+
 @pytest.mark.parametrize("op", ["AddLayerNorm_bias", "AddRmsNorm", "RmsNorm"])
 def test_threads_paths_and_neighbours_change_no_bit(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     full, made = inputs(3000, 129), norm(op)
