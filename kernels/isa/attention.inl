@@ -21,6 +21,8 @@
 
 #include "wide.inl"
 
+constexpr int64_t kAhead = 2 * kPanel;  // keys that are used once are prefetched this number of keys ahead
+
 inline int64_t whole_lines(int64_t elements) { return (elements + 15) / 16 * 16; }
 
 // A thread's memory for a part. It grows as needed, shrinks if it is large and a part needs less than a quarter (kLargeScratch),
@@ -49,22 +51,38 @@ struct HeadMemory {
   }
 };
 
+// Returns whether the rows that read the same keys are one tile, so that each key and value is used once.
+inline bool used_once(const Attention& a) { return a.rows() <= Simd::kRows; }
+
+// Returns whether v is read in place, without a copy.
+template <typename H>
+bool values_in_place(const Attention& a) {
+  return H::kValuesInPlace && used_once(a) && a.width % kPanel == 0;
+}
+
+// Returns how many columns of y are computed together: all, so that whole rows of v are read, or those of a panel.
+template <typename H>
+int64_t width_at_once(const Attention& a) {
+  return values_in_place<H>(a) ? a.width : kPanel;
+}
+
 // The arrays in a part's memory. Elements are as large as floats.
 template <typename H>
 struct Workspace {
-  Element<H>* keys;     // [panels, elements of depth, 32]
+  Element<H>* keys;     // [panels, elements of depth, 32]; one panel if each key is used once
   Element<H>* values;   // [columns / 32, elements of keys, 32]
   Element<H>* queries;  // [kRows, elements of depth]
   float* scores;        // [kRows, stride]; overwritten by p, as elements
-  float* totals;        // [kRows, 32]
+  float* totals;        // [kRows, columns of y that are computed together]
   int64_t stride;       // no power of two, which would put all rows into one cache set
 
   bool get(const Attention& a, HeadMemory& memory) {
     static_assert(sizeof(Element<H>) == sizeof(float));
     const int64_t panels = (a.keys + kPanel - 1) / kPanel, columns = (a.width + kPanel - 1) / kPanel;
     stride = panels * kPanel + 16;
-    const int64_t sizes[] = {panels * elements<H>(a.depth) * kPanel, columns * elements<H>(a.keys) * kPanel,
-                             Simd::kRows * elements<H>(a.depth), Simd::kRows * stride, Simd::kRows * kPanel};
+    const int64_t sizes[] = {(used_once(a) ? 1 : panels) * elements<H>(a.depth) * kPanel,
+                             values_in_place<H>(a) ? 0 : columns * elements<H>(a.keys) * kPanel,
+                             Simd::kRows * elements<H>(a.depth), Simd::kRows * stride, Simd::kRows * width_at_once<H>(a)};
     int64_t all = 0;
     for (int64_t size : sizes) all += whole_lines(size);
     float* const data = memory.get(all);
@@ -94,17 +112,17 @@ struct Row {
 
 #include "seen.inl"
 
-// Returns whether v is read in place, without a copy.
 template <typename H>
-bool values_in_place(const Attention& a) {
-  return H::kValuesInPlace && a.rows() <= Simd::kRows && a.width % kPanel == 0;
+void pack_keys(const Attention& a, int64_t batch, int64_t head, int64_t key, Element<H>* to) {
+  const int64_t count = a.keys - key < kPanel ? a.keys - key : kPanel;
+  H::pack_keys(row_of(a.k, batch, head, key), a.k.row, count, a.depth, to);
 }
 
+// Copies the keys and values of a head, except those that are used once: these are copied, if at all, just before.
 template <typename H>
 void pack_head(const Attention& a, int64_t batch, int64_t head, const Workspace<H>& space) {
-  for (int64_t key = 0; key < a.keys; key += kPanel) {
-    const int64_t count = a.keys - key < kPanel ? a.keys - key : kPanel;
-    H::pack_keys(row_of(a.k, batch, head, key), a.k.row, count, a.depth, space.keys + key * elements<H>(a.depth));
+  for (int64_t key = 0; key < a.keys && !used_once(a); key += kPanel) {
+    pack_keys<H>(a, batch, head, key, space.keys + key * elements<H>(a.depth));
   }
   if (values_in_place<H>(a)) return;
   const float* values = row_of(a.v, batch, head, 0);
@@ -170,8 +188,16 @@ void soften_rows(const Attention& a, const AttentionPart& part, int64_t first, i
   }
   ask_for_rows(a, part, first, rows);
   for (int64_t key = seen.begin; key < seen.end; key += kPanel) {
-    multiply_wide<H>(rows, space.queries, depth, space.keys + key * depth, kPanel, a.depth, space.scores + key,
-                     space.stride);
+    Element<H>* keys = space.keys;
+    if (!used_once(a)) {
+      keys += key * depth;
+    } else {
+      for (int64_t next = key + kAhead; next < key + kAhead + kPanel && next < a.keys; ++next) {
+        ask_for(row_of(a.k, part.batch, part.kv_head, next), a.depth);
+      }
+      pack_keys<H>(a, part.batch, part.kv_head, key, keys);
+    }
+    multiply_wide<H>(rows, space.queries, depth, keys, kPanel, a.depth, space.scores + key, space.stride);
   }
   const bool masked = a.mask.data != nullptr;
   const int64_t step = masked ? a.mask.column : 0, keys = seen.end - seen.begin;
@@ -192,20 +218,21 @@ template <typename H>
 void add_values(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows, Seen seen,
                 const Workspace<H>& space, const float* sums) {
   const bool in_place = values_in_place<H>(a);
-  for (int64_t column = 0; column < a.width; column += kPanel) {
-    const int64_t columns = a.width - column < kPanel ? a.width - column : kPanel;
+  const int64_t together = width_at_once<H>(a);
+  for (int64_t column = 0; column < a.width; column += together) {
+    const int64_t columns = a.width - column < together ? a.width - column : together;
     const Element<H>* values = space.values + column * elements<H>(a.keys);
     if constexpr (H::kValuesInPlace) {
-      if (in_place) values = row_of(a.v, part.batch, part.kv_head, 0) + column;
+      if (in_place) values = row_of(a.v, part.batch, part.kv_head, 0);
     }
     const int64_t stride = in_place ? a.v.row : kPanel;
     multiply_wide<H>(rows, space.weights() + seen.begin, space.stride, values + seen.begin / H::kValues * stride, stride,
-                     seen.end - seen.begin, space.totals, kPanel, seen.begin);
+                     seen.end - seen.begin, space.totals, together, together, seen.begin);
     for (int64_t m = 0; m < rows; ++m) {
       const Row row(a, part, first + m);
-      float* totals = space.totals + m * kPanel;
+      float* totals = space.totals + m * together;
       const Simd::reg factor = Simd::set(1.0f / sums[m]);
-      for (int v = 0; v < kPanel; v += Simd::kLanes) {
+      for (int64_t v = 0; v < together; v += Simd::kLanes) {
         Simd::store(totals + v, Simd::fma(Simd::load(totals + v), factor, Simd::zero()));
       }
       copy(totals, columns, result_of(a, part, row) + column);

@@ -60,16 +60,16 @@ int64_t elements(int64_t values) {
   return (values + H::kValues - 1) / H::kValues;
 }
 
-// c[rows, 32] = a[rows, length] · b[length, 32]; a and b hold elements(length). `skipped` zero terms before them are left out:
+// c[rows, columns] = a[rows, length] · b[length, columns]; a and b hold elements(length); columns is a multiple of 32. `skipped` zero terms before them are left out:
 // the chains begin where they would with these terms.
 template <typename H>
 void multiply_wide(int64_t rows, const Element<H>* a, int64_t lda, const Element<H>* b, int64_t ldb, int64_t length,
-                   float* c, int64_t ldc, int64_t skipped = 0) {
+                   float* c, int64_t ldc, int64_t columns = kPanel, int64_t skipped = 0) {
   const WideChain<H> chain = wide_chain_of<H>(rows, std::make_integer_sequence<int, Simd::kRows>());
   for (int64_t first = 0, next; first < length; first = next) {
     next = first + kChain - (skipped + first) % kChain;
     const int64_t some = elements<H>((length < next ? length : next) - first), at = first / H::kValues;
-    for (int column = 0; column < kPanel; column += kSpan) {
+    for (int64_t column = 0; column < columns; column += kSpan) {
       chain(a + at, lda, b + at * ldb + column, ldb, some, c + column, ldc, first == 0);
     }
   }
