@@ -30,6 +30,7 @@ INSTALL := install -qq --no-compile --disable-pip-version-check
 PYTEST_ARGS ?=
 CONFORMANCE_ARGS ?=
 WEEKLY_ARGS ?=
+RELEASE_ARGS ?=
 FUZZ_ARGS ?=
 # Tests start hundreds of Python processes: without bytecode, each would compile torch's modules again, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -76,8 +77,8 @@ image: ## build the images bf16kit:server (VARIANT=cpu, cpu-torch or gpu) and bf
 	$(BUILD) --target converter -t $(IMAGE):converter .
 	$(BUILD) --target bill-of-converter --output build/image .
 
-release: setup build/environments/release/.installed ## build wheels, source distribution and images, check them, run the demo from the wheel; fills dist
-	@PYTHON=$(BIN)/python .ci/release
+release: setup build/environments/release/.installed ## build wheels, source distribution and images, check them, run the demo from the wheel; fills dist; steps: RELEASE_ARGS (.ci/release)
+	@PYTHON=$(BIN)/python .ci/release $(RELEASE_ARGS)
 
 # --- checks and tests -------------------------------------------------------------------------------------------------
 

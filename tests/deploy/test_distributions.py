@@ -20,6 +20,7 @@ pytestmark = pytest.mark.long  # the kernel is compiled once, for 15 seconds
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "build" / "environments" / "release"
 KERNEL = "bf16kit/runtime/_bf16kernel.so"
+NATIVE = "manylinux_*"
 MODEL = """
 import torch
 from converter import WIDTH
@@ -64,7 +65,7 @@ def content(file: Path) -> dict[str, bytes]:
 
 
 def test_the_wheels_hold_exactly_the_package_and_differ_in_the_kernel(dist: Path) -> None:
-    native, pure = content(wheel(dist, "manylinux_*")), content(wheel(dist, "any"))
+    native, pure = content(wheel(dist, NATIVE)), content(wheel(dist, "any"))
     about = f"bf16kit-{bf16kit.__version__}.dist-info/"
     assert {name for name in pure if not name.startswith(about)} == sources()
     assert {"bf16kit/py.typed", "bf16kit/converter/cli.py", "bf16kit/deploy/ray/front.py"} <= pure.keys()
@@ -77,7 +78,7 @@ def test_the_wheels_hold_exactly_the_package_and_differ_in_the_kernel(dist: Path
 
 def test_the_wheel_with_the_kernel_runs_wherever_its_dependencies_do(dist: Path) -> None:
     """ONNX Runtime's wheels are for glibc 2.27 and newer."""
-    (minor,) = re.findall(r"-manylinux_2_(\d+)_", wheel(dist, "manylinux_*").name)
+    (minor,) = re.findall(r"-manylinux_2_(\d+)_", wheel(dist, NATIVE).name)
     assert int(minor) <= 27
 
 
@@ -108,16 +109,21 @@ def test_a_file_that_an_earlier_build_left_is_not_in_the_wheel(dist: Path, tmp_p
 
 @pytest.fixture
 def installed(dist: Path, tmp_path: Path) -> Run:
-    """Return a function that runs ``python -m bf16kit`` in ``tmp_path``, where this checkout is not importable."""
-    with zipfile.ZipFile(wheel(dist, "manylinux_*")) as archive:
-        archive.extractall(tmp_path / "installed")
+    """Return a function that runs ``python -m bf16kit`` of a wheel in ``tmp_path``, without this checkout."""
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(platform: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        with zipfile.ZipFile(wheel(dist, platform)) as archive:
+            archive.extractall(tmp_path / "installed")
         environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
         command = [sys.executable, "-P", "-m", "bf16kit", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
     return run
+
+
+@pytest.mark.parametrize(("platform", "path"), [("any", "missing"), (NATIVE, r"(avx|portable)\w*")])
+def test_a_wheel_says_whether_it_has_the_kernel(installed: Run, platform: str, path: str) -> None:
+    assert re.search(rf"^ *CPU kernel +{path}$", installed(platform, "convert", "doctor").stdout, re.MULTILINE)
 
 
 def test_a_project_with_packages_of_our_folders_names_converts_its_own_model(installed: Run, tmp_path: Path) -> None:
@@ -132,11 +138,20 @@ def test_a_project_with_packages_of_our_folders_names_converts_its_own_model(ins
     code = "import torch; from mine.models import make; torch.save(make().state_dict(), 'weights.pt')"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."}, check=True)
     done = installed(
-        *("convert", "checkpoint", "weights.pt", "--model", "mine.models:make", "--input", "x:float32:batch,24"),
+        *(
+            NATIVE,
+            "convert",
+            "checkpoint",
+            "weights.pt",
+            "--model",
+            "mine.models:make",
+            "--input",
+            "x:float32:batch,24",
+        ),
         *("--out", "repository/mine/1"),
     )
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "mine")
-    checked = installed("serve", "check", "--repository", "repository")
+    checked = installed(NATIVE, "serve", "check", "--repository", "repository")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "profile cpu" in checked.stdout
