@@ -33,12 +33,11 @@ FROM build AS kernel
 RUN command -v g++ >/dev/null \
     || { apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; } >/dev/null \
     || { echo "the CPU kernel needs g++, which could not be installed; build where Debian's mirror answers, or from a PYTHON_IMAGE that has it" >&2; exit 1; }
-ENV BF16KIT_REQUIRE_KERNEL=1
+ENV BF16KIT_BUILD_KERNEL=1
 COPY pyproject.toml setup.py constraints.txt ./
 COPY kernels kernels
 COPY bf16kit/__init__.py bf16kit/
-RUN touch README.md LICENSE && pip wheel --no-deps --wheel-dir /unused . \
-    && rm -r /unused README.md LICENSE bf16kit build/lib*/bf16kit/__init__.py
+RUN touch README.md LICENSE && pip wheel --no-deps --wheel-dir /unused . && rm -r /unused README.md LICENSE bf16kit
 
 # The wheel of bf16kit.
 FROM kernel AS wheel
@@ -46,6 +45,7 @@ COPY README.md LICENSE ./
 COPY bf16kit bf16kit
 COPY converter converter
 COPY service service
+COPY deploy/ray deploy/ray
 RUN pip wheel --no-deps --wheel-dir /wheel .
 
 # Installs the wheel into an empty root, so that bf16kit is a separate layer.

@@ -30,6 +30,7 @@ INSTALL := install -qq --no-compile --disable-pip-version-check
 PYTEST_ARGS ?=
 CONFORMANCE_ARGS ?=
 WEEKLY_ARGS ?=
+RELEASE_ARGS ?=
 FUZZ_ARGS ?=
 # Tests start hundreds of Python processes: without bytecode, each would compile torch's modules again, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -76,6 +77,9 @@ image: ## build the images bf16kit:server (VARIANT=cpu, cpu-torch or gpu) and bf
 	$(BUILD) --target converter -t $(IMAGE):converter .
 	$(BUILD) --target bill-of-converter --output build/image .
 
+release: setup build/environments/release/.installed ## build wheels, source distribution and images, check them, run the demo from the wheel; fills dist; steps: RELEASE_ARGS (.ci/release)
+	@PYTHON=$(BIN)/python .ci/release $(RELEASE_ARGS)
+
 # --- checks and tests -------------------------------------------------------------------------------------------------
 
 check: setup ## check format, lint, types, import rules, generated code and manifests
@@ -99,6 +103,7 @@ test: setup ## all quick tests: no Docker, no GPU; target: three minutes on two 
 # The other suites: the arguments of pytest, and the environments of each. `make` lists what the comments here say.
 ## test-long     the tests too slow for `make test`: many models, damaged files, killed processes, workers, the kernel's C++ tests
 suite-long := $(side-by-side) -m 'long and $(elsewhere)'
+needs-long := release
 ## test-hostile  attacks on a running server over real sockets; target: three minutes on two cores
 suite-hostile := -m hostile tests/hostile --durations 10
 ## test-compose  start compose.yaml on a Docker engine, send requests, restart it, break it, check Prometheus' alerts
@@ -135,7 +140,7 @@ test-weekly: setup ## property tests with new examples; the lowest and the newes
 # `on-top` also see the packages of .venv; `alone` are installed without their dependencies; the tests skip without the `optional`.
 on-top := ray lightning
 alone := helm models
-optional := helm compose-schema
+optional := helm compose-schema release
 build/environments/%/.installed: tests/environments/%.txt constraints.txt | setup
 	@echo "make: installing tests/environments/$*.txt into $(@D)"
 	@rm -rf $(@D) && $(BIN)/python -m venv --without-pip $(@D)
@@ -202,4 +207,4 @@ clean: ## remove the files that builds and tests leave behind; .venv stays
 	rm -rf build dist ./*.egg-info conformance/{build,.pytest_cache,*.egg-info} .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: help setup check test $(suites) test-weekly test-kernel test-kernel-versions demo serve image conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean
+.PHONY: help setup check test $(suites) test-weekly test-kernel test-kernel-versions demo serve image release conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean

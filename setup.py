@@ -1,7 +1,8 @@
-"""Build the CPU kernel during installation if there is a C++17 compiler; all other settings are in pyproject.toml.
+"""Build the CPU kernel into the package if there is a C++17 compiler; all other settings are in pyproject.toml.
 
-The kernel is a plain shared library for ONNX Runtime, not a Python extension. Without it everything works, but the
-``cpu`` profile runs on ONNX Runtime's own fp32 kernels. ``BF16KIT_REQUIRE_KERNEL=1`` makes a failed build an error.
+The kernel is a plain shared library for ONNX Runtime, not a Python extension: one wheel fits every Python. Without it
+everything works, but the ``cpu`` profile runs on ONNX Runtime's own fp32 kernels, and the wheel fits every platform.
+``BF16KIT_BUILD_KERNEL=1`` makes a failed build an error, and ``0`` leaves the kernel out.
 """
 
 from __future__ import annotations
@@ -11,15 +12,41 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
+_NAME = "_bf16kernel.so"
+_WANTED = os.environ.get("BF16KIT_BUILD_KERNEL", "")
 _FOLDERS = ("ort", "gemm", "isa", "rounding")
 _FLAGS = [
-    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    *("-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     "-ffp-contract=off",  # only explicit fma is fused: every path must round alike
     "-Wno-maybe-uninitialized",  # GCC's own AVX-512 header causes this warning
     "-Wno-psabi",  # harmless: vectors are only passed between functions of one file
 ]
+_KERNEL = Extension(
+    "bf16kit.runtime._bf16kernel",
+    sources=[str(path) for folder in _FOLDERS for path in sorted(Path("kernels", folder).glob("*.cpp"))],
+    depends=[str(path) for folder in _FOLDERS for path in sorted(Path("kernels", folder).glob("*.[hi]*"))],
+    include_dirs=["kernels"],
+    language="c++",
+    extra_compile_args=_FLAGS,
+    # ONNX Runtime unloads the library with the last session, but threads may still use its thread-local memory
+    extra_link_args=["-Wl,-z,nodelete"] if sys.platform == "linux" else [],
+    # by default a failed build is only a warning, and the installation continues without the kernel
+    optional=_WANTED != "1",
+)
+
+
+class BuildPython(build_py):
+    """Removes what an earlier build left: otherwise a wheel would hold modules that the sources no longer have."""
+
+    def run(self) -> None:
+        for path in Path(self.build_lib).rglob("*"):
+            if path.is_file() and not (path.name == _NAME and self.distribution.has_ext_modules()):
+                path.unlink()
+        super().run()
 
 
 class BuildKernel(build_ext):
@@ -32,20 +59,19 @@ class BuildKernel(build_ext):
         return []  # no PyInit_…: this is not a Python module
 
 
+class KernelWheel(bdist_wheel):
+    """Tags the wheel for every Python, and for every platform if it holds no kernel."""
+
+    def run(self) -> None:
+        self.run_command("build")
+        self.root_is_pure = not any(Path(self.get_finalized_command("build").build_lib).rglob(_NAME))
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
-    cmdclass={"build_ext": BuildKernel},
-    ext_modules=[
-        Extension(
-            "bf16kit.runtime._bf16kernel",
-            sources=[str(path) for folder in _FOLDERS for path in sorted(Path("kernels", folder).glob("*.cpp"))],
-            depends=[str(path) for path in sorted(Path("kernels").glob("*/*.[hi]*"))],
-            include_dirs=["kernels"],
-            language="c++",
-            extra_compile_args=_FLAGS,
-            # ONNX Runtime unloads the library with the last session, but threads may still use its thread-local memory
-            extra_link_args=["-Wl,-z,nodelete"] if sys.platform == "linux" else [],
-            # by default a failed build is only a warning, and the installation continues without the kernel
-            optional=os.environ.get("BF16KIT_REQUIRE_KERNEL") != "1",
-        )
-    ],
+    cmdclass={"build_py": BuildPython, "build_ext": BuildKernel, "bdist_wheel": KernelWheel},
+    ext_modules=[] if _WANTED == "0" else [_KERNEL],
 )

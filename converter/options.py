@@ -221,8 +221,8 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
             f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{user_frame(error)}{remedy}"
         ) from error
     finally:
-        if "" in sys.path:  # unless the module has removed it
-            sys.path.remove("")
+        # Last, for what the callable imports when it is called: there it hides no module of ours or of a library's.
+        sys.path[:] = [*filter(None, sys.path), ""]
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{flag} {text}: module {module_name} has no {attribute}")

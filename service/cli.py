@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from bf16kit import __version__
 from bf16kit.messages.errors import Bf16kitError
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class _Commands(click.Group):
     envvar="BF16KIT_CONFIG",
     help="server.yaml: any flag as a key (grpc_port: 8001), and more: see docs/operations.md.",
 )
+@click.version_option(__version__, prog_name="bf16-serve")
 @click.pass_context
 def main(context: click.Context, /, file: Path | None, **flags: object) -> None:
     """Serve bf16 artifacts over gRPC (Open Inference Protocol v2), with Prometheus metrics.

@@ -118,3 +118,11 @@ def test_the_build_context_excludes_everything_by_default_and_has_no_private_dir
         for copy in stage.all("COPY"):
             for source in [] if copy.rest.startswith("--from=") else copy.rest.split()[:-1]:
                 assert source == "." or any(f"{source}/".startswith(f"{name}/") for name in named), source
+
+
+def test_the_wheel_stage_has_what_the_packages_links_lead_to() -> None:
+    """A link whose target is not copied leads nowhere in the build, and its package would be missing in the wheel."""
+    copied = {copy.rest.split()[0] for copy in FILE.stages["wheel"].all("COPY")}
+    links = [path for path in (ROOT / "bf16kit").rglob("*") if path.is_symlink()]
+    assert links
+    assert {str(link.resolve().relative_to(ROOT)) for link in links} <= copied

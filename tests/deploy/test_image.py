@@ -256,7 +256,7 @@ def test_the_build_context_holds_only_files_that_the_build_needs(tmp_path: Path)
         *(".git/config", ".venv/bin/python", "build/x", ".env", "id_rsa", "tests/x", "deploy/demo/.git/config"),
         *("service/.env", "service/tls.key", "service/__pycache__/x.pyc", "bf16kit/x.pem", "bf16kit/runtime/x.so"),
     )
-    wanted = ("bf16kit/__init__.py", "service/cli.py", "kernels/ort/x.cpp", "deploy/demo/x.py", "pyproject.toml")
+    wanted = ("bf16kit/__init__.py", "service/cli.py", "kernels/ort/x.cpp", "deploy/ray/x.py", "pyproject.toml")
     for name in (*planted, *wanted):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x", "utf-8")

@@ -15,7 +15,7 @@ from bf16kit.service.cli import main
 FLAGS = (
     "--repository", "--host", "--grpc-port", "--http-port", "--device", "--workers", "--model-control", "--load-model",
     "--tls-certificate", "--tls-key", "--tls-client-ca", "--token-file", "--log-format", "--evidence",
-    "--lame-duck-seconds", "--config", "--help",
+    "--lame-duck-seconds", "--config", "--version", "--help",
 )  # fmt: skip
 COMMANDS = ("bench", "check", "evidence", "health", "list")
 

@@ -28,9 +28,10 @@ OFF = "off"
 _COST = "bf16 weights are widened to fp32 at load, which takes twice the memory and is slower for a few rows at a time"
 _ONNXRUNTIME = "an onnxruntime of 1.24 to 1.31, which are tested, or a later 1.x"
 _NOT_BUILT = (
-    "it was not built when bf16kit was installed: there was no C++17 compiler, or it failed (pip install -v shows why)"
+    "it was not built when bf16kit was installed: there was no C++17 compiler, or it failed (pip install -v shows why),"
+    " or the wheel is the one without it"
 )
-_REINSTALL = "install a C++17 compiler (on Debian: apt-get install g++) and install bf16kit again"
+_REINSTALL = "install a C++17 compiler (on Debian: apt-get install g++) and install bf16kit again from its sources"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,157 @@
+"""What ``make release`` builds: what the wheels and the source distribution hold, and that a wheel works by itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import bf16kit
+
+pytestmark = pytest.mark.long  # the kernel is compiled once, for 15 seconds
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "build" / "environments" / "release"
+KERNEL = "bf16kit/runtime/_bf16kernel.so"
+NATIVE = "manylinux_*"
+MODEL = """
+import torch
+from converter import WIDTH
+from service.sizes import HEIGHT
+
+def make():
+    from deploy import DEPTH
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, HEIGHT) for _ in range(DEPTH)))
+"""
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory with the two wheels and the source distribution."""
+    if not (TOOLS / ".installed").exists():
+        pytest.skip("no build/environments/release: run `make test-long`")
+    dist = tmp_path_factory.mktemp("dist")
+    environment = {**os.environ, "DIST": str(dist), "PYTHON": sys.executable}
+    subprocess.run([ROOT / ".ci" / "release", "packages"], env=environment, check=True)
+    return dist
+
+
+def sources() -> set[str]:
+    """Return the tracked files of the package, named as they are when it is installed."""
+    found = set()
+    for folder in ("bf16kit", "bf16kit/converter/", "bf16kit/service/", "bf16kit/deploy/ray/"):
+        target = os.path.relpath((ROOT / folder).resolve(), ROOT)
+        named = subprocess.run(["git", "ls-files", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        found |= {f"{folder.rstrip('/')}{name.removeprefix(target)}" for name in named.split()}
+    return {name for name in found if not (ROOT / name).is_symlink()}
+
+
+def wheel(dist: Path, platform: str) -> Path:
+    (found,) = dist.glob(f"bf16kit-{bf16kit.__version__}-py3-none-{platform}.whl")
+    return found
+
+
+def content(file: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(file) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+
+
+def test_the_wheels_hold_exactly_the_package_and_differ_in_the_kernel(dist: Path) -> None:
+    native, pure = content(wheel(dist, NATIVE)), content(wheel(dist, "any"))
+    about = f"bf16kit-{bf16kit.__version__}.dist-info/"
+    assert {name for name in pure if not name.startswith(about)} == sources()
+    assert {"bf16kit/py.typed", "bf16kit/converter/cli.py", "bf16kit/deploy/ray/front.py"} <= pure.keys()
+    assert native.keys() - pure.keys() == {KERNEL}
+    assert [name for name in pure if pure[name] != native[name]] == [f"{about}WHEEL", f"{about}RECORD"]
+    assert pure[f"{about}top_level.txt"] == b"bf16kit\n"
+    assert pure[f"{about}licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    assert b"bf16-convert" in pure[f"{about}entry_points.txt"]
+
+
+def test_the_wheel_with_the_kernel_runs_wherever_its_dependencies_do(dist: Path) -> None:
+    """ONNX Runtime's wheels are for glibc 2.27 and newer."""
+    (minor,) = re.findall(r"-manylinux_2_(\d+)_", wheel(dist, NATIVE).name)
+    assert int(minor) <= 27
+
+
+def test_the_source_distribution_holds_what_it_is_built_from_without_links(dist: Path) -> None:
+    with tarfile.open(dist / f"bf16kit-{bf16kit.__version__}.tar.gz") as archive:
+        members = {member.name.partition("/")[2]: member for member in archive if not member.isdir()}
+    assert [name for name, member in members.items() if not member.isfile()] == []
+    names = {name for name in members if not name.startswith("bf16kit.egg-info/")}
+    kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "kernels").glob("[!t]*/*")}
+    settings = {"pyproject.toml", "setup.py", "setup.cfg", "constraints.txt", "MANIFEST.in"}
+    assert names == sources() | kernels | settings | {"LICENSE", "PKG-INFO", "README.md"}
+
+
+def test_a_file_that_an_earlier_build_left_is_not_in_the_wheel(dist: Path, tmp_path: Path) -> None:
+    with tarfile.open(dist / f"bf16kit-{bf16kit.__version__}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    left = source / "build" / "lib" / "bf16kit"
+    for name in ("gone.py", "runtime/_bf16kernel.so"):
+        (left / name).parent.mkdir(parents=True, exist_ok=True)
+        (left / name).write_text("")
+    environment = {**os.environ, "BF16KIT_BUILD_KERNEL": "0"}
+    pip = [sys.executable, "-m", "pip", "--python", str(TOOLS / "bin" / "python")]
+    command = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
+    subprocess.run(command, env=environment, check=True)
+    assert content(wheel(tmp_path, "any")).keys() == content(wheel(dist, "any")).keys()
+
+
+@pytest.fixture
+def installed(dist: Path, tmp_path: Path) -> Run:
+    """Return a function that runs ``python -m bf16kit`` of a wheel in ``tmp_path``, without this checkout."""
+
+    def run(platform: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        with zipfile.ZipFile(wheel(dist, platform)) as archive:
+            archive.extractall(tmp_path / "installed")
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+        command = [sys.executable, "-P", "-m", "bf16kit", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+@pytest.mark.parametrize(("platform", "path"), [("any", "missing"), (NATIVE, r"(avx|portable)\w*")])
+def test_a_wheel_says_whether_it_has_the_kernel(installed: Run, platform: str, path: str) -> None:
+    assert re.search(rf"^ *CPU kernel +{path}$", installed(platform, "convert", "doctor").stdout, re.MULTILINE)
+
+
+def test_a_project_with_packages_of_our_folders_names_converts_its_own_model(installed: Run, tmp_path: Path) -> None:
+    for name, text in {
+        "converter/__init__.py": "WIDTH = 24",
+        "service/sizes.py": "HEIGHT = 24",
+        "deploy/__init__.py": "DEPTH = 2",
+        "mine/models.py": MODEL,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    code = "import torch; from mine.models import make; torch.save(make().state_dict(), 'weights.pt')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."}, check=True)
+    done = installed(
+        *(
+            NATIVE,
+            "convert",
+            "checkpoint",
+            "weights.pt",
+            "--model",
+            "mine.models:make",
+            "--input",
+            "x:float32:batch,24",
+        ),
+        *("--out", "repository/mine/1"),
+    )
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / "mine")
+    checked = installed(NATIVE, "serve", "check", "--repository", "repository")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "profile cpu" in checked.stdout
