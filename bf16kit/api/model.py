@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.metrics import Budget
 from bf16kit.drift.table import Drift
-from bf16kit.messages.errors import SamplesError
+from bf16kit.messages.errors import InvalidRequest, SamplesError
 from bf16kit.numerics.tensors import Array, TensorSpec, check_feeds, describe, feed_of
 from bf16kit.runtime import RuntimeInfo
 
@@ -62,11 +62,11 @@ class Model:
         return self._loaded.opened.budget
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        given: Any = args[0] if len(args) == 1 else args
-        if kwargs:
-            positional = {spec.name: value for spec, value in zip(self.inputs, args, strict=False)}
-            given = {**positional, **kwargs}
-        feed = feed_of(given, self.inputs)
+        names = [spec.name for spec in self.inputs]
+        if len(args) > len(names):
+            raise InvalidRequest(f"{len(args)} inputs are given; the model's inputs are {', '.join(names)}")
+        alone = len(args) == 1 and isinstance(args[0], Mapping)
+        feed = feed_of({**(args[0] if alone else dict(zip(names, args, strict=False))), **kwargs}, self.inputs)
         check_feeds(self.inputs, feed)
         return self._loaded.runtime.run({name: array.copy(order="C") for name, array in feed.items()})
 
@@ -97,7 +97,7 @@ def load(
     Raises :class:`ArtifactError` for a damaged artifact or a missing profile, :class:`BudgetExceeded` if the golden
     samples are over budget here, and :class:`RuntimeFailure` if it does not run.
 
-    >>> model = bf16kit.load(repository / "mlp" / "1", profile="cpu")
+    >>> model = bf16kit.load("repository/mlp/1", profile="cpu")
     >>> model(x)["output"].shape, model.profile, model.inputs[0].shape
     ((64, 4), 'cpu', ('batch', 16))
     """
@@ -122,7 +122,8 @@ def compare(
 
     Raises :class:`UsageError` for samples that do not fit, or to which the reference answers NaN.
 
-    >>> print(bf16kit.compare(model, mlp, x).within)
+    >>> model = bf16kit.load("repository/mlp/1")
+    >>> bf16kit.compare(model, mlp, x).within
     True
     """
     from bf16kit.api.conversion import listed

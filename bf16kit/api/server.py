@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 import weakref
 from os import PathLike
-from typing import Any
+from typing import IO, Any
 
 from bf16kit.converter.process import program
 from bf16kit.messages.errors import RuntimeFailure, UsageError
@@ -47,7 +47,8 @@ class Server:
             stderr=self._log,
             env=program.environment() | {ENV_PREFIX + key.upper(): text for key, text in texts.items()},
         )
-        self._finish = weakref.finalize(self, _end, self.process, config.drain_seconds + _LAST_SECONDS)
+        self._finish = weakref.finalize(self, _end, self.process, config.drain_seconds + _LAST_SECONDS, self._log)
+        self._text = ""
 
     def wait_until_ready(self, seconds: float) -> None:
         """Wait until all models are loaded; RuntimeFailure, with the log's last lines, if it ends or takes longer."""
@@ -77,9 +78,11 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What the server has logged so far."""
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
+        """What the server has logged so far, or until it ended."""
+        if not self._log.closed:
+            size = os.fstat(self._log.fileno()).st_size
+            self._text = os.pread(self._log.fileno(), size, 0).decode(errors="replace")
+        return self._text
 
     def client(self, **options: Any) -> Any:
         """Return a ``tritonclient.grpc.InferenceServerClient`` of this server; UsageError if it is not installed."""
@@ -91,6 +94,8 @@ class Server:
 
     def stop(self) -> int:
         """End the server, answering what is in flight, and return its exit code."""
+        _end(self.process, self._config.drain_seconds + _LAST_SECONDS)
+        self.log  # noqa: B018 - to be there afterwards
         self._finish()
         return self.process.wait()
 
@@ -114,7 +119,7 @@ def serve(repository: str | PathLike[str], *, ready_seconds: float = 120.0, **co
     a :class:`UsageError`, for a wrong key or value, and :class:`RuntimeFailure`, with the log's last lines, if the
     server ends or is not ready after ``ready_seconds``.
 
-    >>> with bf16kit.serve(repository) as server:
+    >>> with bf16kit.serve("repository") as server:
     ...     server.client().is_model_ready("mlp")
     True
     """
@@ -128,7 +133,7 @@ def _text(value: object) -> str:
     return str(value) if isinstance(value, PathLike) else json.dumps(value)
 
 
-def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
+def _end(process: subprocess.Popen[bytes], seconds: float, log: IO[bytes] | None = None) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -136,3 +141,5 @@ def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    if log is not None:
+        log.close()
