@@ -10,7 +10,8 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry, TrainingEntry
 from bf16kit.artifact.manifest import ProfileEntry
 from bf16kit.converter.report.figures import Figures
-from bf16kit.drift.verdicts import DriftRow, format_budget_ratio
+from bf16kit.drift.table import COLUMNS, cells
+from bf16kit.drift.verdicts import format_budget_ratio
 from bf16kit.messages.wording import first_few, plain, size, table
 from bf16kit.numerics.tensors import describe as describe_shape
 
@@ -56,17 +57,7 @@ def drift(found: Figures) -> str:
     if not found.drift:
         return ""
     sources = "; ".join(sorted({f"{v.samples} sample{'s'[: v.samples != 1]} of {v.source}" for v in found.verdicts}))
-    return table(f"Drift from the fp32 reference on {sources}", DRIFT, map(drift_cells, found.drift))
-
-
-DRIFT = ("profile", "output", "metric", "measured", "worst", "budget", "used", "within")
-
-
-def drift_cells(row: DriftRow) -> tuple[object, ...]:
-    """Return one row of the table with the columns :data:`DRIFT`."""
-    profile = f"{row.profile}, emulated" if row.emulated else row.profile
-    within = "yes" if row.within else "NO"
-    return profile, row.output, row.metric, row.measured, row.worst, row.bound, share(row.used), within
+    return table(f"Drift from the fp32 reference on {sources}", COLUMNS, map(cells, found.drift))
 
 
 def _head(artifact: Artifact, found: Figures) -> str:

@@ -1,0 +1,277 @@
+"""``bf16kit.convert``: models in memory, options as Python values, and what it returns and raises."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import rich.console
+import torch
+from architectures import Cnn, Mlp, Several, Tied
+from converting import tree
+from safetensors.torch import save_file
+from torch import nn
+
+import bf16kit
+import graphs
+from bf16kit.converter.commands.checkpoint import checkpoint
+from bf16kit.converter.keywords import Keywords, options_of
+from bf16kit.drift.metrics import Budget
+from bf16kit.numerics.tensors import Array, TensorSpec
+
+CHEAP: dict[str, Any] = {"profile": ["cpu"], "report": False}
+_OTHERS = {"source", "out", "per_model", "jobs", "ray", "debug"}  # the command's own, and convert's parameters
+
+
+def _files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_every_option_of_the_command_is_a_keyword_and_no_other() -> None:
+    parameters = {str(each.name): each for each in checkpoint.params if each.name not in _OTHERS}
+    assert sorted(Keywords.__annotations__) == sorted(parameters)
+    assert list(inspect.signature(bf16kit.convert).parameters) == ["source", "out", "progress", "options"]
+    for name in ("format", "profile", "subnormals"):
+        for choice in parameters[name].type.choices:  # type: ignore[attr-defined]
+            options_of(Path("m"), Path("r/m/1"), {name: [choice]} if name != "subnormals" else {name: choice})
+    left_out = options_of(Path("m"), Path("r/m/1"), {})
+    as_the_command = options_of(
+        Path("m"), Path("r/m/1"), {n: each.get_default(_context()) for n, each in parameters.items()}
+    )
+    assert left_out == as_the_command
+
+
+def _context() -> Any:
+    import click
+
+    return click.Context(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "parsed"),
+    [
+        ({"input": {"x": ("float32", ["batch", 16])}}, "inputs", (TensorSpec("x", "float32", ("batch", 16)),)),
+        ({"input": [("x", "float32", ("batch", 16))]}, "inputs", (TensorSpec("x", "float32", ("batch", 16)),)),
+        ({"input": "x:float32:batch,16"}, "inputs", (TensorSpec("x", "float32", ("batch", 16)),)),
+        ({"output": {"y": "logits"}}, "outputs", {"y": "logits"}),
+        (
+            {"budget": {"max_abs": 0.5, "slice_error": None}},
+            "budget",
+            Budget.parse(["max_abs=0.5", "slice_error=none"]),
+        ),
+        ({"keep_fp32": "layer.0"}, "keep_fp32", ("layer.0",)),
+        ({"model_args": {"hidden": 3}}, "model_args", {"hidden": 3}),
+        ({"profile": "cpu"}, "optional", ()),
+        ({"search": None}, "search", True),  # None is not given
+    ],
+)
+def test_options_are_pythons_values(given: Mapping[str, Any], field: str, parsed: object) -> None:
+    assert getattr(options_of(Path("m"), Path("r/m/1"), given), field) == parsed
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"profile": ["gpu"]}, "--profile gpu: is not one of cpu, cpu-bf16, cuda"),
+        ({"subnormals": "drop"}, "--subnormals drop: is not one of keep, flush"),
+        ({"seed": -1}, "--seed -1: expected a whole number of 0 or more"),
+        ({"search_minutes": 0}, "--search-minutes 0: expected a number above 0"),
+        ({"residual": "no"}, "residual='no': expected True or False"),
+        ({"input": {"x": "float32"}}, "neither text nor a sequence or mapping of it"),
+        ({"input": {"x": ("float31", [1])}}, "unknown dtype 'float31'"),
+        ({"budget": {"relativ_l2": 1}}, "budget: unknown metric 'relativ_l2'"),
+        ({"budget": {"relative_l2": "small"}}, "'small' is not a number"),
+        ({"samples": 3}, "samples: is int; expected an array"),
+        ({"samples": []}, "a module does not describe its inputs; pass input="),
+        ({"samples": [np.zeros(3), np.zeros((3, 3))]}, "do not have the same inputs"),
+        (
+            {"model": "pkg:f", "input": "x:float32:b,16"},
+            "--model: a torch module in memory brings its own architecture",
+        ),
+        ({"weights": "ema", "input": "x:float32:b,16"}, "<Mlp> is a torch module in memory"),
+        pytest.param(
+            {"input": "x:float32:b,16", "samples": [{"x": np.zeros((2, 16))}]},
+            "--samples in memory, sample 0: input 'x' has dtype float64, expected float32",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"input": "x:float32:b,17"},
+            "<Mlp>: the model failed on an example input (x[2, 17])",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_value_and_what_was_expected(
+    net: Mlp, tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(bf16kit.Bf16kitError) as refused:
+        bf16kit.convert(net, out=tmp_path / "m" / "1", **CHEAP | given)
+    assert said in str(refused.value)
+    assert tree(tmp_path) == []
+
+
+def test_an_unknown_keyword_and_an_unknown_source_are_type_errors(net: Mlp, tmp_path: Path) -> None:
+    unknown: dict[str, Any] = {"buget": {}}
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'buget'; did you mean 'budget'\?"):
+        bf16kit.convert(net, out=tmp_path / "m" / "1", **unknown)
+    with pytest.raises(TypeError, match="takes a path, a torch"):
+        bf16kit.convert({}, out=tmp_path / "m" / "1")  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_a_module_in_memory_becomes_what_its_checkpoint_becomes(net: Mlp, tmp_path: Path, x: Array) -> None:
+    save_file(net.state_dict(), tmp_path / "m.safetensors")
+    given: dict[str, Any] = {"input": {"x": ("float32", ["batch", 16])}, "samples": x, **CHEAP}
+    of_file = bf16kit.convert(
+        tmp_path / "m.safetensors", out=tmp_path / "file" / "1", model="architectures:Mlp", **given
+    )
+    first = bf16kit.convert(net, out=tmp_path / "m" / "1", **given)
+    again = bf16kit.convert(copy.deepcopy(net), out=tmp_path / "again" / "m" / "1", **given)
+    assert _files(first.path) == _files(again.path)
+    ours, theirs = _files(first.path), _files(of_file.path)
+    assert {name for name in ours if ours[name] != theirs[name]} == {"manifest.json"}  # name and source
+    with torch.no_grad():
+        net.up.weight[0, 0] += 1
+    other = bf16kit.convert(net, out=tmp_path / "other" / "1", **given)
+    digests = {each.artifact.manifest.source.sha256 for each in (first, again, other)}
+    assert (first.artifact.manifest.source.format, len(digests)) == ("torch-module", 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_callers_module_stays_as_it_is(tmp_path: Path, dtype: torch.dtype) -> None:
+    module = Cnn().to(dtype).train()
+    module.features[1].eval()
+    module.head.weight.requires_grad = False
+    seen: list[str] = []
+    module.register_forward_hook(lambda *_: seen.append("hook"))
+
+    def state() -> list[Any]:
+        return [
+            [(n, p.data_ptr(), p.dtype, p.requires_grad, p.device) for n, p in module.named_parameters()],
+            [(n, b.data_ptr(), b.dtype, b.clone().tolist()) for n, b in module.named_buffers()],
+            [(n, each.training) for n, each in module.named_modules()],
+            {n: t.clone().tolist() for n, t in module.state_dict().items()},
+        ]
+
+    before = state()
+    images = np.random.default_rng(1).normal(size=(4, 3, 16, 16)).astype(np.float32)
+    result = bf16kit.convert(module, out=tmp_path / "cnn" / "1", samples=images, **CHEAP)
+    assert state() == before
+    kept = dict(result.artifact.checkpoint_tensors())
+    assert sorted(kept) == sorted(module.state_dict())
+    assert kept["head.weight"].dtype.name == str(dtype).removeprefix("torch.")
+    seen.clear()
+    assert bf16kit.compare(bf16kit.load(result.path), module.float(), images).within
+    assert seen == ["hook"]
+    assert module.training
+
+
+def test_a_module_that_cannot_be_converted_is_refused_with_the_reason(net: Mlp, tmp_path: Path, x: Array) -> None:
+    class Locked(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = (i for i in range(3))  # generators cannot be copied
+
+    for module, said in (
+        (Locked(), "<Locked>: copy.deepcopy cannot copy the module, which conversion works on: TypeError"),
+        (nn.ReLU(), "<ReLU>: has neither parameters nor buffers, so there is nothing to convert"),
+        (torch.jit.trace(net, torch.from_numpy(x)), "is a TorchScript module; save it with torch.jit.save"),
+    ):
+        with pytest.raises(bf16kit.UsageError) as refused:
+            bf16kit.convert(module, out=tmp_path / "m" / "1", samples=x, **CHEAP)
+        assert said in str(refused.value)
+
+
+@pytest.mark.long
+def test_an_onnx_model_in_memory_becomes_what_its_file_becomes(tmp_path: Path, x: Array) -> None:
+    proto = graphs.mlp()
+    before = proto.SerializeToString(deterministic=True)
+    onnx.save(proto, tmp_path / "m.onnx")
+    given: dict[str, Any] = {"samples": [x, x[:3]], **CHEAP}
+    of_file = bf16kit.convert(str(tmp_path / "m.onnx"), out=tmp_path / "a" / "m" / "1", **given)
+    in_memory = bf16kit.convert(proto, out=tmp_path / "b" / "m" / "1", **given)
+    assert _files(of_file.path) == _files(in_memory.path)
+    assert proto.SerializeToString(deterministic=True) == before
+
+
+class _Loader(Sequence[Any]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 2:
+            raise IndexError
+        return torch.ones(2 + index, 16, requires_grad=True), torch.zeros(2 + index)  # labels
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("module", "samples", "inputs"),
+    [
+        (Mlp, lambda x: iter([x[:5], torch.from_numpy(x[:2])]), {"x": ["batch", 16]}),
+        (Mlp, lambda x: _Loader(), {"x": ["batch", 16]}),
+        (Several, lambda x: {"a": x, "b": x[:, :8]}, {"a": ["batch", 16], "b": ["batch", 8]}),
+        (Several, lambda x: [(x, x[:, :8])], {"a": ["batch", 16], "b": ["batch", 8]}),
+        (Tied, lambda x: [np.arange(n * m).reshape(n, m) for n, m in ((2, 3), (2, 5))], {"ids": ["batch", "ids_1"]}),
+    ],
+)
+def test_the_inputs_of_a_module_are_those_of_its_samples(
+    tmp_path: Path, x: Array, module: type[nn.Module], samples: Callable[[Array], Any], inputs: dict[str, list[Any]]
+) -> None:
+    result = bf16kit.convert(
+        module(), out=tmp_path / "m" / "1", samples=samples(x), budget={"slice_error": None}, **CHEAP
+    )
+    assert {each.name: each.shape for each in result.artifact.manifest.inputs} == inputs
+    assert "the inputs are those of the samples: " in result.notes[0]
+
+
+@pytest.mark.long
+def test_drift_over_budget_raises_the_figures_or_is_returned(net: Mlp, tmp_path: Path, x: Array) -> None:
+    given: dict[str, Any] = {"samples": x, "budget": {"relative_l2": 1e-9}, "search": False, **CHEAP}
+    with pytest.raises(bf16kit.BudgetExceeded) as raised:
+        bf16kit.convert(net, out=tmp_path / "m" / "1", **given)
+    assert raised.value.drift is not None
+    (row,) = raised.value.drift.over
+    assert (row.profile, row.output, row.metric, row.bound) == ("cpu", "output", "relative_l2", 1e-9)
+    assert tree(tmp_path) == []
+    result = bf16kit.convert(net, out=tmp_path / "m" / "1", allow_over_budget=True, **given)
+    assert (result.drift.within, result.drift.over) == (False, (row,))
+
+
+def test_a_result_has_the_figures_of_its_artifact(converted: bf16kit.Conversion) -> None:
+    measured = converted.artifact.manifest.drift
+    assert {name: sorted(outputs) for name, outputs in converted.drift.items()} == {n: ["output"] for n in measured}
+    for profile, entry in measured.items():
+        figures = converted.drift[profile]["output"]
+        assert figures["relative_l2"] == entry.outputs["output"]["relative_l2"]["mean"]
+    assert (len(converted.drift), "absent" in converted.drift) == (len(measured), False)
+    assert converted.budget["relative_l2"] == 1.5e-2
+    assert converted.sizes.checkpoint == sum(each.numel() for each in Mlp().parameters()) * 4
+    assert 0 < converted.seconds < 600
+    text = repr(converted)
+    assert all(part in text for part in (str(converted.path), "relative_l2", "cuda, emulated", *converted.notes))
+    shown = io.StringIO()
+    rich.console.Console(file=shown, width=160).print(converted, converted.drift)
+    assert shown.getvalue().count("cuda, emulated") == 2 * repr(converted.drift).count("cuda, emulated")
+    page = converted._repr_html_()
+    assert page.count("<tr>") - 1 == len(converted.drift.rows) == converted.drift._repr_html_().count("<tr>") - 1
+
+
+@pytest.mark.long
+def test_what_a_notebook_shows_is_escaped(tmp_path: Path, x: Array) -> None:
+    class Named(Mlp):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"<script>": super().forward(x)}
+
+    result = bf16kit.convert(Named(), out=tmp_path / "m" / "1", samples=x, profile=["cpu"])
+    report = result.report()._repr_html_()
+    assert "<script>" not in result._repr_html_() + result.drift._repr_html_() + report
+    assert (result.path / "report.html").read_text("utf-8").count("<h2") == report.count("&lt;h2") > 3
