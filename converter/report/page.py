@@ -22,7 +22,7 @@ from bf16kit.numerics.tensors import describe as describe_shape
 NAME = "report.html"
 ROWS = 200  # rows of a table; a browser must be able to open the page of a model with 50,000 nodes
 CHARTS = 12  # charts of a kind
-TENSORS = 20  # tensors whose range is shown
+WORST = 20  # tensors whose range is shown, and layers in a table
 LOWEST, HIGHEST = -150, 134  # exponents at the ends of the bar of a tensor's range
 
 
@@ -73,7 +73,7 @@ def render(
         layers=list(zip(found.layers, map(Markup, layers), strict=False)),
         plan_parts=plan_parts,
         most=ROWS,
-        shown=TENSORS,
+        shown=WORST,
         searched=SEARCHED,
         recovered=RECOVERED,
         training=training,
