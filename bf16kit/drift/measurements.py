@@ -1,11 +1,12 @@
 """``measurements.json``: everything a conversion measured, in rows; the manifest has the figures that are judged.
 
-Canonical JSON like the manifest's, and bounded: beyond the maxima below no rows are written, and ``measured`` says how
+JSON with sorted keys on one line, and bounded: beyond the maxima below no rows are written, and ``measured`` says how
 many there were.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from bf16kit.artifact.entries import Entry, Number, RecoveryEntry, Size, canonical, first_error
+from bf16kit.artifact.entries import Entry, Number, RecoveryEntry, Size, first_error
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.messages.errors import ArtifactError
 from bf16kit.messages.wording import parse_json, quoted
@@ -24,6 +25,7 @@ VERSION = 1
 MOST_SAMPLES = 10_000  # rows of samples over all profiles and outputs
 MOST_LAYERS = 10_000  # of all profiles
 MOST_TENSORS = 10_000
+DIGITS = 7  # as many as fp32 has: all 17, on a line each, would make the file of a small model three times as large
 MOST_SLICES = 5  # of an output in a profile
 MOST_DB = 200.0  # an SQNR of ±this stands for exact and for infinitely far
 # How far below its prediction, in dB, an SQNR must lie to be at fault. MiniLM stays within 1.5; cancellation of one
@@ -210,8 +212,11 @@ class Measurements(Entry):
     version: int = VERSION
 
     def dumps(self) -> bytes:
-        """Return the canonical bytes of the file."""
-        return canonical(self.model_dump(mode="json"))
+        """Return the bytes of the file; what the profiles gave is rounded to :data:`DIGITS` digits."""
+        fields = self.model_dump(mode="json")
+        fields["profiles"] = _rounded(fields["profiles"])
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return f"{text}\n".encode()
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Measurements:
@@ -227,6 +232,14 @@ class Measurements(Entry):
             return cls.model_validate_json(data, strict=True)
         except ValidationError as error:
             raise ArtifactError(f"{where}: {first_error(error)}") from None
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def sample_columns(drifts: Mapping[str, Mapping[str, Sequence[SampleDrift]]]) -> dict[str, dict[str, SampleColumns]]:

@@ -73,6 +73,7 @@ class OutputDrift:
 
     ``scales`` are what these are judged against, None if unknown. ``scalar``: the output is one float per sample.
     ``made``: the samples were made of others, too few to judge slices and agreement by; other metrics leave them out.
+    ``parts``: the drift of the same samples, a few at a time, if that was measured too.
     """
 
     rows: list[SampleDrift]
@@ -80,6 +81,7 @@ class OutputDrift:
     scales: Scales | None = None
     scalar: bool = False
     made: bool = False
+    parts: tuple[OutputDrift, ...] = ()
 
 
 def compare(

@@ -147,7 +147,9 @@ class Trials:
 
     def _measure(self, index: int, expected: Feeds, actual: Feeds, outputs: Sequence[TensorSpec]) -> Drifts:
         given = 1 if index < self._expected.given else 0
-        return measure.drifts([expected], [actual], outputs, self._batch_axis, self._expected.scales, given)[0]
+        return measure.drifts(
+            [expected], [actual], outputs, self._batch_axis, self._expected.scales, given, self._expected.golden_rows
+        )[0]
 
     def _run(self, index: int, switched: Array) -> Feeds:
         if self.deadline.expired():
@@ -216,10 +218,11 @@ def breaches_of(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     """Return where ``drifts``, one entry per sample, exceed ``budget``.
 
     If all samples together do not, but each one alone does, this returns the breaches of the first: a server judges
-    each start by one sample.
+    each start by one sample, or a few rows of it.
     """
     given = {number: one for number, one in enumerate(drifts) if not measure.is_made(one)}
-    return find_breaches(budget, drifts) or find_breaches(budget, [drifts[choose_golden(budget, [given])]])
+    golden = measure.golden_part(given, choose_golden(budget, [given]))
+    return find_breaches(budget, drifts) or find_breaches(budget, [golden])
 
 
 def ratio(budget: Budget, drifts: Sequence[Drifts]) -> float:

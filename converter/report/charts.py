@@ -55,6 +55,8 @@ _SETTINGS: dict[Any, Any] = {
 _NOISE = re.compile(
     r"\n\s*|(?<=<g) id=\"[^\"]*\"|font-family: [^;]*; |(?<=\") transform=\"rotate\(-0 [^)]*\)\"|<style.*?</style>", re.S
 )
+_COORDINATES = re.compile(r"(?<= [xyd]=\")[^\"]*")
+_MARKERS = re.compile(r'<g>(<use [^>]*( style="[^"]*")/>(?:<use [^>]*\2/>)*)</g>')  # drawn alike, one after another
 
 
 @contextmanager
@@ -96,6 +98,8 @@ def svg(plane: Axes, key: str, title: str, description: str, tips: Iterable[str]
     text = re.split(r"<svg .*?>", _NOISE.sub("", stream.getvalue()), maxsplit=1)[1]
     for name, colour in COLOUR.items():
         text = text.replace(colour, f"var(--{name})")
+    text = _COORDINATES.sub(lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text)
+    text = _MARKERS.sub(lambda found: f"<g{found[2]}>{found[1].replace(found[2], '')}</g>", text)
     titles = (f"<title>{_escaped(tip)}</title>" for tip in tips)
     text = re.sub(r"(<use [^>]*)/>", lambda marker: f"{marker[1]}>{next(titles, '')}</use>", text)
     width, height = (round(inches * 72) for inches in figure.get_size_inches())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import resources
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.disk import DiskSize, disk_size
 from bf16kit.artifact.manifest import FileEntry, Manifest
 from bf16kit.converter.process.program import version_of
 from bf16kit.converter.report import charts
@@ -20,7 +22,7 @@ from bf16kit.numerics.tensors import describe as describe_shape
 NAME = "report.html"
 ROWS = 200  # rows of a table; a browser must be able to open the page of a model with 50,000 nodes
 CHARTS = 12  # charts of a kind
-TENSORS = 20  # tensors whose range is shown
+WORST = 20  # tensors whose range is shown, and layers in a table
 LOWEST, HIGHEST = -150, 134  # exponents at the ends of the bar of a tensor's range
 
 
@@ -60,7 +62,10 @@ def render(
     found = Figures(manifest, files, measurements)
     samples = [charts.samples_chart(each, f"samples{i}") for i, each in enumerate(found.samples[:CHARTS])]
     layers = [charts.layers_chart(each, f"layers{i}") for i, each in enumerate(found.layers[:CHARTS])]
-    return environment.from_string(template).render(
+    others = {name: entry for name, entry in files.items() if name != NAME}
+    beside = len(manifest.amended(files=others).dumps())
+    draw = partial(
+        environment.from_string(template).render,
         f=found,
         notes=notes,
         m=manifest,
@@ -68,21 +73,23 @@ def render(
         layers=list(zip(found.layers, map(Markup, layers), strict=False)),
         plan_parts=plan_parts,
         most=ROWS,
-        shown=TENSORS,
+        shown=WORST,
         searched=SEARCHED,
         recovered=RECOVERED,
         training=training,
     )
+    # The size on disk counts this page and the manifest, which are half of a tiny artifact: a draft tells the page's.
+    draft = draw(disk=DiskSize.of(manifest, others, beside))
+    return draw(disk=DiskSize.of(manifest, others, beside + len(draft.encode())))
 
 
 def summary(artifact: Artifact, notes: Sequence[str]) -> str:
     """Return the text that the command line prints when an artifact was published."""
-    manifest = artifact.manifest
+    manifest, disk = artifact.manifest, disk_size(artifact)
     found = Figures(manifest, manifest.files)
     lines = [
-        f"converted {manifest.source.tensors} tensors, {size(found.sizes.checkpoint)}, to {artifact.path}",
-        f"weights and graphs {size(found.sizes.graphs_and_weights)}, {found.sizes.ratio:.3f} × the checkpoint;"
-        f" with the residual {found.sizes.ratio_with_residual:.3f} ×",
+        f"converted {manifest.source.tensors} tensors, {size(disk.checkpoint)}, to {artifact.path}",
+        f"{disk}",
         *([f"profiles {', '.join(sorted(manifest.profiles))}"] if manifest.profiles else []),
         *(f"export {name}: {first_few(entry.files, FILES)}" for name, entry in sorted(manifest.exports.items())),
         *([f"the fp32 reference is {found.reference.sentence}"] if found.reference.checked else []),

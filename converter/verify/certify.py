@@ -1,29 +1,32 @@
 """Verifies a written artifact by running it: the reference first, then every profile, one in memory at a time.
 
-One feed and the reference's outputs for it become golden samples: they are stored in the artifact, and a server runs
-them before the model is ready.
+A few rows and the reference's outputs for them become golden samples: they are stored in the artifact, and a server
+runs them before the model is ready.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import numpy as np
-
-from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import DriftEntry, Manifest
 from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.converter.graph.cuda_kernels import required
-from bf16kit.converter.graph.equality import same_bits
 from bf16kit.converter.options import Options
 from bf16kit.converter.process.memory import release_memory
 from bf16kit.converter.process.progress import Progress
-from bf16kit.converter.source import Feeds
 from bf16kit.converter.verify import measure, oracle
+from bf16kit.converter.verify.golden import (
+    GOLDEN,
+    check_golden,
+    describe,
+    golden_file,
+    golden_samples,
+    rows_kept,
+    save_golden,
+)
 from bf16kit.converter.verify.judging import choose_golden, find_breaches, without_profiles
-from bf16kit.converter.verify.measure import Expected, Run, SliceScales, run_as_served, run_export
+from bf16kit.converter.verify.measure import Expected, Place, Run, golden_part, run_as_served, run_export
 from bf16kit.converter.verify.observedshapes import batch_axis, with_observed_shapes
 from bf16kit.converter.verify.oracle import OracleReference, OracleRun, resolved
 from bf16kit.converter.verify.running import GraphReference, open_fp32_graph, signature
@@ -35,7 +38,6 @@ from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
 from bf16kit.runtime.memory.weights import Weights, rebuilt_weights
 
-GOLDEN = "golden.safetensors"
 _MAX_REASON = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
 
 
@@ -107,7 +109,10 @@ def certify(
     manifest, notes = with_observed_shapes(manifest.amended(oracle=checked), samples.feeds, answers, axis)
     outputs = signature(manifest)[1]
     scales = resolved(oracle_run, answers, outputs, axis, measure.slice_scales(answers, outputs, axis))
-    expected = Expected(samples.feeds, answers, scales, len(samples.given))
+    rows = (
+        None if axis is None else rows_kept(samples.given, answers[: len(samples.given)], scales, manifest.source.bytes)
+    )
+    expected = Expected(samples.feeds, answers, scales, len(samples.given), rows)
     certified = Certified(manifest, expected, weights, files=files)
     certified.notes += [*oracle.remarks(checked), *notes]
     if axis is None:
@@ -178,11 +183,6 @@ def _run_export(certified: Certified, stage: StagingArtifact, export: str, sourc
     return run
 
 
-def golden_file(profile: str) -> str:
-    """Return the name of the file with golden samples for ``profile`` alone."""
-    return f"golden.{profile}.safetensors"
-
-
 def _write_golden(certified: Certified, stage: StagingArtifact, options: Options) -> None:
     """Write the golden samples and read them back.
 
@@ -194,58 +194,27 @@ def _write_golden(certified: Certified, stage: StagingArtifact, options: Options
     if any(entry.dtype == "string" for entry in (*manifest.inputs, *manifest.outputs)):
         return  # safetensors has no strings
     drifts_by_profile = {p: run.given() for p, run in certified.runs.items() if not certified.breaches[p]}
-    number = choose_golden(
+    shared = choose_golden(
         budget, [drifts for p, drifts in drifts_by_profile.items() if p not in options.optional_profiles]
     )
-    if number:
+    if shared != Place():
         certified.notes.append(
-            f"the golden samples, on which a server checks each start, are sample {number}: the first on which every"
-            " profile is within budget"
+            f"the golden samples, on which a server checks each start, are {describe(expected, shared)}: the first on"
+            " which every profile is within budget"
         )
-    kept, profiles = {GOLDEN: number}, dict(manifest.profiles)
+    kept, profiles = {GOLDEN: shared}, dict(manifest.profiles)
     for profile, drifts in drifts_by_profile.items():
-        chosen = number
-        if profile in options.optional_profiles and find_breaches(budget, [drifts[number]]):
+        chosen = shared
+        if profile in options.optional_profiles and find_breaches(budget, [golden_part(drifts, shared)]):
             chosen = choose_golden(budget, [drifts])
             kept[golden_file(profile)] = chosen
             profiles[profile] = profiles[profile].model_copy(update={"golden": golden_file(profile)})
-        breaches = find_breaches(budget, [drifts[chosen]])
+        breaches = find_breaches(budget, [golden_part(drifts, chosen)])
         label = "export" if profile in manifest.exports else "profile"
         certified.breaches[profile] = [f"{label} {profile}, {each}, on the golden samples alone" for each in breaches]
     certified.manifest = manifest.amended(golden=GOLDEN, profiles=profiles)
     for name, chosen in kept.items():
-        save_golden(stage.path / name, expected.feeds[chosen], expected.outputs[chosen], expected.scales)
+        save_golden(stage.path / name, *golden_samples(expected, chosen), expected.scales)
     draft = stage.draft(certified.manifest)
     for name, chosen in kept.items():
-        _check_golden(draft, name, expected.feeds[chosen], expected.outputs[chosen])
-
-
-def save_golden(path: Path, feeds: Feeds, outputs: Feeds, scales: SliceScales) -> None:
-    """Write one feed and its reference outputs under the keys ``input:NAME`` and ``output:NAME``.
-
-    ``slices:NAME:AXIS`` is the root mean square that the errors of each slice are judged against, counting axes from 0
-    without the batch's.
-    """
-    from safetensors.numpy import save
-
-    # ascontiguousarray would turn a scalar into an array of one dimension
-    arrays = {f"input:{name}": np.asarray(array, order="C") for name, array in feeds.items()}
-    arrays |= {f"output:{name}": np.asarray(array, order="C") for name, array in outputs.items()}
-    for name, axes in scales.items():
-        arrays |= {f"slices:{name}:{axis}": np.sqrt(scale).astype(np.float32) for axis, scale in enumerate(axes)}
-    path.write_bytes(save(arrays))  # save_file makes files that only their owner can read
-
-
-def _check_golden(artifact: Artifact, name: str, feeds: Feeds, outputs: Feeds) -> None:
-    """Read the golden samples in the file ``name`` of ``artifact`` back, because a server judges every start by them.
-
-    Raises :class:`ConversionError` that names the array which differs from the reference's input or output.
-    """
-    kept = artifact.golden_in(name)
-    for what, expected, found in (("input", feeds, kept.inputs), ("output", outputs, kept.outputs)):
-        for each in sorted(expected.keys() | found.keys()):
-            if not (each in expected and each in found and same_bits(np.asarray(expected[each]), found[each])):
-                raise ConversionError(
-                    f"{name}: {what} {each!r} differs from the reference's; nothing was published. Run the conversion"
-                    " again, and report it if it happens again"
-                )
+        check_golden(draft, name, *golden_samples(expected, chosen))

@@ -10,7 +10,7 @@ from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.converter.options import Options
 from bf16kit.converter.verify import measure
-from bf16kit.converter.verify.measure import Drifts
+from bf16kit.converter.verify.measure import Drifts, Place, golden_part, golden_places
 from bf16kit.converter.write import TRACED
 from bf16kit.drift.budget import Breach, Budget
 from bf16kit.drift.metrics import ROWS, DriftSummary
@@ -63,15 +63,16 @@ def find_breaches(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     return [breach for output in sorted(summaries) for breach in budget.breaches(output, summaries[output])]
 
 
-def choose_golden(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> int:
-    """Return the number of the first sample on which all profiles are within ``budget``; 0 if there is none.
+def choose_golden(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> Place:
+    """Return the first place at which all profiles are within ``budget``; that of the first sample if there is none.
 
     ``runs`` has the drift of each profile by sample number. A budget bounds the mean over many samples, but a
-    server judges a single one. One sample over budget does not make the model worse: the model may cancel most of that
+    server judges a few rows. One sample over budget does not make the model worse: the model may cancel most of that
     sample's signal.
     """
     shared = set.intersection(*map(set, runs)) if runs else set()
-    return next((n for n in sorted(shared) if not any(find_breaches(budget, [found[n]]) for found in runs)), 0)
+    places = (place for n in sorted(shared) for place in golden_places(n, next(iter(runs))[n]))
+    return next((at for at in places if not any(find_breaches(budget, [golden_part(r, at)]) for r in runs)), Place())
 
 
 def check_stated_bounds(budget: Budget, manifest: Manifest) -> None:

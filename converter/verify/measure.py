@@ -108,13 +108,34 @@ def spool(run: Callable[[Feeds], Feeds], samples: Samples, directory: Path | Non
 class Expected:
     """Feeds with the reference's ``outputs`` for them, and what the outputs' slices are judged against.
 
-    The feeds from number ``given`` on were made by perturbing the others.
+    The feeds from number ``given`` on were made by perturbing the others. ``golden_rows`` is how many rows golden
+    samples may have; None: a feed is kept whole, or none is.
     """
 
     feeds: Sequence[Feeds]
     outputs: Sequence[Feeds]
     scales: SliceScales
     given: int
+    golden_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where golden samples are: the number of the feed, and of the part of its rows, if it is cut into parts."""
+
+    feed: int = 0
+    part: int = 0
+
+
+def golden_places(feed: int, one: Drifts) -> list[Place]:
+    """Return the places in the feed of this number, whose drift is ``one``."""
+    parts = len(next(iter(one.values())).parts)
+    return [Place(feed, part) for part in range(max(1, parts))]
+
+
+def golden_part(found: Mapping[int, Drifts], place: Place) -> Drifts:
+    """Return the drift at ``place`` in a profile's drift by feed."""
+    return {name: one.parts[place.part] if one.parts else one for name, one in found[place.feed].items()}
 
 
 def is_made(one: Drifts) -> bool:
@@ -146,20 +167,29 @@ def drifts(
     batch_axis: int | None,
     scales: SliceScales,
     given: int | None = None,
+    golden_rows: int | None = None,
 ) -> list[Drifts]:
     """Return the drift of ``candidate``'s outputs, each released once measured, from ``reference``'s, by feed.
 
-    The outputs from number ``given`` on are for feeds that were made by perturbing others.
+    The outputs from number ``given`` on are for feeds that were made by perturbing others. A given feed of more than
+    ``golden_rows`` rows is also measured in parts of so many.
     """
     found: list[Drifts] = []
     for actual in candidate:  # zip would hold its last pair while the next outputs are computed
         expected = reference[len(found)]
         made = given is not None and len(found) >= given
-        measured = {
-            s.name: drift.compare(expected[s.name], actual[s.name], s, batch_axis, scales.get(s.name)) for s in outputs
-        }
-        found.append({name: replace(one, made=made) for name, one in measured.items()})
-        del expected, actual
+        measured: Drifts = {}
+        for spec in outputs:
+            ours, theirs, scale = expected[spec.name], actual[spec.name], scales.get(spec.name)
+            parts: list[OutputDrift] = []
+            if golden_rows is not None and not made and len(ours) > golden_rows:
+                for start in range(0, len(ours), golden_rows):
+                    part = slice(start, start + golden_rows)
+                    parts.append(drift.compare(ours[part], theirs[part], spec, batch_axis, scale))
+            one = drift.compare(ours, theirs, spec, batch_axis, scale)
+            measured[spec.name] = replace(one, made=made, parts=tuple(parts))
+        found.append(measured)
+        del expected, actual, ours, theirs
     if len(found) != len(reference):
         raise ValueError(f"{len(found)} answers to {len(reference)} samples")
     return found
@@ -241,7 +271,7 @@ def run_as_served(artifact: Artifact, profile: str, expected: Expected) -> Run:
         return run_profile(artifact, profile, expected)
     step = -(-len(expected.feeds) // _MAX_SAMPLES)
     given = -(-expected.given // step)
-    chosen = Expected(expected.feeds[::step], expected.outputs[::step], expected.scales, given)
+    chosen = replace(expected, feeds=expected.feeds[::step], outputs=expected.outputs[::step], given=given)
     own = run_profile(artifact, profile, chosen)
     if own.info.precision == "fp32":
         return run_profile(artifact, profile, expected)
@@ -258,5 +288,6 @@ def _run(runtime: Runtime, artifact: Artifact, expected: Expected, *, emulated: 
     outputs, axis = signature(artifact.manifest)[1], artifact.manifest.batch_axis
     with closing(runtime):
         found = map(runtime.run, expected.feeds)
-        measured = drifts(expected.outputs, found, outputs, axis, expected.scales, expected.given)
+        rows = expected.golden_rows
+        measured = drifts(expected.outputs, found, outputs, axis, expected.scales, expected.given, rows)
         return Run(measured, runtime.info, emulated, note)

@@ -32,7 +32,7 @@ from bf16kit.converter.islands.explanation import measure_layers
 from bf16kit.converter.read import onnx_export
 from bf16kit.converter.rewrite import batchnorm, clampmasks, explicit, lowering, matching
 from bf16kit.converter.source import TorchModel
-from bf16kit.converter.verify import certify
+from bf16kit.converter.verify import certify, golden
 from bf16kit.converter.write import graphs as writing
 from bf16kit.converter.write import torchscript, weights
 from bf16kit.numerics.panels import strips
@@ -486,7 +486,7 @@ def a_reference_3_permille_off(patch: Patch) -> None:
 
 @gate(_wide, "golden.safetensors: output 'y' differs from the reference's")
 def golden_samples_that_differ_from_the_reference(patch: Patch) -> None:
-    write = certify.save_golden
+    write = golden.save_golden
 
     def wrong(path: Path, feeds: Any, outputs: Mapping[str, Array], scales: Any) -> None:
         write(path, feeds, {name: array * np.float32(1.001) for name, array in outputs.items()}, scales)

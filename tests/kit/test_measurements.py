@@ -63,6 +63,17 @@ def test_measurements_are_read_exactly_as_they_were_written() -> None:
     assert data.endswith(b"}\n")
 
 
+def test_what_was_measured_is_written_in_seven_digits_and_what_bounds_inputs_in_all() -> None:
+    """Those would make the file of a small model twice as large; an input at a rounded bound would be out of range."""
+    profile = ProfileMeasurements(outputs={"y": SampleColumns.of([replace(DRIFT, relative_l2=0.00123456789)], 10)})
+    inputs = {"x": InputRange(low=-0.123456789, high=123456789.0)}
+    written = Measurements(profiles={"cpu": profile}, inputs=inputs).dumps()
+    read = Measurements.loads(written, "m")
+    assert read.profiles["cpu"].outputs["y"].relative_l2 == [0.001234568]
+    assert read.inputs == inputs
+    assert written.count(b"\n") == 1
+
+
 def test_thousands_of_samples_are_thinned_evenly_and_their_count_is_kept() -> None:
     found = sample_columns({p: {o: _drifts(9_000) for o in "ab"} for p in ("cpu", "cuda")})
     rows = found["cpu"]["a"]

@@ -26,7 +26,8 @@ def _marks(tree: Element) -> list[Element]:
 
 
 def _tips(tree: Element, style: str = "") -> list[str]:
-    return [mark[0].text or "" for mark in _marks(tree) if style in mark.get("style", "")]
+    groups = [group for group in tree.iter(f"{SVG}g") if style in group.get("style", "")]
+    return [mark[0].text or "" for group in groups for mark in group.findall(f"{SVG}use")]
 
 
 def _over(tree: Element) -> list[str]:

@@ -16,6 +16,7 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.converter.convert import convert
 from bf16kit.converter.options import Options, parse_target
+from bf16kit.converter.verify.golden import rows_kept
 from bf16kit.converter.verify.judging import check_budget, with_output_kinds
 from bf16kit.drift.budget import Budget
 from bf16kit.numerics.tensors import TensorSpec
@@ -138,7 +139,7 @@ def test_a_bound_on_a_quantile_is_stored_and_judged(cli: Cli, onnx_file: Path, t
     np.savez(samples, x=np.random.default_rng(0).standard_normal((100, 16), np.float32))
     cli(*flags, "--samples", samples, "--budget", "relative_l2.p99=1").published()
     assert Artifact.open(target).manifest.budget["relative_l2.p99"] == 1
-    assert "relative_l2.p99" in cli("verify", target).published().out
+    assert "relative_l2.p99" in cli("verify", target, "--samples", samples).published().out
 
 
 @pytest.mark.long
@@ -208,6 +209,35 @@ def test_a_golden_sample_over_budget_is_replaced_by_one_within_budget(tmp_path: 
     within = cli(*convert, "relative_l2=1", "--out", target.with_name("2")).published()
     assert "golden samples" not in within.out
     assert np.argmax(Artifact.open(target.with_name("2")).golden().inputs["x0"]) == 0
+
+
+@pytest.mark.long
+def test_of_a_sample_of_many_rows_the_first_few_within_budget_become_golden(
+    tmp_path: Path, target: Path, cli: Cli
+) -> None:
+    """The mean of 100 rows is within budget, but the first ten are not: then neither are rows 0 to 7, and 8 to 15."""
+    convert = _selecting(tmp_path, [[0], *[[1]]])
+    np.savez(tmp_path / "rows.npz", x0=np.eye(32, dtype=np.float32)[[0] * 10 + [1] * 90])
+    convert = (*convert, "relative_l2=4e-4", "--samples", tmp_path / "rows.npz", "--report")
+    done = cli(*convert, "--out", target).published()
+    assert "on which a server checks each start, are rows 16 to 23 of sample 0: the first" in done.out
+    golden = Artifact.open(target).golden()
+    assert np.array_equal(golden.inputs["x0"], np.eye(32, dtype=np.float32)[[1] * 8])
+    assert golden.outputs["y0"].shape == (8, 32)
+    cli("verify", target).published()
+
+
+@pytest.mark.parametrize(
+    ("row", "scales", "checkpoint", "kept"),
+    [
+        *((100, 0, 0, 8), (8_000, 0, 0, 8), (8_001, 0, 0, 7), (100, 16_000, 0, 1), (1_000_000, 0, 0, 1)),
+        *((12_500, 0, 40_000_000, 8), (50_000, 0, 40_000_000, 2), (10_000, 16_000, 40_000_000, 3)),
+    ],
+)
+def test_golden_samples_are_bounded_but_for_their_first_row(row: int, scales: int, checkpoint: int, kept: int) -> None:
+    """By 8 rows, and by 64 kB or 0.25 % of the checkpoint, with the ``scales`` that slices are judged against."""
+    feeds, outputs = [{"x": np.zeros((64, row - 4), np.int8)}], [{"y": np.zeros((64, 4), np.int8)}]
+    assert rows_kept(feeds, outputs, {"y": [np.zeros(scales)]}, checkpoint) == kept
 
 
 @pytest.mark.long
