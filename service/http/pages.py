@@ -164,7 +164,7 @@ class Access:
     def refusal(self, authorization: str, has_certificate: bool, scope: Scope, host: str) -> Refused | None:
         """Return why this client, which requested ``host``, is rejected; None if it may see the page."""
         if self.client_certificate and not has_certificate:
-            return Refused(403, "this page needs a client certificate of the configured authority", "unauthenticated")
+            return Refused(403, "a client certificate of the configured authority is needed", "unauthenticated")
         if self.tokens is None:
             if scope == "manage" and not self.client_certificate and not self._is_local(host):
                 message = "without tokens this page is served only for requests to localhost or 127.0.0.1"
@@ -172,7 +172,7 @@ class Access:
             return None
         scopes = self.tokens.scopes(authorization)
         if scopes is None:
-            message = "this page needs a token: send 'Authorization: Bearer TOKEN'"
+            message = "a token is needed: send 'Authorization: Bearer TOKEN'"
             return Refused(401, message, "unauthenticated", {"WWW-Authenticate": 'Bearer realm="bf16kit"'})
         if scope not in scopes:
             challenge = f'Bearer realm="bf16kit", error="insufficient_scope", scope="{scope}"'
