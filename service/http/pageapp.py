@@ -67,8 +67,7 @@ class PageApp:
     async def _respond(self, request: Request) -> Response:
         path = request.scope["path"]
         route = self._pages.get(path)
-        state = request.scope["state"]
-        if route is None or not route.probe or not state["first"]:
+        if route is None or not route.probe or not request.scope["state"]["first"]:
             await self._take_turn()
         if request.method not in ("GET", "HEAD"):
             return Refused(
@@ -79,11 +78,7 @@ class PageApp:
             )
         if route is not None and route.probe:
             return self._make(path, route, "")
-        scope, header = "read" if route is None else route.scope, request.headers
-        # Two such headers, joined, are not a valid token.
-        authorization = ", ".join(header.getlist("authorization"))
-        host = header.get("host", "")
-        if (refusal := self._access.refusal(authorization, state["certificate"], scope, host)) is not None:
+        if (refusal := self._access.refusal(request, "read" if route is None else route.scope)) is not None:
             return refusal
         if route is None:
             return PlainTextResponse(f"not found; the pages are {', '.join(self._pages)}\n", 404)

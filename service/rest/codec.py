@@ -6,12 +6,11 @@ Only what JSON adds is checked here. The message is then checked as one that cam
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import chain
 from typing import Annotated, Any
 
 import numpy as np
-from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_json
 
@@ -66,18 +65,10 @@ class _Body(BaseModel):
     outputs: list[_Named] | None = Field(default=None, max_length=_MAX_TENSORS)
 
 
-@dataclass(frozen=True, slots=True)
-class BinaryOutputs:
-    """Which outputs of a response are binary: those ``named`` true, and the others if ``others``."""
-
-    named: dict[str, bool]
-    others: bool
-
-
 def decode(
     body: bytearray, json_length: str | None, model: str, version: str, reserve: Reserve
-) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
-    """Return the message that asks ``model`` for the same as ``body``, and which outputs to return in binary.
+) -> tuple[pb.ModelInferRequest, Callable[[str], bool]]:
+    """Return the message that asks ``model`` for the same as ``body``, and whether an output is wanted in binary.
 
     ``json_length`` is the text of ``Inference-Header-Content-Length``; None: all of the body is JSON. ``reserve`` is
     called with the bytes that the request takes, before they are taken. Raises InvalidRequest.
@@ -109,7 +100,7 @@ def decode(
     for wanted in asked.outputs or ():
         _fill(message.outputs.add(name=wanted.name).parameters, wanted.parameters)
         named[wanted.name] = (wanted.parameters or {}).get("binary_data", others) is True
-    return message, BinaryOutputs(named, others)
+    return message, lambda name: named.get(name, others)
 
 
 def _json_end(json_length: str | None, size: int) -> int:
@@ -119,8 +110,8 @@ def _json_end(json_length: str | None, size: int) -> int:
     if _DIGITS.fullmatch(json_length) and int(json_length) <= size:
         return int(json_length)
     raise InvalidRequest(
-        f"Inference-Header-Content-Length is {quoted(json_length)}, expected the bytes of JSON at the start of the body,"
-        f" which has {size}"
+        f"Inference-Header-Content-Length is {quoted(json_length)}, expected the number of bytes of JSON at the start"
+        f" of the body of {size}"
     )
 
 
@@ -139,7 +130,7 @@ def _read_json(text: bytearray, reserve: Reserve) -> _Body:
         raise InvalidRequest(f"the request's JSON{where and f', {quoted(where)}'}: {first['msg']}") from None
 
 
-def encode(response: pb.ModelInferResponse, binary: BinaryOutputs) -> tuple[bytes, int | None]:
+def encode(response: pb.ModelInferResponse, is_binary: Callable[[str], bool]) -> tuple[bytes, int | None]:
     """Return the body of a response, and the length of its JSON if binary outputs follow. Raises InvalidRequest."""
     head: dict[str, Any] = {"model_name": response.model_name, "model_version": response.model_version}
     if response.id:
@@ -150,7 +141,7 @@ def encode(response: pb.ModelInferResponse, binary: BinaryOutputs) -> tuple[byte
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         parameters = _given(output.parameters)
         described = {"name": output.name, "datatype": output.datatype, "shape": output.shape[:]}
-        if binary.named.get(output.name, binary.others):
+        if is_binary(output.name):
             tail.append(raw)
             parameters["binary_data_size"] = len(raw)
         elif "shared_memory_region" not in parameters:
@@ -159,25 +150,6 @@ def encode(response: pb.ModelInferResponse, binary: BinaryOutputs) -> tuple[byte
         head["outputs"].append({**described, "parameters": parameters} if parameters else described)
     text = to_json(head, inf_nan_mode="constants")
     return b"".join((text, *tail)), len(text) if tail else None
-
-
-def as_json(message: Message) -> dict[str, Any]:
-    """Return a message for JSON. Integers stay numbers, and absent values are shown, unlike in protobuf's mapping."""
-    return {
-        field.name: _field(field, getattr(message, field.name))
-        for field in message.DESCRIPTOR.fields
-        if not field.has_presence or message.HasField(field.name)
-    }
-
-
-def _field(field: Any, value: Any) -> Any:
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        return {key: as_json(each) if isinstance(each, Message) else each for key, each in value.items()}
-    if field.is_repeated:
-        return [as_json(each) if isinstance(each, Message) else each for each in value]
-    if field.enum_type is not None:
-        return field.enum_type.values_by_number[value].name
-    return as_json(value) if isinstance(value, Message) else value
 
 
 def _fill(parameters: Any, given: _Parameters | None) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from google.protobuf.json_format import MessageToDict
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from bf16kit.messages.errors import Cancelled, NotFound
 from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.service.config.tokens import Scope as TokenScope
 from bf16kit.service.grpc.admission import MessageBytes
 from bf16kit.service.grpc.status import Status
 from bf16kit.service.grpc.transport import Transport
@@ -26,11 +28,11 @@ from bf16kit.service.http.httpserver import Connection
 from bf16kit.service.http.pageapp import send_response
 from bf16kit.service.http.pages import Access
 from bf16kit.service.request import Cancellation
-from bf16kit.service.rest.codec import as_json, decode, encode
+from bf16kit.service.rest.codec import decode, encode
 
 _SMALL = 16 << 10  # bytes of a body or of outputs that are converted on the loop's thread; more take another
 _PATH = re.compile(
-    r"/v2(?:/health/(live|ready)|/models/([^/]+)(?:/versions/([^/]+))?(?:/(ready|config|infer))?)?/?", re.DOTALL
+    r"/v2(?:/health/(live|ready)|/models/([^/]+)(?:/versions/([^/]+))?(?:/(ready|infer))?)?/?", re.DOTALL
 )
 _PROBES = ("ServerLive", "ServerReady", "ModelReady")  # need no token
 _JSON_LENGTH = "Inference-Header-Content-Length"
@@ -93,32 +95,27 @@ class RestApp:
         found = _PATH.fullmatch(path)
         health, model, version, verb = ("",) * 4 if found is None else found.groups("")
         rpc = f"Model{(verb or 'metadata').title()}" if model else f"Server{(health or 'metadata').title()}"
-        self._check_access(request, rpc)
+        scope: TokenScope = "infer" if rpc == "ModelInfer" else "read"
+        if rpc not in _PROBES and (refused := self._access.refusal(request, scope)) is not None:
+            self._pool.count_refusal(refused.reason)
+            challenge = {name: value for name, value in refused.headers.items() if name == "www-authenticate"}
+            return _error(refused.status_code, bytes(refused.body).decode().strip(), challenge)
         if found is None:
             raise NotFound(
-                f"{quoted(path)} is not served: REST has health, metadata, config and infer, and the gRPC port the rest"
-                " of the protocol"
+                f"{quoted(path)} is not served: REST has health, metadata and infer, and the gRPC port the rest of the"
+                " protocol"
             )
         allowed = ("POST",) if rpc == "ModelInfer" else ("GET", "HEAD")
         if request.method not in allowed:
-            raise HTTPException(405, f"send {allowed[0]} to this path", {"Allow": ", ".join(allowed)})
+            return _error(405, f"send {allowed[0]} to this path", {"Allow": ", ".join(allowed)})
         if rpc == "ModelInfer":
             await self._infer(request, send, model, version)
             return None
         asked = getattr(pb, f"{rpc}Request")(**({"name": model, "version": version} if model else {}))
-        told = as_json(getattr(self._control, rpc)(asked, None))
-        return JSONResponse(told.get("config", told), 400 if told.get("ready") is False else 200)
-
-    def _check_access(self, request: Request, rpc: str) -> None:
-        if rpc in _PROBES:
-            return
-        authorization, host = ", ".join(request.headers.getlist("authorization")), request.headers.get("host", "")
-        certificate = request.scope["state"]["certificate"]
-        refused = self._access.refusal(authorization, certificate, "infer" if rpc == "ModelInfer" else "read", host)
-        if refused is not None:
-            self._pool.count_refusal(refused.reason)
-            challenge = {name: value for name, value in refused.headers.items() if name == "www-authenticate"}
-            raise HTTPException(refused.status_code, bytes(refused.body).decode().strip(), challenge)
+        told = MessageToDict(getattr(self._control, rpc)(asked, None), always_print_fields_with_no_presence=True)
+        for tensor in (*told.get("inputs", ()), *told.get("outputs", ())):
+            tensor["shape"] = [int(size) for size in tensor["shape"]]  # protobuf writes 64-bit integers as text
+        return JSONResponse(told, 400 if told.get("ready") is False else 200)
 
     async def _infer(self, request: Request, send: Send, model: str, version: str) -> None:
         """Answer an inference, which holds its permit until the client has the response."""
