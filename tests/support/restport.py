@@ -17,7 +17,7 @@ from bf16kit.service.http.httpserver import HttpServer, Limits
 from bf16kit.service.http.pages import Access
 from bf16kit.service.rest.restapp import RestApp
 
-Answer = tuple[int, Any, Mapping[str, str]]  # its status, its JSON or bytes, its headers
+Answer = tuple[int, Any, http.client.HTTPMessage]  # its status, its JSON or bytes, its headers
 
 
 @dataclass

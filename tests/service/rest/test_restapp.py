@@ -223,7 +223,7 @@ def test_a_client_that_neither_sends_nor_reads_loses_its_place(slow: str) -> Non
 
 
 def test_waiting_for_a_model_is_not_waiting_for_the_client() -> None:
-    limits = {"response_seconds": 0.2, "idle_seconds": 0.2, "connections": 2}
+    limits: dict[str, Any] = {"response_seconds": 0.2, "idle_seconds": 0.2, "connections": 2}
     with Gate() as gate, serving(LoopbackModel(run=gate)) as served, resting(served, **limits) as rest:
         waiting = rest.begin(BODY)
         assert gate.started.wait(30)
