@@ -148,7 +148,9 @@ class HttpServer:
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._listener = ports.listen(host, port, "--http-port", _BACKLOG)
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted sockets inherit it
+        # Accepted sockets inherit both. asyncio sets the second only on a socket that was made with a protocol's number.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.limits = limits or Limits()
         self.on_refused = on_refused
         self.access = access or Access()
