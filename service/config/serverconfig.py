@@ -64,6 +64,7 @@ class ServerConfig(BaseModel):
     host: str = Field(default="127.0.0.1", pattern=r"^[!-~]+$", description="a name or an address, in ASCII")
     grpc_port: Port = 8001
     http_port: Port = 8002
+    http_inference: bool = False  # the protocol's REST form on the HTTP port
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     workers: int = Field(default=1, ge=1, le=64)  # processes that share the gRPC port
 
@@ -146,6 +147,15 @@ class ServerConfig(BaseModel):
             raise ValueError(
                 f"evidence is given with host {self.host} and no token_file: anyone who reaches the HTTP port could"
                 " fetch clients' data; give token_file, with the scope manage for those who may fetch it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_process_has_rest(self) -> Self:
+        if self.http_inference and self.workers > 1:
+            raise ValueError(
+                f"http_inference is given with workers {self.workers}; the HTTP port of several workers runs no models:"
+                " give workers 1, or leave http_inference out and use the gRPC port"
             )
         return self
 
