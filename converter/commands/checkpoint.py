@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from bf16kit.converter.commands import PATH, debug_option, echo
+from bf16kit.converter.commands import PATH, debug_option, echo, json_option
 
 if TYPE_CHECKING:
     from bf16kit.converter.options import Options
 
 _VERSION = re.compile("[1-9][0-9]*")
 _OF_COLLECTION = ("per_model", "jobs", "ray")
+_OF_PRINTING = ("debug", "verbose", "as_json")
 
 
 @click.command()
@@ -164,6 +166,10 @@ _OF_COLLECTION = ("per_model", "jobs", "ray")
     help="Load a source that is a program (a pickle, TorchScript, .pt2, a SavedModel, a Keras file with a Lambda"
     " layer); whoever wrote it decides what runs.",
 )
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Also print every measured row of drift, and the parts of the size."
+)
+@json_option
 @debug_option
 @click.pass_context
 def checkpoint(context: click.Context, /, **given: Any) -> None:
@@ -186,21 +192,30 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
     from bf16kit.converter.convert import convert
     from bf16kit.converter.process import memory, progress
     from bf16kit.converter.read.mapping import MapNeeded
-    from bf16kit.converter.report import page
+    from bf16kit.converter.report.closing import VERSION, closing, record
+    from bf16kit.messages.errors import Bf16kitError
+    from bf16kit.messages.wording import dumps
     from bf16kit.runtime.ort import kernel
 
     kernel.configured_kernel()  # reports a wrong BF16KIT_KERNELPATH now, not when the first graph runs
     memory.map_large_blocks()
     memory.keep_few_primitives()
 
-    options = options_of(**given)
+    options, began, as_json = options_of(**given), time.monotonic(), given["as_json"]
     try:
         with progress.for_stream(sys.stderr) as bar:
             result = convert(options, bar)
-    except MapNeeded as needed:
-        echo(needed.template)
+    except Bf16kitError as error:
+        if as_json:
+            click.echo(dumps({"version": VERSION, "published": False, "error": str(error)}))
+        elif isinstance(error, MapNeeded):
+            echo(error.template)
         raise
-    echo(page.summary(result.artifact, result.notes))
+    told = (result.artifact, result.notes, time.monotonic() - began)
+    if as_json:
+        click.echo(dumps(record(*told)))
+    else:
+        echo(closing(*told, verbose=given["verbose"]))
 
 
 def _is_collection(source: Path, out: Path) -> bool:
@@ -247,5 +262,5 @@ def options_of(**given: Any) -> Options:
         "bf16": parse.parse_patterns("--bf16", given["bf16"]),
         "budget": Budget.parse(given["budget"]),
     }
-    of_models = {name: value for name, value in given.items() if name not in ("debug", *_OF_COLLECTION)}
+    of_models = {name: value for name, value in given.items() if name not in (*_OF_PRINTING, *_OF_COLLECTION)}
     return parse.Options(**of_models | parsed)

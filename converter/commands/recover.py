@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import fields
 from typing import Any
 
@@ -68,7 +69,8 @@ def recover(**given: Any) -> None:
     """
     from bf16kit.converter.process import memory, progress
     from bf16kit.converter.recovery.steps import recover as run
-    from bf16kit.converter.report import inspect, page
+    from bf16kit.converter.report.closing import closing
+    from bf16kit.converter.report.inspect import recovery_text
     from bf16kit.runtime.ort import kernel
 
     kernel.configured_kernel()
@@ -77,9 +79,10 @@ def recover(**given: Any) -> None:
     given["every"] = given["every"] or max(1, given["steps"] // 10)
     settings = Settings(**{field.name: given.pop(field.name) for field in fields(Settings)})
     options = options_of(**given, search=False, search_minutes=1.0)
+    began = time.monotonic()
     with progress.for_stream(sys.stderr) as bar:
         result = run(options, settings, bar)
-    echo(page.summary(result.artifact, result.notes))
+    echo(closing(result.artifact, result.notes, time.monotonic() - began))
     found = result.artifact.measurements()
     if found is not None and found.recovery is not None:
-        echo("\n" + inspect.recovery_text(found.recovery))
+        echo("\n" + recovery_text(found.recovery))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _FROM_MANIFEST = (
 )
 _FROM_FIGURES = (
     *("within", "headline", "verdicts", "drift", "slices", "reference", "sizes", "layout", "plan", "islands"),
-    *("searches", "files"),
+    *("searches", "files", "on_cpu", "top1"),
 )
 FILES = 3  # named in a sentence or a cell, at most
 
@@ -51,12 +51,9 @@ def record(path: Path) -> dict[str, Any]:
     return fields | {"version": VERSION, "path": str(path)}
 
 
-def drift(found: Figures) -> str:
-    """Return a table of the drift measured at conversion, beside its budget."""
-    if not found.drift:
-        return ""
-    sources = "; ".join(sorted({f"{v.samples} sample{'s'[: v.samples != 1]} of {v.source}" for v in found.verdicts}))
-    return table(f"Drift from the fp32 reference on {sources}", DRIFT, map(drift_cells, found.drift))
+def drift(rows: Sequence[DriftRow]) -> str:
+    """Return a table of ``rows`` of drift measured at conversion, beside their budget; "" if there are none."""
+    return table("Drift from the fp32 reference", DRIFT, map(drift_cells, rows)) if rows else ""
 
 
 DRIFT = ("profile", "output", "metric", "measured", "worst", "budget", "used", "within")
@@ -82,6 +79,7 @@ def _head(artifact: Artifact, found: Figures) -> str:
         f"size        {size(found.sizes.graphs_and_weights)} = {found.sizes.ratio:.3f} × the checkpoint;"
         f" with the residual {found.sizes.ratio_with_residual:.3f} ×",
         f"layout      {found.layout}",
+        *([f"on a CPU    {found.on_cpu}"] if found.on_cpu is not None else []),
         f"batching    {'not declared' if manifest.batch_axis is None else f'axis {manifest.batch_axis}'}",
         f"made with   {tools}",
     ]
@@ -99,9 +97,13 @@ def _head(artifact: Artifact, found: Figures) -> str:
 def _parts(found: Figures) -> Iterator[str]:
     """Yield the tables, and what is said of a recovery."""
     manifest, ranges, trained = found.manifest, found.measured.inputs, found.measured.recovery
-    edges = [("input", e.name, e.dtype, describe_shape(e.shape), "", ranges.get(e.name, "")) for e in manifest.inputs]
-    edges += [("output", e.name, e.dtype, describe_shape(e.shape), e.kind, "") for e in manifest.outputs]
-    yield table("Inputs and outputs", ("", "name", "dtype", "shape", "kind", "calibrated on"), edges)
+    edges = [
+        ("input", e.name, e.dtype, describe_shape(e.shape), "", ranges.get(e.name, ""), "") for e in manifest.inputs
+    ]
+    edges += [
+        ("output", e.name, e.dtype, describe_shape(e.shape), e.kind, "", found.top1[e.name]) for e in manifest.outputs
+    ]
+    yield table("Inputs and outputs", ("", "name", "dtype", "shape", "kind", "calibrated on", "top1_agreement"), edges)
     ran = ("precision", "verified", "note")
     profiles = [(n, e.graph, e.precision, e.verified, e.note) for n, e in sorted(manifest.profiles.items())]
     yield table("Profiles", ("name", "graph", *ran), profiles)
@@ -117,7 +119,7 @@ def _parts(found: Figures) -> Iterator[str]:
         columns = ("profile", "node", "op", "reason", "drift ÷ budget without it")
         rows = [(each.profile, each.name, each.op, each.reason, each.worth) for each in found.islands]
         yield table("fp32 islands", columns[:width], [row[:width] for row in rows])
-    yield drift(found)
+    yield drift(found.drift)
     if found.slices:
         slices = [(each.profile, each.output, each.where, each.error, share(each.used)) for each in found.slices]
         yield table("Worst slices, by error ÷ own variation", ("profile", "output", "slice", "error", "used"), slices)

@@ -1,4 +1,4 @@
-"""The conversion report: an HTML page, and its most important lines for the terminal."""
+"""The conversion report, an HTML page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 
-from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import FileEntry, Manifest
 from bf16kit.converter.process.program import version_of
 from bf16kit.converter.report import charts
 from bf16kit.converter.report.figures import SEARCHED, Figures, layer_name, plan_parts
-from bf16kit.converter.report.inspect import FILES, RECOVERED, drift, needs, recovered_cells, share, training
+from bf16kit.converter.report.inspect import FILES, RECOVERED, needs, recovered_cells, share, training
 from bf16kit.drift.measurements import Measurements
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import first_few, listed, printable, size
@@ -73,22 +72,6 @@ def render(
         recovered=RECOVERED,
         training=training,
     )
-
-
-def summary(artifact: Artifact, notes: Sequence[str]) -> str:
-    """Return the text that the command line prints when an artifact was published."""
-    manifest = artifact.manifest
-    found = Figures(manifest, manifest.files)
-    lines = [
-        f"converted {manifest.source.tensors} tensors, {size(found.sizes.checkpoint)}, to {artifact.path}",
-        f"weights and graphs {size(found.sizes.graphs_and_weights)}, {found.sizes.ratio:.3f} × the checkpoint;"
-        f" with the residual {found.sizes.ratio_with_residual:.3f} ×",
-        *([f"profiles {', '.join(sorted(manifest.profiles))}"] if manifest.profiles else []),
-        *(f"export {name}: {first_few(entry.files, FILES)}" for name, entry in sorted(manifest.exports.items())),
-        *([f"the fp32 reference is {found.reference.sentence}"] if found.reference.checked else []),
-        *(f"note: {note}" for note in notes),
-    ]
-    return "\n".join(lines) + "\n\n" + drift(found)
 
 
 def _number(value: float | None) -> str:
