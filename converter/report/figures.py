@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bf16kit.artifact.manifest import RESIDUAL, FileEntry, Manifest, OracleEntry, Plan, PlanEntry, SpecEntry
+from bf16kit.artifact.manifest import FileEntry, Manifest, OracleEntry, Plan, PlanEntry, SpecEntry
 from bf16kit.converter.report.oncpu import on_cpu
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import MARGIN_DB, MOST_DB, DiagnosisEntry, LayerEntry, Layers, Measurements, SearchEntry
@@ -21,24 +21,6 @@ SEARCHED = "budget"  # the plan's code for what a search keeps in fp32
 _EXAMPLES = 3  # wordings of a reason
 _NAMED = 12  # nodes and weights of a remedy that a sentence names
 _LOST = ("nan", "inf", "overflow", "flushed_to_zero", "subnormal")  # the census' counts of values not held exactly
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bytes of the source's tensors, of weights and graphs, and of the residual."""
-
-    checkpoint: int
-    graphs_and_weights: int
-    residual: int
-
-    @property
-    def ratio(self) -> float:
-        """Weights and graphs ÷ checkpoint."""
-        return self.graphs_and_weights / max(1, self.checkpoint)
-
-    @property
-    def ratio_with_residual(self) -> float:
-        return (self.graphs_and_weights + self.residual) / max(1, self.checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +106,6 @@ class Figures:
         self.drift = list(drift_rows(manifest))
         self.verdicts = list(verdicts(manifest, self.drift))
         self.within = all(verdict.within for verdict in self.verdicts)
-        self.sizes = sizes(manifest, files)
         self.layout = layout(manifest)
         self.reference = reference(manifest.oracle)
         self.samples = list(sample_series(manifest, measured))
@@ -166,17 +147,6 @@ class Figures:
         """What the islands are, in words that follow their count."""
         of_search = f"; {self.searched} of them to meet the budget" if self.searched else ""
         return f"nodes and weights stay fp32 among bf16 ones{of_search}"
-
-
-def sizes(manifest: Manifest, files: Mapping[str, FileEntry]) -> Sizes:
-    """Return the sizes of the ONNX side of an artifact.
-
-    Torch modules, another format of the same model, are not counted. Nor is an export that is a copy; an export that
-    holds the artifact's weights is.
-    """
-    stored = {"weights.bf16", "weights.fp32", *(tensor.file for tensor in manifest.tensors)} - {RESIDUAL}
-    counted = sum(entry.bytes for name, entry in files.items() if name in stored or name.endswith(".onnx"))
-    return Sizes(manifest.source.bytes, counted, files[RESIDUAL].bytes if RESIDUAL in files else 0)
 
 
 def top1(output: SpecEntry, manifest: Manifest) -> str:

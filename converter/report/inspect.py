@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.disk import disk_size
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry, TrainingEntry
 from bf16kit.artifact.manifest import ProfileEntry
 from bf16kit.converter.report.figures import Figures
@@ -14,13 +15,13 @@ from bf16kit.drift.verdicts import DriftRow, format_budget_ratio
 from bf16kit.messages.wording import first_few, plain, size, table
 from bf16kit.numerics.tensors import describe as describe_shape
 
-VERSION = 1  # of the format that `inspect --json` writes
+VERSION = 2  # of the format that `inspect --json` writes
 _FROM_MANIFEST = (
     *("model", "source", "given", "oracle", "batch_axis", "inputs", "outputs", "profiles", "exports", "budget"),
     *("tools", "seed", "measurements"),
 )
 _FROM_FIGURES = (
-    *("within", "headline", "verdicts", "drift", "slices", "reference", "sizes", "layout", "plan", "islands"),
+    *("within", "headline", "verdicts", "drift", "slices", "reference", "layout", "plan", "islands"),
     *("searches", "files", "on_cpu", "top1"),
 )
 FILES = 3  # named in a sentence or a cell, at most
@@ -47,7 +48,9 @@ def record(path: Path) -> dict[str, Any]:
     fields["off_the_line"] = plain({s.profile: s.first_off for s in found.layers if s.first_off is not None})
     fields["diagnoses"] = plain({s.profile: s.diagnosis for s in found.layers if s.diagnosis is not None})
     fields["lossy_tensors"] = plain([s for s in found.spans if s.remark])
-    fields["sizes"] |= {"ratio": found.sizes.ratio, "ratio_with_residual": found.sizes.ratio_with_residual}
+    disk = disk_size(artifact)
+    ratios = {"total": disk.total, "weights_ratio": disk.weights_ratio, "total_ratio": disk.total_ratio}
+    fields["sizes"] = plain(disk) | plain(ratios)
     return fields | {"version": VERSION, "path": str(path)}
 
 
@@ -67,17 +70,15 @@ def drift_cells(row: DriftRow) -> tuple[object, ...]:
 
 
 def _head(artifact: Artifact, found: Figures) -> str:
-    manifest, source = found.manifest, found.manifest.source
+    manifest, source, disk = found.manifest, found.manifest.source, disk_size(artifact)
     tools = ", ".join(f"{name} {version}" for name, version in sorted(manifest.tools.items()))
     lines = [
         f"{manifest.model}, an artifact in {artifact.path}; every digest matches",
         *(f"verdict     {verdict.sentence}" for verdict in found.verdicts),
         f"reference   {found.reference.sentence}",
-        f"source      {source.format}, {source.tensors} tensors, {size(found.sizes.checkpoint)},"
-        f" sha256 {source.sha256}",
+        f"source      {source.format}, {source.tensors} tensors, {size(disk.checkpoint)}, sha256 {source.sha256}",
         *(f"{file.option:<11} {file.name}, {size(file.bytes)}, sha256 {file.sha256}" for file in manifest.given),
-        f"size        {size(found.sizes.graphs_and_weights)} = {found.sizes.ratio:.3f} × the checkpoint;"
-        f" with the residual {found.sizes.ratio_with_residual:.3f} ×",
+        f"size        {disk}",
         f"layout      {found.layout}",
         *([f"on a CPU    {found.on_cpu}"] if found.on_cpu is not None else []),
         f"batching    {'not declared' if manifest.batch_axis is None else f'axis {manifest.batch_axis}'}",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import resources
 
+from bf16kit.artifact.disk import DiskSize
 from bf16kit.artifact.manifest import FileEntry, Manifest
 from bf16kit.converter.process.program import version_of
 from bf16kit.converter.report import charts
@@ -59,7 +61,10 @@ def render(
     found = Figures(manifest, files, measurements)
     samples = [charts.samples_chart(each, f"samples{i}") for i, each in enumerate(found.samples[:CHARTS])]
     layers = [charts.layers_chart(each, f"layers{i}") for i, each in enumerate(found.layers[:CHARTS])]
-    return environment.from_string(template).render(
+    others = {name: entry for name, entry in files.items() if name != NAME}
+    beside = len(manifest.amended(files=others).dumps())
+    draw = partial(
+        environment.from_string(template).render,
         f=found,
         notes=notes,
         m=manifest,
@@ -72,6 +77,9 @@ def render(
         recovered=RECOVERED,
         training=training,
     )
+    # The size on disk counts this page and the manifest, which are half of a tiny artifact: a draft tells the page's.
+    draft = draw(disk=DiskSize.of(manifest, others, beside))
+    return draw(disk=DiskSize.of(manifest, others, beside + len(draft.encode())))
 
 
 def _number(value: float | None) -> str:

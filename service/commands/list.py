@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.disk import disk_size
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.metrics import DriftSummary
@@ -25,7 +26,7 @@ from bf16kit.service.models.serving import Serving
 
 _SHORT = 12  # hexadecimal digits of a digest: enough to tell sources apart
 _COLUMNS = (
-    "model", "version", "served", "drift ÷ budget", "weights", "residual", "reference", "source", "made with",
+    "model", "version", "served", "drift ÷ budget", "weights", "disk", "residual", "reference", "source", "made with",
 )  # fmt: skip
 _Row = dict[str, Any]  # one version, or a directory that is no model (version 0), with the keys in docs/json.md
 
@@ -59,12 +60,13 @@ def list_models(repository: str | None, file: Path | None, as_json: bool) -> Non
 def _cells(row: _Row) -> tuple[object, ...]:
     served = "yes" if row["served"] else "NO" if row["problem"] else "no"
     if not row["profiles"]:
-        return row["model"], row["version"] or None, served, None, None, None, None, None, None
+        return row["model"], row["version"] or None, served, *[None] * 7
     drift = ", ".join(f"{each['name']} {_used(each['tightest'])}" for each in row["profiles"])
     source = f"{row['source']} {row['source_sha256'][:_SHORT]}".strip()
     made = f"bf16kit {row['tools']['bf16kit']}" if "bf16kit" in row["tools"] else None
+    sizes = [size(row["weight_bytes"]), size(row["disk_bytes"])]
     kept = ["yes" if row[part] else "no" for part in ("residual", "reference")]
-    return row["model"], row["version"], served, drift, size(row["weight_bytes"]), *kept, source, made
+    return row["model"], row["version"], served, drift, *sizes, *kept, source, made
 
 
 def _used(tightest: DriftRow | None) -> str:
@@ -76,7 +78,7 @@ def _used(tightest: DriftRow | None) -> str:
 def _row(model: str, version: int, why: str, *, problem: bool, **manifest: Any) -> _Row:
     """Return a row. ``why`` says why it would not be served, and is a problem if that is something to fix."""
     absent = {"profiles": [], "weight_bytes": 0, "residual": False, "reference": False, "golden": False}
-    absent |= {"source": "", "source_sha256": "", "tools": {}}
+    absent |= {"disk_bytes": 0, "source": "", "source_sha256": "", "tools": {}}
     reasons = {"served": not why, "why": why, "problem": why if problem else ""}
     return {"model": model, "version": version, **reasons, **absent, **manifest}
 
@@ -98,6 +100,7 @@ def _model(directory: Path) -> Iterator[_Row]:
 def _version(directory: Path, version: int, serving: Serving, *, wanted: bool) -> _Row:
     try:
         artifact = Artifact.open(directory / str(version), verify=False)
+        disk = disk_size(artifact).total
         budget = Budget.from_dict(artifact.manifest.budget).override(serving.budget)
     except Bf16kitError as error:  # a damaged version that is not served is no problem
         return _row(directory.name, version, brief(error), problem=wanted)
@@ -113,6 +116,7 @@ def _version(directory: Path, version: int, serving: Serving, *, wanted: bool) -
         problem=wanted,
         profiles=list(_profiles(manifest, budget)),
         weight_bytes=weight_bytes(manifest),
+        disk_bytes=disk,
         residual=any(tensor.residual is not None for tensor in manifest.tensors),
         reference=manifest.reference is not None,
         golden=manifest.golden is not None,

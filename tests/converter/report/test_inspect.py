@@ -19,6 +19,7 @@ from onnx import helper
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.disk import disk_size
 from bf16kit.artifact.manifest import DriftEntry, Plan, PlanEntry
 from bf16kit.converter.report.figures import Figures
 from bf16kit.converter.report.page import render
@@ -60,6 +61,7 @@ def test_everything_is_shown_on_a_narrow_terminal_with_the_verdict_first(
     for text in (
         manifest.source.sha256,
         "torch, 4 tensors, 7.0 kB",
+        f"size        {disk_size(mlp)}",
         "layout      2 of 2 bf16 tensors, 100% of their bytes, in panels of 32 columns",
         "batching    axis 0",
         "runs with   onnxruntime 1.24 or later (cpu)",
@@ -123,6 +125,13 @@ def test_json_has_the_documented_keys_and_agrees_with_the_manifest(cli: Cli, mlp
     assert found.keys() == _KEYS
     documented = (Path(__file__).parents[3] / "docs" / "json.md").read_text()
     assert [key for key in (*_KEYS, *_ROW) if f"`{key}`" not in documented] == []
+    on_disk = {file.name: file.stat().st_size for file in mlp.path.iterdir()}
+    sizes = found["sizes"]
+    assert sizes["total"] == sum(on_disk.values())
+    assert sizes["total_ratio"] == sizes["total"] / sizes["checkpoint"]
+    assert sizes["copies"] == on_disk["model.torchscript.pt"]
+    assert sizes["weights"] == on_disk["weights.bf16"] + on_disk["weights.fp32"]
+    assert sizes["residual"] == on_disk["residual.bin"]
     assert found["files"] == {name: entry.model_dump() for name, entry in manifest.files.items()}
     assert found["source"]["sha256"] == manifest.source.sha256
     assert found["profiles"]["cuda"]["verified"] == "emulated"

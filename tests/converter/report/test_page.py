@@ -123,6 +123,16 @@ def test_the_report_shows_everything_that_was_measured() -> None:
         assert expected in text, expected
 
 
+def test_the_size_on_disk_counts_every_file_the_page_and_the_manifest_included(mlp: Artifact) -> None:
+    """Without these two, this small artifact would seem to be less than half as large."""
+    text = _Page(mlp.file("report.html").read_text()).text
+    total = sum(file.stat().st_size for file in mlp.path.iterdir())
+    shown = re.search(r"([\d.]+) ×\s*the checkpoint: ([\d.]+) kB, with the residual", text)
+    assert shown is not None
+    assert float(shown[2]) == pytest.approx(total / 1000, rel=0.005)
+    assert float(shown[1]) == pytest.approx(total / mlp.manifest.source.bytes, rel=0.005)
+
+
 def test_a_remedy_is_suggested_for_a_model_over_budget_and_none_for_a_sound_one(mlp: Artifact) -> None:
     manifest = reported.manifest(over=True)
     text = _Page(render(manifest, manifest.files, [], reported.measurements(over=True))).text
@@ -154,6 +164,7 @@ def test_bars_are_in_proportion_to_sizes_and_to_a_tensors_exponents() -> None:
         ("52.8", "45.1"),
         ("", ""),
     ]
-    assert re.findall(r"width:([\d.]+)%;background:var\(--([\w-]+)\)", page) == [
-        *(("100.0", "before"), ("50.7", "accent"), ("49.8", "accent-soft"))
-    ]
+    bars = re.findall(r"width:([\d.]+)%;background:var\(--([\w-]+)\)", page)
+    assert [colour for _, colour in bars] == ["before", "accent", *["accent-soft"] * 3]
+    checkpoint, whole, *parts = (float(width) for width, _ in bars)
+    assert [checkpoint, whole, sum(parts)] == pytest.approx([99.2, 100.0, 100.0], abs=0.2)

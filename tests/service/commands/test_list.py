@@ -35,6 +35,7 @@ def test_a_row_has_the_values_of_the_manifest_and_the_weights_are_not_read(repos
     weights.write_bytes(bytes(weights.stat().st_size))
     row = rows(repository, run)["mlp", 2]
     assert row["weight_bytes"] == 2 * 16 * 16 * 2
+    assert row["disk_bytes"] == sum(file.stat().st_size for file in weights.parent.iterdir())
     assert (row["residual"], row["reference"], row["golden"]) == (True, True, True)
     assert row["profiles"] == [{"name": "cpu", "format": "onnx", "verified": "host", "tightest": None}]
     assert (row["source"], row["served"]) == ("test", True)
