@@ -96,6 +96,11 @@ class Candidate:
             " nodes one by one, which is slower"
             for name, reason in planned.fusions.refused.items()
         ]
+        certified.notes += [
+            f"no profile {name}: it would equal cpu, because the CPU kernel multiplies by none of this model's weights"
+            for name in job.options.optional_profiles
+            if name not in planned.plan.nodes
+        ]
         return Verified(certified, census)
 
     def _plan(self, islands: Islands, fusions: Fusions | None = None) -> Planned:

@@ -87,8 +87,8 @@ _OF_PRINTING = ("debug", "verbose", "as_json")
 @click.option(
     "--samples",
     metavar="FILE|DIR|PKG.MOD:FN",
-    help="Calibration inputs: a .npz or .safetensors file with one sample, a directory of such files, or a function"
-    " that yields samples.  [default: random, from --seed]",
+    help="Calibration inputs: a .npz or .safetensors file with an array per input, whose rows are samples; a directory"
+    " of such files, or a function that yields such dicts.  [default: random, from --seed]",
 )
 @click.option(
     "--format",

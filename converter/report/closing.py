@@ -26,7 +26,7 @@ def closing(artifact: Artifact, notes: Sequence[str], seconds: float, *, verbose
     found = Figures(manifest, manifest.files)
     lines = [_headline(artifact, found, seconds)]
     lines += [f"{label:<11} {said}" for label, said in _said(artifact, found, verbose)]
-    lines += [f"note        {note}" for note in notes]
+    lines += [f"note: {note}" for note in notes]
     if NAME in manifest.files:
         lines.append(f"report      {artifact.path / NAME}")
     if manifest.profiles:

@@ -38,9 +38,9 @@ class OnCpu:
     def __str__(self) -> str:
         """Say what is gained, and why, in a sentence without its subject."""
         dense = [name for name in self.operators if name in _DENSE]
-        speed = f"speed outside {listed(dense)}" if dense else "as a rule, speed"
+        speed = f" and speed outside {listed(dense)}" if dense else " and, as a rule, speed"
         memory = "memory" if self.memory <= _WORTH else "little memory"
-        gains = f"{memory} and {speed if self.multiplied > self.widened else 'no speed'}"
+        gains = f"{memory}{speed if self.multiplied > self.widened else ' and no speed'}"
         parts = [f"{self.multiplied:.0%} are multiplied as bf16 by the CPU kernel"]
         if self.looked_up >= _SHOWN:
             parts.append(f"{self.looked_up:.0%} are tables, kept in bf16")
