@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -47,7 +47,8 @@ class Options:
 
     ``optional`` are profiles that the user did not ask for. Each is written if it is of use, judged by the same budget
     as the others, and left out with a note if it is over. ``recorded_extra`` are further options for the manifest to
-    record.
+    record. ``module`` is the torch module to convert if the source is one in memory; ``source`` is its name then, for
+    messages. ``samples`` is what ``--samples`` names, or a sequence of feeds.
     """
 
     source: Path
@@ -57,7 +58,7 @@ class Options:
     weights: str | None = None
     inputs: tuple[TensorSpec, ...] = ()
     outputs: Mapping[str, Kind] = field(default_factory=dict)
-    samples: str | None = None
+    samples: str | Sequence[Any] | None = None
     formats: tuple[Format, ...] = ()
     profiles: tuple[Profile, ...] = ("cpu", "cuda")
     optional: tuple[Profile, ...] = ()
@@ -81,6 +82,7 @@ class Options:
     item: str | None = None
     signature: str | None = None
     recorded_extra: Mapping[str, Any] = field(default_factory=dict)
+    module: Any = None
 
     @property
     def writes_onnx(self) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from bf16kit.artifact.entries import GivenEntry
 from bf16kit.messages.errors import SourceError
 from bf16kit.numerics.tensors import Array as Array
@@ -121,6 +123,15 @@ def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:
         return digests[0]
     lines = "".join(f"{digest}  {path.name}\n" for path, digest in zip(paths, digests, strict=True))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def digest_tensors(tensors: Mapping[str, Array]) -> str:
+    """Return the sha256 over names, dtypes, shapes and bytes of all ``tensors``, in order of their names."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(f"{name}\0{tensors[name].dtype.name}\0{tensors[name].shape}\n".encode())
+        found.update(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
 
 
 def given_entry(option: Literal["--map", "--model"], path: Path) -> GivenEntry:

@@ -8,6 +8,11 @@ callers are told only that something failed. Exit codes live in ``bf16kit.conver
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bf16kit.drift.table import Drift
+
 
 class Bf16kitError(Exception):
     """Base of every expected error."""
@@ -58,7 +63,11 @@ class RangeError(ConversionError):
 
 
 class BudgetExceeded(Bf16kitError):
-    """Measured drift is over the owner's budget."""
+    """Measured drift is over the owner's budget; ``drift`` has the figures if it stopped a conversion."""
+
+    def __init__(self, text: str, drift: Drift | None = None) -> None:
+        super().__init__(text)
+        self.drift = drift
 
 
 class RuntimeFailure(Bf16kitError):

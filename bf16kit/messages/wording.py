@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import math
@@ -96,21 +97,35 @@ _SHORT.maxlevel, _SHORT.maxother, _SHORT.maxstring, _SHORT.maxlong = 3, _QUOTED,
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a table under ``title``; floats are shown with three digits, None as a dash."""
-    from rich import box
     from rich.console import Console
+
+    stream = io.StringIO()
+    width = max(_NARROWEST, shutil.get_terminal_size().columns)
+    Console(file=stream, no_color=True, width=width).print(rich_table(columns, rows))
+    lines = stream.getvalue().rstrip().splitlines()
+    return "\n".join([title, *(line.rstrip() for line in lines)])  # rich would wrap its own title at the table's width
+
+
+def rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> Any:
+    """Return the same as a table of the library rich."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        drawn.add_column(column, overflow="fold")
+    drawn = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for column in drawn.columns:
+        column.overflow = "fold"
     for row in rows:
         drawn.add_row(*(Text(_cell(value)) for value in row))
-    stream = io.StringIO()
-    width = max(_NARROWEST, shutil.get_terminal_size().columns)
-    Console(file=stream, no_color=True, width=width).print(drawn)
-    lines = stream.getvalue().rstrip().splitlines()
-    return "\n".join([title, *(line.rstrip() for line in lines)])  # rich would wrap its own title at the table's width
+    return drawn
+
+
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return the same in HTML without colours, so that it suits a light page and a dark one."""
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(_cell(each))}</td>' for each in row)}</tr>" for row in rows)
+    caption = f'<caption style="text-align: left; font-weight: bold">{html.escape(title)}</caption>'
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.messages.errors import InvalidRequest
+from bf16kit.messages.wording import first_line
 
 Array = NDArray[Any]  # of any dtype and shape; all modules import it from here
 Kind = Literal["logits", "embedding", "regression", "other"]
@@ -79,6 +80,35 @@ def check_feeds(specs: Sequence[TensorSpec], feeds: Mapping[str, NDArray[Any]]) 
             raise InvalidRequest(f"input {spec.name!r} has dtype {array.dtype.name}, expected {spec.dtype}")
         _check_shape(spec, array.shape, sizes)
     return sizes
+
+
+def feed_of(given: object, specs: Sequence[TensorSpec]) -> dict[str, Array]:
+    """Return one array for each of ``specs``, by name, from a mapping, a sequence in their order, or one array alone.
+
+    Arrays are numpy's or torch's; numbers and nested lists take the input's dtype. Further parts of a mapping are kept,
+    and what follows in a sequence, such as labels, is left out. Nothing else is checked: see :func:`check_feeds`.
+
+    Raises :class:`InvalidRequest` if there are too few parts, or for what is no array.
+    """
+    if not isinstance(given, Mapping):
+        parts = given if isinstance(given, list | tuple) and hasattr((*given, None)[0], "shape") else [given]
+        if len(parts) < len(specs):
+            raise InvalidRequest(
+                f"{len(parts)} of {len(specs)} inputs are given; the model's inputs are {_names(specs)}"
+            )
+        given = dict(zip((spec.name for spec in specs), parts, strict=False))
+    dtypes, found = {spec.name: BY_NAME[spec.dtype].numpy for spec in specs}, {}
+    for name, value in given.items():
+        dtype = None if hasattr(value, "dtype") else dtypes.get(str(name))
+        try:
+            if hasattr(value, "detach"):  # torch's, which may require a gradient or be on a device
+                value = value.detach().cpu()
+            found[str(name)] = np.asarray(value, dtype)
+        except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; dtypes that numpy lacks
+            raise InvalidRequest(
+                f"input {str(name)!r} is not an array: {type(error).__name__}: {first_line(error)}"
+            ) from None
+    return found
 
 
 def _check_shape(spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> None:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from bf16kit.converter.commands import PATH, debug_option, echo, json_option
 
-if TYPE_CHECKING:
-    from bf16kit.converter.options import Options
-
 _VERSION = re.compile("[1-9][0-9]*")
 _OF_COLLECTION = ("per_model", "jobs", "ray")
-_OF_PRINTING = ("debug", "verbose", "as_json")
 
 
 @click.command()
@@ -72,14 +66,12 @@ _OF_PRINTING = ("debug", "verbose", "as_json")
 )
 @click.option(
     "--input",
-    "inputs",
     multiple=True,
     metavar="NAME:DTYPE:DIMS",
     help="An input, e.g. input_ids:int64:batch,seq; dims are sizes or names.",
 )
 @click.option(
     "--output",
-    "outputs",
     multiple=True,
     metavar="NAME:KIND",
     help="The kind of an output: logits, embedding, regression or other.  [default: guessed from its name]",
@@ -92,7 +84,6 @@ _OF_PRINTING = ("debug", "verbose", "as_json")
 )
 @click.option(
     "--format",
-    "formats",
     multiple=True,
     type=click.Choice(["onnx", "torchscript", "pt2", "safetensors", "hf"]),
     help="A format to write; may be given more than once. bf16-serve runs onnx, torchscript and pt2 (torch.export)."
@@ -101,7 +92,6 @@ _OF_PRINTING = ("debug", "verbose", "as_json")
 )
 @click.option(
     "--profile",
-    "profiles",
     multiple=True,
     type=click.Choice(["cpu", "cpu-bf16", "cuda"]),
     help="An ONNX profile to write; may be given more than once.  [default: cpu and cuda, and cpu-bf16 if it is"
@@ -189,29 +179,28 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
             " leave them out"
         )
 
-    from bf16kit.converter.convert import convert
-    from bf16kit.converter.process import memory, progress
+    import bf16kit
+    from bf16kit.converter.keywords import NAMES
+    from bf16kit.converter.process import memory
     from bf16kit.converter.read.mapping import MapNeeded
     from bf16kit.converter.report.closing import VERSION, closing, record
     from bf16kit.messages.errors import Bf16kitError
     from bf16kit.messages.wording import dumps
-    from bf16kit.runtime.ort import kernel
 
-    kernel.configured_kernel()  # reports a wrong BF16KIT_KERNELPATH now, not when the first graph runs
     memory.map_large_blocks()
     memory.keep_few_primitives()
 
-    options, began, as_json = options_of(**given), time.monotonic(), given["as_json"]
+    options: Any = {name: given[name] for name in NAMES}
+    as_json = given["as_json"]
     try:
-        with progress.for_stream(sys.stderr) as bar:
-            result = convert(options, bar)
+        result = bf16kit.convert(source, out=given["out"], progress=True, **options)
     except Bf16kitError as error:
         if as_json:
             click.echo(dumps({"version": VERSION, "published": False, "error": str(error)}))
         elif isinstance(error, MapNeeded):
             echo(error.template)
         raise
-    told = (result.artifact, result.notes, time.monotonic() - began)
+    told = (result.artifact, result.notes, result.seconds)
     if as_json:
         click.echo(dumps(record(*told)))
     else:
@@ -238,29 +227,3 @@ def _is_collection(source: Path, out: Path) -> bool:
         f"--out {out}: must end in MODEL/VERSION, with a version of 1 or more, and ends in {out.absolute().name!r}."
         f" A path without a version is allowed only for a directory of checkpoints, and {what}"
     )
-
-
-def options_of(**given: Any) -> Options:
-    """Return the parsed options; a mistake in any of them is reported before long work begins."""
-    from bf16kit.converter import options as parse
-    from bf16kit.drift.metrics import Budget
-    from bf16kit.messages.errors import UsageError
-
-    formats, profiles = given["formats"], given["profiles"]
-    if profiles and formats and set(formats) <= {"safetensors", "hf"}:
-        raise UsageError(
-            f"--profile {profiles[0]}: profiles are only for ONNX; pass --format onnx as well, or leave out --profile"
-        )
-    parsed = {
-        "target": parse.parse_target(given.pop("out")),
-        "model_args": parse.parse_model_args(given["model_args"]),
-        "inputs": parse.parse_inputs(given["inputs"]),
-        "outputs": parse.parse_outputs(given["outputs"]),
-        "profiles": profiles or ("cpu", "cuda"),
-        "optional": () if profiles else ("cpu-bf16",),
-        "keep_fp32": parse.parse_patterns("--keep-fp32", given["keep_fp32"]),
-        "bf16": parse.parse_patterns("--bf16", given["bf16"]),
-        "budget": Budget.parse(given["budget"]),
-    }
-    of_models = {name: value for name, value in given.items() if name not in (*_OF_PRINTING, *_OF_COLLECTION)}
-    return parse.Options(**of_models | parsed)

@@ -13,7 +13,6 @@ import click
 from click.core import ParameterSource
 
 from bf16kit.converter.commands import echo
-from bf16kit.converter.commands.checkpoint import options_of
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import table
 
@@ -59,6 +58,7 @@ def convert_collection(context: click.Context, source: Path, repository: Path) -
 def _items(context: click.Context, found: Mapping[Path, list[Path]], repository: Path) -> list[Conversion]:
     """Return what is to be converted: each checkpoint that was ``found``, with its model's name and its options."""
     from bf16kit.converter.bulk.conversions import Conversion, files_of
+    from bf16kit.converter.keywords import NAMES, options_of
     from bf16kit.converter.options import parse_model_name
 
     directory = context.params["per_model"]
@@ -85,7 +85,8 @@ def _items(context: click.Context, found: Mapping[Path, list[Path]], repository:
         items[name] = Conversion(name, path, arguments, files)
         alone = [str(path), "--out", str(repository / name / "1"), *arguments]
         try:
-            options_of(**context.command.make_context("checkpoint", alone).params)
+            parsed = context.command.make_context("checkpoint", alone).params
+            options_of(path, parsed["out"], {each: parsed[each] for each in NAMES})
         except (UsageError, click.UsageError) as error:
             raise UsageError(f"{path.name}: {error}") from None
     for settings in own.values():

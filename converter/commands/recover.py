@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from bf16kit.converter.commands import echo
-from bf16kit.converter.commands.checkpoint import checkpoint, options_of
+from bf16kit.converter.commands.checkpoint import checkpoint
 from bf16kit.converter.recovery import PRECISIONS, Settings, parse_scaling
 
 # A search for islands is the alternative to a recovery, and a recovery converts one model only.
@@ -67,6 +67,7 @@ def recover(**given: Any) -> None:
     The result is published only if the bf16 artifact is within budget of the fp32 outputs of the ORIGINAL weights.
     docs/recovering.md explains the numbers.
     """
+    from bf16kit.converter.keywords import NAMES, options_of
     from bf16kit.converter.process import memory, progress
     from bf16kit.converter.recovery.steps import recover as run
     from bf16kit.converter.report.closing import closing
@@ -78,8 +79,9 @@ def recover(**given: Any) -> None:
     given["loss_scaling"] = parse_scaling(given["loss_scaling"], given["precision"])
     given["every"] = given["every"] or max(1, given["steps"] // 10)
     settings = Settings(**{field.name: given.pop(field.name) for field in fields(Settings)})
-    options = options_of(**given, search=False, search_minutes=1.0)
     began = time.monotonic()
+    kept = {name: given[name] for name in NAMES if name in given}
+    options = options_of(given["source"], given["out"], {**kept, "search": False, "search_minutes": 1.0})
     with progress.for_stream(sys.stderr) as bar:
         result = run(options, settings, bar)
     echo(closing(result.artifact, result.notes, time.monotonic() - began))

@@ -23,6 +23,7 @@ READERS: Mapping[Kind, str] = {
     Kind.HUGGING_FACE: "huggingface",
     Kind.EXPORTED: "exportedprogram",
     Kind.TORCHSCRIPT: "scripted",
+    Kind.MODULE: "inmemory",
     **dict.fromkeys(_BY_NAME, "bareweights"),
     **dict.fromkeys(_OF_JAX, "jax"),
     **dict.fromkeys(_OF_TENSORFLOW, "tensorflow"),
@@ -38,7 +39,7 @@ def read(options: Options, advance: Advance) -> Source:
     Raises :class:`SourceError` when it cannot be read or does not fit its model, :class:`UsageError` when an option it
     needs is missing, :class:`ConversionError` when no graph can be made of it.
     """
-    kind = recognise(options.source)
+    kind = recognise(options.source) if options.module is None else Kind.MODULE
     _check_options(options, kind)
     reader: Reader = importlib.import_module(f"bf16kit.converter.read.{READERS[kind]}").read
     source = reader(options, kind, advance)

@@ -67,7 +67,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors, shards)
     if module is None:
         return into_model(options, checkpoint, notes)
-    return _in_module(options, checkpoint, module, notes)
+    return in_module(options, checkpoint, module, notes)
 
 
 def _tensors(options: Options, kind: Kind) -> tuple[Mapping[str, Array], list[Path], torch.nn.Module | None]:
@@ -82,7 +82,7 @@ def _tensors(options: Options, kind: Kind) -> tuple[Mapping[str, Array], list[Pa
     return tensors, [path], module
 
 
-def _in_module(
+def in_module(
     options: Options,
     checkpoint: Checkpoint,
     module: torch.nn.Module,
@@ -118,7 +118,7 @@ def _into_module(options: Options, checkpoint: Checkpoint, notes: Sequence[str])
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     filled = fill(options.source, options.map, checkpoint.tensors, shapes, tied | counters)
     statedict.fill(module, filled.tensors, kept=filled.kept | counters)
-    return _in_module(options, replace(checkpoint, orders=filled.orders), module, notes, filled.tensors)
+    return in_module(options, replace(checkpoint, orders=filled.orders), module, notes, filled.tensors)
 
 
 def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) -> Source:
@@ -184,7 +184,7 @@ def _read_lightning(options: Options, loaded: Contents, advance: Advance) -> Sou
     arguments, argument_notes = factory_arguments(statedict.factory_of(options), options.model_args, loaded)
     module = statedict.build(options, arguments)
     notes += [*argument_notes, *statedict.fit(module, tensors, prefix), *precision_notes(options, tensors)]
-    return _in_module(options, Checkpoint("lightning", digest_files([path], advance), tensors), module, notes)
+    return in_module(options, Checkpoint("lightning", digest_files([path], advance), tensors), module, notes)
 
 
 def is_lightning(loaded: object) -> TypeGuard[Contents]:

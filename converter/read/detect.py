@@ -28,6 +28,7 @@ class Kind(Enum):
     ORBAX = "an Orbax (JAX) checkpoint"
     FLAX = "Flax msgpack"
     KERAS = "a Keras model"
+    MODULE = "a torch module in memory"
 
 
 # zipfile's errors: RuntimeError for an encrypted record and, as NotImplementedError, for an unknown compression

@@ -26,14 +26,13 @@ from bf16kit.converter.recovery.trainable import (
     Loader,
     State,
     Student,
-    digest,
     find_trainable,
     in_numpy,
     recovered_tensors,
 )
 from bf16kit.converter.recovery.training import open_checkpoints, train
 from bf16kit.converter.report.page import check_installed
-from bf16kit.converter.source import Checkpoint, Source, TorchModel
+from bf16kit.converter.source import Checkpoint, Source, TorchModel, digest_tensors
 from bf16kit.converter.verify import measure
 from bf16kit.converter.verify.judging import describe_breaches, without_profiles
 from bf16kit.converter.verify.samples import Samples, load
@@ -85,7 +84,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
 
         def write(state: State, judge: Judge) -> Result:
             tensors = recovered_tensors(model.module, checkpoint.tensors, trained, state)
-            recovered = Checkpoint(f"{checkpoint.format}, recovered", digest(tensors), tensors)
+            recovered = Checkpoint(f"{checkpoint.format}, recovered", digest_tensors(tensors), tensors)
             changed = replace(source, checkpoint=recovered, module=model)
             return convert(shaped, progress, reader=lambda _: _exported(changed), samples=samples, judged_by=judge)
 
@@ -123,7 +122,7 @@ def _fixed(options: Options, settings: Settings, module: torch.nn.Module) -> dic
     found |= {name: getattr(options, name) for name in ("model", "model_args", "inputs", "outputs", "seed")}
     weights = {name: in_numpy(value) for name, value in module.state_dict().items()}
     fixed = {name.replace("_", "-"): str(value) for name, value in found.items() if name not in _MAY_CHANGE}
-    return fixed | {"the sha256 of the weights that it begins with": digest(weights)}
+    return fixed | {"the sha256 of the weights that it begins with": digest_tensors(weights)}
 
 
 def _convert_original(options: Options, source: Source, path: Path, samples: Samples, progress: Progress) -> Artifact:
@@ -207,7 +206,7 @@ class Judge:
     def _compare(self, after: Artifact) -> tuple[list[RecoveredDrift], dict[str, list[str]]]:
         """Return the drift of both artifacts, and by profile where ``after`` is over the budget, one sentence each."""
         outputs, axis = [entry.spec() for entry in after.manifest.outputs], after.manifest.batch_axis
-        feeds, reference = self.batches.feeds, measure.spool(load_reference(self.before), self.batches, after.path)
+        feeds, reference = self.batches.feeds, measure.spool(load_reference(self.before).run, self.batches, after.path)
         expected = measure.Expected(feeds, reference, measure.slice_scales(reference, outputs, axis), len(feeds))
 
         def drift(artifact: Artifact, profile: str) -> dict[str, DriftSummary]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 from collections import defaultdict
@@ -20,7 +19,7 @@ from bf16kit.converter.options import import_callable
 from bf16kit.converter.process.quiet import describe_user_error, first_line
 from bf16kit.converter.read.statedict import to_torch
 from bf16kit.converter.recovery import Settings
-from bf16kit.converter.source import Array, Feeds, TorchModel
+from bf16kit.converter.source import Array, Feeds, TorchModel, digest_tensors
 from bf16kit.messages.errors import InvalidRequest, UsageError
 from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe
 
@@ -77,14 +76,14 @@ def find_trainable(
     by_values: dict[str, list[str]] = defaultdict(list)
     for name in entries:
         if "float" in checkpoint[name].dtype.name:
-            by_values[digest({"": checkpoint[name].astype(np.float32, copy=False)})].append(name)
+            by_values[digest_tensors({"": checkpoint[name].astype(np.float32, copy=False)})].append(name)
     normalises = {name for name, part in module.named_modules() if isinstance(part, _NORMS)}
     names: dict[torch.Tensor, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point():
             names[parameter].append(name)
     for held, own in names.items():
-        candidates = by_values.get(digest({"": in_numpy(held)}), [])
+        candidates = by_values.get(digest_tensors({"": in_numpy(held)}), [])
         tensors = tuple(dict.fromkeys(found for name in own for found in _most_similar(name, candidates)))
         # BatchNorm may scale a weight by a tensor that no profile reads and that is no shift.
         scales = any(entries[name].tensor in folded for name in tensors) and not any(n.endswith("bias") for n in own)
@@ -189,15 +188,6 @@ def recovered_tensors(
         with torch.no_grad():
             module.get_parameter(entry.names[0]).copy_(to_torch(found[entry.tensors[0]]))
     return found
-
-
-def digest(tensors: Mapping[str, Array]) -> str:
-    """Return the sha256 over names, dtypes, shapes and bytes of all ``tensors``, in order of their names."""
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        found.update(f"{name}\0{tensors[name].dtype.name}\0{tensors[name].shape}\n".encode())
-        found.update(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
 
 
 def in_numpy(tensor: torch.Tensor) -> Array:

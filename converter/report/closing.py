@@ -9,8 +9,9 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.disk import disk_size
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.converter.report.figures import Figures
-from bf16kit.converter.report.inspect import FILES, drift, share
+from bf16kit.converter.report.inspect import FILES, share
 from bf16kit.converter.report.page import NAME
+from bf16kit.drift.table import Drift
 from bf16kit.drift.verdicts import Verdict, tightest_of
 from bf16kit.messages.wording import first_few, plain, size
 
@@ -31,8 +32,9 @@ def closing(artifact: Artifact, notes: Sequence[str], seconds: float, *, verbose
         lines.append(f"report      {artifact.path / NAME}")
     if manifest.profiles:
         lines.append(f"next        bf16-serve check --repository {artifact.path.parents[1]} {manifest.model}")
-    rows = drift(found.drift if verbose else [row for row in found.drift if not row.within])
-    return "\n".join(lines) + (f"\n\n{rows}" if rows else "")
+    drift = Drift(found.drift)
+    shown = drift if verbose else Drift(drift.over)
+    return "\n".join([*lines, *([f"\n{shown}"] if shown.rows else [])])
 
 
 def record(artifact: Artifact, notes: Sequence[str], seconds: float) -> dict[str, Any]:

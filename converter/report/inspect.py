@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from bf16kit.artifact.disk import disk_size
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry, TrainingEntry
 from bf16kit.artifact.manifest import ProfileEntry
 from bf16kit.converter.report.figures import Figures
-from bf16kit.drift.verdicts import DriftRow, format_budget_ratio
+from bf16kit.drift.table import Drift
+from bf16kit.drift.verdicts import format_budget_ratio
 from bf16kit.messages.wording import first_few, plain, size, table
 from bf16kit.numerics.tensors import describe as describe_shape
 
@@ -52,21 +53,6 @@ def record(path: Path) -> dict[str, Any]:
     ratios = {"total": disk.total, "weights_ratio": disk.weights_ratio, "total_ratio": disk.total_ratio}
     fields["sizes"] = plain(disk) | plain(ratios)
     return fields | {"version": VERSION, "path": str(path)}
-
-
-def drift(rows: Sequence[DriftRow]) -> str:
-    """Return a table of ``rows`` of drift measured at conversion, beside their budget; "" if there are none."""
-    return table("Drift from the fp32 reference", DRIFT, map(drift_cells, rows)) if rows else ""
-
-
-DRIFT = ("profile", "output", "metric", "measured", "worst", "budget", "used", "within")
-
-
-def drift_cells(row: DriftRow) -> tuple[object, ...]:
-    """Return one row of the table with the columns :data:`DRIFT`."""
-    profile = f"{row.profile}, emulated" if row.emulated else row.profile
-    within = "yes" if row.within else "NO"
-    return profile, row.output, row.metric, row.measured, row.worst, row.bound, share(row.used), within
 
 
 def _head(artifact: Artifact, found: Figures) -> str:
@@ -120,7 +106,8 @@ def _parts(found: Figures) -> Iterator[str]:
         columns = ("profile", "node", "op", "reason", "drift ÷ budget without it")
         rows = [(each.profile, each.name, each.op, each.reason, each.worth) for each in found.islands]
         yield table("fp32 islands", columns[:width], [row[:width] for row in rows])
-    yield drift(found.drift)
+    if found.drift:
+        yield str(Drift(found.drift))
     if found.slices:
         slices = [(each.profile, each.output, each.where, each.error, share(each.used)) for each in found.slices]
         yield table("Worst slices, by error ÷ own variation", ("profile", "output", "slice", "error", "used"), slices)

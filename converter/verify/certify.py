@@ -92,7 +92,7 @@ def certify(
                 files.close()
                 weights = None
         try:
-            answers = measure.spool(reference, samples, stage.path, advance)
+            answers = measure.spool(reference.run, samples, stage.path, advance)
         except RuntimeFailure as error:
             raise RuntimeFailure(
                 f"the fp32 reference does not run on {samples.origin}: {brief(error, _MAX_REASON)}\nIf these samples do"

@@ -14,6 +14,8 @@ from bf16kit.converter.verify.measure import Drifts
 from bf16kit.converter.write import TRACED
 from bf16kit.drift.budget import Breach, Budget
 from bf16kit.drift.metrics import ROWS, DriftSummary
+from bf16kit.drift.table import Drift
+from bf16kit.drift.verdicts import drift_rows
 from bf16kit.messages.errors import BudgetExceeded, UsageError
 from bf16kit.messages.wording import first_few, quoted
 from bf16kit.numerics.tensors import Kind, TensorSpec
@@ -111,7 +113,8 @@ def judge(
     if options.drop_failing_profiles and droppable and manifest.profiles.keys() - failing:
         notes.append(f"left out, drift over budget: {', '.join(failing)}{listed}")
         return without_profiles(stage, manifest, failing), notes
-    raise BudgetExceeded(f"drift over budget, nothing published:{listed}\n{_remedies(failing, manifest, options)}")
+    text = f"drift over budget, nothing published:{listed}\n{_remedies(failing, manifest, options)}"
+    raise BudgetExceeded(text, Drift(drift_rows(manifest)))
 
 
 def _listed(breaches: Sequence[str]) -> str:

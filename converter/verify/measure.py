@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,14 +85,14 @@ class Spool(Sequence[Feeds]):
         return {**found, **stored}
 
 
-def spool(runtime: Runtime, samples: Samples, directory: Path | None, advance: Advance = ignore) -> Spool:
-    """Run the reference ``runtime`` on ``samples`` and store its outputs in a temporary file in ``directory``.
+def spool(run: Callable[[Feeds], Feeds], samples: Samples, directory: Path | None, advance: Advance = ignore) -> Spool:
+    """Run the reference with ``run`` on ``samples`` and store its outputs in a temporary file in ``directory``.
 
     Raises :class:`SamplesError` if an output is NaN, because no distance to NaN can be measured. Infinities are
     allowed: masked logits hold them.
     """
     kept = Spool(directory)
-    for outputs in map(runtime.run, samples.feeds):
+    for outputs in map(run, samples.feeds):
         for name, array in outputs.items():
             count = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
             if count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from bf16kit.converter.options import import_callable, is_import_spec
 from bf16kit.converter.process.quiet import first_line
 from bf16kit.converter.source import Feeds
 from bf16kit.messages.errors import InvalidRequest, RuntimeFailure, SamplesError
-from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe
+from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe, feed_of
 
 _SUFFIXES = (".npz", ".safetensors")
+Argument = str | Sequence[Any]
 LIMIT = 1000  # feeds; a function is asked for no more, so that an endless generator ends
 
 
@@ -52,7 +53,7 @@ class Samples:
 
 
 def load(
-    argument: str,
+    argument: Argument,
     inputs: Sequence[TensorSpec],
     run_source: Callable[[Sequence[Feeds]], object] | None = None,
     *,
@@ -60,6 +61,7 @@ def load(
 ) -> Samples:
     """Load the samples that ``--samples`` names: a file is one feed, a directory holds many, a function yields them.
 
+    A sequence holds the feeds themselves. A feed, given so or yielded, is as :func:`~tensors.feed_of` takes it.
     Arrays named like one of ``outputs`` are not inputs: they become ``Samples.expected``.
 
     ``run_source`` runs the source on feeds; it is given if the names of dimensions may be wrong. Samples that
@@ -82,7 +84,7 @@ def load(
     return replace(relaxed, inputs=reconciled(inputs, shapes))
 
 
-def of_artifact(argument: str, manifest: Manifest) -> Samples:
+def of_artifact(argument: Argument, manifest: Manifest) -> Samples:
     """Load the samples that ``--samples`` names for a converted model, without the outputs that came with them."""
     inputs = [entry.spec() for entry in manifest.inputs]
     return load(argument, inputs, outputs=[entry.name for entry in manifest.outputs])
@@ -98,9 +100,14 @@ def samples_usage(inputs: Sequence[TensorSpec]) -> str:
     )
 
 
-def _load(argument: str, inputs: Sequence[TensorSpec], outputs: Collection[str]) -> Samples:
-    path, read = Path(argument), list[tuple[object, Feeds]]()  # each feed with the place it was found at
-    if path.is_dir():
+def _load(argument: Argument, inputs: Sequence[TensorSpec], outputs: Collection[str]) -> Samples:
+    read, origin = list[tuple[object, Feeds]](), "the given arrays"  # each feed with the place it was found at
+    path = Path(argument if isinstance(argument, str) else "")
+    if not isinstance(argument, str):
+        read += _feeds_in(argument, "in memory", inputs)
+        if not read:
+            raise SamplesError("--samples: holds no sample; give at least one")
+    elif path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
         origin = f"the directory {path.resolve().name}"
         if not files:
@@ -109,7 +116,7 @@ def _load(argument: str, inputs: Sequence[TensorSpec], outputs: Collection[str])
     elif path.exists():
         read, origin = [(path, _read_file(path))], f"the file {path.name}"
     elif is_import_spec(argument):
-        read, origin = _call_function(argument), argument
+        read, origin = _call_function(argument, inputs), argument
     else:
         raise SamplesError(f"--samples {argument}: no such file or directory, and not a function such as pkg.mod:name")
     output_names = frozenset(outputs) - {spec.name for spec in inputs}
@@ -120,7 +127,7 @@ def _load(argument: str, inputs: Sequence[TensorSpec], outputs: Collection[str])
     return Samples(feeds, origin, expected=expected if any(expected) else ())
 
 
-def _call_function(argument: str) -> list[tuple[object, Feeds]]:
+def _call_function(argument: str, inputs: Sequence[TensorSpec]) -> list[tuple[object, Feeds]]:
     function = import_callable("--samples", argument)
     try:
         yielded = list(itertools.islice(iter(function()), LIMIT))
@@ -128,18 +135,17 @@ def _call_function(argument: str) -> list[tuple[object, Feeds]]:
         raise SamplesError(f"--samples {argument}: the function failed: {first_line(error)}") from error
     if not yielded:
         raise SamplesError(f"--samples {argument}: the function yielded nothing")
-    return [(f"{argument}, sample {i}", _arrays(f"--samples {argument}: sample {i}", y)) for i, y in enumerate(yielded)]
+    return _feeds_in(yielded, argument, inputs)
 
 
-def _arrays(where: str, yielded: Any) -> Feeds:
-    if not isinstance(yielded, Mapping):
-        raise SamplesError(f"{where} is {type(yielded).__name__}, expected a dict of an array per input")
-    found = {}
-    for name, value in yielded.items():
+def _feeds_in(given: Sequence[Any], origin: str, inputs: Sequence[TensorSpec]) -> list[tuple[object, Feeds]]:
+    found = list[tuple[object, Feeds]]()
+    for index, each in enumerate(given):
+        location = f"{origin}, sample {index}"
         try:
-            found[str(name)] = np.asarray(value)
-        except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that require a gradient
-            raise SamplesError(f"{where}: input {str(name)!r} is not an array: {first_line(error)}") from None
+            found.append((location, feed_of(each, inputs)))
+        except InvalidRequest as error:
+            raise SamplesError(f"--samples {location}: {error}") from None
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,15 @@ import numpy as np
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.converter.process.memory import release_memory
-from bf16kit.converter.report.inspect import DRIFT, drift_cells
+from bf16kit.converter.source import Feeds
 from bf16kit.converter.verify import measure, samples
 from bf16kit.converter.verify.judging import describe_breaches
 from bf16kit.converter.verify.measure import Expected, run_export, run_profile
 from bf16kit.converter.verify.running import signature
+from bf16kit.converter.verify.samples import Samples
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.slices import Scales, Values
+from bf16kit.drift.table import COLUMNS, cells
 from bf16kit.drift.verdicts import DriftRow, golden_budget, rows_of
 from bf16kit.messages.errors import ArtifactError, BudgetExceeded, UsageError
 from bf16kit.messages.wording import plain, table
@@ -48,7 +50,7 @@ class Verified:
             return "\n".join(self.ran)
         count = f"{self.samples} sample{'' if self.samples == 1 else 's'}"
         title = f"Drift from the fp32 reference on {self.origin}, {count}; every digest matches"
-        return "\n".join([table(title, DRIFT, map(drift_cells, self.rows)), *self.ran])
+        return "\n".join([table(title, COLUMNS, map(cells, self.rows)), *self.ran])
 
     def record(self) -> dict[str, Any]:
         """Return the result for programs, see docs/json.md."""
@@ -121,13 +123,19 @@ def _run_samples(artifact: Artifact, argument: str) -> tuple[Expected, str]:
     """Return the given samples, the reference's outputs and slices for them, and their name for messages."""
     found = samples.of_artifact(argument, artifact.manifest)
     with closing(load_reference(artifact)) as reference:
-        expected = measure.spool(reference, found, None)
+        expected = expected_outputs(artifact, reference.run, found)
     release_memory()
+    return expected, found.origin
+
+
+def expected_outputs(artifact: Artifact, run: Callable[[Feeds], Feeds], found: Samples) -> Expected:
+    """Return the samples ``found`` with the outputs of ``run``, the reference, and the slices to judge by."""
+    expected = measure.spool(run, found, None)
     outputs = signature(artifact.manifest)[1]
     scales = measure.slice_scales(expected, outputs, artifact.manifest.batch_axis)
     if artifact.manifest.golden is not None:
         _excuse(scales, artifact.golden().scales)
-    return Expected(found.feeds, expected, scales, len(found.feeds)), found.origin
+    return Expected(found.feeds, expected, scales, len(found.feeds))
 
 
 def _excuse(scales: Mapping[str, Sequence[Values]], known: Mapping[str, Scales]) -> None:

@@ -48,7 +48,7 @@ measure.drifts([{"y": np.ones((1, 4), np.float32)}], [{"y": np.ones((1, 4), np.f
 samples = Samples(tuple({"x": np.array([seed])} for seed in range(60)), "the test")
 before = anonymous()
 with peak_anonymous() as peak:
-    expected = measure.spool(Random(0), samples, None)
+    expected = measure.spool(Random(0).run, samples, None)
     found = measure.drifts(expected, map(Random(1e-3).run, samples.feeds), [spec], 0, {})
 assert measure.summarise(found)["y"].samples == 60
 print(peak.bytes - before, one)
@@ -105,7 +105,7 @@ def test_samples_of_a_series_are_not_compared_with_their_neighbours() -> None:
 def test_a_reference_that_gives_nan_is_rejected_and_the_sample_is_named() -> None:
     feeds = tuple({"x": np.full((1, 4), value, np.float32)} for value in (1, np.inf, np.nan))
     with pytest.raises(SamplesError, match=r"gives NaN for sample 2 of the test \(output 'y', 4 of 4 values\)"):
-        spool(Computed(lambda x: x), Samples(feeds, "the test"), None)
+        spool(Computed(lambda x: x).run, Samples(feeds, "the test"), None)
 
 
 @pytest.mark.long
