@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,11 @@ _OF_COLLECTION = ("per_model", "jobs", "ray")
 @click.option(
     "-v", "--verbose", is_flag=True, help="Also print every measured row of drift, and the parts of the size."
 )
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Read and plan only: print what would be bf16, estimated sizes and time. Nothing is run or written.",
+)
 @json_option
 @debug_option
 @click.pass_context
@@ -172,6 +178,8 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
     if _is_collection(source, given["out"]):
         from bf16kit.converter.commands.collection import convert_collection
 
+        if given["as_json"] or given["dry_run"]:
+            raise click.UsageError(f"--json and --dry-run are for one checkpoint, and {source} is a directory of many")
         context.exit(convert_collection(context, source, given["out"]))
     if any(given[name] is not None for name in _OF_COLLECTION):
         raise click.UsageError(
@@ -180,8 +188,9 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
         )
 
     import bf16kit
-    from bf16kit.converter.keywords import NAMES
-    from bf16kit.converter.process import memory
+    from bf16kit.converter.keywords import NAMES, options_of
+    from bf16kit.converter.preview import preview
+    from bf16kit.converter.process import memory, progress
     from bf16kit.converter.read.mapping import MapNeeded
     from bf16kit.converter.report.closing import VERSION, closing, record
     from bf16kit.messages.errors import Bf16kitError
@@ -193,16 +202,21 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
     options: Any = {name: given[name] for name in NAMES}
     as_json = given["as_json"]
     try:
+        if given["dry_run"]:
+            with progress.for_stream(sys.stderr) as bar:
+                seen = preview(options_of(source, given["out"], options), bar)
+            echo(dumps(seen.record()) if as_json else str(seen))
+            return
         result = bf16kit.convert(source, out=given["out"], progress=True, **options)
     except Bf16kitError as error:
         if as_json:
-            click.echo(dumps({"version": VERSION, "published": False, "error": str(error)}))
+            echo(dumps({"version": VERSION, "published": False, "error": str(error)}))
         elif isinstance(error, MapNeeded):
             echo(error.template)
         raise
     told = (result.artifact, result.notes, result.seconds)
     if as_json:
-        click.echo(dumps(record(*told)))
+        echo(dumps(record(*told)))
     else:
         echo(closing(*told, verbose=given["verbose"]))
 

@@ -14,7 +14,7 @@ from bf16kit.converter.commands.checkpoint import checkpoint
 from bf16kit.converter.recovery import PRECISIONS, Settings, parse_scaling
 
 # A search for islands is the alternative to a recovery, and a recovery converts one model only.
-_LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray")
+_LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray", "as_json", "dry_run")
 
 
 @click.command(params=[option for option in checkpoint.params if option.name not in _LEFT_OUT])
@@ -84,7 +84,7 @@ def recover(**given: Any) -> None:
     options = options_of(given["source"], given["out"], {**kept, "search": False, "search_minutes": 1.0})
     with progress.for_stream(sys.stderr) as bar:
         result = run(options, settings, bar)
-    echo(closing(result.artifact, result.notes, time.monotonic() - began))
+    echo(closing(result.artifact, result.notes, time.monotonic() - began, verbose=given["verbose"]))
     found = result.artifact.measurements()
     if found is not None and found.recovery is not None:
         echo("\n" + recovery_text(found.recovery))

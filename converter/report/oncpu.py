@@ -55,8 +55,13 @@ def on_cpu(manifest: Manifest) -> OnCpu | None:
     """Return what a CPU gains; None if no ONNX profile is for it, or no weight is stored."""
     if manifest.profiles.keys().isdisjoint({"cpu", "cpu-bf16"}):
         return None
-    readers = {entry.name: entry.op for entry in manifest.plan.tensors if entry.code != "reference_only"}
-    weights = [tensor for tensor in manifest.tensors if tensor.name in readers]
+    return shares(manifest.plan, manifest.tensors)
+
+
+def shares(plan: Plan, tensors: Iterable[TensorEntry]) -> OnCpu | None:
+    """Return what becomes of ``tensors``, stored by ``plan``, on a CPU; None if profiles read none of them."""
+    readers = {entry.name: entry.op for entry in plan.tensors if entry.code != "reference_only"}
+    weights = [tensor for tensor in tensors if tensor.name in readers]
     narrow = [tensor for tensor in weights if tensor.dtype == "bfloat16"]
     multiplied = [tensor for tensor in narrow if tensor.panels is not None]
     looked_up = [tensor for tensor in narrow if tensor.panels is None and readers[tensor.name] == _LOOKUP]
@@ -64,7 +69,7 @@ def on_cpu(manifest: Manifest) -> OnCpu | None:
     whole = _elements(weights)
     if not whole:
         return None
-    operators = _operators((readers[tensor.name] for tensor in widened), manifest.plan)
+    operators = _operators((readers[tensor.name] for tensor in widened), plan)
     return OnCpu(_elements(multiplied) / whole, _elements(looked_up) / whole, _elements(widened) / whole, operators)
 
 
