@@ -12,6 +12,7 @@ from bf16kit.converter.fuse.check import faults
 from bf16kit.converter.fuse.fuse import Fusions
 from bf16kit.converter.graph.types import untyped
 from bf16kit.converter.islands.candidates import SearchResult
+from bf16kit.converter.options import Options
 from bf16kit.converter.plan import Planned, make_plan, narrowed
 from bf16kit.converter.plan.decisions import Islands, Overrides
 from bf16kit.converter.plan.profiles import PROFILES
@@ -73,7 +74,7 @@ class Candidate:
     def write_and_verify(self, islands: Islands) -> Verified:
         """Write weights and graphs with these ``islands``, read them back, and run them."""
         job, stage, prepared = self.job, self.job.stage, self.prepared
-        planned = self._plan(islands)
+        planned = plan_profiles(prepared, job.options, islands)
         for path in list(stage.path.glob("[!.]*")):  # of an earlier candidate; scratch files are hidden
             if path.name not in [profile.graph for profile in job.traced.values()]:
                 stage.remove(path.name)
@@ -96,36 +97,12 @@ class Candidate:
             " nodes one by one, which is slower"
             for name, reason in planned.fusions.refused.items()
         ]
-        return Verified(certified, census)
-
-    def _plan(self, islands: Islands, fusions: Fusions | None = None) -> Planned:
-        """Plan with ``islands``, and with the panels and without the refused nodes of ``fusions``.
-
-        Profiles in which no product rounds its activations are left out: they would equal another one. Raises
-        :class:`UsageError` if such a profile was asked for.
-        """
-        options = self.job.options
-        planned = make_plan(
-            self.prepared,
-            keep_fp32=options.keep_fp32,
-            bf16=options.bf16,
-            islands=islands,
-            profiles=(*options.onnx_profiles, *options.optional_profiles),
-            panels=None if fusions is None else fusions.panels,
-            refused=None if fusions is None else fusions.refused,
-        )
-        idle = [
-            name
-            for name, nodes in planned.plan.nodes.items()
-            if PROFILES[name].rounds_products and not any(entry.code == "rounds" for entry in nodes)
+        certified.notes += [
+            f"no profile {name}: it would equal cpu, because the CPU kernel multiplies by none of this model's weights"
+            for name in job.options.optional_profiles
+            if name not in planned.plan.nodes
         ]
-        if asked := [name for name in idle if name in options.onnx_profiles]:
-            raise UsageError(
-                f"--profile {asked[0]}: no matrix product or convolution of this model has a bf16 weight; leave out"
-                f" --profile {asked[0]}"
-            )
-        nodes = {name: entries for name, entries in planned.plan.nodes.items() if name not in idle}
-        return replace(planned, plan=planned.plan.model_copy(update={"nodes": nodes}))
+        return Verified(certified, census)
 
     def _without_faults(self, planned: Planned, stored: StoredWeights, islands: Islands) -> Planned:
         """Compare the fusions with what they replace, and return a plan without those that differ.
@@ -148,7 +125,7 @@ class Candidate:
             if not found:
                 break
             refused = replace(planned.fusions, refused={**planned.fusions.refused, **found})
-            again = self._plan(islands, refused)
+            again = plan_profiles(self.prepared, job.options, islands, refused)
             plan = planned.plan.model_copy(update={"nodes": again.plan.nodes})  # tensors are written already
             planned = Planned(plan, again.fusions)
         return planned
@@ -219,6 +196,37 @@ class Candidate:
             readback.check(draft, self.prepared, stored, tensors, rounding, advance)
             if exported is not None:
                 readback.check_export(draft.path, exported, tensors, rounding)
+
+
+def plan_profiles(
+    prepared: Prepared, options: Options, islands: Islands | None = None, fusions: Fusions | None = None
+) -> Planned:
+    """Plan the profiles of ``options`` with ``islands``, the panels of ``fusions``, and without its refused nodes.
+
+    Profiles in which no product rounds its activations are left out: they would equal another one. Raises
+    :class:`UsageError` if such a profile was asked for.
+    """
+    planned = make_plan(
+        prepared,
+        keep_fp32=options.keep_fp32,
+        bf16=options.bf16,
+        islands=islands,
+        profiles=(*options.onnx_profiles, *options.optional_profiles),
+        panels=None if fusions is None else fusions.panels,
+        refused=None if fusions is None else fusions.refused,
+    )
+    idle = [
+        name
+        for name, nodes in planned.plan.nodes.items()
+        if PROFILES[name].rounds_products and not any(entry.code == "rounds" for entry in nodes)
+    ]
+    if asked := [name for name in idle if name in options.onnx_profiles]:
+        raise UsageError(
+            f"--profile {asked[0]}: no matrix product or convolution of this model has a bf16 weight; leave out"
+            f" --profile {asked[0]}"
+        )
+    nodes = {name: entries for name, entries in planned.plan.nodes.items() if name not in idle}
+    return replace(planned, plan=planned.plan.model_copy(update={"nodes": nodes}))
 
 
 def write_and_verify_torch(job: Job) -> Verified:

@@ -92,7 +92,7 @@ def read(
     Raises what reading raises, and :class:`UsageError` for a bound that no output can be judged by.
     """
     total = sources.nbytes(options.source)
-    with progress.step(f"reading {options.source.name}", total) as advance:
+    with progress.step(f"reading {options.source.name}", total, then="making its graph") as advance:
         source = sources.read(options, advance) if reader is None else reader(advance)
     source.outputs = with_output_kinds(source.outputs, options.outputs)
     source.notes = tuple(dict.fromkeys((*check_budget(options.budget, source.outputs), *source.notes)))

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.disk import DiskSize, disk_size
 from bf16kit.converter.convert import convert as run
 from bf16kit.converter.keywords import Keywords, options_of
 from bf16kit.converter.process import progress as shown
 from bf16kit.converter.report import page
-from bf16kit.converter.report.figures import Figures, Island, Sizes
+from bf16kit.converter.report.closing import closing
+from bf16kit.converter.report.figures import Figures, Island
 from bf16kit.converter.verify import samples as feeds
 from bf16kit.drift.table import Drift
 from bf16kit.messages.errors import InvalidRequest, UsageError
@@ -84,9 +86,9 @@ class Conversion:
         return dict(self.artifact.manifest.budget)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> DiskSize:
         """Bytes of the source's tensors, and of the artifact."""
-        return self._figures.sizes
+        return disk_size(self.artifact)
 
     def report(self) -> Report:
         """Return the report that ``report.html`` holds; UsageError if the packages that draw it are missing."""
@@ -101,7 +103,7 @@ class Conversion:
         return Figures(manifest, manifest.files, self.artifact.measurements())
 
     def __repr__(self) -> str:
-        return page.summary(self.artifact, self.notes)
+        return closing(self.artifact, self.notes, self.seconds)
 
     def __rich__(self) -> Any:
         from rich.console import Group

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bf16kit.converter.commands import PATH, debug_option, echo
+from bf16kit.converter.commands import PATH, debug_option, echo, json_option
 
 _VERSION = re.compile("[1-9][0-9]*")
 _OF_COLLECTION = ("per_model", "jobs", "ray")
@@ -79,8 +80,8 @@ _OF_COLLECTION = ("per_model", "jobs", "ray")
 @click.option(
     "--samples",
     metavar="FILE|DIR|PKG.MOD:FN",
-    help="Calibration inputs: a .npz or .safetensors file with one sample, a directory of such files, or a function"
-    " that yields samples.  [default: random, from --seed]",
+    help="Calibration inputs: a .npz or .safetensors file with an array per input, whose rows are samples; a directory"
+    " of such files, or a function that yields such dicts.  [default: random, from --seed]",
 )
 @click.option(
     "--format",
@@ -156,6 +157,15 @@ _OF_COLLECTION = ("per_model", "jobs", "ray")
     help="Load a source that is a program (a pickle, TorchScript, .pt2, a SavedModel, a Keras file with a Lambda"
     " layer); whoever wrote it decides what runs.",
 )
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Also print every measured row of drift, and the parts of the size."
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Read and plan only: print what would be bf16, estimated sizes and time. Nothing is run or written.",
+)
+@json_option
 @debug_option
 @click.pass_context
 def checkpoint(context: click.Context, /, **given: Any) -> None:
@@ -168,6 +178,8 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
     if _is_collection(source, given["out"]):
         from bf16kit.converter.commands.collection import convert_collection
 
+        if given["as_json"] or given["dry_run"]:
+            raise click.UsageError(f"--json and --dry-run are for one checkpoint, and {source} is a directory of many")
         context.exit(convert_collection(context, source, given["out"]))
     if any(given[name] is not None for name in _OF_COLLECTION):
         raise click.UsageError(
@@ -176,21 +188,37 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
         )
 
     import bf16kit
-    from bf16kit.converter.keywords import NAMES
-    from bf16kit.converter.process import memory
+    from bf16kit.converter.keywords import NAMES, options_of
+    from bf16kit.converter.preview import preview
+    from bf16kit.converter.process import memory, progress
     from bf16kit.converter.read.mapping import MapNeeded
-    from bf16kit.converter.report import page
+    from bf16kit.converter.report.closing import VERSION, closing, record
+    from bf16kit.messages.errors import Bf16kitError
+    from bf16kit.messages.wording import dumps
 
     memory.map_large_blocks()
     memory.keep_few_primitives()
 
     options: Any = {name: given[name] for name in NAMES}
+    as_json = given["as_json"]
     try:
+        if given["dry_run"]:
+            with progress.for_stream(sys.stderr) as bar:
+                seen = preview(options_of(source, given["out"], options), bar)
+            echo(dumps(seen.record()) if as_json else str(seen))
+            return
         result = bf16kit.convert(source, out=given["out"], progress=True, **options)
-    except MapNeeded as needed:
-        echo(needed.template)
+    except Bf16kitError as error:
+        if as_json:
+            echo(dumps({"version": VERSION, "published": False, "error": str(error)}))
+        elif isinstance(error, MapNeeded):
+            echo(error.template)
         raise
-    echo(page.summary(result.artifact, result.notes))
+    told = (result.artifact, result.notes, result.seconds)
+    if as_json:
+        echo(dumps(record(*told)))
+    else:
+        echo(closing(*told, verbose=given["verbose"]))
 
 
 def _is_collection(source: Path, out: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +14,7 @@ from bf16kit.converter.commands.checkpoint import checkpoint
 from bf16kit.converter.recovery import PRECISIONS, Settings, parse_scaling
 
 # A search for islands is the alternative to a recovery, and a recovery converts one model only.
-_LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray")
+_LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray", "as_json", "dry_run")
 
 
 @click.command(params=[option for option in checkpoint.params if option.name not in _LEFT_OUT])
@@ -69,7 +70,8 @@ def recover(**given: Any) -> None:
     from bf16kit.converter.keywords import NAMES, options_of
     from bf16kit.converter.process import memory, progress
     from bf16kit.converter.recovery.steps import recover as run
-    from bf16kit.converter.report import inspect, page
+    from bf16kit.converter.report.closing import closing
+    from bf16kit.converter.report.inspect import recovery_text
     from bf16kit.runtime.ort import kernel
 
     kernel.configured_kernel()
@@ -77,11 +79,12 @@ def recover(**given: Any) -> None:
     given["loss_scaling"] = parse_scaling(given["loss_scaling"], given["precision"])
     given["every"] = given["every"] or max(1, given["steps"] // 10)
     settings = Settings(**{field.name: given.pop(field.name) for field in fields(Settings)})
+    began = time.monotonic()
     kept = {name: given[name] for name in NAMES if name in given}
     options = options_of(given["source"], given["out"], {**kept, "search": False, "search_minutes": 1.0})
     with progress.for_stream(sys.stderr) as bar:
         result = run(options, settings, bar)
-    echo(page.summary(result.artifact, result.notes))
+    echo(closing(result.artifact, result.notes, time.monotonic() - began, verbose=given["verbose"]))
     found = result.artifact.measurements()
     if found is not None and found.recovery is not None:
-        echo("\n" + inspect.recovery_text(found.recovery))
+        echo("\n" + recovery_text(found.recovery))

@@ -266,14 +266,14 @@ class SearchResult:
         shares = f"{self.entry.bf16_bytes:.1%} of the weights' bytes"
         if self.entry.bf16_flops:
             shares += f" and {self.entry.bf16_flops:.1%} of the arithmetic"
-        count = "1 island" if len(self.islands) == 1 else f"{len(self.islands)} islands"
+        count = "one node or weight" if len(self.islands) == 1 else f"{len(self.islands)} nodes and weights"
         rows = [
             f"\n  {i.unit.kind} {i.unit.name} ({i.unit.op}){': ' if i.breach else ''}{i.worth()}"
             for i in self.islands[:_MAX_ROWS]
         ]
         if len(self.islands) > _MAX_ROWS:
             rows.append(f"\n  and {len(self.islands) - _MAX_ROWS} more, in the plan")
-        found = f"profile {self.profile} was over budget; {count} in fp32 brought it within budget: bf16 now holds"
+        found = f"profile {self.profile} was over budget; keeping {count} in fp32 brought it within: bf16 now holds"
         return [f"{found} {shares}{''.join(rows)}", *self.notes]
 
 

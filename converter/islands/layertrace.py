@@ -54,7 +54,9 @@ class Trace:
         seen = node.outputs[0]
         while seen not in self.sqnr:
             seen = next(use.node for use in seen.uses()).outputs[0]
-        weights = (v.name for v in node.inputs if v is not None and v.name and v.is_initializer() and v.shape)
+        inputs = (v for v in node.inputs if v is not None and v.name and v.is_initializer() and v.shape)
+        # Equal tensors are stored once, under the name of the first: that names no layer.
+        weights = (v.name or "" for v in inputs if len({use.node for use in v.uses()}) == 1)
         return LayerEntry(
             name=node.name or "",
             op=label(node),

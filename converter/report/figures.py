@@ -8,7 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bf16kit.artifact.manifest import FileEntry, Manifest, OracleEntry, Plan, PlanEntry
+from bf16kit.artifact.manifest import FileEntry, Manifest, OracleEntry, Plan, PlanEntry, SpecEntry
+from bf16kit.converter.report.oncpu import on_cpu
+from bf16kit.drift.budget import Budget
 from bf16kit.drift.measurements import MARGIN_DB, MOST_DB, DiagnosisEntry, LayerEntry, Layers, Measurements, SearchEntry
 from bf16kit.drift.verdicts import drift_rows, sample_series, verdicts, worst_slices
 from bf16kit.messages.wording import listed
@@ -123,6 +125,8 @@ class Figures:
             if entry.search is not None
         ]
         self.plan = list(plan_groups(manifest.plan))
+        self.on_cpu = on_cpu(manifest)
+        self.top1 = {each.name: top1(each, manifest) for each in manifest.outputs}
 
     @property
     def headline(self) -> str:
@@ -132,6 +136,24 @@ class Figures:
             return "No drift was measured."
         one, many = ("keeps within", "keep within") if self.within else ("is over", "are over")
         return f"{listed(names)} {one if len(names) == 1 else many} the drift budget."
+
+    @property
+    def searched(self) -> int:
+        """How many of the islands a search keeps in fp32 to meet the budget."""
+        return sum(island.code == SEARCHED for island in self.islands)
+
+    @property
+    def islands_counted(self) -> str:
+        """What the islands are, in words that follow their count."""
+        of_search = f"; {self.searched} of them to meet the budget" if self.searched else ""
+        return f"nodes and weights stay fp32 among bf16 ones{of_search}"
+
+
+def top1(output: SpecEntry, manifest: Manifest) -> str:
+    """Say whether ``output`` is judged by top1_agreement, and if not, why."""
+    if Budget.from_dict(manifest.budget).bound("top1_agreement") is None:
+        return "not judged: the budget does not bound it"
+    return "judged" if output.kind == "logits" else f"not judged: its kind is {output.kind}, not logits"
 
 
 def layout(manifest: Manifest) -> str:
@@ -151,7 +173,9 @@ def reference(oracle: OracleEntry | None) -> ReferenceCheck:
     worst = max(oracle.outputs.values(), key=lambda figure: figure.relative_l2, default=None)
     if not oracle.checked or worst is None:
         return ReferenceCheck(f"not checked against the source: {oracle.how}")
-    count = f"{oracle.feeds} sample{'' if oracle.feeds == 1 else 's'}"
+    count = f"{oracle.feeds} run{'' if oracle.feeds == 1 else 's'}"
+    if worst.relative_l2 == 0:
+        return ReferenceCheck(f"equal to {oracle.how} ({count})", True, 0.0, worst.bound)
     sentence = f"within {worst.relative_l2:.2g} of {oracle.how} ({count}; fp32 noise explains {worst.bound:.2g})"
     return ReferenceCheck(sentence, True, worst.relative_l2, worst.bound)
 

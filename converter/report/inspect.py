@@ -11,7 +11,7 @@ from bf16kit.artifact.disk import disk_size
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry, TrainingEntry
 from bf16kit.artifact.manifest import ProfileEntry
 from bf16kit.converter.report.figures import Figures
-from bf16kit.drift.table import COLUMNS, cells
+from bf16kit.drift.table import Drift
 from bf16kit.drift.verdicts import format_budget_ratio
 from bf16kit.messages.wording import first_few, plain, size, table
 from bf16kit.numerics.tensors import describe as describe_shape
@@ -23,7 +23,7 @@ _FROM_MANIFEST = (
 )
 _FROM_FIGURES = (
     *("within", "headline", "verdicts", "drift", "slices", "reference", "layout", "plan", "islands"),
-    *("searches", "files"),
+    *("searches", "files", "on_cpu", "top1"),
 )
 FILES = 3  # named in a sentence or a cell, at most
 
@@ -55,14 +55,6 @@ def record(path: Path) -> dict[str, Any]:
     return fields | {"version": VERSION, "path": str(path)}
 
 
-def drift(found: Figures) -> str:
-    """Return a table of the drift measured at conversion, beside its budget."""
-    if not found.drift:
-        return ""
-    sources = "; ".join(sorted({f"{v.samples} sample{'s'[: v.samples != 1]} of {v.source}" for v in found.verdicts}))
-    return table(f"Drift from the fp32 reference on {sources}", COLUMNS, map(cells, found.drift))
-
-
 def _head(artifact: Artifact, found: Figures) -> str:
     manifest, source, disk = found.manifest, found.manifest.source, disk_size(artifact)
     tools = ", ".join(f"{name} {version}" for name, version in sorted(manifest.tools.items()))
@@ -74,6 +66,7 @@ def _head(artifact: Artifact, found: Figures) -> str:
         *(f"{file.option:<11} {file.name}, {size(file.bytes)}, sha256 {file.sha256}" for file in manifest.given),
         f"size        {disk}",
         f"layout      {found.layout}",
+        *([f"on a CPU    {found.on_cpu}"] if found.on_cpu is not None else []),
         f"batching    {'not declared' if manifest.batch_axis is None else f'axis {manifest.batch_axis}'}",
         f"made with   {tools}",
     ]
@@ -91,9 +84,13 @@ def _head(artifact: Artifact, found: Figures) -> str:
 def _parts(found: Figures) -> Iterator[str]:
     """Yield the tables, and what is said of a recovery."""
     manifest, ranges, trained = found.manifest, found.measured.inputs, found.measured.recovery
-    edges = [("input", e.name, e.dtype, describe_shape(e.shape), "", ranges.get(e.name, "")) for e in manifest.inputs]
-    edges += [("output", e.name, e.dtype, describe_shape(e.shape), e.kind, "") for e in manifest.outputs]
-    yield table("Inputs and outputs", ("", "name", "dtype", "shape", "kind", "calibrated on"), edges)
+    edges = [
+        ("input", e.name, e.dtype, describe_shape(e.shape), "", ranges.get(e.name, ""), "") for e in manifest.inputs
+    ]
+    edges += [
+        ("output", e.name, e.dtype, describe_shape(e.shape), e.kind, "", found.top1[e.name]) for e in manifest.outputs
+    ]
+    yield table("Inputs and outputs", ("", "name", "dtype", "shape", "kind", "calibrated on", "top1_agreement"), edges)
     ran = ("precision", "verified", "note")
     profiles = [(n, e.graph, e.precision, e.verified, e.note) for n, e in sorted(manifest.profiles.items())]
     yield table("Profiles", ("name", "graph", *ran), profiles)
@@ -109,7 +106,8 @@ def _parts(found: Figures) -> Iterator[str]:
         columns = ("profile", "node", "op", "reason", "drift ÷ budget without it")
         rows = [(each.profile, each.name, each.op, each.reason, each.worth) for each in found.islands]
         yield table("fp32 islands", columns[:width], [row[:width] for row in rows])
-    yield drift(found)
+    if found.drift:
+        yield str(Drift(found.drift))
     if found.slices:
         slices = [(each.profile, each.output, each.where, each.error, share(each.used)) for each in found.slices]
         yield table("Worst slices, by error ÷ own variation", ("profile", "output", "slice", "error", "used"), slices)

@@ -1,4 +1,4 @@
-"""The conversion report: an HTML page, and its most important lines for the terminal."""
+"""The conversion report, an HTML page."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import resources
 
-from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.disk import DiskSize, disk_size
+from bf16kit.artifact.disk import DiskSize
 from bf16kit.artifact.manifest import FileEntry, Manifest
 from bf16kit.converter.process.program import version_of
 from bf16kit.converter.report import charts
 from bf16kit.converter.report.figures import SEARCHED, Figures, layer_name, plan_parts
-from bf16kit.converter.report.inspect import FILES, RECOVERED, drift, needs, recovered_cells, share, training
+from bf16kit.converter.report.inspect import FILES, RECOVERED, needs, recovered_cells, share, training
 from bf16kit.drift.measurements import Measurements
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import first_few, listed, printable, size
@@ -81,21 +80,6 @@ def render(
     # The size on disk counts this page and the manifest, which are half of a tiny artifact: a draft tells the page's.
     draft = draw(disk=DiskSize.of(manifest, others, beside))
     return draw(disk=DiskSize.of(manifest, others, beside + len(draft.encode())))
-
-
-def summary(artifact: Artifact, notes: Sequence[str]) -> str:
-    """Return the text that the command line prints when an artifact was published."""
-    manifest, disk = artifact.manifest, disk_size(artifact)
-    found = Figures(manifest, manifest.files)
-    lines = [
-        f"converted {manifest.source.tensors} tensors, {size(disk.checkpoint)}, to {artifact.path}",
-        f"{disk}",
-        *([f"profiles {', '.join(sorted(manifest.profiles))}"] if manifest.profiles else []),
-        *(f"export {name}: {first_few(entry.files, FILES)}" for name, entry in sorted(manifest.exports.items())),
-        *([f"the fp32 reference is {found.reference.sentence}"] if found.reference.checked else []),
-        *(f"note: {note}" for note in notes),
-    ]
-    return "\n".join(lines) + "\n\n" + drift(found)
 
 
 def _number(value: float | None) -> str:

@@ -14,7 +14,7 @@ from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.converter.graph.cuda_kernels import required
 from bf16kit.converter.options import Options
 from bf16kit.converter.process.memory import release_memory
-from bf16kit.converter.process.progress import Progress
+from bf16kit.converter.process.progress import Advance, Progress
 from bf16kit.converter.verify import measure, oracle
 from bf16kit.converter.verify.golden import (
     GOLDEN,
@@ -80,7 +80,7 @@ def certify(
     :class:`ConversionError` if the reference does not match the source. An optional profile that does not run is
     dropped instead.
     """
-    with progress.step("running the fp32 reference"):
+    with progress.step("running the fp32 reference", len(samples.feeds), "runs", "comparing") as advance:
         draft, files, weights = stage.draft(manifest), ExitStack(), None
         if isinstance(source, OracleReference):
             reference: Runtime = source
@@ -94,7 +94,7 @@ def certify(
                 files.close()
                 weights = None
         try:
-            answers = measure.spool(reference.run, samples, stage.path)
+            answers = measure.spool(reference.run, samples, stage.path, advance)
         except RuntimeFailure as error:
             raise RuntimeFailure(
                 f"the fp32 reference does not run on {samples.origin}: {brief(error, _MAX_REASON)}\nIf these samples do"
@@ -122,11 +122,13 @@ def certify(
         certified.notes.append(f"no batch axis: {why}")
     for name in (*sorted(manifest.profiles), *sorted(manifest.exports)):
         label = f"profile {name}" if name in manifest.profiles else f"export {name}"
-        with progress.step(f"measuring the drift of {name}"):
+        total = None if name in TRACED else len(samples.feeds)  # of those, it depends on the module
+        with progress.step(f"measuring the drift of {name}", total, "runs") as advance:
             if name in manifest.profiles:
-                run = _run_profile(certified, stage, name, options)
+                run = _run_profile(certified, stage, name, options, advance)
             else:
-                run = _run_export(certified, stage, name, source if isinstance(source, GraphReference) else None)
+                known = source if isinstance(source, GraphReference) else None
+                run = _run_export(certified, stage, name, known, advance)
         release_memory()
         if run is None:
             continue
@@ -144,11 +146,13 @@ def certify(
     return certified
 
 
-def _run_profile(certified: Certified, stage: StagingArtifact, profile: str, options: Options) -> Run | None:
+def _run_profile(
+    certified: Certified, stage: StagingArtifact, profile: str, options: Options, advance: Advance
+) -> Run | None:
     """Run ``profile`` and record how it ran; None if it is optional and does not run: then it is left out."""
     manifest = certified.manifest
     try:
-        run = run_as_served(stage.draft(manifest), profile, certified.expected)
+        run = run_as_served(stage.draft(manifest), profile, certified.expected, advance)
     except RuntimeFailure as error:
         if profile in options.optional_profiles:
             certified.manifest = without_profiles(stage, manifest, [profile])
@@ -174,10 +178,12 @@ def _run_profile(certified: Certified, stage: StagingArtifact, profile: str, opt
     return run
 
 
-def _run_export(certified: Certified, stage: StagingArtifact, export: str, source: GraphReference | None) -> Run:
+def _run_export(
+    certified: Certified, stage: StagingArtifact, export: str, source: GraphReference | None, advance: Advance
+) -> Run:
     """Run the export's files in the reference's arithmetic; other programs may compute otherwise."""
     manifest = certified.manifest
-    run = run_export(stage.draft(manifest), export, certified.expected, source, stage.path)
+    run = run_export(stage.draft(manifest), export, certified.expected, source, stage.path, advance)
     entry = manifest.exports[export].model_copy(update={"verified": "host", "note": run.note})
     certified.manifest = manifest.amended(exports=manifest.exports | {export: entry})
     return run

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter.process.progress import Advance, ignore
 from bf16kit.converter.source import Feeds
 from bf16kit.converter.verify.running import GraphReference, open_export, open_profile, open_traced, signature
 from bf16kit.converter.verify.samples import Samples
@@ -84,7 +85,7 @@ class Spool(Sequence[Feeds]):
         return {**found, **stored}
 
 
-def spool(run: Callable[[Feeds], Feeds], samples: Samples, directory: Path | None) -> Spool:
+def spool(run: Callable[[Feeds], Feeds], samples: Samples, directory: Path | None, advance: Advance = ignore) -> Spool:
     """Run the reference with ``run`` on ``samples`` and store its outputs in a temporary file in ``directory``.
 
     Raises :class:`SamplesError` if an output is NaN, because no distance to NaN can be measured. Infinities are
@@ -101,6 +102,7 @@ def spool(run: Callable[[Feeds], Feeds], samples: Samples, directory: Path | Non
                     " valid inputs of the model"
                 )
         kept.append(outputs)
+        advance(1)
     return kept
 
 
@@ -239,13 +241,13 @@ class Run:
         return max(map(error_of, summarise(self.drifts).values()))
 
 
-def run_profile(artifact: Artifact, profile: str, expected: Expected) -> Run:
+def run_profile(artifact: Artifact, profile: str, expected: Expected, advance: Advance = ignore) -> Run:
     """Run ``profile`` as a server would, or emulated if there is no device for it, and compare with ``expected``.
 
     Each output is reduced to its drift at once.
     """
     runtime, emulated = open_profile(artifact, profile)
-    return _run(runtime, artifact, expected, emulated=emulated)
+    return _run(runtime, artifact, expected, advance, emulated=emulated)
 
 
 def run_export(
@@ -254,13 +256,14 @@ def run_export(
     expected: Expected,
     source: GraphReference | None = None,
     scratch: Path | None = None,
+    advance: Advance = ignore,
 ) -> Run:
     """Run the reference with the tensors of ``export``; ``source`` replaces a missing reference."""
     runtime, note = open_export(artifact, export, source, scratch)
-    return _run(runtime, artifact, expected, note=note)
+    return _run(runtime, artifact, expected, advance, note=note)
 
 
-def run_as_served(artifact: Artifact, profile: str, expected: Expected) -> Run:
+def run_as_served(artifact: Artifact, profile: str, expected: Expected, advance: Advance = ignore) -> Run:
     """Run as :func:`run_profile` does; a torch module in the worse of the two arithmetics that a server may use.
 
     One is bf16, the other fp32, to which CPUs without bf16 instructions widen it. Both run on the same
@@ -268,26 +271,39 @@ def run_as_served(artifact: Artifact, profile: str, expected: Expected) -> Run:
     a CPU without bf16 instructions. A module that has nothing in bf16 runs once, on all.
     """
     if profile not in TRACED:
-        return run_profile(artifact, profile, expected)
+        return run_profile(artifact, profile, expected, advance)
     step = -(-len(expected.feeds) // _MAX_SAMPLES)
     given = -(-expected.given // step)
     chosen = replace(expected, feeds=expected.feeds[::step], outputs=expected.outputs[::step], given=given)
-    own = run_profile(artifact, profile, chosen)
+    own = run_profile(artifact, profile, chosen, advance)
     if own.info.precision == "fp32":
-        return run_profile(artifact, profile, expected)
+        return run_profile(artifact, profile, expected, advance)
     runtime = open_traced(artifact, profile, native_bf16=own.info.precision != "bf16")
-    runs = {run.info.precision: run for run in (own, _run(runtime, artifact, chosen))}
+    runs = {run.info.precision: run for run in (own, _run(runtime, artifact, chosen, advance))}
     worse = max(sorted(runs), key=lambda precision: runs[precision].largest_error())
     some = f" on {len(chosen.feeds)} of {len(expected.feeds)} samples" if step > 1 else ""
     note = f"when verified: run in both arithmetics{some}; the drift is that of {_ARITHMETICS[worse]}, the worse"
     return replace(own, drifts=runs[worse].drifts, note=note, step=step)
 
 
-def _run(runtime: Runtime, artifact: Artifact, expected: Expected, *, emulated: bool = False, note: str = "") -> Run:
+def _run(
+    runtime: Runtime,
+    artifact: Artifact,
+    expected: Expected,
+    advance: Advance,
+    *,
+    emulated: bool = False,
+    note: str = "",
+) -> Run:
     """Run ``runtime``, close it, and compare it with ``expected``."""
     outputs, axis = signature(artifact.manifest)[1], artifact.manifest.batch_axis
     with closing(runtime):
-        found = map(runtime.run, expected.feeds)
-        rows = expected.golden_rows
+
+        def run(feeds: Feeds) -> Feeds:
+            outputs = runtime.run(feeds)
+            advance(1)
+            return outputs
+
+        found, rows = map(run, expected.feeds), expected.golden_rows
         measured = drifts(expected.outputs, found, outputs, axis, expected.scales, expected.given, rows)
         return Run(measured, runtime.info, emulated, note)

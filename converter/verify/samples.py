@@ -43,7 +43,8 @@ class Samples:
     @property
     def described(self) -> str:
         """Where the feeds came from, those that were made included."""
-        return f"{self.origin}, and {self.made} made of them by perturbation" if self.made else self.origin
+        made = f", and {self.made} made of them by perturbation, because they are too few to judge by"
+        return f"{self.origin}{made if self.made else ''}"
 
     @property
     def given(self) -> tuple[Feeds, ...]:

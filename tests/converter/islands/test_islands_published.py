@@ -17,6 +17,7 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
 from bf16kit.converter.islands import search as of_the_search
+from bf16kit.converter.report.figures import Figures
 from bf16kit.drift.metrics import Budget
 
 _Build = Callable[[], Failing]
@@ -67,14 +68,20 @@ def test_the_terminal_the_plan_and_the_report_name_the_islands_and_their_worth(
 ) -> None:
     done = cli(*_command(offset(), tmp_path, target, ())).published()
     said = " ".join(done.out.split())
-    assert "profile cuda was over budget; 2 islands in fp32 brought it within budget: bf16 now holds 99.2%" in said
+    assert (
+        "profile cuda was over budget; keeping 2 nodes and weights in fp32 brought it within: bf16 now holds 99.2%"
+        in said
+    )
     assert "node softmax (Softmax): relative_l2" in done.out
+    count = len(Figures((opened := Artifact.open(target)).manifest, opened.manifest.files).islands)
+    assert f"islands     {count} nodes and weights stay fp32 among bf16 ones; 2 of them to meet the budget" in done.out
     assert "searching fp32 islands of cuda: where the error comes from" in done.err
     reasons = {entry.name: entry.reason for entry in Artifact.open(target).manifest.plan.nodes["cuda"]}
     assert reasons["softmax"].startswith("kept in fp32: cuda is over budget without it (relative_l2 ")
     page = (target / "report.html").read_text("utf-8")
+    assert f"<dd>{count}<small>nodes and weights stay fp32 among bf16 ones; 2 of them" in page
     assert page.count("reduced the drift of cuda from") == 1
-    assert "islands in fp32 brought" not in page
+    assert "in fp32 brought it within" not in page
 
 
 @pytest.mark.long

@@ -114,7 +114,19 @@ _ROW = {"profile", "output", "metric", "measured", "judged", "worst", "bound", "
 _KEYS = {
     *("path", "model", "version", "within", "headline", "verdicts", "drift", "budget", "oracle", "reference"),
     *("source", "sizes", "layout", "batch_axis", "inputs", "outputs", "profiles", "plan", "islands", "searches"),
-    *("slices", "off_the_line", "diagnoses", "lossy_tensors", "exports", "files", "given", "tools", "seed"),
+    *(
+        "slices",
+        "on_cpu",
+        "top1",
+        "off_the_line",
+        "diagnoses",
+        "lossy_tensors",
+        "exports",
+        "files",
+        "given",
+        "tools",
+        "seed",
+    ),
     *("measurements", "input_ranges", "recovery"),
 }
 

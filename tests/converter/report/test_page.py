@@ -108,7 +108,7 @@ def test_the_report_shows_everything_that_was_measured() -> None:
     manifest = reported.manifest()
     text = _Page(render(manifest, manifest.files, [], reported.measurements())).text
     for expected in (
-        "The fp32 reference itself is within 3.1e-07 of the torch module (4 samples; fp32 noise explains 1e-05)",
+        "The fp32 reference itself is within 3.1e-07 of the torch module (4 runs; fp32 noise explains 1e-05)",
         "A search of 41 candidates reduced the drift of cuda from 1.62 × to 0.61 × its budget: 99% of the bytes of its",
         "kept in fp32: cuda is over budget without it",
         "30 of cuda: normalisation computes in fp32",

@@ -64,12 +64,12 @@ def test_the_figure_is_in_the_manifest_and_the_closing_lines(
     cli: Cli, mlp: Artifact, onnx_file: Path, target: Path, residual: tuple[str, ...]
 ) -> None:
     """An ONNX file runs before the converter changes it."""
-    out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, *residual).published().out
+    out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--verbose", *residual).published().out
     entry, of_module = Artifact.open(target).manifest.oracle, mlp.manifest.oracle
     assert entry is not None
     assert of_module is not None
     assert entry.how.startswith("the untouched ONNX file")
-    assert f"of {entry.how} ({FEEDS} samples; fp32 noise explains {FLOOR:.2g})" in out
+    assert f"reference   equal to {entry.how} ({FEEDS} runs)" in out
     assert of_module.how.startswith("the torch module")
     assert (of_module.checked, of_module.feeds, of_module.outputs["output"].bound) == (True, FEEDS, FLOOR)
     assert 0 <= of_module.outputs["output"].relative_l2 < 1e-6

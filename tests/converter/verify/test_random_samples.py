@@ -229,7 +229,7 @@ def test_the_given_samples_stay_first_and_the_origin_says_what_was_made() -> Non
     assert found.given == tuple(given)
     assert [feed["x"].tolist() for feed in found.feeds] == [feed["x"].tolist() for feed in enough(given).feeds]
     assert found.made == SAMPLES - 3
-    assert found.described == "the test, and 13 made of them by perturbation"
+    assert found.described == "the test, and 13 made of them by perturbation, because they are too few to judge by"
     assert enough(floats(16)).described == "the test"
 
 

@@ -96,7 +96,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_conversion_measures_on_the_given_samples_and_records_them(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--samples", "feeders:three", *ONNX_ONLY).published()
     entry = Artifact.open(target).manifest.drift["cpu"]
-    assert (entry.samples, entry.source) == (6, "feeders:three, and 13 made of them by perturbation")
+    assert (entry.samples, entry.source) == (
+        6,
+        "feeders:three, and 13 made of them by perturbation, because they are too few to judge by",
+    )
     assert "because --samples was not given" not in done.out
 
 

@@ -51,9 +51,10 @@ def test_a_mean_a_hundred_thousand_times_the_deviations_costs_no_accuracy(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(path, monkeypatch)
-    given = [inputs(64, 768)[0] + np.float32(1e5), np.zeros((64, 768), np.float32), np.ones(768, np.float32)]
-    found = results(norm("AddLayerNorm"), *given)[0]
-    np.testing.assert_allclose(found, exact("AddLayerNorm", *given, np.zeros(768, np.float32)), rtol=0, atol=5e-6)
+    x, skip = inputs(64, 768)[0] + np.float32(1e5), np.zeros((64, 768), np.float32)
+    scale, bias = np.ones(768, np.float32), np.zeros(768, np.float32)
+    found = results(norm("AddLayerNorm"), x, skip, scale)[0]
+    np.testing.assert_allclose(found, exact("AddLayerNorm", x, skip, scale, bias), rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("op", ["AddLayerNorm_bias", "AddRmsNorm", "RmsNorm"])
