@@ -79,6 +79,15 @@ class _Commands(click.Group):
         with _naming_keys():
             return super().invoke(context)
 
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(context, args)
+        except click.UsageError as error:
+            text = f"{error.format_message()} To serve, give --repository DIRECTORY and no command."
+            raise click.UsageError(text, context) from None
+
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])

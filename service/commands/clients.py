@@ -130,6 +130,8 @@ def _reason_not_ready(channel: grpc.Channel, model: str, seconds: float) -> str:
         status = call(health_pb2.HealthCheckRequest(service=model), timeout=seconds).status
     except grpc.RpcError as error:
         code, details = error.code(), brief(error.details() or "")
+        if "http1.x" in details:
+            details = "this is an HTTP port; give the gRPC port"
         known = {
             grpc.StatusCode.NOT_FOUND: f"serves no {what}",
             grpc.StatusCode.DEADLINE_EXCEEDED: f"no answer within {seconds:g} s",
@@ -232,7 +234,8 @@ def _fetch(server: str, model: str, version: int | None, token: str, files: tupl
         response = connection.getresponse()
         data = response.read(MOST_BYTES + 1)
     except ssl.SSLError as error:
-        raise UsageError(f"{where}: no TLS connection: {brief(error)}; give --ca, or http://{where}") from None
+        text = error.reason.lower().replace("_", " ") if error.reason else brief(error)
+        raise UsageError(f"{where}: no TLS connection: {text}; give --ca, or http://{where}") from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         reason = brief(error) or type(error).__name__
         raise UsageError(f"{where}: no server's HTTP port answers there: {reason}") from None
