@@ -62,7 +62,7 @@ def test_a_fallback_is_a_word_or_a_mapping_with_numbers(tmp_path: Path, text: st
             "fallback: fp32\nshadow: {rate: 0}",
             r"needs live drift measurement, but shadow\.rate is 0; raise it, or set",
         ),
-        ("max_batch: 3", "unknown key 'max_batch'; known keys are .*max_batch_size"),
+        ("max_batch: 3", r"unknown key 'max_batch' \(did you mean max_batch_size\?\)$"),
         ("shadow: {rate: 2}", r"'shadow\.rate' is 2"),
         ("shadow: {max_per_second: 0}", r"'shadow\.max_per_second' is 0"),
         ("version_policy: {latest: 1, all: true}", "give exactly one of"),
