@@ -112,12 +112,13 @@ class Conversion:
 
     @property
     def _headline(self) -> str:
-        sizes = self.sizes
-        return f"{self._figures.headline} {size(sizes.checkpoint)} of fp32 became {self.path} in {self.seconds:.1f} s."
+        path = self.path.relative_to(Path.cwd()) if self.path.is_relative_to(Path.cwd()) else self.path
+        return f"{self._figures.headline} {size(self.sizes.checkpoint)} became {path} in {self.seconds:.1f} s."
 
     def _repr_html_(self) -> str:
         name = html.escape(self.artifact.manifest.model)
-        parts = [f"<p><b>{name}</b>: {html.escape(self._headline)}</p>", self.drift._repr_html_()]
+        bounded = Drift(row for row in self.drift.rows if row.bound is not None)
+        parts = [f"<p><b>{name}</b>: {html.escape(self._headline)}</p>", bounded._repr_html_()]
         if self.islands:
             rows = [(each.profile, each.name, each.op, each.reason) for each in self.islands]
             parts.append(html_table("fp32 islands", ("profile", "node", "op", "reason"), rows))
