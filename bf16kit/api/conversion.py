@@ -114,12 +114,13 @@ class Conversion:
 
     @property
     def _headline(self) -> str:
-        sizes = self.sizes
-        return f"{self._figures.headline} {size(sizes.checkpoint)} of fp32 became {self.path} in {self.seconds:.1f} s."
+        path = self.path.relative_to(Path.cwd()) if self.path.is_relative_to(Path.cwd()) else self.path
+        return f"{self._figures.headline} {size(self.sizes.checkpoint)} became {path} in {self.seconds:.1f} s."
 
     def _repr_html_(self) -> str:
         name = html.escape(self.artifact.manifest.model)
-        parts = [f"<p><b>{name}</b>: {html.escape(self._headline)}</p>", self.drift._repr_html_()]
+        bounded = Drift(row for row in self.drift.rows if row.bound is not None)
+        parts = [f"<p><b>{name}</b>: {html.escape(self._headline)}</p>", bounded._repr_html_()]
         if self.islands:
             rows = [(each.profile, each.name, each.op, each.reason) for each in self.islands]
             parts.append(html_table("fp32 islands", ("profile", "node", "op", "reason"), rows))
@@ -159,6 +160,10 @@ def convert(
             parsed = options_of(Path(source), Path(out), options)
         elif _is(source, "onnx", "ModelProto"):
             parsed = options_of(stack.enter_context(_saved(source)), Path(out), options)
+        elif _is(source, "torch.jit", "ScriptModule"):
+            raise UsageError(
+                "the module is TorchScript; save it with torch.jit.save, and convert the file with trust_code=True"
+            )
         elif _is(source, "torch.nn", "Module"):
             parsed = options_of(Path(f"<{type(source).__name__}>"), Path(out), options, module=source)
         else:
@@ -222,9 +227,11 @@ def inputs_of(module: torch.nn.Module, given: str | Sequence[Any] | None) -> tup
     sizes: dict[tuple[str, int], tuple[int, ...]] = {}
     try:
         found = [feed_of(each, [TensorSpec(str(name), "float32", ()) for name in names]) for each in given]
+        if len({tuple((name, array.ndim) for name, array in feed.items()) for feed in found}) > 1:
+            raise InvalidRequest("other names or ranks")
         for name, array in found[0].items():
             sizes |= {(name, axis): tuple(feed[name].shape[axis] for feed in found) for axis in range(array.ndim)}
-    except (InvalidRequest, KeyError, IndexError) as error:
+    except InvalidRequest as error:
         raise UsageError(f"samples: they do not have the same inputs ({error}); {wanted}") from None
     firsts = {seen for (_, axis), seen in sizes.items() if axis == 0}
     shared = {seen: "batch" for seen in firsts if len(firsts) == 1}  # names of free dimensions, by their sizes

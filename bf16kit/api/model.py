@@ -111,7 +111,7 @@ def load(
 
 
 def compare(
-    model: Model, reference: Callable[..., Any], samples: Any, *, budget: Mapping[str, float] | None = None
+    model: Model, reference: Callable[..., Any], samples: Any, *, budget: Mapping[str, float | None] | None = None
 ) -> Drift:
     """Measure how far the outputs of ``model`` are from those of ``reference``, by the metrics of a conversion.
 

@@ -117,7 +117,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
     stream = io.StringIO()
     width = max(_NARROWEST, shutil.get_terminal_size().columns)
-    Console(file=stream, no_color=True, width=width).print(rich_table(columns, rows))
+    Console(file=stream, no_color=True, width=width, force_jupyter=False).print(rich_table(columns, rows))
     lines = stream.getvalue().rstrip().splitlines()
     return "\n".join([title, *(line.rstrip() for line in lines)])  # rich would wrap its own title at the table's width
 

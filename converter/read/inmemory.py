@@ -19,11 +19,6 @@ from bf16kit.messages.errors import SourceError, UsageError
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return ``options.module`` as a source; its digest is that of its state dict's names, dtypes, shapes and bytes."""
     module = getattr(options.module, "_orig_mod", options.module)  # torch.compile's wrapper holds it
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UsageError(
-            f"{options.source}: is a TorchScript module; save it with torch.jit.save, and convert the file with"
-            " trust_code=True"
-        )
     tensors = torch_file.to_numpy(options.source, {n: t.cpu().contiguous() for n, t in module.state_dict().items()})
     if not tensors:
         raise SourceError(f"{options.source}: has neither parameters nor buffers, so there is nothing to convert")
