@@ -25,7 +25,7 @@ from bf16kit.messages.wording import printable
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DOTS = 500  # in one chart; more cannot be told apart
+DOTS = 120  # in one chart: more are hard to tell apart, and would be most of the bytes of a page
 WIDTH = 480.0  # width of the report's pictures, in units of about a pixel; phones show it at two thirds
 # CSS variables. matplotlib draws with a colour that stands for the variable, and :func:`svg` puts the variable there.
 _NAMES = ("text", "muted", "grid", "accent", "bad", "zone", "second", "third", "target")

@@ -95,7 +95,9 @@ def test_its_measurements_are_read_and_none_is_added(name: str) -> None:
 
 
 def _stated(value: Any) -> Any:
-    """Return ``value`` without what is null."""
+    """Return ``value`` without what is null, and floats in the seven digits that measurements are written in now."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
     if isinstance(value, dict):
         return {key: _stated(each) for key, each in value.items() if each is not None}
     return [_stated(each) for each in value] if isinstance(value, list) else value
