@@ -120,8 +120,8 @@ def _check_shape(spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]
         expected = dim if isinstance(dim, int) else sizes.setdefault(dim, size)
         if size != expected:
             raise InvalidRequest(
-                f"input {spec.name!r} has shape {list(shape)}, expected {describe(spec.shape)}: dimension {axis}"
-                f"{'' if isinstance(dim, int) else f' ({dim})'} must be {expected}, and is {size}"
+                f"input {spec.name!r} has shape {list(shape)}, expected {describe(spec.shape)}: dimension {axis} must"
+                f" be {expected}"
             )
 
 

@@ -5,6 +5,9 @@ A command imports heavy modules only when it runs.
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 
 import click
@@ -25,3 +28,16 @@ json_option = click.option(
 def echo(text: str) -> None:
     """Print ``text`` with its control characters made harmless."""
     click.echo(printable(text))
+
+
+def echo_wrapped(text: str) -> None:
+    """Print ``text``; on a terminal, wrap its long lines with an indent, but not those of tables."""
+    if sys.stdout.isatty():
+        wrapping = textwrap.TextWrapper(
+            shutil.get_terminal_size().columns,
+            subsequent_indent=" " * 12,
+            break_long_words=False,  # paths
+            break_on_hyphens=False,
+        )
+        text = "\n".join(line if line.startswith(" ") else wrapping.fill(line) for line in text.split("\n"))
+    echo(text)

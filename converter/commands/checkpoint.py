@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from bf16kit.converter.commands import PATH, debug_option, echo, json_option
+from bf16kit.converter.commands import PATH, debug_option, echo, echo_wrapped, json_option
 
 _VERSION = re.compile("[1-9][0-9]*")
 _OF_COLLECTION = ("per_model", "jobs", "ray")
@@ -205,7 +205,7 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
         if given["dry_run"]:
             with progress.for_stream(sys.stderr) as bar:
                 seen = preview(options_of(source, given["out"], options), bar)
-            echo(dumps(seen.record()) if as_json else str(seen))
+            echo(dumps(seen.record())) if as_json else echo_wrapped(str(seen))
             return
         result = bf16kit.convert(source, out=given["out"], progress=True, **options)
     except Bf16kitError as error:
@@ -218,7 +218,7 @@ def checkpoint(context: click.Context, /, **given: Any) -> None:
     if as_json:
         echo(dumps(record(*told)))
     else:
-        echo(closing(*told, verbose=given["verbose"]))
+        echo_wrapped(closing(*told, verbose=given["verbose"]))
 
 
 def _is_collection(source: Path, out: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from bf16kit.converter.commands import echo
+from bf16kit.converter.commands import echo, echo_wrapped
 from bf16kit.converter.commands.checkpoint import checkpoint
 from bf16kit.converter.recovery import PRECISIONS, Settings, parse_scaling
 
@@ -84,7 +84,7 @@ def recover(**given: Any) -> None:
     options = options_of(given["source"], given["out"], {**kept, "search": False, "search_minutes": 1.0})
     with progress.for_stream(sys.stderr) as bar:
         result = run(options, settings, bar)
-    echo(closing(result.artifact, result.notes, time.monotonic() - began, verbose=given["verbose"]))
+    echo_wrapped(closing(result.artifact, result.notes, time.monotonic() - began, verbose=given["verbose"]))
     found = result.artifact.measurements()
     if found is not None and found.recovery is not None:
         echo("\n" + recovery_text(found.recovery))

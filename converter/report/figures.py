@@ -63,7 +63,7 @@ class PlanGroup:
             return "kept in fp32 to meet the budget; the table of islands has the reasons"
         alone = len(self.reasons) == 1
         joined = "; ".join(f"{r['reason']}" if alone else f"{r['reason']} ({r['count']:,})" for r in self.reasons)
-        return f"{joined}; and {self.more:,} more reasons" if self.more else joined
+        return f"{joined}; and {self.more:,} more reason{'s' * (self.more > 1)}" if self.more else joined
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class TestExportAlone:
     @pytest.mark.long
     def test_the_same_input_gives_the_same_bytes(self, cli: Cli, alone: Artifact, mlp_file: Path, target: Path) -> None:
         outcome = cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
-        assert "export safetensors: model.safetensors" in outcome.out
+        assert "export      safetensors: model.safetensors" in outcome.out
         for path in target.iterdir():
             assert path.read_bytes() == (alone.path / path.name).read_bytes(), path.name
 

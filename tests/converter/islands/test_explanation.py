@@ -97,6 +97,18 @@ def test_an_output_that_no_node_computes_does_not_ail(cli: Cli, target: Path) ->
 
 
 @pytest.mark.long
+def test_a_weight_that_several_layers_share_names_none_of_them(cli: Cli, target: Path) -> None:
+    """Exporters store equal tensors, such as the scales of new normalisations, once, under the name of the first."""
+    model = graphs.mlp((16, 16, 16))
+    model.graph.node[-1].input[1] = "b0"
+    del model.graph.initializer[3]
+    layers = explained(cli, model, target, "cuda")["layers"]
+    assert isinstance(layers, list)
+    found = {layer["name"]: layer["weight"] for layer in layers}
+    assert (found["matmul0"], found["matmul1"], found["add0"], found["add1"]) == ("w0", "w1", "", "")
+
+
+@pytest.mark.long
 def test_islands_that_exist_already_stay(cli: Cli, target: Path) -> None:
     """With those that the conversion found and the user asked for, the budget is met: nothing more is suggested."""
     flags = (*ONNX_ONLY, "--keep-fp32", "^first$")

@@ -46,7 +46,7 @@ def test_without_the_kernel_one_note_gives_the_reason_the_cost_and_the_remedy(
     monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_bf16kernel.so")
     monkeypatch.delenv(kernel.VARIABLE, raising=False)
     done = cli("checkpoint", onnx_file, "--out", target, "--format", "onnx").published()
-    (line,) = [line for line in (done.out + done.err).splitlines() if "CPU kernel" in line]
+    (line,) = [line for line in (done.out + done.err).splitlines() if "note: " in line and "CPU kernel" in line]
     assert line.startswith("note: no CPU kernel, because it was not built")
     assert "twice the memory" in line
     assert "install a C++17 compiler" in line
