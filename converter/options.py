@@ -127,9 +127,10 @@ def parse_target(path: Path) -> Target:
     """Parse ``path`` as ``REPOSITORY/MODEL/VERSION``; raise :class:`UsageError` if it does not end in a version ≥ 1."""
     absolute = path.absolute()
     version, model = absolute.name, absolute.parent.name
-    if not re.fullmatch(r"[1-9][0-9]*", version):
+    if not re.fullmatch(r"[1-9][0-9]{0,17}", version):  # what servers take for a version
         raise UsageError(
-            f"--out {path}: must end in MODEL/VERSION, with a version of 1 or more, and ends in {version!r}"
+            f"--out {path}: must end in MODEL/VERSION, with a version of 1 or more, of at most 18 digits, and ends in"
+            f" {version!r}"
         )
     return Target(absolute, parse_model_name(f"--out {path}", model), int(version))
 
@@ -230,9 +231,13 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
     except Exception as error:  # the user's module runs at import and may raise anything
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        remedy = _NEEDS_LIGHTNING if missing in ("lightning", "pytorch_lightning") else ""
+        remedy = user_frame(error)
+        if missing in ("lightning", "pytorch_lightning"):
+            remedy += _NEEDS_LIGHTNING
+        elif missing == module_name.partition(".")[0]:
+            remedy = "; run in the directory that holds it, or set PYTHONPATH to that"
         raise UsageError(
-            f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{user_frame(error)}{remedy}"
+            f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{remedy}"
         ) from error
     finally:
         # Last, for what the callable imports when it is called: there it hides no module of ours or of a library's.

@@ -24,7 +24,8 @@ def read_mapping(file: Path) -> dict[str, Any]:
 def parse_mapping(data: bytes, file: Path) -> dict[str, Any]:
     """Return the YAML mapping in ``data``, the bytes of ``file``; {} for an empty file.
 
-    Raises :class:`ConfigError` with a plain reason, also for an alias and for an integer of more than 64 bits.
+    Raises :class:`ConfigError` with a plain reason, also for an alias, a key that is given twice, and an integer of
+    more than 64 bits.
     """
     try:
         content = yaml.load(data.decode("utf-8"), _Loader)  # noqa: S506 -- a SafeLoader
@@ -68,6 +69,14 @@ class _Loader(yaml.SafeLoader):
             event: yaml.AliasEvent = self.peek_event()  # type: ignore[no-untyped-call]  # yaml's own
             raise _Refused(f"*{brief(event.anchor)} is an alias: write the value itself there", event.start_mark)
         return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                raise _Refused(f"{quoted(key.value)} is given twice: leave one out", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if abs(value := int(super().construct_yaml_int(node))) >= 1 << 63:

@@ -9,12 +9,21 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import click
 
 from bf16kit.messages.wording import printable
 
-PATH = click.Path(path_type=Path)
+
+class _LocalPath(click.Path):
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        if "://" in str(value):
+            self.fail(f"{value!r} is a URL: give a file or directory of this machine", parameter, context)
+        return super().convert(value, parameter, context)
+
+
+PATH = _LocalPath(path_type=Path)
 
 samples_option = click.option(
     "--samples", metavar="FILE|DIR|PKG.MOD:FN", help="Inputs to run the model on.  [default: the golden samples]"

@@ -46,7 +46,9 @@ def recognise(path: Path) -> Kind:
     if not path.exists():
         if path.with_name(f"{path.name}.index").is_file():  # TensorFlow 1 names a checkpoint by a prefix
             return recognise(path.with_name(f"{path.name}.index"))
-        raise SourceError(f"{path}: no such file or directory")
+        on_hub = len(path.parts) == 2 and not path.parent.exists()
+        hint = f"; if it is on the Hugging Face Hub, first run `hf download {path} --local-dir DIR`" if on_hub else ""
+        raise SourceError(f"{path}: no such file or directory{hint}")
     if not path.is_dir() and not path.is_file():  # reading a pipe may block forever
         raise SourceError(f"{path}: neither a file nor a directory")
     try:

@@ -238,6 +238,8 @@ def _fetch(server: str, model: str, version: int | None, token: str, files: tupl
         raise UsageError(f"{where}: no TLS connection: {text}; give --ca, or http://{where}") from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         reason = brief(error) or type(error).__name__
+        if isinstance(error, http.client.HTTPException) and parts.scheme == "http":
+            reason += f"; if it speaks TLS, give https://{where}"
         raise UsageError(f"{where}: no server's HTTP port answers there: {reason}") from None
     finally:
         connection.close()

@@ -23,6 +23,12 @@ Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says 
 _OTHER_VARIABLES = ("CONFIG", "HEALTH_CERTIFICATE", "HEALTH_KEY", "KERNEL_PATH", "TENSORFLOW_PYTHON", "TOKEN")
 # Variables that Kubernetes sets in every pod for a Service whose name begins with bf16kit: no typos.
 _KUBERNETES_SERVICE = re.compile(r".*_SERVICE_(HOST|PORT.*)|.*_PORT_\d+_(TCP|UDP|SCTP).*")
+_EXPECTED = {  # for types that pydantic calls by Python's names
+    "dict_type": "give keys and values, {key: value}",
+    "model_type": "give keys and values, {key: value}",
+    "tuple_type": "give a list, [a, b]",
+    "path_type": "give a path",
+}
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _REPOSITORY = f"--repository DIRECTORY, or {ENV_PREFIX}REPOSITORY: the only setting without a default"
 
@@ -240,7 +246,7 @@ def explain(errors: Sequence[ErrorDetails], model: type[BaseModel], where: str) 
     key = _dotted(first["loc"])
     if first["type"] == "missing":
         return f"{where}: {quoted(key)} is missing"
-    message = first["msg"].removeprefix("Value error, ")
+    message = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     field = model.model_fields.get(key)
     if first["type"] == "string_pattern_mismatch" and field is not None and field.description:
         message = f"give {field.description}"

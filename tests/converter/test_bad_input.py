@@ -80,9 +80,10 @@ def test_a_full_disk_publishes_nothing(tmp_path: Path, target: Path) -> None:
     [
         *(
             (["--out", f"repository/m/{version}"], f"--out repository/m/{version}: must end in MODEL/VERSION")
-            for version in ("m", "0", "01", "one", "-1")
+            for version in ("m", "0", "01", "one", "-1", "9" * 19)
         ),
         *((["--out", f"repository/{name}/1"], "is not a model name") for name in (".hidden", "two words", "ü")),
+        (["--out", "s3://bucket/m/1"], "'s3://bucket/m/1' is a URL: give a file or directory of this machine"),
         (["--input", "y:float32:batch,16"], "the model's inputs are x"),
         (["--input", "x:float16:batch,16"], "the model's own input is float32"),
         (["--input", "x"], "--input 'x': expected NAME:DTYPE:DIMS"),

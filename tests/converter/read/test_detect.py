@@ -254,3 +254,7 @@ def test_a_source_that_is_rejected_leaves_no_file_behind(
     make(tmp_path / "source.pt")
     cli("checkpoint", "source.pt", "--out", target, *MLP).refused(2, said)
     assert tree(tmp_path) in ([], ["source.pt"])
+
+
+def test_a_name_on_the_hub_is_not_taken_for_a_directory(cli: Cli, target: Path) -> None:
+    cli("checkpoint", "org/model", "--out", target).refused(2, "first run `hf download org/model --local-dir DIR`")

@@ -116,7 +116,7 @@ def test_the_first_five_mismatches_are_named_and_the_rest_counted() -> None:
         (["--model", "./models/zoo.py"], "expected pkg.mod:name, not a path: write models.zoo:NAME\n"),
         (["--model", "../zoo.py:Mlp"], "write zoo:Mlp, with PYTHONPATH=.. in the environment\n"),
         (["--model", "architectures:Mlpp"], "module architectures has no 'Mlpp' (did you mean Mlp?)"),
-        (["--model", "no_such_module:Mlp"], "cannot import no_such_module: ModuleNotFoundError"),
+        (["--model", "no_such_module:Mlp"], "named 'no_such_module'; run in the directory that holds it, or"),
         (["--model", "architectures:failing"], "the factory failed: RuntimeError: no such preset"),
         (["--model", "architectures:not_a_module"], "returned str, expected a torch.nn.Module"),
         (["--model", "architectures:Mlp", "--model-args", '{"depth": 3}'], "unexpected keyword argument 'depth'"),

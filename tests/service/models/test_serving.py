@@ -63,6 +63,8 @@ def test_a_fallback_is_a_word_or_a_mapping_with_numbers(tmp_path: Path, text: st
             r"needs live drift measurement, but shadow\.rate is 0; raise it, or set",
         ),
         ("max_batch: 3", r"unknown key 'max_batch' \(did you mean max_batch_size\?\)$"),
+        ("version_policy: 3", r"'version_policy' is 3: give keys and values, \{key: value\}$"),
+        ("warmup: 3", r"'warmup' is 3: give a list, \[a, b\]$"),
         ("shadow: {rate: 2}", r"'shadow\.rate' is 2"),
         ("shadow: {max_per_second: 0}", r"'shadow\.max_per_second' is 0"),
         ("version_policy: {latest: 1, all: true}", "give exactly one of"),
