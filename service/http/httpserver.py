@@ -148,7 +148,7 @@ class HttpServer:
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._listener = ports.listen(host, port, "--http-port", _BACKLOG)
-        # Accepted sockets inherit both. asyncio sets the second only on a socket that was made with a protocol's number.
+        # Accepted sockets inherit both. asyncio sets the second only on sockets made with the number of a protocol.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.limits = limits or Limits()

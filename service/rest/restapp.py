@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -22,12 +20,12 @@ from bf16kit.messages.wording import quoted
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.service.config.tokens import Scope as TokenScope
 from bf16kit.service.grpc.admission import MessageBytes
+from bf16kit.service.grpc.inference import OtherCall
 from bf16kit.service.grpc.status import Status
 from bf16kit.service.grpc.transport import Transport
 from bf16kit.service.http.httpserver import Connection
 from bf16kit.service.http.pageapp import send_response
 from bf16kit.service.http.pages import Access
-from bf16kit.service.request import Cancellation
 from bf16kit.service.rest.codec import decode, encode
 
 _SMALL = 16 << 10  # bytes of a body or of outputs that are converted on the loop's thread; more take another
@@ -46,24 +44,6 @@ _STATUSES = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-
-
-@dataclass(eq=False, slots=True)
-class RestCall:
-    """One request, as the servicers see it: a :class:`bf16kit.service.grpc.inference.CallContext`."""
-
-    client: str
-    headers: Mapping[str, str]
-    held: MessageBytes
-    started: float = field(default_factory=time.monotonic)
-    deadline: float | None = None  # HTTP has none; the request's parameter `timeout` is read with the request
-    cancellation: Cancellation = field(default_factory=Cancellation)
-
-    def metadata_value(self, key: str) -> str | None:
-        return self.headers.get(key)
-
-    def reserve_more(self, nbytes: int) -> None:
-        self.held.reserve_more(nbytes)
 
 
 class RestApp:
@@ -122,7 +102,7 @@ class RestApp:
         pool, connection = self._pool, request.scope["state"]["connection"]
         client = f"http:{request.client.host if request.client else ''}"  # many connections get no more than one
         permit = pool.admit(client)
-        call = RestCall(client, request.headers, MessageBytes(permit))
+        call = OtherCall(client, request.headers, MessageBytes(permit))
         end = partial(self._end_slow, asyncio.get_running_loop(), connection)
         try:
             pool.receive_timeouts.start(call, end)
@@ -138,7 +118,7 @@ class RestApp:
             call.cancellation.cancel()
             permit.release()
 
-    async def _body(self, request: Request, call: RestCall) -> bytearray:
+    async def _body(self, request: Request, call: OtherCall) -> bytearray:
         """Receive the body. Its size is checked, and its bytes are counted, before there are more of them."""
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
@@ -157,25 +137,20 @@ class RestApp:
         text = f"the request has {nbytes} bytes or more, expected at most {most} (max_message_bytes)"
         raise HTTPException(413, text, {"Connection": "close"})  # its rest is not received
 
-    async def _run(self, request: Request, call: RestCall, body: bytearray, model: str, version: str) -> Response:
-        loop = asyncio.get_running_loop()
-        answered: asyncio.Future[pb.ModelInferResponse | Status] = loop.create_future()
-
-        def respond(result: pb.ModelInferResponse | Status) -> None:
-            with contextlib.suppress(RuntimeError):  # the HTTP port has ended
-                loop.call_soon_threadsafe(_settle, answered, result)
+    async def _run(self, request: Request, call: OtherCall, body: bytearray, model: str, version: str) -> Response:
+        answered: Future[pb.ModelInferResponse | Status] = Future()
 
         def begin() -> Any:
             message, binary = decode(body, request.headers.get(_JSON_LENGTH), model, version, call.held.reserve)
-            self._inference.ModelInfer(message, call, respond)
+            self._inference.ModelInfer(message, call, answered.set_result)
             return binary
 
         quick = len(body) <= _SMALL and not self._inference.reads_shared_memory
         binary = begin() if quick else await asyncio.to_thread(begin)
-        leaving = loop.create_task(_until_gone(request.receive))
+        leaving = asyncio.create_task(_until_gone(request.receive))
         leaving.add_done_callback(lambda _: call.cancellation.cancel())
         try:
-            result = await answered
+            result = await asyncio.shield(asyncio.wrap_future(answered))
         finally:
             leaving.cancel()
         if isinstance(result, Status):
@@ -190,11 +165,6 @@ class RestApp:
     def _end_slow(self, loop: asyncio.AbstractEventLoop, connection: Connection) -> None:
         self._pool.count_refusal("too_slow")
         loop.call_soon_threadsafe(connection.evict)
-
-
-def _settle(answered: asyncio.Future[Any], result: Any) -> None:
-    if not answered.done():  # else the HTTP port is ending
-        answered.set_result(result)
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -148,7 +148,7 @@ def trusting(authority: Authority, client: Pair | None = None) -> ssl.SSLContext
 
 
 def test_a_response_on_an_open_connection_waits_for_no_acknowledgement(serve: Serve) -> None:
-    """It leaves in two pieces. With Nagle's algorithm the second waits 40 ms for the client to acknowledge the first."""
+    """It has two pieces. With Nagle's algorithm the second waits 40 ms, until the client acknowledges the first."""
     times = []
     with serve().connect() as peer:
         for _ in range(21):

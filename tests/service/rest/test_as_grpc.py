@@ -66,13 +66,14 @@ def by_rest(rest: RestPort, model: str, raw: Mapping[str, bytes], rows: int, *bi
             tensor["data"] = decode_raw(name, BY_OIP[name], (rows, 2), data).tolist()
         inputs.append(tensor)
         outputs.append({"name": f"{name}.out", "parameters": {"binary_data": name in binary}})
-    head = json.dumps({"inputs": inputs, "outputs": outputs}).encode()
+    head = json.dumps({"id": "r-é", "inputs": inputs, "outputs": outputs}).encode()
     status, answer, headers = rest.infer(head + tail, model, **{"Inference-Header-Content-Length": str(len(head))})
     assert status == 200, answer
     rest_of_it = b""
     if binary:
         end = int(headers["Inference-Header-Content-Length"])
         answer, rest_of_it = json.loads(answer[:end]), answer[end:]
+    assert (answer["id"], answer["model_name"], answer["parameters"]["precision"]) == ("r-é", model, "bf16")
     found = {}
     for output in answer["outputs"]:
         if "data" in output:

@@ -136,6 +136,13 @@ def test_other_paths_and_methods_say_where_to_go(
     assert told is None or told in answer["error"]
 
 
+def test_a_tensor_in_shared_memory_is_unsupported_as_over_grpc_where_that_is_off(port: RestPort) -> None:
+    place = {"shared_memory_region": "r", "shared_memory_byte_size": 12}
+    status, answer, _ = port.infer(changed(data=None, parameters=place))
+    assert status == 501
+    assert "input 'x' is in shared memory, which is off" in answer["error"]
+
+
 # --- health and metadata ----------------------------------------------------------------------------------------------
 
 
