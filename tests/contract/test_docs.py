@@ -80,6 +80,14 @@ def test_links_between_pages_and_to_headings_lead_somewhere_and_decisions_that_a
     assert broken == []
 
 
+def test_every_decision_has_a_status_and_the_index_has_every_decision_with_its_title() -> None:
+    index = (DOCS / "decisions" / "README.md").read_text("utf-8")
+    pages = {page.name: page.read_text("utf-8") for page in (DOCS / "decisions").glob("0*.md")}
+    assert [name for name, text in pages.items() if "\nStatus: " not in text] == []
+    titles = {name: text.splitlines()[0].split(" · ")[1] for name, text in pages.items()}
+    assert titles == dict(re.findall(r"^\| \[\d{4}\]\((\S+)\) \| (.+?) \|", index, re.MULTILINE))
+
+
 def headings(page: Path) -> set[str]:
     """Return the anchors that a page's headings have."""
     found = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
