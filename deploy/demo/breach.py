@@ -45,7 +45,7 @@ def show(artifact: Path, repository: Path) -> None:
         flush=True,
     )
     damage(artifact, repository, golden=True)
-    print(f"   bf16-serve refuses it: {_refusal(repository)}")
+    print(f"   refused at load: {_refusal(repository)}")
     damage(artifact, repository, golden=False)
     print(
         "   Without its golden samples nothing shows at load: the copy is served, and only traffic can tell.",
