@@ -95,7 +95,7 @@ class _Commands(click.Group):
     "file",
     type=click.Path(path_type=Path),
     envvar="BF16KIT_CONFIG",
-    help="server.yaml: any flag as a key (grpc_port: 8001), and more: see docs/operations.md.",
+    help="server.yaml: any flag as a key (grpc_port: 8001), and more: see docs/configuration.md.",
 )
 @click.pass_context
 def main(context: click.Context, /, file: Path | None, **flags: object) -> None:

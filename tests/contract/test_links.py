@@ -62,6 +62,18 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
     assert list(dead_links(page)) == ["page.md: #some-code", "page.md: gone.md"]
 
 
+def test_each_decision_that_is_named_exists() -> None:
+    listed = subprocess.run(
+        ["git", "grep", "-hoE", r"decisions/[0-9]{4}", "--", ":!CHANGELOG.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    decisions = {page.name[:4] for page in (ROOT / "docs" / "decisions").glob("0*.md")}
+    assert {name[-4:] for name in listed.split()} <= decisions
+
+
 def test_each_page_that_a_message_or_a_comment_names_exists() -> None:
     listed = subprocess.run(
         ["git", "grep", "-hoE", r"docs/[a-z0-9/-]+\.md", "--", ":!CHANGELOG.md", ":!docs/decisions"],
