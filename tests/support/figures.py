@@ -20,9 +20,9 @@ _COLUMNS = ("how much", "health checks", "slowest, ms", "RSS before, MiB", "at m
 _HEAD = """# How reliable the server is
 Written by {command} on {commits}, {cores} cores ({machine}), Python {python}: {passed} of {count} attacks passed.
 
-Each row attacks a `bf16-serve` process over real sockets (`tests/hostile`, the row's name) while a second client polls its
-health. It passes if every check was answered within a second (30 s while calls are reset), the process lives, its memory
-never reached 1.5 GiB and came back to within 10 %, and what the row says held.
+Each row attacks a `bf16-serve` process over real sockets (`tests/hostile`, the row's name) while a second client polls
+its health. It passes if every check was answered within a second (30 s while calls are reset), the process lives, its
+memory never reached 1.5 GiB and came back to within 10 %, and what the row says held.
 
 | attack | {columns} | what else |
 |---|{rule}|---|
