@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, get_args
 from bf16kit.converter.process.quiet import user_frame
 from bf16kit.drift.metrics import Budget
 from bf16kit.messages.errors import UsageError
+from bf16kit.messages.wording import with_similar
 from bf16kit.numerics.tensors import BY_NAME, Kind, TensorSpec
 
 Format = Literal["onnx", "torchscript", "pt2", "safetensors", "hf"]
@@ -202,15 +203,26 @@ def is_import_spec(text: str) -> bool:
     return _SPEC.fullmatch(text) is not None
 
 
+def _import_spec(file: str, attribute: str) -> str:
+    """Return what to write instead of the ``file`` of a module; an example, if it is none."""
+    path = Path(file)
+    if path.suffix != ".py" and "/" not in file:
+        return "for example mypackage.models:build"
+    elsewhere = path.is_absolute() or ".." in path.parts
+    module = path.stem if elsewhere else ".".join(path.with_suffix("").parts)
+    where = f", with PYTHONPATH={path.parent} in the environment" if elsewhere else ""
+    return f"not a path: write {module}:{attribute or 'NAME'}{where}"
+
+
 def import_callable(flag: str, text: str) -> Callable[..., Any]:
     """Return the callable that ``flag`` names; modules in the user's working directory are found too.
 
     Raises :class:`UsageError` if the module or its attribute does not exist or cannot be called.
     """
-    if not is_import_spec(text):
-        missing = "no such file; " if text.endswith(".onnx") else ""
-        raise UsageError(f"{flag} {text!r}: {missing}expected pkg.mod:name, for example mypackage.models:build")
     module_name, _, attribute = text.partition(":")
+    if not is_import_spec(text) or module_name.endswith(".py"):
+        missing = "no such file; " if text.endswith(".onnx") else ""
+        raise UsageError(f"{flag} {text!r}: {missing}expected pkg.mod:name, {_import_spec(module_name, attribute)}")
     sys.path.insert(0, "")  # the working directory: a console script lacks it, but users expect it, as of `python -m`
     try:
         found: Any = importlib.import_module(module_name)
@@ -225,7 +237,7 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
             sys.path.remove("")
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise UsageError(f"{flag} {text}: module {module_name} has no {attribute}")
+            raise UsageError(f"{flag} {text}: module {module_name} has no {with_similar(attribute, dir(found))}")
         found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"{flag} {text}: is {type(found).__name__}, expected a function or class")

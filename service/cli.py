@@ -11,9 +11,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -36,6 +38,24 @@ EXIT_UNCLEAN = 1  # requests were still in flight when drain_seconds ended
 EXIT_USAGE = 2
 
 
+@contextmanager
+def _naming_keys() -> Iterator[None]:
+    """Say where to set a key of server.yaml that is given as a flag and has none."""
+    try:
+        yield
+    except click.NoSuchOption as error:
+        from bf16kit.service.config.serverconfig import ENV_PREFIX, ServerConfig
+
+        key = error.option_name.lstrip("-").replace("-", "_")
+        if key not in ServerConfig.model_fields:
+            raise
+        raise click.UsageError(
+            f"{error.option_name} is not a flag: set {ENV_PREFIX}{key.upper()} in the environment, or {key} in the"
+            " server.yaml of --config",
+            error.ctx,
+        ) from None
+
+
 class _Commands(click.Group):
     """Imports a command's module when it is called, so that `--help` and `health` are quick."""
 
@@ -50,6 +70,23 @@ class _Commands(click.Group):
         if name == "check":  # it takes all options of the server
             command.params.extend(each for each in self.params if each not in command.params)
         return command
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        with _naming_keys():
+            return super().parse_args(context, args)
+
+    def invoke(self, context: click.Context) -> Any:
+        with _naming_keys():
+            return super().invoke(context)
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(context, args)
+        except click.UsageError as error:
+            text = f"{error.format_message()} To serve, give --repository DIRECTORY and no command."
+            raise click.UsageError(text, context) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -32,7 +32,9 @@ def damaged_if_unreadable(where: object, error: type[Bf16kitError] = ArtifactDam
     try:
         yield
     except OSError as failure:
-        raise error(f"{where}: cannot be read: {os_error_text(failure)}") from None
+        again = error is ArtifactDamaged and isinstance(failure, FileNotFoundError)
+        remedy = "; copy or convert the artifact again" if again else ""
+        raise error(f"{where}: cannot be read: {os_error_text(failure)}{remedy}") from None
 
 
 def open_inside(
@@ -93,7 +95,7 @@ def read_manifest(path: Path) -> Manifest:
             what = "not a directory, as an artifact is" if path.exists() else "no such directory"
             raise ArtifactError(f"{path}: {what}")
         if not where.is_file():
-            raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}")
+            raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}, as REPOSITORY/MODEL/VERSION has")
     return Manifest.loads(read_bounded(where, _MAX_MANIFEST, ArtifactDamaged, "not a manifest", within=path), where)
 
 

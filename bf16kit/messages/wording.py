@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import json
 import math
@@ -9,7 +10,7 @@ import os
 import re
 import reprlib
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ _FRAMES = re.compile(r"\n(?:Exception raised from|frame #|==> Context:|\s*#\d+ )
 # A library's memory address, which differs in each run; torch names its compilation units by it.
 _UNIT = re.compile(r" \(of Python compilation unit at: 0x[0-9a-f]+\)")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
+_SIMILAR = 0.7  # similarity, of 1: a wrong letter or two, swapped ones, a part left out
 _NARROWEST = 120  # columns; below this, wrapped lines are easier to read than cells cut into pieces
 _UNITS = ("kB", "MB", "GB", "TB")
 
@@ -77,6 +79,20 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
     """Return the first ``most`` of ``names``, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def with_similar(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return ``name`` in quotes, and the most similar of ``known``, if there is one; ``prefix`` is before all."""
+    by_lower = {each.lower(): each for each in known}
+    similar = difflib.get_close_matches(name.lower().removeprefix(prefix.lower()), by_lower, 1, _SIMILAR)
+    return quoted(name) + (f" (did you mean {prefix}{by_lower[similar[0]]}?)" if similar else "")
+
+
+def unknown_names(what: str, names: Sequence[str], known: Collection[str]) -> str:
+    """Return ``unknown key 'grpc-port' (did you mean grpc_port?)``; all ``known`` too if one is like none of them."""
+    shown = [with_similar(name, known) for name in names]
+    rest = "" if all(text.endswith(")") for text in shown) else f"; known {what}s are {', '.join(sorted(known))}"
+    return f"unknown {what}{'s'[: len(names) != 1]} {first_few(shown)}{rest}"
 
 
 def quoted(value: object) -> str:

@@ -90,8 +90,8 @@ def _check_shape(spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]
         expected = dim if isinstance(dim, int) else sizes.setdefault(dim, size)
         if size != expected:
             raise InvalidRequest(
-                f"input {spec.name!r} has shape {list(shape)}, expected {describe(spec.shape)}"
-                f" with {size} = {expected} in dimension {axis}"
+                f"input {spec.name!r} has shape {list(shape)}, expected {describe(spec.shape)}: dimension {axis} must"
+                f" be {expected}"
             )
 
 

@@ -15,7 +15,8 @@ from click.core import ParameterSource
 from bf16kit.converter.commands import echo
 from bf16kit.converter.commands.checkpoint import options_of
 from bf16kit.messages.errors import UsageError
-from bf16kit.messages.wording import table
+from bf16kit.messages.wording import table, unknown_names
+from bf16kit.messages.yamltext import read_mapping
 
 if TYPE_CHECKING:
     from bf16kit.converter.bulk.conversions import Conversion
@@ -71,13 +72,13 @@ def _items(context: click.Context, found: Mapping[Path, list[Path]], repository:
     for path, files in found.items():
         stem = _ENDING.sub("", path.name) if path.is_file() else path.name
         settings = own.pop(path.name, None) or own.pop(stem, None)
-        fields = _read(settings) if settings is not None else {}
+        fields = read_mapping(settings) if settings is not None else {}
         name = parse_model_name(str(settings or path.name), str(fields.pop("name", stem)))
         if name in items:
             both = f"{items[name].source} and {path} would both become model {name!r}"
             raise UsageError(f"{both}; rename one, or set `name: …` in a FILE.yaml for it in --per-model DIRECTORY")
-        for key in [key for key in fields if key not in options]:
-            raise UsageError(f"{settings}: unknown option {key!r}; known: {', '.join(sorted([*options, 'name']))}")
+        if unknown := [key for key in fields if key not in options]:
+            raise UsageError(f"{settings}: {unknown_names('option', unknown, [*options, 'name'])}")
         chosen = given | {options[key]: value for key, value in fields.items()}
         arguments = [text for option, value in chosen.items() for text in _arguments(option, value)]
         named = [Path(str(value)) for option, value in chosen.items() if option.name in _NAMING and value]
@@ -91,19 +92,6 @@ def _items(context: click.Context, found: Mapping[Path, list[Path]], repository:
     for settings in own.values():
         raise UsageError(f"{settings}: there is no checkpoint of that name; rename or remove the file")
     return [*items.values()]
-
-
-def _read(path: Path) -> dict[Any, Any]:
-    """Return the options of one model in the YAML file at ``path``."""
-    import yaml
-
-    try:
-        fields = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(fields, dict):
-        raise UsageError(f"{path}: expected one option per line, such as `model: pkg.mod:factory`")
-    return fields
 
 
 def _arguments(option: click.Option, value: Any) -> list[str]:

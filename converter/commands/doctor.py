@@ -98,7 +98,8 @@ def _describe(found: Mapping[str, Any]) -> str:
         sections.append(table(title, (column, "now"), rows))
     missing = [part for part in found["installed"] if not part["found"]]
     remedies = [f"  {part['name']}:\n{indent(part['remedy'], '    ')}" for part in missing]
-    sections.append("\n".join(["To install the missing parts", *remedies]) if missing else "Nothing is missing.")
+    title = "To install the missing parts in this environment (pip finds bf16kit in it, and asks no index for it)"
+    sections.append("\n".join([title, *remedies]) if missing else "Nothing is missing.")
     return "\n\n".join(sections)
 
 

@@ -98,6 +98,7 @@ def prefix_errors(source: Path) -> Iterator[None]:
             raise
         raise type(error)(f"{source}: {error}") from error
     except MemoryError as error:
-        raise ConversionError(f"{source}: out of memory; it needs more than this machine has free") from error
+        what = f" ({first_line(error)})" if str(error) else ""  # NumPy's has the array's shape
+        raise ConversionError(f"{source}: out of memory; it needs more than this machine has free{what}") from error
     except RecursionError as error:
         raise ConversionError(f"{source}: nested too deeply to be converted") from error

@@ -23,7 +23,7 @@ from bf16kit.converter.options import Options, is_import_spec
 from bf16kit.converter.read import onnx_file, oracles, safetensors_file, statedict, torch_file
 from bf16kit.converter.read.detect import Kind, recognise
 from bf16kit.converter.read.mapping import fill
-from bf16kit.converter.read.sources import Advance, exported_source, inputs_of, precision_notes
+from bf16kit.converter.read.sources import Advance, check_names, exported_source, inputs_of, precision_notes
 from bf16kit.converter.source import Array, Checkpoint, Feeds, Oracle, Source, digest_files, given_entry
 from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import brief, first_few
@@ -92,14 +92,16 @@ def _in_module(
     """Return a ``module`` that holds the weights of ``checkpoint`` as a source; ``bound`` as `exported_source`."""
     from bf16kit.converter.read.onnx_export import adapt, not_served
 
-    model = adapt(statedict.in_fp32(module), inputs_of(options))
+    check_names(module, inputs := inputs_of(options))
+    model = adapt(statedict.in_fp32(module), inputs)
     source = exported_source(checkpoint, model, None, bound=bound)
     return replace(source, notes=(*not_served(model.outputs, model.left_out), *notes))
 
 
 def _names_graph(options: Options) -> bool:
     """Return whether ``--model`` names a file, that is an ONNX graph, rather than a function."""
-    return options.model is not None and not is_import_spec(options.model) and Path(options.model).is_file()
+    named = options.model is not None and not is_import_spec(options.model)
+    return named and Path(options.model or "").suffix != ".py" and Path(options.model or "").is_file()
 
 
 def into_model(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) -> Source:

@@ -120,6 +120,8 @@ def _scalar(text: str) -> str:
 def _read(path: Path) -> Rules:
     import yaml
 
+    from bf16kit.messages.yamltext import not_yaml
+
     text = read_bounded(path, _MOST, UsageError, "the limit for a map", where=f"--map {path}")
     try:
         return Rules.model_validate(yaml.safe_load(text))
@@ -130,7 +132,7 @@ def _read(path: Path) -> Rules:
         said = first["msg"].removeprefix("Value error, ")
         raise UsageError(f"--map {path}: {place or 'the file'}: {said}{shown}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"--map {path}: is not YAML: {' '.join(str(error).split())[:200]}") from None
+        raise UsageError(f"--map {path}: {not_yaml(error)}") from None
 
 
 def _apply(rules: Rules, leaves: Mapping[str, Array], shapes: Shapes, optional: Set[str]) -> MappedTensors:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -31,6 +33,20 @@ def inputs_of(options: Options) -> tuple[TensorSpec, ...]:
             " NAME:DTYPE:DIMS, for example --input x:float32:batch,16"
         )
     return options.inputs
+
+
+def check_names(module: Any, given: Sequence[TensorSpec]) -> None:
+    """Raise :class:`UsageError` for an input that the ``forward`` of a torch module does not have, naming its own.
+
+    Any names will do for a ``forward(*args)``, and for torch.nn.Sequential, whose ``input`` nobody has chosen.
+    """
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    if not named or any(each.kind is each.VAR_POSITIONAL for each in parameters) or named == ["input"]:
+        return
+    for spec in given:
+        if spec.name not in named:
+            raise UsageError(f"--input {spec.name}: {type(module).__name__} takes {', '.join(named)}")
 
 
 def no_architecture(path: Path) -> UsageError:

@@ -53,7 +53,7 @@ class Scaling(BaseModel):
         try:
             return cls(**given)
         except ValidationError as error:
-            raise ConfigError(explain(error, cls, "scaling")) from None
+            raise ConfigError(explain(error.errors(), cls, "scaling")) from None
 
 
 # Settings of one process that many replicas cannot have, each with the reason for users.

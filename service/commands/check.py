@@ -75,13 +75,9 @@ def check(models: tuple[str, ...], load: bool, as_json: bool, file: Path | None,
 def _findings(flags: Mapping[str, Any], file: Path | None, models: tuple[str, ...], *, load: bool) -> Iterator[Finding]:
     """Yield a finding for each subject, in the order in which a server would meet it.
 
-    Raises NotFound for a requested model that the repository does not hold.
+    Raises ConfigError as a server would that cannot start, NotFound for a requested model that is not there.
     """
-    try:
-        config = load_config(flags, file)
-    except ConfigError as error:
-        yield Finding("configuration", "failed", str(error))
-        return
+    config = load_config(flags, file)
     given = sum(value is not None for value in flags.values())
     variables = sum(f"{ENV_PREFIX}{key.upper()}" in os.environ for key in ServerConfig.model_fields)
     sources = f"{given} flags, {variables} variables of the environment, {file or 'no server.yaml'}"

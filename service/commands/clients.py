@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 from http import HTTPStatus
 from pathlib import Path
@@ -26,6 +27,7 @@ _CHECK = "/grpc.health.v1.Health/Check"
 _WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- listened on, not by us
 _TOKEN = "BF16KIT_TOKEN"  # noqa: S105 -- the name of a variable
 _EVIDENCE_SECONDS = 30.0
+_UNREACHABLE = "no server can be reached there"
 
 
 @click.command()
@@ -67,6 +69,8 @@ def health(
         target = f"[{host}]:{config.grpc_port}" if ":" in host else f"{host}:{config.grpc_port}"
         with _channel(target, config, certificate, key) as channel:
             reason = _reason_not_ready(channel, model, seconds)
+        if _UNREACHABLE in reason:
+            reason += _other_protocol(host, config.grpc_port, config.tls_certificate is not None, seconds)
     except Bf16kitError as error:
         output.fail("health", str(error), output.FAILED)
     if reason:
@@ -92,6 +96,23 @@ def _channel(target: str, config: ServerConfig, certificate: Path | None, key: P
     return grpc.secure_channel(target, grpc.ssl_channel_credentials(own.certificate, *chain), options)
 
 
+def _other_protocol(host: str, port: int, tls: bool, seconds: float) -> str:
+    """Return what to do if the port speaks TLS and this command does not, or the other way round; "" if neither."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    try:
+        with (
+            socket.create_connection((host, port), seconds) as connection,
+            context.wrap_socket(connection, server_hostname=host),
+        ):
+            return "" if tls else "; the server speaks TLS: give its --tls-certificate and --tls-key"
+    except ssl.SSLError as error:
+        plain = error.reason in ("WRONG_VERSION_NUMBER", "UNEXPECTED_EOF_WHILE_READING")
+        return "; the server speaks plain text: leave --tls-certificate and --tls-key out" if tls and plain else ""
+    except OSError:
+        return ""
+
+
 def _reason_not_ready(channel: grpc.Channel, model: str, seconds: float) -> str:
     """Return why the model, or the server for "", is not ready; "" if it is. Waits at most ``seconds``."""
     import grpc
@@ -109,10 +130,12 @@ def _reason_not_ready(channel: grpc.Channel, model: str, seconds: float) -> str:
         status = call(health_pb2.HealthCheckRequest(service=model), timeout=seconds).status
     except grpc.RpcError as error:
         code, details = error.code(), brief(error.details() or "")
+        if "http1.x" in details:
+            details = "this is an HTTP port; give the gRPC port"
         known = {
             grpc.StatusCode.NOT_FOUND: f"serves no {what}",
             grpc.StatusCode.DEADLINE_EXCEEDED: f"no answer within {seconds:g} s",
-            grpc.StatusCode.UNAVAILABLE: f"no server can be reached there: {details}",
+            grpc.StatusCode.UNAVAILABLE: f"{_UNREACHABLE}: {details}",
         }
         return known.get(code, f"{code.name}: {details}")
     if status == health_pb2.HealthCheckResponse.SERVING:
@@ -211,9 +234,12 @@ def _fetch(server: str, model: str, version: int | None, token: str, files: tupl
         response = connection.getresponse()
         data = response.read(MOST_BYTES + 1)
     except ssl.SSLError as error:
-        raise UsageError(f"{where}: no TLS connection: {brief(error)}; give --ca, or http://{where}") from None
+        text = error.reason.lower().replace("_", " ") if error.reason else brief(error)
+        raise UsageError(f"{where}: no TLS connection: {text}; give --ca, or http://{where}") from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         reason = brief(error) or type(error).__name__
+        if isinstance(error, http.client.HTTPException) and parts.scheme == "http":
+            reason += f"; if it speaks TLS, give https://{where}"
         raise UsageError(f"{where}: no server's HTTP port answers there: {reason}") from None
     finally:
         connection.close()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from bf16kit.messages.errors import ConfigError
-from bf16kit.messages.wording import brief, first_few, os_error_text, quoted
+from bf16kit.messages.wording import first_few, quoted, unknown_names, with_similar
+from bf16kit.messages.yamltext import read_mapping
 
 ENV_PREFIX = "BF16KIT_"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only programs on this machine can reach
@@ -23,7 +23,12 @@ Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says 
 _OTHER_VARIABLES = ("CONFIG", "HEALTH_CERTIFICATE", "HEALTH_KEY", "KERNEL_PATH", "TENSORFLOW_PYTHON", "TOKEN")
 # Variables that Kubernetes sets in every pod for a Service whose name begins with bf16kit: no typos.
 _KUBERNETES_SERVICE = re.compile(r".*_SERVICE_(HOST|PORT.*)|.*_PORT_\d+_(TCP|UDP|SCTP).*")
-_MIN_SIMILARITY = 0.8  # similarity, of 1: a missing or wrong letter, or two swapped ones
+_EXPECTED = {  # for types that pydantic calls by Python's names
+    "dict_type": "give keys and values, {key: value}",
+    "model_type": "give keys and values, {key: value}",
+    "tuple_type": "give a list, [a, b]",
+    "path_type": "give a path",
+}
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _REPOSITORY = f"--repository DIRECTORY, or {ENV_PREFIX}REPOSITORY: the only setting without a default"
 
@@ -242,15 +247,18 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
     try:
         config = ServerConfig(**{**in_file, **in_environment, **given})
     except ValidationError as error:
-        key = str(next(iter(error.errors()[0]["loc"]), ""))
-        source = "configuration"
-        if key in in_environment and key not in given:
-            source = f"{ENV_PREFIX}{key.upper()} in the environment"
-        elif key in in_file and key not in given:
-            source = str(file)
-        text = explain(error, ServerConfig, source)
-        is_missing = error.errors()[0]["type"] == "missing"
-        raise ConfigError(f"{text}; give {_REPOSITORY}" if is_missing else text) from None
+
+        def source_of(found: ErrorDetails) -> str:
+            key = str(next(iter(found["loc"]), ""))
+            if key in in_environment and key not in given:
+                return f"{ENV_PREFIX}{key.upper()} in the environment"
+            return str(file) if key in in_file and key not in given else "configuration"
+
+        # Unknown keys first: a setting that is missing may be one of them.
+        errors = sorted(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
+        source = source_of(errors[0])
+        text = explain([found for found in errors if source_of(found) == source], ServerConfig, source)
+        raise ConfigError(f"{text}; give {_REPOSITORY}" if errors[0]["type"] == "missing" else text) from None
     if not config.repository.is_dir():
         raise ConfigError(
             f"repository {str(config.repository)!r} is not a directory; create it, or give another with --repository"
@@ -270,12 +278,12 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
 
     Each is shown with the most similar known one, and without its value: it may be a secret.
     """
-    known = [ENV_PREFIX + name.upper() for name in (*ServerConfig.model_fields, *_OTHER_VARIABLES)]
-    former = {ENV_PREFIX + name.upper() for name in ServerConfig.REMOVED}  # an error, unless empty
+    known = [name.upper() for name in (*ServerConfig.model_fields, *_OTHER_VARIABLES)]
+    former = [name.upper() for name in ServerConfig.REMOVED]  # an error, unless empty
     unknown = [
-        _with_similar(name, known)
+        with_similar(name, known, ENV_PREFIX)
         for name, value in sorted(environment.items())
-        if name.upper().startswith(ENV_PREFIX) and name.upper() not in (*known, *former)
+        if name.upper().startswith(ENV_PREFIX) and name.upper().removeprefix(ENV_PREFIX) not in (*known, *former)
         if not _KUBERNETES_SERVICE.fullmatch(name) and not (name.endswith("_PORT") and "://" in value)
     ]
     if not unknown:
@@ -283,86 +291,35 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
     return f"unknown environment variables are ignored: {first_few(unknown)}; docs/configuration.md names every setting"
 
 
-def _with_similar(name: str, known: list[str]) -> str:
-    similar = difflib.get_close_matches(name.upper(), known, 1, _MIN_SIMILARITY)
-    return f"{quoted(name)} ({similar[0]}?)" if similar else quoted(name)
-
-
-def read_mapping(file: Path) -> dict[str, Any]:
-    """Return the YAML mapping in ``file``, as :func:`parse_mapping` does. Also raises if it cannot be read."""
-    try:
-        return parse_mapping(file.read_bytes(), file)
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {os_error_text(error)}") from None
-
-
-def parse_mapping(data: bytes, file: Path) -> dict[str, Any]:
-    """Return the YAML mapping in ``data``, the bytes of ``file``; {} for an empty file.
-
-    Raises :class:`ConfigError` with a plain reason, also for an alias and for an integer of more than 64 bits.
-    """
-    try:
-        content = yaml.load(data.decode("utf-8"), _Loader)  # noqa: S506 -- a SafeLoader
-    except _Refused as error:
-        raise ConfigError(f"{file}: line {error.line}: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
-        # ValueError: no UTF-8; 2001-99-99 is no date. OverflowError: a float in base 60, which YAML has.
-        raise ConfigError(f"{file}: is not YAML: {brief(error)}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
-    return {str(key): value for key, value in content.items()}
-
-
-class _Refused(yaml.MarkedYAMLError):
-    """YAML that is valid, and that no configuration needs."""
-
-    def __init__(self, problem: str, mark: Any) -> None:
-        super().__init__(None, None, problem, mark)
-        self.line = mark.line + 1
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads plain values. A few lines with aliases may stand for billions of values."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event: yaml.AliasEvent = self.peek_event()  # type: ignore[no-untyped-call]  # yaml's own
-            raise _Refused(f"*{brief(event.anchor)} is an alias: write the value itself there", event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        if abs(value := int(super().construct_yaml_int(node))) >= 1 << 63:
-            raise _Refused(f"{quoted(node.value)} has more than 64 bits: give a smaller number", node.start_mark)
-        return value
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-
-
-def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """Return the first error as text: the key, its value and what was expected; for an unknown key, the known ones.
+def explain(errors: Sequence[ErrorDetails], model: type[BaseModel], where: str) -> str:
+    """Return as text all unknown keys among ``errors``, or else the first: the key, its value and what was expected.
 
     The mapping ``REMOVED`` of ``model`` has what to do instead of a key that it once had (nested ones with dots).
     """
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
+    if unknown := [error["loc"] for error in errors if error["type"] == "extra_forbidden"]:
         removed: Mapping[str, str] = getattr(model, "REMOVED", {})
-        if key in removed:
-            return f"{where}: {quoted(key)} is not a setting any more: {removed[key]}"
-        known = _fields_at(model, first["loc"][:-1])
-        return f"{where}: unknown key {quoted(key)}; known keys are {', '.join(sorted(known))}"
+        former = [key for key in map(_dotted, unknown) if key in removed]
+        others = [loc for loc in unknown if _dotted(loc) not in removed]
+        known = {_dotted((*loc[:-1], field)) for loc in others for field in _fields_at(model, loc[:-1])}
+        reasons = [f"{quoted(key)} is not a setting any more: {removed[key]}" for key in former]
+        if others:
+            reasons.append(unknown_names("key", [*map(_dotted, others)], known))
+        return f"{where}: {'; '.join(reasons)}"
+    first = errors[0]
+    key = _dotted(first["loc"])
     if first["type"] == "missing":
         return f"{where}: {quoted(key)} is missing"
-    message = first["msg"].removeprefix("Value error, ")
+    message = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     field = model.model_fields.get(key)
     if first["type"] == "string_pattern_mismatch" and field is not None and field.title:
         message = f"give {field.title}"
     if not key:  # an error of several keys together
         return f"{where}: {message}"
     return f"{where}: {quoted(key)} is {quoted(first['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _dotted(loc: Sequence[int | str]) -> str:
+    return ".".join(str(part) for part in loc)
 
 
 def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:

@@ -43,7 +43,7 @@ def with_config(desired: DesiredModel, config: str) -> DesiredModel:
             changes["version_policy"] = _version_policy(changes["version_policy"], strict=before.version_policy.strict)
         desired = with_serving(desired, Serving.model_validate({**before.model_dump(exclude_unset=True), **changes}))
     except ValidationError as error:
-        raise InvalidRequest(brief(explain(error, Serving, _SUBJECT))) from None
+        raise InvalidRequest(brief(explain(error.errors(), Serving, _SUBJECT))) from None
     except ConfigError as error:
         raise InvalidRequest(f"model {desired.name!r} cannot be served with this configuration: {error}") from None
     for plan in desired.plans:

@@ -13,7 +13,8 @@ from bf16kit.artifact.entries import plain_name
 from bf16kit.artifact.reading import read_bounded
 from bf16kit.messages.errors import ConfigError
 from bf16kit.messages.wording import quoted
-from bf16kit.service.config.serverconfig import explain, parse_mapping
+from bf16kit.messages.yamltext import parse_mapping
+from bf16kit.service.config.serverconfig import explain
 from bf16kit.service.contract import QueueBounds, Scheduling
 from bf16kit.service.drift.contract import REMOVED_KEYS, FallbackPolicy, ShadowPolicy
 
@@ -167,13 +168,16 @@ def load_serving(model_dir: Path) -> Serving:
     file = model_dir / FILE_NAME
     if not os.path.lexists(file):  # a dangling link (a missing volume) is an error: it must not select the defaults
         return Serving()
-    content = parse_mapping(_read(file, _LARGEST_FILE, str(file)), file)
+    try:
+        content = parse_mapping(_read(file, _LARGEST_FILE, str(file)), file)
+    except ConfigError as error:  # its first line is enough for the log, clients and the status page
+        raise ConfigError(str(error).splitlines()[0]) from None
     if isinstance(labels := content.get("labels"), dict):
         content["labels"] = {output: _read_labels(file, output, name) for output, name in labels.items()}
     try:
         return Serving(**content)
     except ValidationError as error:
-        raise ConfigError(explain(error, Serving, str(file))) from None
+        raise ConfigError(explain(error.errors(), Serving, str(file))) from None
 
 
 def _read_labels(serving: Path, output: object, name: object) -> tuple[str, ...]:

@@ -100,6 +100,8 @@ def test_metadata_and_config_read_as_perf_analyzer_reads_them(client: Any) -> No
     config = client.get_model_config("mlp", as_json=True)["config"]
     assert config["max_batch_size"] == 8
     assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": ["16"]}]
+    running = {name: value.get("string_value", "") for name, value in config["parameters"].items()}
+    assert (running["active_precision"], running["active_precision_reason"]) == ("bf16", "")
     assert "sequence_batching" not in config
     assert "ensemble_scheduling" not in config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -23,6 +24,7 @@ from bf16kit.messages import errors
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime.ort import kernel
 
+_ROOT = Path(__file__).parents[2]
 _HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "numpy", "pydantic")
 
 
@@ -174,6 +176,18 @@ def test_a_missing_part_is_shown_with_the_command_that_installs_it(
     assert "TensorFlow SavedModel no: needs TensorFlow" in lines
     assert all(f"    {command}" in out for command in tensorflow.PREPARE)
     assert "ONNX yes" in lines
+
+
+@pytest.mark.long
+def test_what_messages_tell_to_install_is_an_extra_and_needs_no_index_for_bf16kit() -> None:
+    """True for a checkout, and for a wheel whose name no index has: pip finds the installed bf16kit."""
+    files = [file for part in ("converter", "service", "deploy") for file in (_ROOT / part).rglob("*.py")]
+    named = {name for file in files for name in re.findall(r"pip install '(bf16kit\[\w+\])'", file.read_text())}
+    assert len(named) >= 7
+    assert named <= {f"bf16kit[{extra}]" for extra in metadata.metadata("bf16kit").get_all("Provides-Extra", ())}
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps", *sorted(named)]
+    done = subprocess.run(pip, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_source_is_possible_if_its_parts_are_installed(

@@ -161,12 +161,20 @@ def test_a_stray_file_that_makes_the_directory_one_source_is_named(cli: Cli, mod
     ("file", "content", "said"),
     [
         ("aa", "seed: 1", "there is no checkpoint of that name"),
-        ("a", "sed: 1\nsead: 1\nsed1: 1", "unknown option 'sed'; known: "),
+        (
+            "a",
+            "sed: 1\nsead: 1\nsed1: 1",
+            "unknown options 'sed' (did you mean seed?), 'sead' (did you mean seed?), 'sed1'",
+        ),
         ("a", "out: elsewhere", "unknown option 'out'"),
         ("a", "saturate: 1", "a.onnx: Option '--saturate' does not take a value"),
         ("a", "seed: [1, 2]", "a.onnx: '[1, 2]' is not a valid integer"),
-        ("a", "- seed", "expected one option per line, such as `model: pkg.mod:factory`"),
-        ("a", "{seed: 1", "not YAML"),
+        ("a", "- seed", "expected keys and values, found list"),
+        (
+            "a",
+            "seed: 1\nname: a: b",
+            "a.yaml: line 2, column 8: is not YAML: mapping values are not allowed here\n  name: a: b\n         ^",
+        ),
         ("a", "name: [a]", "a.yaml: \"['a']\" is not a model name"),
         ("a", "name: ../outside", "a.yaml: '../outside' is not a model name"),
         ("a", "name: ''", "a.yaml: '' is not a model name"),

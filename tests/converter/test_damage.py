@@ -68,7 +68,9 @@ def test_a_truncated_or_missing_file_is_named(cli: Cli, damaged: Path, name: str
     (damaged / name).write_bytes((damaged / name).read_bytes()[:-1])
     cli("verify", damaged).refused(2, f"{damaged / name}: {size - 1} bytes, the manifest says {size}")
     (damaged / name).unlink()
-    cli("verify", damaged).refused(2, f"{damaged / name}: cannot be read: No such file")
+    cli("verify", damaged).refused(
+        2, f"{damaged / name}: cannot be read: No such file or directory; copy or convert the artifact again"
+    )
 
 
 def test_a_flipped_bit_of_the_manifest_is_caught(cli: Cli, damaged: Path) -> None:

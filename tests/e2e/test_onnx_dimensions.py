@@ -108,5 +108,5 @@ def test_a_sample_that_contradicts_a_name_and_does_not_run_is_rejected(
     proto = two_lists()
     proto.graph.node[0].CopyFrom(helper.make_node("Identity", ["x"], ["sum"], name="sum"))  # now they must be equal
     assert convert(proto, tmp_path, x=floats(5, 16), z=floats(3, 16)) == 2
-    said = "input 'z' has shape [3, 16], expected [n,16] with 3 = 5 in dimension 0"
+    said = "input 'z' has shape [3, 16], expected [n,16]: dimension 0 must be 5"
     assert said in capsys.readouterr().err

@@ -49,9 +49,9 @@ def test_dtypes_agree_under_their_three_names() -> None:
         ({"mask": GONE}, "input 'mask' is missing"),
         ({"ids": np.zeros((2, 5), np.int32)}, "input 'ids' has dtype int32, expected int64"),
         ({"ids": np.zeros(5, np.int64)}, r"shape \[5\] of rank 1, expected \[batch,seq\]"),
-        ({"scale": np.zeros((2, 3), np.float32)}, r"shape \[2, 3\], expected \[batch,2\] with 3 = 2 in dimension 1"),
-        ({"mask": np.zeros((2, 4), np.int64)}, r"'mask' has shape \[2, 4\].* with 4 = 5 in dimension 1"),
-        ({"scale": np.zeros((1, 2), np.float32)}, r"'scale' has shape \[1, 2\].* with 1 = 2 in dimension 0"),
+        ({"scale": np.zeros((2, 3), np.float32)}, r"shape \[2, 3\], expected \[batch,2\]: dimension 1 must be 2$"),
+        ({"mask": np.zeros((2, 4), np.int64)}, r"'mask' has shape \[2, 4\].*: dimension 1 must be 5$"),
+        ({"scale": np.zeros((1, 2), np.float32)}, r"'scale' has shape \[1, 2\].*: dimension 0 must be 2$"),
     ],
 )
 def test_invalid_inputs_are_rejected_with_the_reason(changes: dict[str, NDArray[Any]], message: str) -> None:

@@ -119,7 +119,7 @@ def test_unavailable_resources_and_unknown_variables_are_logged(repository: Path
     assert running.returncode == 0, said
     assert "bf16kit.a: DEPLOYING: Deployment 'Replica'" in said
     assert "to be scheduled" in said
-    assert "variables are ignored: 'BF16KIT_POL_SECONDS' (BF16KIT_POLL_SECONDS?)" in said
+    assert "variables are ignored: 'BF16KIT_POL_SECONDS' (did you mean BF16KIT_POLL_SECONDS?)" in said
 
 
 def test_sigterm_ends_the_program_once_requests_in_flight_are_answered(repository: Path) -> None:

@@ -56,6 +56,10 @@ def test_every_command_has_help_and_an_unknown_one_is_wrong_usage(command: str) 
         (["--repository", "/no/such/place"], "'/no/such/place' is not a directory"),
         ([], "'repository' is missing"),
         (["--repository", ".", "--workers", "0"], "'workers' is 0"),
+        (["--poll-seconds", "2"], "set BF16KIT_POLL_SECONDS in the environment, or poll_seconds in the server.yaml of"),
+        (["check", "--threads=2"], "--threads is not a flag: set BF16KIT_THREADS in the environment, or threads in"),
+        (["serve"], "No such command 'serve'. To serve, give --repository DIRECTORY and no command."),
+        (["--grpc-prot", "1"], "No such option '--grpc-prot'."),
         (["--repository", ".", "--config", "/no/such/file"], "/no/such/file: cannot be read"),
         (["--grpc-port", "x"], "'x' is not a valid integer"),
     ],
@@ -73,7 +77,7 @@ def test_a_misspelt_variable_is_a_warning_in_the_servers_log_and_a_wrong_kernel_
     with socket.create_server(("127.0.0.1", 0)) as taken:  # the port is taken, so the server ends at once
         done = bf16_serve(*asked, str(taken.getsockname()[1]), BF16KIT_HTTP_PROT="9000")
     assert done.returncode == 2
-    variables = "unknown environment variables are ignored: 'BF16KIT_HTTP_PROT' (BF16KIT_HTTP_PORT?);"
+    variables = "unknown environment variables are ignored: 'BF16KIT_HTTP_PROT' (did you mean BF16KIT_HTTP_PORT?);"
     assert f" WARNING bf16kit.service.cli: {variables}" in done.stderr
     done = bf16_serve(*asked, "0", BF16KIT_KERNEL_PATH="fast")
     assert done.returncode == 2

@@ -10,11 +10,11 @@ from typing import Any
 from bf16kit.converter.options import Options
 from bf16kit.converter.read import safetensors_file
 from bf16kit.converter.read.detect import Kind
-from bf16kit.converter.read.huggingface.inputs import batches, check_given, declared, sampler
+from bf16kit.converter.read.huggingface.inputs import batches, declared, sampler
 from bf16kit.converter.read.huggingface.model_directory import INDEX, Directory, companions
 from bf16kit.converter.read.huggingface.module import CACHE, Cache, is_causal, leave_out_extras, load_module, sentence
 from bf16kit.converter.read.onnx_export import Call, adapt, not_served
-from bf16kit.converter.read.sources import Advance, exported_source, precision_notes
+from bf16kit.converter.read.sources import Advance, check_names, exported_source, precision_notes
 from bf16kit.converter.source import Array, Checkpoint, Feeds, Sampler, Source, TorchModel, digest_files
 from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
@@ -57,7 +57,7 @@ def load(options: Options, directory: Directory, tensors: Mapping[str, Array]) -
 def _in_one_pass(options: Options, directory: Directory, module: Any, whole: Any) -> Loaded:
     """Load the model for one forward pass, with every input that it declares or those of ``--input``."""
     if options.inputs:
-        check_given(module, options.inputs)
+        check_names(module, options.inputs)
         candidates, notes = [options.inputs], list[str]()
     else:
         inputs, notes = declared(module, directory)

@@ -31,15 +31,6 @@ _KNOWN = ("input_ids", "attention_mask", "token_type_ids", *_FLOATS)
 _Dims = tuple[int | str, ...]
 
 
-def check_given(module: Any, given: tuple[TensorSpec, ...]) -> None:
-    """Raise :class:`UsageError` for an ``--input`` that is no parameter of the model's ``forward``."""
-    parameters = inspect.signature(module.forward).parameters
-    for spec in given:
-        if spec.name not in parameters:
-            known = ", ".join(name for name in parameters if name != "kwargs")
-            raise UsageError(f"--input {spec.name}: {type(module).__name__} takes {known}")
-
-
 def declared(module: Any, directory: Directory) -> tuple[tuple[TensorSpec, ...], list[str]]:
     """Return the inputs that ``module`` needs, and notes on what was assumed.
 

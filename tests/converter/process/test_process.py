@@ -70,6 +70,10 @@ def test_an_error_is_shown_as_its_first_telling_line(error: Exception, said: str
         (ConversionError("m.onnx: damaged"), "m.onnx: damaged"),
         (UsageError("--out: no"), "--out: no"),
         (MemoryError(), "models/m.onnx: out of memory; it needs more than this machine has free"),
+        (
+            MemoryError("no 3 TiB"),
+            "models/m.onnx: out of memory; it needs more than this machine has free (MemoryError: no 3 TiB)",
+        ),
         (RecursionError(), "models/m.onnx: nested too deeply to be converted"),
     ],
 )

@@ -61,8 +61,10 @@ def test_a_version_that_fails_is_an_error_a_note_names_the_one_that_would_serve_
 
 
 def test_options_and_environment_are_checked(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = read(run("check", "--repository", repository, "--workers", "-1", "--json"))
-    assert "'workers' is -1" in failed(found)["configuration"]
+    """Without a usable configuration nothing is checked, and the exit code is the server's."""
+    refused = run("check", "--repository", repository, "--workers", "-1", "--json")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "bf16-serve check: configuration: 'workers' is -1" in refused.stderr
     monkeypatch.setenv("BF16KIT_KERNEL_PATH", "fast")
     monkeypatch.setenv("BF16KIT_MAX_IN_FLIHT", "9")
     result = run("check", "--repository", repository, *CPU, "--no-load")
@@ -70,8 +72,8 @@ def test_options_and_environment_are_checked(repository: Path, run: Run, monkeyp
     assert "failed  CPU kernel: BF16KIT_KERNEL_PATH is 'fast'" in result.stdout
     assert "note    environment: unknown environment variables are ignored: 'BF16KIT_MAX_IN_FLIHT'" in result.stdout
     monkeypatch.setenv("BF16KIT_MAX_IN_FLIGHT", "0")
-    result = run("check", "--repository", repository)
-    assert "failed  configuration: BF16KIT_MAX_IN_FLIGHT in the environment: 'max_in_flight' is '0'" in result.stdout
+    refused = run("check", "--repository", repository)
+    assert "BF16KIT_MAX_IN_FLIGHT in the environment: 'max_in_flight' is '0'" in refused.stderr
 
 
 def test_tls_and_token_files_are_read_and_an_expired_one_fails(repository: Path, run: Run, tmp_path: Path) -> None:

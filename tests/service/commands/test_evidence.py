@@ -138,7 +138,9 @@ def test_tls_is_used_and_the_certificate_is_verified(serve: Open, run: Run, tmp_
     pair, other = authority.sign("server"), Authority(tmp_path, "other")
     server, out = serve(kept, None, CertificateFiles(pair.certificate, pair.key, None)), tmp_path / "breach"
     arguments = ("evidence", "m", "--server", server, "--out", out)
-    check(run(*arguments), 2, "no TLS connection")
+    check(run(*arguments), 2, "no TLS connection: certificate verify failed; give --ca")
+    plain = server.replace("https", "http")
+    check(run("evidence", "m", "--server", plain, "--out", out), 2, f"if it speaks TLS, give {server}")
     check(run(*arguments, "--ca", other.certificate), 2, "no TLS connection")
     check(run(*arguments, "--ca", tmp_path / "none"), 2, "the certificates cannot be used")
     assert run(*arguments, "--ca", authority.certificate).exit_code == 0

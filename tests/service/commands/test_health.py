@@ -88,6 +88,7 @@ def test_tls_trusts_the_servers_certificate_whatever_name_it_has_and_no_other(
 ) -> None:
     own = authority.sign("elsewhere", names="DNS:models.example")
     with serving(LoopbackModel(), certificates=CertificateFiles(own.certificate, own.key)) as served:
+        unwell(run("health", "--grpc-port", served.port), "the server speaks TLS: give its --tls-certificate and")
         for trusted in (own, pair):
             monkeypatch.setenv("BF16KIT_TLS_CERTIFICATE", str(trusted.certificate))
             monkeypatch.setenv("BF16KIT_TLS_KEY", str(trusted.key))
@@ -96,6 +97,8 @@ def test_tls_trusts_the_servers_certificate_whatever_name_it_has_and_no_other(
                 assert result.stdout == "SERVING\n"
             else:
                 unwell(result, "no server can be reached there")
+    with serving(LoopbackModel()) as plain:
+        unwell(run("health", "--grpc-port", plain.port), "the server speaks plain text: leave --tls-certificate and")
 
 
 def test_a_server_that_requires_client_certificates_gets_one(run: Run, authority: Authority, pair: Pair) -> None:

@@ -62,8 +62,16 @@ def test_a_value_out_of_range_is_named_with_what_was_expected(
         ("- 1\n", "expected keys and values, found list"),
         ("a: [", "is not YAML"),
         ("1: 2\n", "unknown key '1'"),
-        ("grpc_prt: 1\n", r"server\.yaml: unknown key 'grpc_prt'; known keys are .*grpc_port"),
+        ("grpc_porcelain: 1\n", r"server\.yaml: unknown key 'grpc_porcelain'; known keys are .*grpc_port"),
+        (  # all at once, and before a value that is wrong: a key that seems to be missing may be one of them
+            "grpc-port: 1\nhttp_port: -1\nHOTS: x\nmax_streams: 2\n",
+            r"server\.yaml: 'max_streams' is not a setting any more: .*; unknown keys 'grpc-port' \(did you mean"
+            r" grpc_port\?\), 'HOTS' \(did you mean host\?\)$",
+        ),
+        ("host: x\n\tgrpc_port: 1\n", r"server\.yaml: line 2, column 1: is not YAML: .*\n   grpc_port: 1\n  \^$"),
         ("a: &x 1\nb: *x\n", "line 2: .*x is an alias: write the value itself there"),
+        ("a: 1\nb: {c: 1, c: 2}\n", "line 2: 'c' is given twice: leave one out"),
+        ("token_file: [a]\n", r"'token_file' is \['a'\]: give a path$"),
         ("a: 2001-99-99\n", "is not YAML"),  # the parser has its own errors for invalid dates and numbers
         ("a: " + "1" * 5000, "is not YAML"),
         (f"a: {1 << 63}", "line 1: '9223372036854775808' has more than 64 bits: give a smaller number"),
@@ -123,8 +131,8 @@ def test_unknown_variables_are_reported_without_their_values_and_many_are_shorte
     known = {"PATH": "/bin", "BF16KIT_HTTP_PORT": "9001"}
     unknown = {"BF16KIT_GRPC_PROT": "9000", "BF16KIT_PASSWORD": "hunter2", "BF16KIT_PORT": "9000"}
     assert unknown_variables(known | unknown) == (
-        "unknown environment variables are ignored: 'BF16KIT_GRPC_PROT' (BF16KIT_GRPC_PORT?), 'BF16KIT_PASSWORD',"
-        " 'BF16KIT_PORT' (BF16KIT_HOST?); docs/configuration.md names every setting"
+        "unknown environment variables are ignored: 'BF16KIT_GRPC_PROT' (did you mean BF16KIT_GRPC_PORT?),"
+        " 'BF16KIT_PASSWORD', 'BF16KIT_PORT'; docs/configuration.md names every setting"
     )
     assert "and 3 more" in unknown_variables({f"BF16KIT_X{number}": "" for number in range(8)})
 

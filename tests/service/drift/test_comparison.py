@@ -291,25 +291,28 @@ def test_a_mended_score_is_forgotten_when_precision_changes() -> None:
 class Ranker:
     """Sends samples of one score each to a comparison that knows the errors of 64 calibrated scores."""
 
-    def __init__(self) -> None:
+    def __init__(self, *dims: int) -> None:
+        """``dims`` follow the batch axis: none, or one of size 1."""
+        self._shape = (1, *dims)
         self._random = np.random.default_rng(2)
         errors = tuple(0.002 * np.abs(self._random.standard_normal(64)))
         known = Calibration({"cpu": {"score": errors}}, scalars=frozenset({"score"}))
-        spec = TensorSpec("score", "float32", ("batch", 1))
+        spec = TensorSpec("score", "float32", ("batch", *dims))
         self.metrics = DriftMetrics(spec)
         self._comparison = Comparison([spec], 0, Budget(), calibration=known)
 
     def send(self, count: int, *, error: float = 0.002, spread: float = 1.0) -> DriftVerdict:
         for score, wrong in zip(*self._random.standard_normal((2, count)), strict=True):
-            expected = np.full((1, 1), spread * score)
+            expected = np.full(self._shape, spread * score)
             answered = sample({"score": expected + error * wrong})
             self._comparison.observe({"score": expected}, answered, self.metrics.model)
         return self._comparison.verdict()
 
 
-def test_scores_near_0_are_no_drift_of_a_ranker() -> None:
+@pytest.mark.parametrize("dims", [(), (1,)])
+def test_scores_near_0_are_no_drift_of_a_ranker(dims: tuple[int, ...]) -> None:
     """Their relative errors are large, and their cosine distance is 0 or 2."""
-    ranker = Ranker()
+    ranker = Ranker(*dims)
     assert ranker.send(200).state == "within"
     found = ranker.send(600, spread=0.01)
     assert (found.state, found.cause, found.changed) == ("within", "none", False)
@@ -318,7 +321,7 @@ def test_scores_near_0_are_no_drift_of_a_ranker() -> None:
 
 
 def test_a_damaged_ranker_is_over_its_budget_and_broken() -> None:
-    ranker = Ranker()
+    ranker = Ranker(1)
     ranker.send(200)
     found = ranker.send(100, error=1.0)
     assert (found.state, found.metric, found.cause) == ("over", "slice_error", "broken")

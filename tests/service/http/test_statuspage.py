@@ -201,6 +201,23 @@ def test_a_reading_leaves_focus_and_unfolded_parts_as_they_are_and_falling_count
     assert "fp32 since 03:37:25 UTC (0\u00a0s ago)" in full.text("#m0"), "when it changed while the page was open"
 
 
+def test_a_reference_that_is_still_loading_is_no_problem_and_the_counts_agree(shown: Shown) -> None:
+    metrics = Metrics()
+    models = [LoopbackModel(name) for name in "ab"]
+    for series in (both := [metrics.add(model.name, 1) for model in models]):
+        series.reference_up(False)
+    shown.status = statusviews.status(models, metrics, ready=True)
+    shown.open()
+    assert shown.text(".verdict") == "✓ Ready: 2 models answer"
+    assert "Reference\nloading\n" in shown.text("#m0")
+    shown.show(statusviews.status([*models, LoopbackModel("c", state="unavailable")], metrics, ready=True), 10)
+    assert shown.text("#verdict") == "✗ Ready: 2 of 3 models answer"
+    assert shown.text(".figures div").replace("\n", " ").startswith("Models ready 2 of 3")
+    both[0].sampled("failed", 1)
+    shown.show(statusviews.status(models, metrics, ready=True), 20)
+    assert "a · version 1: drift is not measured" in shown.text(".verdict").replace("\u00a0", " ")
+
+
 @pytest.mark.long
 def test_a_line_stays_within_its_chart_and_over_budget_it_is_above_the_bound(full: Shown) -> None:
     inside = """[...document.querySelectorAll('svg.spark')].every(svg => {
