@@ -103,6 +103,12 @@ class _Commands(click.Group):
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--grpc-port", type=int, help="Port of the inference protocol; 0 = any.  [default: 8001]")
 @click.option("--http-port", type=int, help="Port of /metrics, /livez, /readyz and the status page.  [default: 8002]")
+@click.option(
+    "--http-inference",
+    is_flag=True,
+    default=None,
+    help="Answer inference requests on the HTTP port too (REST); needs one worker.  [default: off]",
+)
 @click.option("--device", help="auto, cpu, or cuda:N.  [default: auto]")
 @click.option("--workers", type=int, help="Worker processes that share the gRPC port.  [default: 1]")
 @click.option(

@@ -17,7 +17,7 @@ from bf16kit.service.config.loops import Ending, Guard, PeriodicThread
 from bf16kit.service.config.serverconfig import LOOPBACK, ServerConfig
 from bf16kit.service.contract import Overview
 from bf16kit.service.drift.fallbackcontroller import FallbackController, ServingProcesses
-from bf16kit.service.http.httpserver import HttpServer
+from bf16kit.service.http.httpserver import HttpServer, Limits
 from bf16kit.service.http.pages import Access, StatusReader, evidence_route, routes
 from bf16kit.service.models.controller import Controller
 from bf16kit.service.models.plan import DesiredModel
@@ -28,6 +28,7 @@ from bf16kit.service.shadow.process import FindPlan, ShadowProcess
 from bf16kit.service.telemetry.metrics import Counting, Metrics
 
 _log = logging.getLogger(__name__)
+_REST_CONNECTIONS = 2048  # of the HTTP port, if clients infer there
 MAINTAIN_SECONDS = 0.1  # between two calls of :meth:`Leader.maintain`
 
 
@@ -99,6 +100,7 @@ class Leader:
             config.host,
             config.http_port,
             pages,
+            limits=Limits(connections=_REST_CONNECTIONS) if config.http_inference else None,
             access=Access(self.credentials.tokens, config.tls_client_ca is not None, config.host),
             certificates=self.credentials.certificates,
             on_refused=metrics.refused,

@@ -29,6 +29,7 @@ from bf16kit.service.operations import (
     Settings,
 )
 from bf16kit.service.request import Tracer
+from bf16kit.service.rest.restapp import RestApp
 from bf16kit.service.shadow.samples import PlanSampleSender
 from bf16kit.service.telemetry.families import TraceOutcome
 from bf16kit.service.telemetry.metrics import Metrics
@@ -54,6 +55,8 @@ def serve_single_process(
         transport = build_transport(
             config, served.repository, served.metrics.refused, served.credentials, served.operations, served.tracing
         )
+        if config.http_inference:
+            served.http.answer_inference(RestApp(transport, served.http.access, config.max_message_bytes))
         port = transport.start()
         served.start(port)
         announce(config, port, served.http.port)
@@ -173,13 +176,14 @@ def operations_of(
     explicit = control is not None and config.model_control == "explicit"
     remedy = "start with --model-control explicit"
     memory = () if regions is None else ("system_shared_memory",)
+    rest = ("binary_tensor_data",) if config.http_inference else ()
     return Operations(
         models=models,
         control=control if explicit else None,
         regions=regions,
         logs=logs if config.model_control == "explicit" else ReadOnly(logs, remedy),
         traces=traces if config.model_control == "explicit" else ReadOnly(traces, remedy),
-        extensions=("logging", "trace", *memory, *(MODEL_CONTROL if explicit else ())),
+        extensions=("logging", "trace", *memory, *rest, *(MODEL_CONTROL if explicit else ())),
     )
 
 

@@ -17,33 +17,17 @@ from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.service.config.logs import configure
 from bf16kit.service.config.resources import bound_heap
 from bf16kit.service.config.serverconfig import LOOPBACK, ServerConfig
-from bf16kit.service.grpc.admission import ByteBudget, MessageBytes
+from bf16kit.service.grpc.admission import ByteBudget
 from bf16kit.service.grpc.control import ControlServicer
-from bf16kit.service.grpc.inference import InferenceServicer
+from bf16kit.service.grpc.inference import InferenceServicer, OtherCall
 from bf16kit.service.grpc.status import Status, status_of
 from bf16kit.service.models.plan import DesiredModel
 from bf16kit.service.operations import Operations, RegistryModels
-from bf16kit.service.request import Cancellation
 from bf16kit.service.server import ModelServer
 from bf16kit.service.wire.parameters import wants_final_mark
 
 _MAINTAIN_SECONDS = 0.1
 _CHECK_SECONDS = 0.05
-
-
-class ReplicaCall:
-    """One call of the front, as the servicers see it. Ray tells no deadline: it cancels the call when it has passed."""
-
-    deadline: float | None = None
-
-    def __init__(self, rpc: str, client: str, metadata: Mapping[str, str | bytes], held: MessageBytes) -> None:
-        self.started = time.monotonic()
-        self.cancellation = Cancellation()
-        self.client = client
-        self.metadata_value = metadata.get
-        self.streams = rpc == "ModelStreamInfer"
-        self.held = held
-        self.reserve_more = held.reserve_more
 
 
 class Replica:
@@ -91,13 +75,13 @@ class Replica:
     async def answer(self, rpc: str, data: bytes, client: str, metadata: Mapping[str, str | bytes]) -> bytes | Status:
         """Return the response to a request. If Ray cancels this, the request leaves the model's queue."""
         with held_bytes(self._budget) as held:
-            call = ReplicaCall(rpc, client, metadata, held)
+            call = OtherCall(client, metadata, held)  # Ray cancels it at its deadline
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, rpc, data, call)
             finally:
                 call.cancellation.cancel()
 
-    def _respond(self, rpc: str, data: bytes, call: ReplicaCall) -> bytes | Status:
+    def _respond(self, rpc: str, data: bytes, call: OtherCall) -> bytes | Status:
         try:
             message = RPCS[rpc].parse(data, call.held.reserve)
             if rpc not in ("ModelInfer", "ModelStreamInfer"):
@@ -110,7 +94,7 @@ class Replica:
             return status_of(error)
         if isinstance(response, Status):
             return response
-        if not call.streams:
+        if rpc == "ModelInfer":
             return bytes(response.SerializeToString())
         if wants_final_mark(message.parameters):
             response.parameters["triton_final_response"].bool_param = True

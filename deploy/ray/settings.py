@@ -63,6 +63,7 @@ _NOT_HERE = {
     "shared_memory": "a replica may be on another machine than the client",
     "load_model": "every model of the repository is served",
     "max_in_flight": "set --target, which bounds the requests in a replica, and --queued, those that wait for one",
+    "http_inference": "Ray's HTTP port has the front's pages only: use the gRPC port",
     "max_connection_age_seconds": "connections end at Ray's proxies, which have no such limit: leave it out",
 }
 

@@ -78,6 +78,11 @@ class ServerConfig(BaseModel):
     http_port: Port = Field(
         default=8002, description="Port of metrics, probes and the status page; 0 takes any free one."
     )
+    http_inference: bool = Field(
+        default=False,
+        description="The HTTP port answers the protocol's REST form too, under `/v2` ([rest.md](rest.md)). Needs `workers`"
+        " 1.",
+    )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
@@ -224,6 +229,15 @@ class ServerConfig(BaseModel):
             raise ValueError(
                 f"evidence is given with host {self.host} and no token_file: anyone who reaches the HTTP port could"
                 " fetch clients' data; give token_file, with the scope manage for those who may fetch it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_process_has_rest(self) -> Self:
+        if self.http_inference and self.workers > 1:
+            raise ValueError(
+                f"http_inference is given with workers {self.workers}; the HTTP port of several workers runs no models:"
+                " give workers 1, or leave http_inference out and use the gRPC port"
             )
         return self
 

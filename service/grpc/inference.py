@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -17,7 +17,7 @@ import grpc
 from bf16kit.messages.errors import Cancelled, Overloaded, RequestError, Unavailable
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.service.contract import Model, Registry, Slot
-from bf16kit.service.grpc.admission import Shares
+from bf16kit.service.grpc.admission import MessageBytes, Shares
 from bf16kit.service.grpc.status import Status, status_of
 from bf16kit.service.grpc.stream import OrderedResponses, StreamRequest
 from bf16kit.service.request import REFUSALS, Cancellation, Observation, Reply, Request, Tracer
@@ -47,6 +47,24 @@ class CallContext(Protocol):
 
     def reserve_more(self, nbytes: int) -> None:
         """Count ``nbytes`` of a response or of shared memory until the call ends. Raises Overloaded without room."""
+
+
+@dataclass(eq=False, slots=True)
+class OtherCall:
+    """A :class:`CallContext` of another source than a gRPC server. ``held`` counts the bytes of its request."""
+
+    client: str
+    metadata: Mapping[str, str | bytes]
+    held: MessageBytes
+    started: float = field(default_factory=time.monotonic)
+    deadline: float | None = None  # unknown: whoever knows it cancels the call when it has passed
+    cancellation: Cancellation = field(default_factory=Cancellation)
+
+    def metadata_value(self, key: str) -> str | bytes | None:
+        return self.metadata.get(key)
+
+    def reserve_more(self, nbytes: int) -> None:
+        self.held.reserve_more(nbytes)
 
 
 class InferenceServicer:

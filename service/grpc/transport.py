@@ -103,7 +103,7 @@ class Transport:
         self._inferring = self.pools["inference"], self.pools["streams"]
         # A reader for each stream, and a thread that gRPC asks for.
         self._others = [ThreadPoolExecutor(options.max_streams, "grpc-stream"), ThreadPoolExecutor(1, "grpc")]
-        self._inference = InferenceServicer(
+        self.inference = InferenceServicer(
             registry,
             count_refusal,
             options.max_in_flight,
@@ -112,9 +112,9 @@ class Transport:
             memory=SharedMemory(operations.regions, options.max_message_bytes),
             tracer=tracer,
         )
-        self._control = ControlServicer(registry, operations, RequiredScope(tokens, "manage"))
+        self.control = ControlServicer(registry, operations, RequiredScope(tokens, "manage"))
         handlers = HandlerInterceptor(
-            open_by_path(self.pools, self._inference, self._control, self._health, tokens, options.max_message_bytes)
+            open_by_path(self.pools, self.inference, self.control, self._health, tokens, options.max_message_bytes)
         )
         self._watchdog = PeriodicThread("grpc-watchdog", TICK_SECONDS, self._end_expired)
         # Each pool bounds its own calls: with a common bound, one class could shut out another.
@@ -145,8 +145,8 @@ class Transport:
         for pool in self._inferring:
             pool.drain(grace)
         self._health.shut_down(min(grace, _FINAL_WAIT_SECONDS))
-        self._inference.drain()
-        self._control.drain()
+        self.inference.drain()
+        self.control.drain()
         self.pools["changes"].shares.wait_empty(min(until, time.monotonic() + _FINAL_WAIT_SECONDS))
         if not self._wait_empty(0.0):
             self._wait_for_delivery(until)

@@ -2,7 +2,7 @@
 
 uvicorn reads and writes HTTP on one thread with an event loop of its own, so hundreds of silent connections cost no
 threads. Its own server has no time limit for a request's headers or a TLS handshake, no limit of connections that still
-admits a new client, and reads certificates once. So connections are accepted here, and :class:`_Connection` adds the
+admits a new client, and reads certificates once. So connections are accepted here, and :class:`Connection` adds the
 limits; docs/decisions/0026 has the measurements.
 """
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import h11
+from starlette.types import ASGIApp
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -54,7 +55,7 @@ class Limits:
     header_bytes: int = 16 << 10
 
 
-class _Connection(H11Protocol):
+class Connection(H11Protocol):
     """A connection with a time limit for each step, whatever bytes arrive meanwhile."""
 
     def __init__(self, server: HttpServer, config: Config, state: ServerState) -> None:
@@ -66,7 +67,7 @@ class _Connection(H11Protocol):
         made = cast("asyncio.Transport", transport)
         super().connection_made(made)
         made.set_write_buffer_limits(CHUNK)
-        self.app_state |= {"first": True, "certificate": bool(made.get_extra_info("peercert"))}
+        self.app_state |= {"first": True, "certificate": bool(made.get_extra_info("peercert")), "connection": self}
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -100,6 +101,15 @@ class _Connection(H11Protocol):
         else:  # an error in the body of a request, which has a response already, or will soon
             self.cycle.disconnected = True
             self.transport.abort()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the client waits for the server."""
+        return self._timer.cancelled()
+
+    def wait_for_server(self) -> None:
+        """Let the client wait as long as the server takes: the step's time limit ends."""
+        self._timer.cancel()
 
     def evict(self) -> None:
         self._timer.cancel()
@@ -138,13 +148,16 @@ class HttpServer:
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._listener = ports.listen(host, port, "--http-port", _BACKLOG)
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted sockets inherit it
+        # Accepted sockets inherit both. asyncio sets the second only on sockets made with the number of a protocol.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.limits = limits or Limits()
         self.on_refused = on_refused
-        self._app = PageApp(pages, access or Access(), on_refused)
+        self.access = access or Access()
+        self._app = PageApp(pages, self.access, on_refused)
         self._certificates = certificates
         # Connections with the task that opens them, first the one without progress for the longest time.
-        self._open: dict[_Connection, asyncio.Task[Any]] = {}
+        self._open: dict[Connection, asyncio.Task[Any]] = {}
         self._was_full = False
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -153,6 +166,10 @@ class HttpServer:
     @property
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
+
+    def answer_inference(self, app: ASGIApp) -> None:
+        """Have ``app`` answer the paths of the inference protocol. Call it before :meth:`start`."""
+        self._app.inference = app
 
     def start(self) -> None:
         self._thread.start()
@@ -195,7 +212,7 @@ class HttpServer:
         config = Config(
             self._app, interface="asgi3", ws="none", lifespan="off", workers=1, proxy_headers=False,
             log_config=None, log_level=logging.ERROR, access_log=False,
-            # _Connection's own limit comes first.
+            # Connection's own limit comes first.
             timeout_keep_alive=int(self.limits.idle_seconds) + 1,
             h11_max_incomplete_event_size=self.limits.header_bytes - _READ,  # checked before each further read
         )  # fmt: skip
@@ -213,11 +230,11 @@ class HttpServer:
                 continue
             if len(self._open) >= self.limits.connections:
                 self._make_room(f"it has {len(self._open)} connections, its limit")
-            self._start_connection(_Connection(self, config, state), peer)
+            self._start_connection(Connection(self, config, state), peer)
             if count % _ACCEPT_BURST == 0:
                 await asyncio.sleep(0)
 
-    def _start_connection(self, connection: _Connection, peer: socket.socket) -> None:
+    def _start_connection(self, connection: Connection, peer: socket.socket) -> None:
         tls: dict[str, Any] = {}
         if self._certificates is not None:
             tls = {
@@ -238,24 +255,27 @@ class HttpServer:
         self._open[connection] = opening
         opening.add_done_callback(opened)
 
-    def progressed(self, connection: _Connection) -> None:
+    def progressed(self, connection: Connection) -> None:
         """Note that a client has sent a request, or received a part of its response: it is the last to be closed."""
         if (opening := self._open.pop(connection, None)) is not None:
             self._open[connection] = opening
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: Connection) -> None:
         self._open.pop(connection, None)
 
-    def _evict(self, connection: _Connection) -> None:
+    def _evict(self, connection: Connection) -> None:
         self._open.pop(connection).cancel()
         connection.evict()
 
     def _make_room(self, reason: str) -> None:
-        """Close the connection that has been idle longest: no request sent, nothing of a response received."""
+        """Close the connection that has been idle longest: no request sent, nothing of a response received.
+
+        One that waits for an inference is not idle; it is closed if there is no other.
+        """
         if not self._open:
             return
         self.on_refused("http_connections")
-        self._evict(next(iter(self._open)))
+        self._evict(next((each for each in self._open if not each.waits), None) or next(iter(self._open)))
         if not self._was_full:  # logged once, because clients could fill the log
             self._was_full = True
             _log.warning(

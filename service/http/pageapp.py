@@ -1,4 +1,7 @@
-"""Answers the requests of the HTTP port: metrics and probes for machines, the status page for people. No inference."""
+"""Answers the requests of the HTTP port: metrics and probes for machines, the status page for people.
+
+Inference over REST, if it is on, is another application's: :mod:`bf16kit.service.rest`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bf16kit.service.http.pages import Access, Refused, Route, Routes
 
@@ -29,7 +32,10 @@ class PageApp:
     """An ASGI application that answers with these pages. ``on_refused`` is called with the reason of each rejection.
 
     A connection's state says whether its request is the ``first``, and whether it came with a ``certificate``.
+    ``inference`` answers the paths of the inference protocol, if it is set.
     """
+
+    inference: ASGIApp | None = None
 
     def __init__(self, pages: Routes, access: Access, on_refused: Callable[[str], None]) -> None:
         self._pages = pages
@@ -45,23 +51,24 @@ class PageApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(asyncio.CancelledError):  # only when the loop ends
+            if self.inference is not None and f"{scope['path']}/".startswith("/v2/"):
+                await self._take_turn()
+                await self.inference(scope, receive, send)
+                return
             response = await self._respond(Request(scope))
             if isinstance(response, Refused):
                 self._on_refused(response.reason)
-            await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-            # Each piece is sent once the client has most of the one before: a slow reader holds no more in memory.
-            for start in range(0, len(response.body), CHUNK) if scope["method"] != "HEAD" else ():
-                piece = bytes(response.body[start : start + CHUNK])
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body"})
+            await send_response(scope, send, response)
+
+    async def _take_turn(self) -> None:
+        async with self._turn:
+            await asyncio.sleep(0)  # the place is free again one turn later
 
     async def _respond(self, request: Request) -> Response:
         path = request.scope["path"]
         route = self._pages.get(path)
-        state = request.scope["state"]
-        if route is None or not route.probe or not state["first"]:
-            async with self._turn:
-                await asyncio.sleep(0)  # the place is free again one turn later
+        if route is None or not route.probe or not request.scope["state"]["first"]:
+            await self._take_turn()
         if request.method not in ("GET", "HEAD"):
             return Refused(
                 405,
@@ -71,11 +78,7 @@ class PageApp:
             )
         if route is not None and route.probe:
             return self._make(path, route, "")
-        scope, header = "read" if route is None else route.scope, request.headers
-        # Two such headers, joined, are not a valid token.
-        authorization = ", ".join(header.getlist("authorization"))
-        host = header.get("host", "")
-        if (refusal := self._access.refusal(authorization, state["certificate"], scope, host)) is not None:
+        if (refusal := self._access.refusal(request, "read" if route is None else route.scope)) is not None:
             return refusal
         if route is None:
             return PlainTextResponse(f"not found; the pages are {', '.join(self._pages)}\n", 404)
@@ -106,3 +109,12 @@ class PageApp:
         except Exception:  # noqa: BLE001 -- an empty answer would tell neither a scraper nor the operator
             _log.exception("%s cannot be answered", path)
             return PlainTextResponse("internal error; the server's log has the details\n", 500)
+
+
+async def send_response(scope: Scope, send: Send, response: Response) -> None:
+    """Send a response in pieces, each once the client has most of the one before: a slow reader holds no more."""
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    for start in range(0, len(response.body), CHUNK) if scope["method"] != "HEAD" else ():
+        piece = bytes(response.body[start : start + CHUNK])
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body"})

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 import bf16kit
@@ -161,18 +162,23 @@ class Access:
     client_certificate: bool = False
     host: str = ""
 
-    def refusal(self, authorization: str, has_certificate: bool, scope: Scope, host: str) -> Refused | None:
-        """Return why this client, which requested ``host``, is rejected; None if it may see the page."""
-        if self.client_certificate and not has_certificate:
-            return Refused(403, "this page needs a client certificate of the configured authority", "unauthenticated")
+    def refusal(self, request: Request, scope: Scope) -> Refused | None:
+        """Return why this request is rejected; None if its client may have what needs ``scope``."""
+        if self.client_certificate and not request.scope["state"]["certificate"]:
+            return Refused(403, "a client certificate of the configured authority is needed", "unauthenticated")
         if self.tokens is None:
-            if scope == "manage" and not self.client_certificate and not self._is_local(host):
+            if (
+                scope == "manage"
+                and not self.client_certificate
+                and not self._is_local(request.headers.get("host", ""))
+            ):
                 message = "without tokens this page is served only for requests to localhost or 127.0.0.1"
                 return Refused(403, message, "forbidden")
             return None
-        scopes = self.tokens.scopes(authorization)
+        # Two such headers, joined, are not a valid token.
+        scopes = self.tokens.scopes(", ".join(request.headers.getlist("authorization")))
         if scopes is None:
-            message = "this page needs a token: send 'Authorization: Bearer TOKEN'"
+            message = "a token is needed: send 'Authorization: Bearer TOKEN'"
             return Refused(401, message, "unauthenticated", {"WWW-Authenticate": 'Bearer realm="bf16kit"'})
         if scope not in scopes:
             challenge = f'Bearer realm="bf16kit", error="insufficient_scope", scope="{scope}"'

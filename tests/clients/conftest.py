@@ -18,29 +18,29 @@ Calls = Callable[[str], dict[str, str]]
 
 
 @pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield ``host:port`` of the server."""
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Yield ``host:port`` of the server for gRPC, and for REST."""
     repository = tmp_path_factory.mktemp("repository")
     for name in ("mlp", "spare"):
         write_mlp(repository / name / "1")
     write_typed(repository / "typed" / "1")
     write_words(repository / "words" / "1")
     explicit = {"BF16KIT_MODEL_CONTROL": "explicit", "BF16KIT_LOAD_MODEL": '["*"]'}
-    with ServerProcess("--repository", repository, "--device", "cpu", env=explicit) as server:
-        yield server.wait_ready().target
+    with ServerProcess("--repository", repository, "--device", "cpu", "--http-inference", env=explicit) as server:
+        yield [f"127.0.0.1:{port}" for port in server.wait_ready().ports()]
 
 
 @pytest.fixture(scope="session")
-def calls(target: str) -> Calls:
+def calls(targets: list[str]) -> Calls:
     """Return a function that runs a client's calls and returns the error of each: "" if the call succeeded."""
     made: dict[str, dict[str, str]] = {}
 
     def call(client: str) -> dict[str, str]:
-        python = _ENVIRONMENTS / client / "bin" / "python"
+        python = _ENVIRONMENTS / client.partition("_")[0] / "bin" / "python"
         if not python.exists():
             pytest.skip(f"{client} is not installed: make test-clients does it")
         if client not in made:
-            command = [str(python), str(_HERE / f"calls_of_{client}.py"), target]
+            command = [str(python), str(_HERE / f"calls_of_{client}.py"), *targets]
             with_ours = {**os.environ, "PYTHONPATH": str(_HERE.parent / "support")}
             done = subprocess.run(command, env=with_ours, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.clients
 _CALL = re.compile(r"^(?:async )?def (\w+)\((?:client|stub): Any\)", re.MULTILINE)
 _WRITTEN = {
     client: _CALL.findall((Path(__file__).parent / f"calls_of_{client}.py").read_text("utf-8"))
-    for client in ("kserve", "mlserver")
+    for client in ("kserve", "kserve_rest", "mlserver")
 }
 
 

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from bf16kit.service.cli import main
 
 FLAGS = (
-    "--repository", "--host", "--grpc-port", "--http-port", "--device", "--workers", "--model-control", "--load-model",
+    "--repository", "--host", "--grpc-port", "--http-port", "--http-inference", "--device", "--workers",
+    "--model-control", "--load-model",
     "--tls-certificate", "--tls-key", "--tls-client-ca", "--token-file", "--log-format", "--evidence",
     "--lame-duck-seconds", "--config", "--help",
 )  # fmt: skip

@@ -20,15 +20,23 @@ from bf16kit.service.server import serve_single_process
 @contextmanager
 def running(repository: Path, *models: str, **settings: Any) -> Iterator[str]:
     """Yield ``host:port`` of a server with these settings, once the given models have loaded."""
-    stop, started = Stop(), SimpleQueue[int]()
+    with running_ports(repository, *models, **settings) as (where, _):
+        yield where
+
+
+@contextmanager
+def running_ports(repository: Path, *models: str, **settings: Any) -> Iterator[tuple[str, int]]:
+    """Yield the same, and the HTTP port."""
+    stop, started = Stop(), SimpleQueue[tuple[int, int]]()
     config = ServerConfig(repository=repository, grpc_port=0, http_port=0, device="cpu", threads=1, **settings)
-    server = threading.Thread(target=serve_single_process, args=(config, stop, lambda port, _: started.put(port)))
+    server = threading.Thread(target=serve_single_process, args=(config, stop, lambda *ports: started.put(ports)))
     server.start()
     try:
-        where = f"127.0.0.1:{started.get(timeout=60)}"
+        port, http_port = started.get(timeout=60)
+        where = f"127.0.0.1:{port}"
         for model in models:
             _await_serving(where, model)
-        yield where
+        yield where, http_port
     finally:
         stop.set()
         server.join(60)

@@ -7,7 +7,9 @@ import http.client
 import re
 import socket
 import ssl
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,17 @@ def trusting(authority: Authority, client: Pair | None = None) -> ssl.SSLContext
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_on_an_open_connection_waits_for_no_acknowledgement(serve: Serve) -> None:
+    """It has two pieces. With Nagle's algorithm the second waits 40 ms, until the client acknowledges the first."""
+    times = []
+    with serve().connect() as peer:
+        for _ in range(21):
+            begun = time.monotonic()
+            exchange(peer)
+            times.append(time.monotonic() - begun)
+    assert statistics.median(times) < 0.03
 
 
 def test_a_head_request_has_the_headers_and_no_body(serve: Serve) -> None:
