@@ -80,8 +80,8 @@ class ServerConfig(BaseModel):
     )
     http_inference: bool = Field(
         default=False,
-        description="The HTTP port answers the protocol's REST form too, under `/v2` ([rest.md](rest.md)). Needs `workers`"
-        " 1.",
+        description="The HTTP port answers the protocol's REST form too, under `/v2` ([rest.md](rest.md)). Needs"
+        " `workers` 1.",
     )
     device: str = Field(
         default="auto",
