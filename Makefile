@@ -184,13 +184,16 @@ proto: setup ## regenerate bf16kit/protocol from proto/, and the conformance sui
 		"$${protoc[@]}" --python_out=$(CURDIR) --pyi_out=$(CURDIR) bf16kit/protocol/*.proto && \
 		"$${protoc[@]}" --python_out=$(CURDIR)/conformance --pyi_out=$(CURDIR)/conformance oip_conformance/protocol/*.proto
 
+docs: setup ## write the tables of docs/configuration.md from the code
+	@PYTHONPATH=tests/support $(BIN)/python tests/support/settingspage.py docs/configuration.md
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
-bench: setup ## measure README's numbers at this commit, write bench/results/MACHINE, README and docs; half an hour; needs an idle machine
+bench: setup ## measure all goals at this commit, write bench/results/MACHINE, README and docs; half an hour; needs an idle machine
 	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino
 	@$(BIN)/python -m bench readme
 
-bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO and torch; writes README's claim and docs/kernel.md; 35 minutes; needs an idle machine
+bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO and torch; writes docs/kernel.md and README; 35 minutes; needs an idle machine
 	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino
 	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_drift || status=$$?; \
 	$(BIN)/python -m bench.report || status=1; exit $$status
@@ -207,4 +210,4 @@ clean: ## remove the files that builds and tests leave behind; .venv stays
 	rm -rf build dist ./*.egg-info conformance/{build,.pytest_cache,*.egg-info} .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: help setup check test $(suites) test-weekly test-kernel test-kernel-versions demo serve image release conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean
+.PHONY: help setup check docs test $(suites) test-weekly test-kernel test-kernel-versions demo serve image release conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean

@@ -139,7 +139,7 @@ class _Commands(click.Group):
     "file",
     type=click.Path(path_type=Path),
     envvar="BF16KIT_CONFIG",
-    help="server.yaml: any flag as a key (grpc_port: 8001), and more: see docs/operations.md.",
+    help="server.yaml: any flag as a key (grpc_port: 8001), and more: see docs/configuration.md.",
 )
 @click.version_option(__version__, prog_name="bf16-serve")
 @click.pass_context

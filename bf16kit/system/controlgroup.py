@@ -18,7 +18,7 @@ _NO_LIMIT = 1 << 60  # version 1 writes a number beyond any memory when there is
 # Page cache that the kernel reclaims before it refuses memory. Files in shared memory do not count.
 _FILE_CACHE = ("active_file", "inactive_file")
 # Bytes that are never filled with weights, but left for runs, for loading, and for the processes that measure drift and
-# check health. A server of MiniLM with less was killed: docs/decisions/0078.
+# check health. A server of MiniLM with less was killed: docs/decisions/0028.
 RESERVE = 64 << 20
 
 

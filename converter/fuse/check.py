@@ -25,7 +25,7 @@ from bf16kit.runtime.ort.onnx import OnnxRuntime
 _PREFIX = "fused:"
 # The error allowed, of a slice's own magnitude and of the magnitude that slices along its axis have. Terms of a sum may
 # be larger than the sum: far below zero, Gelu is a small difference of large numbers.
-# docs/decisions/0083-fusions-that-own-their-nodes.md has what sound fusions show.
+# docs/decisions/0008-rewrites-and-fusions.md has what sound fusions show.
 _OWN = 1e-5
 _TYPICAL: Mapping[Kind, float] = {"attention": 5e-6, "normalisation": 5e-6, "lookup": 0.0, "product": 5e-5}
 _SMALLEST = 1e-37

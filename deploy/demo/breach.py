@@ -1,14 +1,15 @@
 """The end of ``make demo``: shows on a copy that is damaged on purpose what a server does about a breach.
 
-The query weights of two layers are swapped in the copy's graph, as a faulty deployment script might do. All digests are
-updated and the golden samples are left out, because otherwise the server would refuse to load it. So only live traffic
-shows the damage.
+The query weights of two layers are swapped in the copy's graph, as a faulty deployment script might do, and all digests
+are updated. The golden samples still show the damage, so ``bf16-serve check`` refuses the copy. Only when they are left
+out as well is it served, and live traffic shows the damage.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import time
 import urllib.request
 from itertools import cycle
@@ -18,14 +19,15 @@ import live_drift
 import numpy as np
 import onnx
 from client import Client
-from publish import MODEL
+from publish import MODEL, program_path
 from running import PATIENCE_SECONDS, DemoFailed, display_path, running_server, wait
 from sentences import sentences
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.reading import Digests
 
-SWAPPED = tuple(f"encoder.layer.{layer}.attention.self.query.weight" for layer in (2, 3))
+LAYERS = (2, 3)
+SWAPPED = tuple(f"encoder.layer.{layer}.attention.self.query.weight" for layer in LAYERS)
 SERVING = """# Every request is measured, and fp32 answers once bf16 is over its budget beyond chance.
 profile: cpu
 shadow: {rate: 1.0, max_per_second: 1000}
@@ -36,12 +38,19 @@ SENTENCE = "A man is eating a piece of bread."
 
 
 def show(artifact: Path, repository: Path) -> None:
-    """Damage a copy of ``artifact`` in ``repository``, serve it, and report until fp32 replaces bf16."""
+    """Damage a copy of ``artifact`` in ``repository``; show its refusal, then how traffic reveals the damage."""
+    layers = " and ".join(map(str, LAYERS))
     print(
-        f"\n== a copy damaged on purpose, in {display_path(repository)}: {' and '.join(SWAPPED)} trade places",
+        f"\n== a damaged copy, in {display_path(repository)}: the query weights of layers {layers} are swapped",
         flush=True,
     )
-    damage(artifact, repository)
+    damage(artifact, repository, golden=True)
+    print(f"   refused at load: {_refusal(repository)}")
+    damage(artifact, repository, golden=False)
+    print(
+        "   Without its golden samples nothing shows at load: the copy is served, and only traffic can tell.",
+        flush=True,
+    )
     with running_server(repository) as (grpc_address, http_address), Client(grpc_address) as client:
         before = client.embed(SENTENCE)
         started, more, drift = time.perf_counter(), cycle(sentences(200)), live_drift.read(http_address)
@@ -60,7 +69,18 @@ def show(artifact: Path, repository: Path) -> None:
         print(f"   {_reason(http_address)}")
         after = client.embed(SENTENCE)
         print(f"   the same sentence, embedded before and after: cosine {float(np.dot(before, after)):.4f}")
-        print(f"   every answer says it: parameters['precision'] = {client.precision!r}")
+        print(f"   every response says so: parameters['precision'] = {client.precision!r}")
+
+
+def _refusal(repository: Path) -> str:
+    """Return why a server would not serve the damaged copy; DemoFailed if it would."""
+    command = [program_path("bf16-serve"), "check", "--repository", str(repository), "--device", "cpu", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 1:
+        raise DemoFailed(f"bf16-serve check ended with exit code {done.returncode} on a damaged copy: {done.stderr}")
+    text = next(str(f["text"]) for f in json.loads(done.stdout)["findings"] if f["outcome"] == "failed")
+    first, *more = text.split("; ")
+    return first + (f", and {len(more)} more" if more else "")
 
 
 def _reason(http_address: str) -> str:
@@ -69,8 +89,8 @@ def _reason(http_address: str) -> str:
     return str(model["running"]["active_precision_reason"])
 
 
-def damage(artifact: Path, repository: Path) -> None:
-    """Copy ``artifact`` with wrong weights, right digests and no golden samples."""
+def damage(artifact: Path, repository: Path, golden: bool) -> None:
+    """Copy ``artifact`` with wrong weights and right digests, with its ``golden`` samples or without."""
     target = repository / MODEL / "1"
     shutil.rmtree(repository, ignore_errors=True)
     shutil.copytree(artifact, target)
@@ -83,5 +103,6 @@ def damage(artifact: Path, repository: Path) -> None:
     graph.write_bytes(model.SerializeToString())
     manifest = Artifact.open(artifact).manifest
     files = manifest.files | {graph.name: Digests().entry(graph)}
-    (target / "manifest.json").write_bytes(manifest.model_copy(update={"files": files, "golden": None}).dumps())
+    changed = {"files": files} if golden else {"files": files, "golden": None}
+    (target / "manifest.json").write_bytes(manifest.model_copy(update=changed).dumps())
     (target.parent / "serving.yaml").write_text(SERVING, "utf-8")

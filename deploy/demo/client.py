@@ -29,6 +29,12 @@ class Client:
         self.precision = reply.get_response().parameters["precision"].string_param
         return np.asarray(minilm.mean_pool(reply.as_numpy(OUTPUT), feeds["attention_mask"])[0])
 
+    @property
+    def profile(self) -> str:
+        """The profile that the server runs, such as cpu-bf16."""
+        config = self._server.get_model_config(MODEL).config
+        return str(config.parameters["profile"].string_value)
+
     def __enter__(self) -> Self:
         return self
 

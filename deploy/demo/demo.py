@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 
@@ -22,12 +23,15 @@ from client import Client
 from live_drift import LiveDrift
 from numpy.typing import NDArray
 from publish import PublishFailed, publish
-from running import DemoFailed, display_path, running_server, wait
+from running import DemoFailed, T, display_path, running_server, wait
 from sentences import sentences
+
+from bf16kit.artifact.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
 
 REPOSITORY = Path(__file__).parents[2] / "build" / "demo"
 MB = 1e6
-SERVED_FILES = ("weights.bf16", "weights.fp32", "cpu.onnx")
+WEIGHTS, RESIDUAL = ("weights.bf16", "weights.fp32"), ("residual.bin",)
 
 EVERYDAY = (
     "A man is eating a piece of bread.",
@@ -45,16 +49,19 @@ def main() -> int:
         artifact = convert()
         with running_server(REPOSITORY) as (grpc_address, http_address), Client(grpc_address) as client:
             print_similarity(np.stack([client.embed(sentence) for sentence in EVERYDAY]))
-            print_latency([_timed(client, sentence) for sentence in sentences(200)])
+            served = [_timed(client.embed, sentence) for sentence in sentences(200)]
             print_drift(wait_until_measured(client, http_address))
+            profile = client.profile
+        print_latency(served, *alone(artifact, profile))
         print_sizes(artifact)
         breach.show(artifact, REPOSITORY.with_name("demo-damaged"))
     except (DemoFailed, PublishFailed, FileNotFoundError, triton.InferenceServerException) as failure:
         print(f"\ndemo failed: {failure}", file=sys.stderr)
         return 1
-    print(
-        "\ndemo done: `make serve` serves the same artifact on 127.0.0.1:8001 (gRPC) and :8002 (metrics, status page)"
-    )
+    print(f"""
+== done. To see more:
+   {display_path(artifact / "report.html")}   the report: accuracy, sizes and precision plan, for a browser
+   make serve   serves the same artifact on 127.0.0.1:8001 (gRPC); status page: http://127.0.0.1:8002/""")
     return 0
 
 
@@ -64,10 +71,27 @@ def convert() -> Path:
     return publish(REPOSITORY)
 
 
-def _timed(client: Client, sentence: str) -> float:
+def _timed(call: Callable[[T], object], argument: T) -> float:
     started = time.perf_counter()
-    client.embed(sentence)
+    call(argument)
     return time.perf_counter() - started
+
+
+def alone(artifact: Path, profile: str) -> tuple[list[float], list[float]]:
+    """Return the seconds of runs of ``profile`` and of its fp32 reference, in this process and in turns."""
+    opened, encoder = Artifact.open(artifact), minilm.tokenizer()
+    runtimes = load(opened, profile), load_reference(opened)
+    try:
+        feeds = [minilm.tokenize(encoder, [sentence]) for sentence in sentences(100)]
+        for feed in feeds[:10]:  # not measured: first runs allocate
+            for runtime in runtimes:
+                runtime.run(feed)
+        times = [[_timed(runtime.run, feed) for runtime in runtimes] for feed in feeds]
+    finally:
+        for runtime in runtimes:
+            runtime.close()
+    bf16, fp32 = zip(*times, strict=True)
+    return list(bf16), list(fp32)
 
 
 def wait_until_measured(client: Client, http_address: str, wanted: int = 100) -> LiveDrift:
@@ -100,17 +124,25 @@ def print_similarity(embeddings: NDArray[np.float64]) -> None:
         raise DemoFailed(f"the nearest sentences are {nearest.tolist()}, not each other's paraphrase")
 
 
-def print_latency(latencies: list[float]) -> None:
-    """Print percentiles over single-sentence requests, one in flight, as measured by the client."""
-    p50, p99 = np.percentile(latencies, [50, 99]) * 1e3
-    print(f"\n== latency of {len(latencies)} real sentences, one in flight, the fp32 shadow at work beside them")
-    print(f"   p50 {p50:.1f} ms   p99 {p99:.1f} ms")
+def print_latency(served: list[float], bf16: list[float], fp32: list[float]) -> None:
+    """Print percentiles over single sentences: as a client sees them, and of the model alone."""
+    print("\n== latency of real sentences, one at a time")
+    labels = (
+        "bf16, the model alone",
+        "fp32, the model alone, in turns with bf16",
+        "bf16, served, while drift is measured",
+    )
+    for label, seconds in zip(labels, (bf16, fp32, served), strict=True):
+        p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
+        print(f"   {label:<44}p50 {p50:5.1f} ms   p99 {p99:5.1f} ms")
 
 
 def print_drift(drift: LiveDrift) -> None:
     """Print live drift beside the converter's measurement; DemoFailed if it is over budget."""
-    outcomes = ", ".join(f"{count:.0f} {outcome}" for outcome, count in drift.outcomes.items())
-    print(f"\n== live drift from fp32, read from /metrics ({outcomes})")
+    runs, dropped, failed = (drift.outcomes.get(name, 0) for name in ("measured", "dropped", "failed"))
+    print("\n== live drift from fp32, read from /metrics")
+    print(f"   {runs:.0f} requests were run in fp32 too; {failed:.0f} failed; {dropped:.0f} were dropped,")
+    print("   because fp32 was loading or busy: no response waits for it")
     for row in drift.rows:
         measured = f"mean {row.mean:.2e}   at conversion {row.baseline:.2e}   {row.ratio:.2f} of budget"
         print(f"   {row.output:<20}{row.metric:<17}{measured}")
@@ -119,16 +151,19 @@ def print_drift(drift: LiveDrift) -> None:
 
 
 def print_sizes(artifact: Path) -> None:
-    """Print the size of each file on disk, and of the served files, against the fp32 checkpoint."""
+    """Print what the artifact takes on disk, and what of it is in memory, against the fp32 checkpoint."""
     source = (minilm.checkpoint() / "model.safetensors").stat().st_size
-    files = {file.name: file.stat().st_size for file in sorted(artifact.iterdir())}
+    files = {file.name: file.stat().st_size for file in artifact.iterdir()}
+    weights, residual = (sum(files.get(name, 0) for name in names) for names in (WEIGHTS, RESIDUAL))
+    rest = sum(files.values()) - weights - residual
     print(f"\n== sizes (the fp32 checkpoint has {source / MB:.1f} MB)")
-    for name, size in files.items():
-        print(f"   {name:<24}{size / MB:9.2f} MB")
-    served_bytes = sum(files.get(name, 0) for name in SERVED_FILES)
-    print(f"   {served_bytes / source:.3f} of the checkpoint for one ONNX profile ({', '.join(SERVED_FILES)})")
-    restorable = served_bytes + files.get("residual.bin", 0)
-    print(f"   {restorable / source:.3f} with residual.bin, which restores the fp32 checkpoint bit for bit")
+    for label, size in (
+        ("weights, in memory while the model is served", weights),
+        ("residual, from which fp32 is restored bit for bit", residual),
+        ("graphs, manifest, golden samples, report", rest),
+        ("on disk, total", weights + residual + rest),
+    ):
+        print(f"   {label:<51}{size / MB:6.1f} MB   {size / source:.3f} of the checkpoint")
 
 
 if __name__ == "__main__":

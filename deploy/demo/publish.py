@@ -31,7 +31,8 @@ def publish(repository: Path) -> Path:
     target = repository / MODEL / "1"
     command = [program_path("bf16-convert"), "checkpoint", str(minilm.checkpoint()), "--out", str(target), "--force"]
     # The converter imports `minilm:calibration` from this directory.
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     result = subprocess.run([*command, "--samples", "minilm:calibration"], env=environment, check=False)
     if result.returncode != 0:
         raise PublishFailed(exit_reason(result.returncode))

@@ -3,7 +3,7 @@
 //
 // A pair of neighbouring rows of a panel is read as two vectors of pairs along K. That takes two shuffles for up to 24 dot
 // products, and leaves the columns in another order until the tile is finished. Panels stored as pairs of rows would need no
-// shuffles, but were no faster (docs/decisions/0033).
+// shuffles, but were no faster (docs/decisions/0010).
 
 using Pairs16 = uint32_t;  // two values of x as bf16, the even one in the low half
 

@@ -41,7 +41,7 @@ class Batcher:
     The thread that has run a batch also answers its requests. With a spare thread, the next batch runs meanwhile.
 
     An extra instance runs a batch whose shape no running batch has: it could never join that one, and would wait for
-    the end of a longer run (docs/decisions/0061). A request whose shape runs already should wait: joined with others of
+    the end of a longer run (docs/decisions/0052). A request whose shape runs already should wait: joined with others of
     its shape it costs less. :meth:`close` rejects the requests that still wait, and ends the threads.
     """
 

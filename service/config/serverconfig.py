@@ -64,38 +64,115 @@ class ServerConfig(BaseModel):
         "reference_ca": "leave it out; fp32 references run in a process of this server",
     }
 
-    repository: Path
-    # Error messages show `description`, not the pattern.
-    host: str = Field(default="127.0.0.1", pattern=r"^[!-~]+$", description="a name or an address, in ASCII")
-    grpc_port: Port = 8001
-    http_port: Port = 8002
-    http_inference: bool = False  # the protocol's REST form on the HTTP port
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
-    workers: int = Field(default=1, ge=1, le=64)  # processes that share the gRPC port
+    # Descriptions are docs/configuration.md (`make docs`). Error messages show `title`, not the pattern.
+    repository: Path = Field(
+        description="Directory of `<model>/<version>/` artifacts, read at the start, and later as `model_control` says."
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        pattern=r"^[!-~]+$",
+        title="a name or an address, in ASCII",
+        description="Address of both ports.",
+    )
+    grpc_port: Port = Field(default=8001, description="Port of gRPC; 0 takes any free one, and the log says which.")
+    http_port: Port = Field(
+        default=8002, description="Port of metrics, probes and the status page; 0 takes any free one."
+    )
+    http_inference: bool = Field(
+        default=False,
+        description="The HTTP port answers the protocol's REST form too, under `/v2` ([rest.md](rest.md)). Needs"
+        " `workers` 1.",
+    )
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        title="auto, cpu, cuda or cuda:N",
+        description="`auto` uses a GPU if ONNX Runtime can use one, otherwise the CPU.",
+    )
+    workers: int = Field(default=1, ge=1, le=64, description="Processes that share the gRPC port.")
 
-    model_control: Literal["none", "poll", "explicit"] = "none"
-    poll_seconds: float = Field(default=15.0, ge=1, le=86_400)  # between two reads of the repository
-    load_model: tuple[str, ...] = ()  # to load at start with explicit control; "*" alone: all
+    model_control: Literal["none", "poll", "explicit"] = Field(
+        default="none",
+        description="`none`: serve the models of the start. `poll`: follow changes of the repository. `explicit`:"
+        " clients load and unload models, and change log and trace settings.",
+    )
+    poll_seconds: float = Field(default=15.0, ge=1, le=86_400, description="Time between two scans of the repository.")
+    load_model: tuple[str, ...] = Field(
+        default=(), description="With `explicit`, the models to load at the start; `*` alone means all."
+    )
 
-    threads: int | None = Field(default=None, ge=1)  # per model, for one execution; None = the runtime's choice
-    max_in_flight: int = Field(default=256, ge=1)  # requests; more are rejected at once
-    max_message_bytes: int = Field(default=64 << 20, ge=1 << 10)
-    max_connection_age_seconds: float = Field(default=0.0, ge=0, le=2_000_000)  # 0 = no limit
-    lame_duck_seconds: float = Field(default=0.0, ge=0, le=86_400)  # report not ready, but serve, before the drain
-    drain_seconds: float = Field(default=25.0, ge=0, le=86_400)  # less than the 30 s after which Kubernetes kills a pod
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["text", "json"] = "text"
-    # One trace per so many requests, to the collector that the OTEL_EXPORTER_OTLP_… variables name. 0: no traces.
-    trace_rate: int = Field(default=0, ge=0, le=2**31 - 1)
-    evidence: bool = False  # keep a live sample of the newest breach in memory, for clients that may manage
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Threads of one execution of a model, shared by its `instances`. Without it the runtime chooses;"
+        " with several workers, each has its part of the processors.",
+    )
+    max_in_flight: int = Field(
+        default=256,
+        ge=1,
+        description="Requests that run or wait, in each worker; more are rejected with RESOURCE_EXHAUSTED. A"
+        " connection has at most 64 open calls, or a quarter of this number if that is more.",
+    )
+    max_message_bytes: int = Field(
+        default=64 << 20,
+        ge=1 << 10,
+        description="Largest request; less in a small container. All requests, and the responses that clients have not"
+        " read yet, may hold eight times as much.",
+    )
+    max_connection_age_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        le=2_000_000,
+        description="After this time the server asks a connection to close, so that clients spread over new servers; 0"
+        " = never.",
+    )
+    lame_duck_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        le=86_400,
+        description="After SIGTERM, how long the server reports that it is not ready and still serves: the time that a"
+        " load balancer needs to notice.",
+    )
+    drain_seconds: float = Field(
+        default=25.0,
+        ge=0,
+        le=86_400,
+        description="How long a stop waits for requests in flight; keep it below the time after which the process is"
+        " killed (30 s in Kubernetes).",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level of a line on standard error."
+    )
+    log_format: Literal["text", "json"] = Field(default="text", description="Lines of text, or one JSON object a line.")
+    trace_rate: int = Field(
+        default=0,
+        ge=0,
+        le=2**31 - 1,
+        description="One in so many requests is traced, of those that belong to no trace yet, and sent to the"
+        " collector that the variables `OTEL_EXPORTER_OTLP_…` name; 0 = no traces.",
+    )
+    evidence: bool = Field(
+        default=False,
+        description="Keep a live row of each model's newest breach in memory, for clients with the scope `manage`."
+        " Needs `token_file` unless `host` is `127.0.0.1`, `::1` or `localhost`.",
+    )
 
-    tls_certificate: Path | None = None  # PEM, with its chain; both ports speak TLS then
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None  # the CA of client certificates (mTLS)
-    token_file: Path | None = None  # lines of "token scope[,scope]"
+    tls_certificate: Path | None = Field(
+        default=None, description="PEM certificate with its chain; both ports then speak TLS. Needs `tls_key`."
+    )
+    tls_key: Path | None = Field(default=None, description="PEM private key, unencrypted. Needs `tls_certificate`.")
+    tls_client_ca: Path | None = Field(
+        default=None, description="PEM certificate of the authority that must have signed clients' certificates."
+    )
+    token_file: Path | None = Field(
+        default=None, description="Lines of a token and its scopes: `infer`, `read`, `manage`."
+    )
 
-    # Clients on this machine may register files of /dev/shm: none, those of our prefix, of another one, or "*".
-    shared_memory: bool | str = False
+    shared_memory: bool | str = Field(
+        default=False,
+        description="Clients of this machine may register files of `/dev/shm`. `true`: those whose names begin with"
+        " `bf16kit`. A text: those that begin with it. `*`: all.",
+    )
 
     @field_validator("repository", "tls_certificate", "tls_key", "tls_client_ca", "token_file", mode="before")
     @classmethod
@@ -225,7 +302,7 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
     ]
     if not unknown:
         return ""
-    return f"unknown environment variables are ignored: {first_few(unknown)}; docs/operations.md names every setting"
+    return f"unknown environment variables are ignored: {first_few(unknown)}; docs/configuration.md names every setting"
 
 
 def explain(errors: Sequence[ErrorDetails], model: type[BaseModel], where: str) -> str:
@@ -248,8 +325,8 @@ def explain(errors: Sequence[ErrorDetails], model: type[BaseModel], where: str) 
         return f"{where}: {quoted(key)} is missing"
     message = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     field = model.model_fields.get(key)
-    if first["type"] == "string_pattern_mismatch" and field is not None and field.description:
-        message = f"give {field.description}"
+    if first["type"] == "string_pattern_mismatch" and field is not None and field.title:
+        message = f"give {field.title}"
     if not key:  # an error of several keys together
         return f"{where}: {message}"
     return f"{where}: {quoted(key)} is {quoted(first['input'])}: {message[0].lower()}{message[1:]}"

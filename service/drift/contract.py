@@ -35,9 +35,20 @@ class ShadowPolicy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rate: float = Field(default=0.01, ge=0, le=1)
-    max_per_second: float = Field(default=1.0, gt=0)
-    max_rows: PositiveInt = 8  # per request; further rows of a larger request are not measured
+    rate: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Share of requests that run again on the fp32 reference, but at least 0.5 a second and worker if"
+        " so many come; 0 = none, and the reference is never loaded.",
+    )
+    max_per_second: float = Field(
+        default=1.0,
+        gt=0,
+        description="Most samples per second on average, of all workers; the target is 0.8 of it, bursts are up to 48"
+        " s of it.",
+    )
+    max_rows: PositiveInt = Field(default=8, description="Rows measured of one request, chosen at random.")
 
     @model_validator(mode="before")
     @classmethod
@@ -66,9 +77,20 @@ class FallbackPolicy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    policy: Literal["off", "alert", "fp32"] = "alert"
-    min_stay_seconds: float = Field(default=300.0, ge=0, le=LONGEST_STAY_S)
-    clean_samples: int = Field(default=200, ge=1, le=1000)  # effective samples; recent drift holds at most 1,090
+    policy: Literal["off", "alert", "fp32"] = Field(
+        default="alert",
+        description="`off`: only measure. `alert`: report a breach. `fp32`: the reference serves until bf16 is within"
+        " budget.",
+    )
+    min_stay_seconds: float = Field(
+        default=300.0,
+        ge=0,
+        le=LONGEST_STAY_S,
+        description="Least time that fp32 serves; it doubles each time that bf16 goes over the budget again, to a day.",
+    )
+    clean_samples: int = Field(  # recent drift holds at most 1,090
+        default=200, ge=1, le=1000, description="Effective samples since the fallback, before bf16 serves again."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -64,7 +64,7 @@ class TransportOptions:
     max_connection_age_seconds: float = 0.0  # 0 = no limit
     max_control_calls: int = 128  # concurrent calls for health, metadata and statistics
     # Calls of one connection at a time; or a quarter of the places, if that is more. The others wait in the client,
-    # where they cost the server nothing (docs/decisions/0025).
+    # where they cost the server nothing (docs/decisions/0002).
     max_connection_calls: int = 64
     # Calls of one RPC that gRPC's one thread has not reached. Of more than these gRPC ends some at random, of whichever
     # client, and all beyond twice the number; many connections with all their calls open stay below.

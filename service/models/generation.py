@@ -182,7 +182,7 @@ class Generation:
             max_requests=bounds.max_requests,
             max_wait_s=bounds.max_wait_s,
             instances=self.instances,
-            extra_instances=int(any_thread),  # one: what it pays, and for whom, is in docs/decisions/0061
+            extra_instances=int(any_thread),  # one: what it pays, and for whom, is in docs/decisions/0052
             spare_threads=int(any_thread),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
@@ -87,22 +87,67 @@ class Serving(BaseModel):
         "weights": "leave it out; weights are always copied, and checked, so that nobody can change them later",
     }
 
-    # Rows; 0 = no batching; None = 32 where there is a batch axis.
-    max_batch_size: int | None = Field(default=None, ge=0, le=65_536)
-    max_queue_delay_ms: float = Field(default=0.0, ge=0, le=60_000)  # 0: batch what is waiting, never wait for more
-    max_queue_size: PositiveInt = 128  # requests
-    max_queue_ms: float = Field(default=100.0, gt=0, le=3_600_000)  # expected wait, from the measured pace
-    max_dims: dict[str, PositiveInt] = {}  # the largest sizes of free dimensions, by name
-    instances: Annotated[int, Field(ge=1, le=64)] = 1  # batches at once; the server's threads are divided among them
-    profile: Literal["auto", "cpu", "cpu-bf16", "cuda", "torchscript", "pt2"] = "auto"
-    version_policy: VersionPolicy = VersionPolicy(latest=1)
-    # Seconds between two runs of the golden samples; 0: only at load.
-    golden_seconds: float = Field(default=3600.0, ge=0, le=2_000_000)
-    warmup: tuple[PositiveInt, ...] = (1,)  # rows of the executions before ready; () = none
-    shadow: ShadowPolicy = ShadowPolicy()
-    fallback: FallbackPolicy = FallbackPolicy()
-    labels: dict[str, tuple[str, ...]] = {}  # of an output's classes; the YAML names a file with one per line
-    budget: dict[str, float | None] = {}  # replaces single bounds of the manifest's budget; null = no bound
+    # Descriptions are docs/configuration.md (`make docs`).
+    max_batch_size: int | None = Field(
+        default=None,
+        ge=0,
+        le=65_536,
+        description="Rows of a batch; 0 = no batching. Without it 32, if the artifact declares a batch axis.",
+    )
+    max_queue_delay_ms: float = Field(
+        default=0.0,
+        ge=0,
+        le=60_000,
+        description="How long a request may wait for others; 0 batches what is in the queue and never waits.",
+    )
+    max_queue_size: PositiveInt = Field(
+        default=128, description="Requests in the queue; more are rejected with RESOURCE_EXHAUSTED."
+    )
+    max_queue_ms: float = Field(
+        default=100.0,
+        gt=0,
+        le=3_600_000,
+        description="Longest expected wait, by the time that rows of the same shape took; beyond it"
+        " RESOURCE_EXHAUSTED. One batch may always wait, and nothing is rejected for its wait before the model has"
+        " run 10 batches.",
+    )
+    max_dims: dict[str, PositiveInt] = Field(
+        default={}, description="Largest sizes of free dimensions, by name: `{seq: 512}`."
+    )
+    instances: int = Field(
+        default=1, ge=1, le=64, description="Batches that run at once; they share the server's threads equally."
+    )
+    profile: Literal["auto", "cpu", "cpu-bf16", "cuda", "torchscript", "pt2"] = Field(
+        default="auto", description="What runs; `auto` chooses by a fixed rule."
+    )
+    version_policy: VersionPolicy = Field(
+        default=VersionPolicy(latest=1),
+        description="`all`, `{latest: N}` or `{specific: [1, 4]}`. If one of the latest cannot be loaded, an older"
+        " version serves; not with `strict: true`.",
+    )
+    golden_seconds: float = Field(
+        default=3600.0,
+        ge=0,
+        le=2_000_000,
+        description="Time between two runs of the golden samples while the model serves; 0 = only at load.",
+    )
+    warmup: tuple[PositiveInt, ...] = Field(
+        default=(1,), description="Rows of the executions before the model is ready; `[]` = none."
+    )
+    shadow: ShadowPolicy = Field(default=ShadowPolicy(), description="Which live requests are measured.")
+    fallback: FallbackPolicy = Field(
+        default=FallbackPolicy(),
+        description="What happens over the budget; the policy alone may be given: `fallback: fp32`.",
+    )
+    labels: dict[str, tuple[str, ...]] = Field(
+        default={},
+        description="Names of an output's classes: `{logits: labels.txt}`, a file in the model's directory with one a"
+        " line.",
+    )
+    budget: dict[str, float | None] = Field(
+        default={},
+        description="Replaces single bounds of the artifact's budget: `{relative_l2: 1e-2}`; `null` = no bound.",
+    )
 
     @model_validator(mode="after")
     def _fallback_is_measured(self) -> Serving:

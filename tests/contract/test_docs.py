@@ -1,4 +1,4 @@
-"""The documentation matches the code: names of metrics, reasons of rejections, configuration keys."""
+"""The documentation matches the code: metrics, reasons of rejections, configuration."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from pathlib import Path
 
 import yaml
 from exposed import everything_exposed
+from settingspage import rows, written
 
 from bf16kit.service.config.serverconfig import ServerConfig
-from bf16kit.service.models.serving import Serving
+from bf16kit.service.models.serving import DEFAULT_MAX_BATCH_SIZE, Serving
 from bf16kit.service.request import REFUSALS
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def first_cells(page: str) -> list[str]:
-    """Return the names in the first column of every table of a page."""
-    rows = re.findall(r"^\| (`[^|]+) \|", (DOCS / page).read_text("utf-8"), re.MULTILINE)
-    return [name for row in rows for name in re.findall(r"`([a-z_0-9]+)`", row)]
 
 
 def documented_metrics() -> dict[str, tuple[str, set[str]]]:
@@ -52,13 +47,23 @@ def test_every_reason_of_a_rejection_is_documented() -> None:
     assert [reason for reason in REFUSALS if reason not in page] == []
 
 
-def test_every_key_of_the_server_is_documented_and_every_documented_key_exists() -> None:
-    assert sorted(first_cells("operations.md")) == sorted(ServerConfig.model_fields)
+def test_the_tables_of_the_configuration_are_those_of_the_code_and_every_key_has_a_sentence() -> None:
+    page = (DOCS / "configuration.md").read_text("utf-8")
+    assert written(page) == page, "run make docs"
+    assert [key for model in (ServerConfig, Serving) for key, field in rows(model) if not field.description] == []
 
 
-def test_the_serving_yaml_of_the_documentation_is_accepted_and_shows_every_key() -> None:
-    page = (DOCS / "operations.md").read_text("utf-8")
+def test_the_serving_yaml_of_the_documentation_is_accepted_and_shows_every_key_with_its_default() -> None:
+    page = (DOCS / "configuration.md").read_text("utf-8")
     (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     shown = yaml.safe_load(example)
-    Serving(**shown)
+    assert Serving(**shown) == Serving(max_batch_size=DEFAULT_MAX_BATCH_SIZE)
     assert shown.keys() == Serving.model_fields.keys()
+
+
+def test_every_decision_has_a_status_and_the_index_has_every_decision_with_its_title() -> None:
+    index = (DOCS / "decisions" / "README.md").read_text("utf-8")
+    pages = {page.name: page.read_text("utf-8") for page in (DOCS / "decisions").glob("0*.md")}
+    assert [name for name, text in pages.items() if "\nStatus: " not in text] == []
+    titles = {name: text.splitlines()[0].split(" · ")[1] for name, text in pages.items()}
+    assert titles == dict(re.findall(r"^\| \[\d{4}\]\((\S+)\) \| (.+?) \|", index, re.MULTILINE))

@@ -185,7 +185,7 @@ def _options() -> set[str]:
     return {"--help", "--version", *(flag for option in known for flag in (*option.opts, *option.secondary_opts))}
 
 
-@pytest.mark.parametrize("page", ["converting.md", "recovering.md", "huggingface.md"])
+@pytest.mark.parametrize("page", ["converting.md", "recovering.md", "models.md"])
 def test_every_option_that_a_page_names_exists(page: str) -> None:
     found = _mentioned((DOCS / page).read_text("utf-8"))
     assert found

@@ -74,11 +74,11 @@ def test_an_alert_has_severity_summary_description_and_runbook(alert: dict[str, 
     notes = alert["annotations"]
     assert {"summary", "description", "runbook"} == set(notes)
     assert len(notes["summary"]) < 120
-    assert notes["runbook"] == f"docs/drift.md#{alert['alert'].lower()}"
+    assert notes["runbook"] == f"docs/runbook.md#{alert['alert'].lower()}"
 
 
 def test_the_runbook_has_a_heading_for_every_alert_and_no_other() -> None:
-    page = (ROOT / "docs" / "drift.md").read_text("utf-8")
+    page = (ROOT / "docs" / "runbook.md").read_text("utf-8")
     assert sorted(re.findall(r"^### (Bf16\w+)$", page, re.MULTILINE)) == NAMES
     anchors = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
     assert set(re.findall(r"\(#([^)]+)\)", page)) <= anchors

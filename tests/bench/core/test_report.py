@@ -50,16 +50,30 @@ def test_each_page_equals_the_committed_results(name: str) -> None:
     assert report.written(name, page, publishing.every()) == page
 
 
-def test_each_row_of_readme_has_a_measurement_of_that_name() -> None:
+def test_each_goal_and_each_number_of_readme_has_a_measurement_of_that_name() -> None:
+    wanted = {(benchmark, name) for _, benchmark, name in report.ROWS}
+    assert {(benchmark, name) for _, benchmark, parts in report.FIVE for _, name in parts} <= wanted
     for found in filter(report.one_commit, publishing.every()):
         measured = {(name, one["name"]) for name, content in found.contents.items() for one in content["measurements"]}
-        assert {(benchmark, name) for _, benchmark, name in report.ROWS} <= measured
+        assert wanted <= measured
 
 
 def test_readme_has_no_table_of_numbers_that_is_not_generated() -> None:
     section = (ROOT / "README.md").read_text("utf-8").split("## What was measured")[1].split("\n## ")[0]
     by_hand = re.sub(r"<!-- (\w+): written by .*?<!-- end of \1 -->", "", section, flags=re.DOTALL)
     assert "|" not in by_hand
+
+
+def test_readme_has_five_numbers_with_their_spread_and_names_the_goals_that_are_missed_by_most() -> None:
+    found = contents()
+    (furthest,) = [one for one in found["overload"]["measurements"] if one["name"] == "MiniLM: refused p50"]
+    furthest |= {"value": 30.0, "unit": "ms"}
+    text = " ".join(report.five([Published("k-2cpu", found)]).split())
+    assert text.count("* **") == 5
+    assert text.count("1.5 [1.25, 1,750]") == sum(len(parts) for *_, parts in report.FIVE)
+    assert f"Missed: {len(report.ROWS)} of {len(report.ROWS)} goals" in text
+    assert "the furthest: ten times the capacity asked: time until a rejection, p50 30 ms (≤ 1);" in text
+    assert report.five([]) == report.NOTHING
 
 
 def test_each_benchmark_and_result_that_the_pages_name_exists() -> None:

@@ -132,7 +132,7 @@ def test_unknown_variables_are_reported_without_their_values_and_many_are_shorte
     unknown = {"BF16KIT_GRPC_PROT": "9000", "BF16KIT_PASSWORD": "hunter2", "BF16KIT_PORT": "9000"}
     assert unknown_variables(known | unknown) == (
         "unknown environment variables are ignored: 'BF16KIT_GRPC_PROT' (did you mean BF16KIT_GRPC_PORT?),"
-        " 'BF16KIT_PASSWORD', 'BF16KIT_PORT'; docs/operations.md names every setting"
+        " 'BF16KIT_PASSWORD', 'BF16KIT_PORT'; docs/configuration.md names every setting"
     )
     assert "and 3 more" in unknown_variables({f"BF16KIT_X{number}": "" for number in range(8)})
 
