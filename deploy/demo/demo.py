@@ -47,7 +47,7 @@ def main() -> int:
         artifact = convert()
         with running_server(REPOSITORY) as (grpc_address, http_address), Client(grpc_address) as client:
             print_similarity(np.stack([client.embed(sentence) for sentence in EVERYDAY]))
-            served = [_timed(client.embed, sentence) for sentence in sentences(200)]
+            served = [_timed(client.embed, sentence) for sentence in sentences(100)]
             print_drift(wait_until_measured(client, http_address))
             profile = client.profile
         print_latency(served, *alone(artifact, profile))
@@ -92,7 +92,7 @@ def alone(artifact: Path, profile: str) -> tuple[list[float], list[float]]:
     return list(bf16), list(fp32)
 
 
-def wait_until_measured(client: Client, http_address: str, wanted: int = 100) -> LiveDrift:
+def wait_until_measured(client: Client, http_address: str, wanted: int = 50) -> LiveDrift:
     """Return the live drift once ``wanted`` requests were measured; sends more sentences until then.
 
     The shadow never delays a response: while the fp32 reference is loading or busy it drops samples, and counts them.
