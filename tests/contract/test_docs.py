@@ -59,3 +59,11 @@ def test_the_serving_yaml_of_the_documentation_is_accepted_and_shows_every_key_w
     shown = yaml.safe_load(example)
     assert Serving(**shown) == Serving(max_batch_size=DEFAULT_MAX_BATCH_SIZE)
     assert shown.keys() == Serving.model_fields.keys()
+
+
+def test_every_decision_has_a_status_and_the_index_has_every_decision_with_its_title() -> None:
+    index = (DOCS / "decisions" / "README.md").read_text("utf-8")
+    pages = {page.name: page.read_text("utf-8") for page in (DOCS / "decisions").glob("0*.md")}
+    assert [name for name, text in pages.items() if "\nStatus: " not in text] == []
+    titles = {name: text.splitlines()[0].split(" · ")[1] for name, text in pages.items()}
+    assert titles == dict(re.findall(r"^\| \[\d{4}\]\((\S+)\) \| (.+?) \|", index, re.MULTILINE))

@@ -20,13 +20,9 @@ _COLUMNS = ("how much", "health checks", "slowest, ms", "RSS before, MiB", "at m
 _HEAD = """# How reliable the server is
 Written by {command} on {commits}, {cores} cores ({machine}), Python {python}: {passed} of {count} attacks passed.
 
-Each row is a test of `tests/hostile`: a `bf16-serve` process with its defaults or what the test says, attacked over
-real sockets, while another client asks it all the time whether it is well. A row passes when that was answered within
-a second each time (30 s while calls are reset), the process lives, its memory was never 1.5 GiB and came back to within
-10 % of what it was, and what the row says held. The slowest check is as the asking program saw it, which may itself
-have waited for a processor; the second is gRPC's own deadline.
-`make test-hostile` runs the attacks in a short form, `make soak` at full length. What each does is in its test, found
-by the row's name.
+Each row attacks a `bf16-serve` process over real sockets (`tests/hostile`, the row's name) while a second client polls
+its health. It passes if every check was answered within a second (30 s while calls are reset), the process lives, its
+memory never reached 1.5 GiB and came back to within 10 %, and what the row says held.
 
 | attack | {columns} | what else |
 |---|{rule}|---|
