@@ -24,6 +24,7 @@ from running import PATIENCE_SECONDS, DemoFailed, display_path, running_server, 
 from sentences import sentences
 
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.artifact.manifest import Manifest
 from bf16kit.artifact.reading import Digests
 
 LAYERS = (2, 3)
@@ -44,9 +45,9 @@ def show(artifact: Path, repository: Path) -> None:
         f"\n== a damaged copy, in {display_path(repository)}: the query weights of layers {layers} are swapped",
         flush=True,
     )
-    damage(artifact, repository, golden=True)
+    target = damage(artifact, repository)
     print(f"   refused at load: {_refusal(repository)}")
-    damage(artifact, repository, golden=False)
+    _write_manifest(target, Artifact.open(target).manifest.model_copy(update={"golden": None}))
     print(
         "   Without its golden samples nothing shows at load: the copy is served, and only traffic can tell.",
         flush=True,
@@ -89,8 +90,8 @@ def _reason(http_address: str) -> str:
     return str(model["running"]["active_precision_reason"])
 
 
-def damage(artifact: Path, repository: Path, golden: bool) -> None:
-    """Copy ``artifact`` with wrong weights and right digests, with its ``golden`` samples or without."""
+def damage(artifact: Path, repository: Path) -> Path:
+    """Copy ``artifact`` with wrong weights and right digests; return the copy."""
     target = repository / MODEL / "1"
     shutil.rmtree(repository, ignore_errors=True)
     shutil.copytree(artifact, target)
@@ -102,7 +103,12 @@ def damage(artifact: Path, repository: Path, golden: bool) -> None:
             node.input[index] = other.get(name, name)
     graph.write_bytes(model.SerializeToString())
     manifest = Artifact.open(artifact).manifest
-    files = manifest.files | {graph.name: Digests().entry(graph)}
-    changed = {"files": files} if golden else {"files": files, "golden": None}
-    (target / "manifest.json").write_bytes(manifest.model_copy(update=changed).dumps())
+    _write_manifest(
+        target, manifest.model_copy(update={"files": manifest.files | {graph.name: Digests().entry(graph)}})
+    )
     (target.parent / "serving.yaml").write_text(SERVING, "utf-8")
+    return target
+
+
+def _write_manifest(artifact: Path, manifest: Manifest) -> None:
+    (artifact / "manifest.json").write_bytes(manifest.dumps())

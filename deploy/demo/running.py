@@ -30,7 +30,7 @@ def running_server(repository: Path) -> Iterator[tuple[str, str]]:
     """Start a server on free ports; yield its gRPC and HTTP addresses once ready; then stop it and wait for its end."""
     log = LOGS / f"{repository.name}-server.log"
     grpc_port, http_port = _free_ports(2)
-    print(f"\n== serving on 127.0.0.1:{grpc_port} (gRPC) and :{http_port} (HTTP); log: {display_path(log)}")
+    print(f"== serving on 127.0.0.1:{grpc_port} (gRPC) and :{http_port} (HTTP); log: {display_path(log)}")
     command = [program_path("bf16-serve"), "--repository", str(repository), "--device", "cpu"]
     command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
     started = time.perf_counter()

@@ -27,6 +27,7 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.converter import cli as program
 from bf16kit.converter.process.quiet import quiet
+from bf16kit.service import cli as server
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
 ELSEWHERE = {row("TensorFlow SavedModel"), row("Keras 3 file")}  # tests/sources/test_documented.py
@@ -180,8 +181,8 @@ def _mentioned(page: str) -> set[str]:
 
 
 def _options() -> set[str]:
-    """Return every option of every command."""
-    known = [option for each in program.command.commands.values() for option in each.params]
+    """Return every option of every command of the converter, and those of the server."""
+    known = [option for each in (*program.command.commands.values(), server.main) for option in each.params]
     return {"--help", "--version", *(flag for option in known for flag in (*option.opts, *option.secondary_opts))}
 
 
