@@ -123,7 +123,9 @@ def _texts(value: Any, join: Any = str) -> tuple[str, ...]:
     try:
         return tuple(item if isinstance(item, str) else join(item) for item in items)
     except (TypeError, ValueError, IndexError):
-        raise UsageError(f"{quoted(value)}: is neither text nor a sequence or mapping of it; docs/python.md has examples") from None
+        raise UsageError(
+            f"{quoted(value)}: is neither text nor a sequence or mapping of it; docs/python.md has examples"
+        ) from None
 
 
 def _input(item: Any) -> str:
