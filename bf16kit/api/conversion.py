@@ -103,7 +103,7 @@ class Conversion:
         return Figures(manifest, manifest.files, self.artifact.measurements())
 
     def __repr__(self) -> str:
-        return closing(self.artifact, self.notes, self.seconds)
+        return closing(self.artifact, self.notes, self.seconds, verbose=True)
 
     def __rich__(self) -> Any:
         from rich.console import Group

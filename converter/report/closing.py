@@ -28,8 +28,8 @@ def closing(artifact: Artifact, notes: Sequence[str], seconds: float, *, verbose
     lines = [_headline(artifact, found, seconds)]
     lines += [f"{label:<11} {said}" for label, said in _said(artifact, found, verbose)]
     lines += [f"note: {note}" for note in notes]
-    if NAME in manifest.files:
-        lines.append(f"report      {artifact.path / NAME}")
+    has_report = NAME in manifest.files
+    lines.append(f"report      {artifact.path / NAME}" if has_report else f"artifact    {artifact.path}")
     if manifest.profiles:
         lines.append(f"next        bf16-serve check --repository {artifact.path.parents[1]} {manifest.model}")
     drift = Drift(found.drift)
