@@ -131,7 +131,7 @@ def scattered() -> Iterator[Arrays]:
 def images() -> Iterator[Arrays]:
     generator = np.random.default_rng(3)
     for _ in range(8):
-        yield {"image": (2 + generator.standard_normal((8, 3, 16, 16))).astype(np.float32)}
+        yield {"x": (2 + generator.standard_normal((8, 3, 16, 16))).astype(np.float32)}
 
 
 def ids() -> Iterator[Arrays]:

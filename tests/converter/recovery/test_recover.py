@@ -222,7 +222,7 @@ def test_weights_that_help_only_on_training_data_are_not_published(source: Path,
 def test_folded_batchnorm_and_tied_weights_are_trained_as_the_artifact_rounds_them(cli: Cli, tmp_path: Path) -> None:
     """The recovered artifact's own drift is fp32 noise: its fp32 weights are what bf16 holds, factors folded in."""
     for name, module, given, loader in (
-        ("Cnn", Cnn(), "image:float32:batch,3,16,16", "images"),
+        ("Cnn", Cnn(), "x:float32:batch,3,16,16", "images"),
         ("Tied", Tied(), "ids:int64:batch,seq", "ids"),
     ):
         source, target = save(tmp_path / f"{name}.pt", module), tmp_path / name / "1"
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(source: Path, cli: Cli, tmp_p
         (("--loss-scaling", "static=1024"), "bf16 has the exponents of fp32"),
         (("--precision", "16-mixed", "--loss-scaling", "static"), "expected none, static=K"),
         (("--device", "tpu"), "--device tpu: "),
-        (("--data", "recovering:absent"), "module recovering has no absent"),
+        (("--data", "recovering:absent"), "module recovering has no 'absent'"),
         (("--data", "recovering:nothing"), "recovering:nothing: yielded nothing"),
         (("--eval", "recovering:nothing"), "--eval recovering:nothing: yielded nothing"),
         (("--data", "recovering:once"), "yielded nothing in pass 1; each time it is called it must return a new"),
