@@ -27,7 +27,8 @@ from bf16kit.drift.metrics import Budget
 from bf16kit.numerics.tensors import Array, TensorSpec
 
 CHEAP: dict[str, Any] = {"profile": ["cpu"], "report": False}
-_OTHERS = {"source", "out", "per_model", "jobs", "ray", "debug"}  # the command's own, and convert's parameters
+# The command's own options, and convert's parameters.
+_OTHERS = {"source", "out", "per_model", "jobs", "ray", "debug", "verbose", "as_json", "dry_run"}
 
 
 def _files(directory: Path) -> dict[str, bytes]:

@@ -112,7 +112,7 @@ def test_workers_give_evidence_to_a_manage_token_and_explain_names_the_layer(tmp
 
     until(fetched, 60, "evidence of a breach")
     asked = fetch(server, tmp_path / "other")
-    assert (asked.returncode, "needs a token" in asked.stderr) == (1, True)
+    assert (asked.returncode, "a token is needed" in asked.stderr) == (1, True)
     told = program("bf16-convert", "explain", out, "--artifact", repository / "m" / "1", "--json")
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)

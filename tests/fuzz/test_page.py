@@ -45,11 +45,11 @@ def test_outcomes_are_counted_and_no_directories_of_the_machine_are_on_the_page(
 
 def test_the_page_names_the_limits() -> None:
     text = " ".join(PAGE.read_text("utf-8").split())
-    assert f"takes at most {confined.SECONDS} s and {confined.MEMORY >> 30} GiB" in text
-    assert f"More than {confined.PATIENCE} s of wall-clock time" in text
+    assert f"takes at most {confined.SECONDS} s of processor time and {confined.MEMORY >> 30} GiB" in text
+    assert f"more than {confined.PATIENCE} s of wall-clock time" in text
     assert f"one message of at most {judge.LONGEST} characters" in text
     assert f"`{' '.join(campaign.COMMON)}`" in text
-    assert f"{campaign.CONVERTED_SHARE:.0%} are converted" in text
+    assert f"{campaign.CONVERTED_SHARE * 100:.0f} % are converted" in text
 
 
 @pytest.mark.long  # torch and Orbax write the seeds

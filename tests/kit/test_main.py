@@ -16,7 +16,7 @@ import bf16kit
         ("--version", 0, f"bf16kit, version {bf16kit.__version__}\n"),
         ("convert --version", 0, f"bf16-convert, version {bf16kit.__version__}\n"),
         ("serve --version", 0, f"bf16-serve, version {bf16kit.__version__}\n"),
-        ("serve check --repository nowhere", 1, "repository 'nowhere'"),
+        ("serve check --repository nowhere", 2, "repository 'nowhere'"),
         ("convert inspect nowhere", 2, "bf16-convert: error: nowhere"),
         ("", 0, "Usage: python -m bf16kit convert"),
         ("train", 2, "there is no program 'train'"),

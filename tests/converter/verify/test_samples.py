@@ -45,7 +45,7 @@ def test_a_file_is_one_feed_a_directory_many_and_a_function_yields_them(tmp_path
     ("given", "said"),
     [
         ("absent.npz", "--samples absent.npz: no such file or directory, and not a function such as pkg.mod:name"),
-        ("feeders:absent", "module feeders has no absent"),
+        ("feeders:absent", "module feeders has no 'absent'"),
         ("no_such_module:f", "cannot import no_such_module"),
         ("feeders:nothing", "the function yielded nothing"),
         ("feeders:failing", "the function failed: OSError: the disk of the user's own data set"),

@@ -112,7 +112,7 @@ def test_tokens_come_from_a_file_like_the_servers_or_the_environment(
     for file in (both, reader):
         file.chmod(0o600)
     asked = ("evidence", "m", "--server", serve(kept, Access(TokenFile(both))), "--force", "--out", tmp_path / "breach")
-    check(run(*asked), 1, "needs a token")
+    check(run(*asked), 1, "a token is needed")
     check(run(*asked, "--token-file", reader), 2, "no token with the scope manage")
     check(run(*asked, "--token-file", tmp_path / "no"), 2, "cannot be read")
     monkeypatch.setenv("BF16KIT_TOKEN", READ)
