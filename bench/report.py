@@ -172,7 +172,7 @@ def _others(of: Published) -> str:
         ours = _find(of, "minilm", f"{work}: bf16kit") if who else None
         if ours is not None and one["value"] < ours["value"]:
             wins.append(f"{work} ({one['value']:.3g} ms, {who}; we {ours['value']:.3g})")
-    return f"Another program is the fastest of all: {', '.join(wins) or 'nowhere'}.\n"
+    return f"Another program is the fastest of all: {', '.join(wins)}.\n" if wins else "No other program is faster.\n"
 
 
 def _find(of: Published, benchmark: str, name: str) -> Mapping[str, Any] | None:

@@ -48,9 +48,11 @@ def summary(of: Published) -> str:
         return ""
     by, won = _cases(of), [(label.partition(",")[0], peer.partition(",")[0]) for label, peer in _won(of)]
     work, peers = (_list([*dict.fromkeys(names)]) for names in zip(*won, strict=True)) if won else ("", "")
+    machine = of.contents["kernel"]["machine"]
     others = f"The fastest of all is another program ({peers}) for {work}." if won else "No other program is faster."
     return (
-        f"Layers of 1 to 512 rows and MiniLM, `cpu` against the same three in fp32: faster in {len(by[_FASTER])} of"
+        f"Layers of 1 to 512 rows and MiniLM ({machine['date']}, commit {machine['commit']}), `cpu` against the same"
+        f" three in fp32: faster in {len(by[_FASTER])} of"
         f" {sum(map(len, by.values()))} cases, slower in {len(by[_SLOWER])}, no difference seen in {len(by[_SAME])}"
         f" ([kernel](docs/kernel.md)). {others}"
     )

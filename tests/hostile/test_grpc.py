@@ -38,7 +38,7 @@ _UNREAD_S = 45  # by then a response that is not read has ended its call: after 
 def infer(target: Target, timeout: float = 5.0) -> None:
     """Send one request of an honest client over a new connection.
 
-    Retry if gRPC itself cancels the call, which it may do if more calls wait than it has room for (decision 0025). A
+    Retry if gRPC itself cancels the call, which it may do if more calls wait than it has room for (decision 0002). A
     rejection by bf16kit fails the test.
     """
     end = time.monotonic() + timeout
