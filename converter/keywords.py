@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from os import PathLike
@@ -26,7 +27,7 @@ class Keywords(TypedDict, total=False):
     """
 
     force: bool
-    model: str | None
+    model: str | PathLike[str] | None
     map: str | PathLike[str] | None
     step: int | None
     item: str | None
@@ -56,8 +57,8 @@ class Keywords(TypedDict, total=False):
 
 NAMES = tuple(Keywords.__annotations__)
 _CHOICES = {"format": get_args(Format), "profile": get_args(Profile), "subnormals": ("keep", "flush")}
+_TEXTS = ("model", "map", "weights", "signature", "item")
 _FLAGS = [option.name for option in fields(Options) if isinstance(option.default, bool)]
-_RENAMED = {"input": "inputs", "output": "outputs", "format": "formats", "profile": "profiles"}
 
 
 def options_of(source: Path, out: Path, given: Mapping[str, Any], *, module: Any = None) -> Options:
@@ -72,13 +73,14 @@ def options_of(source: Path, out: Path, given: Mapping[str, Any], *, module: Any
         raise TypeError(f"convert() got an unexpected keyword argument {name!r}{hint}")
     values = {name: value for name, value in given.items() if value is not None}
     _check(values)
-    formats, profiles = _texts(values.pop("format", ())), _texts(values.pop("profile", ()))
+    values |= {name: os.fspath(values[name]) for name in _TEXTS if name in values}
+    formats, profiles = _texts("format", values.pop("format", ())), _texts("profile", values.pop("profile", ()))
     if profiles and formats and set(formats) <= {"safetensors", "hf"}:
         raise UsageError(
             f"--profile {profiles[0]}: profiles are only for ONNX; pass --format onnx as well, or leave out --profile"
         )
     for flag in ("keep_fp32", "bf16"):
-        values[flag] = parse.parse_patterns(f"--{flag.replace('_', '-')}", _texts(values.get(flag, ())))
+        values[flag] = parse.parse_patterns(f"--{flag.replace('_', '-')}", _texts(flag, values.get(flag, ())))
     if (arguments := values.pop("model_args", None)) is not None:
         values["model_args"] = arguments if isinstance(arguments, Mapping) else parse.parse_model_args(arguments)
     if "map" in values:
@@ -89,12 +91,12 @@ def options_of(source: Path, out: Path, given: Mapping[str, Any], *, module: Any
             "source": source,
             "target": parse.parse_target(out),
             "module": module,
-            "inputs": parse.parse_inputs(_texts(values.pop("input", ()), _input)),
-            "outputs": parse.parse_outputs(_texts(values.pop("output", ()), ":".join)),
+            "inputs": parse.parse_inputs(_texts("input", values.pop("input", ()), _input)),
+            "outputs": parse.parse_outputs(_texts("output", values.pop("output", ()), ":".join)),
             "formats": formats,
             "profiles": profiles or ("cpu", "cuda"),
             "optional": () if profiles else ("cpu-bf16",),
-            "budget": Budget.parse(_texts(values.pop("budget", ()), lambda item: f"{item[0]}={item[1]}")),
+            "budget": Budget.parse(_texts("budget", values.pop("budget", ()), lambda item: f"{item[0]}={item[1]}")),
         }
     )
 
@@ -102,7 +104,7 @@ def options_of(source: Path, out: Path, given: Mapping[str, Any], *, module: Any
 def _check(values: Mapping[str, Any]) -> None:
     """Check what the command line's own parser would: choices, switches and ranges."""
     for name, choices in _CHOICES.items():
-        for each in _texts(values.get(name, ())):
+        for each in _texts(name, values.get(name, ())):
             if each not in choices:
                 raise UsageError(f"--{name} {each}: is not one of {', '.join(choices)}")
     for name, kind, least in (("seed", int, 0), ("step", int, 0), ("search_minutes", (int, float), 1e-9)):
@@ -113,9 +115,13 @@ def _check(values: Mapping[str, Any]) -> None:
     for name in _FLAGS:
         if not isinstance(values.get(name, True), bool):
             raise UsageError(f"{name}={quoted(values[name])}: expected True or False")
+    for name in _TEXTS:
+        if not isinstance(values.get(name, ""), str | PathLike):
+            hint = "; to convert a module that is in memory, pass it in place of the path" if name == "model" else ""
+            raise UsageError(f"{name}={quoted(values[name])}: expected text{hint}")
 
 
-def _texts(value: Any, join: Any = str) -> tuple[str, ...]:
+def _texts(name: str, value: Any, join: Any = str) -> tuple[str, ...]:
     """Return the texts of the command line that say the same as ``value``; ``join`` makes one of an item of several."""
     if isinstance(value, str):
         return (value,)
@@ -124,7 +130,7 @@ def _texts(value: Any, join: Any = str) -> tuple[str, ...]:
         return tuple(item if isinstance(item, str) else join(item) for item in items)
     except (TypeError, ValueError, IndexError):
         raise UsageError(
-            f"{quoted(value)}: is neither text nor a sequence or mapping of it; docs/python.md has examples"
+            f"{name}={quoted(value)}: is neither text nor a sequence or mapping of it; docs/python.md has examples"
         ) from None
 
 

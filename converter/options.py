@@ -194,7 +194,7 @@ def parse_model_args(text: str | None) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise UsageError(f"--model-args: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise UsageError(f'--model-args: expected a JSON object such as {{"hidden": 64}}, got {text!r}')
@@ -240,8 +240,10 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
             f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{remedy}"
         ) from error
     finally:
-        # Last, for what the callable imports when it is called: there it hides no module of ours or of a library's.
-        sys.path[:] = [*filter(None, sys.path), ""]
+        if "" in sys.path:  # unless the module has removed it
+            sys.path.remove("")
+        if "" not in sys.path:  # as it is in an interactive Python
+            sys.path.append("")  # for what the callable imports: last, it hides no module of ours or of a library's
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{flag} {text}: module {module_name} has no {with_similar(attribute, dir(found))}")

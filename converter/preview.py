@@ -102,8 +102,9 @@ def preview(options: Options, progress: Progress) -> Preview:
 def _tensors(prepared: Prepared, planned: Planned) -> list[TensorEntry]:
     """Return the tensors that profiles read, as they would be stored."""
     narrow, found = narrowed(planned.plan.tensors), []
+    read_by_profiles = {entry.name for entry in planned.plan.tensors}
     for name, value in prepared.base.graph.initializers.items():
-        if value.const_value is not None and any(entry.name == name for entry in planned.plan.tensors):
+        if value.const_value is not None and name in read_by_profiles:
             shape = dims(value.const_value)
             dtype, width, file = ("bfloat16", 2, BF16_FILE) if name in narrow else ("float32", 4, FP32_FILE)
             panels = planned.fusions.panels.get(name)

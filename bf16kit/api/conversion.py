@@ -165,7 +165,8 @@ def convert(
                 "the module is TorchScript; save it with torch.jit.save, and convert the file with trust_code=True"
             )
         elif _is(source, "torch.nn", "Module"):
-            parsed = options_of(Path(f"<{type(source).__name__}>"), Path(out), options, module=source)
+            module = getattr(source, "_orig_mod", source)  # torch.compile's wrapper holds it
+            parsed = options_of(Path(f"<{type(module).__name__}>"), Path(out), options, module=module)
         else:
             raise TypeError(
                 f"convert() takes a path, a torch.nn.Module or an onnx.ModelProto, not {type(source).__name__}"
@@ -195,11 +196,12 @@ def listed(given: Any) -> Any:
     if isinstance(given, Mapping) or hasattr(given, "shape"):
         return [given]
     try:
-        return list(itertools.islice(given, feeds.LIMIT))
+        iterator = iter(given)
     except TypeError:
         raise UsageError(
             f"samples: is {type(given).__name__}; expected an array, a mapping of arrays by input, or an iterable"
         ) from None
+    return list(itertools.islice(iterator, feeds.LIMIT))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.drift.metrics import Budget
 from bf16kit.drift.table import Drift
-from bf16kit.messages.errors import InvalidRequest, SamplesError
+from bf16kit.messages.errors import InvalidRequest, SamplesError, UsageError
 from bf16kit.numerics.tensors import Array, TensorSpec, check_feeds, describe, feed_of
 from bf16kit.runtime import RuntimeInfo
 
@@ -101,6 +101,8 @@ def load(
     >>> model(x)["output"].shape, model.profile, model.inputs[0].shape
     ((64, 4), 'cpu', ('batch', 16))
     """
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads={threads}: expected 1 or more, or None")
     from bf16kit.service.models import loading
     from bf16kit.service.models.serving import load_serving
 
@@ -120,7 +122,7 @@ def compare(
     returns a mapping by the names of the outputs, a sequence in their order, or one array. ``samples`` are as for
     :func:`bf16kit.convert`. ``budget`` changes bounds of the model's; None removes one.
 
-    Raises :class:`UsageError` for samples that do not fit, or to which the reference answers NaN.
+    Raises :class:`UsageError` for samples that do not fit, or to which the reference answers NaN or another shape.
 
     >>> model = bf16kit.load("repository/mlp/1")
     >>> bf16kit.compare(model, mlp, x).within
@@ -163,7 +165,6 @@ def _is_module(reference: object) -> TypeGuard[torch.nn.Module]:
 
 def _by_name(reference: Callable[..., Any], model: Model) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
     """Return ``reference`` as a function of a feed that returns the model's outputs by name."""
-    names = [spec.name for spec in model.outputs]
 
     def run(feed: Mapping[str, Array]) -> dict[str, Array]:
         arrays = [feed[spec.name].copy() for spec in model.inputs]
@@ -174,9 +175,17 @@ def _by_name(reference: Callable[..., Any], model: Model) -> Callable[[Mapping[s
                 answer = reference(*map(torch.from_numpy, arrays))
         else:
             answer = reference(*arrays)
-        found = feed_of(answer, model.outputs)
-        if missing := [name for name in names if name not in found]:
-            raise SamplesError(f"the reference returned no output {missing[0]!r}; it returned {', '.join(found)}")
-        return {name: found[name] for name in names}
+        try:
+            found = feed_of(answer, model.outputs)
+        except InvalidRequest as error:
+            raise SamplesError(f"what the reference returned does not fit: {error}") from None
+        for name, shape in ((spec.name, spec.shape) for spec in model.outputs):
+            if name not in found:
+                raise SamplesError(f"the reference returned no output {name!r}; it returned {', '.join(found)}")
+            other = found[name].shape
+            pairs = zip(other, shape, strict=False)
+            if len(other) != len(shape) or any(size != dim for size, dim in pairs if isinstance(dim, int)):
+                raise SamplesError(f"the reference returned {name}{describe(other)}, the model's is {describe(shape)}")
+        return {spec.name: found[spec.name] for spec in model.outputs}
 
     return run

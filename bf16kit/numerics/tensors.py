@@ -93,9 +93,7 @@ def feed_of(given: object, specs: Sequence[TensorSpec]) -> dict[str, Array]:
     if not isinstance(given, Mapping):
         parts = given if isinstance(given, list | tuple) and hasattr((*given, None)[0], "shape") else [given]
         if len(parts) < len(specs):
-            raise InvalidRequest(
-                f"{len(parts)} of {len(specs)} inputs are given; the model's inputs are {_names(specs)}"
-            )
+            raise InvalidRequest(f"{len(parts)} of {len(specs)} arrays are given; the model's are {_names(specs)}")
         given = dict(zip((spec.name for spec in specs), parts, strict=False))
     dtypes, found = {spec.name: BY_NAME[spec.dtype].numpy for spec in specs}, {}
     for name, value in given.items():

@@ -18,8 +18,12 @@ from bf16kit.messages.errors import SourceError, UsageError
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """Return ``options.module`` as a source; its digest is that of its state dict's names, dtypes, shapes and bytes."""
-    module = getattr(options.module, "_orig_mod", options.module)  # torch.compile's wrapper holds it
-    tensors = torch_file.to_numpy(options.source, {n: t.cpu().contiguous() for n, t in module.state_dict().items()})
+    module, state = options.module, options.module.state_dict()
+    try:  # what a module adds itself may be no tensor
+        held = {name: each.cpu().contiguous() for name, each in state.items() if isinstance(each, torch.Tensor)}
+    except (ValueError, NotImplementedError) as error:  # a lazy module that has not run; the meta device
+        raise SourceError(f"{options.source}: its weights have no values yet: {first_line(error)}") from None
+    tensors = torch_file.to_numpy(options.source, held)
     if not tensors:
         raise SourceError(f"{options.source}: has neither parameters nor buffers, so there is nothing to convert")
     checkpoint = Checkpoint("torch-module", digest_tensors(tensors), tensors)
@@ -30,11 +34,13 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
 def _copied(options: Options, module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of ``module`` on the CPU, in fp32; parameters that are so already share the caller's memory.
 
-    Buffers are copied, because a forward pass may write to them.
+    Buffers are copied, because a forward pass may write to them; as are tables that it renormalises (``max_norm``).
     """
+    written = {id(each.weight) for each in module.modules() if getattr(each, "max_norm", None) is not None}
     kept: dict[int, object] = {}
     for parameter in module.parameters():
         plain = parameter.detach().cpu()
+        plain = plain.clone() if id(parameter) in written else plain
         plain = plain.float() if plain.is_floating_point() else plain
         kept[id(parameter)] = torch.nn.Parameter(plain, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():

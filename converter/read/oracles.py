@@ -80,6 +80,7 @@ def _tensor_versions(module: torch.nn.Module) -> set[tuple[str, tuple[int, int, 
     return {
         (name, (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, module.training))
         for name, tensor in module.state_dict(keep_vars=True).items()
+        if hasattr(tensor, "data_ptr")  # what a module adds itself may be no tensor
     }
 
 

@@ -92,7 +92,8 @@ __attribute__((noinline)) void normalise_rows(const Norm& norm, int64_t first, i
     }
     const Deviations found = deviations(s, norm.width, mean);
     const float off = norm.kind == NormKind::kLayer ? found.sum / width : 0;
-    const float variance = found.squares / width - off * off;
+    float variance = found.squares / width - off * off;
+    if (variance < 0) variance = 0;  // by rounding, in a row of equal elements; NaN stays
     scale_row(norm, s, mean, off, 1 / __builtin_sqrtf(variance + norm.epsilon), y);
   }
 }

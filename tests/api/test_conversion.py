@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import bf16kit
 import graphs
 from bf16kit.converter.commands.checkpoint import checkpoint
 from bf16kit.converter.keywords import Keywords, options_of
+from bf16kit.converter.options import import_callable
 from bf16kit.drift.metrics import Budget
 from bf16kit.numerics.tensors import Array, TensorSpec
 
@@ -77,7 +79,11 @@ def test_options_are_pythons_values(given: Mapping[str, Any], field: str, parsed
         ({"seed": -1}, "--seed -1: expected a whole number of 0 or more"),
         ({"search_minutes": 0}, "--search-minutes 0: expected a number above 0"),
         ({"residual": "no"}, "residual='no': expected True or False"),
-        ({"input": {"x": "float32"}}, "neither text nor a sequence or mapping of it"),
+        ({"model": Mlp}, "expected text; to convert a module that is in memory, pass it in place of the path"),
+        ({"map": 3}, "map=3: expected text"),
+        ({"model_args": 3}, "--model-args: not JSON"),
+        ({"profile": 3}, "profile=3: is neither text"),
+        ({"input": {"x": "float32"}}, "input={'x': 'float32'}: is neither text nor a sequence or mapping of it"),
         ({"input": {"x": ("float31", [1])}}, "unknown dtype 'float31'"),
         ({"budget": {"relativ_l2": 1}}, "budget: unknown metric 'relativ_l2'"),
         ({"budget": {"relative_l2": "small"}}, "'small' is not a number"),
@@ -110,6 +116,26 @@ def test_a_wrong_value_is_refused_with_the_value_and_what_was_expected(
     assert tree(tmp_path) == []
 
 
+@pytest.mark.parametrize(("first", "last"), [([""], []), ([], [""])])
+def test_importing_a_users_function_changes_no_order_in_which_python_looks_for_modules(
+    monkeypatch: pytest.MonkeyPatch, first: list[str], last: list[str]
+) -> None:
+    others = [path for path in sys.path if path]
+    monkeypatch.setattr(sys, "path", [*first, *others])
+    for _ in range(2):
+        import_callable("--model", "architectures:Mlp")
+        assert sys.path == [*first, *others, *last]
+
+
+def test_an_error_of_what_yields_samples_is_the_users(net: Mlp, tmp_path: Path) -> None:
+    def samples() -> Iterator[Array]:
+        yield np.zeros((2, 16), np.float32)
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        bf16kit.convert(net, out=tmp_path / "m" / "1", samples=samples(), **CHEAP)
+
+
 def test_an_unknown_keyword_and_an_unknown_source_are_type_errors(net: Mlp, tmp_path: Path) -> None:
     unknown: dict[str, Any] = {"buget": {}}
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'buget'; did you mean 'budget'\?"):
@@ -135,6 +161,22 @@ def test_a_module_in_memory_becomes_what_its_checkpoint_becomes(net: Mlp, tmp_pa
     other = bf16kit.convert(net, out=tmp_path / "other" / "1", **given)
     digests = {each.artifact.manifest.source.sha256 for each in (first, again, other)}
     assert (first.artifact.manifest.source.format, len(digests)) == ("torch-module", 2)
+
+
+@pytest.mark.long
+def test_a_table_that_is_renormalised_as_it_is_read_stays_as_it_is(tmp_path: Path) -> None:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(40, 16, max_norm=0.5), nn.Linear(16, 4)
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.head(self.table(ids).sum(1))
+
+    module = Embedded()
+    before = module.table.weight.detach().clone()
+    bf16kit.convert(module, out=tmp_path / "m" / "1", samples=np.arange(40).reshape(8, 5), **CHEAP)
+    assert torch.equal(module.table.weight, before)
 
 
 @pytest.mark.long
@@ -177,6 +219,8 @@ def test_a_module_that_cannot_be_converted_is_refused_with_the_reason(net: Mlp, 
     scripted = torch.jit.trace(net, torch.from_numpy(x))  # type: ignore[no-untyped-call]
     for module, said in (
         (Locked(), "<Locked>: copy.deepcopy cannot copy the module, which conversion works on: TypeError"),
+        (nn.Sequential(nn.LazyLinear(4)), "<Sequential>: its weights have no values yet: ValueError: Attempted to use"),
+        (nn.Linear(16, 4, device="meta"), "<Linear>: its weights have no values yet: NotImplementedError: Cannot copy"),
         (nn.ReLU(), "<ReLU>: has neither parameters nor buffers, so there is nothing to convert"),
         (scripted, "the module is TorchScript; save it with torch.jit.save"),
     ):
@@ -197,6 +241,16 @@ def test_an_onnx_model_in_memory_becomes_what_its_file_becomes(tmp_path: Path, x
     assert proto.SerializeToString(deterministic=True) == before
 
 
+class WithState(Mlp):
+    """Its state dict holds more than tensors."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"step": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
 class _Loader:
     def __getitem__(self, index: int) -> Any:
         if index >= 2:
@@ -204,6 +258,7 @@ class _Loader:
         return torch.ones(2 + index, 16, requires_grad=True), torch.zeros(2 + index)  # labels
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch.compile's
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "samples", "inputs"),
@@ -212,11 +267,16 @@ class _Loader:
         (Mlp, lambda x: _Loader(), {"x": ["batch", 16]}),
         (Several, lambda x: {"a": x, "b": x[:, :8]}, {"a": ["batch", 16], "b": ["batch", 8]}),
         (Several, lambda x: [(x, x[:, :8])], {"a": ["batch", 16], "b": ["batch", 8]}),
+        (lambda: torch.compile(WithState()), lambda x: x, {"x": ["batch", 16]}),
         (Tied, lambda x: [np.arange(n * m).reshape(n, m) for n, m in ((2, 3), (2, 5))], {"ids": ["batch", "ids_1"]}),
     ],
 )
 def test_the_inputs_of_a_module_are_those_of_its_samples(
-    tmp_path: Path, x: Array, module: type[nn.Module], samples: Callable[[Array], Any], inputs: dict[str, list[Any]]
+    tmp_path: Path,
+    x: Array,
+    module: Callable[[], nn.Module],
+    samples: Callable[[Array], Any],
+    inputs: dict[str, list[Any]],
 ) -> None:
     result = bf16kit.convert(
         module(), out=tmp_path / "m" / "1", samples=samples(x), budget={"slice_error": None}, **CHEAP

@@ -57,6 +57,12 @@ def test_a_mean_a_hundred_thousand_times_the_deviations_costs_no_accuracy(
     np.testing.assert_allclose(found, exact("AddLayerNorm", x, skip, scale, bias), rtol=0, atol=5e-6)
 
 
+def test_a_row_of_equal_elements_has_a_variance_of_zero_not_below() -> None:
+    x = np.random.default_rng(0).uniform(1e5, 1e7, (40, 1)).astype(np.float32) * np.ones(65536, np.float32)
+    found = results(norm("AddLayerNorm"), x, np.zeros_like(x), np.ones(65536, np.float32))[0]
+    assert np.isfinite(found).all()
+
+
 @pytest.mark.parametrize("op", ["AddLayerNorm_bias", "AddRmsNorm", "RmsNorm"])
 def test_threads_paths_and_neighbours_change_no_bit(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     full, made = inputs(3000, 129), norm(op)
