@@ -4,7 +4,9 @@
 #include <atomic>
 #include <thread>
 
+#ifdef __linux__
 #include <sched.h>
+#endif
 
 namespace bf16kit {
 namespace {
@@ -67,8 +69,10 @@ void run_part(void* context, size_t i) {
 
 unsigned available_cores() {
   static const unsigned cores = [] {
+#ifdef __linux__
     cpu_set_t allowed;  // of up to 1,024 processors; with more, the call fails
     if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return static_cast<unsigned>(CPU_COUNT(&allowed));
+#endif
     return std::thread::hardware_concurrency();
   }();
   return cores;
