@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,37 @@ def test_a_client_that_neither_sends_nor_reads_loses_its_place(slow: str) -> Non
         until(lambda: not shares.in_use)
         assert served.log.refusals == ["too_slow"]
         peer.close()
+
+
+@pytest.mark.long
+def test_a_client_that_reads_no_errors_is_disconnected() -> None:
+    with serving(LoopbackModel(), send_seconds=0.4) as served, resting(served) as rest:
+        peer = rest.begin(b"{")
+        peer.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            while True:  # until the sockets hold no more errors, and thus no more requests
+                peer.sendall(b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n{" * 100)
+        until(lambda: served.log.refusals == ["too_slow"])
+        until(lambda: not served.transport.pools["inference"].shares.in_use)
+        with contextlib.suppress(ConnectionResetError):  # the end of the connection
+            while peer.recv(1 << 16):
+                pass
+        peer.close()
+
+
+def test_a_request_that_runs_is_in_memory_once_beside_its_message() -> None:
+    rows = np.ones((1 << 20, 3), np.float32)
+    head = json.dumps(changed(shape=[1 << 20, 3], data=None, parameters={"binary_data_size": rows.nbytes})).encode()
+    asked = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n" % len(head)
+    asked += b"Content-Length: %d\r\n\r\n" % (len(head) + rows.nbytes) + head + rows.tobytes()
+    with Gate() as gate, serving(LoopbackModel(run=gate, max_batch_size=0)) as served, resting(served) as rest:
+        tracemalloc.start()
+        with socket.create_connection(("127.0.0.1", rest.port), timeout=60) as peer:
+            peer.sendall(asked)
+            assert gate.started.wait(30)
+            assert tracemalloc.get_traced_memory()[0] < 1.5 * rows.nbytes  # the array of the model's input
+            tracemalloc.stop()
+            gate.go.set()
 
 
 def test_waiting_for_a_model_is_not_waiting_for_the_client() -> None:
