@@ -161,9 +161,9 @@ class RestApp:
             leaving.cancel()
         if isinstance(result, Status):
             return _failed(result)
-        quick = sum(map(len, result.raw_output_contents)) <= _SMALL
-        data, length = encode(result, binary) if quick else await asyncio.to_thread(encode, result, binary)
-        call.reserve_more(len(data))
+        counted = sum(map(len, result.raw_output_contents))  # already, for the message, which ends here
+        data, length = encode(result, binary) if counted <= _SMALL else await asyncio.to_thread(encode, result, binary)
+        call.reserve_more(len(data) - counted)
         if length is None:
             return Response(data, media_type="application/json")
         return Response(data, headers={_JSON_LENGTH: str(length)}, media_type="application/octet-stream")
