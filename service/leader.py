@@ -28,7 +28,9 @@ from bf16kit.service.shadow.process import FindPlan, ShadowProcess
 from bf16kit.service.telemetry.metrics import Counting, Metrics
 
 _log = logging.getLogger(__name__)
-_REST_CONNECTIONS = 2048  # of the HTTP port, if clients infer there
+# Of the HTTP port, if clients infer there. Most proxies close a connection that is idle for 60 s: if this server did so
+# first, a request that is on its way would be lost.
+_REST = Limits(connections=2048, idle_seconds=75.0)
 MAINTAIN_SECONDS = 0.1  # between two calls of :meth:`Leader.maintain`
 
 
@@ -100,7 +102,7 @@ class Leader:
             config.host,
             config.http_port,
             pages,
-            limits=Limits(connections=_REST_CONNECTIONS) if config.http_inference else None,
+            limits=_REST if config.http_inference else None,
             access=Access(self.credentials.tokens, config.tls_client_ca is not None, config.host),
             certificates=self.credentials.certificates,
             on_refused=metrics.refused,

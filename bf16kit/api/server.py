@@ -115,9 +115,9 @@ def serve(repository: str | PathLike[str], *, ready_seconds: float = 120.0, **co
     """Serve the artifacts in ``repository`` from a child process on free loopback ports, and wait until it is ready.
 
     ``config`` are keys of ``server.yaml``, such as ``model_control="explicit"`` or ``grpc_port=8001``:
-    docs/operations.md has all. The child ends when the thread that called ``serve`` does. Raises :class:`ConfigError`,
-    a :class:`UsageError`, for a wrong key or value, and :class:`RuntimeFailure`, with the log's last lines, if the
-    server ends or is not ready after ``ready_seconds``.
+    docs/configuration.md has all. The child ends when the thread that called ``serve`` does. Raises
+    :class:`ConfigError`, a :class:`UsageError`, for a wrong key or value, and :class:`RuntimeFailure`, with the log's
+    last lines, if the server ends or is not ready after ``ready_seconds``.
 
     >>> with bf16kit.serve("repository") as server:
     ...     server.client().is_model_ready("mlp")

@@ -51,11 +51,17 @@ class PageApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(asyncio.CancelledError):  # only when the loop ends
-            if self.inference is not None and f"{scope['path']}/".startswith("/v2/"):
+            lengths = {name for name, _ in scope["headers"]} & {b"content-length", b"transfer-encoding"}
+            if len(lengths) > 1:  # a proxy may see another end of this request, and another request after it
+                response: Response = Refused(
+                    400, "give Content-Length or Transfer-Encoding, not both", "http_malformed", {"Connection": "close"}
+                )
+            elif self.inference is not None and f"{scope['path']}/".startswith("/v2/"):
                 await self._take_turn()
                 await self.inference(scope, receive, send)
                 return
-            response = await self._respond(Request(scope))
+            else:
+                response = await self._respond(Request(scope))
             if isinstance(response, Refused):
                 self._on_refused(response.reason)
             await send_response(scope, send, response)

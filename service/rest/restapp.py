@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 from starlette.exceptions import HTTPException
@@ -28,6 +28,7 @@ from bf16kit.service.http.pageapp import send_response
 from bf16kit.service.http.pages import Access
 from bf16kit.service.rest.codec import decode, encode
 
+_Answer = TypeVar("_Answer")
 _SMALL = 16 << 10  # bytes of a body or of outputs that are converted on the loop's thread; more take another
 _PATH = re.compile(
     r"/v2(?:/health/(live|ready)|/models/([^/]+)(?:/versions/([^/]+))?(?:/(ready|infer))?)?/?", re.DOTALL
@@ -60,14 +61,17 @@ class RestApp:
         self._max_bytes = max_message_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = await self._respond(Request(scope, receive), send)
-        except HTTPException as error:
-            response = _error(error.status_code, error.detail, error.headers)
-        except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
-            response = _failed(self._pool.status(error))
+        response = await self._or_error(self._respond(Request(scope, receive), send))
         if response is not None:
             await send_response(scope, send, response)
+
+    async def _or_error(self, responding: Awaitable[_Answer]) -> _Answer | Response:
+        try:
+            return await responding
+        except HTTPException as error:
+            return _error(error.status_code, error.detail, error.headers)
+        except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
+            return _failed(self._pool.status(error))
 
     async def _respond(self, request: Request, send: Send) -> Response | None:
         """Return the response; None: it was sent, because its bytes count until then."""
@@ -109,7 +113,8 @@ class RestApp:
             body = await self._body(request, call)
             pool.receive_timeouts.clear(call)
             connection.wait_for_server()
-            response = await self._run(request, call, body, model, version)
+            # An error has the same time limit: nothing else ends a connection whose client does not read.
+            response = await self._or_error(self._run(request, call, body, model, version))
             pool.send_timeouts.start(call, end)
             await send_response(request.scope, send, response)
         finally:
@@ -142,6 +147,7 @@ class RestApp:
 
         def begin() -> Any:
             message, binary = decode(body, request.headers.get(_JSON_LENGTH), model, version, call.held.reserve)
+            body.clear()  # the message has a copy, and only one is counted
             self._inference.ModelInfer(message, call, answered.set_result)
             return binary
 
@@ -155,9 +161,9 @@ class RestApp:
             leaving.cancel()
         if isinstance(result, Status):
             return _failed(result)
-        quick = sum(map(len, result.raw_output_contents)) <= _SMALL
-        data, length = encode(result, binary) if quick else await asyncio.to_thread(encode, result, binary)
-        call.reserve_more(len(data))
+        counted = sum(map(len, result.raw_output_contents))  # already, for the message, which ends here
+        data, length = encode(result, binary) if counted <= _SMALL else await asyncio.to_thread(encode, result, binary)
+        call.reserve_more(len(data) - counted)
         if length is None:
             return Response(data, media_type="application/json")
         return Response(data, headers={_JSON_LENGTH: str(length)}, media_type="application/octet-stream")

@@ -30,7 +30,8 @@ class RestPort:
         """Send a request over a new connection."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             connection.request(method, path, body, dict(headers or {}))
-            return answer_of(connection.getresponse())
+            with closing(connection.getresponse()) as response:  # which has the socket if the server closes it
+                return answer_of(response)
 
     def infer(self, asked: object, model: str = "echo", **headers: str) -> Answer:
         """Send JSON, or the bytes of a body."""

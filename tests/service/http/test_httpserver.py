@@ -237,6 +237,7 @@ def test_requests_in_one_packet_are_answered_in_order(serve: Serve) -> None:
         (b"GET /livez\r\n\r\n", "400"),
         (b"GET /livez HTTP/1.1\r\n\r\n", "400"),  # no Host
         (b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "400"),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "400"),
         (b"GET /livez HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n", "400"),
         (b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Large: " + b"a" * (256 << 10), "400"),  # before it is complete
         (b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Large: " + b"a" * (32 << 10) + b"\r\n\r\n", "400"),

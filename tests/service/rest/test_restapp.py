@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,15 @@ def test_bytes_are_shared_with_grpc_from_the_first_that_arrives_until_the_respon
         until(lambda: budget.in_use == 0)
 
 
+def test_the_bytes_of_a_response_are_counted_once() -> None:
+    rows = np.ones((8192, 3), np.float32)
+    model = LoopbackModel(run=lambda feeds: {"y": rows})
+    limit = 3 * rows.nbytes // 2  # and one byte is another's: a request that is alone may hold more than the limit
+    with serving(model, max_request_bytes=limit) as served, resting(served) as rest, rest.begin(b"{", 2):
+        until(lambda: served.transport.pools["inference"].budget.in_use == 1)
+        assert rest.infer(ONE | {"parameters": {"binary_data_output": True}})[0] == 200
+
+
 def test_a_client_that_leaves_cancels_its_request_and_a_timeout_ends_it() -> None:
     model = LoopbackModel(run=(gate := Gate()), max_batch_size=0)
     with gate, serving(model) as served, resting(served) as rest:
@@ -227,6 +238,33 @@ def test_a_client_that_neither_sends_nor_reads_loses_its_place(slow: str) -> Non
         until(lambda: not shares.in_use)
         assert served.log.refusals == ["too_slow"]
         peer.close()
+
+
+@pytest.mark.long
+def test_a_client_that_reads_no_errors_is_disconnected() -> None:
+    again = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n{" * 100
+    with serving(LoopbackModel(), send_seconds=0.4) as served, resting(served) as rest, rest.begin(b"{") as peer:
+        peer.settimeout(1)
+        with contextlib.suppress(OSError):  # the sockets hold no more errors, and thus no more requests; or it is over
+            while True:
+                peer.sendall(again)
+        until(lambda: served.log.refusals == ["too_slow"])
+        until(lambda: not served.transport.pools["inference"].shares.in_use)
+
+
+def test_a_request_that_runs_is_in_memory_once_beside_its_message() -> None:
+    rows = np.ones((1 << 20, 3), np.float32)
+    head = json.dumps(changed(shape=[1 << 20, 3], data=None, parameters={"binary_data_size": rows.nbytes})).encode()
+    asked = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n" % len(head)
+    asked += b"Content-Length: %d\r\n\r\n" % (len(head) + rows.nbytes) + head + rows.tobytes()
+    with Gate() as gate, serving(LoopbackModel(run=gate, max_batch_size=0)) as served, resting(served) as rest:
+        tracemalloc.start()
+        with socket.create_connection(("127.0.0.1", rest.port), timeout=60) as peer:
+            peer.sendall(asked)
+            assert gate.started.wait(30)
+            assert tracemalloc.get_traced_memory()[0] < 1.5 * rows.nbytes  # the array of the model's input
+            tracemalloc.stop()
+            gate.go.set()
 
 
 def test_waiting_for_a_model_is_not_waiting_for_the_client() -> None:
