@@ -86,7 +86,20 @@ def _message(error: Exception) -> str:
     )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Commands(click.Group):
+    """Says how to convert if a source is given instead of a command."""
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(context, args)
+        except click.UsageError as error:
+            text = f"{error.format_message()} To convert: bf16-convert checkpoint SOURCE --out REPOSITORY/MODEL/1"
+            raise click.UsageError(text, context) from None
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__)
 def command() -> None:
     """Turn fp32 checkpoints into bf16 artifacts, and prove what that cost in accuracy.

@@ -41,20 +41,21 @@ EXIT_USAGE = 2
 
 @contextmanager
 def _naming_keys() -> Iterator[None]:
-    """Say where to set a key of server.yaml that is given as a flag and has none."""
+    """Say where to set a key of server.yaml or serving.yaml that is given as a flag and has none."""
     try:
         yield
     except click.NoSuchOption as error:
         from bf16kit.service.config.serverconfig import ENV_PREFIX, ServerConfig
+        from bf16kit.service.models.serving import Serving
 
         key = error.option_name.lstrip("-").replace("-", "_")
-        if key not in ServerConfig.model_fields:
+        if key in ServerConfig.model_fields:
+            where = f"{ENV_PREFIX}{key.upper()} in the environment, or {key} in the server.yaml of --config"
+        elif key in Serving.model_fields:
+            where = f"{key} in REPOSITORY/MODEL/serving.yaml, for each model"
+        else:
             raise
-        raise click.UsageError(
-            f"{error.option_name} is not a flag: set {ENV_PREFIX}{key.upper()} in the environment, or {key} in the"
-            " server.yaml of --config",
-            error.ctx,
-        ) from None
+        raise click.UsageError(f"{error.option_name} is not a flag: set {where}", error.ctx) from None
 
 
 class _Commands(click.Group):

@@ -119,7 +119,8 @@ def certify(
         why = "it was not confirmed that two samples run together give the same outputs as run apart"
         if rows_interact:
             why = "the model branches on values in its inputs, so one sample may change how another is computed"
-        certified.notes.append(f"no batch axis: {why}")
+        alone = "a server runs each request alone, and all rows of a feed count as one sample"
+        certified.notes.append(f"no batch axis: {why}; {alone}")
     for name in (*sorted(manifest.profiles), *sorted(manifest.exports)):
         label = f"profile {name}" if name in manifest.profiles else f"export {name}"
         total = None if name in TRACED else len(samples.feeds)  # of those, it depends on the module

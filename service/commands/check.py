@@ -78,9 +78,9 @@ def _findings(flags: Mapping[str, Any], file: Path | None, models: tuple[str, ..
     Raises ConfigError as a server would that cannot start, NotFound for a requested model that is not there.
     """
     config = load_config(flags, file)
-    given = sum(value is not None for value in flags.values())
+    given = sum(value not in (None, ()) for value in flags.values())  # () is --load-model, not given
     variables = sum(f"{ENV_PREFIX}{key.upper()}" in os.environ for key in ServerConfig.model_fields)
-    sources = f"{given} flags, {variables} variables of the environment, {file or 'no server.yaml'}"
+    sources = f"flags: {given}; variables of the environment: {variables}; {file or 'no server.yaml'}"
     yield Finding("configuration", "ok", sources)
     if ignored := unknown_variables(os.environ):
         yield Finding("environment", "note", ignored)

@@ -46,7 +46,7 @@ def test_every_command_and_option_has_a_help_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["convert"], "No such command 'convert'"),
+        (["m.onnx"], "No such command 'm.onnx'. To convert: bf16-convert checkpoint SOURCE --out REPOSITORY/MODEL/1"),
         (["checkpoint"], "Missing argument 'SOURCE'"),
         (["checkpoint", "x"], "Missing option '--out'"),
         (["checkpoint", "x", "--out", "m/1", "--format", "tflite"], "'tflite' is not one of 'onnx', 'torchscript'"),

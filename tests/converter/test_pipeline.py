@@ -124,7 +124,8 @@ def test_weights_are_stored_as_panels_only_for_the_profile_that_reads_panels(
 def test_a_model_that_mixes_its_batch_gets_no_batch_axis(cli: Cli, mlp_file: Path, target: Path) -> None:
     flags = ("--model", "architectures:Centred", *MLP[2:], *ONNX_ONLY, "--allow-over-budget")
     done = cli("checkpoint", mlp_file, "--out", target, *flags).published()
-    assert "no batch axis" in done.out
+    assert "no batch axis: it was not confirmed" in done.out
+    assert "all rows of a feed count as one sample" in done.out
     assert Artifact.open(target).manifest.batch_axis is None
 
 

@@ -59,6 +59,7 @@ def test_every_command_has_help_and_an_unknown_one_is_wrong_usage(command: str) 
         (["--repository", ".", "--workers", "0"], "'workers' is 0"),
         (["--poll-seconds", "2"], "set BF16KIT_POLL_SECONDS in the environment, or poll_seconds in the server.yaml of"),
         (["check", "--threads=2"], "--threads is not a flag: set BF16KIT_THREADS in the environment, or threads in"),
+        (["--profile", "cpu"], "--profile is not a flag: set profile in REPOSITORY/MODEL/serving.yaml, for each model"),
         (["serve"], "No such command 'serve'. To serve, give --repository DIRECTORY and no command."),
         (["--grpc-prot", "1"], "No such option '--grpc-prot'."),
         (["--repository", ".", "--config", "/no/such/file"], "/no/such/file: cannot be read"),

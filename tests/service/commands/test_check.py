@@ -57,7 +57,9 @@ def test_a_version_that_fails_is_an_error_a_note_names_the_one_that_would_serve_
         assert result.stdout.count("note    model 'mlp': a server that starts would try version 1 instead") == notes
         assert "ok      model 'good' version 1: " in result.stdout
     assert run(*asked, "--no-load").exit_code == 0  # without a run the drift is not known
-    assert run(*asked, "good").exit_code == 0
+    result = run(*asked, "good")
+    assert result.exit_code == 0
+    assert "configuration: flags: 2; variables of the environment: 0; no server.yaml" in result.stdout
 
 
 def test_options_and_environment_are_checked(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
