@@ -31,6 +31,7 @@ _NOT_BUILT = (
     "it was not built when bf16kit was installed: there was no C++17 compiler, or it failed (pip install -v shows why),"
     " or the wheel is the one without it"
 )
+_IN_A_CHECKOUT = "run `make setup` there, with a C++17 compiler, or start Python elsewhere to import what is installed"
 _REINSTALL = "install a C++17 compiler (on Debian: apt-get install g++) and install bf16kit again from its sources"
 
 
@@ -94,6 +95,8 @@ def configured_kernel(*, rounds: bool = False) -> Kernel:
     if configured == OFF:
         return _no_kernel(f"it is switched off by {VARIABLE}={OFF}", f"unset {VARIABLE} to use it")
     if not LIBRARY.exists():
+        if (LIBRARY.parents[2] / "setup.py").exists():  # not what is installed is imported there
+            return _no_kernel("it was not built in the checkout that bf16kit is imported from", _IN_A_CHECKOUT)
         return _no_kernel(_NOT_BUILT, _REINSTALL)
     try:
         library = ctypes.CDLL(str(LIBRARY))

@@ -118,6 +118,14 @@ def test_the_advice_for_a_library_that_cannot_be_used_says_what_to_install(
     assert (found.path, note in found.note, advice in found.advice) == ("", True, True), found
 
 
+def test_sources_that_hide_the_installed_package_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "setup.py").touch()
+    monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "bf16kit" / "runtime" / "_bf16kernel.so")
+    found = usable_kernel()
+    assert "in the checkout that bf16kit is imported from" in found.note
+    assert "start Python elsewhere" in found.advice
+
+
 @built
 def test_an_error_of_onnx_runtime_or_the_library_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
