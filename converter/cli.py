@@ -15,6 +15,7 @@ from bf16kit.converter.commands.checkpoint import checkpoint
 from bf16kit.converter.commands.doctor import doctor
 from bf16kit.converter.commands.recover import recover
 from bf16kit.messages import errors
+from bf16kit.messages.commandline import HintingGroup
 from bf16kit.messages.wording import printable, without_long_words
 
 DONE = 0
@@ -86,17 +87,8 @@ def _message(error: Exception) -> str:
     )
 
 
-class _Commands(click.Group):
-    """Says how to convert if a source is given instead of a command."""
-
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(context, args)
-        except click.UsageError as error:
-            text = f"{error.format_message()} To convert: bf16-convert checkpoint SOURCE --out REPOSITORY/MODEL/1"
-            raise click.UsageError(text, context) from None
+class _Commands(HintingGroup):
+    hint = "To convert: bf16-convert checkpoint SOURCE --out REPOSITORY/MODEL/1"
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bf16kit import __version__
+from bf16kit.messages.commandline import HintingGroup
 from bf16kit.messages.errors import Bf16kitError
 
 if TYPE_CHECKING:
@@ -58,8 +59,10 @@ def _naming_keys() -> Iterator[None]:
         raise click.UsageError(f"{error.option_name} is not a flag: set {where}", error.ctx) from None
 
 
-class _Commands(click.Group):
+class _Commands(HintingGroup):
     """Imports a command's module when it is called, so that `--help` and `health` are quick."""
+
+    hint = "To serve, give --repository DIRECTORY and no command."
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -80,15 +83,6 @@ class _Commands(click.Group):
     def invoke(self, context: click.Context) -> Any:
         with _naming_keys():
             return super().invoke(context)
-
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(context, args)
-        except click.UsageError as error:
-            text = f"{error.format_message()} To serve, give --repository DIRECTORY and no command."
-            raise click.UsageError(text, context) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
