@@ -12,6 +12,7 @@ from bf16kit.artifact.disk import DiskSize
 from bf16kit.artifact.manifest import Plan, TensorEntry
 from bf16kit.artifact.publish import check_target
 from bf16kit.converter.candidate import plan_profiles
+from bf16kit.converter.graph.dimensions import with_distinct_dimensions
 from bf16kit.converter.graph.initializers import dims
 from bf16kit.converter.options import Options
 from bf16kit.converter.plan import Planned, narrowed
@@ -22,6 +23,7 @@ from bf16kit.converter.report.figures import PlanGroup, plan_groups
 from bf16kit.converter.report.oncpu import OnCpu, shares
 from bf16kit.converter.rewrite import Prepared, prepare
 from bf16kit.converter.source import Source
+from bf16kit.converter.verify.samples import load
 from bf16kit.converter.write.weights import BF16_FILE, FP32_FILE
 from bf16kit.messages.wording import plain, size, table
 
@@ -80,6 +82,9 @@ def preview(options: Options, progress: Progress) -> Preview:
     with prefix_errors(options.source):
         source = read(options, progress)
         reading = time.monotonic() - began
+        if options.samples is not None:  # whether names of dimensions are right, only a run could tell
+            names = [output.name for output in source.outputs]
+            load(options.samples, with_distinct_dimensions(source.inputs), outputs=names)
         plan, tensors, disk = Plan(), list[TensorEntry](), _without_graph(options, source)
         if source.graph is not None:
             with progress.step("planning"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from converting import Cli, tree
@@ -45,6 +46,14 @@ def test_the_plan_is_the_conversions_own_the_size_is_near_and_nothing_is_written
     assert f"on a CPU    {found.on_cpu}" in seen
     assert seen.startswith("m/1: dry run, nothing was written; about ")
     cli(*arguments, "--dry-run").refused(2, "already exists")
+
+
+def test_a_dry_run_refuses_samples_that_the_conversion_would_refuse(cli: Cli, tmp_path: Path, target: Path) -> None:
+    onnx.save(graphs.mlp(), tmp_path / "m.onnx")
+    arguments = ("checkpoint", tmp_path / "m.onnx", "--out", target, "--dry-run", "--samples")
+    cli(*arguments, tmp_path / "none.npz").refused(2, "none.npz")
+    np.savez(tmp_path / "other.npz", y=np.zeros((1, 2), np.float32))
+    cli(*arguments, tmp_path / "other.npz").refused(2, "other.npz")
 
 
 def test_a_dry_run_is_for_one_checkpoint(cli: Cli, tmp_path: Path, mlp_file: Path) -> None:
