@@ -218,9 +218,9 @@ def breaches_of(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     """Return where ``drifts``, one entry per sample, exceed ``budget``.
 
     If all samples together do not, but each one alone does, this returns the breaches of the first: a server judges
-    each start by one sample, or a few rows of it.
+    each start by one sample, or a few rows of it. That is a sample that was given, if there are any among them.
     """
-    given = {number: one for number, one in enumerate(drifts) if not measure.is_made(one)}
+    given = {number: one for number, one in enumerate(drifts) if not measure.is_made(one)} or dict(enumerate(drifts))
     golden = measure.golden_part(given, choose_golden(budget, [given]))
     return find_breaches(budget, drifts) or find_breaches(budget, [golden])
 

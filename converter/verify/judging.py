@@ -64,7 +64,7 @@ def find_breaches(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
 
 
 def choose_golden(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> Place:
-    """Return the first place at which all profiles are within ``budget``; that of the first sample if there is none.
+    """Return the first place at which all profiles are within ``budget``; the start of the first sample otherwise.
 
     ``runs`` has the drift of each profile by sample number. A budget bounds the mean over many samples, but a
     server judges a few rows. One sample over budget does not make the model worse: the model may cancel most of that
@@ -72,7 +72,8 @@ def choose_golden(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> Pla
     """
     shared = set.intersection(*map(set, runs)) if runs else set()
     places = (place for n in sorted(shared) for place in golden_places(n, next(iter(runs))[n]))
-    return next((at for at in places if not any(find_breaches(budget, [golden_part(r, at)]) for r in runs)), Place())
+    within = (at for at in places if not any(find_breaches(budget, [golden_part(r, at)]) for r in runs))
+    return next(within, Place(min(shared, default=0)))
 
 
 def check_stated_bounds(budget: Budget, manifest: Manifest) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import onnx_ir as ir
 import pytest
@@ -110,6 +111,14 @@ def test_a_model_that_is_over_budget_on_each_sample_alone_is_over_budget() -> No
     drifts: list[Drifts] = [{"a": far, "b": near}, {"a": near, "b": far}]
     assert [breach.output for breach in breaches_of(Budget(), drifts)] == ["a"]
     assert not breaches_of(Budget(), [*drifts, {"a": near, "b": near}])
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_a_set_that_was_tried_on_samples_made_by_perturbation_is_judged_by_those(given: int) -> None:
+    made = [{"a": replace(_drift(error), made=True)} for error in (0.02, 0.0)]
+    drifts: list[Drifts] = [*made, *[{"a": _drift(0.0)}] * given]
+    assert not breaches_of(Budget(), drifts)
+    assert breaches_of(Budget(), made[:1])
 
 
 class TestOutOfTime:
