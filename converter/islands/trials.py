@@ -220,9 +220,10 @@ def breaches_of(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     If all samples together do not, but each one alone does, this returns the breaches of the first: a server judges
     each start by one sample, or a few rows of it. That is a sample that was given, if there are any among them.
     """
+    if breaches := find_breaches(budget, drifts):
+        return breaches
     given = {number: one for number, one in enumerate(drifts) if not measure.is_made(one)} or dict(enumerate(drifts))
-    golden = measure.golden_part(given, choose_golden(budget, [given]))
-    return find_breaches(budget, drifts) or find_breaches(budget, [golden])
+    return find_breaches(budget, [measure.golden_part(given, choose_golden(budget, [given]))])
 
 
 def ratio(budget: Budget, drifts: Sequence[Drifts]) -> float:
