@@ -96,7 +96,7 @@ class RawConnection:
     def _read(self) -> None:
         stream = self._socket.makefile("rb")
         with contextlib.suppress(OSError, ValueError):
-            while header := stream.read(9):
+            while len(header := stream.read(9)) == 9:  # a connection can end within a frame
                 size, kind, flags = int.from_bytes(header[:3], "big"), header[3], header[4]
                 number = int.from_bytes(header[5:], "big") & 0x7FFFFFFF
                 body = stream.read(size)
