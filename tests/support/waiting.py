@@ -27,3 +27,11 @@ def stays(condition: Callable[[], object], seconds: float, what: str = "the cond
     while (passed := time.monotonic() - begun) < seconds:
         assert condition(), f"{what} was true for {passed:.2f} s of {seconds:g} s"
         time.sleep(0.01)
+
+
+def slowdown() -> float:
+    """Return the time that 50 ms of processor time take now ÷ 50 ms: 1 on an idle machine, more on a busy one."""
+    begun, end = time.monotonic(), time.process_time() + 0.05
+    while time.process_time() < end:
+        pass
+    return max(1.0, (time.monotonic() - begun) / 0.05)
