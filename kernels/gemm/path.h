@@ -62,7 +62,11 @@ extern const Path kPortable;
 extern const Path kAvx2;
 extern const Path kAvx512;
 extern const Path kAvx512Bf16;
-extern const Path kAmx;  // only used if BF16KIT_KERNEL_PATH names it: it has never run on a real processor with AMX
+extern const Path kAmx;  // run in an emulator, never timed on a processor
+
+// Whether kAmx is used; if not: the processor has no tiles, the system forbids them, or they failed the self-check (agree.h).
+enum class TileUse { kUsed, kNone, kForbidden, kWrong };
+TileUse tile_use();
 #endif
 
 // Returns the path that the environment variable BF16KIT_KERNEL_PATH names, else the fastest one for `arithmetic` that this
