@@ -17,13 +17,12 @@ constexpr int kTileA = 6, kTileB = 7;  // tiles 0 to 5 hold the sums: three time
 constexpr int kTileBytes = 64;         // bytes in a row of each tile
 
 // Up to this number of rows, vdpbf16ps is used. Calculated, never timed, in cycles for a block of 128 x 32 weights in the
-// first-level cache:
-//   tiles of up to 16 rows: 8 TDPBF16PS of 16 each = 128, while the 8 + 4 TILELOADD of 8 each run beside them. Before that the
-//     block's rows are interleaved: 128 shuffles and stores, one a cycle = 128. Together 256 where nothing overlaps.
-//   vdpbf16ps, r rows: 128 (1 + 1/8) r dot products and additions and 128 shuffles on two ports = 64 + 72 r.
-// These are equal at 2.7 rows. A part also costs LDTILECFG and TILERELEASE. From 33 rows on, tiles take 24 TDPBF16PS = 384 + 128
-// cycles for 48 rows, vdpbf16ps with its own order, without the added eighth, 64 (1 + 48) = 3136. If the block comes from memory
-// (8 KiB at 20 bytes a nanosecond: more than 1000 cycles), both wait for it up to about 15 rows.
+// first-level cache, where nothing overlaps:
+//   tiles of up to 16 rows: the block's rows are interleaved by 128 shuffles and stores, one a cycle = 128; then 8 TDPBF16PS of 16
+//     each = 128, while 12 TILELOADD of 8 each run beside them. Together 256, besides LDTILECFG and TILERELEASE for each part.
+//   vdpbf16ps, r rows: 128 shuffles, 128 r dot products and an eighth of that in additions, two a cycle = 64 + 72 r.
+// These are equal at 2.7 rows. If the block comes from memory (8 KiB at 20 bytes a nanosecond: more than 1000 cycles), as it does
+// where few rows matter, both wait for it. 48 rows: tiles 24 TDPBF16PS of 16 + 128 = 512; vdpbf16ps in its own order 3136.
 constexpr int kDotRows = 3;
 
 using dots::Pairs16;
@@ -143,8 +142,8 @@ void multiply_chain(const TileOperands& operands, const TileRows& rows, float* s
   if constexpr (kTiles > 2) store_tiles<2>(rows, sums);
 }
 
-// sums[kRows, 32] = a · w for one chain with vdpbf16ps, in the order of the tiles. vdpbf16ps adds the odd value of a pair, then the
-// even one. So a pair of rows k + 2 and k continues the even chain, a pair of rows k + 3 and k + 1 the odd one.
+// sums[kRows, 32] = a · w for one chain with vdpbf16ps, in the order of the tiles. vdpbf16ps adds the odd value of a pair, then
+// the even one. So a pair of rows k + 2 and k continues the even chain, a pair of rows k + 3 and k + 1 the odd one.
 template <int kRows>
 void dot_chain(const Pairs16* a, int64_t lda, const Block& block, float* sums) {
   alignas(64) Pairs16 x[kRows][kChain / 2];

@@ -51,7 +51,8 @@ done
 for job in "${jobs[@]}"; do wait "$job"; done
 unset 'objects[-1]'
 ld -Ttext=0xF0000 --oformat binary -e 0 "$out/boot.o" -o "$out/boot.bin"
-ld -static --no-warn-rwx-segments -T "$here/payload.ld" "${objects[@]}" "$("${compiler[@]}" -print-libgcc-file-name)" -o "$out/payload.elf"
+libgcc=$("${compiler[@]}" -print-libgcc-file-name)
+ld -static --no-warn-rwx-segments -T "$here/payload.ld" "${objects[@]}" "$libgcc" -o "$out/payload.elf"
 objcopy -O binary --set-section-flags .bss=alloc,load,contents "$out/payload.elf" "$out/payload.bin"
 # Bochs decodes STTILECFG only with VEX.W = 1; the processor's encoding has W = 0.
 LC_ALL=C sed -i 's/\xc4\xe2\x79\x49/\xc4\xe2\xf9\x49/g' "$out/payload.bin"
