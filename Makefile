@@ -159,6 +159,9 @@ test-kernel: setup ## the C++ kernel under sanitizers: 10,000 random cases again
 test-kernel-versions: setup ## the kernel inside every minor release of ONNX Runtime since 1.21: 11 wheels, one to two minutes
 	PYTHON=$(BIN)/python kernels/tests/versions.sh
 
+test-kernel-emulated: setup ## the AMX path in an emulator, with a layer of MiniLM: half a minute, 0.5 GB of packages; skipped without them
+	@time PYTHON=$(BIN)/python kernels/tests/emulated/amx.sh
+
 conformance: setup ## the conformance suite's own tests, then the suite against the demo's server; options for it: CONFORMANCE_ARGS
 	$(BIN)/pytest -q -n auto --maxprocesses 4 conformance/tests $(PYTEST_ARGS)
 	@[ -d build/demo/minilm/1 ] || $(MAKE) demo
@@ -210,4 +213,4 @@ clean: ## remove the files that builds and tests leave behind; .venv stays
 	rm -rf build dist ./*.egg-info conformance/{build,.pytest_cache,*.egg-info} .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: help setup check docs test $(suites) test-weekly test-kernel test-kernel-versions demo serve image release conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean
+.PHONY: help setup check docs test $(suites) test-weekly test-kernel test-kernel-versions test-kernel-emulated demo serve image release conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean

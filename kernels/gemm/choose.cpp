@@ -8,6 +8,7 @@ namespace bf16kit {
 const Path* choose_path(Arithmetic arithmetic) {
   static const Path* const kPaths[] = {
 #if defined(__x86_64__)
+      &kAmx,
       &kAvx512Bf16,
       &kAvx512,
       &kAvx2,
@@ -16,12 +17,6 @@ const Path* choose_path(Arithmetic arithmetic) {
   };
   const char* wanted = std::getenv("BF16KIT_KERNEL_PATH");
   if (wanted != nullptr && *wanted == '\0') wanted = nullptr;
-#if defined(__x86_64__)
-  if (wanted != nullptr && std::strcmp(wanted, kAmx.name) == 0 && kAmx.supported()) {
-    if (kAmx.compute(arithmetic) != nullptr) return &kAmx;
-    wanted = nullptr;
-  }
-#endif
   for (const Path* path : kPaths) {
     if (wanted != nullptr && std::strcmp(wanted, path->name) == 0 && path->supported()) wanted = nullptr;
     if (wanted == nullptr && path->compute(arithmetic) != nullptr && path->supported()) return path;

@@ -1,6 +1,7 @@
-// AMX: fp32 products with bf16 tiles (amx.inl). Used only if BF16KIT_KERNEL_PATH names it: it has never run on a processor with
-// AMX, only in a model of the published instructions (tests/amx_test.cpp).
+// AMX: bf16 products with tiles (amx.inl); all else is AVX512_BF16's. Run in an emulator (tests/emulated) and in a model of the
+// published instructions (tests/amx_test.cpp), never timed on a processor.
 #if defined(__x86_64__)
+#include "gemm/agree.h"
 #include "gemm/path.h"
 #include "gemm/rounding_mode.h"
 #include "isa/amx_detect.h"
@@ -11,21 +12,24 @@
 
 #include <immintrin.h>
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512bf16"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw")
+#pragma GCC target("avx512f,avx512bw,avx512bf16")
 #endif
 
 namespace bf16kit {
 namespace amx {
 namespace {
 
-
 #include "avx512.inl"
 
 #include "activation.inl"
 #include "operands.inl"
+
+namespace dots {
+#include "dots.inl"
+}
 
 struct TileConfig;
 
@@ -34,6 +38,7 @@ struct TileConfig;
 struct Tile {
   static inline TileConfig current();
   static inline void configure(const TileConfig& config);
+  static void release() { asm volatile("tilerelease" ::: "memory"); }
 
   template <int kTile>
   static void zero() {
@@ -61,7 +66,6 @@ TileConfig Tile::current() {
   return config;
 }
 
-// A configuration with palette 0 clears and releases the tiles.
 void Tile::configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config) : "memory"); }
 
 }  // namespace
@@ -74,10 +78,25 @@ void Tile::configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"
 #pragma GCC pop_options
 #endif
 
-// Attention and normalisation use the AVX-512 path, which each processor with AMX supports.
-const Path kAmx = {"amx", [] { return amx::tiles_offered(amx::this_processor()); }, amx::compute_in_tiles, nullptr,
-                   [](const Attention& a, const AttentionPart& part) { return kAvx512.attend(a, part); }, nullptr,
-                   [](const Norm& norm, int64_t first, int64_t rows) { kAvx512.normalise(norm, first, rows); }};
+const Path kAmx = [] {
+  Path path = kAvx512Bf16;  // initialised before: it is a constant expression
+  path.name = "amx";
+  path.supported = [] { return tile_use() == TileUse::kUsed; };
+  path.bf16 = amx::compute_in_tiles;
+  return path;
+}();
+
+// Asks the system and runs the self-check once. Both hold for all threads of the process, and for those it forks.
+TileUse tile_use() {
+  static const TileUse found = [] {
+    if (!amx::tiles_there(amx::this_processor())) return TileUse::kNone;
+    if (!amx::this_processor().permitted()) return TileUse::kForbidden;
+    bool agreed = agree(kAmx, kAvx512Bf16, Operands::kExact);
+    for (const Operands operands : kAllOperands) agreed = agreed && agree(kAmx, kAmx, operands);
+    return agreed ? TileUse::kUsed : TileUse::kWrong;
+  }();
+  return found;
+}
 
 }  // namespace bf16kit
 #endif

@@ -15,10 +15,10 @@ constexpr bool has(uint64_t bits, int bit) { return (bits >> bit & 1) != 0; }
 
 // CPUID leaf 1 tells whether XGETBV may be used, leaf 7 the instructions, leaf 0x1d the size of the tiles of palette 1.
 bool processor_has_tiles(const Machine& machine) {
-  constexpr int kOsXsave = 27, kAvx512f = 16, kAvx512bw = 30, kAmxBf16 = 22, kAmxTile = 24;
+  constexpr int kOsXsave = 27, kAvx512f = 16, kAvx512bw = 30, kAvx512Bf16 = 5, kAmxBf16 = 22, kAmxTile = 24;
   if (machine.cpuid(0, 0).a < 0x1d || !has(machine.cpuid(1, 0).c, kOsXsave)) return false;
   const Registers features = machine.cpuid(7, 0);
-  if (!has(features.b, kAvx512f) || !has(features.b, kAvx512bw)) return false;
+  if (!has(features.b, kAvx512f) || !has(features.b, kAvx512bw) || !has(machine.cpuid(7, 1).a, kAvx512Bf16)) return false;
   if (!has(features.d, kAmxBf16) || !has(features.d, kAmxTile)) return false;
   const Registers palette = machine.cpuid(0x1d, 1);
   const uint32_t row_bytes = palette.b & 0xffff, tiles = palette.b >> 16, rows = palette.c & 0xffff;
@@ -44,7 +44,8 @@ uint64_t enabled() {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// Linux lets a process use tiles only on request. The permission then holds for all of its threads.
+// Linux lets a process use tiles only on request. The permission then holds for all of its threads and is inherited by fork. It
+// is refused if a thread has an alternate signal stack that is too small for a frame with tiles; smaller ones are refused later.
 bool permitted() {
 #if defined(__linux__)
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -56,9 +57,7 @@ bool permitted() {
 
 }  // namespace
 
-bool tiles_offered(const Machine& machine) {
-  return processor_has_tiles(machine) && system_saves_tiles(machine) && machine.permitted();
-}
+bool tiles_there(const Machine& machine) { return processor_has_tiles(machine) && system_saves_tiles(machine); }
 
 const Machine& this_processor() {
   static const Machine machine = {cpuid, enabled, permitted};

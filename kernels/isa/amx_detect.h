@@ -1,4 +1,4 @@
-// Whether tiles may be used: the processor has them, the system saves them, and has been asked for them.
+// Whether tiles may be used: the processor has them, the system saves them, and permits them.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct Machine {
   bool (*permitted)();    // asks the system for tiles, for all threads of the process; false when it refuses
 };
 
-// Asks for the permission when all else is there.
-bool tiles_offered(const Machine& machine);
+// Whether the processor has tiles and all else that the path needs, and the system saves them.
+bool tiles_there(const Machine& machine);
 
 const Machine& this_processor();
 

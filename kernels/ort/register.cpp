@@ -59,3 +59,15 @@ BF16KIT_EXPORT const char* bf16kit_kernel_path_bf16() noexcept {
   const bf16kit::Path* path = bf16kit::choose_path(bf16kit::Arithmetic::kBf16);
   return path == nullptr ? nullptr : path->name;
 }
+
+// Returns why the tiles of this processor are not used; null if they are used, or if there are none.
+BF16KIT_EXPORT const char* bf16kit_kernel_tiles_off() noexcept {
+#if defined(__x86_64__)
+  switch (bf16kit::tile_use()) {
+    case bf16kit::TileUse::kForbidden: return "the operating system does not permit them";
+    case bf16kit::TileUse::kWrong: return "they failed the self-check: their results differ from those of dot products";
+    default: break;
+  }
+#endif
+  return nullptr;
+}

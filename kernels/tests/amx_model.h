@@ -3,10 +3,14 @@
 
 struct TileConfig;
 
+// What the model does wrong, for the tests of the self-check.
+enum class Fault { kNone, kOneChain, kSubnormals, kOnePlace };
+
 // The tile state of one thread. The configuration is kept as the 64 bytes that LDTILECFG reads.
 struct TileState {
   uint8_t config[64] = {};
   float values[8][16][16] = {};  // tiles of 16 rows of 64 bytes
+  Fault fault = Fault::kNone;
 
   int rows(int tile) const { return config[0] == 0 ? 0 : config[48 + tile]; }
   int bytes(int tile) const { return config[0] == 0 ? 0 : config[16 + 2 * tile] | config[17 + 2 * tile] << 8; }
@@ -22,7 +26,10 @@ inline void wants(bool condition, const char* what) {
   if (!condition) fail("tiles", what);
 }
 
-inline float no_subnormal(float value) { return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value; }
+inline float no_subnormal(float value) {
+  if (tile_state().fault == Fault::kSubnormals) return value;
+  return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value;
+}
 
 // Fused, rounded to nearest; subnormal operands and results are zero.
 inline float tile_fma(float a, float b, float c) {
@@ -33,6 +40,7 @@ inline float tile_add(float a, float b) { return no_subnormal(no_subnormal(a) + 
 struct Tile {
   static inline TileConfig current();
   static inline void configure(const TileConfig& config);
+  static inline void release();
 
   template <int kTile>
   static void zero() {
@@ -69,14 +77,16 @@ struct Tile {
       std::memcpy(&stored, reinterpret_cast<const char*>(row) + 2 * i, sizeof stored);
       return static_cast<float>(widen(stored));
     };
+    const RoundingMode mode(Arithmetic::kFp32);  // tiles ignore MXCSR, and what it says about subnormals
     for (int m = 0; m < state.rows(kSum); ++m) {
       for (int n = 0; n < state.bytes(kSum) / 4; ++n) {
-        float even = 0, odd = 0;
-        for (int k = 0; k < state.rows(kB); ++k) {
-          even = tile_fma(half(state.values[kA][m], 2 * k), half(state.values[kB][k], 2 * n), even);
-          odd = tile_fma(half(state.values[kA][m], 2 * k + 1), half(state.values[kB][k], 2 * n + 1), odd);
+        float chains[2] = {0, 0};
+        for (int k = 0; k < 2 * state.rows(kB); ++k) {
+          if (state.fault == Fault::kOnePlace && m == 12 && n == 15 && k % 2 == 1) continue;
+          float& chain = chains[state.fault == Fault::kOneChain ? 0 : k % 2];
+          chain = tile_fma(half(state.values[kA][m], k), half(state.values[kB][k / 2], 2 * n + k % 2), chain);
         }
-        state.values[kSum][m][n] = tile_add(state.values[kSum][m][n], tile_add(even, odd));
+        state.values[kSum][m][n] = tile_add(state.values[kSum][m][n], tile_add(chains[0], chains[1]));
       }
     }
   }

@@ -22,7 +22,7 @@ PATHS = {
     "avx2": {"avx"},
     "avx512": {"avx", "avx512"},
     "avx512_bf16": {"avx", "avx512", "bf16"},
-    "amx": {"avx", "avx512", "tile"},
+    "amx": {"avx", "avx512", "bf16", "tile"},
 }
 _PATH = re.compile(rf"\b({'|'.join(PATHS)})::")
 

@@ -20,13 +20,14 @@ from bf16kit.messages.errors import ConfigError
 DOMAIN = "bf16kit"
 LIBRARY = Path(__file__).parents[1] / "_bf16kernel.so"
 VARIABLE = "BF16KIT_KERNEL_PATH"
-PATHS = ("avx512_bf16", "avx512f", "avx2", "portable")  # as kernels/gemm/choose.cpp names them, fastest first
-OPT_IN = ("amx",)  # used only when named: not yet run on a processor that has it
+PATHS = ("amx", "avx512_bf16", "avx512f", "avx2", "portable")  # as kernels/gemm/choose.cpp names them, fastest first
 BF16 = "Bf16"  # in the names of operators that round their activations to bf16
 OFF = "off"
 
 _COST = "bf16 weights are widened to fp32 at load, which takes twice the memory and is slower for a few rows at a time"
 _ONNXRUNTIME = "an onnxruntime of 1.24 to 1.31, which are tested, or a later 1.x"
+_TILES = "the processor's tiles (AMX) are not used, because"
+_SLOWER = "bf16 products take longer from four rows on, with results of the same accuracy"
 _NOT_BUILT = (
     "it was not built when bf16kit was installed: there was no C++17 compiler, or it failed (pip install -v shows why),"
     " or the wheel is the one without it"
@@ -37,10 +38,10 @@ _REINSTALL = "install a C++17 compiler (on Debian: apt-get install g++) and inst
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The kernel path that runs a graph; without one, the reason and the remedy."""
+    """The kernel path that runs a graph; without one, or without tiles that the processor has, the reason."""
 
     path: str = ""  # one of PATHS, "" = do not register the library
-    note: str = ""  # one sentence: why the kernel is not used
+    note: str = ""  # one sentence: why the kernel, or the processor's tiles, are not used
     advice: str = ""  # the cost of that, and the remedy
 
     @property
@@ -80,16 +81,17 @@ def multiplies_bf16() -> bool:
 def configured_kernel(*, rounds: bool = False) -> Kernel:
     """Return what :func:`usable_kernel` returns unless ONNX Runtime refuses the library; does not import ONNX Runtime.
 
-    ``rounds``: the path for products that round their activations to bf16. ``avx512_bf16`` is only for those; for
-    others it means ``avx512f``.
+    ``rounds``: the path for products that round their activations to bf16. ``amx`` and ``avx512_bf16`` are only for
+    those; for others they mean ``avx512f``. ``amx`` is left out, with a note, if the processor's tiles fail the
+    library's self-check or the system forbids them.
 
     Raises :class:`ConfigError` when ``BF16KIT_KERNEL_PATH`` names an unknown path, or one that this processor cannot
     run. A user who names a path does not want another one silently.
     """
     configured = os.environ.get(VARIABLE, "")
-    if configured and configured not in (*PATHS, *OPT_IN, OFF):
+    if configured and configured not in (*PATHS, OFF):
         raise ConfigError(
-            f"{VARIABLE} is {configured!r}; allowed are {', '.join((*PATHS, *OPT_IN))} and {OFF}; unset it for the"
+            f"{VARIABLE} is {configured!r}; allowed are {', '.join(PATHS)} and {OFF}; unset it for the"
             " fastest path that this processor runs"
         )
     if configured == OFF:
@@ -101,15 +103,21 @@ def configured_kernel(*, rounds: bool = False) -> Kernel:
     try:
         library = ctypes.CDLL(str(LIBRARY))
         path_function = library.bf16kit_kernel_path_bf16 if rounds else library.bf16kit_kernel_path
+        tiles_off = library.bf16kit_kernel_tiles_off
     except (OSError, AttributeError) as error:  # built for another machine, damaged, or another library
         return _no_kernel(f"its library cannot be loaded ({error})", _REINSTALL)
-    path_function.restype, path_function.argtypes = ctypes.c_char_p, ()
+    path_function.restype = tiles_off.restype = ctypes.c_char_p
     path: bytes | None = path_function()
     if path is None:
         raise ConfigError(
             f"{VARIABLE} is {configured!r}, which this processor cannot run; name another of {', '.join(PATHS)}, or"
             " unset it for the fastest path that it runs"
         )
+    # Only a path that was chosen for want of tiles: to ask about them asks the system for them.
+    reason: bytes | None = tiles_off() if rounds and not configured else None
+    if reason is not None:
+        advice = f"{_SLOWER}; {VARIABLE}={path.decode()} stops this message"
+        return Kernel(path.decode(), f"{_TILES} {reason.decode()}", advice)
     return Kernel(path.decode())
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _ctypes
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,11 @@ def test_the_fastest_path_that_this_processor_can_run_is_chosen() -> None:
     flags = set(Path("/proc/cpuinfo").read_text().split())
     expected = "avx512f" if "avx512f" in flags else "avx2" if {"avx2", "fma"} <= flags else "portable"
     assert usable_kernel() == Kernel(expected)
-    assert usable_kernel(rounds=True) == Kernel("avx512_bf16" if "avx512_bf16" in flags else expected)
+    found = usable_kernel(rounds=True)
+    if {"amx_tile", "amx_bf16"} <= flags and not found.note:
+        assert found == Kernel("amx")
+    else:
+        assert found.path == ("avx512_bf16" if "avx512_bf16" in flags else expected)
 
 
 @built
@@ -54,7 +60,7 @@ def test_the_path_that_the_variable_names_runs(path: str, monkeypatch: pytest.Mo
         pytest.skip(str(error))  # the next test covers this error
     assert found == Kernel(path)
     info = runtime().info
-    runs = "avx512f" if path == "avx512_bf16" else path  # no node of this graph uses instructions for bf16
+    runs = "avx512f" if path in ("amx", "avx512_bf16") else path  # no node of this graph uses instructions for bf16
     assert (info.kernel, info.accumulation, info.note, info.advice) == (runs, "fp32", "", "")
 
 
@@ -67,24 +73,12 @@ def test_a_named_path_that_this_processor_cannot_run_is_an_error(monkeypatch: py
         usable_kernel()
 
 
-@built
-def test_an_opt_in_path_runs_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "")  # as if unset
-    assert usable_kernel().path in PATHS
-    monkeypatch.setenv(VARIABLE, "amx")
-    if {"amx_tile", "amx_bf16"} <= set(Path("/proc/cpuinfo").read_text().split()):
-        assert usable_kernel() == Kernel("amx")
-    else:
-        with pytest.raises(ConfigError, match="is 'amx', which this processor cannot run"):
-            usable_kernel()
-
-
 @pytest.mark.parametrize("is_built", [True, False])
 def test_an_unknown_path_is_an_error_that_lists_the_valid_ones(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_built:
         monkeypatch.setattr(kernel, "LIBRARY", Path("/nowhere/_bf16kernel.so"))
     monkeypatch.setenv(VARIABLE, "avx10")
-    expected = f"{VARIABLE} is 'avx10'; allowed are avx512_bf16, avx512f, avx2, portable, amx and off; unset it"
+    expected = f"{VARIABLE} is 'avx10'; allowed are amx, avx512_bf16, avx512f, avx2, portable and off; unset it"
     with pytest.raises(ConfigError, match=expected):
         usable_kernel()
 
@@ -116,6 +110,27 @@ def test_the_advice_for_a_library_that_cannot_be_used_says_what_to_install(
     monkeypatch.setattr(kernel, "LIBRARY", library if isinstance(library, Path) else tmp_path / "_bf16kernel.so")
     found = usable_kernel()
     assert (found.path, note in found.note, advice in found.advice) == ("", True, True), found
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_tiles_that_fail_the_self_check_are_named_and_the_next_path_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No processor at hand has such tiles: a library of three lines answers in place of ours."""
+    answers = {"path": '"avx512f"', "path_bf16": '"avx512_bf16"', "tiles_off": '"they failed the self-check"'}
+    source = "".join(f"const char* bf16kit_kernel_{of}(void) {{ return {is_}; }}\n" for of, is_ in answers.items())
+    (tmp_path / "fake.c").write_text(source)
+    monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "fake.so")
+    subprocess.run(["cc", "-shared", "-fPIC", "fake.c", "-o", "fake.so"], cwd=tmp_path, check=True)
+    found = kernel.configured_kernel(rounds=True)
+    assert (found.path, found.note) == (
+        "avx512_bf16",
+        "the processor's tiles (AMX) are not used, because they failed the self-check",
+    )
+    assert f"{VARIABLE}=avx512_bf16 stops this message" in found.advice
+    assert kernel.configured_kernel() == Kernel("avx512f")  # no product in fp32 uses tiles
+    monkeypatch.setenv(VARIABLE, "avx512_bf16")
+    assert kernel.configured_kernel(rounds=True) == Kernel("avx512_bf16")
 
 
 def test_sources_that_hide_the_installed_package_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

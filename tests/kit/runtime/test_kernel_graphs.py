@@ -131,9 +131,13 @@ def test_the_number_of_threads_changes_no_bit(layout: str, rows: int) -> None:
 
 @pytest.mark.parametrize("path", kernel.PATHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_row_gives_the_same_bits_in_any_batch(path: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(path, monkeypatch)
-    opened = session(product(graphs.values(K, N), graphs.values(N), layout=layout, activation="gelu"))
+@pytest.mark.parametrize("operator", ["MatMul", "MatMulBf16"])
+def test_a_row_gives_the_same_bits_in_any_batch(
+    path: str, layout: str, operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(path, monkeypatch, rounds=operator == "MatMulBf16")
+    weight, bias = graphs.values(K, N), graphs.values(N)
+    opened = session(product(weight, bias, layout=layout, activation="gelu", operator=operator))
     x = graphs.values(100, K, seed=2, scale=3)
     together = opened.run(["y"], {"x": x})[0]
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 47, 48, 49, 96, 97):

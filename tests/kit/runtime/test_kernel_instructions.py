@@ -42,7 +42,7 @@ def test_amx_tiles_are_used_with_the_documented_instructions() -> None:
     found = [(code, name, operands) for where, code, name, operands in instructions(kernel.LIBRARY) if "amx::" in where]
     names = {name for _, name, _ in found}
     tiles = {name for name in names if name.startswith(("tile", "tdp", "ldt", "stt"))}
-    assert tiles == {"tilezero", "tileloadd", "tilestored", "tdpbf16ps", "ldtilecfg", "sttilecfg"}
+    assert tiles == {"tilezero", "tileloadd", "tilestored", "tdpbf16ps", "ldtilecfg", "sttilecfg", "tilerelease"}
     dots = {(code, operands) for code, name, operands in found if name == "tdpbf16ps"}
     expected = {(f"c4 e2 42 5c {0xC6 + 8 * total:02x}", f"%tmm7,%tmm6,%tmm{total}") for total in range(6)}
     assert dots == expected

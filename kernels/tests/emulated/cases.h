@@ -1,0 +1,8 @@
+// A product that the emulated machine computes, at most `part` rows at a time. x, w and bias: where they begin, in bytes from the
+// beginning of the cases; a bias at 0 is none. The cases are their number as int64, a Head for each, then the data. The machine's
+// output is one byte, the TileUse, then y of each case.
+#include <cstdint>
+
+struct Head {
+  int64_t rows, k, n, layout, activation, part, x, w, bias;
+};
