@@ -63,6 +63,9 @@ extern const Path kAvx2;
 extern const Path kAvx512;
 extern const Path kAvx512Bf16;
 extern const Path kAmx;  // only used if BF16KIT_KERNEL_PATH names it: it has never run on a real processor with AMX
+#elif defined(__aarch64__)
+extern const Path kNeon;
+extern const Path kNeonBf16;
 #endif
 
 // Returns the path that the environment variable BF16KIT_KERNEL_PATH names, else the fastest one for `arithmetic` that this
