@@ -31,6 +31,7 @@ PYTEST_ARGS ?=
 CONFORMANCE_ARGS ?=
 WEEKLY_ARGS ?=
 RELEASE_ARGS ?=
+ARM_ARGS ?=
 FUZZ_ARGS ?=
 # Tests start hundreds of Python processes: without bytecode, each would compile torch's modules again, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -38,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export ORT_DISABLE_TELEMETRY := 1
 
 help: ## list these targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2} /^## test-/ {printf "  make %-20s %s\n", substr($$0, 4, 13), substr($$0, 18)}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2} /^## test-/ {printf "  make %-20s %s\n", substr($$0, 4, 13), substr($$0, 18)}' $(MAKEFILE_LIST)
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
 
@@ -162,6 +163,9 @@ test-kernel-versions: setup ## the kernel inside every minor release of ONNX Run
 test-kernel-emulated: setup ## the AMX path in an emulator, with a layer of MiniLM: half a minute, 0.5 GB of packages; skipped without them
 	@time PYTHON=$(BIN)/python kernels/tests/emulated/amx.sh
 
+test-kernel-aarch64: setup ## the kernel for 64-bit Arm, in an emulator; without packages for it skipped, with the reason; steps: ARM_ARGS (kernels/tests/emulated/aarch64.sh)
+	@time PYTHON=$(BIN)/python kernels/tests/emulated/aarch64.sh $(ARM_ARGS)
+
 conformance: setup ## the conformance suite's own tests, then the suite against the demo's server; options for it: CONFORMANCE_ARGS
 	$(BIN)/pytest -q -n auto --maxprocesses 4 conformance/tests $(PYTEST_ARGS)
 	@[ -d build/demo/minilm/1 ] || $(MAKE) demo
@@ -213,4 +217,4 @@ clean: ## remove the files that builds and tests leave behind; .venv stays
 	rm -rf build dist ./*.egg-info conformance/{build,.pytest_cache,*.egg-info} .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: help setup check docs test $(suites) test-weekly test-kernel test-kernel-versions test-kernel-emulated demo serve image release conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean
+.PHONY: help setup check docs test $(suites) test-weekly test-kernel test-kernel-versions test-kernel-emulated test-kernel-aarch64 demo serve image release conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean

@@ -12,6 +12,9 @@ const Path* choose_path(Arithmetic arithmetic) {
       &kAvx512Bf16,
       &kAvx512,
       &kAvx2,
+#elif defined(__aarch64__)
+      &kNeonBf16,
+      &kNeon,
 #endif
       &kPortable,
   };

@@ -67,6 +67,9 @@ extern const Path kAmx;  // run in an emulator, never timed on a processor
 // Whether kAmx is used; if not: the processor has no tiles, the system forbids them, or they failed the self-check (agree.h).
 enum class TileUse { kUsed, kNone, kForbidden, kWrong };
 TileUse tile_use();
+#elif defined(__aarch64__)
+extern const Path kNeon;
+extern const Path kNeonBf16;
 #endif
 
 // Returns the path that the environment variable BF16KIT_KERNEL_PATH names, else the fastest one for `arithmetic` that this

@@ -7,7 +7,7 @@
 #include "softmax.inl"
 
 inline void round_all(float* values, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) values[i] = Tiles<Arithmetic::kBf16>::rounded(values[i]);
+  for (int64_t i = 0; i < count; ++i) values[i] = rounded(values[i]);
 }
 
 template <Arithmetic kArithmetic>

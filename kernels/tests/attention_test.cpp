@@ -4,9 +4,6 @@
 //
 // Exits with status 1 if a case failed, and prints for each failure how to run that case alone.
 #include <cstdio>
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
 #include "attention_case.h"
 #include "checks.h"
@@ -23,15 +20,15 @@ Exact<float> compute(const AttentionCase& c, const Path& path, int64_t threads) 
 
 // Computes y in a thread that treats subnormals as zero, as some libraries leave it.
 Exact<float> compute_without_subnormals(const AttentionCase& c, const Path& path) {
+  const uint64_t before = RoundingMode::current();
 #if defined(__x86_64__)
-  const unsigned before = _mm_getcsr();
-  _mm_setcsr(before | 0x8040);
-  Exact<float> y = compute(c, path, 1);
-  _mm_setcsr(before);
-  return y;
+  RoundingMode::set(before | 0x8040);
 #else
-  return compute(c, path, 1);
+  RoundingMode::set(before | 1 << 24);
 #endif
+  Exact<float> y = compute(c, path, 1);
+  RoundingMode::set(before);
+  return y;
 }
 
 // Divides the rows that read the same keys into random parts, and computes them in random order.

@@ -26,9 +26,11 @@ inline std::vector<const Path*> supported_paths(Arithmetic arithmetic) {
   std::vector<const Path*> paths;
 #if defined(__x86_64__)
   for (const Path* path : {&kAvx512Bf16, &kAvx512, &kAvx2}) {
+#else
+  for (const Path* path : {&kNeonBf16, &kNeon}) {
+#endif
     if (path->supported() && path->compute(arithmetic) != nullptr) paths.push_back(path);
   }
-#endif
   paths.push_back(&kPortable);
   return paths;
 }

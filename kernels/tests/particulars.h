@@ -48,10 +48,13 @@ inline void check_choice(Arithmetic arithmetic) {
     if (choose_path(arithmetic) != path) fail("choose_path", std::string("not the path asked for, ") + path->name);
   }
 #if defined(__x86_64__)
-  setenv("BF16KIT_KERNEL_PATH", kAvx512Bf16.name, 1);
-  const Path* wanted = !kAvx512Bf16.supported() ? nullptr : arithmetic == Arithmetic::kBf16 ? &kAvx512Bf16 : &kAvx512;
-  if (choose_path(arithmetic) != wanted) fail("choose_path", "not the path that goes with avx512_bf16");
+  const Path &rounding = kAvx512Bf16, &other = kAvx512;
+#else
+  const Path &rounding = kNeonBf16, &other = kNeon;
 #endif
+  setenv("BF16KIT_KERNEL_PATH", rounding.name, 1);
+  const Path* wanted = !rounding.supported() ? nullptr : arithmetic == Arithmetic::kBf16 ? &rounding : &other;
+  if (choose_path(arithmetic) != wanted) fail("choose_path", std::string("not the path that goes with ") + rounding.name);
   setenv("BF16KIT_KERNEL_PATH", "avx", 1);
   if (choose_path(arithmetic) != nullptr) fail("choose_path", "a path that does not exist");
 }
@@ -71,26 +74,29 @@ inline void check_signed_zero(Arithmetic arithmetic) {
   }
 }
 
-#if defined(__x86_64__)
 // The modes that another library left in a thread's control register change no bits, and are restored afterwards.
 inline void check_rounding_mode(Random& random) {
-  for (const unsigned left : {0x9fc0u, 0x1fc0u, 0x7f80u, 0x1f80u}) {  // both flushed; operands; toward zero; default
+#if defined(__x86_64__)
+  const std::initializer_list<uint64_t> modes = {0x9fc0, 0x1fc0, 0x7f80, 0x1f80};  // both flushed; operands; toward zero; default
+#else
+  const std::initializer_list<uint64_t> modes = {1 << 24, 3 << 22, 0};  // both flushed; toward zero; default
+#endif
+  for (const uint64_t left : modes) {
     Case c = draw(random);
     for (int64_t i = 0; i < c.x.size(); ++i) c.x[i] = random.normal() * (i % 2 == 0 ? 1e-37f : 1e-39f);
     for (const Path* path : supported_paths(c.arithmetic)) {
-      const std::string where = std::string("MXCSR, path=") + path->name + " " + c.describe();
+      const std::string where = std::string("rounding mode, path=") + path->name + " " + c.describe();
       const Exact<float> usual = compute(c, *path, 0, c.rows);
-      const unsigned before = _mm_getcsr();
-      _mm_setcsr(left);
+      const uint64_t before = RoundingMode::current();
+      RoundingMode::set(left);
       const Exact<float> y = compute(c, *path, 0, c.rows);
-      const unsigned after = _mm_getcsr();
-      _mm_setcsr(before);
+      const uint64_t after = RoundingMode::current();
+      RoundingMode::set(before);
       check_same(usual, y, 0, c.n, where, "with another mode in the thread");
       if (after != left) fail(where, "the thread's mode is not what it was");
     }
   }
 }
-#endif
 
 // Parts of one product that begin at the same row, but have different numbers of rows: a kept copy of x must not be reused.
 inline void check_kept_rows(Random& random) {
@@ -124,9 +130,7 @@ inline void check_particulars() {
     for (Activation activation : kActivations) check_activation(activation, arithmetic, random);
   }
   check_kept_rows(random);
-#if defined(__x86_64__)
   for (int i = 0; i < 20; ++i) check_rounding_mode(random);
-#endif
 }
 
 }  // namespace bf16kit

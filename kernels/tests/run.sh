@@ -4,11 +4,12 @@
 #
 #   kernels/tests/run.sh [--sanitize] [--cases 10000] [--seed 1] [--only INDEX]
 #
-# --sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer. CXX: the compiler; the default is g++.
+# --sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer. CXX: the compiler; the default is g++. For another processor
+# than this one (emulated/aarch64.sh): OUT, another directory of build/kernel-test, and RUN, a command that runs a program.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-out=build/kernel-test/plain
+out=build/kernel-test/${OUT:-plain}
 flags=(-Ikernels -std=c++17 -O3 -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -Wno-psabi -Wno-unknown-warning-option -pthread)
 if [[ ${1:-} == --sanitize ]]; then
   shift
@@ -31,7 +32,7 @@ for test in "${tests[@]}"; do "${compiler[@]}" "${flags[@]}" "$out/$test.o" "${o
 # All tests run at the same time, because they take minutes with sanitizers. Their outputs are printed in this order.
 runs=() status=0
 for test in "${tests[@]}"; do
-  "$out/$test" "$@" >"$out/$test.log" 2>&1 &
+  ${RUN:-} "$out/$test" "$@" >"$out/$test.log" 2>&1 &
   runs+=($!)
 done
 for i in "${!runs[@]}"; do

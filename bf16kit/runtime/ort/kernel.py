@@ -20,7 +20,8 @@ from bf16kit.messages.errors import ConfigError
 DOMAIN = "bf16kit"
 LIBRARY = Path(__file__).parents[1] / "_bf16kernel.so"
 VARIABLE = "BF16KIT_KERNEL_PATH"
-PATHS = ("amx", "avx512_bf16", "avx512f", "avx2", "portable")  # as kernels/gemm/choose.cpp names them, fastest first
+# as kernels/gemm/choose.cpp names them, fastest first; those for x86-64, then those for 64-bit Arm
+PATHS = ("amx", "avx512_bf16", "avx512f", "avx2", "neon_bf16", "neon", "portable")
 BF16 = "Bf16"  # in the names of operators that round their activations to bf16
 OFF = "off"
 
@@ -81,9 +82,9 @@ def multiplies_bf16() -> bool:
 def configured_kernel(*, rounds: bool = False) -> Kernel:
     """Return what :func:`usable_kernel` returns unless ONNX Runtime refuses the library; does not import ONNX Runtime.
 
-    ``rounds``: the path for products that round their activations to bf16. ``amx`` and ``avx512_bf16`` are only for
-    those; for others they mean ``avx512f``. ``amx`` is left out, with a note, if the processor's tiles fail the
-    library's self-check or the system forbids them.
+    ``rounds``: the path for products that round their activations to bf16. ``amx``, ``avx512_bf16`` and ``neon_bf16``
+    are only for those; for others they mean ``avx512f`` and ``neon``. ``amx`` is left out, with a note, if the
+    processor's tiles fail the library's self-check or the system forbids them.
 
     Raises :class:`ConfigError` when ``BF16KIT_KERNEL_PATH`` names an unknown path, or one that this processor cannot
     run. A user who names a path does not want another one silently.

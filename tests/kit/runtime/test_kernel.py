@@ -41,13 +41,15 @@ def in_a_branch(model: ModelProto) -> ModelProto:
 @built
 def test_the_fastest_path_that_this_processor_can_run_is_chosen() -> None:
     flags = set(Path("/proc/cpuinfo").read_text().split())
-    expected = "avx512f" if "avx512f" in flags else "avx2" if {"avx2", "fma"} <= flags else "portable"
+    needs: dict[str, set[str]] = {"avx512f": {"avx512f"}, "avx2": {"avx2", "fma"}, "neon": {"asimd"}, "portable": set()}
+    expected = next(path for path, needed in needs.items() if needed <= flags)
+    rounds = [path for flag, path in (("avx512_bf16", "avx512_bf16"), ("bf16", "neon_bf16")) if flag in flags]
     assert usable_kernel() == Kernel(expected)
     found = usable_kernel(rounds=True)
     if {"amx_tile", "amx_bf16"} <= flags and not found.note:
         assert found == Kernel("amx")
     else:
-        assert found.path == ("avx512_bf16" if "avx512_bf16" in flags else expected)
+        assert found == Kernel(*rounds or [expected])
 
 
 @built
@@ -60,7 +62,8 @@ def test_the_path_that_the_variable_names_runs(path: str, monkeypatch: pytest.Mo
         pytest.skip(str(error))  # the next test covers this error
     assert found == Kernel(path)
     info = runtime().info
-    runs = "avx512f" if path in ("amx", "avx512_bf16") else path  # no node of this graph uses instructions for bf16
+    # no node of this graph uses instructions for bf16
+    runs = {"amx": "avx512f", "avx512_bf16": "avx512f", "neon_bf16": "neon"}.get(path, path)
     assert (info.kernel, info.accumulation, info.note, info.advice) == (runs, "fp32", "", "")
 
 
@@ -78,7 +81,7 @@ def test_an_unknown_path_is_an_error_that_lists_the_valid_ones(is_built: bool, m
     if not is_built:
         monkeypatch.setattr(kernel, "LIBRARY", Path("/nowhere/_bf16kernel.so"))
     monkeypatch.setenv(VARIABLE, "avx10")
-    expected = f"{VARIABLE} is 'avx10'; allowed are amx, avx512_bf16, avx512f, avx2, portable and off; unset it"
+    expected = f"{VARIABLE} is 'avx10'; allowed are {', '.join(PATHS)} and off; unset it"
     with pytest.raises(ConfigError, match=expected):
         usable_kernel()
 

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Builds the kernel for 64-bit Arm and runs it in qemu's user emulation, which executes the real instructions and says nothing
+# about their speed.
+#
+#   kernels/tests/emulated/aarch64.sh [STEP…]     all steps, unless some are named:
+#
+#   kernels     the C++ tests of run.sh, as each processor of PROCESSORS: CASES random cases each (default 500)
+#
+# Debian's packages come from the mirror that apt uses here. They are unpacked into build/emulated/aarch64; nothing is installed.
+# The cross compiler must be installed (Debian: apt-get install g++-aarch64-linux-gnu). Exits with 0 and the reason if something cannot be had,
+# unless REQUIRED=1.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+
+# Without bf16 instructions; with them: Graviton3, others; every feature that qemu knows. Each name also selects other kernels of ONNX Runtime.
+read -ra processors <<<"${PROCESSORS:-neoverse-n1 neoverse-v1 neoverse-n2 max}"
+work=$PWD/build/emulated/aarch64 cxx=${CXX:-aarch64-linux-gnu-g++}
+mkdir -p "$work"
+
+cannot() { echo "emulated aarch64: skipped: $*"; exit "${REQUIRED:-0}"; }
+
+# apt with its state in a directory of its own: apt_in SUITE ARCHITECTURE COMMAND…
+apt_in() {
+  local suite=$1 arch=$2 state=$work/apt-$1-$2; shift 2
+  mkdir -p "$state"/{state/lists/partial,cache/archives/partial}; : >>"$state/status"
+  printf 'Types: deb\nURIs: %s\nSuites: %s\nComponents: main\nArchitectures: %s\nSigned-By: %s\n' "$mirror" "$suite" "$arch" "$keys" >"$state/debian.sources"
+  apt-get -qq -o APT::Architecture="$arch" -o APT::Architectures::="$arch" -o Dir::State="$state/state" -o Acquire::Retries=2 \
+    -o Dir::State::status="$state/status" -o Dir::Cache="$state/cache" -o Dir::Etc::sourcelist="$state/debian.sources" \
+    -o Dir::Etc::sourceparts=/dev/null -o APT::Install-Recommends=false -o APT::Sandbox::User=root "$@"
+}
+
+# The emulator of Debian 13 is one static file. That of Debian 12 is too old: ONNX Runtime crashes in it while it is loaded.
+emulator() {
+  qemu=$work/qemu-aarch64
+  keys=/usr/share/keyrings/debian-archive-keyring.gpg
+  mirror=$( (grep -rhoE "https?://[^ ]+/debian/?( |\$)" /etc/apt/ 2>/dev/null || true) | grep -v snapshot | head -1 | tr -d " ")
+  command -v "${cxx%% *}" >/dev/null || cannot "no ${cxx%% *} (Debian: apt-get install g++-aarch64-linux-gnu)"
+  [[ ! -x $qemu ]] || return 0
+  [[ $(uname -sm) == "Linux x86_64" ]] || cannot "the emulator's package is for x86-64 Linux"
+  [[ -n $mirror && -e $keys ]] || cannot "apt uses no mirror of Debian here, or there is no $keys"
+  apt_in trixie amd64 update >&2 || true  # it succeeds without a network as well
+  (cd "$work" && apt_in trixie amd64 download qemu-user >&2) || cannot "Debian 13's qemu-user cannot be downloaded"
+  dpkg --fsys-tarfile "$work"/qemu-user_*.deb | tar -x -O ./usr/bin/qemu-aarch64 >"$qemu"
+  rm "$work"/qemu-user_*.deb && chmod +x "$qemu"
+}
+
+kernels() {
+  printf '#!/bin/bash\nstatus=0\nfor processor in %s; do echo "$processor:"; "%s" -cpu "$processor" "$@" || status=1; done\nexit "$status"\n' \
+    "${processors[*]}" "$qemu" >"$work/on-each"
+  chmod +x "$work/on-each"
+  CXX="$cxx -static" OUT=aarch64 RUN=$work/on-each kernels/tests/run.sh --cases "${CASES:-500}"
+}
+
+steps=("$@")
+((${#steps[@]})) || steps=(kernels)
+emulator
+for step in "${steps[@]}"; do
+  [[ $step == kernels ]] || { echo "emulated aarch64: there is no step $step" >&2; exit 2; }
+  "$step"
+done
