@@ -62,6 +62,7 @@ struct Simd {
 #include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
+#include "depthwise.inl"
 
 }  // namespace
 }  // namespace avx2
@@ -74,7 +75,7 @@ struct Simd {
 #endif
 
 const Path kAvx2 = {"avx2", [] { return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0; },
-                    avx2::compute<Arithmetic::kFp32>, avx2::compute<Arithmetic::kBf16>, avx2::attend<Arithmetic::kFp32>, avx2::attend<Arithmetic::kBf16>, avx2::normalise};
+                    avx2::compute<Arithmetic::kFp32>, avx2::compute<Arithmetic::kBf16>, avx2::attend<Arithmetic::kFp32>, avx2::attend<Arithmetic::kBf16>, avx2::normalise, avx2::convolve};
 
 }  // namespace bf16kit
 #endif

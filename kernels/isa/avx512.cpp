@@ -27,6 +27,7 @@ namespace {
 #include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
+#include "depthwise.inl"
 
 }  // namespace
 }  // namespace avx512
@@ -38,7 +39,7 @@ namespace {
 #pragma GCC pop_options
 #endif
 
-const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute<Arithmetic::kFp32>, avx512::compute<Arithmetic::kBf16>, avx512::attend<Arithmetic::kFp32>, avx512::attend<Arithmetic::kBf16>, avx512::normalise};
+const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute<Arithmetic::kFp32>, avx512::compute<Arithmetic::kBf16>, avx512::attend<Arithmetic::kFp32>, avx512::attend<Arithmetic::kBf16>, avx512::normalise, avx512::convolve};
 
 }  // namespace bf16kit
 #endif

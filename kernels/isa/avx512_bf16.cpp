@@ -44,7 +44,7 @@ const Path kAvx512Bf16 = {"avx512_bf16",
                             return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
                                    __builtin_cpu_supports("avx512bf16") != 0;
                           },
-                          nullptr, avx512_bf16::compute<Arithmetic::kBf16>, nullptr, avx512_bf16::attend<Arithmetic::kBf16>, nullptr};
+                          nullptr, avx512_bf16::compute<Arithmetic::kBf16>, nullptr, avx512_bf16::attend<Arithmetic::kBf16>, nullptr, nullptr};
 
 }  // namespace bf16kit
 #endif

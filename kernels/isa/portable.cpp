@@ -88,10 +88,11 @@ struct Simd {
 #include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
+#include "depthwise.inl"
 
 }  // namespace
 }  // namespace portable
 
-const Path kPortable = {"portable", [] { return true; }, portable::compute<Arithmetic::kFp32>, portable::compute<Arithmetic::kBf16>, portable::attend<Arithmetic::kFp32>, portable::attend<Arithmetic::kBf16>, portable::normalise};
+const Path kPortable = {"portable", [] { return true; }, portable::compute<Arithmetic::kFp32>, portable::compute<Arithmetic::kBf16>, portable::attend<Arithmetic::kFp32>, portable::attend<Arithmetic::kBf16>, portable::normalise, portable::convolve};
 
 }  // namespace bf16kit
