@@ -24,7 +24,7 @@ constexpr Index kAll[] = {
     kCreateCpuMemoryInfo,
     kKernelInfoGetAttributeFloat,
     kKernelInfoGetAttributeInt64,
-    kKernelInfoGetAttributeString,
+    kKernelInfoGetAttributeString, kKernelInfoGetAttributeArrayInt64,
     kKernelContextGetInputCount,
     kKernelContextGetInput,
     kKernelContextGetOutput,
