@@ -22,7 +22,7 @@ C, ROUNDING = 64, "cpu-bf16"
 Made = tuple[list[NodeProto], list[TensorProto]]
 
 
-def conv(made: Made, x: str, y: str, shape: tuple[int, ...], bias: bool = True, **attributes: Any) -> None:
+def conv(made: Made, x: str, y: str, shape: tuple[int, ...], *, bias: bool = True, **attributes: Any) -> None:
     """Add y = Conv(x) by a weight of ``shape``, small enough that the values keep their magnitude."""
     nodes, weights = made
     name, place = f"w_{y}", len(nodes)
@@ -42,8 +42,8 @@ def model(made: Made, x: tuple[int | str, ...], outputs: tuple[str, ...] = ("y",
 
 def network() -> ModelProto:
     """Return a residual block, a depthwise convolution with a bounded activation, SiLU, a concatenation and a mean."""
-    made: Made = ([], [graphs.initializer("low", np.float32(0)), graphs.initializer("high", np.float32(6))])
-    three = {"pads": [1, 1, 1, 1]}
+    made: Made = ([], [graphs.initializer("low", np.array(0, np.float32)), graphs.initializer("high", np.array(6, np.float32))])
+    three: dict[str, Any] = {"pads": [1, 1, 1, 1]}
     conv(made, "x", "c1", (C, C, 3, 3), **three)
     node(made, "Relu", "c1", "r1")
     conv(made, "r1", "c2", (C, C, 3, 3), bias=False, **three)
@@ -115,7 +115,7 @@ def test_every_window_gives_the_sums_of_its_rounded_pixels(
 ) -> None:
     """Two convolutions, so that their arithmetic outweighs their borders; the source gets what the kernel rounds."""
     made: Made = ([], [])
-    kept = {"pads": [0] * 2 * len(size)} | ({"pads": [1] * 2 * len(size)} if weight[-1] > 1 else {})
+    kept: dict[str, Any] = {"pads": [0] * 2 * len(size)} | ({"pads": [1] * 2 * len(size)} if weight[-1] > 1 else {})
     conv(made, "x", "c1", (weight[1], weight[1], *([3 if weight[-1] > 1 else 1] * len(size))), **kept)
     conv(made, "c1", "c0", (weight[1], weight[1], *([3 if weight[-1] > 1 else 1] * len(size))), **kept)
     conv(made, "c0", "y", weight, **attributes)
