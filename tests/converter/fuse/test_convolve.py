@@ -42,7 +42,10 @@ def model(made: Made, x: tuple[int | str, ...], outputs: tuple[str, ...] = ("y",
 
 def network() -> ModelProto:
     """Return a residual block, a depthwise convolution with a bounded activation, SiLU, a concatenation and a mean."""
-    made: Made = ([], [graphs.initializer("low", np.array(0, np.float32)), graphs.initializer("high", np.array(6, np.float32))])
+    made: Made = (
+        [],
+        [graphs.initializer("low", np.array(0, np.float32)), graphs.initializer("high", np.array(6, np.float32))],
+    )
     three: dict[str, Any] = {"pads": [1, 1, 1, 1]}
     conv(made, "x", "c1", (C, C, 3, 3), **three)
     node(made, "Relu", "c1", "r1")
