@@ -107,11 +107,12 @@ class Candidate:
     def _without_faults(self, planned: Planned, stored: StoredWeights, islands: Islands) -> Planned:
         """Compare the fusions with what they replace, and return a plan without those that differ.
 
-        The profiles that use the CPU kernel have the same fusions, so one is checked, in the form that does not round
+        The fusions of cpu are among those of cpu-bf16, so one profile is checked, in the form that does not round
         activations: cpu-bf16's operators differ from cpu's in nothing but that.
         """
         job = self.job
-        profile = next((PROFILES[name] for name in planned.plan.nodes if PROFILES[name].uses_kernel), None)
+        using = [PROFILES[name] for name in planned.plan.nodes if PROFILES[name].uses_kernel]
+        profile = max(using, key=lambda each: each.rounds_products, default=None)
         while profile is not None and planned.fusions.made:
             made = planned.fusions.made
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -149,7 +150,8 @@ class Artifact:
         if entry.panels is None:
             decoder.rows(self.tensor(name), restored)
             return restored
-        flat, step = self._flat(entry), max(1, _BLOCK // max(1, 2 * shape[1]) // panels.WIDTH) * panels.WIDTH
+        flat, row = self._flat(entry), max(1, 2 * math.prod(shape[1:]))
+        step = max(1, _BLOCK // row // panels.WIDTH) * panels.WIDTH
         for start in range(0, shape[0], step):
             stop = min(start + step, shape[0])
             decoder.rows(panels.rows(flat, shape, entry.panels, start, stop), restored[start:stop])

@@ -125,9 +125,13 @@ class TensorEntry(Entry):
         ):
             wrong = f"scale {quoted(self.scale)} on axis {self.scale_axis} does not fit"
         elif self.panels is not None and (
-            self.dtype != "bfloat16" or len(self.shape) != 2 or self.panels not in (0, 1)
+            self.dtype != "bfloat16"
+            or len(self.shape) < 2
+            or self.panels not in range(2 if len(self.shape) == 2 else 1)
         ):
-            wrong = f"panels {self.panels} lie along axis 0 or 1 of a bfloat16 matrix, not of"
+            wrong = (
+                f"panels {self.panels} lie along axis 0 or 1 of a bfloat16 matrix, or 0 of a weight of images, not of"
+            )
         if wrong:
             raise ValueError(f"tensor {quoted(self.name)}: {wrong} {self.dtype}{self.shape}")
         return self

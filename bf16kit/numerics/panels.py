@@ -7,6 +7,9 @@ In C order each step of that pass jumps ``2·N`` bytes; in panels none does (doc
 not divide ``N``. So nothing is padded, and ``M[k, n]`` is element ``32·K·p + k·w + n − 32·p`` with ``p = n div 32`` and
 ``w = min(32, N − 32·p)``. ``M`` is the matrix itself for axis 1 and its transpose for axis 0: the axis is the one that
 holds the columns of the product.
+
+A convolution's weight ``[N, C, …]`` is the matrix ``[N, K]`` along axis 0 whose rows have the window's channels last:
+``K`` runs over ``[…, C]``.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ STRIP = 4 << 20  # bytes of panels that are packed at a time
 
 
 def pack(matrix: Array, axis: int) -> Array:
-    """Pack the 2-D ``matrix`` as panels along ``axis``: a new 1-D array. ValueError when it has no such axis."""
+    """Pack ``matrix`` as panels along ``axis``: a new 1-D array. ValueError when it has no such axis."""
     columns = _columns(matrix, axis)
     panels = (columns[:, first : first + WIDTH].reshape(-1) for first in range(0, columns.shape[1], WIDTH))
     return np.concatenate([np.empty(0, matrix.dtype), *panels])
@@ -51,8 +54,9 @@ def unpack(flat: Array, shape: Sequence[int], axis: int) -> Array:
 
 def rows(flat: Array, shape: Sequence[int], axis: int, start: int, stop: int) -> Array:
     """Return rows ``start`` to ``stop`` of what :func:`unpack` gives, without unpacking the others."""
-    block = np.empty((stop - start, shape[1]), flat.dtype)
-    height, width = shape if axis == 1 else reversed(shape)  # of the product's matrix
+    columns = math.prod(shape[1:])
+    block = np.empty((stop - start, columns), flat.dtype)
+    height, width = shape if axis == 1 else (columns, shape[0])  # of the product's matrix
     begin, end = (0, width) if axis == 1 else (start, stop)
     for first in range(begin - begin % WIDTH, end, WIDTH):
         last = min(width, first + WIDTH)
@@ -62,11 +66,13 @@ def rows(flat: Array, shape: Sequence[int], axis: int, start: int, stop: int) ->
         else:
             low, high = max(start, first), min(stop, last)
             block[low - start : high - start] = panel[:, low - first : high - first].T
-    return block
+    if len(shape) == 2:
+        return block
+    return np.ascontiguousarray(np.moveaxis(block.reshape(stop - start, *shape[2:], shape[1]), -1, 1))
 
 
 def _columns(matrix: Array, axis: int) -> Array:
     """Return ``matrix`` as a ``[K, N]`` view."""
-    if matrix.ndim != 2 or axis not in (0, 1):
+    if axis not in range(2 if matrix.ndim == 2 else min(1, matrix.ndim // 2)):
         raise ValueError(f"panels lie along axis 0 or 1 of a matrix, not along axis {axis} of {list(matrix.shape)}")
-    return matrix if axis == 1 else matrix.T
+    return matrix if axis == 1 else np.moveaxis(matrix, 1, -1).reshape(len(matrix), -1).T

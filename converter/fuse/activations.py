@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from bf16kit.converter.graph.initializers import constant_number
 
-Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu", "relu6"]
 # Coefficients by the factors of their term, in order. A factor is a function's name with its sum, or x itself.
 Factor = tuple[str, tuple[Any, ...]]
 Sum = Mapping[tuple[Factor, ...], float]
@@ -122,12 +122,14 @@ _OPERATORS: Mapping[str, Callable[..., Sum | None]] = {
     "Sigmoid": lambda _, a: _apply("sigmoid", a),
     "Tanh": lambda _, a: _apply("tanh", a),
     "Relu": lambda _, a: _apply("relu", a),
+    "Clip": lambda _, a, low, high: _apply("relu6", a) if (low, high) == ({(): 0.0}, {(): 6.0}) else None,
     "Gelu": lambda node, a: (_gelu_tanh if node.attributes.get_string("approximate") == "tanh" else _gelu)(a),
 }
 
 _IDENTITY: Sum = {(_X,): 1.0}
 _ACTIVATIONS: Mapping[tuple[Any, ...], Activation] = {
     _key(_apply("relu", _IDENTITY)): "relu",
+    _key(_apply("relu6", _IDENTITY)): "relu6",
     _key(_gelu(_IDENTITY)): "gelu",
     _key(_gelu_tanh(_IDENTITY)): "gelu_tanh",
     _key(_multiply(_IDENTITY, _apply("sigmoid", _IDENTITY))): "silu",
@@ -143,6 +145,7 @@ _HALVED = (
 FUNCTIONS: Mapping[Activation, str] = {
     "none": "",
     "relu": "Y = Relu (Z)",
+    "relu6": "zero = Constant <value_float = 0.0> () six = Constant <value_float = 6.0> () Y = Clip (Z, zero, six)",
     "silu": "gate = Sigmoid (Z) Y = Mul (Z, gate)",
     "gelu": f"root = Constant <value_float = {math.sqrt(2)}> () over = Div (Z, root) bent = Erf (over) {_HALVED}",
     "gelu_tanh": (

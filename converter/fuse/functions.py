@@ -20,9 +20,10 @@ from bf16kit.numerics.panels import WIDTH
 from bf16kit.runtime.ort.kernel import DOMAIN
 
 ROUNDED = ("Cast <to = 16> (#)", "Cast <to = 1> (#)")  # ONNX Runtime keeps both casts (held by a test)
-_REDUCTION_AXES_SINCE = 18  # from this opset on, the axes are an input of ReduceMax and ReduceMean
+REDUCTION_AXES_SINCE = 18  # from this opset on, the axes are an input of ReduceMax and ReduceMean
 
-Kind = Literal["attention", "normalisation", "lookup", "product"]
+Kind = Literal["attention", "normalisation", "lookup", "product", "convolution", "depthwise"]
+CONVOLUTIONS: frozenset[Kind] = frozenset({"convolution", "depthwise"})  # only in profiles that round products
 Dims = ir.Shape | Sequence[int | ir.SymbolicDim | str | None] | None
 
 
@@ -46,9 +47,10 @@ class Fusing:
     """The graph of ``model`` while fusions are carried out in it.
 
     ``narrow`` names the initializers stored in bf16, ``panels`` those stored in panels, each with the axis that holds
-    the columns. Products named in ``rounding`` round what they multiply. No fusion is anchored at a node in
-    ``refused``; ``anchor`` is the node at which one is carried out. ``functions`` are the definitions of the operators
-    inserted so far, by name; ``made`` are values that several fusions share, such as masks.
+    the columns. Products named in ``rounding`` round what they multiply; of the convolutions of images, those named in
+    ``images`` are the kernel's. No fusion is anchored at a node in ``refused``; ``anchor`` is the node at which one is
+    carried out. ``functions`` are the definitions of the operators inserted so far, by name; ``made`` are values that
+    several fusions share, such as masks.
     """
 
     model: ir.Model
@@ -56,6 +58,7 @@ class Fusing:
     panels: Mapping[str, int] = field(default_factory=dict)
     rounding: Collection[str] = ()
     refused: Collection[str] = ()
+    images: Collection[str] = ()
     anchor: str = ""
     functions: dict[str, ir.Function] = field(default_factory=dict)
     made: dict[object, ir.Value] = field(default_factory=dict)
@@ -178,6 +181,6 @@ def chain(value: str, result: str, *steps: str) -> str:
 
 def over_rows(op_type: str, opset: int) -> str:
     """Return the step of :func:`chain` that reduces the last dimension to size 1."""
-    if opset >= _REDUCTION_AXES_SINCE:
+    if opset >= REDUCTION_AXES_SINCE:
         return f"{op_type} <keepdims = 1> (#, last)"
     return f"{op_type} <axes = [-1], keepdims = 1> (#)"

@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from bf16kit.artifact.manifest import TensorEntry
 from bf16kit.converter.fuse.attend import attend
+from bf16kit.converter.fuse.convolve import average, convolve, worthwhile
 from bf16kit.converter.fuse.functions import Fusing, Fusion
 from bf16kit.converter.fuse.multiply import groups, join, look_up, multiply
 from bf16kit.converter.fuse.norms import normalise
@@ -33,7 +34,14 @@ PUT_TOGETHER = frozenset({"Concat", "Reshape", "Transpose"})  # the operators th
 _SIZE = 2  # bytes of a bfloat16
 _VERSION = 1  # of the kernel's domain
 _OLDEST_IR = 8  # the first IR version with functions in a model
-_FUSIONS: tuple[Callable[[Fusing, ir.Node], Fusion | None], ...] = (attend, normalise, look_up, multiply)
+_FUSIONS: tuple[Callable[[Fusing, ir.Node], Fusion | None], ...] = (
+    attend,
+    normalise,
+    look_up,
+    multiply,
+    convolve,
+    average,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +62,27 @@ def fuse(
     panels: Mapping[str, int] | None = None,
     *,
     rounding: Collection[str] = (),
+    convolutions: bool = False,
     refused: Mapping[str, str] | None = None,
 ) -> tuple[ir.Model, Fusions]:
     """Return a copy of ``base`` in which bf16kit's CPU kernel computes what it can, and a record of that.
 
     ``narrow`` names the initializers stored in bf16; ``panels`` those stored in panels, by default all that can be.
-    Products and attention named in ``rounding`` round what they multiply to bf16. Nothing is fused at the nodes in
-    ``refused``, nor where a fusion raises an error: those nodes are added to the record's.
+    Products and attention named in ``rounding`` round what they multiply to bf16. With ``convolutions``, those of
+    images are the kernel's too, where that is worthwhile. Nothing is fused at the nodes in ``refused``, nor where a
+    fusion raises an error: those nodes are added to the record's.
 
     Requires: types and shapes are known.
     """
     reasons = dict(refused or {})
-    chosen = panelled_weights(base.graph, narrow) if panels is None else panels
+    images = worthwhile(base.graph, narrow) if convolutions else []
+    chosen = panels
+    if chosen is None:
+        kernels = {each.weight.name or "": 0 for each in images if not each.depthwise}
+        chosen = panelled_weights(base.graph, narrow) | kernels
+    names = frozenset(each.node.name or "" for each in images)
     while True:
-        fusing = Fusing(base.clone(), narrow, chosen, rounding, reasons)
+        fusing = Fusing(base.clone(), narrow, chosen, rounding, reasons, names)
         try:
             made = tuple(_carry_out(fusing))
         except Exception as error:  # noqa: BLE001 - a bug must not cost the conversion; the graph may be half rewritten
@@ -141,7 +156,7 @@ class Unpanel(Step):
     def apply(self, model: ir.Model) -> None:
         self.declared.clear()
         found = [(value, self._panelled.get(name)) for name, value in model.graph.initializers.items()]
-        matrices = [(v, e) for v, e in found if e and v.shape is not None and len(v.shape) == 2 and v.uses()]
+        matrices = [(v, e) for v, e in found if e and v.shape is not None and len(v.shape) > 1 and v.uses()]
         if not matrices:  # the graph may have no nodes
             return
         graph, first = Fusing(model), model.graph[0]
@@ -154,7 +169,7 @@ class Unpanel(Step):
     def _matrix(self, value: ir.Value, entry: TensorEntry, graph: Fusing, first: ir.Node) -> ir.Value:
         """Return the matrix of ``entry``, computed from ``value``, which becomes the panels as the file holds them."""
         columns_first = entry.panels == 0  # [N, K]: a panel holds [w, K] transposed
-        k, n = entry.shape[::-1] if columns_first else entry.shape
+        k, n = entry.shape if entry.panels else (math.prod(entry.shape[1:]), entry.shape[0])
         count, tail = divmod(n, WIDTH)
 
         def add(op: str, inputs: Sequence[ir.Value], shape: Sequence[int], **attributes: Any) -> ir.Value:
@@ -164,21 +179,33 @@ class Unpanel(Step):
         def turned(narrow: ir.Value, columns: int) -> ir.Value:
             return add("Transpose", [narrow], (columns, k), perm=[1, 0]) if columns_first else narrow
 
+        def as_stored(matrix: ir.Value) -> ir.Value:
+            """Return the tensor of the entry's shape; the rows of a convolution's matrix have their channels last."""
+            if len(entry.shape) == 2:
+                return matrix
+            n, channels, *window = entry.shape
+            images = add("Reshape", [matrix, sizes(n, *window, channels)], (n, *window, channels))
+            return add("Transpose", [images], entry.shape, perm=[0, len(window) + 1, *range(1, len(window) + 1)])
+
+        def sizes(*shape: int) -> ir.Value:
+            if shape not in graph.made:  # equal shapes share one constant
+                name = graph.fresh(f"shape/{'x'.join(map(str, shape))}")
+                graph.made[shape] = initializer(graph.graph, name, ir.tensor(np.array(shape, np.int64), name=name))
+            return graph.made[shape]
+
         own = (count, k, WIDTH) if count else (k, tail)
         value.const_value, value.shape = self._part(value.name or "", entry, 0, own), ir.Shape(own)
         if count == 0:
-            return turned(value, n)
+            return as_stored(turned(value, n))
         perm, moved = ([0, 2, 1], (count, WIDTH, k)) if columns_first else ([1, 0, 2], (k, count, WIDTH))
         shape = (count * WIDTH, k) if columns_first else (k, count * WIDTH)
-        if shape not in graph.made:  # equal shapes share one constant
-            name = graph.fresh(f"shape/{'x'.join(map(str, shape))}")
-            graph.made[shape] = initializer(graph.graph, name, ir.tensor(np.array(shape, np.int64), name=name))
-        whole = add("Reshape", [add("Transpose", [value], moved, perm=perm), graph.made[shape]], shape)
+        whole = add("Reshape", [add("Transpose", [value], moved, perm=perm), sizes(*shape)], shape)
         if tail == 0:
-            return whole
+            return as_stored(whole)
         name = graph.fresh(f"{value.name}/last")
         last = initializer(graph.graph, name, self._part(name, entry, count * k * WIDTH, (k, tail)))
-        return add("Concat", [whole, turned(last, tail)], entry.shape, axis=entry.panels)
+        joined = add("Concat", [whole, turned(last, tail)], (n, k) if columns_first else (k, n), axis=entry.panels)
+        return as_stored(joined)
 
     def _part(self, name: str, entry: TensorEntry, first: int, shape: Sequence[int]) -> ir.ExternalTensor:
         """Return the elements of ``entry`` from ``first`` on, as its file holds them, declared to have ``shape``."""

@@ -31,7 +31,7 @@ _FLOAT, _INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 _MOST = 3  # products in one node
 _JOINABLE = frozenset({"MatMul_panels", "MatMul_panels_bias", "MatMulBf16_panels", "MatMulBf16_panels_bias"})
 # How a function makes M, the matrix [k, n], of W, by the form of the weight.
-_MATRICES = {
+MATRICES = {
     "panels": (
         "A{s} = Reshape (W{s}, panels{s}) T{s} = Transpose <perm = [1, 0, 2]> (A{s}) M{s} = Reshape (T{s}, matrix{s}) "
     ),
@@ -89,7 +89,7 @@ class ProductVariant:
         body, rows = (chain("X", "rows", *ROUNDED), "rows") if self.rounds else ("", "X")
         activated = "Z" if FUNCTIONS[self.activation] else "Y"
         for s, n in zip(self._suffixes, self.columns, strict=True):
-            body += _MATRICES[self._form(n)].format(s=s)
+            body += MATRICES[self._form(n)].format(s=s)
             product = f"P{s}" if self.bias else f"{activated}{s}"
             body += f"C{s} = Cast <to = 1> (M{s}) {product} = MatMul ({rows}, C{s}) "
             body += f"{activated}{s} = Add (P{s}, B{s}) " if self.bias else ""
@@ -251,6 +251,6 @@ def _lookup_function(n: int, sizes: dict[str, Any], opset: int) -> ir.Function:
     kernels/ort/operators.cpp has an operator for each form of panels.
     """
     form = panel_form(n)
-    body = _MATRICES[form].format(s="")
+    body = MATRICES[form].format(s="")
     body += chain("M", "Y", "Transpose <perm = [1, 0]> (#)", "Gather <axis = 0> (#, I)", "Cast <to = 1> (#)")
     return define(f"Gather_{form}", ["I", "W"], ["Y"], sizes, opset, body)

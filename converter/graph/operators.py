@@ -69,7 +69,7 @@ def bf16_form(node: ir.Node, opset: int) -> Bf16Form | None:
     Its attention and normalisations have no bf16 inputs.
     """
     if node.domain == KERNEL:
-        weights = len(node.outputs) if node.op_type.startswith(("MatMul", "Gather")) else 0
+        weights = len(node.outputs) if node.op_type.startswith(("MatMul", "Gather", "Conv")) else 0
         return Bf16Form(tuple(range(1, weights + 1)), ())
     if node.domain == "com.microsoft":
         used = [i for i, o in enumerate(node.outputs) if o.uses() or o.is_graph_output()]

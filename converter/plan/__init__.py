@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from bf16kit.artifact.manifest import Plan, PlanEntry
+from bf16kit.converter.fuse.functions import CONVOLUTIONS
 from bf16kit.converter.fuse.fuse import Fusions, fuse
 from bf16kit.converter.graph.cuda_kernels import KernelTable
 from bf16kit.converter.graph.initializers import blocks, dims, stays_inline
@@ -63,11 +64,14 @@ def make_plan(
     chosen = [PROFILES[name] for name in profiles]
     # The same for all profiles that use the kernel: they start from the same graph and share the weights.
     bases = (profile.base(prepared) for profile in chosen if profile.uses_kernel)
-    fusions = next((fuse(base, narrow, panels, refused=refused)[1] for base in bases), Fusions())
+    rounds = any(profile.rounds_products for profile in chosen)
+    fused = (fuse(base, narrow, panels, convolutions=rounds, refused=refused)[1] for base in bases)
+    fusions = next(fused, Fusions())
     nodes: dict[str, list[PlanEntry]] = {}
     for profile in chosen:
         base = profile.base(prepared)
-        decided = profile.place(base, narrow, kernels, overrides, fusions.made)
+        made = [fusion for fusion in fusions.made if profile.rounds_products or fusion.kind not in CONVOLUTIONS]
+        decided = profile.place(base, narrow, kernels, overrides, made)
         named = ((node.name or "", node) for node in base.graph.all_nodes())
         nodes[profile.name] = [decided[name].entry(name, label(node)) for name, node in named]
     return Planned(Plan(tensors=tensors, nodes=nodes), fusions)

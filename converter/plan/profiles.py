@@ -32,6 +32,8 @@ _FUSED: Mapping[Kind, Decision] = {
     "attention": fp32("profile", "computed by the CPU kernel's attention"),
     "normalisation": fp32("profile", "computed by the CPU kernel's normalisation"),
     "lookup": bf16("looks_up", "looks rows up in the bf16 table, in panels, and widens them, in the CPU kernel"),
+    "convolution": fp32("profile", "computed by the CPU kernel together with a convolution"),
+    "depthwise": fp32("profile", "convolves each channel in fp32, by a bf16 weight, in the CPU kernel"),
     "product": fp32("profile", "computed by the CPU kernel together with the product before it"),
 }
 _MULTIPLIED = fp32("profile", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
@@ -49,8 +51,9 @@ class Profile:
     ``graph`` names the prepared graph that the profile starts from, and ``place`` decides for each node of it.
     ``device`` is the device it is for; if there is none, it is emulated on the CPU. With ``rounds``, nodes computed in
     bf16 round their inputs and outputs; otherwise only weights are rounded. With ``rounds_products``, products also
-    round their other inputs. With ``uses_kernel``, bf16kit's CPU kernel computes the products and needs their weights
-    in panels. With ``searched``, islands are searched for if the profile is over budget.
+    round their other inputs, and the kernel computes convolutions of images too, where it gains nothing otherwise. With
+    ``uses_kernel``, bf16kit's CPU kernel computes the products and needs their weights in panels. With ``searched``,
+    islands are searched for if the profile is over budget.
     """
 
     name: str
@@ -90,7 +93,7 @@ def place_cpu(
         decisions[node.name or ""] = found
     for fusion in fusions:
         decisions |= dict.fromkeys(fusion.nodes, _FUSED[fusion.kind])
-        if fusion.kind == "product":
+        if fusion.kind in ("product", "convolution"):
             decisions[fusion.node] = _MULTIPLIED
     return decisions
 
@@ -105,7 +108,7 @@ def place_cpu_bf16(
     """
     decisions = place_cpu(model, narrow, kernels, overrides, fusions)
     for fusion in fusions:
-        if fusion.kind == "product":
+        if fusion.kind in ("product", "convolution"):
             decisions[fusion.node] = overrides.node_override(fusion.node) or _MULTIPLIED_ROUNDED
         elif fusion.kind == "attention":  # the product of queries and keys, the softmax, the product with the values
             names = (fusion.nodes[0], fusion.anchor, fusion.node)

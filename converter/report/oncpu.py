@@ -21,11 +21,13 @@ _SHOWN = 0.005  # share of the weights from which on it is mentioned
 class OnCpu:
     """What becomes of the elements of the weights when ONNX Runtime runs an artifact on a CPU; shares of 1.
 
-    ``multiplied`` by the CPU kernel as bf16; ``looked_up`` row by row in bf16 tables; ``widened`` from bf16 to fp32 at
-    load, for the ``operators`` that have no bf16 kernel there. The rest is stored in fp32.
+    ``multiplied`` by the CPU kernel as bf16; ``convolved`` likewise, but in the profile cpu-bf16 only; ``looked_up``
+    row by row in bf16 tables; ``widened`` from bf16 to fp32 at load, for the ``operators`` that have no bf16 kernel
+    there. The rest is stored in fp32.
     """
 
     multiplied: float
+    convolved: float
     looked_up: float
     widened: float
     operators: tuple[str, ...]
@@ -33,15 +35,17 @@ class OnCpu:
     @property
     def memory(self) -> float:
         """Bytes of the weights in memory ÷ those of the same weights in fp32."""
-        return 1 - (self.multiplied + self.looked_up) / 2
+        return 1 - (self.multiplied + self.convolved + self.looked_up) / 2
 
     def __str__(self) -> str:
         """Say what is gained, and why, in a sentence without its subject."""
         dense = [name for name in self.operators if name in _DENSE]
         speed = f" and speed outside {listed(dense)}" if dense else " and, as a rule, speed"
         memory = "memory" if self.memory <= _WORTH else "little memory"
-        gains = f"{memory}{speed if self.multiplied > self.widened else ' and no speed'}"
+        gains = f"{memory}{speed if self.multiplied + self.convolved > self.widened else ' and no speed'}"
         parts = [f"{self.multiplied:.0%} are multiplied as bf16 by the CPU kernel"]
+        if self.convolved >= _SHOWN:
+            parts.append(f"{self.convolved:.0%} are those of convolutions, which it computes in cpu-bf16 only")
         if self.looked_up >= _SHOWN:
             parts.append(f"{self.looked_up:.0%} are tables, kept in bf16")
         if self.widened >= _SHOWN:
@@ -63,14 +67,17 @@ def shares(plan: Plan, tensors: Iterable[TensorEntry]) -> OnCpu | None:
     readers = {entry.name: entry.op for entry in plan.tensors if entry.code != "reference_only"}
     weights = [tensor for tensor in tensors if tensor.name in readers]
     narrow = [tensor for tensor in weights if tensor.dtype == "bfloat16"]
-    multiplied = [tensor for tensor in narrow if tensor.panels is not None]
+    kernels = [tensor for tensor in narrow if tensor.panels is not None]
+    convolved = [tensor for tensor in kernels if len(tensor.shape) > 2]
+    multiplied = [tensor for tensor in kernels if len(tensor.shape) == 2]
     looked_up = [tensor for tensor in narrow if tensor.panels is None and readers[tensor.name] == _LOOKUP]
-    widened = [tensor for tensor in narrow if tensor not in multiplied and tensor not in looked_up]
+    widened = [tensor for tensor in narrow if tensor not in kernels and tensor not in looked_up]
     whole = _elements(weights)
     if not whole:
         return None
     operators = _operators((readers[tensor.name] for tensor in widened), plan)
-    return OnCpu(_elements(multiplied) / whole, _elements(looked_up) / whole, _elements(widened) / whole, operators)
+    first, second, third, rest = (_elements(tensors) / whole for tensors in (multiplied, convolved, looked_up, widened))
+    return OnCpu(first, second, third, rest, operators)
 
 
 def _elements(tensors: Iterable[TensorEntry]) -> int:

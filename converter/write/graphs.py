@@ -93,7 +93,14 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     base, fusions = profile.base(prepared), planned.fusions
     if profile.uses_kernel:
         rounding = nodes if profile.rounds_products else frozenset()
-        model, _ = fuse(base, narrow, fusions.panels, rounding=rounding, refused=fusions.refused)
+        model, _ = fuse(
+            base,
+            narrow,
+            fusions.panels,
+            rounding=rounding,
+            convolutions=profile.rounds_products,
+            refused=fusions.refused,
+        )
     else:
         model = base.clone()
     return run([Narrow(narrow, nodes), DropUnused(), InferTypes()], model)
@@ -279,7 +286,7 @@ def _fault(node: ir.Node, precision: Mapping[str, str], opset: int) -> str | Non
     """
     planned = precision.get(node.name or "")
     if node.domain == KERNEL:
-        is_product = node.op_type.startswith(("MatMul", "Attention"))
+        is_product = node.op_type.startswith(("MatMul", "Attention", "Conv"))
         if is_product and rounds_activations(node.op_type) != (planned == "bf16"):
             what = "round its activations" if planned == "bf16" else "not round its activations"
             return f"product {node.name!r} should {what}, and is {label(node)}"

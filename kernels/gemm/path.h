@@ -4,12 +4,11 @@
 #include <cstdint>
 
 #include "gemm/attention.h"
+#include "gemm/image.h"
 #include "gemm/norm.h"
 #include "gemm/weight.h"
 
 namespace bf16kit {
-
-enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 
 // How a product is computed. The operator's name in the graph decides it, never the processor.
 enum class Arithmetic {
@@ -19,7 +18,7 @@ enum class Arithmetic {
 
 // y = activation(x · weight + bias), for rows [0, rows) and all columns.
 struct Product {
-  const float* x;  // [rows, weight.k]
+  const float* x;  // [rows, weight.k], or an image
   int64_t rows;
   Weight weight;
   const float* bias;  // [weight.n], or null
@@ -27,6 +26,7 @@ struct Product {
   Arithmetic arithmetic;
   float* y;  // [rows, weight.n]
   uint64_t id;  // identifies this x: a thread reuses its copy of x's rows in the next part
+  const Image* image = nullptr;  // if there is one, x is an image, and its windows are the rows
 };
 
 // The part of a product that one thread computes: at most kRowBlock rows.
@@ -53,6 +53,7 @@ struct Path {
   Attend attend = nullptr;  // in fp32
   Attend attend_bf16 = nullptr;
   void (*normalise)(const Norm&, int64_t first_row, int64_t rows) = nullptr;  // in fp32
+  void (*convolve)(const Depthwise&, int64_t first_row, int64_t rows) = nullptr;  // in fp32; rows of the output
 
   Compute compute(Arithmetic arithmetic) const { return arithmetic == Arithmetic::kFp32 ? fp32 : bf16; }
 };

@@ -8,6 +8,8 @@ namespace bf16kit {
 constexpr int64_t kPanel = 32;   // columns of a panel: one cache line of bf16
 constexpr int64_t kChain = 128;  // rows of a weight summed in one chain of fused multiply-adds; see tile.inl
 
+enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu, kRelu6 };
+
 // How a weight [k, n] is stored.
 enum class Layout {
   // Panels of 32 columns, one after the other, each [k, 32] in C order; the last may be narrower. The converter's default:

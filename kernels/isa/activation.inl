@@ -64,6 +64,11 @@ inline Simd::reg activate<Activation::kRelu>(Simd::reg x) {
   return Simd::max(Simd::zero(), x);
 }
 
+template <>
+inline Simd::reg activate<Activation::kRelu6>(Simd::reg x) {
+  return Simd::min(Simd::set(6.0f), Simd::max(Simd::zero(), x));
+}
+
 // x * sigmoid(x)
 template <>
 inline Simd::reg activate<Activation::kSilu>(Simd::reg x) {

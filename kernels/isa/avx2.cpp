@@ -62,6 +62,7 @@ struct Simd {
 #include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
+#include "depthwise.inl"
 
 }  // namespace
 }  // namespace avx2
@@ -81,6 +82,7 @@ const Path kAvx2 = {
     .attend = avx2::attend<Arithmetic::kFp32>,
     .attend_bf16 = avx2::attend<Arithmetic::kBf16>,
     .normalise = avx2::normalise,
+    .convolve = avx2::convolve,
 };
 
 }  // namespace bf16kit

@@ -27,6 +27,7 @@ namespace {
 #include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
+#include "depthwise.inl"
 
 }  // namespace
 }  // namespace avx512
@@ -46,6 +47,7 @@ const Path kAvx512 = {
     .attend = avx512::attend<Arithmetic::kFp32>,
     .attend_bf16 = avx512::attend<Arithmetic::kBf16>,
     .normalise = avx512::normalise,
+    .convolve = avx512::convolve,
 };
 
 }  // namespace bf16kit

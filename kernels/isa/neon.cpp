@@ -40,6 +40,7 @@ struct Terms<Arithmetic::kBf16> : Lanes<Arithmetic::kBf16> {};
 #include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
+#include "depthwise.inl"
 
 }  // namespace
 }  // namespace neon
@@ -52,6 +53,7 @@ const Path kNeon = {
     .attend = neon::attend<Arithmetic::kFp32>,
     .attend_bf16 = neon::attend<Arithmetic::kBf16>,
     .normalise = neon::normalise,
+    .convolve = neon::convolve,
 };
 
 }  // namespace bf16kit

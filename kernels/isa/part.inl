@@ -3,6 +3,7 @@
 // weight (kChain), a part has MC rows (kRowBlock), and a tile has MR rows (Tiles::kRows).
 
 #include "block.inl"
+#include "pixels.inl"
 
 // Scratch memory that is larger, in bytes, is given back when a part needs less than a quarter of it: one large request would
 // otherwise hold it as long as the thread lives.
@@ -69,12 +70,13 @@ Finish finish_as(Activation activation) {
     case Activation::kGelu: return finish<T, Activation::kGelu>;
     case Activation::kGeluTanh: return finish<T, Activation::kGeluTanh>;
     case Activation::kSilu: return finish<T, Activation::kSilu>;
+    case Activation::kRelu6: return finish<T, Activation::kRelu6>;
     case Activation::kNone: break;
   }
   return finish<T, Activation::kNone>;
 }
 
-// The rows of x that a part needs: in place, or copied to [chains, rows, kStride].
+// The rows of x that a part needs: in place, or copied to [chains, rows, kStride]. Those of an image are copied.
 template <Arithmetic kArithmetic>
 struct Rows {
   using T = Tiles<kArithmetic>;
@@ -97,21 +99,28 @@ struct Rows {
     const int64_t k = product.weight.k;
     const float* x = product.x + part.first_row * k;
     if constexpr (kArithmetic == Arithmetic::kFp32) {
-      if (in_place(part, k)) return *this = {x, k, kChain}, true;
+      if (product.image == nullptr && in_place(part, k)) return *this = {x, k, kChain}, true;
     }
     stride = kStride;
     chain = part.rows * kStride;
     start = static_cast<const Element*>(packed.data);
     if (packed.holds(product, part)) return true;
     const int64_t chains = (k + kChain - 1) / kChain;
-    auto* to = static_cast<Element*>(packed.get(chains * chain * sizeof(Element), product, part));
+    const int64_t window = product.image == nullptr ? 0 : k * static_cast<int64_t>(sizeof(float));
+    auto* to = static_cast<Element*>(packed.get(chains * chain * sizeof(Element) + window, product, part));
     start = to;
     if (to == nullptr) return false;
     // Row by row, in the order of memory. Chain by chain would read pieces of 512 bytes, which no prefetcher follows.
     for (int64_t m = 0; m < part.rows; ++m) {
+      const float* row = x + m * k;
+      if (product.image != nullptr) {
+        auto* copied = reinterpret_cast<float*>(to + chains * chain);
+        copy_window(*product.image, product.x, part.first_row + m, copied);
+        row = copied;
+      }
       for (int64_t first = 0; first < k; first += kChain) {
         const int64_t length = k - first < kChain ? k - first : kChain;
-        T::copy(x + m * k + first, length, to + first / kChain * chain + m * kStride);
+        T::copy(row + first, length, to + first / kChain * chain + m * kStride);
       }
     }
     return true;

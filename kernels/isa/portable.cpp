@@ -88,6 +88,7 @@ struct Simd {
 #include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
+#include "depthwise.inl"
 
 }  // namespace
 }  // namespace portable
@@ -100,6 +101,7 @@ const Path kPortable = {
     .attend = portable::attend<Arithmetic::kFp32>,
     .attend_bf16 = portable::attend<Arithmetic::kBf16>,
     .normalise = portable::normalise,
+    .convolve = portable::convolve,
 };
 
 }  // namespace bf16kit

@@ -59,6 +59,7 @@ enum Index : size_t {
   kReleaseValue = 96,
   kReleaseTensorTypeAndShapeInfo = 99,
   kReleaseCustomOpDomain = 101,
+  kKernelInfoGetAttributeArrayInt64 = 163,
   kKernelInfoGetConstantInputTensor = 249,
   kKernelContextParallelFor = 274,
 };

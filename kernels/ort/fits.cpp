@@ -25,6 +25,7 @@ constexpr Index kAll[] = {
     kKernelInfoGetAttributeFloat,
     kKernelInfoGetAttributeInt64,
     kKernelInfoGetAttributeString,
+    kKernelInfoGetAttributeArrayInt64,
     kKernelContextGetInputCount,
     kKernelContextGetInput,
     kKernelContextGetOutput,

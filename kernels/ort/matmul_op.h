@@ -6,7 +6,7 @@
 //   attributes  k          int, the weights' rows
 //               n          int, the weight's columns; n1, n2, n3 if there are several weights
 //               layout     "panels" or "transposed": how the weight is stored (weight.h); several are always in panels
-//               activation "none", "relu", "gelu", "gelu_tanh", "silu"; several weights have no activation
+//               activation "none", "relu", "gelu", "gelu_tanh", "silu", "relu6"; several weights have no activation
 #pragma once
 
 #include "ort/abi.h"
@@ -15,7 +15,7 @@
 namespace bf16kit {
 
 // The values of the attribute `activation`.
-constexpr const char* kActivations[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
+constexpr const char* kActivations[] = {"none", "relu", "gelu", "gelu_tanh", "silu", "relu6"};
 
 abi::Status* create_product(const abi::Api*, const abi::KernelInfo*, size_t weights, Arithmetic, void** created) noexcept;
 abi::Status* run_product(void* created, abi::KernelContext*) noexcept;

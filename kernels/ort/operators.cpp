@@ -104,7 +104,8 @@ struct Operators {
 }  // namespace
 
 const CustomOp* operator_at(size_t index) {
-  constexpr size_t kBeforeNorms = kProductsAndLookups + kAttentionOperators;
+  constexpr size_t kBeforeNorms = kProductsAndLookups + kAttentionOperators, kBeforeConvs = kBeforeNorms + kNormOperators;
+  if (index >= kBeforeConvs) return conv_operator_at(index - kBeforeConvs);
   if (index >= kBeforeNorms) return norm_operator_at(index - kBeforeNorms);
   if (index >= kProductsAndLookups) return attention_operator_at(index - kProductsAndLookups);
   static const Operators operators;

@@ -15,7 +15,7 @@
 namespace bf16kit {
 
 constexpr std::initializer_list<Activation> kActivations = {Activation::kNone, Activation::kRelu, Activation::kGelu,
-                                                            Activation::kGeluTanh, Activation::kSilu};
+                                                            Activation::kGeluTanh, Activation::kSilu, Activation::kRelu6};
 
 class Random {
  public:
@@ -98,7 +98,7 @@ struct Case {
   }
 
   std::string describe() const {
-    static const char* const kNames[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
+    static const char* const kNames[] = {"none", "relu", "gelu", "gelu_tanh", "silu", "relu6"};
     return "rows=" + std::to_string(rows) + " k=" + std::to_string(k) + " n=" + std::to_string(n) + " layout=" +
            (layout == Layout::kPanels ? "panels" : "transposed") + " bias=" + (bias.size() == 0 ? "no" : "yes") +
            " activation=" + kNames[static_cast<int>(activation)] +

@@ -19,6 +19,7 @@ inline double gated(double x, double v) { return x / (1 + std::exp(-v)); }
 inline double activate(Activation activation, double x) {
   switch (activation) {
     case Activation::kRelu: return x < 0 ? 0 : x;
+    case Activation::kRelu6: return x < 0 ? 0 : x > 6 ? 6 : x;
     case Activation::kGelu: return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
     case Activation::kGeluTanh: return gated(x, 2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x));
     case Activation::kSilu: return gated(x, x);
@@ -29,7 +30,7 @@ inline double activate(Activation activation, double x) {
 
 // The activation's own error: 6 units in the last place of a normal result; otherwise 2^-24 |x| plus a subnormal.
 inline double tolerance(Activation activation, double x) {
-  if (activation == Activation::kNone || activation == Activation::kRelu) return 0;
+  if (activation == Activation::kNone || activation == Activation::kRelu || activation == Activation::kRelu6) return 0;
   const double magnitude = std::fabs(activate(activation, x));
   int exponent;
   std::frexp(magnitude, &exponent);

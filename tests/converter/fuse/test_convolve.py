@@ -1,0 +1,161 @@
+"""Convolutions of images become the kernel's in cpu-bf16, in regions with channels last; cpu keeps ONNX Runtime's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from layers import answers, ours
+from lowered import Lowered, lower
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+import graphs
+from bf16kit.numerics.rounding import to_bf16, to_fp32
+from bf16kit.runtime.ort.kernel import LIBRARY
+from bf16kit.runtime.ort.session import ort
+
+C, ROUNDING = 64, "cpu-bf16"
+Made = tuple[list[NodeProto], list[TensorProto]]
+
+
+def conv(made: Made, x: str, y: str, shape: tuple[int, ...], *, bias: bool = True, **attributes: Any) -> None:
+    """Add y = Conv(x) by a weight of ``shape``, small enough that the values keep their magnitude."""
+    nodes, weights = made
+    name, place = f"w_{y}", len(nodes)
+    weights.append(graphs.initializer(name, graphs.values(*shape, seed=place, scale=np.prod(shape[1:]) ** -0.5)))
+    if bias:
+        weights.append(graphs.initializer(f"b_{y}", graphs.values(shape[0], seed=place + 99)))
+    nodes.append(helper.make_node("Conv", [x, name, *([f"b_{y}"] if bias else [])], [y], name=y, **attributes))
+
+
+def node(made: Made, op: str, x: str, y: str, **attributes: Any) -> None:
+    made[0].append(helper.make_node(op, x.split(), [y], name=y, **attributes))
+
+
+def model(made: Made, x: tuple[int | str, ...], outputs: tuple[str, ...] = ("y",)) -> ModelProto:
+    return graphs.model(made[0], [graphs.edge("x", x)], [graphs.edge(name, None) for name in outputs], made[1])
+
+
+def network() -> ModelProto:
+    """Return a residual block, a depthwise convolution with a bounded activation, SiLU, a concatenation and a mean."""
+    made: Made = (
+        [],
+        [graphs.initializer("low", np.array(0, np.float32)), graphs.initializer("high", np.array(6, np.float32))],
+    )
+    three: dict[str, Any] = {"pads": [1, 1, 1, 1]}
+    conv(made, "x", "c1", (C, C, 3, 3), **three)
+    node(made, "Relu", "c1", "r1")
+    conv(made, "r1", "c2", (C, C, 3, 3), bias=False, **three)
+    node(made, "Add", "c2 r1", "a1")
+    conv(made, "a1", "c3", (80, C, 3, 3), **three)
+    node(made, "Clip", "c3 low high", "k1")
+    conv(made, "k1", "d1", (80, 1, 3, 3), group=80, strides=[2, 2], **three)
+    node(made, "Clip", "d1 low high", "k2")
+    conv(made, "k2", "c4", (C, 80, 1, 1))
+    node(made, "Sigmoid", "c4", "g1")
+    node(made, "Mul", "c4 g1", "s1")
+    conv(made, "s1", "c5", (C, C, 3, 3), **three)
+    node(made, "Concat", "c5 s1", "j1", axis=1)
+    node(made, "HardSwish", "j1", "h1")
+    node(made, "GlobalAveragePool", "h1", "p1")
+    node(made, "Flatten", "p1", "y")
+    return model(made, ("batch", C, 9, 11))
+
+
+def optimised(made: Lowered, path: Path, *, kernel: bool) -> Counter[str]:
+    """Return how often each operator is in the graph that ONNX Runtime makes of cpu-bf16."""
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(path)
+    if kernel:
+        options.register_custom_ops_library(str(LIBRARY))
+    ort.InferenceSession(str(made.artifact.file(f"{ROUNDING}.onnx")), options, providers=["CPUExecutionProvider"])
+    return Counter(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
+
+
+def test_a_network_is_one_region_transposed_at_its_borders_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lower(tmp_path / "m" / "1", network(), profiles=["cpu", ROUNDING])
+    assert ours(made, "cpu") == []
+    found = {each.name: each.op_type for each in ours(made, ROUNDING)}
+    assert found == {
+        "c1": "ConvBf16_panels_relu",
+        "c2": "ConvBf16_panels",
+        "c3": "ConvBf16_panels_tail_relu6",
+        "d1": "ConvDepthwise_relu6",
+        "c4": "ConvBf16_panels_silu",
+        "c5": "ConvBf16_panels",
+    }
+    x = {"x": graphs.values(2, C, 9, 11, seed=7)}
+    kernel, *definitions = (each["y"] for each in answers(made, x, monkeypatch, ROUNDING))
+    for other in definitions:  # the same but where a sum in another order rounds to the other neighbour
+        np.testing.assert_allclose(kernel, other, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(made.run_source(x)["y"], kernel, rtol=0, atol=2e-2)
+    assert np.abs(made.run_cpu(x)["y"] - kernel).max() > 1e-5  # something was rounded
+    counts = optimised(made, tmp_path / "optimised.onnx", kernel=True)
+    assert counts["Transpose"] == 2, "ONNX Runtime leaves a Transpose between two convolutions"
+    assert optimised(made, tmp_path / "plain.onnx", kernel=False)["Transpose"] == 0
+    one = {"x": x["x"][1:]}
+    assert np.array_equal(made.run_kernel(one, ROUNDING)["y"], kernel[1:])
+
+
+@pytest.mark.parametrize(
+    ("weight", "attributes", "size"),
+    [
+        ((C, C, 3, 3), {"strides": [2, 1], "dilations": [1, 2], "pads": [0, 3, 1, 2]}, (9, 8)),
+        ((C, C, 1, 5), {"pads": [0, 2, 0, 2]}, (3, 12)),
+        ((72, C, 7), {"strides": [3], "pads": [3, 1]}, (40,)),
+        ((600, 600, 1, 1), {"strides": [2, 2]}, (5, 5)),
+    ],
+    ids=["image", "row", "sequence", "pixels"],
+)
+def test_every_window_gives_the_sums_of_its_rounded_pixels(
+    weight: tuple[int, ...], attributes: dict[str, Any], size: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Two convolutions, so that their arithmetic outweighs their borders; the source gets what the kernel rounds."""
+    made: Made = ([], [])
+    kept: dict[str, Any] = {"pads": [0] * 2 * len(size)} | ({"pads": [1] * 2 * len(size)} if weight[-1] > 1 else {})
+    conv(made, "x", "c1", (weight[1], weight[1], *([3 if weight[-1] > 1 else 1] * len(size))), **kept)
+    conv(made, "c1", "c0", (weight[1], weight[1], *([3 if weight[-1] > 1 else 1] * len(size))), **kept)
+    conv(made, "c0", "y", weight, **attributes)
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", weight[1], *size), ("y", "c0")), profiles=[ROUNDING])
+    assert [each.name for each in ours(lowered, ROUNDING)] == ["c1", "c0", "y"]
+    found = lowered.run_kernel({"x": graphs.values(2, weight[1], *size, seed=3)}, ROUNDING)
+    made[0][-1].input[0] = "x"
+    alone = graphs.model(
+        made[0][-1:],
+        [graphs.edge("x", None)],
+        [graphs.edge("y", None)],
+        [graphs.initializer("w_y", lowered.artifact.tensor("w_y").astype(np.float32)), made[1][-1]],
+    )
+    session = ort.InferenceSession(alone.SerializeToString(), providers=["CPUExecutionProvider"])
+    (right,) = session.run(["y"], {"x": to_fp32(to_bf16(found["c0"]))})
+    np.testing.assert_allclose(found["y"], right, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_in_panels_are_restored_bit_by_bit(tmp_path: Path) -> None:
+    source = network()
+    made = lower(tmp_path / "m" / "1", source, profiles=["cpu", ROUNDING])
+    panels = {entry.name: entry.panels for entry in made.artifact.manifest.tensors if len(entry.shape) > 2}
+    assert panels == dict.fromkeys(["w_c1", "w_c2", "w_c3", "w_c4", "w_c5"], 0) | {"w_d1": None}
+    for name, weight in graphs.weights_of(source).items():
+        if name in panels:
+            assert np.array_equal(made.artifact.restore(name), weight)
+            assert np.array_equal(made.artifact.tensor(name), to_bf16(weight))
+
+
+def test_what_would_not_pay_stays_with_onnx_runtime(tmp_path: Path) -> None:
+    """A convolution between two borders, one of few columns, and a depthwise one after what is not the kernel's."""
+    made: Made = ([], [])
+    conv(made, "x", "alone", (32, C, 3, 3))
+    node(made, "MaxPool", "alone", "p", kernel_shape=[2, 2])
+    conv(made, "p", "few", (16, 32, 3, 3), pads=[1, 1, 1, 1])
+    conv(made, "few", "wide", (96, 16, 1, 1))
+    conv(made, "wide", "y", (96, 1, 3, 3), group=96)
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", C, 20, 20)), profiles=[ROUNDING])
+    assert ours(lowered, ROUNDING) == []
+    assert all(entry.panels is None for entry in lowered.artifact.manifest.tensors)

@@ -1,0 +1,86 @@
+"""``bf16kit::Conv…`` and ``ConvDepthwise…`` in real sessions: bits that nothing may change, and errors without a crash.
+
+kernels/tests/conv_test.cpp compares random convolutions with float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from kernelpaths import use
+from onnx import ModelProto, helper
+from products import Array, results
+
+import graphs
+from bf16kit.messages.errors import RuntimeFailure
+from bf16kit.runtime.ort import kernel
+
+pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+C, N = 20, 40
+WINDOWS = {"kernel_shape": [3, 2], "strides": [2, 1], "dilations": [1, 1], "pads": [1, 0, 1, 1]}
+
+
+def conv(op: str = "ConvBf16_panels_tail", elements: int = C * 6 * N, bias: int = N, **attributes: Any) -> ModelProto:
+    """Return a convolution of [batch, height, width, 20] by a weight that only the kernel reads."""
+    given = WINDOWS | {"channels": C, "n": N} | attributes
+    node = helper.make_node(op, ["x", "w", "b"], ["y"], domain="bf16kit")
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in given.items() if value is not None)
+    weight = graphs.values(elements, seed=1).astype(ml_dtypes.bfloat16)
+    stored = [graphs.initializer("w", weight), graphs.initializer("b", graphs.values(bias, seed=2))]
+    made = graphs.model([node], [graphs.edge("x")], [graphs.edge("y")], stored)
+    made.opset_import.append(helper.make_opsetid("bf16kit", 1))
+    return made
+
+
+def image(*shape: int) -> Array:
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+DEPTHWISE = conv("ConvDepthwise_silu", elements=C * 6, bias=C, n=C)
+
+
+@pytest.mark.parametrize("made", [conv(), conv("Conv_panels_tail_relu6"), DEPTHWISE], ids=["bf16", "fp32", "depthwise"])
+def test_threads_paths_and_neighbours_change_no_bit(made: ModelProto, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = image(3, 40, 50, C)
+    (alone,) = results(made, x)
+    assert alone.shape == (3, 20, 50, made.graph.initializer[1].dims[0])
+    assert np.array_equal(results(made, x, threads=3)[0], alone)
+    assert np.array_equal(results(made, x[1:2])[0], alone[1:2])
+    if "Bf16" not in made.graph.node[0].op_type:
+        use("avx2", monkeypatch)
+        assert np.array_equal(results(made, x)[0], alone)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 8, C), (2, 1, 1, C)], ids=str)
+def test_empty_and_smallest_images_run(shape: tuple[int, ...]) -> None:
+    assert results(conv(), image(*shape))[0].shape == (shape[0], (shape[1] + 1) // 2, shape[2], N)
+    assert results(DEPTHWISE, image(*shape))[0].shape == (shape[0], (shape[1] + 1) // 2, shape[2], C)
+
+
+@pytest.mark.parametrize(
+    ("made", "x", "message"),
+    [
+        (conv(kernel_shape=[3, 3, 3]), (1, 8, 8, C), "kernel_shape must be one or two integers"),
+        (conv(kernel_shape=None), (1, 8, 8, C), "kernel_shape must be one or two integers"),
+        (conv(pads=[1, 1]), (1, 8, 8, C), "pads must be 4 integers from 0"),
+        (conv(pads=[-1, 0, 0, 0]), (1, 8, 8, C), "pads must be 4 integers from 0"),
+        (conv(strides=[0, 1]), (1, 8, 8, C), "strides must be 2 integers from 1"),
+        (conv(dilations=[1, 2**40]), (1, 8, 8, C), "dilations must be 2 integers from 1"),
+        (conv(kernel_shape=[2**31 - 1, 2**31 - 1]), (1, 8, 8, C), "is too large"),
+        (conv(elements=C * 6 * N - 1), (1, 8, 8, C), "has 4799 elements"),
+        (conv("ConvDepthwise", elements=N * 6), (1, 8, 8, C), "they must be equal"),
+        (conv("ConvDepthwise", elements=15 * 6, bias=15, channels=15, n=15), (1, 8, 8, 15), "at least 16"),
+        (conv(bias=N + 1), (1, 8, 8, C), r"it must be \[n\] with n = 40"),
+        (conv(), (1, 8, 8, C + 1), "20 channels"),
+        (conv(), (8, 8, C), "it must have 4"),
+        (conv(), (), "it must have 4"),
+        (conv(dilations=[9, 1]), (1, 8, 8, C), "10 pixels high with its padding; a window is 19"),
+        (conv(), (1, 0, 8, C), "2 pixels high with its padding; a window is 3"),
+    ],
+)
+def test_what_is_wrong_is_named(made: ModelProto, x: tuple[int, ...], message: str) -> None:
+    with pytest.raises(RuntimeFailure, match=message):
+        results(made, image(*x))
