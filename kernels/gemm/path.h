@@ -44,14 +44,15 @@ constexpr int64_t kRowBlock = 48;
 using Compute = bool (*)(const Product&, const Part&);
 using Attend = bool (*)(const Attention&, const AttentionPart&);
 
+// A path that lacks an operator has null there: kAvx512Bf16 has nothing in fp32.
 struct Path {
-  const char* name;
-  bool (*supported)();  // whether this processor can run the path
-  Compute fp32;         // null if the path has no fp32; then attend and normalise are null as well
-  Compute bf16;         // null if the path has no bf16; then attend_bf16 is null as well
-  Attend attend;        // in fp32
-  Attend attend_bf16;
-  void (*normalise)(const Norm&, int64_t first_row, int64_t rows);  // in fp32
+  const char* name = nullptr;
+  bool (*supported)() = nullptr;  // whether this processor can run the path
+  Compute fp32 = nullptr;
+  Compute bf16 = nullptr;
+  Attend attend = nullptr;  // in fp32
+  Attend attend_bf16 = nullptr;
+  void (*normalise)(const Norm&, int64_t first_row, int64_t rows) = nullptr;  // in fp32
 
   Compute compute(Arithmetic arithmetic) const { return arithmetic == Arithmetic::kFp32 ? fp32 : bf16; }
 };

@@ -75,9 +75,13 @@ void Tile::configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"
 #endif
 
 // Attention and normalisation use the AVX-512 path, which each processor with AMX supports.
-const Path kAmx = {"amx", [] { return amx::tiles_offered(amx::this_processor()); }, amx::compute_in_tiles, nullptr,
-                   [](const Attention& a, const AttentionPart& part) { return kAvx512.attend(a, part); }, nullptr,
-                   [](const Norm& norm, int64_t first, int64_t rows) { kAvx512.normalise(norm, first, rows); }};
+const Path kAmx = {
+    .name = "amx",
+    .supported = [] { return amx::tiles_offered(amx::this_processor()); },
+    .fp32 = amx::compute_in_tiles,
+    .attend = [](const Attention& a, const AttentionPart& part) { return kAvx512.attend(a, part); },
+    .normalise = [](const Norm& norm, int64_t first, int64_t rows) { kAvx512.normalise(norm, first, rows); },
+};
 
 }  // namespace bf16kit
 #endif

@@ -73,8 +73,15 @@ struct Simd {
 #pragma GCC pop_options
 #endif
 
-const Path kAvx2 = {"avx2", [] { return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0; },
-                    avx2::compute<Arithmetic::kFp32>, avx2::compute<Arithmetic::kBf16>, avx2::attend<Arithmetic::kFp32>, avx2::attend<Arithmetic::kBf16>, avx2::normalise};
+const Path kAvx2 = {
+    .name = "avx2",
+    .supported = [] { return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0; },
+    .fp32 = avx2::compute<Arithmetic::kFp32>,
+    .bf16 = avx2::compute<Arithmetic::kBf16>,
+    .attend = avx2::attend<Arithmetic::kFp32>,
+    .attend_bf16 = avx2::attend<Arithmetic::kBf16>,
+    .normalise = avx2::normalise,
+};
 
 }  // namespace bf16kit
 #endif

@@ -38,7 +38,15 @@ namespace {
 #pragma GCC pop_options
 #endif
 
-const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute<Arithmetic::kFp32>, avx512::compute<Arithmetic::kBf16>, avx512::attend<Arithmetic::kFp32>, avx512::attend<Arithmetic::kBf16>, avx512::normalise};
+const Path kAvx512 = {
+    .name = "avx512f",
+    .supported = [] { return __builtin_cpu_supports("avx512f") != 0; },
+    .fp32 = avx512::compute<Arithmetic::kFp32>,
+    .bf16 = avx512::compute<Arithmetic::kBf16>,
+    .attend = avx512::attend<Arithmetic::kFp32>,
+    .attend_bf16 = avx512::attend<Arithmetic::kBf16>,
+    .normalise = avx512::normalise,
+};
 
 }  // namespace bf16kit
 #endif

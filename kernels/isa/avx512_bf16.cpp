@@ -39,12 +39,15 @@ namespace {
 #pragma GCC pop_options
 #endif
 
-const Path kAvx512Bf16 = {"avx512_bf16",
-                          [] {
-                            return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
-                                   __builtin_cpu_supports("avx512bf16") != 0;
-                          },
-                          nullptr, avx512_bf16::compute<Arithmetic::kBf16>, nullptr, avx512_bf16::attend<Arithmetic::kBf16>, nullptr};
+const Path kAvx512Bf16 = {
+    .name = "avx512_bf16",
+    .supported = [] {
+      return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+             __builtin_cpu_supports("avx512bf16") != 0;
+    },
+    .bf16 = avx512_bf16::compute<Arithmetic::kBf16>,
+    .attend_bf16 = avx512_bf16::attend<Arithmetic::kBf16>,
+};
 
 }  // namespace bf16kit
 #endif

@@ -92,6 +92,14 @@ struct Simd {
 }  // namespace
 }  // namespace portable
 
-const Path kPortable = {"portable", [] { return true; }, portable::compute<Arithmetic::kFp32>, portable::compute<Arithmetic::kBf16>, portable::attend<Arithmetic::kFp32>, portable::attend<Arithmetic::kBf16>, portable::normalise};
+const Path kPortable = {
+    .name = "portable",
+    .supported = [] { return true; },
+    .fp32 = portable::compute<Arithmetic::kFp32>,
+    .bf16 = portable::compute<Arithmetic::kBf16>,
+    .attend = portable::attend<Arithmetic::kFp32>,
+    .attend_bf16 = portable::attend<Arithmetic::kBf16>,
+    .normalise = portable::normalise,
+};
 
 }  // namespace bf16kit

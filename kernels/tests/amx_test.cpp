@@ -75,7 +75,7 @@ namespace {
 
 using namespace amx_model;
 
-const Path kModel = {"amx (model)", [] { return true; }, compute_in_tiles, nullptr, nullptr, nullptr};
+const Path kModel = {.name = "amx (model)", .supported = [] { return true; }, .fp32 = compute_in_tiles};
 
 // fp32's error bound for the number of additions that one product passes through here, plus the loss from subnormals: one
 // smallest normal number for each operation, and for each operand one times the other operand.
