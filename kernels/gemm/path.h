@@ -5,6 +5,7 @@
 
 #include "gemm/attention.h"
 #include "gemm/norm.h"
+#include "gemm/recurrent.h"
 #include "gemm/weight.h"
 
 namespace bf16kit {
@@ -53,6 +54,8 @@ struct Path {
   Attend attend = nullptr;  // in fp32
   Attend attend_bf16 = nullptr;
   void (*normalise)(const Norm&, int64_t first_row, int64_t rows) = nullptr;  // in fp32
+  void (*recur)(const Step&) = nullptr;  // in fp32
+  void (*recur_bf16)(const Step&) = nullptr;
 
   Compute compute(Arithmetic arithmetic) const { return arithmetic == Arithmetic::kFp32 ? fp32 : bf16; }
 };

@@ -81,6 +81,7 @@ const Path kAmx = {
     .fp32 = amx::compute_in_tiles,
     .attend = [](const Attention& a, const AttentionPart& part) { return kAvx512.attend(a, part); },
     .normalise = [](const Norm& norm, int64_t first, int64_t rows) { kAvx512.normalise(norm, first, rows); },
+    .recur = [](const Step& step) { kAvx512.recur(step); },
 };
 
 }  // namespace bf16kit

@@ -27,6 +27,7 @@ namespace {
 #include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
+#include "recurrent.inl"
 
 }  // namespace
 }  // namespace avx512
@@ -46,6 +47,8 @@ const Path kAvx512 = {
     .attend = avx512::attend<Arithmetic::kFp32>,
     .attend_bf16 = avx512::attend<Arithmetic::kBf16>,
     .normalise = avx512::normalise,
+    .recur = avx512::recur<Arithmetic::kFp32>,
+    .recur_bf16 = avx512::recur<Arithmetic::kBf16>,
 };
 
 }  // namespace bf16kit

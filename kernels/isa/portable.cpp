@@ -17,6 +17,7 @@ struct Simd {
   static constexpr int kRows = 4;
   static constexpr int kWideRows = 1;
   static constexpr int kTwoPanelRows = 1;
+  static constexpr int kDots = 8;
   struct reg {
     float lane[kLanes];
   };
@@ -88,6 +89,7 @@ struct Simd {
 #include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
+#include "recurrent.inl"
 
 }  // namespace
 }  // namespace portable
@@ -100,6 +102,8 @@ const Path kPortable = {
     .attend = portable::attend<Arithmetic::kFp32>,
     .attend_bf16 = portable::attend<Arithmetic::kBf16>,
     .normalise = portable::normalise,
+    .recur = portable::recur<Arithmetic::kFp32>,
+    .recur_bf16 = portable::recur<Arithmetic::kBf16>,
 };
 
 }  // namespace bf16kit

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the kernel's property tests into build/kernel-test/ and runs them. They test products, attention, normalisation, and
+# Builds the kernel's property tests into build/kernel-test/ and runs them. They test products, attention, normalisation, recurrences, and
 # the AMX path in a model.
 #
 #   kernels/tests/run.sh [--sanitize] [--cases 10000] [--seed 1] [--only INDEX]
@@ -18,7 +18,7 @@ fi
 mkdir -p "$out"
 
 read -ra compiler <<<"${CXX:-g++}"
-objects=() jobs=() tests=(property_test attention_test norm_test amx_test)
+objects=() jobs=() tests=(property_test attention_test norm_test recurrent_test amx_test)
 for source in kernels/isa/*.cpp kernels/gemm/*.cpp "${tests[@]/#/kernels/tests/}"; do
   [[ $source == *.cpp ]] || source+=.cpp
   object=$out/$(basename "$source" .cpp).o
