@@ -27,7 +27,13 @@ _PREFIX = "fused:"
 # be larger than the sum: far below zero, Gelu is a small difference of large numbers.
 # docs/decisions/0008-rewrites-and-fusions.md has what sound fusions show.
 _OWN = 1e-5
-_TYPICAL: Mapping[Kind, float] = {"attention": 5e-6, "normalisation": 5e-6, "lookup": 0.0, "product": 5e-5}
+_TYPICAL: Mapping[Kind, float] = {
+    "attention": 5e-6,
+    "normalisation": 5e-6,
+    "lookup": 0.0,
+    "product": 5e-5,
+    "recurrence": 5e-5,
+}
 _SMALLEST = 1e-37
 _FLOAT = onnx.TensorProto.FLOAT
 _SAMPLES = 2  # taken as they are; a fusion computes the same for all

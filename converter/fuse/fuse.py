@@ -21,6 +21,7 @@ from bf16kit.converter.fuse.functions import Fusing, Fusion
 from bf16kit.converter.fuse.multiply import groups, join, look_up, multiply
 from bf16kit.converter.fuse.norms import normalise
 from bf16kit.converter.fuse.products import panelled_weights
+from bf16kit.converter.fuse.recurrent import recur
 from bf16kit.converter.graph.initializers import const_dims, initializer
 from bf16kit.converter.graph.types import Step
 from bf16kit.messages.errors import ConversionError
@@ -33,7 +34,7 @@ PUT_TOGETHER = frozenset({"Concat", "Reshape", "Transpose"})  # the operators th
 _SIZE = 2  # bytes of a bfloat16
 _VERSION = 1  # of the kernel's domain
 _OLDEST_IR = 8  # the first IR version with functions in a model
-_FUSIONS: tuple[Callable[[Fusing, ir.Node], Fusion | None], ...] = (attend, normalise, look_up, multiply)
+_FUSIONS: tuple[Callable[[Fusing, ir.Node], Fusion | None], ...] = (attend, normalise, look_up, multiply, recur)
 
 
 @dataclass(frozen=True, slots=True)

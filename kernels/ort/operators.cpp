@@ -105,6 +105,8 @@ struct Operators {
 
 const CustomOp* operator_at(size_t index) {
   constexpr size_t kBeforeNorms = kProductsAndLookups + kAttentionOperators;
+  constexpr size_t kBeforeRecurrences = kBeforeNorms + kNormOperators;
+  if (index >= kBeforeRecurrences) return recurrent_operator_at(index - kBeforeRecurrences);
   if (index >= kBeforeNorms) return norm_operator_at(index - kBeforeNorms);
   if (index >= kProductsAndLookups) return attention_operator_at(index - kProductsAndLookups);
   static const Operators operators;
