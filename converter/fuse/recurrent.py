@@ -19,6 +19,9 @@ from bf16kit.converter.graph.initializers import const, const_dims, is_onnx_oper
 _GATES = {"LSTM": "iofc", "GRU": "zrh"}  # in ONNX's order
 _ORDERS = frozenset({"iofc", "ifco", "zrh", "rzh"})  # that the kernel reads; the other ones are PyTorch's
 _ACTIVATIONS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"]}
+# Units below which ONNX Runtime is faster in fp32, as measured: docs/decisions/0087-recurrences-from-bf16-weights.md.
+NARROWEST = 256
+_OTHERS = frozenset({"clip", "activation_alpha", "activation_beta"})  # attributes that it does not take
 _LENGTHS, _PEEPHOLES = 4, 7  # inputs that the kernel does not take
 
 _FLOAT = ir.DataType.FLOAT
@@ -40,8 +43,9 @@ class Weights:
 def recur(fusing: Fusing, node: ir.Node) -> Fusion | None:
     """Replace the LSTM or GRU ``node`` by the kernel's; None if the kernel cannot compute it.
 
-    Left out are computed weights, lengths for each row, peepholes, clipping, other activations, other layouts, and a
-    GRU that resets before its product. The kernel's node keeps the name, and its outputs theirs.
+    Left out are fewer than :data:`NARROWEST` units, computed weights, lengths for each row, peepholes, clipping, other
+    activations, other layouts, and a GRU that resets before its product. The kernel's node keeps the name, and its
+    outputs theirs.
     """
     gates = _GATES.get(node.op_type)
     if gates is None or not _plain(node) or node.inputs[0] is None or node.inputs[0].dtype != _FLOAT:
@@ -53,6 +57,8 @@ def recur(fusing: Fusing, node: ir.Node) -> Fusion | None:
     if any(tensor.name not in fusing.narrow for tensor in tensors):
         return None
     apart, hidden = len(w.tensors) > 1, const_dims(r.tensors[0])[-1]
+    if hidden < NARROWEST:
+        return None
     direction, directions = node.attributes.get_string("direction", "forward"), const_directions(node)
     sizes: dict[str, Any] = {"hidden": hidden, "inputs": const_dims(w.tensors[0])[-1], "gates": w.order}
     sizes |= {"direction": direction, "order": [w.order.index(gate) for gate in gates]}
@@ -138,12 +144,11 @@ def _plain(node: ir.Node) -> bool:
     ):
         return False
     activations = [*given.get_strings("activations", ())]
-    if activations not in ([], _ACTIVATIONS[node.op_type] * directions) or given.get_float("clip", 0.0):
+    if activations not in ([], _ACTIVATIONS[node.op_type] * directions) or not given.keys().isdisjoint(_OTHERS):
         return False
-    if "activation_alpha" in given or "activation_beta" in given or given.get_int("layout", 0):
+    if node.op_type == "GRU" and given.get_int("linear_before_reset", 0) != 1:
         return False
-    resets_after = node.op_type == "LSTM" or given.get_int("linear_before_reset", 0) == 1
-    return resets_after and not given.get_int("input_forget", 0)
+    return given.get_int("layout", 0) == 0 and given.get_int("input_forget", 0) == 0
 
 
 def _function(op_type: str, apart: bool, rounds: bool, sizes: dict[str, Any], opset: int) -> ir.Function:

@@ -15,7 +15,7 @@ import graphs
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort.kernel import VARIABLE
 
-STEPS, INPUTS, HIDDEN = 9, 20, 24
+STEPS, INPUTS, HIDDEN = 5, 20, 260
 GATES = {"LSTM": 4, "GRU": 3}
 PARTS = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}  # where PyTorch has ONNX's gates
 
@@ -29,7 +29,7 @@ def layer(op: str, direction: str = "forward", *, apart: bool = False, states: b
     weights: dict[str, Any] = {"b": graphs.values(directions, 2 * count * HIDDEN, seed=9)}
     nodes = []
     for name, width in (("w", INPUTS), ("r", HIDDEN)):
-        stacked = graphs.values(directions, count * HIDDEN, width, seed=width)
+        stacked = graphs.values(directions, count * HIDDEN, width, seed=width) / np.float32(width**0.5)
         if not apart:
             weights[name] = stacked
             continue
