@@ -34,6 +34,7 @@ _TYPICAL: Mapping[Kind, float] = {
     "product": 5e-5,
     "convolution": 5e-5,
     "depthwise": 5e-5,
+    "recurrence": 5e-5,
 }
 _SMALLEST = 1e-37
 _FLOAT = onnx.TensorProto.FLOAT

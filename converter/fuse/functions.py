@@ -22,7 +22,7 @@ from bf16kit.runtime.ort.kernel import DOMAIN
 ROUNDED = ("Cast <to = 16> (#)", "Cast <to = 1> (#)")  # ONNX Runtime keeps both casts (held by a test)
 REDUCTION_AXES_SINCE = 18  # from this opset on, the axes are an input of ReduceMax and ReduceMean
 
-Kind = Literal["attention", "normalisation", "lookup", "product", "convolution", "depthwise"]
+Kind = Literal["attention", "normalisation", "lookup", "product", "convolution", "depthwise", "recurrence"]
 CONVOLUTIONS: frozenset[Kind] = frozenset({"convolution", "depthwise"})  # only in profiles that round products
 Dims = ir.Shape | Sequence[int | ir.SymbolicDim | str | None] | None
 
@@ -32,7 +32,8 @@ class Fusion:
     """The kernel's node ``node``, which computes what ``nodes`` of the graph before computed, in order.
 
     All are names. ``anchor`` is the node by which the fusion was found: Softmax, the normalisation or its mean, the
-    product, the Gather. ``outputs`` are the values that it computes under the names that they had before.
+    product, the Gather, the LSTM or GRU. ``outputs`` are the values that it computes under the names that they had
+    before.
     """
 
     kind: Kind

@@ -22,6 +22,7 @@ from bf16kit.converter.fuse.functions import Fusing, Fusion
 from bf16kit.converter.fuse.multiply import groups, join, look_up, multiply
 from bf16kit.converter.fuse.norms import normalise
 from bf16kit.converter.fuse.products import panelled_weights
+from bf16kit.converter.fuse.recurrent import recur
 from bf16kit.converter.graph.initializers import const_dims, initializer
 from bf16kit.converter.graph.types import Step
 from bf16kit.messages.errors import ConversionError
@@ -39,6 +40,7 @@ _FUSIONS: tuple[Callable[[Fusing, ir.Node], Fusion | None], ...] = (
     normalise,
     look_up,
     multiply,
+    recur,
     convolve,
     average,
 )

@@ -28,6 +28,7 @@ from bf16kit.converter.plan.decisions import Decision, Overrides, bf16, fp32
 from bf16kit.converter.rewrite import Prepared
 
 FLOAT = ir.DataType.FLOAT
+RECURRED = fp32("profile", "bf16 weights, fp32 activations and accumulation in the CPU kernel's recurrence")
 _FUSED: Mapping[Kind, Decision] = {
     "attention": fp32("profile", "computed by the CPU kernel's attention"),
     "normalisation": fp32("profile", "computed by the CPU kernel's normalisation"),
@@ -35,6 +36,7 @@ _FUSED: Mapping[Kind, Decision] = {
     "convolution": fp32("profile", "computed by the CPU kernel together with a convolution"),
     "depthwise": fp32("profile", "convolves each channel in fp32, by a bf16 weight, in the CPU kernel"),
     "product": fp32("profile", "computed by the CPU kernel together with the product before it"),
+    "recurrence": RECURRED,
 }
 _MULTIPLIED = fp32("profile", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
 _MULTIPLIED_ROUNDED = bf16(
@@ -108,7 +110,7 @@ def place_cpu_bf16(
     """
     decisions = place_cpu(model, narrow, kernels, overrides, fusions)
     for fusion in fusions:
-        if fusion.kind in ("product", "convolution"):
+        if fusion.kind in ("product", "convolution", "recurrence"):
             decisions[fusion.node] = overrides.node_override(fusion.node) or _MULTIPLIED_ROUNDED
         elif fusion.kind == "attention":  # the product of queries and keys, the softmax, the product with the values
             names = (fusion.nodes[0], fusion.anchor, fusion.node)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from bf16kit.artifact.manifest import Manifest, Plan, TensorEntry
 from bf16kit.converter.graph.operators import MOVEMENT
+from bf16kit.converter.plan.profiles import RECURRED
 from bf16kit.messages.wording import listed
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
@@ -67,10 +68,14 @@ def shares(plan: Plan, tensors: Iterable[TensorEntry]) -> OnCpu | None:
     readers = {entry.name: entry.op for entry in plan.tensors if entry.code != "reference_only"}
     weights = [tensor for tensor in tensors if tensor.name in readers]
     narrow = [tensor for tensor in weights if tensor.dtype == "bfloat16"]
-    kernels = [tensor for tensor in narrow if tensor.panels is not None]
-    convolved = [tensor for tensor in kernels if len(tensor.shape) > 2]
-    multiplied = [tensor for tensor in kernels if len(tensor.shape) == 2]
-    looked_up = [tensor for tensor in narrow if tensor.panels is None and readers[tensor.name] == _LOOKUP]
+    recurrences = [entry for entry in plan.nodes.get("cpu", ()) if entry.op in _RECURRENT]
+    # Exporters reorder the weights of recurrent layers by Slice and Concat, which the kernel's nodes make unnecessary.
+    in_kernel = {*_RECURRENT, "Slice"} if all(entry.reason == RECURRED.reason for entry in recurrences) else set[str]()
+    in_kernel = in_kernel if recurrences else set()
+    kernels = [tensor for tensor in narrow if tensor.panels is not None or readers[tensor.name] in in_kernel]
+    convolved = [tensor for tensor in kernels if len(tensor.shape) > 2 and readers[tensor.name] not in in_kernel]
+    multiplied = [tensor for tensor in kernels if tensor not in convolved]
+    looked_up = [tensor for tensor in narrow if tensor not in kernels and readers[tensor.name] == _LOOKUP]
     widened = [tensor for tensor in narrow if tensor not in kernels and tensor not in looked_up]
     whole = _elements(weights)
     if not whole:

@@ -17,7 +17,7 @@ from bf16kit.converter.fuse.fuse import Unpanel, fuse
 from bf16kit.converter.graph.dimensions import drop_guesses
 from bf16kit.converter.graph.initializers import const, dims, initializer, stays_inline
 from bf16kit.converter.graph.names import FreshNames, all_value_names
-from bf16kit.converter.graph.operators import SHAPE_ONLY, Bf16Form, bf16_form, label
+from bf16kit.converter.graph.operators import RECURRENT, SHAPE_ONLY, Bf16Form, bf16_form, label
 from bf16kit.converter.graph.types import InferTypes, Step
 from bf16kit.converter.plan import Planned, narrowed
 from bf16kit.converter.plan.profiles import PROFILES, Profile
@@ -286,7 +286,7 @@ def _fault(node: ir.Node, precision: Mapping[str, str], opset: int) -> str | Non
     """
     planned = precision.get(node.name or "")
     if node.domain == KERNEL:
-        is_product = node.op_type.startswith(("MatMul", "Attention", "Conv"))
+        is_product = node.op_type.startswith(("MatMul", "Attention", "Conv", *RECURRENT))
         if is_product and rounds_activations(node.op_type) != (planned == "bf16"):
             what = "round its activations" if planned == "bf16" else "not round its activations"
             return f"product {node.name!r} should {what}, and is {label(node)}"

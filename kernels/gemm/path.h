@@ -6,6 +6,7 @@
 #include "gemm/attention.h"
 #include "gemm/image.h"
 #include "gemm/norm.h"
+#include "gemm/recurrent.h"
 #include "gemm/weight.h"
 
 namespace bf16kit {
@@ -54,6 +55,8 @@ struct Path {
   Attend attend_bf16 = nullptr;
   void (*normalise)(const Norm&, int64_t first_row, int64_t rows) = nullptr;  // in fp32
   void (*convolve)(const Depthwise&, int64_t first_row, int64_t rows) = nullptr;  // in fp32; rows of the output
+  void (*recur)(const Step&) = nullptr;  // in fp32
+  void (*recur_bf16)(const Step&) = nullptr;
 
   Compute compute(Arithmetic arithmetic) const { return arithmetic == Arithmetic::kFp32 ? fp32 : bf16; }
 };

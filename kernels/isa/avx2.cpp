@@ -26,6 +26,7 @@ struct Simd {
   static constexpr int kRows = 6;
   static constexpr int kWideRows = 2;
   static constexpr int kTwoPanelRows = 1;
+  static constexpr int kDots = 8;
 
   static reg zero() { return _mm256_setzero_ps(); }
   static reg broadcast(const float* p) { return _mm256_broadcast_ss(p); }
@@ -63,6 +64,7 @@ struct Simd {
 #include "attention.inl"
 #include "norm.inl"
 #include "depthwise.inl"
+#include "recurrent.inl"
 
 }  // namespace
 }  // namespace avx2
@@ -83,6 +85,8 @@ const Path kAvx2 = {
     .attend_bf16 = avx2::attend<Arithmetic::kBf16>,
     .normalise = avx2::normalise,
     .convolve = avx2::convolve,
+    .recur = avx2::recur<Arithmetic::kFp32>,
+    .recur_bf16 = avx2::recur<Arithmetic::kBf16>,
 };
 
 }  // namespace bf16kit

@@ -28,6 +28,7 @@ namespace {
 #include "attention.inl"
 #include "norm.inl"
 #include "depthwise.inl"
+#include "recurrent.inl"
 
 }  // namespace
 }  // namespace avx512
@@ -48,6 +49,8 @@ const Path kAvx512 = {
     .attend_bf16 = avx512::attend<Arithmetic::kBf16>,
     .normalise = avx512::normalise,
     .convolve = avx512::convolve,
+    .recur = avx512::recur<Arithmetic::kFp32>,
+    .recur_bf16 = avx512::recur<Arithmetic::kBf16>,
 };
 
 }  // namespace bf16kit

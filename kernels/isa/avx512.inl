@@ -6,6 +6,7 @@ struct Simd {
   static constexpr int kRows = 12;
   static constexpr int kWideRows = 12;
   static constexpr int kTwoPanelRows = 1;
+  static constexpr int kDots = 24;  // sums of a recurrence that a tile holds in registers
 
   static reg zero() { return _mm512_setzero_ps(); }
   static reg broadcast(const float* p) { return _mm512_set1_ps(*p); }

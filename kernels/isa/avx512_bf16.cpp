@@ -28,6 +28,8 @@ namespace {
 #include "part.inl"
 #include "heads_dots.inl"
 #include "attention.inl"
+#include "recurrent_dots.inl"
+#include "recurrent.inl"
 
 }  // namespace
 }  // namespace avx512_bf16
@@ -47,6 +49,7 @@ const Path kAvx512Bf16 = {
     },
     .bf16 = avx512_bf16::compute<Arithmetic::kBf16>,
     .attend_bf16 = avx512_bf16::attend<Arithmetic::kBf16>,
+    .recur_bf16 = avx512_bf16::recur<Arithmetic::kBf16>,
 };
 
 }  // namespace bf16kit

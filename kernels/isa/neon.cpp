@@ -41,6 +41,7 @@ struct Terms<Arithmetic::kBf16> : Lanes<Arithmetic::kBf16> {};
 #include "attention.inl"
 #include "norm.inl"
 #include "depthwise.inl"
+#include "recurrent.inl"
 
 }  // namespace
 }  // namespace neon
@@ -54,6 +55,8 @@ const Path kNeon = {
     .attend_bf16 = neon::attend<Arithmetic::kBf16>,
     .normalise = neon::normalise,
     .convolve = neon::convolve,
+    .recur = neon::recur<Arithmetic::kFp32>,
+    .recur_bf16 = neon::recur<Arithmetic::kBf16>,
 };
 
 }  // namespace bf16kit

@@ -17,6 +17,7 @@ struct Simd {
   static constexpr int kRows = 4;
   static constexpr int kWideRows = 1;
   static constexpr int kTwoPanelRows = 1;
+  static constexpr int kDots = 8;
   struct reg {
     float lane[kLanes];
   };
@@ -89,6 +90,7 @@ struct Simd {
 #include "attention.inl"
 #include "norm.inl"
 #include "depthwise.inl"
+#include "recurrent.inl"
 
 }  // namespace
 }  // namespace portable
@@ -102,6 +104,8 @@ const Path kPortable = {
     .attend_bf16 = portable::attend<Arithmetic::kBf16>,
     .normalise = portable::normalise,
     .convolve = portable::convolve,
+    .recur = portable::recur<Arithmetic::kFp32>,
+    .recur_bf16 = portable::recur<Arithmetic::kBf16>,
 };
 
 }  // namespace bf16kit

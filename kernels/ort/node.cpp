@@ -132,6 +132,7 @@ void run_one(void* parts, size_t i) noexcept { static_cast<Parts*>(parts)->run(s
 
 void run_parts(void* threads, void (*part)(void*, size_t), size_t parts, void* context) {
   auto& session = *static_cast<Threads*>(threads);
+  if (session.status != nullptr) return;  // an operator that runs several times keeps its first error
   Parts all = {part, context};
   void (*const one)(void*, size_t) noexcept = run_one;  // noexcept because C code calls it, like the functions of CustomOp
   // As many batches as parts, so that each thread takes one part after the other, and a slow thread takes fewer.

@@ -105,6 +105,8 @@ struct Operators {
 
 const CustomOp* operator_at(size_t index) {
   constexpr size_t kBeforeNorms = kProductsAndLookups + kAttentionOperators, kBeforeConvs = kBeforeNorms + kNormOperators;
+  constexpr size_t kBeforeRecurrences = kBeforeConvs + kConvOperators;
+  if (index >= kBeforeRecurrences) return recurrent_operator_at(index - kBeforeRecurrences);
   if (index >= kBeforeConvs) return conv_operator_at(index - kBeforeConvs);
   if (index >= kBeforeNorms) return norm_operator_at(index - kBeforeNorms);
   if (index >= kProductsAndLookups) return attention_operator_at(index - kProductsAndLookups);

@@ -1,5 +1,5 @@
-// The operators of this library in ONNX Runtime's format. matmul_op.h, lookup_op.h, attention_op.h, norm_op.h and conv_op.h
-// describe them.
+// The operators of this library in ONNX Runtime's format. matmul_op.h, lookup_op.h, attention_op.h, norm_op.h, conv_op.h and
+// recurrent_op.h describe them.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,7 @@
 #include "ort/attention_op.h"
 #include "ort/conv_op.h"
 #include "ort/norm_op.h"
+#include "ort/recurrent_op.h"
 
 namespace bf16kit {
 
@@ -21,8 +22,10 @@ namespace bf16kit {
 //   Attention[Bf16]_FORM[_grouped][_mask]       attention_op.h
 //   AddLayerNorm[_bias][_sum], RmsNorm, AddRmsNorm[_sum]    norm_op.h
 //   Conv[Bf16]_LAYOUT[_ACTIVATION], ConvDepthwise[_ACTIVATION]    conv_op.h
+//   LSTM[2][Bf16], GRU[2][Bf16]                 recurrent_op.h
 constexpr size_t kProductsAndLookups = 2 * (1 + 4 * 2 * 6 + 4) + 3;
-constexpr size_t kOperators = kProductsAndLookups + kAttentionOperators + kNormOperators + kConvOperators;
+constexpr size_t kOperators =
+    kProductsAndLookups + kAttentionOperators + kNormOperators + kConvOperators + kRecurrentOperators;
 
 // Returns operator `index`, which lives as long as the program.
 const abi::CustomOp* operator_at(size_t index);

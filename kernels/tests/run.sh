@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the kernel's property tests into build/kernel-test/ and runs them. They test products, attention, normalisation,
-# convolutions, and the AMX path in a model.
+# convolutions, recurrences, and the AMX path in a model.
 #
 #   kernels/tests/run.sh [--sanitize] [--cases 10000] [--seed 1] [--only INDEX]
 #
@@ -19,7 +19,7 @@ fi
 mkdir -p "$out"
 
 read -ra compiler <<<"${CXX:-g++}"
-objects=() jobs=() tests=(property_test attention_test norm_test conv_test amx_test)
+objects=() jobs=() tests=(property_test attention_test norm_test conv_test recurrent_test amx_test)
 for source in kernels/isa/*.cpp kernels/gemm/*.cpp "${tests[@]/#/kernels/tests/}"; do
   [[ $source == *.cpp ]] || source+=.cpp
   object=$out/$(basename "$source" .cpp).o
