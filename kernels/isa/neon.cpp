@@ -21,7 +21,7 @@ namespace {
 // The multiply-add takes one lane of a vector as a factor of all four, so one load of x serves four steps. Loads that
 // broadcast would need as many loads as multiplications in narrow tiles, and a vector pipeline besides.
 template <Arithmetic kArithmetic>
-struct Lanes : Broadcasts<kArithmetic> {
+struct ByLane : Broadcasts<kArithmetic> {
   static constexpr int kSteps = 4;
   static Simd::reg load(const float* x) { return Simd::load(x); }
   template <int kStep, typename W>
@@ -32,9 +32,9 @@ struct Lanes : Broadcasts<kArithmetic> {
 };
 
 template <>
-struct Terms<Arithmetic::kFp32> : Lanes<Arithmetic::kFp32> {};
+struct Terms<Arithmetic::kFp32> : ByLane<Arithmetic::kFp32> {};
 template <>
-struct Terms<Arithmetic::kBf16> : Lanes<Arithmetic::kBf16> {};
+struct Terms<Arithmetic::kBf16> : ByLane<Arithmetic::kBf16> {};
 
 #include "part.inl"
 #include "heads.inl"

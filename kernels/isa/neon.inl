@@ -6,6 +6,7 @@ struct Simd {
   static constexpr int kRows = 8;
   static constexpr int kWideRows = 2;
   static constexpr int kTwoPanelRows = 1;
+  static constexpr int kDots = 24;  // sums of a recurrence that a tile holds in registers
 
   static reg zero() { return vdupq_n_f32(0); }
   static reg broadcast(const float* p) { return vld1q_dup_f32(p); }

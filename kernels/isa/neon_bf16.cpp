@@ -84,6 +84,7 @@ const Path kNeonBf16 = {
     },
     .bf16 = neon_bf16::compute<Arithmetic::kBf16>,
     .attend_bf16 = [](const Attention& a, const AttentionPart& part) { return kNeon.attend_bf16(a, part); },
+    .recur_bf16 = [](const Step& step) { kNeon.recur_bf16(step); },
 };
 
 }  // namespace bf16kit

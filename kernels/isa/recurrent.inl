@@ -26,7 +26,7 @@ struct Lanes {
   static void copy(const float* from, int64_t length, float* to) {
     const auto put = [&](int64_t i, float value) __attribute__((always_inline)) {
       to[i / kTurn * kTurn + i % kTurn / 2 + i % 2 * Simd::kLanes] =
-          kArithmetic == Arithmetic::kFp32 ? value : Tiles<kArithmetic>::rounded(value);
+          kArithmetic == Arithmetic::kFp32 ? value : rounded(value);
     };
     int64_t i = 0;
     for (; i + kTurn <= length; i += kTurn) {
