@@ -210,6 +210,21 @@ inline float tree_of(float* lanes, int count) {
   return lanes[0];
 }
 
+// The score of a row that reads the keys of its head alone: 16 sums, of every 16th column, or pair of columns in bf16.
+inline float score_alone(const float* q, const float* k, int64_t depth, Arithmetic arithmetic) {
+  const int64_t together = arithmetic == Arithmetic::kBf16 ? 2 : 1;
+  const auto at = [&](const float* row, int64_t d) { return d < depth ? taken(row[d], arithmetic) : 0.0f; };
+  float lanes[16] = {};
+  for (int64_t first = 0; first < depth; first += 16 * together) {
+    for (int64_t i = 0; i < 16; ++i) {
+      for (int64_t d = first + (i + 1) * together - 1; d >= first + i * together; --d) {
+        lanes[i] = std::fma(at(q, d), at(k, d), lanes[i]);
+      }
+    }
+  }
+  return tree_of(lanes, 16);
+}
+
 // Replaces a row's x by p. Returns the sum of p.
 inline float soften_in_order(std::vector<float>& x, Arithmetic arithmetic) {
   const float most = *std::max_element(x.begin(), x.end());
@@ -234,7 +249,9 @@ __attribute__((noinline)) inline float attend_in_mode(const AttentionCase& c, co
   std::vector<float> x(c.keys);
   for (int64_t j = 0; j < c.keys; ++j) {
     const float* q = element(a.q, batch, head, query);
-    const float score = chained(q, element(a.k, batch, kv, j), 1, c.depth, c.arithmetic);
+    const float* k = element(a.k, batch, kv, j);
+    const bool alone = c.shared * c.queries == 1;
+    const float score = alone ? score_alone(q, k, c.depth, c.arithmetic) : chained(q, k, 1, c.depth, c.arithmetic);
     const float added = c.masked ? element(a.mask, batch, head, query)[j * a.mask.column] : 0;
     x[j] = std::fma(score, a.scale, added);
   }
