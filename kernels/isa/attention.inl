@@ -4,7 +4,7 @@
 // The order of every sum is part of the interface, as in tile.inl. For one row of q and one head:
 //     s[j] = sum over the columns d of q[d] * k[j][d]
 //     x[j] = fma(s[j], scale, mask[j]), with mask = 0 if there is none
-//     p[j] = e^(x[j] - max of x)
+//     p[j] = 2^-16 e^(x[j] - max of x), so that no sum below overflows (softmax.inl)
 //     y[c] = fma(sum over the keys j of p[j] * v[j][c], 1 / sum of p, 0)
 // The sums of s and y consist of chains of 128 fused multiply-adds. Each chain starts at zero; the chains are added to a total
 // one after the other. The sum of p consists of 32 sums, each of every 32nd element, which are added up as a tree. If a row is

@@ -142,7 +142,8 @@ inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_
     if (x[j] > most - 110) worst = std::max(worst, error[j] + kRoundoff * (most - x[j]));
   }
   if (std::isinf(most)) broken = true;
-  const double smallest = rounds ? static_cast<double>(std::numeric_limits<float>::min()) : 0x1p-149;
+  // The smallest number, as p is 2^-16 of its formula.
+  const double smallest = 0x1p16 * (rounds ? static_cast<double>(std::numeric_limits<float>::min()) : 0x1p-149);
   ExpectedRow row;
   for (int64_t column = 0; column < c.width; ++column) {
     double y = 0, size = 0, largest = 0;
@@ -159,7 +160,7 @@ inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_
   return row;
 }
 
-// Returns e^t by the operations of softmax.inl, for t <= 0.
+// Returns 2^-16 e^t by the operations of softmax.inl, for t <= 0.
 inline float exponential_in_order(float t) {
   t = std::max(-110.0f, t);
   const float high = 1.44269502f, low = 1.92596303e-08f, magic = 12582912.0f + 127 + 64;
@@ -169,17 +170,17 @@ inline float exponential_in_order(float t) {
   for (float next : {0x1.5f0988p-10f, 0x1.3b2ddap-7f, 0x1.c6af7ap-5f, 0x1.ebfbdcp-3f, 0x1.62e430p-1f, 1.0f}) {
     p = std::fma(p, f, next);
   }
-  return std::ldexp(p * std::ldexp(1.0f, static_cast<int>(biased - magic) + 64), -64);
+  return std::ldexp(p * std::ldexp(1.0f, static_cast<int>(biased - magic) + 64), -80);
 }
 
-// Returns e^t by softmax.inl's operations for bf16, rounded to bf16.
+// Returns 2^-16 e^t by softmax.inl's operations for bf16, rounded to bf16.
 inline float rough_exponential_in_order(float t) {
-  t = std::max(-88.0f, t);
-  const float factor = 1.44269502f, magic = 12582912.0f + 127;
+  t = std::max(-76.9f, t);
+  const float factor = 1.44269502f, magic = 12582912.0f + 127 - 16;
   const float biased = std::fma(t, factor, magic), f = std::fma(t, factor, -(biased - magic));
   float p = 0x1.c2a246p-5f;
   for (float next : {0x1.f00c4ap-3f, 0x1.62f5fap-1f, 1.0f}) p = std::fma(p, f, next);
-  const int exponent = static_cast<int>(biased - magic);
+  const int exponent = static_cast<int>(biased - magic) - 16;
   return taken(exponent == -127 ? 0 : std::ldexp(p, exponent), Arithmetic::kBf16);
 }
 

@@ -215,6 +215,19 @@ void check_window(Arithmetic arithmetic, float hidden, Random& random) {
   }
 }
 
+// The values are so large that their sum, weighted by up to 1, would overflow; their mean does not.
+void check_overflow(Arithmetic arithmetic, int64_t queries, Random& random) {
+  AttentionCase c;
+  c.queries = queries, c.keys = 5000, c.depth = c.width = 32;
+  c.arithmetic = arithmetic;
+  c.q = Exact<float>(c.queries * c.depth, 0), c.k = Exact<float>(c.keys * c.depth, 0);
+  c.v = Exact<float>(c.keys * c.width, 0);
+  for (int64_t i = 0; i < c.q.size(); ++i) c.q[i] = random.normal() * 0.1f;
+  for (int64_t i = 0; i < c.k.size(); ++i) c.k[i] = random.normal() * 0.1f;
+  for (int64_t i = 0; i < c.v.size(); ++i) c.v[i] = 3e38f;
+  check(c, random, "overflow");
+}
+
 // Without keys, the sums are empty, so y is 0. Without queries, there is no result.
 void check_empty(Arithmetic arithmetic) {
   for (const Path* path : supported_paths(arithmetic)) {
@@ -236,6 +249,7 @@ int run(int64_t cases, int64_t only) {
     check_large(random);
     for (const Arithmetic arithmetic : {Arithmetic::kFp32, Arithmetic::kBf16}) {
       check_empty(arithmetic);
+      for (const int64_t queries : {1, 13}) check_overflow(arithmetic, queries, random);
       for (const float hidden : {kNever, -200.0f, -1e4f}) check_window(arithmetic, hidden, random);
     }
   }
