@@ -20,6 +20,9 @@ from bf16kit.converter.graph.initializers import const, const_dims, dims
 Layout = Literal["panels", "transposed"]
 
 _SWAPPED = [1, 0]
+# Products of fewer columns are left to ONNX Runtime. The kernel computes 32 columns, ONNX Runtime 16: at 16 it was
+# 2.3 times as fast as the kernel in fp32, 1.5 times in bf16 (docs/decisions/0086). The weight is small in fp32 too.
+NARROWEST = 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,11 @@ class Product:
 def product(node: ir.Node, narrow: Collection[str]) -> Product | None:
     """Return the product that ``node`` computes, if the kernel can.
 
-    ``narrow`` names the initializers stored in bf16. Left out are weights that are computed or are no matrices, and
-    constant left-hand sides. So is a Gemm with a transposed left-hand side, with factors other than 1, or with a C that
-    is computed or varies over anything but columns. A 1×1 Conv is included only for a single pixel, because others
-    would need their pixels moved before their channels, and back. Requires: types are known.
+    ``narrow`` names the initializers stored in bf16. Left out are weights that are computed, are no matrices or have
+    fewer than ``NARROWEST`` columns, and constant left-hand sides. So is a Gemm with a transposed left-hand side, with
+    factors other than 1, or with a C that is computed or varies over anything but columns. A 1×1 Conv is included only
+    for a single pixel, because others would need their pixels moved before their channels, and back.
+    Requires: types are known.
     """
     if node.op_type not in ("MatMul", "Gemm", "Conv") or node.domain != "":
         return None
@@ -68,7 +72,7 @@ def product(node: ir.Node, narrow: Collection[str]) -> Product | None:
     if left is None or left.dtype != ir.DataType.FLOAT or left.is_initializer():
         return None
     found = _convolution(node) if node.op_type == "Conv" else _matrix_product(node)
-    return found if found is not None and found.weight.name in narrow else None
+    return found if found is not None and found.weight.name in narrow and found.n >= NARROWEST else None
 
 
 def panelled_weights(graph: ir.Graph, narrow: Collection[str]) -> dict[str, int]:

@@ -4,22 +4,26 @@
 // The order of every sum is part of the interface, as in tile.inl. For one row of q and one head:
 //     s[j] = sum over the columns d of q[d] * k[j][d]
 //     x[j] = fma(s[j], scale, mask[j]), with mask = 0 if there is none
-//     p[j] = e^(x[j] - max of x)
+//     p[j] = 2^-16 e^(x[j] - max of x), so that no sum below overflows (softmax.inl)
 //     y[c] = fma(sum over the keys j of p[j] * v[j][c], 1 / sum of p, 0)
 // The sums of s and y consist of chains of 128 fused multiply-adds. Each chain starts at zero; the chains are added to a total
-// one after the other. The sum of p consists of 32 sums, each of every 32nd element, which are added up as a tree. So the bits
-// do not depend on other rows, the number of threads, or the path. Keys after the others whose p is zero, such as masked ones,
+// one after the other. The sum of p consists of 32 sums, each of every 32nd element, which are added up as a tree. If a row is
+// the only one that reads the keys of its head (one query, and no heads that share keys), its s consists of 16 sums instead,
+// each of every 16th column, from zero, which are added up as a tree (one.inl). So the bits depend on the shape of one batch
+// row, but not on other rows of the batch, other queries if there are any, the number of threads, or the path. Keys after the others whose p is zero, such as masked ones,
 // change no bit if v is finite. Whole panels of such keys, before or after all keys that a tile of rows sees, are not computed
 // (seen.inl); this changes no bit either.
 //
 // A row is NaN if every x is -inf, or if any x is NaN or +inf, as ONNX's Softmax defines.
 //
 // In bf16, q, k, p and v are rounded first. A chain adds its terms in pairs, the odd one first, as in tile.inl: pairs of columns
-// of q and k, pairs of keys of p and v. Subnormals are zero. A sum may therefore be -0, but 0 with one more chain of zeros;
+// of q and k, pairs of keys of p and v. Where s consists of 16 sums, each is of every 16th pair. Subnormals are zero. A sum may therefore be -0, but 0 with one more chain of zeros;
 // adding 0 to y makes both 0. The sum of p is that of the rounded p, so that the weights add up to 1. It consists of 16 sums,
 // each of every 16th pair, the odd one first, which are added up as a tree. Everything else is fp32.
 
 #include "wide.inl"
+
+#include "one.inl"
 
 constexpr int64_t kAhead = 2 * kPanel;  // keys that are used once are prefetched this number of keys ahead
 
@@ -57,7 +61,8 @@ inline bool used_once(const Attention& a) { return a.rows() <= Simd::kRows; }
 // Returns whether v is read in place, without a copy.
 template <typename H>
 bool values_in_place(const Attention& a) {
-  return H::kValuesInPlace && used_once(a) && a.width % kPanel == 0;
+  return a.rows() == 1 ? H::kOneInPlace && a.width % Simd::kLanes == 0
+                       : H::kValuesInPlace && used_once(a) && a.width % kPanel == 0;
 }
 
 // Returns how many columns of y are computed together: all, so that whole rows of v are read, or those of a panel.
@@ -82,7 +87,7 @@ struct Workspace {
     stride = panels * kPanel + 16;
     const int64_t sizes[] = {(used_once(a) ? 1 : panels) * elements<H>(a.depth) * kPanel,
                              values_in_place<H>(a) ? 0 : columns * elements<H>(a.keys) * kPanel,
-                             Simd::kRows * elements<H>(a.depth), Simd::kRows * stride, Simd::kRows * width_at_once<H>(a)};
+                             Simd::kRows * elements<H>(a.depth) + H::kStep, Simd::kRows * stride, Simd::kRows * width_at_once<H>(a)};
     int64_t all = 0;
     for (int64_t size : sizes) all += whole_lines(size);
     float* const data = memory.get(all);
@@ -187,7 +192,11 @@ void soften_rows(const Attention& a, const AttentionPart& part, int64_t first, i
     H::copy_row(row_of(a.q, part.batch, row.head, row.query), a.depth, space.queries + m * depth);
   }
   ask_for_rows(a, part, first, rows);
-  for (int64_t key = seen.begin; key < seen.end; key += kPanel) {
+  if (a.rows() == 1) {
+    std::memset(space.queries + depth, 0, sizeof(Element<H>) * H::kStep);
+    scores_of_one<H>(space.queries, row_of(a.k, part.batch, part.kv_head, 0), a.k.row, a.keys, a.depth, space.scores);
+  }
+  for (int64_t key = seen.begin; key < seen.end && a.rows() > 1; key += kPanel) {
     Element<H>* keys = space.keys;
     if (!used_once(a)) {
       keys += key * depth;
@@ -222,12 +231,16 @@ void add_values(const Attention& a, const AttentionPart& part, int64_t first, in
   for (int64_t column = 0; column < a.width; column += together) {
     const int64_t columns = a.width - column < together ? a.width - column : together;
     const Element<H>* values = space.values + column * elements<H>(a.keys);
+    int64_t stride = kPanel;
     if constexpr (H::kValuesInPlace) {
-      if (in_place) values = row_of(a.v, part.batch, part.kv_head, 0);
+      if (in_place) values = row_of(a.v, part.batch, part.kv_head, 0), stride = a.v.row;
     }
-    const int64_t stride = in_place ? a.v.row : kPanel;
-    multiply_wide<H>(rows, space.weights() + seen.begin, space.stride, values + seen.begin / H::kValues * stride, stride,
-                     seen.end - seen.begin, space.totals, together, together, seen.begin);
+    if (in_place && a.rows() == 1) {
+      values_of_one<H>(space.weights(), row_of(a.v, part.batch, part.kv_head, 0), a.v.row, a.keys, a.width, space.totals);
+    } else {
+      multiply_wide<H>(rows, space.weights() + seen.begin, space.stride, values + seen.begin / H::kValues * stride, stride,
+                       seen.end - seen.begin, space.totals, together, together, seen.begin);
+    }
     for (int64_t m = 0; m < rows; ++m) {
       const Row row(a, part, first + m);
       float* totals = space.totals + m * together;

@@ -17,12 +17,43 @@ struct Heads {
   static constexpr int kValues = 1;
   static constexpr bool kRounds = kArithmetic == Arithmetic::kBf16, kOddFirst = kRounds;
   // With few rows, each value is used once, so a copy would not pay off.
-  static constexpr bool kValuesInPlace = !kRounds;
+  static constexpr bool kValuesInPlace = !kRounds, kOneInPlace = !kRounds;
 
   static Vector load(const float* p) { return Simd::load(p); }
   static typename Simd::reg dot(const float* x, Vector w, typename Simd::reg sum) {
     return Simd::fma(Simd::broadcast(x), w, sum);
   }
+
+  // For one.inl: vector v of a step of a row, of k or of q, which is rounded. In bf16, a pair is two floats.
+  static constexpr int kStep = kRounds ? 32 : 16;
+  struct Lanes {
+    Vector odd, even;
+  };
+  static Lanes read_lanes(const float* step, int v) {
+    if constexpr (!kRounds) {
+      const Vector values = Simd::load(step + v * Simd::kLanes);
+      return {values, values};
+    } else {
+      alignas(64) float odd[Simd::kLanes], even[Simd::kLanes];
+      for (int i = 0; i < Simd::kLanes; ++i) {
+        const float* pair = step + 2 * (v * Simd::kLanes + i);
+        even[i] = Tiles<Arithmetic::kBf16>::rounded(pair[0]);
+        odd[i] = Tiles<Arithmetic::kBf16>::rounded(pair[1]);
+      }
+      return {Simd::load(odd), Simd::load(even)};
+    }
+  }
+  static Lanes read_rest(const float* step, int64_t left, int v) {
+    alignas(64) float rest[kStep] = {};
+    copy(step, left, rest);
+    return read_lanes(rest, v);
+  }
+  static Lanes query_lanes(const float* step, int v) { return read_lanes(step, v); }
+  static Vector dot_lanes(const Lanes& q, const Lanes& k, Vector sum) {
+    if constexpr (kRounds) sum = Simd::fma(q.odd, k.odd, sum);
+    return Simd::fma(q.even, k.even, sum);
+  }
+  static Vector read_values(const float* from, int64_t, bool) { return Simd::load(from); }
 
   static void copy_row(const float* from, int64_t length, float* to) {
     copy(from, length, to);

@@ -14,7 +14,24 @@ struct Heads<Arithmetic::kBf16> {
   using Element = Pairs16;
   using Vector = __m512i;
   static constexpr int kValues = 2;
-  static constexpr bool kOddFirst = false, kValuesInPlace = false;
+  static constexpr bool kOddFirst = false, kValuesInPlace = false, kOneInPlace = true;
+
+  // For one.inl.
+  static constexpr int kStep = 32;
+  using Lanes = __m512bh;
+  static Lanes read_lanes(const float* step, int) {
+    return _mm512_cvtne2ps_pbh(Simd::load(step + Simd::kLanes), Simd::load(step));
+  }
+  static Lanes read_rest(const float* step, int64_t left, int) {
+    const uint32_t there = (uint32_t{1} << left) - 1;
+    const auto low = static_cast<__mmask16>(there), high = static_cast<__mmask16>(there >> 16);
+    return _mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(high, step + Simd::kLanes), _mm512_maskz_loadu_ps(low, step));
+  }
+  static Lanes query_lanes(const Pairs16* step, int) { return (__m512bh)_mm512_loadu_si512(step); }
+  static Simd::reg dot_lanes(Lanes q, Lanes k, Simd::reg sum) { return _mm512_dpbf16_ps(sum, q, k); }
+  static Vector read_values(const float* from, int64_t stride, bool whole) {
+    return pair_rows(from, stride, 0xffff, whole ? 0xffff : 0);
+  }
 
   static Vector load(const Pairs16* p) { return _mm512_loadu_si512(p); }
   static Simd::reg dot(const Pairs16* x, Vector w, Simd::reg sum) { return avx512_bf16::dot(x, w, sum); }
@@ -54,8 +71,8 @@ struct Heads<Arithmetic::kBf16> {
     const __mmask16 left = static_cast<__mmask16>(there), right = static_cast<__mmask16>(there >> 16);
     for (int64_t key = 0; key < keys; key += 2, from += 2 * stride, to += kPanel) {
       const bool whole = key + 1 < keys;
-      pack_pair(from, stride, left, whole ? left : 0, to);
-      pack_pair(from + Simd::kLanes, stride, right, whole ? right : 0, to + Simd::kLanes);
+      _mm512_storeu_si512(to, pair_rows(from, stride, left, whole ? left : 0));
+      _mm512_storeu_si512(to + Simd::kLanes, pair_rows(from + Simd::kLanes, stride, right, whole ? right : 0));
     }
   }
 
@@ -77,12 +94,12 @@ struct Heads<Arithmetic::kBf16> {
   }
 
  private:
-  // Packs 16 columns of two successive rows of v as pairs. The masks `first` and `second` select the columns to read of each row;
-  // the others become zero.
-  static void pack_pair(const float* from, int64_t stride, __mmask16 first, __mmask16 second, Pairs16* to) {
+  // Returns 16 columns of two successive rows of v as pairs. The masks `first` and `second` select the columns to read of each
+  // row; the others become zero.
+  static Vector pair_rows(const float* from, int64_t stride, __mmask16 first, __mmask16 second) {
     const __m512i apart = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                            5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512 even = _mm512_maskz_loadu_ps(first, from), odd = _mm512_maskz_loadu_ps(second, from + stride);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(apart, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+    return _mm512_permutexvar_epi16(apart, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
   }
 };

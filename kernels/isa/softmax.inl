@@ -1,4 +1,9 @@
 // Softmax of a row of scores, without the final division. Included by heads.inl; attention.inl states the order of sums.
+//
+// The exponentials are 2^-16 of what the formulas say. So a sum of p * v over up to 65,536 keys is no larger than the largest v,
+// and does not overflow where the result, after the division by the sum of p, would be finite. The factor is part of a constant
+// that both exponentials have anyway. It changes no bit, unless p is below 2^-110 in bf16 or 2^-133 in fp32, or a sum is
+// subnormal.
 
 constexpr int kVectors = kPanel / Simd::kLanes;  // vectors in a row of a panel
 constexpr float kInfinity = __builtin_inff();
@@ -73,20 +78,20 @@ inline float add_masks(float* row, int64_t keys, float factor, const float* mask
   return fold(highest, Highest());
 }
 
-// e^t for t <= 0; it becomes zero where e^t rounds to zero.
+// 2^-16 e^t for t <= 0; it becomes zero where that rounds to zero.
 inline Simd::reg exponential(Simd::reg t) {
   t = Simd::max(Simd::set(-110.0f), t);
   // log2(e), in two parts
   const Simd::reg raised = exp2_raised(t, Simd::set(1.44269502f), t, Simd::set(1.92596303e-08f));
-  return Simd::mul(raised, Simd::set(kLowered));
+  return Simd::mul(raised, Simd::set(kLowered * 0x1p-16f));
 }
 
-// e^t for t <= 0 in bf16's arithmetic, where p is rounded to 8 bits: 2^f of degree 3, |relative error| <= 2^-13.2. Zero
+// 2^-16 e^t for t <= 0 in bf16's arithmetic, where p is rounded to 8 bits: 2^f of degree 3, |relative error| <= 2^-13.2. Zero
 // below the smallest normal number; the thread takes subnormals for zero.
 inline Simd::reg rough_exponential(Simd::reg t) {
-  t = Simd::max(Simd::set(-88.0f), t);
+  t = Simd::max(Simd::set(-76.9f), t);
   // As in exp2_raised: the biased exponent of 2^n; it is 0 if 2^n is subnormal.
-  const Simd::reg magic = Simd::set(12582912.0f + 127), factor = Simd::set(1.44269502f);
+  const Simd::reg magic = Simd::set(12582912.0f + 127 - 16), factor = Simd::set(1.44269502f);
   const Simd::reg biased = Simd::fma(t, factor, magic);
   const Simd::reg f = Simd::fms(t, factor, Simd::sub(biased, magic));
   // Minimax in relative error for |f| <= 0.5 (linear programming). The first coefficient is fixed at 1. The others were

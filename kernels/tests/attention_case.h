@@ -142,7 +142,8 @@ inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_
     if (x[j] > most - 110) worst = std::max(worst, error[j] + kRoundoff * (most - x[j]));
   }
   if (std::isinf(most)) broken = true;
-  const double smallest = rounds ? static_cast<double>(std::numeric_limits<float>::min()) : 0x1p-149;
+  // The smallest number, as p is 2^-16 of its formula.
+  const double smallest = 0x1p16 * (rounds ? static_cast<double>(std::numeric_limits<float>::min()) : 0x1p-149);
   ExpectedRow row;
   for (int64_t column = 0; column < c.width; ++column) {
     double y = 0, size = 0, largest = 0;
@@ -159,7 +160,7 @@ inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_
   return row;
 }
 
-// Returns e^t by the operations of softmax.inl, for t <= 0.
+// Returns 2^-16 e^t by the operations of softmax.inl, for t <= 0.
 inline float exponential_in_order(float t) {
   t = std::max(-110.0f, t);
   const float high = 1.44269502f, low = 1.92596303e-08f, magic = 12582912.0f + 127 + 64;
@@ -169,17 +170,17 @@ inline float exponential_in_order(float t) {
   for (float next : {0x1.5f0988p-10f, 0x1.3b2ddap-7f, 0x1.c6af7ap-5f, 0x1.ebfbdcp-3f, 0x1.62e430p-1f, 1.0f}) {
     p = std::fma(p, f, next);
   }
-  return std::ldexp(p * std::ldexp(1.0f, static_cast<int>(biased - magic) + 64), -64);
+  return std::ldexp(p * std::ldexp(1.0f, static_cast<int>(biased - magic) + 64), -80);
 }
 
-// Returns e^t by softmax.inl's operations for bf16, rounded to bf16.
+// Returns 2^-16 e^t by softmax.inl's operations for bf16, rounded to bf16.
 inline float rough_exponential_in_order(float t) {
-  t = std::max(-88.0f, t);
-  const float factor = 1.44269502f, magic = 12582912.0f + 127;
+  t = std::max(-76.9f, t);
+  const float factor = 1.44269502f, magic = 12582912.0f + 127 - 16;
   const float biased = std::fma(t, factor, magic), f = std::fma(t, factor, -(biased - magic));
   float p = 0x1.c2a246p-5f;
   for (float next : {0x1.f00c4ap-3f, 0x1.62f5fap-1f, 1.0f}) p = std::fma(p, f, next);
-  const int exponent = static_cast<int>(biased - magic);
+  const int exponent = static_cast<int>(biased - magic) - 16;
   return taken(exponent == -127 ? 0 : std::ldexp(p, exponent), Arithmetic::kBf16);
 }
 
@@ -210,6 +211,21 @@ inline float tree_of(float* lanes, int count) {
   return lanes[0];
 }
 
+// The score of a row that reads the keys of its head alone: 16 sums, of every 16th column, or pair of columns in bf16.
+inline float score_alone(const float* q, const float* k, int64_t depth, Arithmetic arithmetic) {
+  const int64_t together = arithmetic == Arithmetic::kBf16 ? 2 : 1;
+  const auto at = [&](const float* row, int64_t d) { return d < depth ? taken(row[d], arithmetic) : 0.0f; };
+  float lanes[16] = {};
+  for (int64_t first = 0; first < depth; first += 16 * together) {
+    for (int64_t i = 0; i < 16; ++i) {
+      for (int64_t d = first + (i + 1) * together - 1; d >= first + i * together; --d) {
+        lanes[i] = std::fma(at(q, d), at(k, d), lanes[i]);
+      }
+    }
+  }
+  return tree_of(lanes, 16);
+}
+
 // Replaces a row's x by p. Returns the sum of p.
 inline float soften_in_order(std::vector<float>& x, Arithmetic arithmetic) {
   const float most = *std::max_element(x.begin(), x.end());
@@ -234,7 +250,9 @@ __attribute__((noinline)) inline float attend_in_mode(const AttentionCase& c, co
   std::vector<float> x(c.keys);
   for (int64_t j = 0; j < c.keys; ++j) {
     const float* q = element(a.q, batch, head, query);
-    const float score = chained(q, element(a.k, batch, kv, j), 1, c.depth, c.arithmetic);
+    const float* k = element(a.k, batch, kv, j);
+    const bool alone = c.shared * c.queries == 1;
+    const float score = alone ? score_alone(q, k, c.depth, c.arithmetic) : chained(q, k, 1, c.depth, c.arithmetic);
     const float added = c.masked ? element(a.mask, batch, head, query)[j * a.mask.column] : 0;
     x[j] = std::fma(score, a.scale, added);
   }

@@ -73,14 +73,15 @@ void check_same(const Exact<float>& whole, const Exact<float>& part, int64_t fir
   }
 }
 
-// Computes one query of one batch row alone, in all heads.
+// Computes one query of one batch row alone, in all heads; or two, if one query would be the only one to read a head's keys,
+// which has another order of sums.
 void check_alone(const AttentionCase& c, const Path& path, const Exact<float>& whole, Random& random,
                  const std::string& where) {
-  const int64_t batch = random.between(0, c.batch - 1), query = random.between(0, c.queries - 1);
-  const int64_t width = c.heads() * c.width;
-  Exact<float> y(width, 1);
+  const int64_t count = c.shared == 1 && c.queries > 1 ? 2 : 1, width = c.heads() * c.width;
+  const int64_t batch = random.between(0, c.batch - 1), query = random.between(0, c.queries - count);
+  Exact<float> y(count * width, 1);
   Attention a = c.attention(y.data());
-  a.batch = a.queries = 1;
+  a.batch = 1, a.queries = count;
   a.q.data += batch * a.q.batch + query * a.q.row;
   a.k.data += batch * a.k.batch;
   a.v.data += batch * a.v.batch;
@@ -211,6 +212,19 @@ void check_window(Arithmetic arithmetic, float hidden, Random& random) {
   }
 }
 
+// The values are so large that their sum, weighted by up to 1, would overflow; their mean does not.
+void check_overflow(Arithmetic arithmetic, int64_t queries, Random& random) {
+  AttentionCase c;
+  c.queries = queries, c.keys = 5000, c.depth = c.width = 32;
+  c.arithmetic = arithmetic;
+  c.q = Exact<float>(c.queries * c.depth, 0), c.k = Exact<float>(c.keys * c.depth, 0);
+  c.v = Exact<float>(c.keys * c.width, 0);
+  for (int64_t i = 0; i < c.q.size(); ++i) c.q[i] = random.normal() * 0.1f;
+  for (int64_t i = 0; i < c.k.size(); ++i) c.k[i] = random.normal() * 0.1f;
+  for (int64_t i = 0; i < c.v.size(); ++i) c.v[i] = 3e38f;
+  check(c, random, "overflow");
+}
+
 // Without keys, the sums are empty, so y is 0. Without queries, there is no result.
 void check_empty(Arithmetic arithmetic) {
   for (const Path* path : supported_paths(arithmetic)) {
@@ -232,6 +246,7 @@ int run(int64_t cases, int64_t only) {
     check_large(random);
     for (const Arithmetic arithmetic : {Arithmetic::kFp32, Arithmetic::kBf16}) {
       check_empty(arithmetic);
+      for (const int64_t queries : {1, 13}) check_overflow(arithmetic, queries, random);
       for (const float hidden : {kNever, -200.0f, -1e4f}) check_window(arithmetic, hidden, random);
     }
   }

@@ -55,6 +55,14 @@ def test_every_variant_gives_float64_s_result_with_and_without_the_kernel(
     assert (stored.data_type, [*stored.dims]) == (TensorProto.BFLOAT16, [n, K] if layout == "transposed" else [K * n])
 
 
+def test_a_product_of_16_columns_is_left_to_onnx_runtime_which_is_faster_there(tmp_path: Path) -> None:
+    for n in (16, 17):
+        written = layer(n, "panels", bias=True, activation="none")
+        made = lower(tmp_path / str(n) / "1", written, profiles=["cpu", ROUNDING])
+        for profile in ("cpu", ROUNDING):
+            assert len(ours(made, profile)) == (n > 16)
+
+
 @pytest.mark.parametrize("opset", [13, 17, 20, 22, 24])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_the_graph_is_plain_onnx_of_the_model_s_own_opset(activation: str, opset: int, tmp_path: Path) -> None:
