@@ -37,8 +37,8 @@ struct Heads {
       alignas(64) float odd[Simd::kLanes], even[Simd::kLanes];
       for (int i = 0; i < Simd::kLanes; ++i) {
         const float* pair = step + 2 * (v * Simd::kLanes + i);
-        even[i] = Tiles<Arithmetic::kBf16>::rounded(pair[0]);
-        odd[i] = Tiles<Arithmetic::kBf16>::rounded(pair[1]);
+        even[i] = rounded(pair[0]);
+        odd[i] = rounded(pair[1]);
       }
       return {Simd::load(odd), Simd::load(even)};
     }
