@@ -13,6 +13,7 @@ from onnx import ModelProto, helper
 
 import graphs
 from bf16kit.converter.plan.decisions import Islands
+from bf16kit.converter.report.oncpu import on_cpu
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort.kernel import VARIABLE
 
@@ -79,6 +80,9 @@ def test_a_layer_becomes_one_node_on_its_stored_weights_with_the_same_outputs(
     assert (node.name, node.op_type) == ("layer", f"{op}{'2' if two else ''}")
     others = [(each.op_type, *each.input) for each in made.graph("cpu").node if each is not node and each.domain == ""]
     assert {*others} <= {("Cast", "b")}  # no weight is reordered or widened
+    gained = on_cpu(made.artifact.manifest)
+    assert gained is not None
+    assert gained.memory < 0.52
     feeds = fed(proto)
     expected = made.run_source(feeds)
     own = made.run_kernel(feeds, "cpu")
