@@ -25,4 +25,5 @@ for library in libasan.so libubsan.so libstdc++.so.6; do preload+=" $("${compile
 LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 BF16KIT_TEST_KERNEL="$PWD/$out/_bf16kernel.so" \
   "${PYTHON:-python3}" -m pytest -q tests/kit/runtime/test_kernel_graphs.py tests/kit/runtime/test_kernel_refusals.py \
   tests/kit/runtime/test_attention.py tests/kit/runtime/test_norm.py tests/kit/runtime/test_conv.py \
-  tests/converter/fuse/test_panels.py tests/converter/fuse/test_join.py tests/converter/fuse/test_convolve.py
+  tests/kit/runtime/test_recurrent.py tests/converter/fuse/test_panels.py tests/converter/fuse/test_join.py \
+  tests/converter/fuse/test_convolve.py

@@ -12,6 +12,8 @@ from lowered import lower
 from onnx import ModelProto, helper
 
 import graphs
+from bf16kit.converter.plan.decisions import Islands
+from bf16kit.converter.report.oncpu import on_cpu
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.ort.kernel import VARIABLE
 
@@ -78,6 +80,9 @@ def test_a_layer_becomes_one_node_on_its_stored_weights_with_the_same_outputs(
     assert (node.name, node.op_type) == ("layer", f"{op}{'2' if two else ''}")
     others = [(each.op_type, *each.input) for each in made.graph("cpu").node if each is not node and each.domain == ""]
     assert {*others} <= {("Cast", "b")}  # no weight is reordered or widened
+    gained = on_cpu(made.artifact.manifest)
+    assert gained is not None
+    assert gained.memory < 0.52
     feeds = fed(proto)
     expected = made.run_source(feeds)
     own = made.run_kernel(feeds, "cpu")
@@ -106,3 +111,15 @@ def test_a_layer_that_computes_otherwise_stays(op: str, given: dict[str, Any], t
 def test_the_activations_by_default_may_be_named(tmp_path: Path) -> None:
     named = layer("LSTM", "bidirectional", activations=["Sigmoid", "Tanh", "Tanh"] * 2)
     assert [node.op_type for node in ours(lower(tmp_path / "m" / "1", named))] == ["LSTM"]
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU"])
+def test_cpu_bf16_rounds_x_and_h_unless_the_layer_is_kept(op: str, tmp_path: Path) -> None:
+    """The results differ from those of ``cpu`` by roundings to bf16, and by no more."""
+    profiles, proto = ("cpu", "cpu-bf16"), layer(op)
+    made = lower(tmp_path / "m" / "1", proto, profiles=profiles)
+    assert [node.op_type for node in ours(made, "cpu-bf16")] == [f"{op}Bf16"]
+    own, rounded = (made.run_kernel(fed(proto), profile)["y"] for profile in profiles)
+    assert 1e-4 < np.abs(rounded - own).max() < 0.02
+    kept = lower(tmp_path / "k" / "1", proto, profiles=profiles, islands=Islands(nodes={"layer": "kept"}))
+    assert [node.op_type for node in ours(kept, "cpu-bf16")] == [op]
