@@ -7,6 +7,7 @@
 #   kernels     the C++ tests of run.sh, as each processor of PROCESSORS: CASES random cases each (default 500)
 #   models      cross-build the wheel, install it beside Debian's Python and the other wheels for Arm; load artifacts converted
 #               here in each profile, as the processors MODELS_ON: load() judges their golden samples (aarch64_models.py)
+#   served      after models: bf16-serve in the emulator answers a request over gRPC, with the bits that this processor computes
 #
 # Debian's packages come from the mirror that apt uses here. They are unpacked into build/emulated/aarch64; nothing is installed.
 # The cross compiler must be installed (Debian: apt-get install g++-aarch64-linux-gnu). MORE names directories of other artifacts.
@@ -73,15 +74,30 @@ models() {
     cannot "the wheels for aarch64 cannot be had"
   [[ -d $work/models ]] || "$python" kernels/tests/emulated/aarch64_models.py convert "$work/models"
   for processor in ${MODELS_ON:-neoverse-n1 neoverse-v1}; do
-    PYTHONHOME=$root/usr PYTHONPATH=$site PYTHONDONTWRITEBYTECODE=1 ORT_DISABLE_TELEMETRY=1 "$qemu" -cpu "$processor" -L "$root" \
-      "$root/usr/bin/python3.11" kernels/tests/emulated/aarch64_models.py load "$processor" "$work"/models/* ${MORE:-}
+    (arm "$processor" kernels/tests/emulated/aarch64_models.py load "$processor" "$work"/models/* ${MORE:-})
   done
 }
 
+arm() {  # PROCESSOR ARGUMENT…: Python in the emulator
+  local processor=$1; shift
+  PYTHONHOME=$work/root/usr PYTHONPATH=$work/site PYTHONDONTWRITEBYTECODE=1 ORT_DISABLE_TELEMETRY=1 \
+    exec "$qemu" -cpu "$processor" -L "$work/root" "$work/root/usr/bin/python3.11" "$@"
+}
+
+served() {
+  # The server's shadow process cannot start, because the emulator is not registered for Arm's programs; its log says so.
+  local server port=${PORT:-18001} status=0
+  arm neoverse-v1 "$work/site/bin/bf16-serve" --repository "$work/models" --grpc-port "$port" --http-port 0 >"$work/served.log" 2>&1 &
+  server=$!
+  "$python" kernels/tests/emulated/aarch64_models.py ask "127.0.0.1:$port" "$work/models/mlp/1" || status=$?
+  kill "$server"
+  ((status == 0)) || { tail -20 "$work/served.log"; return "$status"; }
+}
+
 python=${PYTHON:-python3} steps=("$@")
-((${#steps[@]})) || steps=(kernels models)
+((${#steps[@]})) || steps=(kernels models served)
 emulator
 for step in "${steps[@]}"; do
-  [[ $step =~ ^(kernels|models)$ ]] || { echo "emulated aarch64: there is no step $step" >&2; exit 2; }
+  [[ $step =~ ^(kernels|models|served)$ ]] || { echo "emulated aarch64: there is no step $step" >&2; exit 2; }
   "$step"
 done

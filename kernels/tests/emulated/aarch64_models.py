@@ -3,12 +3,14 @@
 ``convert DIRECTORY`` writes DIRECTORY/mlp, cnn and lstm. ``load PROCESSOR DIRECTORY…`` loads each artifact in the
 profiles ``cpu`` and ``cpu-bf16``: this raises an error if golden samples differ by more than the artifact's budget
 from what was certified, and exits with status 1 if the kernel runs another path than the processor's fastest.
+``ask ADDRESS DIRECTORY`` sends a server one request, and compares the result with what the artifact computes here.
 """
 
 from __future__ import annotations
 
 import platform
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -64,8 +66,39 @@ def load(processor: str, directories: list[str]) -> None:
         sys.exit(f"{processor}: the kernel ran the paths {sorted(seen)}")
 
 
+def ask(address: str, directory: Path) -> None:
+    """Ask the server for what the artifact computes here, in bf16 by bf16kit's kernel: all bits must be equal."""
+    import numpy as np
+    from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
+    from tritonclient.utils import InferenceServerException
+
+    import bf16kit
+
+    here = bf16kit.load(directory, profile="cpu-bf16")
+    x = np.random.default_rng(1).standard_normal((4, 256)).astype(np.float32)
+    (name, expected), *_ = here(x).items()
+    client, began = InferenceServerClient(address), time.monotonic()
+    while True:
+        try:
+            if client.is_model_ready("mlp"):
+                break
+        except InferenceServerException:
+            pass  # not yet listening
+        if time.monotonic() - began > 300:
+            sys.exit(f"no model is ready at {address} after 300 s")
+        time.sleep(1)
+    feed = InferInput(here.inputs[0].name, list(x.shape), "FP32")
+    feed.set_data_from_numpy(x)
+    found = client.infer("mlp", [feed], outputs=[InferRequestedOutput(name)]).as_numpy(name)
+    if not np.array_equal(found, expected):
+        sys.exit(f"the served result differs from {here.info.kernel}'s here by up to {np.abs(found - expected).max()}")
+    click.echo(f"a request over gRPC: the emulated server's bits equal {here.info.kernel}'s here")
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "convert":
         convert(Path(sys.argv[2]))
+    elif sys.argv[1] == "ask":
+        ask(sys.argv[2], Path(sys.argv[3]))
     else:
         load(sys.argv[2], sys.argv[3:])
