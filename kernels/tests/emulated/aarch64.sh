@@ -5,10 +5,13 @@
 #   kernels/tests/emulated/aarch64.sh [STEP…]     all steps, unless some are named:
 #
 #   kernels     the C++ tests of run.sh, as each processor of PROCESSORS: CASES random cases each (default 500)
+#   models      cross-build the wheel, install it beside Debian's Python and the other wheels for Arm; load artifacts converted
+#               here in each profile, as the processors MODELS_ON: load() judges their golden samples (aarch64_models.py)
+#   served      after models: bf16-serve in the emulator answers a request over gRPC, with the bits that this processor computes
 #
 # Debian's packages come from the mirror that apt uses here. They are unpacked into build/emulated/aarch64; nothing is installed.
-# The cross compiler must be installed (Debian: apt-get install g++-aarch64-linux-gnu). Exits with 0 and the reason if something cannot be had,
-# unless REQUIRED=1.
+# The cross compiler must be installed (Debian: apt-get install g++-aarch64-linux-gnu). MORE names directories of other artifacts.
+# Exits with 0 and the reason if something cannot be had, unless REQUIRED=1. PYTHON: an interpreter that has the project.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
@@ -51,10 +54,50 @@ kernels() {
   CXX="$cxx -static" OUT=aarch64 RUN=$work/on-each kernels/tests/run.sh --cases "${CASES:-500}"
 }
 
-steps=("$@")
-((${#steps[@]})) || steps=(kernels)
+models() {
+  local root=$work/root site=$work/site tag=linux_aarch64
+  if [[ ! -e $root/usr/bin/python3.11 ]]; then
+    apt_in bookworm arm64 update >&2 || true
+    apt_in bookworm arm64 install -y --download-only python3.11-minimal libpython3.11-stdlib libstdc++6 libc6 >&2 ||
+      cannot "Debian's packages for arm64 cannot be downloaded"
+    for package in "$work"/apt-bookworm-arm64/cache/archives/*.deb; do dpkg -x "$package" "$root"; done
+  fi
+  rm -rf "$work"/{dist,made}
+  BF16KIT_BUILD_KERNEL=1 CC=${cxx/g++/gcc} CXX=$cxx LDSHARED="${cxx/g++/gcc} -shared" LDCXXSHARED="$cxx -shared" "$python" setup.py -q \
+    build --build-base "$work/made" bdist_wheel --plat-name "$tag" --dist-dir "$work/dist" --bdist-dir "$work/made/bdist" 2>"$work/log" ||
+    { cat "$work/log"; return 1; }
+  local platforms=(--platform "$tag") glibc
+  for glibc in 28 27 26 24 17; do platforms+=(--platform "manylinux_2_${glibc}_aarch64"); done
+  rm -rf "$site"
+  "$python" -m pip install -qq --disable-pip-version-check --target "$site" "${platforms[@]}" --platform manylinux2014_aarch64 --no-compile \
+    --python-version 3.11 --implementation cp --only-binary=:all: -c constraints.txt "$(echo "$work"/dist/*.whl)[cpu]" ||
+    cannot "the wheels for aarch64 cannot be had"
+  [[ -d $work/models ]] || "$python" kernels/tests/emulated/aarch64_models.py convert "$work/models"
+  for processor in ${MODELS_ON:-neoverse-n1 neoverse-v1}; do
+    (arm "$processor" kernels/tests/emulated/aarch64_models.py load "$processor" "$work"/models/* ${MORE:-})
+  done
+}
+
+arm() {  # PROCESSOR ARGUMENT…: Python in the emulator
+  local processor=$1; shift
+  PYTHONHOME=$work/root/usr PYTHONPATH=$work/site PYTHONDONTWRITEBYTECODE=1 ORT_DISABLE_TELEMETRY=1 \
+    exec "$qemu" -cpu "$processor" -L "$work/root" "$work/root/usr/bin/python3.11" "$@"
+}
+
+served() {
+  # The server's shadow process cannot start, because the emulator is not registered for Arm's programs; its log says so.
+  local server port=${PORT:-18001} status=0
+  arm neoverse-v1 "$work/site/bin/bf16-serve" --repository "$work/models" --grpc-port "$port" --http-port 0 >"$work/served.log" 2>&1 &
+  server=$!
+  "$python" kernels/tests/emulated/aarch64_models.py ask "127.0.0.1:$port" "$work/models/mlp/1" || status=$?
+  kill "$server"
+  ((status == 0)) || { tail -20 "$work/served.log"; return "$status"; }
+}
+
+python=${PYTHON:-python3} steps=("$@")
+((${#steps[@]})) || steps=(kernels models served)
 emulator
 for step in "${steps[@]}"; do
-  [[ $step == kernels ]] || { echo "emulated aarch64: there is no step $step" >&2; exit 2; }
+  [[ $step =~ ^(kernels|models|served)$ ]] || { echo "emulated aarch64: there is no step $step" >&2; exit 2; }
   "$step"
 done
