@@ -62,7 +62,7 @@ def test_everything_is_shown_on_a_narrow_terminal_with_the_verdict_first(
         manifest.source.sha256,
         "torch, 4 tensors, 7.0 kB",
         f"size        {disk_size(mlp)}",
-        "layout      2 of 2 bf16 tensors, 100% of their bytes, in panels of 32 columns",
+        "layout      1 of 2 bf16 tensors, ",
         "batching    axis 0",
         "runs with   onnxruntime 1.24 or later (cpu)",
         "[batch,16]",
