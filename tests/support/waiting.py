@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def until(
-    condition: Callable[[], object], seconds: float = 20.0, what: str | Callable[[], str] = "the condition"
+    condition: Callable[[], object], seconds: float = 60.0, what: str | Callable[[], str] = "the condition"
 ) -> None:
     """Return as soon as ``condition()`` is true. Raise AssertionError after ``seconds``; only failures take so long."""
     begun = time.monotonic()
