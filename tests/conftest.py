@@ -1,12 +1,15 @@
-"""What every test needs: a hypothesis profile without deadlines, the kernel under test, and turns of ``pytest -n``.
+"""What every test needs: profiles of hypothesis, the kernel under test, turns of ``pytest -n``, and few live objects.
 
 Tests run side by side in several processes under ``pytest -n``; those marked ``alone`` wait for a turn without others.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -33,6 +36,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 if os.environ.get("BF16KIT_TEST_KERNEL"):
     kernel.LIBRARY = Path(os.environ["BF16KIT_TEST_KERNEL"])
 
+_modules_at_last_freeze = 0
 _DIRECTORY, _TURNS = pytest.StashKey[str](), pytest.StashKey[Turns]()
 
 
@@ -66,3 +70,27 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     with turns.turn(alone=item.get_closest_marker("alone") is not None):
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _what_libraries_make_is_made_once() -> None:
+    """Save time after a test has imported large libraries. Neither measure changes what a test sees."""
+    global _modules_at_last_freeze
+    if len(sys.modules) > _modules_at_last_freeze + 50:
+        _collect_only_what_is_new()
+        _keep_torchs_table_of_operators()
+        _modules_at_last_freeze = len(sys.modules)
+
+
+def _collect_only_what_is_new() -> None:
+    """Set all present objects aside: the many collections of a conversion would spend a third of its time on them."""
+    gc.collect()  # garbage that is frozen is never freed
+    gc.freeze()
+
+
+def _keep_torchs_table_of_operators() -> None:
+    """Cache the exporter's table of ONNX functions: filling it takes 0.4 s per export. No test adds to it."""
+    registration = sys.modules.get("torch.onnx._internal.exporter._registration")
+    if registration is not None and isinstance(vars(registration.ONNXRegistry)["from_torchlib"], classmethod):
+        kept = staticmethod(functools.cache(registration.ONNXRegistry.from_torchlib))
+        registration.ONNXRegistry.from_torchlib = kept

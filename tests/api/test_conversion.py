@@ -209,7 +209,7 @@ def test_the_callers_module_stays_as_it_is(tmp_path: Path, dtype: torch.dtype) -
     assert module.training
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.(trace|trace_method). is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.(trace|trace_method). is deprecated")
 def test_a_module_that_cannot_be_converted_is_refused_with_the_reason(net: Mlp, tmp_path: Path, x: Array) -> None:
     class Locked(Mlp):
         def __init__(self) -> None:
@@ -258,7 +258,7 @@ class _Loader:
         return torch.ones(2 + index, 16, requires_grad=True), torch.zeros(2 + index)  # labels
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch.compile's
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch.compile's
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "samples", "inputs"),

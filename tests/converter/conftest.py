@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,38 +17,11 @@ from bf16kit.converter.cli import run
 Factory = pytest.TempPathFactory
 
 
-_modules_at_last_freeze = 0
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _a_second_judge() -> Iterator[None]:
     """Let a second judge check every artifact that the tests convert."""
     with judging_conversions():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _what_libraries_make_is_made_once() -> None:
-    """Save time after a test has imported large libraries. Neither measure changes what a test sees."""
-    global _modules_at_last_freeze
-    if len(sys.modules) > _modules_at_last_freeze + 50:
-        _collect_only_what_is_new()
-        _keep_torchs_table_of_operators()
-        _modules_at_last_freeze = len(sys.modules)
-
-
-def _collect_only_what_is_new() -> None:
-    """Set all present objects aside: the many collections of a conversion would spend a third of its time on them."""
-    gc.collect()  # garbage that is frozen is never freed
-    gc.freeze()
-
-
-def _keep_torchs_table_of_operators() -> None:
-    """Cache the exporter's table of ONNX functions: filling it takes 0.4 s per export. No test adds to it."""
-    registration = sys.modules.get("torch.onnx._internal.exporter._registration")
-    if registration is not None and isinstance(vars(registration.ONNXRegistry)["from_torchlib"], classmethod):
-        kept = staticmethod(functools.cache(registration.ONNXRegistry.from_torchlib))
-        registration.ONNXRegistry.from_torchlib = kept
 
 
 @pytest.fixture

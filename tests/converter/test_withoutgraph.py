@@ -18,7 +18,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.converter.read import scripted, torch_file
 from bf16kit.runtime.loading import load
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")  # torch.jit raises it itself
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
 _INPUT = ("--input", "x:float32:batch,16", "--trust-code")

@@ -25,7 +25,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import SCHEMA_VERSION
 from bf16kit.converter.cli import run
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")  # torch.jit's own
 
 
 def convert(source: Path, target: Path, *options: str) -> None:

@@ -54,7 +54,7 @@ class _Endless(torch.nn.Module):
 def write_endless_script(target: Path) -> Artifact:
     """Publish a TorchScript module whose run never ends."""
     artifact = write_mlp(target)
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    with warnings.catch_warnings(action="ignore"):
         scripted: Any = torch.jit.script(_Endless())
     scripted.save(str(target / "model.torchscript.pt"))
     entry = ProfileEntry(format="torchscript", graph="model.torchscript.pt", precision="fp32", verified="host")

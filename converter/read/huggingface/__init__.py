@@ -12,7 +12,7 @@ from bf16kit.converter.read import safetensors_file
 from bf16kit.converter.read.detect import Kind
 from bf16kit.converter.read.huggingface.inputs import batches, declared, sampler
 from bf16kit.converter.read.huggingface.model_directory import INDEX, Directory, companions
-from bf16kit.converter.read.huggingface.module import CACHE, Cache, is_causal, leave_out_extras, load_module, sentence
+from bf16kit.converter.read.huggingface.module import CACHES, Cache, is_causal, leave_out_extras, load_module, sentence
 from bf16kit.converter.read.onnx_export import Call, adapt, not_served
 from bf16kit.converter.read.sources import Advance, check_names, exported_source, precision_notes
 from bf16kit.converter.source import Array, Checkpoint, Feeds, Sampler, Source, TorchModel, digest_files
@@ -50,7 +50,7 @@ def load(options: Options, directory: Directory, tensors: Mapping[str, Array]) -
     if directory.parts is not None and whole is None:
         notes.append(_WITHOUT_LIBRARY)
     model, sampler, more = (_with_past if options.with_past else _in_one_pass)(options, directory, module, whole)
-    remedy = "--with-past serves the cache" if CACHE in model.left_out and is_causal(module) else ""
+    remedy = "--with-past serves the cache" if set(CACHES) & set(model.left_out) and is_causal(module) else ""
     return model, sampler, [*notes, *more, *not_served(model.outputs, model.left_out, remedy)]
 
 

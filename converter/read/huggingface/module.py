@@ -25,7 +25,8 @@ from bf16kit.messages.errors import SourceError, UsageError
 from bf16kit.messages.wording import first_few
 from bf16kit.numerics.tensors import TensorSpec
 
-CACHE, _PAST, _TOTAL = "past_key_values", "past", "total"
+_CACHE, _PAST, _TOTAL = "past_key_values", "past", "total"
+CACHES = (_CACHE, "cache")  # what models call it: transformers 5.24 has renamed it
 _ROWS, _SEQ_RANGE, _PAST_RANGE = 2, (1, 17), (4, 33)  # the upper ends are excluded
 _KNOWN = ("Pooling", "Dense", "Normalize", "Dropout")
 
@@ -206,14 +207,14 @@ class Cache:
             raise UsageError(f"--with-past: {name} is not a causal language model; leave the option out")
         with quiet(), torch.no_grad():
             output = module(input_ids=torch.ones((1, 3), dtype=torch.int64), use_cache=True, return_dict=True)
-        layers = getattr(output.get(CACHE), "layers", ())
-        tensors = {f"{CACHE}.{n}.{part}": t for n, layer in enumerate(layers) for part, t in _keys_and_values(layer)}
+        layers = getattr(output.get(_keyword(module)), "layers", ())
+        tensors = {f"{_CACHE}.{n}.{part}": t for n, layer in enumerate(layers) for part, t in _keys_and_values(layer)}
         if not tensors or not all(isinstance(t, torch.Tensor) and t.shape[2:3] == (3,) for t in tensors.values()):
             raise UsageError(f"--with-past: {name} keeps more than keys and values; leave the option out")
         shapes = {name: (BATCH, tensor.shape[1], _PAST, tensor.shape[3]) for name, tensor in tensors.items()}
         self.specs = tuple(TensorSpec(name, "float32", shape) for name, shape in shapes.items())
         self.spreads = [float(tensor.std()) for tensor in tensors.values()]
-        self.left_out = tuple(name for name in left_out(output) if name != CACHE)
+        self.left_out = tuple(name for name in left_out(output) if name not in CACHES)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -229,12 +230,13 @@ class Cache:
         tensors = [feeds[spec.name] for spec in self.specs]
         # Without the config, a layer with a sliding window is only masked, and still keeps the whole past.
         cache = DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))
-        given = {"input_ids": ids, "attention_mask": mask, CACHE: cache, "use_cache": True, "return_dict": True}
+        keyword = _keyword(module)
+        given = {"input_ids": ids, "attention_mask": mask, keyword: cache, "use_cache": True, "return_dict": True}
         if "position_ids" in inspect.signature(module.forward).parameters:
             given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         output = module(**given)
         outputs = dict(named_tensors(output))
-        for index, layer in enumerate(output.past_key_values.layers):
+        for index, layer in enumerate(output[keyword].layers):
             outputs |= {f"present.{index}.{part}": tensor for part, tensor in _keys_and_values(layer)}
         return outputs
 
@@ -255,8 +257,13 @@ class Cache:
 
 def is_causal(module: Any) -> bool:
     """Return whether ``module`` takes a cache and has no encoder."""
-    takes = CACHE in inspect.signature(module.forward).parameters
-    return takes and not getattr(module.config, "is_encoder_decoder", False)
+    return bool(_keyword(module)) and not getattr(module.config, "is_encoder_decoder", False)
+
+
+def _keyword(module: Any) -> str:
+    """Return the name of the argument and output that is the cache of ``module``; empty if it has none."""
+    taken = inspect.signature(module.forward).parameters
+    return next((name for name in CACHES if name in taken), "")
 
 
 def _keys_and_values(layer: Any) -> list[tuple[str, Any]]:

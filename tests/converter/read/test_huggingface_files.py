@@ -142,8 +142,10 @@ def test_outputs_that_the_config_requests_are_named_and_not_computed(
         found = Directory.open(hfzoo.save(name, tmp_path / name, **config))
     options = Options(source=found.path, target=parse_target(tmp_path / "m" / "1"))
     model, _, notes = load(options, found, found.tensors()[0])
-    assert set(model.left_out) == left_out
-    assert all(name in note for name in left_out for note in notes)
+    assert {
+        {"cache": "past_key_values"}.get(name, name) for name in model.left_out
+    } == left_out  # renamed by transformers 5.24
+    assert all(name in note for name in model.left_out for note in notes)
     assert len(notes) == bool(left_out)
     with torch.no_grad():
         assert len(model.module(*model.example)) == len(model.outputs)

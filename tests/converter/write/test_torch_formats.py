@@ -26,7 +26,7 @@ from bf16kit.numerics.tensors import Array, TensorSpec
 from bf16kit.runtime import scriptgraph
 from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit raises it itself
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")  # torch.jit raises it itself
 
 X = (TensorSpec("x", "float32", ("batch", 16)),)
 STEPS = (TensorSpec("x", "float32", ("batch", 3, 16)),)

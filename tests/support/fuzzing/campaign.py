@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import sys
 from collections import Counter, defaultdict
@@ -74,6 +75,8 @@ def warm(found: tuple[Seed, ...], work: Path) -> list[str]:
             if name not in sys.modules:
                 with contextlib.suppress(ImportError):  # some modules are created by others: no importer finds them
                     importlib.import_module(name)
+    gc.collect()  # garbage that is set aside is never freed
+    gc.freeze()  # otherwise every child would visit, and so copy, the half million objects of torch
     return faults
 
 

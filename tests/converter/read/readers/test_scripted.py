@@ -22,7 +22,7 @@ from bf16kit.converter.read import scripted, torch_file
 from bf16kit.messages.errors import SourceError
 from bf16kit.runtime.loading import load, load_reference
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")  # torch.jit's own
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
