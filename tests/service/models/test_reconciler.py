@@ -209,6 +209,24 @@ def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
 
 
 @pytest.mark.long
+def test_a_slow_load_that_a_newer_wish_wants_too_is_not_given_up(
+    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading_threads, "PATIENCE_SECONDS", 0.05)
+    put(tmp_path, version=1)
+    loads.go.clear()
+    first = repository.load("m")
+    until(lambda: loads.begun == ["m/1"])
+    put(tmp_path, version=2)
+    both = repository.load("m")
+    stays(lambda: not first.done(), 0.5, "the load")
+    loads.go.set()
+    first.result(60)
+    both.result(60)
+    assert loads.begun == ["m/1", "m/2"]
+
+
+@pytest.mark.long
 def test_models_added_to_a_ready_server_do_not_make_it_unready(
     tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
