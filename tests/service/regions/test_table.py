@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bf16kit.messages.errors import AlreadyExists, InvalidRequest, Overloaded
+from bf16kit.messages.errors import InvalidRequest
 from bf16kit.service.operations import Region
 from bf16kit.service.regions import DIRECTORY, RegionTable
 
@@ -42,15 +42,6 @@ def region(path: Path, name: str = "r", offset: int = 0, byte_size: int = 4096) 
     return Region(name, f"/{path.name}", offset, byte_size)
 
 
-def test_a_region_is_read_and_written_in_the_clients_file(make: Make) -> None:
-    path, regions = make("both", content=bytes(range(256)) * 32), table()
-    regions.register(region(path, offset=256, byte_size=4096))
-    assert regions.lease("r", 16, 4).read() == bytes([16, 17, 18, 19])
-    regions.lease("r", 4000, 8).write(np.array([1.5, -2.0], np.float32))
-    assert np.frombuffer(path.read_bytes()[4256:4264], np.float32).tolist() == [1.5, -2.0]
-    assert path.stat().st_size == 8192
-
-
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_a_key_is_read_as_shm_open_reads_it(slash: str) -> None:
     memory = shared_memory.SharedMemory(f"bf16kit-test-{os.getpid()}-key", create=True, size=64)
@@ -75,33 +66,6 @@ def test_a_key_names_a_file_in_the_directory_with_the_prefix(make: Make, key: st
     regions.register(region(path))
     with pytest.raises(InvalidRequest):
         table(f"{path.name}-").register(region(path))
-
-
-def test_a_region_has_a_name_of_1_to_255_characters(make: Make) -> None:
-    path, regions = make("named"), table()
-    for name in ("", "x" * 256):
-        with pytest.raises(InvalidRequest):
-            regions.register(region(path, name))
-    regions.register(region(path, "x" * 255))
-
-
-@pytest.mark.parametrize(
-    ("offset", "byte_size"), [(0, 4097), (4096, 1), (2**64 - 1, 2**64 - 1), (0, 0), (16, 0), (-1, 4), (0, -4)]
-)
-def test_a_region_has_bytes_and_its_file_has_them(make: Make, offset: int, byte_size: int) -> None:
-    with pytest.raises(InvalidRequest):
-        table(nbytes=1 << 62).register(region(make("short"), offset=offset, byte_size=byte_size))
-
-
-@pytest.mark.parametrize("regions", [table(regions=1), table(nbytes=5000)], ids=["regions", "bytes"])
-def test_the_number_of_regions_and_their_bytes_are_limited(make: Make, regions: RegionTable) -> None:
-    path = make("bounded")
-    regions.register(region(path, "a"))
-    with pytest.raises(Overloaded) as refused:
-        regions.register(region(path, "b"))
-    assert refused.value.reason == "regions"
-    regions.unregister("a")
-    regions.register(region(path, "b"))
 
 
 def test_anything_but_a_plain_file_with_one_name_gets_the_same_error(tmp_path: Path) -> None:
@@ -139,19 +103,3 @@ def test_a_file_that_shrinks_right_after_the_check_does_not_grow(make: Make, mon
     with pytest.raises(InvalidRequest, match="'r' has been shrunk since it was registered"):
         regions.lease("r", 0, 8192).write(np.ones(8192, np.uint8))
     assert path.read_bytes() == b"\1" * 4096, "what is left of it is written to"
-
-
-def test_another_process_adopts_the_registered_file_even_if_it_was_renamed(make: Make) -> None:
-    path, supervisor, worker = make("adopted", content=b"a" * 4096), table(), table()
-    supervisor.register(region(path))
-    path.unlink()
-    path.write_bytes(b"b" * 4096)
-    for _ in range(2):
-        worker.adopt(region(path), supervisor.descriptor("r"))
-    assert list(worker.status("")) == [region(path)]
-    supervisor.unregister("")
-    assert worker.lease("r", 0, 2).read() == b"aa"
-    supervisor.register(region(path))
-    for other in (region(path), region(path, offset=16, byte_size=16)):
-        with pytest.raises(AlreadyExists):
-            worker.adopt(other, supervisor.descriptor("r"))
