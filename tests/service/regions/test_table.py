@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bf16kit.messages.errors import InvalidRequest
+from bf16kit.messages.errors import AlreadyExists, InvalidRequest
 from bf16kit.service.operations import Region
 from bf16kit.service.regions import DIRECTORY, RegionTable
 
@@ -40,6 +40,15 @@ def table(prefix: str = "bf16kit", *, regions: int = 1024, nbytes: int = 1 << 30
 
 def region(path: Path, name: str = "r", offset: int = 0, byte_size: int = 4096) -> Region:
     return Region(name, f"/{path.name}", offset, byte_size)
+
+
+def test_a_region_is_read_and_written_in_the_clients_file(make: Make) -> None:
+    path, regions = make("both", content=bytes(range(256)) * 32), table()
+    regions.register(region(path, offset=256, byte_size=4096))
+    assert regions.lease("r", 16, 4).read() == bytes([16, 17, 18, 19])
+    regions.lease("r", 4000, 8).write(np.array([1.5, -2.0], np.float32))
+    assert np.frombuffer(path.read_bytes()[4256:4264], np.float32).tolist() == [1.5, -2.0]
+    assert path.stat().st_size == 8192
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
@@ -103,3 +112,19 @@ def test_a_file_that_shrinks_right_after_the_check_does_not_grow(make: Make, mon
     with pytest.raises(InvalidRequest, match="'r' has been shrunk since it was registered"):
         regions.lease("r", 0, 8192).write(np.ones(8192, np.uint8))
     assert path.read_bytes() == b"\1" * 4096, "what is left of it is written to"
+
+
+def test_another_process_adopts_the_registered_file_even_if_it_was_renamed(make: Make) -> None:
+    path, supervisor, worker = make("adopted", content=b"a" * 4096), table(), table()
+    supervisor.register(region(path))
+    path.unlink()
+    path.write_bytes(b"b" * 4096)
+    for _ in range(2):
+        worker.adopt(region(path), supervisor.descriptor("r"))
+    assert list(worker.status("")) == [region(path)]
+    supervisor.unregister("")
+    assert worker.lease("r", 0, 2).read() == b"aa"
+    supervisor.register(region(path))
+    for other in (region(path), region(path, offset=16, byte_size=16)):
+        with pytest.raises(AlreadyExists):
+            worker.adopt(other, supervisor.descriptor("r"))
