@@ -53,6 +53,17 @@ def message(budget: ByteBudget) -> MessageBytes:
     return MessageBytes(Permit(None, budget, "a"))
 
 
+def test_the_largest_of_several_sizes_of_one_request_counts_and_its_response_in_addition(budget: ByteBudget) -> None:
+    held = message(budget)
+    for nbytes in (10, 60, 30):
+        held.reserve(nbytes)
+    assert budget.in_use == 60
+    held.reserve_more(150)  # allowed, because no other call holds bytes
+    assert budget.in_use == 210
+    held.release()
+    assert budget.in_use == 0
+
+
 def test_each_request_of_a_stream_counts_until_it_is_released(budget: ByteBudget) -> None:
     stream = Permit(None, budget, "a")
     first, second, other = MessageBytes(stream), MessageBytes(stream), message(budget)
@@ -94,6 +105,38 @@ class Times:
 @pytest.fixture
 def times() -> Times:
     return Times()
+
+
+def test_a_call_that_takes_too_long_is_ended_once_and_one_that_is_done_is_not(times: Times) -> None:
+    timeouts = CallTimeouts(10, 1, clock=times)
+    times.begin(timeouts, "a", "done")
+    timeouts.clear("done")
+    timeouts.clear("never begun")
+    assert times.after(9, timeouts) == []
+    times.begin(timeouts, "b")
+    assert times.after(2, timeouts) == ["a"]
+    assert times.after(7, timeouts) == ["a"]
+    assert times.after(2, timeouts) == ["a", "b"]
+
+
+def test_the_timeout_is_shorter_while_the_server_is_crowded(times: Times) -> None:
+    under_pressure = False
+    timeouts = CallTimeouts(10, 2, lambda: under_pressure, clock=times)
+    times.begin(timeouts, "a")
+    assert times.after(3, timeouts) == []
+    under_pressure = True
+    assert times.after(0, timeouts) == ["a"]
+
+
+def test_only_a_few_slow_calls_may_use_the_whole_timeout(times: Times) -> None:
+    """Each of them may hold a message of the largest size."""
+    timeouts = CallTimeouts(10, 1, max_slow=2, clock=times)
+    times.begin(timeouts, "a", "b", "c")
+    assert times.after(0.5, timeouts) == []
+    times.begin(timeouts, "d")
+    assert times.after(0.6, timeouts) == ["c"]
+    timeouts.clear("a")
+    assert times.after(1, timeouts) == ["c"]
 
 
 def test_an_error_in_ending_one_call_does_not_stop_the_others(times: Times) -> None:
