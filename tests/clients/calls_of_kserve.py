@@ -7,14 +7,13 @@ models are those of ``conftest.py``.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import sys
 from typing import Any
 
 import grpc
 import numpy as np
-from clientcalls import Report, X, of_every_datatype, refused
+from clientcalls import Report, X, calls_of, of_every_datatype, refused
 from kserve import InferenceGRPCClient, InferInput, InferRequest
 from kserve.protocol.infer_type import RequestedOutput
 
@@ -106,16 +105,11 @@ async def main(target: str) -> None:
     logging.disable()  # otherwise each rejection logs a traceback
     report = Report()
     async with InferenceGRPCClient(target) as client:
-        for call in CALLS:
+        for call in calls_of(globals(), "client"):
             with report.of(call.__name__):
                 await call(client)
     report.write()
 
 
-CALLS = [
-    each
-    for each in list(globals().values())
-    if inspect.iscoroutinefunction(each) and list(inspect.signature(each).parameters) == ["client"]
-]
 if __name__ == "__main__":
     asyncio.run(main(sys.argv[1]))

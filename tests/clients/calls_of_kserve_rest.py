@@ -7,7 +7,6 @@ reports the results. The models are those of ``conftest.py``.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import sys
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 import tritonclient.http as triton
-from clientcalls import Report, X, of_every_datatype
+from clientcalls import Report, X, calls_of, of_every_datatype
 from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.protocol.infer_type import RequestedOutput
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
@@ -140,16 +139,11 @@ async def main(grpc_target: str, target: str) -> None:
     async with InferenceGRPCClient(grpc_target) as grpc_client:
         rest = InferenceRESTClient(RESTConfig(protocol="v2"))
         clients = Clients(grpc_client, rest, triton.InferenceServerClient(target), f"http://{target}")
-        for call in CALLS:
+        for call in calls_of(globals(), "client"):
             with report.of(call.__name__):
                 await call(clients)
     report.write()
 
 
-CALLS = [
-    each
-    for each in list(globals().values())
-    if inspect.iscoroutinefunction(each) and list(inspect.signature(each).parameters) == ["client"]
-]
 if __name__ == "__main__":
     asyncio.run(main(*sys.argv[1:]))

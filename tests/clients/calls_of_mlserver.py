@@ -7,13 +7,12 @@ cannot read.)
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
 import grpc
 import numpy as np
-from clientcalls import Report, X, of_every_datatype, refused
+from clientcalls import Report, X, calls_of, of_every_datatype, refused
 from mlserver.codecs import NumpyCodec, StringCodec
 from mlserver.grpc import converters
 from mlserver.grpc import dataplane_pb2 as pb
@@ -104,16 +103,11 @@ def main(target: str) -> None:
     report = Report()
     with grpc.insecure_channel(target) as channel:
         stub = GRPCInferenceServiceStub(channel)
-        for call in CALLS:
+        for call in calls_of(globals(), "stub"):
             with report.of(call.__name__):
                 call(stub)
     report.write()
 
 
-CALLS = [
-    each
-    for each in list(globals().values())
-    if inspect.isfunction(each) and list(inspect.signature(each).parameters) == ["stub"]
-]
 if __name__ == "__main__":
     main(sys.argv[1])

@@ -81,19 +81,6 @@ def test_live_drift_of_real_sentences_is_available_through_promql(
     assert max(ratios) < 1
 
 
-def test_requests_are_counted_in_prometheus(stack: Stack, client: triton.InferenceServerClient) -> None:
-    answered = 'sum(bf16kit_requests_total{model="minilm", code="OK"})'
-
-    def counted() -> float:
-        return sum(stack.query(answered))
-
-    before = counted()
-    for _ in range(7):
-        embed(client, "Seven sentences are seven requests.")
-    until(lambda: counted() >= before + 7, 30, "seven more requests in Prometheus")
-    assert stack.query('up{job="bf16kit"}') == [1.0]
-
-
 def test_prometheus_has_the_rules_and_no_alert_fires_on_a_healthy_stack(stack: Stack) -> None:
     written = [
         rule.get("alert") or rule["record"]

@@ -64,31 +64,10 @@ def test_a_permanent_service_restarts_and_publishes_ports_on_localhost_only(name
     assert all(port.startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
 
 
-def test_the_conversion_runs_once_without_a_network_into_the_volume_that_the_server_reads() -> None:
-    assert SERVICES["convert"]["restart"] == "no"
-    assert SERVICES["convert"]["network_mode"] == "none"
-    assert SERVICES["convert"]["volumes"] == ["models:/models"]
-    assert SERVICES["server"]["volumes"] == ["models:/models:ro"]
-    assert set(COMPOSE["volumes"]) == {"models", "prometheus"}
-
-
 def test_prometheus_retention_is_limited_in_time_and_size() -> None:
     flags = dict(flag.removeprefix("--").split("=") for flag in SERVICES["prometheus"]["command"])
     assert flags["storage.tsdb.retention.time"] == "7d"  # an alert looks three days back
     assert flags["storage.tsdb.retention.size"] == "1GB"
-
-
-def test_each_service_waits_until_the_one_it_needs_has_completed_or_is_healthy() -> None:
-    waits = {
-        (name, before): how["condition"]
-        for name, service in SERVICES.items()
-        for before, how in service.get("depends_on", {}).items()
-    }
-    assert waits == {
-        ("server", "convert"): "service_completed_successfully",
-        ("prometheus", "server"): "service_healthy",
-        ("grafana", "prometheus"): "service_healthy",
-    }
 
 
 def test_pulled_images_have_an_exact_version() -> None:
@@ -154,15 +133,6 @@ def test_grafana_is_provisioned_with_the_stacks_prometheus_and_the_dashboard() -
     shared = set(SERVICES["grafana"]["networks"]) & set(SERVICES["prometheus"]["networks"])
     assert shared
     assert not set(SERVICES["grafana"]["networks"]) & set(SERVICES["server"]["networks"])
-
-
-def test_the_gpu_file_reserves_a_gpu_and_configures_the_server_to_use_it() -> None:
-    server = GPU["services"]["server"]
-    (device,) = server["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
-    assert server["build"]["args"] == {"VARIANT": "gpu"}
-    assert server["image"] != SERVICES["server"]["image"]
-    assert server["environment"]["BF16KIT_DEVICE"] == "cuda:0"
 
 
 @pytest.mark.skipif(not SCHEMA_CHECK.exists(), reason="check-jsonschema is not there (make test-deploy fetches it)")

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
-import prometheusprocess
 import pytest
 from manyreplicas import BUDGET, MODEL, POOLED, drifting, firing, labelled, needs_promtool, promtool, target
-from prometheusprocess import Prometheus
-from waiting import until
 
 from bf16kit.drift.metrics import SampleDrift
 from bf16kit.numerics.tensors import TensorSpec
@@ -248,43 +242,3 @@ def test_the_pooled_mean_is_that_of_all_rows_and_is_judged_by_its_error(mean: fl
         for expression, expected in ((agrees, one), (fires, one if mean > BUDGET else []))
     ]
     assert promtool(tmp_path, series, *tests) == ""
-
-
-@contextmanager
-def exporter(metrics: Metrics) -> Iterator[int]:
-    """Serve the metrics as a server does, and yield the port."""
-
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body, content_type = metrics.expose(self.headers.get("Accept", ""))
-            self.send_response(200)
-            self.send_header("Content-Type", content_type)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_address[1]
-        server.shutdown()
-
-
-@pytest.mark.long  # some seconds of scrapes
-@prometheusprocess.needed
-def test_a_real_prometheus_pools_the_drift_of_several_servers(tmp_path: Path) -> None:
-    fleet = Fleet(6, 0.02)
-    with ExitStack() as stack:
-        first, *others = [stack.enter_context(exporter(metrics)) for metrics in fleet.metrics]
-        prometheus = stack.enter_context(Prometheus(first, tmp_path / "own", others=others))
-        weights = f'{POOLED}{{metric="relative_l2", moment="weight"}}'
-        until(lambda: len(prometheus.query(weights)) == 6, 30, "six servers")
-
-        def agrees() -> bool:
-            fleet.measure()
-            found = prometheus.query('bf16kit:drift_mean:pooled{metric="relative_l2", window="1h"}')
-            enough = sum(float(each[""]) for each in prometheus.query(weights)) > 5e4
-            return enough and bool(found) and abs(float(found[0][""]) / fleet.mean - 1) < 0.01
-
-        until(agrees, 60, "the mean of all rows")

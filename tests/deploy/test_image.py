@@ -133,15 +133,6 @@ def start(repository: Path) -> Iterator[Any]:
         docker("rm", "--force", container)
 
 
-def test_remove_leaves_an_identical_image_of_another_name(images: Images) -> None:
-    run = Images(f"{images.name}-removed")
-    for name in (f"{run.name}:one", f"{images.name}:kept"):
-        docker("build", "--quiet", "--tag", name, "-", stdin="FROM scratch\nLABEL of=both\n")
-    run.remove()
-    assert docker("images", "--quiet", run.name) == ""
-    assert docker("images", "--quiet", f"{images.name}:kept") != ""
-
-
 def test_labels_have_version_and_revision(server: str) -> None:
     labels = inspect(server, ".Config.Labels")
     assert labels["org.opencontainers.image.version"] == bf16kit.__version__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import yaml
 from converting import ONNX_ONLY, process
 from dashboard import queries
 from prometheusprocess import RULES, Prometheus
-from scraped import Scraped
 from serverprocess import ServerProcess
 from waiting import until
 
@@ -79,20 +77,3 @@ def test_every_rule_is_evaluated_and_nothing_fires(prometheus: Prometheus) -> No
     assert health() == ["ok"] * len(written())
     assert prometheus.query("bf16kit:requests_slow:ratio_rate5m")
     assert prometheus.firing() == set()
-
-
-@pytest.mark.usefixtures("prometheus")  # sends requests: a series begins with the first request that it counts
-def test_rules_and_dashboard_name_only_what_the_server_exposes(server: ServerProcess) -> None:
-    rules = written()
-    there = Scraped(server.get("/metrics")[1], rules)
-    assert there.labels["bf16kit_drift_baseline"]
-    wrong = {name for rule in rules for name in there.unknown(rule["expr"])}
-    wrong |= {name for _, expression in queries() for name in there.unknown(expression)}
-    assert wrong == set()
-
-
-def test_an_alert_fires_and_ends_in_prometheus(server: ServerProcess, tmp_path: Path) -> None:
-    with Prometheus(server.ports()[1], tmp_path / "own", at_once=True) as prometheus:
-        until(lambda: prometheus.firing() == set(), 30, "silence: before the first scrape there is nothing to look at")
-        server.terminate()
-        until(lambda: "Bf16ServerDown" in prometheus.firing(), 60, "the alert")

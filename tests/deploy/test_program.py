@@ -140,13 +140,3 @@ def test_the_demos_command_is_in_the_converter_image() -> None:
     assert run == [["python", f"{target.removeprefix('/layer')}/publish.py"]]
     assert (ROOT / source / "publish.py").is_file()
     assert set(re.findall(r"^USER (\S+)$", dockerfile, re.MULTILINE)) == {"10001:10001"}
-
-
-@needs_tools
-def test_the_manifests_use_the_servers_main_interfaces() -> None:
-    """The reverse check: an interface of the server that no manifest uses has been forgotten."""
-    text = "\n".join(yaml.safe_dump(each) for each in everywhere())
-    for name in ("grpc.health.v1.Health", "inference.GRPCInferenceService", "lame_duck_seconds", "drain_seconds"):
-        assert name in text, name
-    for port in ("grpc_port", "http_port"):
-        assert f"containerPort: {ServerConfig.model_fields[port].default}" in text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import impatient
@@ -30,10 +29,8 @@ Impatient = Callable[..., ServerProcess]
 def serve_impatiently(serve: Serve) -> Impatient:
     """Return a function that serves a repository with short limits."""
 
-    def start(
-        repository: Path, *arguments: str, step_seconds: float = 600.0, run_seconds: float = 300.0
-    ) -> ServerProcess:
-        env = {"STEP_SECONDS": str(step_seconds), "FIRST_RUN_SECONDS": str(run_seconds)}
+    def start(repository: Path, *arguments: str, run_seconds: float = 300.0) -> ServerProcess:
+        env = {"STEP_SECONDS": "600", "FIRST_RUN_SECONDS": str(run_seconds)}
         flags = ("--repository", repository, "--device", "cpu", *arguments)
         return serve(*flags, env=env, program=Path(impatient.__file__))
 
@@ -51,11 +48,10 @@ def ends_in_time(server: ServerProcess) -> bool:
     return server.exit_code() == 0 and time.monotonic() - begun < 25  # the default of drain_seconds
 
 
-@pytest.mark.parametrize(("write", "step"), [(write_folding, FOLDING), (write_endless_script, RUNNING)])
 def test_others_load_beside_a_load_that_does_not_end_and_the_server_stops_meanwhile(
-    tmp_path: Path, serve_impatiently: Impatient, write: Write, step: str
+    tmp_path: Path, serve_impatiently: Impatient
 ) -> None:
-    put(tmp_path, "a-endless", write)
+    put(tmp_path, "a-endless", write_folding)
     put(tmp_path, "b-good", write_mlp)
     put(tmp_path, "c-good", write_mlp)
     server = serve_impatiently(tmp_path)
@@ -64,49 +60,26 @@ def test_others_load_beside_a_load_that_does_not_end_and_the_server_stops_meanwh
         60,
         "the others",
     )
-    slow = re.compile(rf"model 'a-endless' version 1 has been loading for \d+ s: {re.escape(step)}\n")
+    slow = re.compile(rf"model 'a-endless' version 1 has been loading for \d+ s: {re.escape(FOLDING)}\n")
     until(lambda: slow.search(server.log), 60, "the log")
     assert server.of_model("model_ready", "a-endless") != 1
     assert ends_in_time(server)
 
 
-@pytest.mark.parametrize(
-    ("write", "limits", "reason"),
-    [
-        (write_folding, {"step_seconds": 3.0}, f"{FOLDING} took longer than 3 s"),
-        (write_endless_script, {"run_seconds": 1.0}, f"{RUNNING} took longer than 11 s"),
-    ],
-)
 def test_a_load_that_does_not_end_is_given_up_and_asking_for_it_says_why(
-    tmp_path: Path, serve_impatiently: Impatient, write: Write, limits: dict[str, float], reason: str
+    tmp_path: Path, serve_impatiently: Impatient
 ) -> None:
-    put(tmp_path, "endless", write)
+    put(tmp_path, "endless", write_endless_script)
     put(tmp_path, "good", write_mlp)
-    server = serve_impatiently(tmp_path, "--model-control", "explicit", **limits)
+    server = serve_impatiently(tmp_path, "--model-control", "explicit", run_seconds=1.0)
     with triton.InferenceServerClient(server.target) as client:
         with pytest.raises(triton.InferenceServerException, match="failed to load 'endless'") as refused:
             client.load_model("endless")
         assert refused.value.status() == "StatusCode.UNAVAILABLE"
         until(lambda: "model 'endless' version 1 is unavailable: loading" in server.log)
-        assert reason in server.log
-        assert reason in str(refused.value.message())
+        for text in (server.log, str(refused.value.message())):
+            assert f"{RUNNING} took longer than 11 s" in text
         client.load_model("good")
         assert client.is_model_ready("good")
         client.unload_model("endless")
     assert ends_in_time(server)
-
-
-def test_with_workers_too_a_client_loads_a_model_beside_a_load_that_does_not_end(
-    tmp_path: Path, serve_impatiently: Impatient
-) -> None:
-    put(tmp_path, "endless", write_folding)
-    put(tmp_path, "good", write_mlp)
-    server = serve_impatiently(tmp_path, "--model-control", "explicit", "--workers", "2").wait_ready()
-    with triton.InferenceServerClient(server.target) as client, ThreadPoolExecutor(1) as pool:
-        endless = pool.submit(client.load_model, "endless")
-        until(lambda: "endless" in server.get("/status.json")[1], 60, "the load")
-        client.load_model("good")
-        assert client.is_model_ready("good")
-        assert not endless.done()
-        assert ends_in_time(server)
-        assert isinstance(endless.exception(), triton.InferenceServerException)

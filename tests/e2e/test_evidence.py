@@ -120,14 +120,6 @@ def test_workers_give_evidence_to_a_manage_token_and_explain_names_the_layer(tmp
     assert found["profiles"][0]["leaves"]["name"] == "difference"
 
 
-def test_a_server_without_evidence_rejects_the_command(repository: Path, tmp_path: Path, serve: Serve) -> None:
-    server = serve("--repository", repository).wait_ready()
-    asked = fetch(server, tmp_path / "breach")
-    assert asked.returncode == 1
-    assert "evidence is off: start the server with --evidence" in asked.stderr
-    assert not (tmp_path / "breach").exists()
-
-
 def _without_golden(artifact: Path) -> None:
     """Remove the golden samples: they would fail when the model is loaded, and it would not become ready."""
     opened = Artifact.open(artifact)

@@ -1,4 +1,4 @@
-"""An hour of healthy traffic through a real server: one measured request a second, sent as fast as they are measured.
+"""An hour of healthy traffic through a real server: a measured request every two seconds, sent as fast as they can be.
 
 In the hour are a burst, a minute of overload, a rollout and a restart. No counter and no decision of the server depends
 on the time between samples, so for the server an hour passes. For Prometheus too: promtool, whose clock can be
@@ -26,8 +26,8 @@ from waiting import until
 from workerprocesses import Client
 
 pytestmark = pytest.mark.long
-MINUTES, A_MINUTE = 60, 60  # requests of one row, each of which is measured
-AT_ONCE = 12  # there is room for 16 in the queue
+MINUTES, A_MINUTE = 60, 30  # requests of one row, each of which is measured
+AT_ONCE = 10  # there is room for 16 in the queue
 BURST, OVERLOAD, ROLLOUT, RESTART = 12, 22, 32, 46  # minutes
 SERVING = """
 shadow: {rate: 1, max_per_second: 100000}

@@ -67,12 +67,11 @@ def copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=shutil.copyfile)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_slowly_copied_version_is_served_once_complete_and_the_old_one_until_then(
-    tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes], workers: str
+    tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes]
 ) -> None:
     copy(made["old"], tmp_path / "m" / "1")
-    options = ("--repository", tmp_path, "--model-control", "poll", "--workers", workers)
+    options = ("--repository", tmp_path, "--model-control", "poll", "--workers", "2")
     server = serve(*options, env={"BF16KIT_POLL_SECONDS": "1"}).wait_ready()
     with clients(server, right) as asking, triton.InferenceServerClient(server.target) as client:
         target = tmp_path / "m" / "2"
@@ -98,12 +97,11 @@ def test_a_slowly_copied_version_is_served_once_complete_and_the_old_one_until_t
     assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
 def test_every_request_succeeds_while_a_client_reloads_the_model_repeatedly(
-    tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes], workers: str
+    tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes]
 ) -> None:
     copy(made["old"], tmp_path / "m" / "1")
-    explicit = ("--model-control", "explicit", "--load-model", "m", "--workers", workers)
+    explicit = ("--model-control", "explicit", "--load-model", "m", "--workers", "2")
     server = serve("--repository", tmp_path, *explicit).wait_ready()
     with clients(server, right) as asking, triton.InferenceServerClient(server.target) as client:
         for turn in range(8):

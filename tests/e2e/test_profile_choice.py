@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,6 @@ import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.converter.cli import run
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure
-from bf16kit.runtime import available_cpus
 from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.ort import kernel
 from bf16kit.service.cli import main
@@ -125,30 +121,6 @@ def test_the_environment_variable_for_the_kernel_path_affects_the_choice(
     assert loaded(converted).info.choice == "auto: cpu-bf16 was skipped, this processor emulates it"
     monkeypatch.setenv(kernel.VARIABLE, "off")
     assert loaded(converted).info.profile == "cpu"
-
-
-@pytest.mark.long
-def test_loads_check_and_servers_choose_alike_on_a_busy_and_on_an_idle_machine(
-    converted: Path, tmp_path: Path, serve: Serve
-) -> None:
-    """The choice depends on the manifest and the processor alone. When both profiles were timed, it changed."""
-    shutil.copytree(converted, tmp_path / "m" / "1")
-    asked = ["check", "--repository", str(tmp_path), "--device", "cpu", "--json"]
-    found = {loaded(converted).info.choice}
-    with ExitStack() as stack:
-        for _ in range(2 * available_cpus()):
-            busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
-            stack.callback(busy.kill)
-        found |= {loaded(converted).info.choice for _ in range(4)}
-        with restored_log():
-            checked = CliRunner().invoke(main, asked)
-        servers = [serve("--repository", tmp_path, "--device", "cpu").wait_ready() for _ in range(2)]
-    (choice,) = found
-    assert choice.startswith("auto: ")
-    (text,) = [each["text"] for each in json.loads(checked.stdout)["findings"] if each["subject"].startswith("model")]
-    assert f"; {choice}; " in text
-    for server in servers:
-        assert json.loads(server.get("/status.json")[1])["models"][0]["running"]["choice"] == choice
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-import os
-import re
-import shutil
 import socket
 import ssl
-import subprocess
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -43,38 +38,6 @@ def test_tritonclient_gets_outputs_close_to_the_fp32_reference(tmp_path: Path, s
     assert (stats["inference_count"], stats["execution_count"]) == ("4", "1")
 
 
-@pytest.mark.long
-def test_traffic_updates_the_drift_metrics_and_promtool_accepts_the_page(tmp_path: Path, serve: Serve) -> None:
-    write_mlp(tmp_path / "mlp" / "1", logits=True)
-    (tmp_path / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000, max_rows: 32}\n")
-    server = serve("--repository", tmp_path).wait_ready()
-
-    def measured() -> float:
-        return server.of_model("drift_samples_total", outcome="measured")
-
-    def ratio(end: str = "") -> float:
-        return server.of_model(f"drift_budget_ratio{end}", metric="relative_l2", output="y")
-
-    assert measured() == 0
-    server.infer("mlp", {"x": ROWS})
-    until(lambda: measured() == 20, what="twenty samples measured")
-    assert server.of_model("drift_relative_l2_count", output="y") == 20
-    assert 0 < ratio() < 1
-    assert ratio("_high") == math.inf  # the interval needs several requests: the rows of one are one sample
-    for _ in range(9):
-        server.infer("mlp", {"x": ROWS})
-    until(lambda: measured() == 200, what="two hundred samples measured")
-    assert 0 < ratio("_low") <= ratio("_high") < 1
-    assert server.of_model("drift_effective_samples", output="y") > 9
-    assert server.of_model("drift_over_budget") == 0
-    assert server.of_model("requests_total", code="OK") == 10
-    assert server.of_model("model_ready") == 1
-    if (promtool := shutil.which("promtool")) is not None:
-        text = server.get("/metrics")[1]
-        checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
-        assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
-
-
 def test_models_over_budget_or_damaged_are_never_ready_and_the_log_says_why(tmp_path: Path, serve: Serve) -> None:
     write_mlp(tmp_path / "spoilt" / "1", spoil=0.5)
     write_lookup(tmp_path / "good" / "1")
@@ -94,16 +57,6 @@ def test_models_over_budget_or_damaged_are_never_ready_and_the_log_says_why(tmp_
     for name in ("spoilt", "damaged"):
         with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
             server.infer(name, X)
-
-
-def test_a_server_with_an_empty_repository_is_live_but_not_ready_and_logs_it(tmp_path: Path, serve: Serve) -> None:
-    server = serve("--repository", tmp_path)
-    assert (server.get("/livez")[0], server.get("/readyz")[0]) == (200, 503)
-    assert "is empty: serving, but not ready" in server.log
-    assert json.loads(server.get("/status.json")[1])["models"] == []
-    with triton.InferenceServerClient(server.target) as client:
-        assert (client.is_server_live(), client.is_server_ready()) == (True, False)
-    server.stop()
 
 
 @pytest.mark.long
@@ -178,27 +131,6 @@ def test_a_port_in_use_gives_one_clear_line_and_exit_code_2(tmp_path: Path, serv
     assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("kind", ["text", "json"])
-def test_a_debug_log_has_a_line_for_each_request_without_its_payload(tmp_path: Path, serve: Serve, kind: str) -> None:
-    write_lookup(tmp_path / "lookup" / "1")
-    server = serve("--repository", tmp_path, "--log-format", kind, env={"BF16KIT_LOG_LEVEL": "debug"}).wait_ready()
-    payload = 987_654_321  # not a row of the table: the error message contains it
-    server.infer("lookup", {"ids": np.array([[1, 1]])}, request_id="r 0")
-    with pytest.raises(triton.InferenceServerException, match=str(payload)):
-        server.infer("lookup", {"ids": np.array([[payload, 1]])}, request_id="r 1")
-    until(lambda: server.log.count("request_id") == 2, what="two lines")
-    answered, refused = [line for line in server.lines if "request_id" in line]
-    if kind == "json":
-        event = json.loads(answered)
-        assert (event["model"], event["request_id"], event["code"]) == ("lookup", "r 0", "OK")
-        assert event["total_s"] > event["compute_s"] > 0
-        assert json.loads(refused)["code"] == "INVALID_ARGUMENT"
-    else:
-        assert 'request answered model=lookup version=1 request_id="r 0" code=OK total_s=0.' in answered
-        assert 'request_id="r 1" code=INVALID_ARGUMENT' in refused
-    assert str(payload) not in server.log
-
-
 def test_with_tls_tokens_and_json_logs_a_scraper_needs_its_token_and_the_log_is_json(
     tmp_path: Path, serve: Serve
 ) -> None:
@@ -227,58 +159,3 @@ def test_with_tls_tokens_and_json_logs_a_scraper_needs_its_token_and_the_log_is_
     events = [json.loads(line) for line in server.lines]
     assert any("'mlp' version 1 is ready" in event["message"] for event in events)
     assert token not in server.log
-
-
-def test_a_pipe_in_place_of_the_token_file_stops_no_request_and_no_stop(tmp_path: Path, serve: Serve) -> None:
-    """Opening a pipe that nobody writes to would block, also after it was removed."""
-    tokens, token = tmp_path / "tokens", "client-0123456789abcdef"
-    write_mlp(tmp_path / "repository" / "mlp" / "1")
-    tokens.write_text(f"{token} infer\n")
-    tokens.chmod(0o600)
-    server = serve("--repository", tmp_path / "repository", "--token-file", tokens).wait_ready()
-
-    def answered() -> bool:
-        headers = {"authorization": f"Bearer {token}"}
-        return server.infer("mlp", X, headers=headers, client_timeout=20).keys() == {"y"}
-
-    assert answered()
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "pipe").rename(tokens)
-    until(lambda: answered() and "it is not a regular file" in server.log)
-    tokens.unlink()
-    until(lambda: answered() and "No such file" in server.log)
-    assert server.log.count("the tokens cannot be read again; the old ones stay in force") == 2
-    server.stop()
-
-
-def test_unusable_tls_or_token_files_give_one_clear_line_and_exit_code_2(tmp_path: Path, serve: Serve) -> None:
-    wrong = {
-        ("--token-file", str(tmp_path / "none")): "token_file .*none: cannot be read",
-        ("--tls-key", "k"): "tls_key is given without tls_certificate",
-        ("--tls-key", "k", "--tls-certificate", "c"): "tls_certificate c: cannot be read",
-    }
-    servers = [serve("--repository", tmp_path, *flags) for flags in wrong]  # all run at once
-    for server, message in zip(servers, wrong.values(), strict=True):
-        assert server.exit_code() == 2
-        assert re.search(message, server.log)
-        assert "Traceback" not in server.log
-
-
-def test_tritonclient_changes_the_log_settings_of_a_running_server(tmp_path: Path, serve: Serve) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    server = serve("--repository", tmp_path, "--model-control", "explicit", "--load-model", "*").wait_ready()
-    server.infer("mlp", X)
-    with triton.InferenceServerClient(server.target) as client:
-        client.update_log_settings({"log_verbose_level": 1, "log_format": "json"})
-        server.infer("mlp", X)
-        until(lambda: "request answered" in server.log, what="the line of a request")
-        event = json.loads(next(line for line in server.lines if "request answered" in line))
-        assert (event["level"], event["code"]) == ("debug", "OK")
-        with pytest.raises(triton.InferenceServerException, match="log_file cannot be changed over the network"):
-            client.update_log_settings({"log_file": str(tmp_path / "log")})
-        seen = client.update_log_settings({"log_verbose_level": 0, "log_format": "default"})
-    assert seen.settings["log_format"].string_param == "ISO8601"
-    server.infer("mlp", X)
-    server.stop()
-    assert server.log.count("request answered") == 1
-    assert not (tmp_path / "log").exists()

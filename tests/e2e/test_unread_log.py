@@ -47,14 +47,10 @@ class Pipe:
 
 
 @pytest.fixture
-def log() -> Pipe:
-    return Pipe()
-
-
-@pytest.fixture
-def server(tmp_path: Path, log: Pipe) -> Iterator[ServerProcess]:
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
     write_mlp(tmp_path / "mlp" / "1")
     (tmp_path / "mlp" / "serving.yaml").write_text("max_queue_ms: 60000\n")  # on a busy machine, too, all are answered
+    log = Pipe()
     with ServerProcess("--repository", tmp_path, env={"BF16KIT_LOG_LEVEL": "debug"}, log=log) as server:
         log.read(_PORTS)
         yield server.wait_ready()
@@ -80,15 +76,3 @@ def test_a_server_whose_log_nobody_reads_answers_and_ends_on_sigterm(server: Ser
     started = time.monotonic()
     server.stop()
     assert time.monotonic() - started < _DRAIN_SECONDS
-
-
-@pytest.mark.long
-def test_the_log_says_how_many_lines_were_lost_while_nobody_read_it(server: ServerProcess, log: Pipe) -> None:
-    infer(server, 5000)
-    lost = int(
-        log.read(re.compile(r"WARNING bf16kit.service.config.logs: (\d+) log lines before this one are lost"))[1]
-    )
-    assert lost > 0
-    assert log.text.count("request answered") + lost >= 5000
-    infer(server, 50)
-    log.read(re.compile(r"are lost(?:.*\n)+(?:.*request answered.*\n){50}"))

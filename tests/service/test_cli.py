@@ -64,6 +64,9 @@ def test_every_command_has_help_and_an_unknown_one_is_wrong_usage(command: str) 
         (["--grpc-prot", "1"], "No such option '--grpc-prot'."),
         (["--repository", ".", "--config", "/no/such/file"], "/no/such/file: cannot be read"),
         (["--grpc-port", "x"], "'x' is not a valid integer"),
+        (["--repository", ".", "--token-file", "/no/such/file"], "token_file /no/such/file: cannot be read"),
+        (["--repository", ".", "--tls-key", "k"], "tls_key is given without tls_certificate"),
+        (["--repository", ".", "--tls-key", "k", "--tls-certificate", "c"], "tls_certificate c: cannot be read"),
     ],
 )
 def test_wrong_usage_gives_a_message_without_traceback_and_exit_code_2(arguments: list[str], message: str) -> None:

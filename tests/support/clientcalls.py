@@ -3,10 +3,11 @@ this file imports only numpy, grpc and the standard library."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +39,12 @@ def refused(code: grpc.StatusCode, *expected_words: str) -> Iterator[None]:
             raise AssertionError(f"expected {code} with {expected_words}, came {error.code()}: {details}") from None
         return
     raise AssertionError(f"expected {code}, came an answer")
+
+
+def calls_of(module: Mapping[str, Any], parameter: str) -> list[Callable[..., Any]]:
+    """Return the functions of a program's ``globals()`` whose only parameter has this name, in their order."""
+    functions = [each for each in module.values() if inspect.isfunction(each)]
+    return [each for each in functions if list(inspect.signature(each).parameters) == [parameter]]
 
 
 class Report:

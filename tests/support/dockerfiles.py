@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +15,6 @@ class Instruction(NamedTuple):
 
     keyword: str
     rest: str
-
-    @property
-    def words(self) -> list[str] | None:
-        """The words of the exec form (JSON after any flags); None for the shell form."""
-        found = re.search(r"\[.*\]$", self.rest)
-        return json.loads(found[0]) if found else None
 
 
 class Stage(NamedTuple):

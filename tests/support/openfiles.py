@@ -1,11 +1,14 @@
-"""Bring this process to its limit of open files."""
+"""Bring this process to its limit of open files, or of threads."""
 
 from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import pytest
 
 
 @contextmanager
@@ -20,3 +23,18 @@ def no_more_files(but: int = 0) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def no_more_threads(named: str = "") -> Iterator[None]:
+    """Let this process start no further thread whose name contains ``named``."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if named in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        yield

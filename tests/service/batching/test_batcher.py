@@ -280,17 +280,6 @@ def test_a_cancelled_request_fails_at_once_and_frees_its_place_in_the_queue(make
     assert bench.heard.rejections == {"cancelled": 1}
 
 
-def test_a_request_that_waits_for_room_has_that_time_in_its_queue_time(make: Make) -> None:
-    bench = make(max_requests=1)
-    bench.hold()
-    bench.queue(1.0)
-    deadline = time.monotonic() + 0.05
-    with pytest.raises(DeadlineExceeded):
-        bench.call(2.0, waits_for_room=True, deadline=deadline).result(20)
-    assert deadline <= bench.timings().arrived + bench.timings().queue < deadline + 20
-    assert bench.heard.rejections == {"deadline": 1}
-
-
 def test_a_delay_gathers_a_fuller_batch(make: Make) -> None:
     """The delay is a minute, so the two requests run within this test only because they fill the batch."""
     bench = make(max_delay_s=60.0, max_rows=2)
@@ -371,13 +360,6 @@ def test_no_client_is_answered_while_the_queue_is_locked(make: Make) -> None:
     gone.cancel()
     bench.let_go()
     assert values(answered[0]) == [6.0]
-
-
-def test_two_instances_run_two_batches_at_once(make: Make) -> None:
-    bench = make(instances=2)
-    bench.hold()
-    bench.call(2.0)
-    until(lambda: bench.run.running == 2)
 
 
 def test_close_rejects_waiting_requests_and_finishes_running_ones(make: Make) -> None:

@@ -64,14 +64,6 @@ def sample(
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
-def test_outputs_that_were_not_requested_are_skipped_and_only_logits_have_a_ratio_of_agreement() -> None:
-    metrics, comparison = DriftMetrics(*SPECS), Comparison(SPECS, 0, Budget())
-    comparison.observe({"y": ONES, "z": ONES}, sample({"z": ONES}), metrics.model)
-    assert (metrics.rows("y"), metrics.rows("z")) == (0, 1)
-    comparison.observe({"y": ONES, "z": ONES}, sample({"y": ONES, "z": ONES}), metrics.model)
-    assert {output for output, metric in metrics.judged_bounds() if metric == "top1_agreement"} == {"z"}
-
-
 def test_the_mean_is_that_of_all_rows_served_and_not_of_the_sampled_rows() -> None:
     live = Live(budget=Budget.from_dict({"relative_l2": 1.0}))
     for _ in range(50):
@@ -133,17 +125,6 @@ def test_a_tail_that_the_mean_does_not_show_is_over_the_default_budget_once_it_c
         verdict = live.send(0.15)
     assert (verdict.state, verdict.metric) == ("over", "relative_l2.p99")
     assert live.metrics.ratio("relative_l2")[2] < 1
-
-
-def test_an_output_that_is_no_longer_requested_leaves_the_verdict() -> None:
-    comparison, metrics = Comparison(SPECS, 0, BUDGET, calibration=CALIBRATION), DriftMetrics(*SPECS)
-    for _ in range(20):
-        comparison.observe({"z": ONES}, sample({"z": 2 * ONES}), metrics.model)
-    for _ in range(REQUESTS - 1):
-        comparison.observe({"y": ONES}, sample({"y": ONES}), metrics.model)
-    assert (comparison.verdict().state, comparison.verdict().output) == ("over", "z")
-    comparison.observe({"y": ONES}, sample({"y": ONES}), metrics.model)
-    assert (comparison.verdict().state, comparison.verdict().cause) == ("within", "none")
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------

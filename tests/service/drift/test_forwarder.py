@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 import time
 import weakref
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from openfiles import no_more_threads
 from samplings import Forwarding, arrivals
 from waiting import until
 
@@ -172,16 +172,9 @@ def test_samples_that_wait_when_the_forwarder_is_stopped_are_dropped_and_counted
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_if_no_thread_can_be_started_only_the_sample_is_dropped(
-    rig: Forwarding, monkeypatch: pytest.MonkeyPatch, another: bool
-) -> None:
+def test_if_no_thread_can_be_started_only_the_sample_is_dropped(rig: Forwarding, another: bool) -> None:
     """The client has its response by then. A forwarder that is closed then has nothing to wait for."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as context:
-        context.setattr(threading.Thread, "start", refuse)
+    with no_more_threads():
         serve_by_fp32(rig)
     assert rig.counted == {"dropped": 2}
     if another:

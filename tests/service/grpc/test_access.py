@@ -183,15 +183,6 @@ class TestTls:
             until(answered, what="a connection with the new certificate")
 
 
-def test_compressed_requests_are_read() -> None:
-    options = [("grpc.default_compression_algorithm", 2)]
-    with (
-        serving(LoopbackModel()) as served,
-        grpc.insecure_channel(served.address, options, compression=grpc.Compression.Gzip) as channel,
-    ):
-        assert replace(served, channel=channel).call("ModelInfer", MANY).outputs[0].shape == [8, 3]
-
-
 def test_responses_are_not_compressed() -> None:
     with serving(LoopbackModel()) as served, RawConnection(served.port) as client:
         path, message = f"/{SERVICE}/ModelInfer", MANY.SerializeToString()

@@ -53,32 +53,6 @@ def message(budget: ByteBudget) -> MessageBytes:
     return MessageBytes(Permit(None, budget, "a"))
 
 
-def test_bytes_are_limited_except_for_a_single_call(budget: ByteBudget) -> None:
-    first, second = Permit(None, budget, "a"), message(budget)
-    MessageBytes(first).reserve(150)
-    crowded = [budget.half_full]
-    with pytest.raises(Overloaded) as refused:
-        second.reserve(1)
-    assert refused.value.reason == "bytes"
-    first.release()
-    assert [*crowded, budget.half_full] == [True, False]
-    second.reserve(100)
-
-
-def test_a_call_that_left_gives_its_place_and_bytes_back_once_and_holds_no_more(budget: ByteBudget) -> None:
-    shares = Shares(64)
-    assert shares.acquire("a")
-    permit = Permit(shares, budget, "a")
-    held = MessageBytes(permit)
-    held.reserve(60)
-    permit.release()
-    permit.release()
-    held.reserve(70)
-    held.reserve_more(90)
-    held.release()
-    assert (shares.in_use, budget.in_use) == (0, 0)
-
-
 def test_the_largest_of_several_sizes_of_one_request_counts_and_its_response_in_addition(budget: ByteBudget) -> None:
     held = message(budget)
     for nbytes in (10, 60, 30):

@@ -8,11 +8,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from google.protobuf.descriptor_pool import DescriptorPool
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from rawgrpc import RawConnection
 
@@ -171,21 +169,3 @@ def test_a_metadata_rejection_counts_as_draining_only_during_a_shutdown() -> Non
         served.registry.draining = True
         assert served.refusal("ModelMetadata", pb.ModelMetadataRequest(name="slow"))[0] is StatusCode.UNAVAILABLE
         assert served.log.refusals == ["draining"]
-
-
-# --- reflection -------------------------------------------------------------------------------------------------------
-
-
-def test_a_client_finds_the_services_and_messages_by_reflection_alone() -> None:
-    with serving(LoopbackModel()) as served:
-        database = ProtoReflectionDescriptorDatabase(served.channel)
-        assert set(database.get_services()) == {
-            "inference.GRPCInferenceService",
-            "grpc.health.v1.Health",
-            "grpc.reflection.v1alpha.ServerReflection",
-        }
-        service = DescriptorPool(database).FindServiceByName("inference.GRPCInferenceService")
-        assert b"bf16kit" not in service.file.serialized_pb
-        infer = service.methods_by_name["ModelInfer"]
-        assert infer.input_type.full_name == "inference.ModelInferRequest"
-        assert infer.input_type.fields_by_name["raw_input_contents"].number == 7

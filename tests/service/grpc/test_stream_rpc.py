@@ -33,18 +33,6 @@ def numbered(number: int) -> pb.ModelInferRequest:
     return message
 
 
-def test_a_stream_continues_after_an_error_or_ends_with_its_status_if_the_client_requests_it(served: Served) -> None:
-    messages = [numbered(0), infer_request("nobody", x=X), numbered(2)]
-    answers = list(served.stub("ModelStreamInfer")(iter(messages), timeout=30))
-    assert [answer.infer_response.id for answer in answers] == ["0", "", "2"]
-    assert [bool(answer.error_message) for answer in answers] == [False, True, False]
-    ending = served.stub("ModelStreamInfer")(iter(messages), timeout=30, metadata=[("triton_grpc_error", "true")])
-    assert next(ending).infer_response.raw_output_contents[0] == X.tobytes()
-    with pytest.raises(grpc.RpcError) as ended:
-        next(ending)
-    assert ended.value.code() is StatusCode.NOT_FOUND
-
-
 def test_requests_of_one_stream_share_a_batch() -> None:
     gate = Gate()
     model = LoopbackModel(run=gate, max_batch_size=8)

@@ -48,14 +48,6 @@ def start(**options: object) -> int:
         server.stop(0)
 
 
-def test_a_second_server_does_not_silently_share_the_port_and_the_error_names_it_and_the_option() -> None:
-    with (
-        serving(LoopbackModel()) as served,
-        pytest.raises(ConfigError, match=rf"port {served.port} on 127.0.0.1 is in use.*--grpc-port"),
-    ):
-        start(port=served.port)
-
-
 def test_the_error_for_an_address_of_another_machine_names_it() -> None:
     with pytest.raises(ConfigError, match=re.escape("cannot listen on 203.0.113.7 port ")):
         start(host="203.0.113.7", port=0)

@@ -218,18 +218,6 @@ def test_a_reference_that_is_still_loading_is_no_problem_and_the_counts_agree(sh
     assert "a · version 1: drift is not measured" in shown.text(".verdict").replace("\u00a0", " ")
 
 
-@pytest.mark.long
-def test_a_line_stays_within_its_chart_and_over_budget_it_is_above_the_bound(full: Shown) -> None:
-    inside = """[...document.querySelectorAll('svg.spark')].every(svg => {
-      const box = svg.getBoundingClientRect(), own = svg.querySelector('path').getBoundingClientRect();
-      return own.width > 0.9 * box.width && own.left >= box.left - 1 && own.right <= box.right + 1
-        && own.top >= box.top - 1 && own.bottom <= box.bottom + 1; })"""
-    assert full.evaluate(inside)
-    height = "document.querySelector('#%s .trends div:last-child svg path%s').getBBox().y"
-    assert full.evaluate(height % ("m1", "")) < full.evaluate(height % ("m1", ".limit"))
-    assert full.evaluate(height % ("m0", "")) > full.evaluate(height % ("m0", ".limit"))
-
-
 def test_percentiles_are_those_of_the_samples_but_for_the_width_of_a_bucket(shown: Shown) -> None:
     shown.open()
     random = np.random.default_rng(28)

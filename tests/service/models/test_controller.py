@@ -12,7 +12,7 @@ import pytest
 from artifacts import write_mlp
 from othersfiles import unreadable, world_readable_directory
 
-from bf16kit.messages.errors import ConfigError, InvalidRequest, NotFound
+from bf16kit.messages.errors import ConfigError
 from bf16kit.service.models.controller import Controller, Mode
 from bf16kit.service.models.plan import DesiredModel
 from bf16kit.service.operations import IndexEntry
@@ -253,25 +253,6 @@ def test_a_manifest_that_is_a_pipe_does_not_block_a_load_with_inputs(control: Co
     explicit.apply_initial()
     explicit.load("m", '{"input": [{"name": "x"}]}')
     assert told.wanted["m"].versions == {1}
-
-
-def test_an_invalid_load_is_rejected_and_changes_nothing(control: Control, told: Told, put: Put) -> None:
-    put("m")
-    explicit = control("explicit")
-    explicit.apply_initial()
-    explicit.load("m")
-    desired_models = explicit.desired_models
-    for name, config, error in (
-        ("n", None, NotFound),
-        ("../m", None, NotFound),
-        ("n", "{}", NotFound),
-        ("m", "{", InvalidRequest),
-        ("m", '{"version_policy": {"specific": {"versions": [2]}}}', InvalidRequest),
-    ):
-        with pytest.raises(error):
-            explicit.load(name, config)
-    explicit.unload("n").result(0)
-    assert (explicit.desired_models, told.times) == (desired_models, 2)
 
 
 # --- the index --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from heldruntime import BlockableRuntime
+from openfiles import no_more_threads
 from waiting import until
 
 from bf16kit.messages.errors import ArtifactError, Unavailable
@@ -104,14 +105,8 @@ def test_a_reference_that_is_no_longer_wanted_when_loaded_is_closed(rig: Rig, en
     assert rig.precision == "bf16"
 
 
-def test_an_order_fails_if_no_thread_can_be_started_and_can_be_tried_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as context:
-        context.setattr(threading.Thread, "start", refuse)
+def test_an_order_fails_if_no_thread_can_be_started_and_can_be_tried_again(rig: Rig) -> None:
+    with no_more_threads():
         assert isinstance(rig.engine.order("fp32", "drift").exception(0), RuntimeError)
     assert (rig.precision, rig.failures) == ("bf16", 1)
     rig.engine.order("fp32", "drift").result(30)

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from openfiles import no_more_threads
 from waiting import stays, until
 
 from bf16kit.messages.errors import ConfigError, Unavailable
@@ -105,12 +106,8 @@ def test_a_slow_load_is_logged_once_with_its_model_and_step(
     held.go.set()
 
 
-def test_a_load_without_a_thread_is_unavailable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
-    with pytest.raises(Unavailable):
+def test_a_load_without_a_thread_is_unavailable(bench: Bench) -> None:
+    with no_more_threads(), pytest.raises(Unavailable):
         bench.loads.run("m", Held())
 
 

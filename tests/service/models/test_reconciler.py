@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import shutil
 import threading
 import weakref
@@ -17,6 +16,7 @@ import pytest
 from artifacts import write_mlp
 from beginning import leased
 from controlled import Controlled
+from openfiles import no_more_threads
 from sessions import recorded_sessions
 from waiting import stays, until
 
@@ -167,15 +167,8 @@ def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
     if replacing:
         repository.load("m").result(60)
         put(tmp_path)
-    start, in_memory = threading.Thread.start, recorded_sessions(monkeypatch)
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == "m-1-executor-1":  # the second of two
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refused)
+    in_memory = recorded_sessions(monkeypatch)
+    with no_more_threads("m-1-executor-1"):  # the second of two
         assert isinstance(repository.load("m").exception(60), Unavailable)
     assert in_memory() == 0
     assert [thread.name for thread in threading.enumerate()].count("m-1-executor-0") == replacing
@@ -206,6 +199,24 @@ def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
     both.result(60)
     assert repository.get("m", "1") is model
     assert states(repository) == {("m", 1): "ready", ("m", 2): "ready"}
+
+
+@pytest.mark.long
+def test_a_slow_load_that_a_newer_wish_wants_too_is_not_given_up(
+    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading_threads, "PATIENCE_SECONDS", 0.05)
+    put(tmp_path, version=1)
+    loads.go.clear()
+    first = repository.load("m")
+    until(lambda: loads.begun == ["m/1"])
+    put(tmp_path, version=2)
+    both = repository.load("m")
+    stays(lambda: not first.done(), 0.5, "the load")
+    loads.go.set()
+    first.result(60)
+    both.result(60)
+    assert loads.begun == ["m/1", "m/2"]
 
 
 @pytest.mark.long
@@ -404,19 +415,3 @@ def test_a_model_whose_load_hangs_can_be_replaced_and_what_is_loaded_late_is_clo
     go.set()
     until(lambda: "loading" not in {thread.name for thread in threading.enumerate()})
     assert repository.get("m", "") is model
-
-
-@pytest.mark.long
-def test_closing_idle_models_leaves_no_thread_and_logs_nothing(
-    tmp_path: Path, repository: Controlled, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    before = set(threading.enumerate())
-    for name in ("a", "b"):
-        put(tmp_path, name, serving="")
-    repository.scan()
-    until(lambda: repository.ready)
-    assert repository.close(60)
-    left = {thread.name for thread in set(threading.enumerate()) - before}
-    assert left <= {"deadlines"}  # one thread for all models of a process
-    assert caplog.text == ""

@@ -134,14 +134,6 @@ def test_without_the_cpu_kernel_models_serve_and_one_warning_gives_cost_and_reme
     assert "install a C++17 compiler" in warning
 
 
-def test_an_unknown_kernel_path_keeps_a_model_not_ready(
-    tmp_path: Path, load: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_product(tmp_path / "product" / "1")
-    monkeypatch.setenv(kernel.VARIABLE, "fast")
-    assert "BF16KIT_KERNEL_PATH is 'fast'; allowed are" in only(load()).reason
-
-
 def test_the_error_text_of_a_runtime_is_logged_and_not_shown_to_clients(
     tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,18 +169,6 @@ def test_golden_samples_over_budget_keep_a_model_not_ready_with_the_reason_in_th
         repository.get("mlp", "")
     serving(tmp_path, "budget: {relative_l2: 5, cosine_distance: null}")  # the owner accepts it
     assert only(load()).state == "ready"
-
-
-@pytest.mark.parametrize("file", ["weights.bf16", "manifest.json"])
-def test_a_flipped_bit_in_a_file_is_rejected_with_the_files_name(tmp_path: Path, load: Open, file: str) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    path = tmp_path / "mlp" / "1" / file
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    model = only(load())
-    assert model.state == "unavailable"
-    assert file in model.reason
 
 
 # --- the registry --------------------------------------------------------------------------------------------------

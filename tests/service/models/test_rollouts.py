@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,7 +22,7 @@ from bf16kit.service.models.controller import RETRY_SECONDS, Controller, Mode
 from bf16kit.service.models.loads import GIVEN_UP
 from bf16kit.service.models.plan import DesiredModel, FailedVersion, Plan, desired_model_of, with_serving
 from bf16kit.service.models.repository import Repository
-from bf16kit.service.models.rollouts import has_failed
+from bf16kit.service.models.rollouts import Rollouts, has_failed
 from bf16kit.service.models.serving import Serving, VersionPolicy
 from bf16kit.service.telemetry.metrics import Metrics
 from bf16kit.service.workers.state import SlotState
@@ -323,6 +324,36 @@ def test_a_version_that_serves_stays_when_a_newer_one_fails(tmp_path: Path, serv
     if policy == "{latest: 2}":  # else their settings have changed
         assert [server.repository.get("m", version) for version in "12"] == before
         assert server.loads == ["m/1", "m/2", "m/3"]
+
+
+@pytest.mark.long
+def test_a_version_that_serves_goes_on_rather_than_another_older_one_is_loaded(tmp_path: Path, server: Server) -> None:
+    put(tmp_path, {1: 0})
+    server.start("poll")
+    server.wait({1: "ready"})
+    put(tmp_path, {2: 0, 3: BAD})
+    server.poll()
+    until(lambda: server.repository.find("m", "3").reason.endswith("; version 1 serves instead"))
+    assert (server.states, server.loads) == ({1: "ready", 3: "unavailable"}, ["m/1", "m/3"])
+
+
+def test_nothing_is_served_in_place_of_what_failed_and_is_no_longer_wanted() -> None:
+    lock, applied, futures = threading.RLock(), list[DesiredModel](), list[Future[None]]()
+
+    def apply(desired: DesiredModel) -> Future[None]:
+        applied.append(desired)
+        futures.append(Future())
+        return futures[-1]
+
+    slots = [SlotState("m", 1, "ready")]
+    rollouts = Rollouts(apply, lambda start: {}, lambda: slots, lambda tried: desired(1).plans, lock)
+    rollouts.apply(desired(1))
+    rollouts.apply(desired(2))
+    with lock:  # as whoever changes what is wanted holds it
+        futures[-1].set_exception(Unavailable("version 2 cannot be loaded"))
+        rollouts.apply(desired(3))
+    until(lambda: "older-version" not in {thread.name for thread in threading.enumerate()})
+    assert applied == [desired(1), desired(2), desired(3)]
 
 
 @pytest.mark.long

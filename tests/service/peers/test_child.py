@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from openfiles import no_more_files
+from openfiles import no_more_files, no_more_threads
 from waiting import until
 
 from bf16kit.service.peers.child import (
@@ -132,26 +131,12 @@ def children() -> str:
     return "".join(task.joinpath("children").read_text() for task in Path("/proc/self/task").iterdir())
 
 
-@contextmanager
-def no_reader_thread() -> Iterator[None]:
-    begin = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        if "reader" in thread.name:
-            raise RuntimeError("can't start new thread")
-        begin(thread)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(threading.Thread, "start", start)
-        yield
-
-
 @pytest.mark.parametrize(
     ("lack", "why"),
     [
         (no_more_files, "[Errno 24] Too many open files"),
         (lambda: no_more_files(but=2), "[Errno 24] Too many open files"),  # besides the pair of sockets
-        (no_reader_thread, "can't start new thread"),
+        (lambda: no_more_threads("reader"), "can't start new thread"),
     ],
 )
 def test_a_child_that_cannot_be_started_is_tried_again_with_growing_pauses(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bf16kit.messages.errors import AlreadyExists, InvalidRequest, Overloaded
+from bf16kit.messages.errors import AlreadyExists, InvalidRequest
 from bf16kit.service.operations import Region
 from bf16kit.service.regions import DIRECTORY, RegionTable
 
@@ -75,33 +75,6 @@ def test_a_key_names_a_file_in_the_directory_with_the_prefix(make: Make, key: st
     regions.register(region(path))
     with pytest.raises(InvalidRequest):
         table(f"{path.name}-").register(region(path))
-
-
-def test_a_region_has_a_name_of_1_to_255_characters(make: Make) -> None:
-    path, regions = make("named"), table()
-    for name in ("", "x" * 256):
-        with pytest.raises(InvalidRequest):
-            regions.register(region(path, name))
-    regions.register(region(path, "x" * 255))
-
-
-@pytest.mark.parametrize(
-    ("offset", "byte_size"), [(0, 4097), (4096, 1), (2**64 - 1, 2**64 - 1), (0, 0), (16, 0), (-1, 4), (0, -4)]
-)
-def test_a_region_has_bytes_and_its_file_has_them(make: Make, offset: int, byte_size: int) -> None:
-    with pytest.raises(InvalidRequest):
-        table(nbytes=1 << 62).register(region(make("short"), offset=offset, byte_size=byte_size))
-
-
-@pytest.mark.parametrize("regions", [table(regions=1), table(nbytes=5000)], ids=["regions", "bytes"])
-def test_the_number_of_regions_and_their_bytes_are_limited(make: Make, regions: RegionTable) -> None:
-    path = make("bounded")
-    regions.register(region(path, "a"))
-    with pytest.raises(Overloaded) as refused:
-        regions.register(region(path, "b"))
-    assert refused.value.reason == "regions"
-    regions.unregister("a")
-    regions.register(region(path, "b"))
 
 
 def test_anything_but_a_plain_file_with_one_name_gets_the_same_error(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from openfiles import no_more_files
+from openfiles import no_more_files, no_more_threads
 from waiting import until
 
 from bf16kit.messages.errors import Unavailable
@@ -209,14 +209,8 @@ def test_after_any_error_samples_count_as_failed_and_the_next_are_sent(
     ]
 
 
-def test_without_a_thread_samples_are_dropped_without_an_error(
-    sender: PlanSampleSender, leader: Leader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", start)
+def test_without_a_thread_samples_are_dropped_without_an_error(sender: PlanSampleSender, leader: Leader) -> None:
+    with no_more_threads():
         assert sent(sender) == ["dropped"]
     sender.send(SAMPLE, Outcomes())
     until(lambda: leader.asked)

@@ -260,14 +260,6 @@ def test_rejections_at_the_door_are_counted_by_reason_with_all_reasons_at_the_st
     assert refused == {'bf16kit_refused_total{reason="streams"}', 'bf16kit_refused_total{reason="other"}'}
 
 
-def test_the_process_exposes_cpu_memory_open_files_and_garbage_collections() -> None:
-    samples = exposed(Metrics())
-    for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
-        assert samples[name] > 0
-    assert 'python_gc_collections_total{generation="2"}' in samples
-    assert [key for key in samples if key.startswith("python_info{")]
-
-
 @pytest.mark.parametrize(
     ("accept", "kind", "end"),
     [
@@ -337,15 +329,6 @@ def test_a_batch_counts_once_as_an_execution_and_once_per_request_in_the_duratio
     assert seen.compute_infer == Duration(3, 30_000_000)
     assert seen.compute_output == Duration(3, 6_000_000)
     assert abs(seen.last_inference_ms - time.time() * 1e3) < 60_000
-
-
-def test_batches_are_counted_by_their_rows_in_ascending_order(model: ModelMetrics) -> None:
-    for rows in (4, 1, 4):
-        model.executed(1, rows, Timings(compute_infer=0.001))
-    assert [(each.batch_size, each.compute_infer) for each in model.statistics.batches] == [
-        (1, Duration(1, 1_000_000)),
-        (4, Duration(2, 2_000_000)),
-    ]
 
 
 def test_sizes_of_large_batches_are_rounded_up_to_the_next_power_of_two(model: ModelMetrics) -> None:

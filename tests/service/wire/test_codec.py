@@ -48,13 +48,6 @@ def test_inputs_come_in_any_order_raw_or_typed() -> None:
         np.testing.assert_array_equal(request.feeds["mask"], MASK)
 
 
-def test_rows_are_the_size_of_the_batch_axis_and_may_be_0() -> None:
-    assert decode(infer_request(ids=IDS, mask=MASK)).rows == 2
-    assert decode(infer_request(ids=IDS[:0], mask=MASK[:0])).rows == 0
-    model = LoopbackModel(batch_axis=None, max_batch_size=0)
-    assert decode(infer_request(x=np.zeros((5, 3), np.float32)), model).rows == 1
-
-
 def test_inputs_that_do_not_fit_the_model_are_rejected() -> None:
     """The checks of one tensor are those of test_tensors.py."""
     refuses("'x' has 9 rows, expected at most 8", infer_request(x=np.zeros((9, 3), np.float32)), LoopbackModel())
@@ -75,31 +68,6 @@ def test_raw_and_typed_contents_do_not_mix() -> None:
     refuses("raw_input_contents has 1 entries for 2 inputs", message)
 
 
-def test_outputs_keep_the_order_of_the_request_and_none_means_all() -> None:
-    message = infer_request(ids=IDS, mask=MASK)
-    assert decode(message).outputs is None
-    message.outputs.add(name="b")
-    message.outputs.add(name="a")
-    assert decode(message).outputs == ("b", "a")
-    message.outputs.add(name="a")
-    refuses("'a' was requested twice", message)
-    message.outputs[2].name = "c"
-    refuses("unknown output 'c'", message)
-
-
-def test_the_response_has_id_version_and_raw_contents_in_order() -> None:
-    codec = InferenceCodec(LoopbackModel("m", version=7, inputs=MODEL.inputs, outputs=MODEL.outputs))
-    message = infer_request(ids=IDS, mask=MASK)
-    message.outputs.add(name="b").parameters["datatype"].string_param = "BF16"
-    message.outputs.add(name="a")
-    _, dtypes = codec.decode(message)
-    reply = Reply({"b": np.ones(2, np.float32), "a": np.zeros((2, 2), np.float32)}, "bf16")
-    answer = codec.encode("id-1", reply, dtypes)
-    assert (answer.model_name, answer.model_version, answer.id) == ("m", "7", "id-1")
-    assert [(o.name, o.datatype, list(o.shape)) for o in answer.outputs] == [("b", "BF16", [2]), ("a", "FP32", [2, 2])]
-    assert list(answer.raw_output_contents) == [b"\x80\x3f" * 2, bytes(16)]
-
-
 @pytest.mark.parametrize(("made", "told"), [("bf16", "bf16"), ("bf16-weights", "bf16"), ("fp32", "fp32")])
 def test_the_response_names_the_precision_that_computed_it(made: str, told: str) -> None:
     """Also a response without an id, after one with an id."""
@@ -110,13 +78,6 @@ def test_the_response_names_the_precision_that_computed_it(made: str, told: str)
         answer = codec.encode(request_id, reply, answers)
         assert answer.id == request_id
         assert {key: value.string_param for key, value in answer.parameters.items()} == {"precision": told}
-
-
-def test_a_shape_of_huge_rank_is_rejected_before_its_sizes_are_multiplied() -> None:
-    """The product has millions of digits, and no other thread runs while Python computes it."""
-    message = infer_request(x=np.zeros((1, 3), np.float32))
-    message.inputs[0].shape[:] = [2**62] * 200_000
-    refuses("'x' is of rank 200000", message, LoopbackModel())
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from loopback import LoopbackModel, LoopbackRegistry
 
 import bf16kit
-from bf16kit.numerics.tensors import BY_NAME, TensorSpec
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.service.contract import ActivePrecision, BatchStatistics, Duration, StatisticsSnapshot
@@ -67,13 +67,6 @@ def test_a_model_that_is_not_batched_along_the_first_dimension_keeps_its_dims(ax
     assert config.max_batch_size == 0
     assert list(config.input[0].dims) == [-1, -1]
     assert not config.HasField("dynamic_batching")
-
-
-@pytest.mark.parametrize("dtype", list(BY_NAME))
-def test_every_dtype_has_a_number_in_the_configuration(dtype: str) -> None:
-    config = model_config(LoopbackModel(inputs=[TensorSpec("x", dtype, (1,))], max_batch_size=0)).config
-    expected = "TYPE_STRING" if dtype == "string" else f"TYPE_{BY_NAME[dtype].oip}"
-    assert pb.DataType.Name(config.input[0].data_type) == expected
 
 
 def test_an_input_that_may_be_an_image_has_its_format() -> None:

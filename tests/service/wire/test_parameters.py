@@ -14,7 +14,6 @@ from bf16kit.service.wire.parameters import (
     class_count,
     output_datatype,
     region_place,
-    wants_final_mark,
 )
 
 Parameters = Mapping[str, pb.InferParameter]
@@ -119,8 +118,3 @@ def test_a_class_count_is_positive_and_excludes_other_output_parameters() -> Non
     for other in ("datatype", "shared_memory_region"):
         with pytest.raises(InvalidRequest):
             class_count("y", {"classification": INT, other: TEXT})
-
-
-def test_the_final_mark_is_set_only_on_request() -> None:
-    assert wants_final_mark({"triton_enable_empty_final_response": YES})
-    assert not wants_final_mark({})

@@ -56,21 +56,6 @@ def regions(tmp_path: Path, workers: list[Worker]) -> FleetRegions:
     return FleetRegions(RegionTable("mem", tmp_path), ask)
 
 
-def test_a_region_is_in_all_workers_and_in_later_ones_until_it_is_unregistered(
-    regions: FleetRegions, workers: list[Worker], tmp_path: Path
-) -> None:
-    later = Worker(tmp_path)
-    regions.register(REGION)
-    (tmp_path / "mem").unlink()
-    regions.tell_all(later)  # type: ignore[arg-type]
-    for worker in (*workers, later):
-        assert list(worker.table.status("")) == [REGION]
-        assert worker.table.lease("r", 0, 2).read() == bytes([8, 9])
-    regions.unregister("r")
-    for worker in workers:
-        assert list(worker.table.status("")) == []
-
-
 def test_a_region_that_one_worker_cannot_register_is_in_no_worker(
     regions: FleetRegions, workers: list[Worker], tmp_path: Path
 ) -> None:

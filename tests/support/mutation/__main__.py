@@ -33,7 +33,7 @@ _ELSEWHERE = ("long", "gpu", "compose", "models", "clients", "sources", "ray", "
 _QUICK = ["-m", " and ".join(f"not {mark}" for mark in _ELSEWHERE)]  # the tests of `make test`
 
 
-@dataclass
+@dataclass(eq=False)  # pytest puts plugins into a set
 class Recorder:
     """A plugin of pytest: the tests that execute each line, by file (on import: the empty name), and their seconds."""
 
