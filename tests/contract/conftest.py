@@ -3,8 +3,6 @@
 The clients know only the server's address.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Input that cannot be converted is rejected with one clear message, and no files are left behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

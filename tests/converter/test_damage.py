@@ -1,7 +1,5 @@
 """Every command rejects an artifact that changed since it was published, and names the file."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

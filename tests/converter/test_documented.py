@@ -1,7 +1,5 @@
 """The commands in docs/converting.md's table run as written there. ``tests/sources`` tests TensorFlow's."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """``--format safetensors`` and ``--format hf``: exports for other programs; verified, restorable, never served."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Each fault is small enough to be mistaken for bf16's own drift, or does not show
 A fault is a function that breaks the converter; :func:`gate` says which source is converted, and what must be said.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

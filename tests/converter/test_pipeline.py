@@ -1,7 +1,5 @@
 """Whole conversions: what they publish, that running it verifies it, and that the bytes are reproducible."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

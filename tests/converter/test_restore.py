@@ -1,7 +1,5 @@
 """``bf16-convert restore``, and the size of artifacts of checkpoints in every precision."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Edits of bytes accept what an earlier edit has left, even if it is empty."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

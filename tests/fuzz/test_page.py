@@ -1,7 +1,5 @@
 """What the page of a campaign says, and what it must not reveal."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The catalogue's models, each converted once, and one server for all of them."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator, Mapping

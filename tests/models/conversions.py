@@ -1,7 +1,5 @@
 """Converts the catalogue as a user would, and records the results."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

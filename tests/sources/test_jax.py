@@ -1,7 +1,5 @@
 """Checkpoints from Orbax and Flax in every layout: read bit for bit, converted, compared with Flax's outputs."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 A change of the converter therefore cannot break the server's tests.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

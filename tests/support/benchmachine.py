@@ -1,7 +1,5 @@
 """The machine on which made-up results of benchmarks were measured: all of it is fit to be published."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MACHINE: dict[str, Any] = {

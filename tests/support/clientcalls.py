@@ -1,8 +1,6 @@
 """Helpers for programs that call the server with another project's client. They run in that client's environment, so
 this file imports only numpy, grpc and the standard library."""
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """Random models of which bf16 destroys one slice of the output, hidden behind values that dominate every norm."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parses a Dockerfile into the instructions of each stage. It knows only the grammar that this repository uses."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

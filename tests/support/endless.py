@@ -1,7 +1,5 @@
 """Artifacts with correct digests whose loading never ends, or takes hours: each in another step."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

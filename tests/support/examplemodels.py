@@ -3,8 +3,6 @@
 ``python tests/support/examplemodels.py DIRECTORY`` writes a repository of them; docs/conformance.md describes its use.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

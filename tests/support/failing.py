@@ -1,7 +1,5 @@
 """Small models in which bf16 does harm at known nodes and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

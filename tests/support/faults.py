@@ -5,8 +5,6 @@ Copied weights are stored in private, anonymous memory. This module finds them t
 server takes part. The server's files do not change, and neither does what the server reports about itself.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Writes Flax's msgpack files without flax: the few types that ``flax.serialization.to_bytes`` uses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

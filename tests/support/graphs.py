@@ -3,8 +3,6 @@
 Opset and IR version are pinned, because ONNX Runtime does not read the newest ones of the onnx package.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bring this process to its limit of open files."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A made-up manifest and measurements of an artifact, with an example of everything that a report can show."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """The key under which a machine's results are stored, and whether checkout and machine are fit for results."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

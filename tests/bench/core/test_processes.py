@@ -1,7 +1,5 @@
 """The processor time of a server includes its child processes, because some peers work in children."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Verdicts from samples: real differences are detected, noise decides nothing, intervals contain the true value."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The roofline: FLOPs, bytes and times as computed by hand, and errors that name what is unknown."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx

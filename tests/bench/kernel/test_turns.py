@@ -1,7 +1,5 @@
 """Real races of sides, in separate processes, on a product small enough for a test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A worker runs the requested side in the requested cache state, and responds when its threads sleep."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

@@ -1,7 +1,5 @@
 """Every value in a graph gets a dtype, and a shape if it can be known; an error names the step that failed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx

@@ -1,7 +1,5 @@
 """A conversion of a model that is over budget: what it publishes and reports, and that it does not search in vain."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A source's kind is recognised by its content; what is not converted is rejected by name and leaves no file behind."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Every kind of transformers model converts without changes, and gives the outputs of its own torch module."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fp32 ONNX files: their weights are converted wherever they are stored, and restored bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

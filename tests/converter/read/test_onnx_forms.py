@@ -1,7 +1,5 @@
 """Forms of ONNX files from other tools: old opsets, recurrent layers, half precision, other domains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

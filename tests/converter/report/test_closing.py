@@ -1,7 +1,5 @@
 """What the command line says after a conversion."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

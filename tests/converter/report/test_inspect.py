@@ -1,7 +1,5 @@
 """What ``bf16-convert inspect`` shows of an artifact."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

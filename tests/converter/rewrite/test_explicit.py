@@ -1,7 +1,5 @@
 """A graph made explicit: functions inlined, weights in the main graph and stored once, nodes that copy removed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

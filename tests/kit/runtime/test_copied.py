@@ -1,7 +1,5 @@
 """A runtime with its own copy of the weights gives the same outputs, whatever happens to the artifact's files."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

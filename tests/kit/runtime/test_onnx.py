@@ -1,7 +1,5 @@
 """ONNX Runtime on the CPU, as the server and the converter use it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

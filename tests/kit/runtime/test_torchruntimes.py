@@ -1,7 +1,5 @@
 """The runtimes of torch on the CPU, in bf16 and widened to fp32. The tests write files as the converter does."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor

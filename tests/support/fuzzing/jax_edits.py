@@ -1,7 +1,5 @@
 """Seeds and edits of JAX checkpoints: Flax's msgpack, rewritten with false contents, and Orbax's JSON."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

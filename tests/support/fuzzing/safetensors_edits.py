@@ -1,7 +1,5 @@
 """Edits of safetensors files, whose headers are parsed and rewritten, and of the index of shards."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 from typing import Any

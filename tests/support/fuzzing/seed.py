@@ -1,13 +1,11 @@
 """Seeds: the valid sources that mutants are made from, small ones of each kind that the converter reads."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -34,7 +32,7 @@ class Seed:
     arguments: tuple[str, ...] = ()
     links: Mapping[str, str] = field(default_factory=dict)  # name → target of the symbolic link
 
-    def with_file(self, name: str, content: bytes) -> Seed:
+    def with_file(self, name: str, content: bytes) -> Self:
         """Return this seed with the content of one file replaced."""
         return replace(self, files={**self.files, name: content})
 

@@ -1,7 +1,5 @@
 """Edits of torch's zip files: the archive's records, and the pickle that describes them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import pickle

@@ -6,8 +6,6 @@ The faults are drawn with a fixed seed. For each, the tests that execute its lin
 first, until one fails. Faults are written into the files and put back: nothing else may use the tree meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

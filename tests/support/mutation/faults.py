@@ -1,7 +1,5 @@
 """Small faults in Python source: which there are in a package, and how one is planted and put back."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import copy

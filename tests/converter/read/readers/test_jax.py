@@ -1,7 +1,5 @@
 """JAX's leaves in a torch module or an ONNX graph: read bit for bit, placed by rules, and restored."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from hashlib import sha256
