@@ -189,13 +189,6 @@ class TestExportAlone:
         assert "without a residual there is no fp32 reference" in cli("verify", target).published().out
         cli("restore", target, "--out", target.parent / "r").refused(2, "keeps no residual")
 
-    @pytest.mark.long
-    def test_the_same_input_gives_the_same_bytes(self, cli: Cli, alone: Artifact, mlp_file: Path, target: Path) -> None:
-        outcome = cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
-        assert "export      safetensors: model.safetensors" in outcome.out
-        for path in target.iterdir():
-            assert path.read_bytes() == (alone.path / path.name).read_bytes(), path.name
-
     def test_an_export_cannot_be_served_and_the_error_states_why(self, cli: Cli, alone: Artifact, target: Path) -> None:
         said = r"is an export \(safetensors\) for other programs to load: it has no profile to serve.*--format onnx"
         for ask in (lambda: choose_profiles(alone, "auto", "cpu"), lambda: load(alone, "cpu")):

@@ -10,9 +10,8 @@ import graphs
 from bench.core.workspace import Workspace
 from bench.gpu import predicted, roofline
 from bench.gpu.costs import Cost, Costs, NotCosted, costs
-from bench.gpu.devices import DEVICES, Device
+from bench.gpu.devices import Device
 from bench.gpu.sizes import size
-from bf16kit.converter.cli import run
 
 NARROW = TensorProto.BFLOAT16
 
@@ -100,19 +99,6 @@ def test_times_by_hand() -> None:
     assert found == roofline.Prediction(least=4 + 10, by_node=4 + 3 + 10, bound=14 / 17, launches=3)
     assert roofline.predict(of, device, "tf32").by_node == 4 + 3 + 2
     assert roofline.predict(Costs((moved,), 9000), device).least == 9  # one pass through memory takes longer
-
-
-@pytest.mark.long
-def test_an_artifact_is_costed_by_its_own_graphs(tmp_path: Path) -> None:
-    onnx.save(graphs.mlp((256, 512, 256)), tmp_path / "mlp.onnx")
-    artifact = tmp_path / "mlp" / "1"
-    flags = ("--profile", "cuda", "--format", "onnx", "--no-report")
-    assert run(["checkpoint", str(tmp_path / "mlp.onnx"), "--out", str(artifact), *flags]) == 0
-    model = roofline.Model.of(artifact, {"batch": 8})
-    assert model.narrow.flops("bf16") == model.reference.flops("fp32") == 2 * 8 * 2 * 256 * 512
-    assert set(model.on(DEVICES["L4"])) == {"bf16", "tf32", "fp32"}
-    with pytest.raises(NotCosted, match="dimension batch has no size"):
-        roofline.Model.of(artifact, {})
 
 
 @pytest.mark.models  # converts MiniLM

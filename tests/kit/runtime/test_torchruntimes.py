@@ -4,7 +4,6 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import exportedfiles
 import ml_dtypes
@@ -245,16 +244,6 @@ def test_a_file_of_another_kind_is_a_runtime_failure(kind: Kind, content: bytes,
     (tmp_path / "model.any").write_bytes(content)
     with pytest.raises(RuntimeFailure, match=r"cannot load model\.any: "):
         kind(tmp_path / "model.any", [X], [Y])
-
-
-def test_a_program_that_this_torch_cannot_load_is_rejected_with_the_reason(tmp_path: Path) -> None:
-    def rename(program: Any) -> None:
-        exportedfiles.node(program)["target"] = "torch.ops.aten.of_tomorrow.default"
-
-    path = written(TorchExportRuntime, tmp_path, Layer())
-    path.write_bytes(exportedfiles.changed(path.read_bytes(), exportedfiles.MODEL, rename))
-    with pytest.raises(RuntimeFailure, match="of_tomorrow"):
-        TorchExportRuntime(path, [X], [Y])
 
 
 @BOTH

@@ -8,8 +8,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
-import orbaxfiles
 import pytest
 import torch
 from architectures import Mlp, seeded
@@ -18,7 +16,6 @@ from flaxfiles import chunked, extension, packed
 from restored import assert_restored
 from safetensors import safe_open
 
-import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.converter.read.detect import Kind, recognise
 from bf16kit.converter.read.jax import read_flax
@@ -146,29 +143,6 @@ def _given(target: Path) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.long
-def test_an_onnx_graph_can_be_the_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
-    model = graphs.mlp()
-    onnx.save(model, tmp_path / "graph.onnx")
-    own = {name: array[::-1].copy() for name, array in graphs.weights_of(model).items()}
-    given = {"params": {f"layer_{i}": {"kernel": own[f"w{i}"], "bias": own[f"b{i}"]} for i in range(2)}}
-    source = _write(tmp_path / "m.msgpack", given)
-    expected = np.maximum(X @ own["w0"] + own["b0"], 0) @ own["w1"] + own["b1"]
-    (tmp_path / "rules.yaml").write_text(
-        "rules:\n"
-        "- {match: 'params\\.layer_(.)\\.kernel', to: 'w\\1'}\n"
-        "- {match: 'params\\.layer_(.)\\.bias', to: 'b\\1'}\n"
-    )
-    arguments = ("--model", tmp_path / "graph.onnx", "--map", tmp_path / "rules.yaml", *ONNX_ONLY)
-    cli("checkpoint", source, *arguments, "--out", target).published()
-    digest = sha256((tmp_path / "graph.onnx").read_bytes()).hexdigest()
-    assert _given(target)[0] == ("--model", "graph.onnx", digest)
-    found = load_reference(Artifact.open(target)).run({"x": X})["y"]
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", _flat(given))
-
-
-@pytest.mark.long
 def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: Path) -> None:
     state = seeded(Mlp()).state_dict()
     torch.save({f"net.{name.replace('up', 'first')}": tensor for name, tensor in state.items()}, tmp_path / "m.pt")
@@ -185,27 +159,6 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     wanted = {f"net.{name.replace('up', 'first')}": tensor.numpy() for name, tensor in state.items()}
     assert_restored(tmp_path / "fp32.safetensors", wanted)
-
-
-@pytest.mark.long
-def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, target: Path, rules: Path) -> None:
-    """The step of --step and the item of --item are taken; the optimizer is left out."""
-    pytest.importorskip("tensorstore", reason="the extra `jax` is not installed")
-    root = tmp_path / "run"
-    leaves = _flat(mlp_params())
-    for step, scale in ((3, 1.0), (20, 2.0)):
-        for item in ("weights", "ema"):
-            own = {name: array * np.float32(scale if item == "weights" else 5) for name, array in leaves.items()}
-            own["opt_state.mu"] = np.zeros(3, np.float32)
-            orbaxfiles.write(root / str(step) / item, own, ocdbt=item == "weights")
-    cli("checkpoint", root, *MLP, "--map", rules, "--out", target).refused(2, "several items, ema, weights")
-    taken = ("--item", "weights", "--step", "3", "--map", rules)
-    done = cli("checkpoint", root, *MLP, *taken, "--out", target).published()
-    said = " ".join(done.out.split())
-    assert "the training state under opt_state was left out (1)" in said
-    assert "the weights are those of '3/weights' in run; --step and --item choose others" in said
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", leaves)
 
 
 @pytest.mark.parametrize(
