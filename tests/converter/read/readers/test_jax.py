@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import Mlp, seeded
 from converting import ONNX_ONLY, Cli, tree
-from flaxfiles import chunked, extension, packed
+from flaxfiles import MLP_RULES, chunked, extension, mlp_params, packed
 from restored import assert_restored
 from safetensors import safe_open
 
@@ -29,11 +29,6 @@ MLP = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16", *ONNX_ON
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 Tree = dict[str, np.ndarray]
 W = np.arange(12, dtype=np.float32).reshape(3, 4)
-RULES = r"""rules:
-- {match: 'params\.(.*)\.kernel', to: '\1.weight', steps: [{transpose: [1, 0]}]}
-- {match: 'params\.(.*)\.bias', to: '\1.bias'}
-- {match: 'step', drop: true}
-"""
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
@@ -44,48 +39,29 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
     return found
 
 
-def mlp_params(up: str = "up", down: str = "down", hidden: int = 64) -> Mapping[str, Any]:
-    """Return the parameters of ``architectures.Mlp`` as Flax stores them: kernels are [in, out]."""
-    state = {name: tensor.numpy() for name, tensor in seeded(Mlp(hidden=hidden)).state_dict().items()}
-    return {
-        "params": {
-            up: {"kernel": np.ascontiguousarray(state["up.weight"].T), "bias": state["up.bias"]},
-            down: {"kernel": np.ascontiguousarray(state["down.weight"].T), "bias": state["down.bias"]},
-        }
-    }
-
-
 def _write(path: Path, given: Mapping[str, Any]) -> Path:
     path.write_bytes(packed(given))
     return path
 
 
 @pytest.fixture
-def rules(tmp_path: Path) -> Path:
-    (tmp_path / "rules.yaml").write_text(RULES)
-    return tmp_path / "rules.yaml"
-
-
-@pytest.fixture
 def mlp_msgpack(tmp_path: Path) -> Path:
-    return _write(tmp_path / "mlp.msgpack", {**mlp_params(), "step": 7})
+    return _write(tmp_path / "mlp.msgpack", {"params": mlp_params(), "step": 7})
 
 
 @pytest.mark.long
-def test_rules_fill_the_model_and_samples_confirm_it(
-    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path, rules: Path
-) -> None:
+def test_rules_fill_the_model_and_samples_confirm_it(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
     """Outputs are the model's and leaves are restored; outputs that come with the samples are compared."""
     expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
     np.savez(tmp_path / "s.npz", x=X, output=expected)
-    given = (*MLP, "--map", rules, "--samples", tmp_path / "s.npz")
+    given = (*MLP, "--map", MLP_RULES, "--samples", tmp_path / "s.npz")
     done = cli("checkpoint", mlp_msgpack, *given, "--out", target).published()
     assert "the expected outputs are confirmed" in " ".join(done.out.split())
     artifact = Artifact.open(target)
     assert artifact.manifest.source.format == "flax-msgpack"
     np.testing.assert_allclose(load_reference(artifact).run({"x": X})["output"], expected, atol=1e-5)
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", _flat({**mlp_params(), "step": np.int64(7)}))
+    assert_restored(tmp_path / "fp32.safetensors", _flat({"params": mlp_params(), "step": np.int64(7)}))
     cli("verify", target, "--samples", tmp_path / "s.npz").published()  # verify ignores the outputs
 
 
@@ -98,12 +74,10 @@ def test_without_rules_a_template_of_them_is_printed(cli: Cli, target: Path, mlp
 
 
 @pytest.mark.long
-def test_samples_with_other_outputs_reject_a_map(
-    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path, rules: Path
-) -> None:
+def test_samples_with_other_outputs_reject_a_map(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
     expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
     np.savez(tmp_path / "s.npz", x=X, output=expected * np.float32(1.001))
-    refused = cli("checkpoint", mlp_msgpack, *MLP, "--map", rules, "--samples", tmp_path / "s.npz", "--out", target)
+    refused = cli("checkpoint", mlp_msgpack, *MLP, "--map", MLP_RULES, "--samples", tmp_path / "s.npz", "--out", target)
     said = "the model does not give the outputs in the file s.npz: output 'output' is 0.000999 (relative_l2)"
     refused.refused(3, said, "fp32 noise explains at most")
     assert tree(target.parent.parent) == []
@@ -171,9 +145,9 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     ],
 )
 def test_missing_or_wrong_options_are_rejected(
-    cli: Cli, target: Path, mlp_msgpack: Path, rules: Path, arguments: tuple[str, ...], said: str
+    cli: Cli, target: Path, mlp_msgpack: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    given = [argument.format(rules=rules) for argument in arguments]
+    given = [argument.format(rules=MLP_RULES) for argument in arguments]
     cli("checkpoint", mlp_msgpack, *given, "--out", target).refused(2, said)
 
 
