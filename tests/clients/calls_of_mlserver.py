@@ -5,8 +5,6 @@ models are those of ``conftest.py``. (``mlserver infer`` supports only HTTP. doc
 cannot read.)
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from typing import Any
