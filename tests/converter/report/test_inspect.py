@@ -113,20 +113,11 @@ _KEYS = {
     *("path", "model", "version", "within", "headline", "verdicts", "drift", "budget", "oracle", "reference"),
     *("source", "sizes", "layout", "batch_axis", "inputs", "outputs", "profiles", "plan", "islands", "searches"),
     *(
-        "slices",
-        "on_cpu",
-        "top1",
-        "off_the_line",
-        "diagnoses",
-        "lossy_tensors",
-        "exports",
-        "files",
-        "given",
-        "tools",
-        "seed",
+        "slices", "on_cpu", "top1", "off_the_line", "diagnoses", "lossy_tensors", "exports", "files", "given",
+        "tools", "seed",
     ),
     *("measurements", "input_ranges", "recovery"),
-}
+}  # fmt: skip
 
 
 def test_json_has_the_documented_keys_and_agrees_with_the_manifest(cli: Cli, mlp: Artifact) -> None:

@@ -59,18 +59,9 @@ def seeds(kind: str) -> tuple[Seed, ...]:
 
 def _onnx() -> tuple[Seed, ...]:
     builders: tuple[Callable[[], ModelProto], ...] = (
-        graphs.mlp,
-        graphs.conv_bn,
-        graphs.embedding,
-        graphs.if_branches,
-        graphs.loop,
-        graphs.constant_nodes,
-        lstm,
-        function,
-        half,
-        old,
-        typed_data,
-    )
+        graphs.mlp, graphs.conv_bn, graphs.embedding, graphs.if_branches, graphs.loop, graphs.constant_nodes, lstm,
+        function, half, old, typed_data,
+    )  # fmt: skip
     inline = [Seed(b.__name__, "onnx", "m.onnx", {"m.onnx": b().SerializeToString()}) for b in builders]
     return (*inline, _external("external", 1), _external("external2", 2))
 
