@@ -1,7 +1,5 @@
 """A small module, samples for it, and its artifact, converted once for all tests that only read it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

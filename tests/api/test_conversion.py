@@ -1,7 +1,5 @@
 """``bf16kit.convert``: models in memory, options as Python values, and what it returns and raises."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

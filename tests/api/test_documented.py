@@ -1,7 +1,5 @@
 """The examples in the docstrings of the Python interface, and on its page, run as they are shown."""
 
-from __future__ import annotations
-
 import doctest
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``import bf16kit`` takes no time: what is heavy is imported when it is used."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """``bf16kit.load`` and ``bf16kit.compare``."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

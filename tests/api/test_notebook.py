@@ -1,7 +1,5 @@
 """``examples/quickstart.ipynb``: its cells run one after the other, and it is kept with the outputs of such a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

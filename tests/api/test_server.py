@@ -1,7 +1,5 @@
 """``bf16kit.serve``: a real server in a child process, and its end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -4,8 +4,6 @@ It converts :data:`MODELS` with the ``bf16-convert`` of this checkout, except th
 README.md and restored.sha256. Run it in a clean checkout, after the commit that raises the version.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The sources of the artifacts in this directory: ``python sources.py DIRECTORY`` writes them, with seeded weights."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@
 models are those of ``conftest.py``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Unmodified clients of other projects, each in its own environment; and a server with models for them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The models for tritonclient's published examples. The examples are not in this repository (docs/conformance.md)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Clients of other projects and the real server, one test for each call. The calls are in ``calls_of_….py``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

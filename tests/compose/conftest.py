@@ -1,7 +1,5 @@
 """One stack for all tests of this directory: a test that changes it must restore it."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Iterator

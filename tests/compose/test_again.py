@@ -1,7 +1,5 @@
 """A second ``up`` leaves a running stack unchanged, and a restart loses no accepted request."""
 
-from __future__ import annotations
-
 import re
 import signal
 

@@ -1,7 +1,5 @@
 """A volume with a damaged model, and a server that cannot be scraped: what the server, Docker and Prometheus report."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 

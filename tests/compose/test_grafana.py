@@ -1,7 +1,5 @@
 """Grafana, if its image is on this machine: no package contains it, and no one has opened it here so far."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 The containers start together, because each takes some seconds to get its health status.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

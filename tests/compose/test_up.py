@@ -1,7 +1,5 @@
 """``docker compose up`` converts, serves and scrapes; the tests then use the stack from outside, as a user would."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Servers for the conformance suite: real server processes over artifacts with every datatype."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

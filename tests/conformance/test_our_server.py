@@ -1,7 +1,5 @@
 """``bf16-serve`` breaks no rule of the conformance suite."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The clients know only the server's address.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 from artifacts import write_artifact, write_lookup, write_mlp
 from inprocess import running
-from onnx import helper
 
 from bf16kit.numerics.tensors import TensorSpec
 
@@ -21,34 +18,22 @@ LOADED = ("types", "mlp", "lookup")
 
 def _write_types(target: Path) -> None:
     """Write a model with ``doubled = 2·x`` in fp32, and with int32, int64 and bool outputs that negate their inputs."""
-    batch = ("batch", 4)
+    batch: tuple[str, int] = ("batch", 4)
+    inputs: dict[str, type[np.generic]] = {"x": np.float32, "small": np.int32, "large": np.int64, "flag": np.bool_}
     write_artifact(
         target,
-        lambda weight: [
-            helper.make_node("MatMul", ["x", weight("w")], ["doubled"]),
-            helper.make_node("Neg", ["small"], ["negated"]),
-            helper.make_node("Neg", ["large"], ["opposite"]),
-            helper.make_node("Not", ["flag"], ["denied"]),
-        ],
+        lambda weight: (
+            f"doubled = MatMul (x, {weight('w')}) negated = Neg (small) opposite = Neg (large) denied = Not (flag)"
+        ),
         {"w": np.eye(4, dtype=np.float32) * 2},
-        [
-            TensorSpec("x", "float32", batch),
-            TensorSpec("small", "int32", batch),
-            TensorSpec("large", "int64", batch),
-            TensorSpec("flag", "bool", batch),
-        ],
+        [TensorSpec(name, dtype.__name__.rstrip("_"), batch) for name, dtype in inputs.items()],
         [
             TensorSpec("doubled", "float32", batch, "regression"),
             TensorSpec("negated", "int32", batch),
             TensorSpec("opposite", "int64", batch),
             TensorSpec("denied", "bool", batch),
         ],
-        {
-            "x": np.ones((2, 4), np.float32),
-            "small": np.ones((2, 4), np.int32),
-            "large": np.ones((2, 4), np.int64),
-            "flag": np.ones((2, 4), np.bool_),
-        },
+        {name: np.ones((2, 4), dtype) for name, dtype in inputs.items()},
     )
 
 

@@ -1,7 +1,5 @@
 """The documentation matches the code: metrics, reasons of rejections, configuration."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 They may make public constants smaller, which are bounds and paths, and have the system or a library fail.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

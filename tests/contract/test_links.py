@@ -1,7 +1,5 @@
 """Links between pages lead somewhere, and the commands that pages show exist with their options."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections import Counter

@@ -1,7 +1,5 @@
 """tritonclient loads, replaces and unloads models, while the models that are loaded continue to serve."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

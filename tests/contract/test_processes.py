@@ -1,7 +1,5 @@
 """Separate processes: a client without our stubs, and one that loads both sets of stubs in either order."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An unmodified tritonclient.grpc.aio."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,7 +1,5 @@
 """An unmodified tritonclient in a process that also has our stubs: tensors, streams, metadata, statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any

@@ -1,7 +1,5 @@
 """Triton's extensions, used by an unmodified tritonclient: classes, strings, priorities, timeouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any

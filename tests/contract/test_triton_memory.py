@@ -1,7 +1,5 @@
 """An unmodified tritonclient with tensors in system shared memory: sync, asyncio and streams."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator

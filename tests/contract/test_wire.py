@@ -1,7 +1,5 @@
 """Our protocol file equals Triton's own, as tritonclient ships it: the number, type and name of each field."""
 
-from __future__ import annotations
-
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from tritonclient.grpc import model_config_pb2, service_pb2
 

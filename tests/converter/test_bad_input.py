@@ -1,18 +1,12 @@
 """Input that cannot be converted is rejected with one clear message, and no files are left behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from architectures import Mlp, save
-from converting import MLP, ONNX_ONLY, Cli, process, tree
-
-import graphs
-from bf16kit.artifact.artifact import Artifact
+from converting import MLP, ONNX_ONLY, Cli, tree
 
 ARGUMENTS = (*MLP, *ONNX_ONLY)
 
@@ -35,24 +29,6 @@ def test_a_target_that_exists_is_rejected_before_anything_is_read(cli: Cli, tmp_
     cli("checkpoint", tmp_path / "absent", "--out", target).refused(2, "already exists", "--force")
 
 
-@pytest.mark.long
-def test_force_replaces_the_whole_artifact(cli: Cli, onnx_file: Path, target: Path) -> None:
-    command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY)
-    cli(*command, "--profile", "cpu").published()
-    cli(*command).refused(2, "already exists")
-    assert not (target / "cuda.onnx").exists()
-    cli(*command, "--force").published()
-    assert sorted(Artifact.open(target).manifest.profiles) == ["cpu", "cpu-bf16", "cuda"]
-    assert [path.name for path in target.parent.iterdir()] == ["1"]
-
-
-def test_force_replaces_nothing_but_artifacts(cli: Cli, onnx_file: Path, target: Path) -> None:
-    target.mkdir(parents=True)
-    (target / "thesis.tex").write_text("years of work")
-    cli("checkpoint", onnx_file, "--out", target, "--force").refused(2, "--force replaces only artifacts")
-    assert (target / "thesis.tex").read_text() == "years of work"
-
-
 def test_a_failed_conversion_keeps_the_previous_artifact(
     cli: Cli, tmp_path: Path, onnx_file: Path, target: Path
 ) -> None:
@@ -64,15 +40,6 @@ def test_a_failed_conversion_keeps_the_previous_artifact(
     )
     assert (target / "manifest.json").read_bytes() == before
     assert [path.name for path in target.parent.iterdir()] == ["1"]
-
-
-@pytest.mark.long
-def test_a_full_disk_publishes_nothing(tmp_path: Path, target: Path) -> None:
-    source = tmp_path / "large.onnx"
-    onnx.save(graphs.mlp((256, 256, 256)), source)
-    done = process("checkpoint", source, "--out", target, *ONNX_ONLY, largest_file=64 << 10)
-    done.refused(2, "disk full", "nothing was published")
-    assert tree(tmp_path) == ["large.onnx"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The command line itself: help, exit codes and error messages; and what ``doctor`` finds."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The command ``bf16-convert checkpoint DIRECTORY --out REPOSITORY``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

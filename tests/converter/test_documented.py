@@ -1,8 +1,7 @@
 """The commands in docs/converting.md's table run as written there. ``tests/sources`` tests TensorFlow's."""
 
-from __future__ import annotations
-
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from architectures import Mlp, save, seeded
 from converting import Cli
 from documented import DOCS, PACKAGE, Answers, Maker, assert_answers, command, row, rows, write_package
-from flaxfiles import packed
+from flaxfiles import MLP_RULES, mlp_params, packed
 from onnx.reference import ReferenceEvaluator
 from safetensors.torch import save_file
 
@@ -93,37 +92,20 @@ def _scripted(directory: Path) -> Answers:
     return _answers()
 
 
-def _leaves() -> dict[str, dict[str, Any]]:
-    """Return the weights of ``architectures.Mlp`` as Flax stores them: kernels are [in, out]."""
-    state = seeded(Mlp()).state_dict()
-    layers = ("up", "down")
-    return {
-        name: {"kernel": state[f"{name}.weight"].numpy().T.copy(), "bias": state[f"{name}.bias"].numpy()}
-        for name in layers
-    }
-
-
-_RULES = (
-    "rules:\n"
-    "- {match: 'params\\.(.*)\\.kernel', to: '\\1.weight', steps: [{transpose: [1, 0]}]}\n"
-    "- {match: 'params\\.(.*)\\.bias', to: '\\1.bias'}\n"
-)
-
-
 def _orbax(directory: Path) -> Answers:
     pytest.importorskip("tensorstore", reason="the extra `jax` is not installed")
     _factories(directory)
-    flat = {f"params.{layer}.{leaf}": array for layer, leaves in _leaves().items() for leaf, array in leaves.items()}
+    flat = {f"params.{layer}.{leaf}": array for layer, leaves in mlp_params().items() for leaf, array in leaves.items()}
     orbaxfiles.write(directory / "DIRECTORY" / "20" / "default", flat)
     found = _answers()
     np.savez(directory / "expected.npz", **found.inputs, **found.outputs)
-    (directory / "rules.yaml").write_text(_RULES)
+    shutil.copy(MLP_RULES, directory / "rules.yaml")
     return found
 
 
 def _flax(directory: Path) -> Answers:
     pytest.importorskip("msgpack", reason="the extra `jax` is not installed")
-    (directory / "m.msgpack").write_bytes(packed({"params": _leaves()}))
+    (directory / "m.msgpack").write_bytes(packed({"params": mlp_params()}))
     with quiet():
         # `optimize` would spoil torch's table of operators, which conftest caches, for the next export.
         program = torch.onnx.export(
@@ -136,7 +118,7 @@ def _flax(directory: Path) -> Answers:
         )
     assert program is not None
     onnx.save(program.model_proto, directory / "graph.onnx")
-    (directory / "rules.yaml").write_text(_RULES)
+    shutil.copy(MLP_RULES, directory / "rules.yaml")
     return _answers()
 
 

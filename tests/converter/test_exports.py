@@ -1,7 +1,5 @@
 """``--format safetensors`` and ``--format hf``: exports for other programs; verified, restorable, never served."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -190,13 +188,6 @@ class TestExportAlone:
         assert Artifact.open(target).manifest.drift["safetensors"].outputs["output"]["relative_l2"]["mean"] > 1e-4
         assert "without a residual there is no fp32 reference" in cli("verify", target).published().out
         cli("restore", target, "--out", target.parent / "r").refused(2, "keeps no residual")
-
-    @pytest.mark.long
-    def test_the_same_input_gives_the_same_bytes(self, cli: Cli, alone: Artifact, mlp_file: Path, target: Path) -> None:
-        outcome = cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
-        assert "export      safetensors: model.safetensors" in outcome.out
-        for path in target.iterdir():
-            assert path.read_bytes() == (alone.path / path.name).read_bytes(), path.name
 
     def test_an_export_cannot_be_served_and_the_error_states_why(self, cli: Cli, alone: Artifact, target: Path) -> None:
         said = r"is an export \(safetensors\) for other programs to load: it has no profile to serve.*--format onnx"

@@ -4,8 +4,6 @@ Each fault is small enough to be mistaken for bf16's own drift, or does not show
 A fault is a function that breaks the converter; :func:`gate` says which source is converted, and what must be said.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +19,6 @@ import torch
 from architectures import Mlp, save
 from converting import MLP, ONNX_ONLY, Cli, tree
 from numpy.typing import NDArray
-from onnx import NodeProto, helper
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
@@ -86,25 +83,17 @@ _equal = _onnx(partial(graphs.mlp, (32, 32, 32)))  # two products of the same sh
 _conv = _onnx(partial(graphs.conv_bn, channels=16))  # a convolution, and a BatchNorm that the converter folds
 
 
-def _product(*nodes: NodeProto, **constants: Any) -> Convert:
+def _product(nodes: str, **constants: Any) -> Convert:
     """x [batch, 32] → MatMul → m → ``nodes``, which read ``constants`` → y."""
-    arrays = {"w": graphs.values(32, 32)} | {name: np.asarray(value, np.float32) for name, value in constants.items()}
-    return _onnx(
-        lambda: graphs.model(
-            [helper.make_node("MatMul", ["x", "w"], ["m"], name="product"), *nodes],
-            [graphs.edge("x", ["batch", 32])],
-            [graphs.edge("y", ["batch", 32])],
-            [graphs.initializer(name, array) for name, array in arrays.items()],
-        )
-    )
+    text = f"(float[batch, 32] x) => (float[batch, 32] y) {{ [product] m = MatMul (x, w) {nodes} }}"
+    arrays = {name: np.asarray(value, np.float32) for name, value in constants.items()}
+    return _onnx(partial(graphs.parsed, text, w=graphs.values(32, 32), **arrays))
 
 
-_clip = _product(helper.make_node("Clip", ["m", "low", "high"], ["y"], name="clip"), low=0, high=1)
-_scaled = _product(helper.make_node("Mul", ["m", "c"], ["y"], name="scaled"), c=1.2334)
-_masked = _product(
-    helper.make_node("Add", ["m", "mask"], ["s"], name="masked"),
-    helper.make_node("Softmax", ["s"], ["y"], name="softmax", axis=-1),
-    mask=np.where(np.arange(32) % 2, -3.4e38, 0),  # hides half of the columns
+_clip = _product("[clip] y = Clip (m, low, high)", low=0, high=1)
+_scaled = _product("[scaled] y = Mul (m, c)", c=1.2334)
+_masked = _product(  # the mask hides half of the columns
+    "[masked] s = Add (m, mask) [softmax] y = Softmax <axis = -1> (s)", mask=np.where(np.arange(32) % 2, -3.4e38, 0)
 )
 
 # --- the gates --------------------------------------------------------------------------------------------------------

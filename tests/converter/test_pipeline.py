@@ -1,7 +1,5 @@
 """Whole conversions: what they publish, that running it verifies it, and that the bytes are reproducible."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +17,9 @@ from bf16kit.converter.options import Options, parse_target
 from bf16kit.runtime.loading import load_reference
 
 WEIGHTS = {
-    "golden.safetensors",
-    "manifest.json",
-    "measurements.json",
-    "reference.onnx",
-    "report.html",
-    "residual.bin",
-    "weights.bf16",
-    "weights.fp32",
-}
+    "golden.safetensors", "manifest.json", "measurements.json", "reference.onnx", "report.html", "residual.bin",
+    "weights.bf16", "weights.fp32",
+}  # fmt: skip
 ONNX = {"cpu.onnx", "cpu-bf16.onnx", "cuda.onnx"}
 
 

@@ -1,7 +1,5 @@
 """``bf16-convert checkpoint --dry-run``: what a conversion would write, without it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``bf16-convert restore``, and the size of artifacts of checkpoints in every precision."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -31,21 +29,6 @@ def test_the_checkpoint_is_restored_bit_for_bit(cli: Cli, mlp: Artifact, mlp_fil
     with safe_open(out, framework="numpy") as file:  # the safetensors library reads the file
         assert set(file.keys()) == set(state)
     assert [path.name for path in tmp_path.iterdir()] == ["fp32.safetensors"]
-
-
-@pytest.mark.long
-def test_every_bit_pattern_of_a_weight_is_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
-    """The weight has ties, subnormals, both zeros, and the largest numbers that do not overflow."""
-    bits = np.random.default_rng(0).integers(0, 2**32, (64, 64), np.uint32)
-    bits[(bits >> 23) & 0xFF > 0xFD] &= np.uint32(0x3FFFFFFF)
-    special = [0x00000001, 0x80000001, 0x007FFFFF, 0x3F808000, 0x3F818000, 0x80000000, 0x7F7F7FFF, 0x00008000]
-    bits.reshape(-1)[: len(special)] = special
-    weight = bits.view(np.float32)
-    proto = graphs.parsed("(int64[n] ids) => (float[n, 64] y) { y = Gather (table, ids) }", table=weight)
-    onnx.save(proto, tmp_path / "m.onnx")
-    cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY, "--allow-over-budget").published()
-    cli("restore", target, "--out", tmp_path / "out").published()
-    assert_restored(tmp_path / "out", {"table": weight})
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 """The same input gives the same bytes in another process, with another hash seed and after other imports."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

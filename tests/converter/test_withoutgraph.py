@@ -1,7 +1,5 @@
 """Sources without an ONNX graph: the torch program alone is written, verified and restored, or rejected."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fuzzer's own guards: forbidden actions of a mutant are detected."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """SIGKILL at any moment leaves either the old result or the new one, complete; the next run removes leftovers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random

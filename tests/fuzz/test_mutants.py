@@ -1,7 +1,5 @@
 """Damaged sources give a clear error or a correct artifact, and touch nothing outside. `make fuzz` runs 20,000."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

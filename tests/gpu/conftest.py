@@ -3,8 +3,6 @@
 With an NVIDIA driver and a CUDA build of the backend, the GPU is expected to work: tests fail and are not skipped.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Converted models on a GPU: the drift that the converter only emulates on a CPU is measured on the device."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

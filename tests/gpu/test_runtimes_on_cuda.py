@@ -1,7 +1,5 @@
 """Hand-made graphs and modules on a GPU: bf16 products, fp32 accumulation, and never TF32."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 And the files below it: weight files, segments, and any file that may be missing or too large.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

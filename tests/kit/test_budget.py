@@ -1,7 +1,5 @@
 """The budget: read from text, judged on a summary, compared as a ratio; and the verdict on each profile."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

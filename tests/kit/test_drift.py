@@ -1,7 +1,5 @@
 """Drift as the design defines it, against a plain float64 reference, and in edge cases."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

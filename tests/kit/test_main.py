@@ -1,7 +1,5 @@
 """``python -m bf16kit`` passes on to the two programs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

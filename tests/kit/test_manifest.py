@@ -1,7 +1,5 @@
 """The manifest: canonical bytes, and a clear message for each error in it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

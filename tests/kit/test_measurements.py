@@ -1,7 +1,5 @@
 """measurements.json: canonical, bounded, and checked when it is read; and the ranges of inputs that it keeps."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The compiled loops, where the kernel was built, and numpy must give the same bits.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Panels: packing to the exact bytes of the documented layout, and unpacking."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

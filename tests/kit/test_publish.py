@@ -1,7 +1,5 @@
 """Publishing is all or nothing: also if the target exists, the process is killed, or the disk is full."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

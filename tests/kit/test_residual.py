@@ -1,7 +1,5 @@
 """The residual restores every bit of any fp32 value."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import struct

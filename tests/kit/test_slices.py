@@ -1,7 +1,5 @@
 """The worst slice of an output: each index along each axis, by its error against its own variation over the samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@
 tests/compose uses real groups.
 """
 
-from __future__ import annotations
-
 import ctypes
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Specs: dtypes under their three names, and the checks of a request's tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Messages of libraries, shortened to what is useful to users."""
 
-from __future__ import annotations
-
 import os
 import time
 

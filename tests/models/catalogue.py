@@ -1,7 +1,5 @@
 """The models that `make test-models` converts: their packages, their kinds, and their samples."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The catalogue's models, each converted once, and one server for all of them."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from catalogue import CATALOGUE
-from conversions import SITE, Conversion, convert, record, row
+from conversions import MEASURED, SITE, Conversion, convert, line
 from serverprocess import ServerProcess
 
 
@@ -33,7 +31,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def conversions(site: Path, repository: Path) -> Mapping[str, Conversion]:
     """Convert every model of the catalogue, and record the figures of successful conversions for the table."""
     done = {entry.name: convert(entry, repository) for entry in CATALOGUE}
-    record([row(conversion) for conversion in done.values() if conversion.code == 0])
+    MEASURED.write_text("".join(line(conversion) for conversion in done.values() if conversion.code == 0), "utf-8")
     return done
 
 

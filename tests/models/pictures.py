@@ -1,7 +1,5 @@
 """Pictures: printed text that is drawn here, and the two photographs that scikit-learn ships."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Each function yields the same feeds on every run, prepared as the package that ships the model prepares them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sysconfig

@@ -1,7 +1,5 @@
 """Sounds made from formulas: chords, and vowels with pauses that resemble speech."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

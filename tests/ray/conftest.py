@@ -1,7 +1,5 @@
 """A real Ray cluster of two nodes on this machine that serves a repository. run.sh determines where it listens."""
 
-from __future__ import annotations
-
 import os
 import urllib.request
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``python -m bf16kit.deploy.ray`` with its own cluster: how it starts, which input it rejects, and how it ends."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The applications that Ray gets for a repository, and that Ray accepts them; this needs no cluster."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

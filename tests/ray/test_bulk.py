@@ -1,7 +1,5 @@
 """Convert many checkpoints on the nodes of a cluster: the output and files of a run, and a node that dies."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

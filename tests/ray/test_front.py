@@ -1,7 +1,5 @@
 """The statuses that clients get when Ray fails, or when a client misbehaves. A front without a cluster answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A replica takes no more memory than Ray reserves for it: otherwise Ray places more replicas on a node than fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

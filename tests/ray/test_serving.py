@@ -1,7 +1,5 @@
 """Replicas behind Ray's proxy give clients the same responses as a server of one process."""
 
-from __future__ import annotations
-
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Nodes die and are added, and models are replaced, while clients keep sending requests."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

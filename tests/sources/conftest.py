@@ -1,7 +1,5 @@
 """Frameworks that write the sources and compute expected outputs, each in its own environment (`make test-sources`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

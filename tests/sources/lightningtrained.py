@@ -5,8 +5,6 @@ outputs that Lightning itself computes for them from the checkpoint. ``--model l
 module.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

@@ -5,8 +5,6 @@ each signature ``answers-SIGNATURE.npz``, and ``variables.npz`` and ``names.json
 them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

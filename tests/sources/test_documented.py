@@ -1,7 +1,5 @@
 """Run the commands of docs/converting.md for models of TensorFlow and Keras exactly as the page shows them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

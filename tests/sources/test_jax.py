@@ -1,7 +1,5 @@
 """Checkpoints from Orbax and Flax in every layout: read bit for bit, converted, compared with Flax's outputs."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -124,15 +122,10 @@ def _convert(written: Path, model: str, layout: str, out: Path, *more: str | Pat
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("cnn", "standard"),
-        ("cnn", "managed"),
-        ("block", "train_state"),
-        ("block", "sharded"),
-        ("mlp", "nnx_state"),
-        ("mlp", "zarr3"),
-        ("mlp", "flax.msgpack"),
+        ("cnn", "standard"), ("cnn", "managed"), ("block", "train_state"), ("block", "sharded"),
+        ("mlp", "nnx_state"), ("mlp", "zarr3"), ("mlp", "flax.msgpack"),
     ],
-)
+)  # fmt: skip
 def test_samples_from_flax_confirm_the_model_and_match_the_artifacts_outputs(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, layout: str
 ) -> None:

@@ -1,7 +1,5 @@
 """Checkpoints that Lightning wrote in each precision: converted, run, and compared with Lightning's own outputs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 readers that the converter does not use.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

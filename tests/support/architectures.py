@@ -3,8 +3,6 @@
 The option ``--model architectures:Mlp`` finds them because pytest has this directory on its path.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +78,6 @@ class Several(nn.Module):
 
 class ModelOutput(dict[str, Any]):
     """The converter recognises the outputs of transformers' models by this class name."""
-
-
-class Caching(Mlp):
-    """Returns a cache beside the logits, as transformers' models do."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return ModelOutput(logits=super().forward(x), cache=[x])
 
 
 class Untraceable(Mlp):

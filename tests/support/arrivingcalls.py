@@ -5,8 +5,6 @@ as the real ones run on gRPC's own thread; only :meth:`Arriving.respond` and :me
 others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A change of the converter therefore cannot break the server's tests.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +33,7 @@ BUDGET = {"relative_l2": 1.5e-2, "cosine_distance": 5e-4, "top1_agreement": 0.99
 
 def write_artifact(
     target: Path,
-    nodes: Callable[[Weight], list[onnx.NodeProto]],
+    nodes: Callable[[Weight], str | list[onnx.NodeProto]],
     weights: Mapping[str, NDArray[np.float32]],
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
@@ -48,22 +46,23 @@ def write_artifact(
 ) -> Artifact:
     """Publish a ``cpu`` artifact with a reference and golden samples; ``spoil`` is added to every golden output.
 
-    If ``golden`` is empty, the artifact has no golden samples. ``kernel`` is a graph for the CPU kernel: ``cpu.onnx``
-    then has its nodes and functions instead of ``nodes``, and every weight is stored as panels.
+    ``nodes`` gives the nodes, as such or in ONNX's text form. If ``golden`` is empty, the artifact has no golden
+    samples. ``kernel`` is a graph for the CPU kernel: ``cpu.onnx`` then has its nodes and functions instead of
+    ``nodes``, and every weight is stored as panels.
     """
     with staging(target) as staged:
         tensors = _write_weights(staged, weights, panels=None if kernel is None else 1)
         cpu = [_external(t, TensorProto.BFLOAT16, t.file, t.offset, t.bytes) for t in tensors]
         reference = [_external(t, TensorProto.FLOAT, "residual.rebuilt", 0, 2 * t.bytes) for t in tensors]
         if kernel is None:
-            widened = [helper.make_node("Cast", [name], [f"{name}.fp32"], to=TensorProto.FLOAT) for name in weights]
-            body = nodes(lambda name: f"{name}.fp32")
-            _save(staged.path / "cpu.onnx", [*widened, *body], cpu, inputs, outputs)
+            widened = graphs.nodes(" ".join(f"{name}_fp32 = Cast <to = 1> ({name})" for name in weights))
+            body = [*widened, *_nodes(nodes(lambda name: f"{name}_fp32"))]
+            _save(staged.path / "cpu.onnx", body, cpu, inputs, outputs)
         else:
             for tensor in cpu:
                 tensor.dims[:] = [math.prod(tensor.dims)]
             _save(staged.path / "cpu.onnx", kernel.graph.node, cpu, inputs, outputs, kernel.functions)
-        _save(staged.path / "reference.onnx", nodes(lambda name: name), reference, inputs, outputs)
+        _save(staged.path / "reference.onnx", _nodes(nodes(lambda name: name)), reference, inputs, outputs)
         manifest = Manifest(
             model=target.parent.name,
             inputs=[SpecEntry.of(spec) for spec in inputs],
@@ -87,6 +86,10 @@ def write_artifact(
         return staged.publish(manifest.model_copy(update={"golden": "golden.safetensors"}))
 
 
+def _nodes(made: str | list[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    return graphs.nodes(made) if isinstance(made, str) else made
+
+
 def write_mlp(
     target: Path, *, width: int = 16, logits: bool = False, spoil: float = 0.0, golden_rows: int = 4
 ) -> Artifact:
@@ -95,11 +98,7 @@ def write_mlp(
     weights = {name: rng.standard_normal((width, width)).astype(np.float32) / width**0.5 for name in ("a", "b")}
     return write_artifact(
         target,
-        lambda weight: [
-            helper.make_node("MatMul", ["x", weight("a")], ["hidden"]),
-            helper.make_node("Relu", ["hidden"], ["active"]),
-            helper.make_node("MatMul", ["active", weight("b")], ["y"]),
-        ],
+        lambda weight: f"h = MatMul (x, {weight('a')}) active = Relu (h) y = MatMul (active, {weight('b')})",
         weights,
         [TensorSpec("x", "float32", ("batch", width))],
         [TensorSpec("y", "float32", ("batch", width), "logits" if logits else "embedding")],
@@ -114,22 +113,13 @@ def write_greedy(target: Path, *, width: int = 16, reference_gib: int = 8) -> Ar
     It has no golden samples, which would be run, too.
     """
 
-    def nodes(weight: Weight) -> list[onnx.NodeProto]:
-        name = weight("a")
-        product = helper.make_node("MatMul", ["x", name], ["y" if name != "a" else "product"])
-        if name != "a":
-            return [product]
-        shape = helper.make_tensor("shape", TensorProto.INT64, [1], [reference_gib << 28])  # elements of 4 bytes
-        return [
-            product,
-            helper.make_node("Constant", [], ["large"], value=shape),
-            helper.make_node("ReduceMax", ["product"], ["largest"], keepdims=0),
-            helper.make_node("Expand", ["largest", "large"], ["filled"]),
-            helper.make_node("ReduceMin", ["filled"], ["same"], keepdims=0),
-            helper.make_node("Min", ["same", "largest"], ["least"]),
-            helper.make_node("Sub", ["largest", "least"], ["zero"]),
-            helper.make_node("Add", ["product", "zero"], ["y"]),
-        ]
+    def nodes(weight: Weight) -> str:
+        if (name := weight("a")) != "a":
+            return f"y = MatMul (x, {name})"
+        return f"""product = MatMul (x, a) largest = ReduceMax <keepdims = 0> (product)
+            large = Constant <value = int64[1] {{{reference_gib << 28}}}> () filled = Expand (largest, large)
+            same = ReduceMin <keepdims = 0> (filled) least = Min (same, largest) zero = Sub (largest, least)
+            y = Add (product, zero)"""  # elements of 4 bytes
 
     return write_artifact(
         target,
@@ -148,10 +138,9 @@ def write_tables(target: Path, *, rows: int, count: int = 8, width: int = 64) ->
     names = [f"table{i}" for i in range(count)]
     return write_artifact(
         target,
-        lambda weight: [
-            *(helper.make_node("Gather", [weight(name), "ids"], [f"{name}.row"]) for name in names),
-            helper.make_node("Sum", [f"{name}.row" for name in names], ["y"]),
-        ],
+        lambda weight: " ".join(
+            [*(f"{name}_row = Gather ({weight(name)}, ids)" for name in names), f"y = Sum ({'_row, '.join(names)}_row)"]
+        ),
         {name: rng.standard_normal((rows, width), np.float32) for name in names},
         [TensorSpec("ids", "int64", ("batch", "seq"))],
         [TensorSpec("y", "float32", ("batch", "seq", width), "embedding")],
@@ -165,10 +154,7 @@ def write_product(target: Path, *, width: int = 64, seed: int = 0) -> Artifact:
     weight = rng.standard_normal((width, width)).astype(np.float32) / width**0.5
     return write_artifact(
         target,
-        lambda weight: [
-            helper.make_node("MatMul", ["x", weight("w")], ["hidden"]),
-            helper.make_node("Relu", ["hidden"], ["y"]),
-        ],
+        lambda weight: f"hidden = MatMul (x, {weight('w')}) y = Relu (hidden)",
         {"w": weight},
         [TensorSpec("x", "float32", ("batch", width))],
         [TensorSpec("y", "float32", ("batch", width))],
@@ -185,7 +171,7 @@ def write_lookup(target: Path) -> Artifact:
     rng = np.random.default_rng(0)
     return write_artifact(
         target,
-        lambda weight: [helper.make_node("Gather", [weight("table"), "ids"], ["rows"])],
+        lambda weight: f"rows = Gather ({weight('table')}, ids)",
         {"table": rng.standard_normal((10, 4)).astype(np.float32)},
         [TensorSpec("ids", "int64", ("batch", "seq"))],
         [TensorSpec("rows", "float32", ("batch", "seq", 4))],
@@ -231,21 +217,14 @@ def write_attention(target: Path, *, rows: int = 1000, heads: int = 8, width: in
     """Publish softmax attention over rows of a table, int64[batch,seq] → fp32[batch,width]. The time of a run grows
     with the square of ``seq``."""
 
-    def nodes(weight: Weight) -> list[onnx.NodeProto]:
-        parted = {"split": [0, 0, heads, width // heads], "joined": [0, 0, width], "seq": [1]}
-        return [
-            *(helper.make_node("Constant", [], [name], value_ints=value) for name, value in parted.items()),
-            helper.make_node("Gather", [weight("table"), "ids"], ["x"]),
-            helper.make_node("Reshape", ["x", "split"], ["by_token"]),
-            helper.make_node("Transpose", ["by_token"], ["queries"], perm=[0, 2, 1, 3]),
-            helper.make_node("Transpose", ["by_token"], ["keys"], perm=[0, 2, 3, 1]),
-            helper.make_node("MatMul", ["queries", "keys"], ["scores"]),
-            helper.make_node("Softmax", ["scores"], ["shares"], axis=-1),
-            helper.make_node("MatMul", ["shares", "queries"], ["mixed"]),
-            helper.make_node("Transpose", ["mixed"], ["again"], perm=[0, 2, 1, 3]),
-            helper.make_node("Reshape", ["again", "joined"], ["tokens"]),
-            helper.make_node("ReduceMean", ["tokens", "seq"], ["y"], keepdims=0),
-        ]
+    def nodes(weight: Weight) -> str:
+        return f"""split = Constant <value_ints = [0, 0, {heads}, {width // heads}]> ()
+            joined = Constant <value_ints = [0, 0, {width}]> () seq = Constant <value_ints = [1]> ()
+            x = Gather ({weight("table")}, ids) by_token = Reshape (x, split)
+            queries = Transpose <perm = [0, 2, 1, 3]> (by_token) keys = Transpose <perm = [0, 2, 3, 1]> (by_token)
+            scores = MatMul (queries, keys) shares = Softmax <axis = -1> (scores) mixed = MatMul (shares, queries)
+            again = Transpose <perm = [0, 2, 1, 3]> (mixed) tokens = Reshape (again, joined)
+            y = ReduceMean <keepdims = 0> (tokens, seq)"""
 
     table = np.random.default_rng(0).standard_normal((rows, width), np.float32)
     return write_artifact(
@@ -312,18 +291,15 @@ def write_damaged(target: Path, *, scale: float = 1.05, above: float = 0.0) -> A
     """
     artifact = write_mlp(target)
     model = onnx.load(target / "cpu.onnx", load_external_data=False)
-    constants = {"scale": ([1], [scale]), "one": ([1], [1.0]), "above": ([1], [above or -math.inf])}
-    for name, (dims, values) in constants.items():
-        model.graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, dims, values))
-    model.graph.initializer.append(helper.make_tensor("first", TensorProto.INT64, [1], [0]))
+    for name, value in {"scale": scale, "one": 1.0, "above": above or -math.inf}.items():
+        model.graph.initializer.append(graphs.initializer(name, np.array([value], np.float32)))
+    model.graph.initializer.append(graphs.initializer("first", np.array([0])))
     model.graph.node[-1].output[0] = "y_before"
     model.graph.node.extend(
-        [
-            helper.make_node("Gather", ["x", "first"], ["x_first"], axis=1),
-            helper.make_node("Greater", ["x_first", "above"], ["is_above"]),
-            helper.make_node("Where", ["is_above", "scale", "one"], ["factor"]),
-            helper.make_node("Mul", ["y_before", "factor"], ["y"]),
-        ]
+        graphs.nodes(
+            """x_first = Gather <axis = 1> (x, first) is_above = Greater (x_first, above)
+            factor = Where (is_above, scale, one) y = Mul (y_before, factor)"""
+        )
     )
     return _with_graph(artifact, model, golden=None)
 
@@ -342,16 +318,22 @@ def _write_looping(target: Path, *, steps: str) -> Artifact:
     """Add to an MLP a Loop that passes ``x`` on for ``steps`` rounds; "" is for ever."""
     artifact = write_mlp(target)
     model = onnx.load(target / "cpu.onnx", load_external_data=False)
-    model.graph.initializer.append(helper.make_tensor("yes", TensorProto.BOOL, [], [True]))
-    model.graph.initializer.append(helper.make_tensor("first", TensorProto.INT64, [2], [0, 0]))
-    for node in (
-        helper.make_node("Loop", [steps, "yes", "x"], ["again"], body=_loop_body()),
-        helper.make_node("Cast", ["corner"], ["steps"], to=TensorProto.INT64),
-        helper.make_node("GatherND", ["x", "first"], ["corner"]),
-    ):
-        model.graph.node.insert(0, node)
+    added = graphs.parsed(
+        f"""(float x) => (float y) {{
+            corner = GatherND (x, first) steps = Cast <to = 7> (corner)
+            again = Loop <body = body (int64 round, bool go, float[] in) => (bool go_on, float[] out) {{
+                go_on = Identity (go) out = Identity (in)
+            }}> ({steps}, yes, x)
+            y = Add (y_before, again)
+        }}""",
+        yes=np.array(True),
+        first=np.array([0, 0]),
+    ).graph
+    model.graph.initializer.extend(added.initializer)
     model.graph.node[-1].output[0] = "y_before"
-    model.graph.node.append(helper.make_node("Add", ["y_before", "again"], ["y"]))
+    kept = [*added.node[:3], *model.graph.node, added.node[3]]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
     return _with_graph(artifact, model, golden=None if steps else artifact.manifest.golden)
 
 
@@ -363,13 +345,3 @@ def _with_graph(artifact: Artifact, model: onnx.ModelProto, *, golden: str | Non
     manifest = artifact.manifest.model_copy(update={"files": files, "golden": golden})
     (artifact.path / "manifest.json").write_bytes(manifest.dumps())
     return Artifact.open(artifact.path)
-
-
-def _loop_body() -> onnx.GraphProto:
-    edge, boolean = graphs.edge, TensorProto.BOOL
-    return helper.make_graph(
-        [helper.make_node("Identity", ["go"], ["go_on"]), helper.make_node("Identity", ["in"], ["out"])],
-        "body",
-        [edge("round", [], TensorProto.INT64), edge("go", [], boolean), edge("in")],
-        [edge("go_on", [], boolean), edge("out")],
-    )

@@ -1,12 +1,11 @@
 """Clients for tests that change a server's artifacts: one that sends requests continuously, and a single request."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Self
 
 import grpc
 import numpy as np
@@ -49,7 +48,7 @@ class RequestLoop:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send_requests, daemon=True)
 
-    def __enter__(self) -> RequestLoop:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -1,7 +1,5 @@
 """A server process under attack, and a client that asks it all the time whether it is well."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os
@@ -9,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import figures
 import grpc
@@ -87,7 +85,7 @@ class HealthMonitor:
         return self.server.status("VmRSS") << 10
 
     @contextmanager
-    def running(self) -> Iterator[HealthMonitor]:
+    def running(self) -> Iterator[Self]:
         """Fail if the server ends, is not well at some check, or holds too much memory, during the block or after."""
         thread = threading.Thread(target=self._check_repeatedly, daemon=True)
         thread.start()

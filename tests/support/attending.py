@@ -1,7 +1,5 @@
 """Attention graphs as exporters write them, in the spelling that a test chooses, and their output in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests whose results are futures, and models that stay loaded for the length of a block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A headless Chromium, controlled over its debugging pipe: how a page looks, what it requests, and what it logs."""
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """A trace collector on a real socket. It accepts OTLP over gRPC, as OpenTelemetry's own collector does."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Helpers for tests that run the operator's commands in this process, as ``bf16-serve`` runs them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A compose project that belongs to one test, and single containers of its images, on a real Docker engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -60,12 +58,12 @@ class Stack:
     files: tuple[str, ...] = ("compose.yaml",)
 
     @classmethod
-    def new(cls, project: str, **environment: str) -> Stack:
+    def new(cls, project: str, **environment: str) -> Self:
         """Return a project on free ports. Its server logs a line for each request."""
         ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         return cls(project, {"IMAGE": IMAGE, "BF16KIT_LOG_LEVEL": "debug", **ports, **environment})
 
-    def and_file(self, path: str | Path) -> Stack:
+    def and_file(self, path: str | Path) -> Self:
         """Return the same project with one more compose file, which overrides the others."""
         return replace(self, files=(*self.files, str(path)))
 

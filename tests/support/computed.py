@@ -1,7 +1,5 @@
 """A runtime that computes its output with a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from bf16kit.numerics.tensors import TensorSpec

@@ -1,7 +1,5 @@
 """Control groups of Linux, in which a test runs a server with as little as a small container has."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """A container with little memory or few processors, as the files of its control group show it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A repository together with its controller: a test can make it read its directory, and load and unload models."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any

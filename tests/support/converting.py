@@ -1,13 +1,12 @@
 """``bf16-convert`` as users run it: what a command line prints, and which files it leaves."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 SUPPORT = Path(__file__).parent
 MLP = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16")
@@ -22,12 +21,12 @@ class Outcome:
     out: str
     err: str
 
-    def published(self) -> Outcome:
+    def published(self) -> Self:
         """Return itself after asserting that the command succeeded."""
         assert self.code == 0, self.err
         return self
 
-    def refused(self, code: int, *expected_texts: str) -> Outcome:
+    def refused(self, code: int, *expected_texts: str) -> Self:
         """Return itself after asserting that the command ended with ``code`` and at least one error message.
 
         The standard error contains each of ``expected_texts``, and no traceback.

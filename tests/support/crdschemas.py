@@ -8,8 +8,6 @@ misspelt, misplaced or of another type. It does not cover fields that are not us
 webhooks reject. Containers and volumes are checked against Kubernetes' own schema.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Grafana dashboard's queries as Prometheus receives them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random models of which bf16 destroys one slice of the output, hidden behind values that dominate every norm."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Literal
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper
 
 import graphs
 
@@ -53,8 +50,8 @@ def write(path: Path, seed: int, *, destroyed: bool) -> Case:
         axis, index = -1, int(random.integers(_ROWS))
     nodes, weights = _nodes(hidden, shape, axis, index, spoilt, random)
     rows = _ROWS if hidden == "row" else "batch"
-    edges = [graphs.edge("x", [rows, _WIDTH])], [graphs.edge("y", [rows, *shape])]
-    onnx.save(graphs.model(nodes, *edges, [graphs.initializer(name, array) for name, array in weights.items()]), path)
+    edges = f"(float[{rows}, {_WIDTH}] x) => (float[{rows}, {', '.join(map(str, shape))}] y)"
+    onnx.save(graphs.parsed(f"{edges} {{ {nodes} }}", **weights), path)
     return Case(path, hidden, axis + 1, index if destroyed else -1)
 
 
@@ -65,7 +62,7 @@ def _nodes(
     index: int,
     spoilt: NDArray[np.bool_],
     random: np.random.Generator,
-) -> tuple[list[onnx.NodeProto], dict[str, NDArray[np.generic]]]:
+) -> tuple[str, dict[str, NDArray[np.generic]]]:
     size = math.prod(shape)
     a, rest = (random.standard_normal((_WIDTH, size)).astype(np.float32) for _ in range(2))
     weights: dict[str, NDArray[np.generic]] = {
@@ -75,41 +72,31 @@ def _nodes(
         "back": np.where(spoilt, 1 / _CANCELLED, 1.0).astype(np.float32),
         "shape": np.array([-1, *shape]),
     }
-    nodes = [
-        helper.make_node("MatMul", ["x", "a"], ["ya"], name="product_a"),
-        helper.make_node("MatMul", ["x", "b"], ["yb"], name="product_b"),
-        helper.make_node("Sub", ["ya", "yb"], ["flat"], name="difference"),
-        helper.make_node("Reshape", ["flat", "shape"], ["shaped"], name="reshape"),
-        helper.make_node("Mul", ["shaped", "back"], ["scaled"], name="scale"),
-    ]
+    nodes = """[product_a] ya = MatMul (x, a) [product_b] yb = MatMul (x, b) [difference] flat = Sub (ya, yb)
+        [reshape] shaped = Reshape (flat, shape) [scale] scaled = Mul (shaped, back)"""
     if hidden in ("fill", "infinity"):
         slot = np.zeros(shape, bool)
         slot.reshape(-1)[random.choice(np.flatnonzero(~spoilt))] = True  # it must not cover what is destroyed
         fill = float(random.choice([-1e4, 1e4, -1e9, 1e9]) if hidden == "fill" else random.choice([-np.inf, np.inf]))
         weights |= {"slot": slot, "filling": np.array(fill, np.float32)}
-        nodes.append(helper.make_node("Where", ["slot", "filling", "scaled"], ["y"], name="fill"))
+        nodes += "[fill] y = Where (slot, filling, scaled)"
     elif hidden in ("samples", "row"):  # the slice is wrong in two thirds of the samples, or all of a small row
         weights["quiet"] = (rest * 10.0 ** random.uniform(2, 5) if hidden == "row" else rest).astype(np.float32)
-        nodes += [
-            helper.make_node("MatMul", ["x", "quiet"], ["yq"], name="product_q"),
-            helper.make_node("Reshape", ["yq", "shape"], ["quiet_shaped"], name="reshape_q"),
-            helper.make_node("Where", ["chosen", "scaled", "quiet_shaped"], ["y"], name="select"),
-        ]
+        nodes += """[product_q] yq = MatMul (x, quiet) [reshape_q] quiet_shaped = Reshape (yq, shape)
+            [select] y = Where (chosen, scaled, quiet_shaped)"""
         if hidden == "row":
             weights["chosen"] = (np.arange(_ROWS) == index).reshape(-1, *(1 for _ in shape))
         else:
             weights |= {"first": np.array(0), "limit": np.array([-0.4], np.float32)}
             weights["column"] = np.array([-1, *(1 for _ in shape)])
-            nodes[:0] = [
-                helper.make_node("Gather", ["x", "first"], ["x0"], name="first", axis=1),
-                helper.make_node("Reshape", ["x0", "column"], ["x0c"], name="as_column"),
-                helper.make_node("Greater", ["x0c", "limit"], ["chosen"], name="choose"),
-            ]
+            chosen = """[first] x0 = Gather <axis = 1> (x, first) [as_column] x0c = Reshape (x0, column)
+                [choose] chosen = Greater (x0c, limit)"""
+            nodes = chosen + nodes
     else:
         factor = np.ones(shape, np.float32)
         others = [i for i in range(shape[axis]) if i != index]
         large = random.choice(others, size=max(1, len(others) // 8), replace=False)
         np.moveaxis(factor, axis, 0)[large] = 10.0 ** random.uniform(2, 5)
         weights["factor"] = factor
-        nodes.append(helper.make_node("Mul", ["scaled", "factor"], ["y"], name="spread"))
+        nodes += "[spread] y = Mul (scaled, factor)"
     return nodes, weights

@@ -1,7 +1,5 @@
 """Reads the kernel's machine code with objdump, and finds which instruction set extensions each function uses."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

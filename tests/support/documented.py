@@ -1,7 +1,5 @@
 """The commands of ``docs/converting.md``, as a reader copies them from the page."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A model's metrics of live drift, as a scrape of them says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from prometheus_client.parser import text_string_to_metric_families

@@ -4,8 +4,6 @@ It shares no code with the service. Where the documents name a formula, it is th
 beyond a request's eighth unless they are alike, and the limit of 2,048 requests, which examples test.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

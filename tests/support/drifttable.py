@@ -4,8 +4,6 @@
 puts the table into the page, between its two marks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Artifacts with correct digests whose loading never ends, or takes hours: each in another step."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,8 +8,8 @@ import numpy as np
 import onnx
 import torch
 from artifacts import write_mlp
-from onnx import helper, numpy_helper
 
+import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import ProfileEntry
 from bf16kit.artifact.reading import Digests
@@ -24,22 +22,17 @@ def write_folding(target: Path) -> Artifact:
     """Publish an MLP with a chain of products of constants, which ONNX Runtime computes when it opens a session."""
     artifact = write_mlp(target)
     model = onnx.load(target / "cpu.onnx", load_external_data=False)
-    model.graph.initializer.extend(
-        [
-            numpy_helper.from_array(np.array([[1e-4]], np.float32), "one"),
-            numpy_helper.from_array(np.array([_WIDTH, _WIDTH]), "sizes"),
-            numpy_helper.from_array(np.array([0, 0]), "first"),
-            numpy_helper.from_array(np.array([1, 1]), "second"),
-        ]
-    )
-    products = [helper.make_node("MatMul", [f"m{i}", "m0"], [f"m{i + 1}"]) for i in range(_PRODUCTS)]
-    folded = [
-        helper.make_node("Expand", ["one", "sizes"], ["m0"]),
-        *products,
-        helper.make_node("Slice", [f"m{_PRODUCTS}", "first", "second"], ["corner"]),
-    ]
+    constants = {"one": np.array([[1e-4]], np.float32), "sizes": np.array([_WIDTH, _WIDTH])}
+    constants |= {"first": np.array([0, 0]), "second": np.array([1, 1])}
+    model.graph.initializer.extend(graphs.initializer(*each) for each in constants.items())
+    products = " ".join(f"m{i + 1} = MatMul (m{i}, m0)" for i in range(_PRODUCTS))
     model.graph.node[-1].output[0] = "y_before"
-    model.graph.node.extend([*folded, helper.make_node("Add", ["y_before", "corner"], ["y"])])
+    model.graph.node.extend(
+        graphs.nodes(
+            f"""m0 = Expand (one, sizes) {products} corner = Slice (m{_PRODUCTS}, first, second)
+            y = Add (y_before, corner)"""
+        )
+    )
     (target / "cpu.onnx").write_bytes(model.SerializeToString())
     return _rewritten(artifact, "cpu.onnx")
 

@@ -3,16 +3,12 @@
 ``python tests/support/examplemodels.py DIRECTORY`` writes a repository of them; docs/conformance.md describes its use.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import numpy as np
 from artifacts import write_artifact
-from onnx import helper
 
-import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import TensorSpec
 
@@ -51,11 +47,10 @@ def write_image(target: Path, *, batched: bool = True) -> Artifact:
     batch: tuple[str, ...] = ("batch",) if batched else ()
     artifact = write_artifact(
         target,
-        lambda weight: [
-            helper.make_node("Constant", [], ["place"], value_ints=[-2, -1]),
-            helper.make_node("ReduceMean", ["data_0", "place"], ["colours"], keepdims=0),
-            helper.make_node("MatMul", ["colours", weight("w")], ["fc6_1"]),
-        ],
+        lambda weight: (
+            f"""place = Constant <value_ints = [-2, -1]> () colours = ReduceMean <keepdims = 0> (data_0, place)
+            fc6_1 = MatMul (colours, {weight("w")})"""
+        ),
         {"w": rng.standard_normal((3, _LABELS)).astype(np.float32)},
         [TensorSpec("data_0", "float32", (*batch, *_IMAGE))],
         [TensorSpec("fc6_1", "float32", (*batch, _LABELS), "logits")],
@@ -81,8 +76,7 @@ def write_examples(repository: Path) -> None:
 
 def _write(target: Path, nodes: str, dtype: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Artifact:
     ins, outs = ([TensorSpec(name, dtype, ("batch", 16)) for name in names] for names in (inputs, outputs))
-    graph = graphs.parsed(f"(float a) => (float b) {{ {nodes} }}").graph
-    return write_artifact(target, lambda weight: list(graph.node), {}, ins, outs, {})
+    return write_artifact(target, lambda weight: nodes, {}, ins, outs, {})
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@
 waits for something is a generator that is asked again later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple

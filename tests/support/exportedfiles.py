@@ -1,7 +1,5 @@
 """torch.export archives as torch writes them, and copies with changed records."""
 
-from __future__ import annotations
-
 import io
 import json
 import warnings

@@ -1,7 +1,5 @@
 """The ``/metrics`` page of a server that exposes every series that there can be."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from bf16kit.drift.budget import Budget

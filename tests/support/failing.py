@@ -1,13 +1,11 @@
 """Small models in which bf16 does harm at known nodes and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, helper
+from onnx import ModelProto
 
 import graphs
 
@@ -105,21 +103,17 @@ def lstm(steps: int = STEPS) -> Failing:
     w[0, 0, :, 0] = -6
     w[0, 2, :, 0], w[0, 2, :, 1] = 40.125, -34
     w[0, 3, :, 2:] = random.standard_normal((hidden, 14)) / 4
-    proto = graphs.model(
-        [
-            helper.make_node("LSTM", ["x", "w", "r"], ["", "h"], name="lstm", hidden_size=hidden),
-            helper.make_node("Squeeze", ["h", "axis"], ["s"], name="squeeze"),
-            helper.make_node("MatMul", ["s", "v"], ["y"], name="last"),
-        ],
-        [graphs.edge("x", [steps, "batch", 16])],
-        [graphs.edge("y", ["batch", 16])],
-        [
-            graphs.initializer("w", w.reshape(1, 4 * hidden, 16)),
-            graphs.initializer("r", graphs.values(1, 4 * hidden, hidden, seed=1) / 100),
-            graphs.initializer("v", graphs.values(hidden, 16, seed=2)),
-            graphs.initializer("axis", np.array([0])),
-        ],
+    proto = graphs.parsed(
+        f"""(float[{steps}, batch, 16] x) => (float[batch, 16] y) {{
+            [lstm] unread, h = LSTM <hidden_size = {hidden}> (x, w, r) [squeeze] s = Squeeze (h, axis)
+            [last] y = MatMul (s, v)
+        }}""",
+        w=w.reshape(1, 4 * hidden, 16),
+        r=graphs.values(1, 4 * hidden, hidden, seed=1) / 100,
+        v=graphs.values(hidden, 16, seed=2),
+        axis=np.array([0]),
     )
+    proto.graph.node[0].output[0] = ""
     feeds = []
     for seed in range(3):
         x = np.repeat(noise(1, 2, 16, seed=10 + seed), steps, axis=0)

@@ -4,8 +4,6 @@ It numbers errors, tensors and domains and keeps them until they are released, s
 replace any of its functions with one that fails or returns wrong values.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

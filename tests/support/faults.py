@@ -5,8 +5,6 @@ Copied weights are stored in private, anonymous memory. This module finds them t
 server takes part. The server's files do not change, and neither does what the server reports about itself.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from artifacts import write_artifact
 from numpy.typing import NDArray
-from onnx import helper
 from products import product
 
+import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.numerics.tensors import TensorSpec
 
@@ -48,14 +46,13 @@ def write_pair(target: Path, *, width: int = 64) -> Artifact:
     first = kernel.graph.node[0]
     first.input[:], first.output[:] = ["x", "a"], ["hidden"]
     second.input[:], second.output[:] = ["active", "b"], ["y"]
-    kernel.graph.node.extend([helper.make_node("Relu", ["hidden"], ["active"]), second])
+    kernel.graph.node.extend([*graphs.nodes("active = Relu (hidden)"), second])
     return write_artifact(
         target,
-        lambda weight: [
-            helper.make_node("MatMul", ["x", weight("a")], ["hidden"], name="first"),
-            helper.make_node("Relu", ["hidden"], ["active"], name="relu"),
-            helper.make_node("MatMul", ["active", weight("b")], ["y"], name="second"),
-        ],
+        lambda weight: (
+            f"""[first] hidden = MatMul (x, {weight("a")}) [relu] active = Relu (hidden)
+            [second] y = MatMul (active, {weight("b")})"""
+        ),
         weights,
         [TensorSpec("x", "float32", ("batch", width))],
         [TensorSpec("y", "float32", ("batch", width), "embedding")],

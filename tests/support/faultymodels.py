@@ -4,8 +4,6 @@
 that the model is a different function for inputs of a different magnitude.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable

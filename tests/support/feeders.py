@@ -1,7 +1,5 @@
 """Functions for ``--samples feeders:NAME``, valid and invalid."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@
 attack. ``python tests/support/figures.py FILE PAGE`` writes the page.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,11 +1,23 @@
 """Writes Flax's msgpack files without flax: the few types that ``flax.serialization.to_bytes`` uses."""
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+MLP_RULES = Path(__file__).with_name("fuzzing") / "mlp_rules.yaml"  # for :func:`mlp_params` in ``architectures.Mlp``
+
+
+def mlp_params() -> dict[str, dict[str, NDArray[Any]]]:
+    """Return the weights of ``architectures.Mlp`` as Flax stores them: kernels are [in, out]."""
+    from architectures import Mlp, seeded  # and so torch, which the fuzzer of ONNX files does without
+
+    state = {name: tensor.numpy() for name, tensor in seeded(Mlp()).state_dict().items()}
+    return {
+        name: {"kernel": np.ascontiguousarray(state[f"{name}.weight"].T), "bias": state[f"{name}.bias"]}
+        for name in ("up", "down")
+    }
 
 
 def packed(value: Any) -> bytes:

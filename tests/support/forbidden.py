@@ -1,7 +1,5 @@
 """A kernel that refuses a system call, as under a container's seccomp profile."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import struct

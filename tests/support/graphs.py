@@ -3,8 +3,6 @@
 Opset and IR version are pinned, because ONNX Runtime does not read the newest ones of the onnx package.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,22 +61,22 @@ def parsed(text: str, **weights: Array) -> ModelProto:
     return model(graph.node, graph.input, graph.output, [initializer(*each) for each in weights.items()])
 
 
+def nodes(text: str) -> list[NodeProto]:
+    """Return the nodes of ``text``, in ONNX's text form."""
+    return list(parser.parse_graph(f"g (float none) => (float none) {{ {text} }}").node)
+
+
 def mlp(sizes: Sequence[int] = (16, 32, 16), seed: int = 0) -> ModelProto:
     """x [batch, sizes[0]] → MatMul, Add, Relu … MatMul, Add → y [batch, sizes[-1]], all fp32: ``w0 b0 w1 b1 …``."""
-    nodes: list[NodeProto] = []
-    weights: list[TensorProto] = []
-    hidden = "x"
-    for layer, (rows, columns) in enumerate(itertools.pairwise(sizes)):
-        weights.append(initializer(f"w{layer}", values(rows, columns, seed=seed + 2 * layer)))
-        weights.append(initializer(f"b{layer}", values(columns, seed=seed + 2 * layer + 1, scale=0.1)))
-        nodes.append(helper.make_node("MatMul", [hidden, f"w{layer}"], [f"m{layer}"], name=f"matmul{layer}"))
-        if layer == len(sizes) - 2:
-            nodes.append(helper.make_node("Add", [f"m{layer}", f"b{layer}"], ["y"], name=f"add{layer}"))
-            break
-        nodes.append(helper.make_node("Add", [f"m{layer}", f"b{layer}"], [f"a{layer}"], name=f"add{layer}"))
-        nodes.append(helper.make_node("Relu", [f"a{layer}"], [f"h{layer}"], name=f"relu{layer}"))
-        hidden = f"h{layer}"
-    return model(nodes, [edge("x", ["batch", sizes[0]])], [edge("y", ["batch", sizes[-1]])], weights)
+    nodes, weights, hidden, last = "", dict[str, Array](), "x", len(sizes) - 2
+    for i, (rows, columns) in enumerate(itertools.pairwise(sizes)):
+        weights[f"w{i}"] = values(rows, columns, seed=seed + 2 * i)
+        weights[f"b{i}"] = values(columns, seed=seed + 2 * i + 1, scale=0.1)
+        total = "y" if i == last else f"a{i}"
+        nodes += f"[matmul{i}] m{i} = MatMul ({hidden}, w{i}) [add{i}] {total} = Add (m{i}, b{i}) "
+        nodes += "" if i == last else f"[relu{i}] h{i} = Relu (a{i}) "
+        hidden = f"h{i}"
+    return parsed(f"(float[batch, {sizes[0]}] x) => (float[batch, {sizes[-1]}] y) {{ {nodes} }}", **weights)
 
 
 def embedding(rows: int = 64, width: int = 16, seed: int = 0) -> ModelProto:
@@ -104,25 +102,19 @@ def conv_bn(channels: int = 8, seed: int = 0) -> ModelProto:
 
 def if_branches(width: int = 16, seed: int = 0) -> ModelProto:
     """x [batch, width], flag bool [] → If flag: x·``captured`` (an outer initializer), else x·``inner`` (its own)."""
-    then_branch = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "captured"], ["then_y"], name="then_matmul")],
-        "then",
-        [],
-        [edge("then_y", ["batch", width])],
+    rows = f"float[batch, {width}]"
+    made = parsed(
+        f"""({rows} x, bool flag) => ({rows} y) {{
+            [choice] y = If (flag) <
+                else_branch = else () => ({rows} else_y) {{ [else_matmul] else_y = MatMul (x, inner) }},
+                then_branch = then () => ({rows} then_y) {{ [then_matmul] then_y = MatMul (x, captured) }}
+            >
+        }}""",
+        captured=values(width, width, seed=seed),
     )
-    else_branch = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "inner"], ["else_y"], name="else_matmul")],
-        "else",
-        [],
-        [edge("else_y", ["batch", width])],
-        [initializer("inner", values(width, width, seed=seed + 1))],
-    )
-    return model(
-        [helper.make_node("If", ["flag"], ["y"], name="choice", then_branch=then_branch, else_branch=else_branch)],
-        [edge("x", ["batch", width]), edge("flag", [], TensorProto.BOOL)],
-        [edge("y", ["batch", width])],
-        [initializer("captured", values(width, width, seed=seed))],
-    )
+    own = initializer("inner", values(width, width, seed=seed + 1))
+    made.graph.node[0].attribute[0].g.initializer.append(own)
+    return made
 
 
 def loop(width: int = 16, seed: int = 0) -> ModelProto:
@@ -130,25 +122,19 @@ def loop(width: int = 16, seed: int = 0) -> ModelProto:
 
     ``captured`` is an initializer of the main graph, ``own`` a Constant node inside the body.
     """
-    own = numpy_helper.from_array(values(width, seed=seed + 1), "own_value")
-    body = helper.make_graph(
-        [
-            helper.make_node("Constant", [], ["own"], name="own", value=own),
-            helper.make_node("MatMul", ["h", "captured"], ["m"], name="body_matmul"),
-            helper.make_node("Add", ["m", "own"], ["a"], name="body_add"),
-            helper.make_node("Tanh", ["a"], ["h_next"], name="body_tanh"),
-            helper.make_node("Identity", ["go"], ["go_next"], name="body_go"),
-        ],
-        "body",
-        [edge("i", [], TensorProto.INT64), edge("go", [], TensorProto.BOOL), edge("h", ["batch", width])],
-        [edge("go_next", [], TensorProto.BOOL), edge("h_next", ["batch", width])],
+    made = parsed(
+        f"""(float[batch, {width}] x, int64 steps) => (float[batch, {width}] y) {{
+            [loop] y = Loop <body = body (int64 i, bool go, float[batch, {width}] h)
+                                 => (bool go_next, float[batch, {width}] h_next) {{
+                [own] own = Constant <value = float[1] {{0}}> () [body_matmul] m = MatMul (h, captured)
+                [body_add] a = Add (m, own) [body_tanh] h_next = Tanh (a) [body_go] go_next = Identity (go)
+            }}> (steps, , x)
+        }}""",
+        captured=values(width, width, seed=seed),
     )
-    return model(
-        [helper.make_node("Loop", ["steps", "", "x"], ["y"], name="loop", body=body)],
-        [edge("x", ["batch", width]), edge("steps", [], TensorProto.INT64)],
-        [edge("y", ["batch", width])],
-        [initializer("captured", values(width, width, seed=seed))],
-    )
+    own = initializer("own_value", values(width, seed=seed + 1))
+    made.graph.node[0].attribute[0].g.node[0].attribute[0].t.CopyFrom(own)
+    return made
 
 
 def causal(fill: float) -> ModelProto:
@@ -164,15 +150,10 @@ def causal(fill: float) -> ModelProto:
 
 def constant_nodes(width: int = 16, seed: int = 0) -> ModelProto:
     """x [batch, width] → MatMul with a weight held in a Constant node → y."""
-    weight = numpy_helper.from_array(values(width, width, seed=seed), "weight_value")
-    return model(
-        [
-            helper.make_node("Constant", [], ["weight"], name="weight", value=weight),
-            helper.make_node("MatMul", ["x", "weight"], ["y"], name="matmul"),
-        ],
-        [edge("x", ["batch", width])],
-        [edge("y", ["batch", width])],
-    )
+    nodes = "[weight] weight = Constant <value = float[1] {0}> () [matmul] y = MatMul (x, weight)"
+    made = parsed(f"(float[batch, {width}] x) => (float[batch, {width}] y) {{ {nodes} }}")
+    made.graph.node[0].attribute[0].t.CopyFrom(initializer("weight_value", values(width, width, seed=seed)))
+    return made
 
 
 def weights_of(source: ModelProto) -> dict[str, Array]:

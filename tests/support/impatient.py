@@ -1,7 +1,5 @@
 """``bf16-serve`` that waits a few seconds where the real one waits for up to half an hour."""
 
-from __future__ import annotations
-
 import os
 
 from bf16kit.service.cli import main

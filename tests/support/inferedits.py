@@ -3,8 +3,6 @@
 Some leave the request valid. The results are valid protobuf; ``wireedits`` edits the bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from random import Random

@@ -1,7 +1,5 @@
 """The real server, configured as in production, in this process: for clients that use only its address."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

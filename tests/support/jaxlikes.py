@@ -1,7 +1,5 @@
 """torch modules that compute the same as the Flax models of ``tests/sources/jaxmodels.py``, with other weight names."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

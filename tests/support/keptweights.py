@@ -1,7 +1,5 @@
 """A store of weights in which a test can see what was asked for."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

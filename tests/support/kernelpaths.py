@@ -1,7 +1,5 @@
 """Selects a code path of the CPU kernel for a test."""
 
-from __future__ import annotations
-
 import pytest
 
 from bf16kit.messages.errors import ConfigError

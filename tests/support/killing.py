@@ -1,7 +1,5 @@
 """Runs ``bf16-convert`` in processes that it can kill. They start at once: they are forked after all imports."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

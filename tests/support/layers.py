@@ -1,7 +1,5 @@
 """One layer of a network as exporters write it, a product and its activation, for tests of what replaces it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

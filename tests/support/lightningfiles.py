@@ -3,8 +3,6 @@
 ``tests/sources/test_lightning.py`` tests files that Lightning itself wrote.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A file for the standard error of a process. A test can read text as soon as the process has written it."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 

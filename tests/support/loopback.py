@@ -4,13 +4,11 @@ The models implement all of ``bf16kit.service.contract``, and their requests pas
 artifact, so that a test can choose the shapes, states and failures that it needs.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -115,7 +113,7 @@ class LoopbackModel:
         self.batcher = Batcher(self._execute, policy, _Quiet(), name=name)
 
     @property
-    def model(self) -> LoopbackModel | None:
+    def model(self) -> Self | None:
         """Return the model itself while it is ready: this class is a slot and its generation in one."""
         return self if self.state == "ready" else None
 
@@ -221,7 +219,7 @@ class Gate:
         assert self.go.wait(60)
         return {"y": np.array(feeds["x"])}
 
-    def __enter__(self) -> Gate:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Take a graph through the ONNX half of a conversion, and run the result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

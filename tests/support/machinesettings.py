@@ -1,7 +1,5 @@
 """The settings of state machines: how many examples follows from hypothesis' profile, as does the seed."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 
 

@@ -1,7 +1,5 @@
 """The manifests of deploy/ as helm renders them, and the checks that the cluster's API would do."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

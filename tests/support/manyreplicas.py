@@ -1,7 +1,5 @@
 """Series of many replicas for the rules as shipped, evaluated by promtool."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """How much memory the file mappings of this process take, and how much of that is private."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -3,8 +3,6 @@
 ``python tests/support/messages.py NUMBER`` prints one. The messages are for the models of :func:`write_models`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Bytes to send to a port, generated from a number: noise, and invalid or unfinished HTTP/2, HTTP/1 and TLS."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from random import Random

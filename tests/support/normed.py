@@ -1,7 +1,5 @@
 """Normalised residual sums, as exporters write them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

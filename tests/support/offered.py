@@ -3,8 +3,6 @@
 If all requests were equal, a test could not notice a response that goes to the wrong client.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

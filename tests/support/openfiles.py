@@ -1,7 +1,5 @@
 """Bring this process to its limit of open files, or of threads."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

@@ -3,8 +3,6 @@
 ``tests/sources/test_jax.py`` tests directories that Orbax wrote.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

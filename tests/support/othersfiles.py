@@ -1,7 +1,5 @@
 """Files that this process may not read, like those of another user. This also works if the tests run as root."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

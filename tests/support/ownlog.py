@@ -1,7 +1,5 @@
 """Let a test configure the process' log, and restore the log afterwards."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Iterator

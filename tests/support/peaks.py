@@ -1,7 +1,5 @@
 """The peak memory of a piece of a program, measured in a process that does nothing else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Hand-written graphs with one node of the kernel, correct or deliberately wrong; ``MatMul`` with its function."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A real Prometheus with the rules of deploy/prometheus, which scrapes once a second."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 This is not a parser: Prometheus' own parser checks the syntax. This module finds names, to check that they exist.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

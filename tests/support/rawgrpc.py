@@ -1,12 +1,11 @@
 """A gRPC client that may break any rule: a test chooses which HTTP/2 frames it sends, and when."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct
 import threading
 from types import TracebackType
+from typing import Self
 
 from bench.serving.http2 import (
     ACK,
@@ -52,7 +51,7 @@ class RawConnection:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> RawConnection:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -1,7 +1,5 @@
 """Calls of tests/ray to an application on a Ray cluster, without importing Ray."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -12,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -147,7 +145,7 @@ class RepeatedCalls:
         self._stop = threading.Event()
         self._running = [threading.Thread(target=self._run) for _ in range(threads)]
 
-    def __enter__(self) -> RepeatedCalls:
+    def __enter__(self) -> Self:
         for thread in self._running:
             thread.start()
         return self

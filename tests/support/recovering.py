@@ -3,8 +3,6 @@
 ``--model recovering:Shifted`` names the model, ``--data recovering:NAME`` one of the loaders.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

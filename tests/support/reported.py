@@ -1,7 +1,5 @@
 """A made-up manifest and measurements of an artifact, with an example of everything that a report can show."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial
@@ -130,15 +128,9 @@ def plan(nodes: int = 120) -> Plan:
 
 
 SIZES = {
-    "cpu.onnx": 262_000,
-    "cuda.onnx": 241_000,
-    "golden.safetensors": 9_200,
-    "measurements.json": 41_000,
-    "reference.onnx": 198_000,
-    "residual.bin": 45_300_000,
-    "weights.bf16": 45_200_000,
-    "weights.fp32": 161_000,
-}
+    "cpu.onnx": 262_000, "cuda.onnx": 241_000, "golden.safetensors": 9_200, "measurements.json": 41_000,
+    "reference.onnx": 198_000, "residual.bin": 45_300_000, "weights.bf16": 45_200_000, "weights.fp32": 161_000,
+}  # fmt: skip
 
 
 def manifest(samples: int = 128, over: bool = False, nodes: int = 120) -> Manifest:

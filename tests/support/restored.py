@@ -1,7 +1,5 @@
 """Compare the file that ``restore`` writes with the checkpoint, bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

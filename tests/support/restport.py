@@ -1,7 +1,5 @@
 """The HTTP port with inference beside a gRPC port of :mod:`loopback`, and what clients without a library send it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

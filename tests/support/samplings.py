@@ -3,8 +3,6 @@
 docs/decisions/0055 has longer runs.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import threading

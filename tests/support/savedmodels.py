@@ -1,7 +1,5 @@
 """Programs that replace the Python with TensorFlow, for tests of what the converter makes of its replies."""
 
-from __future__ import annotations
-
 import stat
 import sys
 from collections.abc import Mapping

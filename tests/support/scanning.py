@@ -1,7 +1,5 @@
 """``bf16-serve`` that scans its repository continuously, and loads, replaces and unloads the models that it finds."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """The series of a scrape, to look up the names of metrics, their labels and values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

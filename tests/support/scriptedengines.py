@@ -4,8 +4,6 @@ The artifacts are real files, which the server opens and checks as ever; only th
 can be held, or fail, and every runtime that is still open is known.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import threading
@@ -32,7 +30,7 @@ HELD, FATAL = 1.0, 2.0  # the first value of a request whose run waits, and of o
 class ScriptedRuntime:
     """Answers every row with its edition. It notes as a fault what would crash a real session."""
 
-    def __init__(self, engines: Engines, edition: int, load: int, profile: str, precision: str) -> None:
+    def __init__(self, engines: "Engines", edition: int, load: int, profile: str, precision: str) -> None:
         """``load`` is the number of the load: a generation's runtime and its reference have the same."""
         self.edition = edition
         self.info = RuntimeInfo("onnxruntime", "cpu", profile, precision, "fp32", f"edition {edition}", f"load {load}")

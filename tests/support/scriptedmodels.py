@@ -1,7 +1,5 @@
 """TorchScript files of small modules: scripted, traced and frozen."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any, Literal

@@ -5,8 +5,6 @@ profile again on a few samples, and computes each figure in float64 from its def
 its formula to :data:`FORMULAS`; metrics without one are ignored.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

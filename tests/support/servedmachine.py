@@ -1,7 +1,5 @@
 """The server under a state machine, and what is compared of it: what serves, what waits, and what is in memory."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import threading

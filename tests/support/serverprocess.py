@@ -1,7 +1,5 @@
 """``bf16-serve`` as users run it: a process, with its ports read from its log, and an exit code at the end."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -12,7 +10,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import tritonclient.grpc as triton
 from logfile import LogFile
@@ -53,7 +51,7 @@ class ServerProcess:
             env={**os.environ, **(env or {})},
         )
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -123,7 +121,7 @@ class ServerProcess:
         self.check_memory()
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
-    def wait_ready(self) -> ServerProcess:
+    def wait_ready(self) -> Self:
         until(lambda: self.get("/readyz")[0] == 200, 60, "ready")
         return self
 

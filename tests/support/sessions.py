@@ -1,7 +1,5 @@
 """The sessions of ONNX Runtime that this process has open: what is loaded and not freed."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any

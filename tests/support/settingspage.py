@@ -3,8 +3,6 @@
 Each table stands between two marks, as :mod:`drifttable` has them.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

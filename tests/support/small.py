@@ -1,7 +1,5 @@
 """A small artifact with one tensor of every kind. Its graph is a few bytes that cannot run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

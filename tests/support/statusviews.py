@@ -1,7 +1,5 @@
 """What ``/status.json`` holds, for tests of the status page: a server with everything that the page can show."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

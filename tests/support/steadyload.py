@@ -1,7 +1,5 @@
 """Clients that send requests whatever happens, and record the outcome of each request by its id."""
 
-from __future__ import annotations
-
 import json
 import threading
 import uuid

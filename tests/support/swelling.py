@@ -1,7 +1,5 @@
 """Messages that need far more memory when parsed than their size, or much time to parse."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 from collections.abc import Callable, Mapping

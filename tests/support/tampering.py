@@ -1,7 +1,5 @@
 """Artifacts that were changed on purpose and whose digests were corrected: only their content shows the change."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """TLS certificates for tests, made with openssl: an authority, and the certificates that it signs."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from dataclasses import dataclass

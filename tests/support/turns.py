@@ -1,7 +1,5 @@
 """Locks between the processes of a test run: most tests run in parallel, a few must run alone."""
 
-from __future__ import annotations
-
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager

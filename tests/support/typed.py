@@ -1,7 +1,5 @@
 """Check that values have the types that their classes declare, for classes that do not validate their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from enum import Enum
 from types import UnionType

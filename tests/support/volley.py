@@ -1,7 +1,5 @@
 """Send many attempts of :mod:`messages` to a server, several at a time, with valid requests between them."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

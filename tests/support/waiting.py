@@ -3,8 +3,6 @@
 Only what must *not* happen takes a fixed time: see :func:`stays`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Damage the bytes of a protobuf message: a peer may send bytes that no library writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

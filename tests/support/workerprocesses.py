@@ -1,12 +1,10 @@
 """Helpers for tests of a server with several processes: their process ids, and a connection to one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -27,7 +25,7 @@ class Client:
     def __init__(self, target: str) -> None:
         self.channel = grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

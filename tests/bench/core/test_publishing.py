@@ -1,7 +1,5 @@
 """The gate of published results: what it refuses, and that everything committed passes it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Pages quote what is published, and nothing else; a result that is not fit is written nowhere that they read."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """How a result is judged and written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,22 +1,17 @@
 """The roofline: FLOPs, bytes and times as computed by hand, and errors that name what is unknown."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 
 import graphs
 from bench.core.workspace import Workspace
 from bench.gpu import predicted, roofline
 from bench.gpu.costs import Cost, Costs, NotCosted, costs
-from bench.gpu.devices import DEVICES, Device
+from bench.gpu.devices import Device
 from bench.gpu.sizes import size
-from bf16kit.converter.cli import run
-
-NARROW = TensorProto.BFLOAT16
 
 
 def _costs(tmp_path: Path, proto: onnx.ModelProto, **dims: int) -> Costs:
@@ -50,29 +45,18 @@ def test_products_by_hand(tmp_path: Path) -> None:
 
 
 def test_bf16_has_two_bytes_and_its_products_are_counted_separately(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("MatMul", ["a", "b"], ["c"], name="narrow"),
-        helper.make_node("MatMul", ["x", "x"], ["y"]),
-    ]
-    wide = [graphs.edge(name, [8, 8]) for name in "xy"]
-    narrow = [graphs.edge(name, [8, 8], NARROW) for name in "abc"]
-    found = _costs(tmp_path, graphs.model(nodes, [wide[0], *narrow[:2]], [wide[1], narrow[2]]))
+    edges = "(float[8, 8] x, bfloat16[8, 8] a, bfloat16[8, 8] b) => (float[8, 8] y, bfloat16[8, 8] c)"
+    found = _costs(tmp_path, graphs.parsed(f"{edges} {{ [narrow] c = MatMul (a, b) y = MatMul (x, x) }}"))
     assert [(node.precision, node.bytes) for node in found.nodes] == [("bf16", 2 * 3 * 64), ("fp32", 4 * 3 * 64)]
     assert found.flops("bf16") == found.flops("fp32") == 2 * 8 * 8 * 8
 
 
 def test_views_and_constants_move_nothing_and_lookups_move_only_their_rows(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Transpose", ["table"], ["turned"], name="constant"),
-        helper.make_node("Gather", ["turned", "ids"], ["rows"], name="rows"),
-        helper.make_node("Identity", ["rows"], ["same"], name="view"),
-        helper.make_node("Relu", ["same"], ["y"], name="relu"),
-    ]
-    proto = graphs.model(
-        nodes,
-        [graphs.edge("ids", [5], TensorProto.INT64)],
-        [graphs.edge("y", [5, 16])],
-        [graphs.initializer("table", graphs.values(16, 1000))],
+    proto = graphs.parsed(
+        """(int64[5] ids) => (float[5, 16] y) { [constant] turned = Transpose (table)
+            [rows] rows = Gather (turned, ids) [view] same = Identity (rows) [relu] y = Relu (same)
+        }""",
+        table=graphs.values(16, 1000),
     )
     found = {node.name: node.bytes for node in _costs(tmp_path, proto).nodes}
     assert found == {"rows": 2 * 4 * 5 * 16 + 8 * 5, "view": 0, "relu": 2 * 4 * 5 * 16}
@@ -102,19 +86,6 @@ def test_times_by_hand() -> None:
     assert found == roofline.Prediction(least=4 + 10, by_node=4 + 3 + 10, bound=14 / 17, launches=3)
     assert roofline.predict(of, device, "tf32").by_node == 4 + 3 + 2
     assert roofline.predict(Costs((moved,), 9000), device).least == 9  # one pass through memory takes longer
-
-
-@pytest.mark.long
-def test_an_artifact_is_costed_by_its_own_graphs(tmp_path: Path) -> None:
-    onnx.save(graphs.mlp((256, 512, 256)), tmp_path / "mlp.onnx")
-    artifact = tmp_path / "mlp" / "1"
-    flags = ("--profile", "cuda", "--format", "onnx", "--no-report")
-    assert run(["checkpoint", str(tmp_path / "mlp.onnx"), "--out", str(artifact), *flags]) == 0
-    model = roofline.Model.of(artifact, {"batch": 8})
-    assert model.narrow.flops("bf16") == model.reference.flops("fp32") == 2 * 8 * 2 * 256 * 512
-    assert set(model.on(DEVICES["L4"])) == {"bf16", "tf32", "fp32"}
-    with pytest.raises(NotCosted, match="dimension batch has no size"):
-        roofline.Model.of(artifact, {})
 
 
 @pytest.mark.models  # converts MiniLM

@@ -1,7 +1,5 @@
 """Goals are judged against the best peer, on the path that users get. Absent sides give a reason."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.core.verdict import Samples

@@ -1,7 +1,5 @@
 """Published results: only fit ones, text generated exactly from them, and losses stated as clearly as wins."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

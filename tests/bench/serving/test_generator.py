@@ -1,7 +1,5 @@
 """The times at which calls of an open loop are due."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from statistics import mean
 

@@ -1,7 +1,5 @@
 """The sizing table of docs/scaling.md: what one replica does, multiplied."""
 
-from __future__ import annotations
-
 from bench.core import publishing
 from bench.serving import sizing
 

@@ -1,7 +1,5 @@
 """Which entries of a directory are checkpoints; each is converted in its own process, and the next run knows that."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

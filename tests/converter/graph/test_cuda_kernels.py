@@ -1,7 +1,5 @@
 """A cuda graph has a kernel for every bf16 node in every release its manifest allows; the manifest names the oldest."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path

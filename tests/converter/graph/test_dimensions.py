@@ -1,7 +1,5 @@
 """Free dimensions: one without a name equals no other, and a name that a run contradicts is not shared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every value in a graph gets a dtype, and a shape if it can be known; an error names the step that failed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx
@@ -23,13 +21,9 @@ def _untyped(proto: ModelProto) -> list[str]:
 
 def _chain(*ops: str, domain: str) -> ModelProto:
     """Return x [batch, 16] → MatMul → each of ``ops``, with a Relu after it → y."""
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["v0"])]
-    for place, op in enumerate(ops):
-        nodes.append(helper.make_node(op, [f"v{place}"], [f"u{place}"], domain=domain))
-        nodes.append(helper.make_node("Relu", [f"u{place}"], [f"v{place + 1}"]))
-    nodes.append(helper.make_node("Identity", [f"v{len(ops)}"], ["y"]))
-    edges = [graphs.edge("x", ["batch", 16])], [graphs.edge("y", ["batch", 16])]
-    proto = graphs.model(nodes, *edges, [graphs.initializer("w", graphs.values(16, 16))])
+    nodes = " ".join(f"u{i} = {domain}.{op} (v{i}) v{i + 1} = Relu (u{i})" for i, op in enumerate(ops))
+    text = f"v0 = MatMul (x, w) {nodes} y = Identity (v{len(ops)})"
+    proto = graphs.parsed(f"(float[batch, 16] x) => (float[batch, 16] y) {{ {text} }}", w=graphs.values(16, 16))
     proto.opset_import.append(helper.make_opsetid(domain, 1))
     return proto
 

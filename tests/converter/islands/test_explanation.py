@@ -1,7 +1,5 @@
 """``bf16-convert explain`` on the command line: the layer at which drift arises, and what would mend it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from html import unescape

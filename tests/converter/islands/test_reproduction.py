@@ -1,7 +1,5 @@
 """``bf16-convert explain EVIDENCE`` on the command line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The search on models built to be over budget: it finds exactly the nodes and weights at fault, in few trials."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

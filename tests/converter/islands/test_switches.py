@@ -3,8 +3,6 @@
 With the switches of a plan, it agrees with the written graphs, on a model of the shape of an OCR detector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ONNX files that are damaged, endless, larger than memory or a danger to the library end in one sentence."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The converter as a process: what libraries print is hidden, errors name their source, garbage waits, and progress is
 a few lines in pipes and logs, a bar on a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -1,7 +1,5 @@
 """Large torch tensors are kept in files instead of memory, with the same values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

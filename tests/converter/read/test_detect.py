@@ -1,7 +1,5 @@
 """A source's kind is recognised by its content; what is not converted is rejected by name and leaves no file behind."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -15,9 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import torch
-from architectures import Mlp
-from converting import MLP, Cli, tree
+from converting import Cli
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -226,34 +222,6 @@ def test_a_pipe_is_rejected_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SourceError, match="neither a file nor a directory"):
         recognise(tmp_path / "pipe")
-
-
-def _truncated(path: Path) -> None:
-    save_file({"w": np.ones((64, 64), np.float32)}, path)
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-_REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "foreign": (
-        lambda path: path.write_bytes(b"GGUF\x03\0\0\0"),
-        "source.pt: is a GGUF file (llama.cpp)",
-    ),
-    "missing": (lambda path: None, "no such file or directory"),
-    "empty": (lambda path: path.touch(), "is empty"),
-    "truncated": (_truncated, "truncated or damaged"),
-    "other shapes": (lambda path: torch.save(Mlp(hidden=8).state_dict(), path), "shape: up.weight is [8, 16]"),
-}
-
-
-@pytest.mark.parametrize("kind", _REFUSED)
-def test_a_source_that_is_rejected_leaves_no_file_behind(
-    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make, said = _REFUSED[kind]
-    make(tmp_path / "source.pt")
-    cli("checkpoint", "source.pt", "--out", target, *MLP).refused(2, said)
-    assert tree(tmp_path) in ([], ["source.pt"])
 
 
 def test_a_name_on_the_hub_is_not_taken_for_a_directory(cli: Cli, target: Path) -> None:

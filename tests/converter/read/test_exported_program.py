@@ -1,7 +1,5 @@
 """torch.export programs as sources: commands, their results, and files that are rejected."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

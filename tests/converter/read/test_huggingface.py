@@ -1,7 +1,5 @@
 """Hugging Face directories: tiny models made by transformers, never downloaded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The inputs that a model declares, from its class and its directory's files; and the files that an export copies."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hugging Face directories with more than one pass of one module: ``--with-past``, and sentence-transformers."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Lightning checkpoints: recognised by content; hyper-parameters build the model; nothing is unpickled."""
 
-from __future__ import annotations
-
 import collections
 from pathlib import Path
 from typing import Any

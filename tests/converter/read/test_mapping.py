@@ -1,7 +1,5 @@
 """Rules: the first full match counts, every leaf and tensor needs a place, and errors name what does not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exporting a torch module to a graph: names, memory, free dimensions, and no folding that `restore` cannot undo."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Fp32 ONNX files: their weights are converted wherever they are stored, and restored bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -101,12 +99,8 @@ def test_a_truncated_file_is_rejected(cli: Cli, tmp_path: Path, target: Path, on
 
 
 def _one_node(op: str, *, domain: str = "", weight: Array | None = None) -> ModelProto:
-    made = graphs.model(
-        [helper.make_node(op, ["x", "w"], ["y"], name="node", domain=domain)],
-        [graphs.edge("x", ["batch", 16])],
-        [graphs.edge("y", ["batch", 16])],
-        [graphs.initializer("w", graphs.values(16, 16) if weight is None else weight)],
-    )
+    text = f"(float[batch, 16] x) => (float[batch, 16] y) {{ [node] y = {domain and f'{domain}.'}{op} (x, w) }}"
+    made = graphs.parsed(text, w=graphs.values(16, 16) if weight is None else weight)
     if domain:
         made.opset_import.append(helper.make_opsetid(domain, 1))
     return made
@@ -131,9 +125,8 @@ def test_models_that_cannot_be_converted_or_run_are_rejected(
 @pytest.mark.long
 def test_nodes_in_a_cycle_are_rejected_but_nodes_out_of_order_are_not(cli: Cli, tmp_path: Path, target: Path) -> None:
     def proto(source: str) -> ModelProto:
-        nodes = [helper.make_node("Relu", ["h"], ["y"]), helper.make_node("MatMul", [source, "w"], ["h"])]
-        edges = [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])]
-        return graphs.model(nodes, *edges, [graphs.initializer("w", graphs.values(16, 16))])
+        nodes = f"y = Relu (h) h = MatMul ({source}, w)"
+        return graphs.parsed(f"(float[n, 16] x) => (float[n, 16] y) {{ {nodes} }}", w=graphs.values(16, 16))
 
     onnx.save(proto("y"), tmp_path / "circle.onnx")
     cli("checkpoint", tmp_path / "circle.onnx", "--out", target).refused(2, "contains a cycle")

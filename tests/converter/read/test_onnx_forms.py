@@ -1,7 +1,5 @@
 """Forms of ONNX files from other tools: old opsets, recurrent layers, half precision, other domains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -227,11 +225,9 @@ def test_weights_of_functions_are_read_from_the_models_directory(
     opsets = [helper.make_opsetid("", graphs.OPSET)]
     nodes = [node("Constant", [], ["c"], value=tensor), node("Add", ["a", "c"], ["b"])]
     function = helper.make_function("own", "F", ["a"], ["b"], nodes, opsets)
-    graph = helper.make_graph(
-        [node("F", ["x"], ["y"], domain="own")], "g", [graphs.edge("x", [4])], [graphs.edge("y", [4])]
-    )
-    imports = [*opsets, helper.make_opsetid("own", 1)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=graphs.IR_VERSION, functions=[function])
+    model = graphs.parsed("(float[4] x) => (float[4] y) { y = own.F (x) }")
+    model.functions.append(function)
+    model.opset_import.append(helper.make_opsetid("own", 1))
     source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
     for directory, content in ((source, graphs.values(4).tobytes()), (elsewhere, bytes(16))):
         directory.mkdir()

@@ -1,7 +1,5 @@
 """An ONNX file's graph: its edges, the names of its dimensions, which are guesses, and its own outputs as an oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

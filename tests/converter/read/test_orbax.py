@@ -1,7 +1,5 @@
 """Orbax checkpoints: which directory is read, its arrays bit for bit, and what is said when it is damaged."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Safetensors, single and sharded, and the rules that a damaged file can break."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Bare state dicts: the architecture is built, the weights are fitted into it, all tensors are restored exactly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

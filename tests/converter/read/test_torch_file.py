@@ -1,7 +1,5 @@
 """Torch's files: their tensors are read, and their pickles do not run unless the user trusts them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """``bf16-convert recover``, on a model to which bf16 is costly: what it gives back, resumes, rejects and reports."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

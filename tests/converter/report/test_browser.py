@@ -1,7 +1,5 @@
 """The report in a real browser: headless Chromium, in light and dark, at the widths of a desktop and a phone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """The charts of the report: one mark for each measurement, at its position, up to a fixed number of marks."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the command line says after a conversion."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -10,7 +8,6 @@ import numpy as np
 import onnx
 import pytest
 from converting import ONNX_ONLY, Cli
-from onnx import helper
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
@@ -86,9 +83,8 @@ def test_json_is_one_object_with_the_documented_keys_whether_it_is_published_or_
 @pytest.mark.long
 def test_convolutions_and_recurrent_layers_are_said_to_be_widened_on_a_cpu(cli: Cli, tmp_path: Path) -> None:
     """Exporters of LSTMs reorder the gates of their weights by Slice and Concat."""
-    conv = helper.make_node("Conv", ["x", "w"], ["y"], name="conv")
-    edges = [graphs.edge("x", ["batch", 3, 8, 8])], [graphs.edge("y", ["batch", 32, 6, 6])]
-    convolution = graphs.model([conv], *edges, [graphs.initializer("w", graphs.values(32, 3, 3, 3))])
+    text = "(float[batch, 3, 8, 8] x) => (float[batch, 32, 6, 6] y) { [conv] y = Conv (x, w) }"
+    convolution = graphs.parsed(text, w=graphs.values(32, 3, 3, 3))
     text = """(float[7,2,16] x) => (float[7,1,2,24] y) {
         first = Slice (w, zero, half, one)
         second = Slice (w, half, whole, one)

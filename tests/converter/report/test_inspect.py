@@ -1,7 +1,5 @@
 """What ``bf16-convert inspect`` shows of an artifact."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -115,20 +113,11 @@ _KEYS = {
     *("path", "model", "version", "within", "headline", "verdicts", "drift", "budget", "oracle", "reference"),
     *("source", "sizes", "layout", "batch_axis", "inputs", "outputs", "profiles", "plan", "islands", "searches"),
     *(
-        "slices",
-        "on_cpu",
-        "top1",
-        "off_the_line",
-        "diagnoses",
-        "lossy_tensors",
-        "exports",
-        "files",
-        "given",
-        "tools",
-        "seed",
+        "slices", "on_cpu", "top1", "off_the_line", "diagnoses", "lossy_tensors", "exports", "files", "given",
+        "tools", "seed",
     ),
     *("measurements", "input_ranges", "recovery"),
-}
+}  # fmt: skip
 
 
 def test_json_has_the_documented_keys_and_agrees_with_the_manifest(cli: Cli, mlp: Artifact) -> None:

@@ -1,7 +1,5 @@
 """The conversion report: one page that loads nothing else."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

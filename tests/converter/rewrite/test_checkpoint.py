@@ -1,7 +1,5 @@
 """Tensors of a checkpoint are matched with initializers, and a BatchNorm is folded into them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

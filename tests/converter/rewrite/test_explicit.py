@@ -1,7 +1,5 @@
 """A graph made explicit: functions inlined, weights in the main graph and stored once, nodes that copy removed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,10 +27,8 @@ from bf16kit.messages.errors import ConversionError
 def test_functions_are_inlined_and_the_exporter_s_stack_traces_are_dropped() -> None:
     proto = graphs.mlp((16, 16))
     proto.graph.node[0].metadata_props.add(key="pkg.torch.onnx.stack_trace", value="/home/somebody/model.py")
-    double = helper.make_function(
-        "local", "Double", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 22)]
-    )
-    proto.functions.append(double)
+    opset = [helper.make_opsetid("", 22)]
+    proto.functions.append(helper.make_function("local", "Double", ["a"], ["b"], graphs.nodes("b = Add (a, a)"), opset))
     proto.opset_import.append(helper.make_opsetid("local", 1))
     proto.graph.node.append(helper.make_node("Double", ["y"], ["z"], domain="local"))
     proto.graph.output[0].name = "z"
@@ -54,10 +50,7 @@ def test_constants_written_as_attributes_become_tensors_of_onnx_s_dtypes() -> No
 
 
 def test_a_constant_that_is_an_output_keeps_its_name_through_an_identity() -> None:
-    weight = ir.to_proto(ir.tensor(graphs.values(4, 4), name="c"))
-    proto = graphs.model(
-        [helper.make_node("Constant", [], ["y"], value=weight)], [graphs.edge("x", [1])], [graphs.edge("y", [4, 4])]
-    )
+    proto = graphs.parsed("(float[1] x) => (float[1] y) { y = Constant <value = float[1] {0}> () }")
     model = run([ConstantsToInitializers(), HoistInitializers()], ir.from_proto(proto))
     assert [node.op_type for node in model.graph] == ["Identity"]
     assert [value.name for value in model.graph.outputs] == ["y"]
@@ -75,12 +68,9 @@ def test_the_tensors_of_an_onnx_file_are_found_wherever_they_are() -> None:
 def test_a_weight_inside_a_function_is_a_tensor_of_the_file_and_restored(tmp_path: Path) -> None:
     """The function's constants are in the file, except a value that its caller passes as an attribute."""
     proto = graphs.mlp((16, 32))
-    nodes = [
-        helper.make_node("Constant", [], ["v"], value=graphs.initializer("v", graphs.values(32, 32, seed=4))),
-        helper.make_node("Constant", [], ["factor"]),
-        helper.make_node("MatMul", ["a", "v"], ["m"]),
-        helper.make_node("Mul", ["m", "factor"], ["b"]),
-    ]
+    weight = graphs.initializer("v", graphs.values(32, 32, seed=4))
+    nodes = graphs.nodes("v = Identity () factor = Constant () m = MatMul (a, v) b = Mul (m, factor)")
+    nodes[0].CopyFrom(helper.make_node("Constant", [], ["v"], value=weight))
     told = onnx.AttributeProto(name="value_float", ref_attr_name="by", type=onnx.AttributeProto.FLOAT)
     nodes[1].attribute.append(told)
     opset = helper.make_opsetid("", graphs.OPSET)

@@ -3,8 +3,6 @@
 A batch axis is declared only if samples give the same outputs in any company as alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

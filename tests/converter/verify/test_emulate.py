@@ -5,8 +5,6 @@ where fp32 values lie next to the middle of two: sums are added in another order
 in their last fp32 bits. Attention is compared with torch's fp32 result, rounded once: in bf16 torch rounds within it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

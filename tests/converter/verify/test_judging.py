@@ -1,7 +1,5 @@
 """What is judged by the budget: bounds, profiles and golden samples; and what is published then."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

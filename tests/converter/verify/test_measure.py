@@ -1,7 +1,5 @@
 """Drift over samples, the noise predicted for each value, and slices that are destroyed."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource

@@ -1,7 +1,5 @@
 """The reference is certified against the source's own outputs, computed before the converter changes anything."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random samples, seeded, of the declared shapes, with no index outside its table; and more samples of given ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calibration samples: files, directories and functions, and the errors that they can have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each fault of the judge that only one place could see is found by the second judge, which the tests run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Verifying a published artifact: its drift is measured again, on the runtimes that serve it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

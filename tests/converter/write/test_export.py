@@ -1,7 +1,5 @@
 """An export's files: where their tensors are stored, and that reading them back finds a fault in writing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 from lowered import Lowered, assert_same_tensors, lower, relative_l2
@@ -94,21 +91,16 @@ def test_shape_reads_bf16_and_isnan_reads_an_fp32_cast(tmp_path: Path) -> None:
 def test_a_sequence_between_nodes_keeps_its_type(tmp_path: Path) -> None:
     """Older exporters write ``torch.split`` with sequences, and an If may return one."""
 
-    def branch(name: str) -> onnx.GraphProto:
-        pair = onnx.helper.make_tensor_sequence_value_info(name, TensorProto.FLOAT, None)
-        return helper.make_graph([helper.make_node("SequenceConstruct", ["h", "x"], [name])], f"in_{name}", [], [pair])
-
-    choice = helper.make_node("If", ["flag"], ["pair"], then_branch=branch("a"), else_branch=branch("b"))
-    proto = graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["h"]),
-            choice,
-            helper.make_node("SequenceInsert", ["pair", "h"], ["three"]),
-            helper.make_node("ConcatFromSequence", ["three"], ["y"], axis=1),
-        ],
-        [graphs.edge("x", ["batch", 16]), graphs.edge("flag", [], TensorProto.BOOL)],
-        [graphs.edge("y", ["batch", 48])],
-        [graphs.initializer("w", graphs.values(16, 16))],
+    proto = graphs.parsed(
+        """(float[batch, 16] x, bool flag) => (float[batch, 48] y) {
+            h = MatMul (x, w)
+            pair = If (flag) <
+                then_branch = one () => (seq(float[]) a) { a = SequenceConstruct (h, x) },
+                else_branch = two () => (seq(float[]) b) { b = SequenceConstruct (h, x) }
+            >
+            three = SequenceInsert (pair, h) y = ConcatFromSequence <axis = 1> (three)
+        }""",
+        w=graphs.values(16, 16),
     )
     made, feeds = lower(tmp_path / "m" / "1", proto), {"x": _X16, "flag": np.array(True)}
     source = made.run_source(feeds)["y"]

@@ -1,7 +1,5 @@
 """Written files are read back and compared with the source before anything is published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

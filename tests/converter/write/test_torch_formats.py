@@ -1,7 +1,5 @@
 """What torch runs: bf16 inside, fp32 at its edges, the same bytes every time, and nothing of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The tests of runtimes choose the kernel's path themselves."""
 
-from __future__ import annotations
-
 import pytest
 
 from bf16kit.runtime.ort import kernel

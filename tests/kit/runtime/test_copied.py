@@ -1,7 +1,5 @@
 """A runtime with its own copy of the weights gives the same outputs, whatever happens to the artifact's files."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
@@ -15,7 +13,6 @@ import torch
 from architectures import Mlp
 from converting import MLP, ONNX_ONLY
 from keptweights import KeptWeights
-from onnx import TensorProto, helper
 from peaks import measured_alone
 
 import graphs
@@ -194,19 +191,14 @@ def test_tables_in_the_store_give_the_same_outputs_as_tables_in_the_file(
 ) -> None:
     if how == "without the kernel":
         monkeypatch.setenv("BF16KIT_KERNEL_PATH", "off")
-    lookup = [
-        helper.make_node("Gather", ["table", "ids"], ["row"]),
-        helper.make_node("Cast", ["row"], ["y"], to=TensorProto.FLOAT),
-    ]
-    edges = [graphs.edge("ids", ["n"], TensorProto.INT64)], [graphs.edge("y", ["n"])]
     path = artifacts.write_artifact(
         tmp_path / "lookup" / "1",
-        lambda weight: [helper.make_node("Gather", [weight("table"), "ids"], ["y"])],
+        lambda weight: f"y = Gather ({weight('table')}, ids)",
         {"table": np.linspace(-1, 1, 32 * WIDTH, dtype=np.float32).reshape(WIDTH, 32)},
         [TensorSpec("ids", "int64", ("n",))],
         [TensorSpec("y", "float32", ("n",))],
         {},
-        kernel=graphs.model(lookup, *edges),
+        kernel=graphs.parsed("(int64[n] ids) => (float[n] y) { row = Gather (table, ids) y = Cast <to = 1> (row) }"),
     ).path
     feeds = {"ids": np.arange(32 * WIDTH)}
     right = load(Artifact.open(path), "cpu", threads=1).run(feeds)["y"]

@@ -1,7 +1,5 @@
 """Loading a published artifact into a runtime."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ONNX Runtime on the CPU, as the server and the converter use it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -46,9 +44,8 @@ def runtime(model: ModelProto, source: Path | bytes = b"", **options: Any) -> On
 
 
 def test_only_the_requested_outputs_are_given_in_the_requested_order() -> None:
-    nodes = [helper.make_node("Neg", ["x"], ["negative"]), helper.make_node("Abs", ["x"], ["absolute"])]
-    model = graphs.model(nodes, [graphs.edge("x", [2])], [graphs.edge("negative", [2]), graphs.edge("absolute", [2])])
-    loaded = runtime(model)
+    text = "(float[2] x) => (float[2] negative, float[2] absolute) { negative = Neg (x) absolute = Abs (x) }"
+    loaded = runtime(graphs.parsed(text))
     x = np.array([1, -2], np.float32)
     assert list(loaded.run({"x": x})) == ["negative", "absolute"]
     assert list(loaded.run({"x": x}, ["absolute"])) == ["absolute"]
@@ -140,11 +137,9 @@ def test_one_runtime_serves_many_threads() -> None:
 
 
 def test_what_cannot_be_loaded_is_a_runtime_failure(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    nodes = [helper.make_node("Cast", ["x"], ["n"], to=16), helper.make_node("Softmax", ["n"], ["s"])]
-    nodes.append(helper.make_node("Cast", ["s"], ["y"], to=1))
-    model = graphs.model(nodes, [graphs.edge("x", [2])], [graphs.edge("y", [2])])
+    text = "(float[2] x) => (float[2] y) { n = Cast <to = 16> (x) s = Softmax (n) y = Cast <to = 1> (s) }"
     with pytest.raises(RuntimeFailure, match="NOT_IMPLEMENTED"):
-        runtime(model)
+        runtime(graphs.parsed(text))
     (tmp_path / "cpu.onnx").write_bytes(b"not a graph")
     with pytest.raises(RuntimeFailure, match=r"cannot load cpu\.onnx on cpu"):
         runtime(graphs.mlp(), tmp_path / "cpu.onnx")
@@ -155,9 +150,7 @@ def test_an_index_beyond_a_table_and_a_size_that_does_not_fit_are_bad_input_and_
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The second happens to a sequence longer than the table of positions: the two cannot be broadcast together."""
-    weights = [graphs.initializer("positions", graphs.values(4))]
-    nodes = [helper.make_node("Add", ["x", "positions"], ["y"])]
-    added = graphs.model(nodes, [graphs.edge("x", ["n"])], [graphs.edge("y", ["n"])], weights)
+    added = graphs.parsed("(float[n] x) => (float[n] y) { y = Add (x, positions) }", positions=graphs.values(4))
     for model, feeds, words in (
         (graphs.embedding(rows=4), {"ids": np.array([[9]], np.int64)}, "^indices element out of data bounds, idx=9"),
         (added, {"x": graphs.values(7)}, "broadcast"),
@@ -171,9 +164,7 @@ def test_an_index_beyond_a_table_and_a_size_that_does_not_fit_are_bad_input_and_
 
 def test_a_lack_of_memory_is_not_reported_as_bad_input() -> None:
     """A result of 2**50 elements does not fit into this machine's memory."""
-    nodes = [helper.make_node("Expand", ["x", "shape"], ["y"])]
-    weights = [graphs.initializer("shape", np.array([2**25, 2**25], np.int64))]
-    model = graphs.model(nodes, [graphs.edge("x", [1])], [graphs.edge("y", ["n", "m"])], weights)
+    model = graphs.parsed("(float[1] x) => (float[n, m] y) { y = Expand (x, shape) }", shape=np.array([2**25, 2**25]))
     with pytest.raises(RuntimeFailure) as failed:
         runtime(model).run({"x": graphs.values(1)})
     assert not isinstance(failed.value, InputRefused)
@@ -190,12 +181,11 @@ def test_declared_inputs_and_outputs_have_the_graphs_names_and_dtypes(x: str, y:
 _LARGE_RUN = """
 import graphs
 import numpy as np
-from onnx import TensorProto, helper
 from peaks import anonymous, peak_anonymous
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 from bf16kit.numerics.tensors import TensorSpec
-nodes = [helper.make_node("Exp", ["x"], ["e"]), helper.make_node("ReduceSum", ["e"], ["y"], keepdims=0)]
-model = graphs.model(nodes, [graphs.edge("x", ["n"])], [graphs.edge("y", [])]).SerializeToString()
+text = "(float[n] x) => (float y) { e = Exp (x) y = ReduceSum <keepdims = 0> (e) }"
+model = graphs.parsed(text).SerializeToString()
 x, y = TensorSpec("x", "float32", ("n",)), TensorSpec("y", "float32", ())
 runtime = OnnxRuntime(model, [x], [y], precision="fp32")
 one, many = np.ones(1, np.float32), np.ones(16 << 20, np.float32)

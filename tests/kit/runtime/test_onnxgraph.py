@@ -1,7 +1,5 @@
 """What an ONNX graph tells before a session is opened: its files, weights read in place, and the cost of a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

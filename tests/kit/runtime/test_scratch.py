@@ -1,7 +1,5 @@
 """A temporary file to map: it leaves no name behind, reserves its space at once, and its errors give the reason."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

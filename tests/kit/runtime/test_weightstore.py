@@ -1,7 +1,5 @@
 """Memory for weights: sealed, aligned and in large pages where it is shared; files that take none between runs."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -6,8 +6,6 @@ written after each slice, so it is right for a campaign that is stopped early.
 ``python -m fuzzing KIND FIRST COUNT RESULT`` runs one slice.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Edits that ignore the file's format: flipped bits, cuts, splices, and extreme numbers written at any position."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

@@ -1,7 +1,5 @@
 """A campaign: make mutants by number, convert each in its own process, judge it, and count the outcomes."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

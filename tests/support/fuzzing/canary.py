@@ -1,7 +1,5 @@
 """Files that a conversion must not open. inotify also sees accesses by native libraries, audit hooks do not."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -1,7 +1,5 @@
 """Run a conversion in a forked process, limit its memory and time, and watch every file that it opens."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Seeds and edits of JAX checkpoints: Flax's msgpack, rewritten with false contents, and Orbax's JSON."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess
@@ -28,26 +26,8 @@ _SHAPES: tuple[Any, ...] = ([], [0], [-1], [2**32, 2**32], [64, 16], [1024], [16
 _DTYPES = ("float32", "float64", "bfloat16", "int8", "object", "complex64", "float8_e4m3fn", "", "<f4", None, 7, "V4", "string", "bool", "M8[s]")  # fmt: skip
 _KEYS = ("", "params", "kernel", "a.b", "a\x00b", "../x", "x" * 300, "\x1b[31m", "value", "__metadata__", "opt_state", "ünï", "__msgpack_chunked_array__")  # fmt: skip
 _NUMBERS: tuple[Any, ...] = (
-    -1,
-    0,
-    1,
-    2,
-    3,
-    16,
-    64,
-    2**20,
-    2**31,
-    2**40,
-    2**62,
-    2**63,
-    2**64,
-    0.5,
-    "3",
-    None,
-    True,
-    [],
-    {},
-)
+    -1, 0, 1, 2, 3, 16, 64, 2**20, 2**31, 2**40, 2**62, 2**63, 2**64, 0.5, "3", None, True, [], {},
+)  # fmt: skip
 _TEXTS = ("zstd", "gzip", "blosc", "lzma", "bytes", "crc32c", "sharding_indexed", "transpose", "float32", "bfloat16", "<f8", "|u1", "float64",
           "../../secret", "file:///etc/hostname", "gs://bucket/x", "regular", "group", "jax.Array", "string", "None", "", "\x00", "é" * 50, "w" * 400)  # fmt: skip
 

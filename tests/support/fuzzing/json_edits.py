@@ -1,7 +1,5 @@
 """Edits of JSON that know only its structure: a member is removed, renamed, copied, nested or replaced."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Judge the outcome of a mutant: it must end in a correct artifact or in one clear error message."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

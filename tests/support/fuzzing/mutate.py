@@ -1,7 +1,5 @@
 """Make a mutant from a number: choose a seed and edit one of its files. The same number gives the same mutant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """Edits of ONNX models: still valid protobuf, but each breaks a rule that the converter or a library relies on."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from random import Random

@@ -1,7 +1,5 @@
 """Write the outcomes of a campaign into ``docs/reliability-converter.md``, between its two comments."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """Edits of safetensors files, whose headers are parsed and rewritten, and of the index of shards."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 from typing import Any
@@ -16,39 +14,14 @@ _SHAPES: tuple[Any, ...] = (
     [[64]], [2**62, 4], [0, 2**62], [2**31, 2**31, 4],
 )  # fmt: skip
 _DTYPES = (
-    "F32",
-    "F64",
-    "F16",
-    "BF16",
-    "I32",
-    "U8",
-    "BOOL",
-    "I64",
-    "F8_E4M3",
-    "C64",
-    "F4",
-    "f32",
-    "",
-    7,
-    ["F32"],
+    "F32", "F64", "F16", "BF16", "I32", "U8", "BOOL", "I64", "F8_E4M3", "C64", "F4", "f32", "", 7, ["F32"],
     "F32\x00",
-)
+)  # fmt: skip
 _PARTS: tuple[Any, ...] = ([0], [0, 4], [0, 4, 8], "0,4", {"0": 4}, {}, {"a": 1}, {"a": {"b": "c"}}, {"\ud800": "x"})
 _NAMES = (
-    "",
-    "__metadata__",
-    "a\x00b",
-    "\ud800",
-    "../../x",
-    "up.weight",
-    "x" * 70_000,
-    "\x1b[31m",
-    "state_dict",
-    "ünï",
-    "dtype",
-    "shape",
-    "stride",
-)
+    "", "__metadata__", "a\x00b", "\ud800", "../../x", "up.weight", "x" * 70_000, "\x1b[31m", "state_dict", "ünï",
+    "dtype", "shape", "stride",
+)  # fmt: skip
 
 
 def edit(content: bytes, random: Random) -> tuple[str, bytes]:

@@ -1,23 +1,20 @@
 """Seeds: the valid sources that mutants are made from, small ones of each kind that the converter reads."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 from safetensors.numpy import save as save_safetensors
 
 import graphs
-from graphs import edge, initializer, values
+from graphs import initializer, parsed, values
 
 KINDS = ("onnx", "safetensors", "torch", "flax", "orbax")
 _TORCH_ARGUMENTS = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16")
@@ -34,7 +31,7 @@ class Seed:
     arguments: tuple[str, ...] = ()
     links: Mapping[str, str] = field(default_factory=dict)  # name → target of the symbolic link
 
-    def with_file(self, name: str, content: bytes) -> Seed:
+    def with_file(self, name: str, content: bytes) -> Self:
         """Return this seed with the content of one file replaced."""
         return replace(self, files={**self.files, name: content})
 
@@ -62,18 +59,9 @@ def seeds(kind: str) -> tuple[Seed, ...]:
 
 def _onnx() -> tuple[Seed, ...]:
     builders: tuple[Callable[[], ModelProto], ...] = (
-        graphs.mlp,
-        graphs.conv_bn,
-        graphs.embedding,
-        graphs.if_branches,
-        graphs.loop,
-        graphs.constant_nodes,
-        lstm,
-        function,
-        half,
-        old,
-        typed_data,
-    )
+        graphs.mlp, graphs.conv_bn, graphs.embedding, graphs.if_branches, graphs.loop, graphs.constant_nodes, lstm,
+        function, half, old, typed_data,
+    )  # fmt: skip
     inline = [Seed(b.__name__, "onnx", "m.onnx", {"m.onnx": b().SerializeToString()}) for b in builders]
     return (*inline, _external("external", 1), _external("external2", 2))
 
@@ -91,76 +79,53 @@ def _external(name: str, files: int) -> Seed:
 
 def lstm(width: int = 8, hidden: int = 4) -> ModelProto:
     """x [seq, batch, width] → LSTM → y [seq, 1, batch, hidden]."""
-    return graphs.model(
-        [helper.make_node("LSTM", ["x", "w", "r", "b"], ["y", "h"], name="lstm", hidden_size=hidden)],
-        [edge("x", ["seq", "batch", width])],
-        [edge("y", ["seq", 1, "batch", hidden]), edge("h", [1, "batch", hidden])],
-        [
-            initializer("w", values(1, 4 * hidden, width)),
-            initializer("r", values(1, 4 * hidden, hidden, seed=1)),
-            initializer("b", values(1, 8 * hidden, seed=2, scale=0.1)),
-        ],
+    return parsed(
+        f"""(float[seq, batch, {width}] x) => (float[seq, 1, batch, {hidden}] y, float[1, batch, {hidden}] h) {{
+            [lstm] y, h = LSTM <hidden_size = {hidden}> (x, w, r, b)
+        }}""",
+        w=values(1, 4 * hidden, width),
+        r=values(1, 4 * hidden, hidden, seed=1),
+        b=values(1, 8 * hidden, seed=2, scale=0.1),
     )
 
 
 def function(width: int = 16) -> ModelProto:
     """x [batch, width] → the model's own function ``Layer`` (MatMul, Add, Relu) twice → y."""
-    opsets = [helper.make_opsetid("", graphs.OPSET)]
-    layer = helper.make_function(
-        "own",
-        "Layer",
-        ["x", "w"],
-        ["y"],
-        [
-            helper.make_node("MatMul", ["x", "w"], ["m"]),
-            helper.make_node("Constant", [], ["c"], value=initializer("c", values(width, seed=5))),
-            helper.make_node("Add", ["m", "c"], ["a"]),
-            helper.make_node("Relu", ["a"], ["y"]),
-        ],
-        opsets,
+    model = parsed(
+        f"""(float[batch, {width}] x) => (float[batch, {width}] y) {{
+            [one] h = own.Layer (x, w0) [two] y = own.Layer (h, w1)
+        }}""",
+        w0=values(width, width),
+        w1=values(width, width, seed=1),
     )
-    graph = helper.make_graph(
-        [
-            helper.make_node("Layer", ["x", "w0"], ["h"], name="one", domain="own"),
-            helper.make_node("Layer", ["h", "w1"], ["y"], name="two", domain="own"),
-        ],
-        "functions",
-        [edge("x", ["batch", width])],
-        [edge("y", ["batch", width])],
-        [initializer("w0", values(width, width)), initializer("w1", values(width, width, seed=1))],
-    )
-    opsets.append(helper.make_opsetid("own", 1))
-    return helper.make_model(graph, opset_imports=opsets, ir_version=graphs.IR_VERSION, functions=[layer])
+    nodes = graphs.nodes("m = MatMul (x, w) c = Constant <value = float[1] {0}> () a = Add (m, c) y = Relu (a)")
+    nodes[1].attribute[0].t.CopyFrom(initializer("c", values(width, seed=5)))
+    model.functions.append(helper.make_function("own", "Layer", ["x", "w"], ["y"], nodes, list(model.opset_import)))
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    return model
 
 
 def half() -> ModelProto:
     """Return an MLP whose second layer is fp16, between Casts."""
-    model = graphs.mlp()
-    for tensor in model.graph.initializer:
-        if tensor.name in ("w1", "b1"):
-            tensor.CopyFrom(
-                onnx.numpy_helper.from_array(graphs.weights_of(model)[tensor.name].astype(np.float16), tensor.name)
-            )
-    nodes = list(model.graph.node)
-    nodes[3].input[0] = "narrow"
-    nodes[4].output[0] = "wide"
-    nodes.insert(3, helper.make_node("Cast", ["h0"], ["narrow"], name="narrow", to=TensorProto.FLOAT16))
-    nodes.append(helper.make_node("Cast", ["wide"], ["y"], name="widen", to=TensorProto.FLOAT))
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    return model
+    weights = graphs.weights_of(graphs.mlp())
+    return parsed(
+        """(float[batch, 16] x) => (float[batch, 16] y) {
+            [matmul0] m0 = MatMul (x, w0) [add0] a0 = Add (m0, b0) [relu0] h0 = Relu (a0)
+            [narrow] narrow = Cast <to = 10> (h0) [matmul1] m1 = MatMul (narrow, w1) [add1] wide = Add (m1, b1)
+            [widen] y = Cast <to = 1> (wide)
+        }""",
+        **{name: array.astype(np.float16) if "1" in name else array for name, array in weights.items()},
+    )
 
 
 def old() -> ModelProto:
     """Return a model of opset 9 and IR version 3, whose weights are also listed as inputs."""
-    model = graphs.model(
-        [
-            helper.make_node("Gemm", ["x", "w", "b"], ["h"], name="gemm", transB=1),
-            helper.make_node("Softmax", ["h"], ["y"], name="softmax", axis=1),
-        ],
-        [edge("x", ["N", 16]), edge("w", [8, 16]), edge("b", [8])],
-        [edge("y", ["N", 8])],
-        [initializer("w", values(8, 16)), initializer("b", values(8, seed=1))],
+    model = parsed(
+        """(float[N, 16] x, float[8, 16] w, float[8] b) => (float[N, 8] y) {
+            [gemm] h = Gemm <transB = 1> (x, w, b) [softmax] y = Softmax <axis = 1> (h)
+        }""",
+        w=values(8, 16),
+        b=values(8, seed=1),
     )
     model.ir_version = 3
     model.opset_import[0].version = 9
@@ -169,18 +134,11 @@ def old() -> ModelProto:
 
 def typed_data() -> ModelProto:
     """Return a model of opset 13 with weights in ``float_data``, not raw bytes. A Reshape's shape is an initializer."""
-    model = graphs.model(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["m"], name="matmul"),
-            helper.make_node("Reshape", ["m", "shape"], ["y"], name="reshape"),
-        ],
-        [edge("x", ["batch", 8])],
-        [edge("y", ["batch", 2, 4])],
-        [
-            helper.make_tensor("w", TensorProto.FLOAT, [8, 8], values(8, 8).reshape(-1)),
-            helper.make_tensor("shape", TensorProto.INT64, [3], [-1, 2, 4]),
-        ],
+    model = parsed(
+        "(float[batch, 8] x) => (float[batch, 2, 4] y) { [matmul] m = MatMul (x, w) [reshape] y = Reshape (m, shape) }"
     )
+    model.graph.initializer.append(helper.make_tensor("w", TensorProto.FLOAT, [8, 8], values(8, 8).reshape(-1)))
+    model.graph.initializer.append(helper.make_tensor("shape", TensorProto.INT64, [3], [-1, 2, 4]))
     model.opset_import[0].version = 13
     return model
 

@@ -1,7 +1,5 @@
 """Edits of torch's zip files: the archive's records, and the pickle that describes them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import pickle
@@ -70,17 +68,8 @@ def storages(records: Records, random: Random) -> None:
     """Replace the dtype of storages, so that their bytes are read as another type."""
     name = _pickled(records)
     kinds = (
-        b"Double",
-        b"Half",
-        b"BFloat16",
-        b"Long",
-        b"Int",
-        b"Byte",
-        b"Bool",
-        b"ComplexDouble",
-        b"QUInt8",
-        b"Untyped",
-    )
+        b"Double", b"Half", b"BFloat16", b"Long", b"Int", b"Byte", b"Bool", b"ComplexDouble", b"QUInt8", b"Untyped",
+    )  # fmt: skip
     records[name] = records.get(name, b"").replace(
         b"torch\nFloatStorage", b"torch\n" + random.choice(kinds) + b"Storage", random.choice((1, -1))
     )
@@ -128,20 +117,8 @@ def values(records: Records, random: Random) -> None:
 
 
 EDITS: tuple[Edit, ...] = (
-    forbidden,
-    numbers,
-    numbers,
-    numbers,
-    texts,
-    storages,
-    pickles,
-    pickles,
-    record,
-    record,
-    record,
-    record,
-    values,
-)
+    forbidden, numbers, numbers, numbers, texts, storages, pickles, pickles, record, record, record, record, values,
+)  # fmt: skip
 
 
 def edit(content: bytes, random: Random) -> tuple[str, bytes]:

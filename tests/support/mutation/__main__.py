@@ -3,10 +3,9 @@
     PYTHONPATH=tests/support python -m mutation service/batching tests/service/batching --out build/batching.json
 
 The faults are drawn with a fixed seed. For each, the tests that execute its line run in a forked process, the fastest
-first, until one fails. Faults are written into the files and put back: nothing else may use the tree meanwhile.
+first, until one fails. A fault is ``late`` if they did not end in time: it loops, or the machine is busy. Faults are
+written into the files and put back: nothing else may use the tree meanwhile.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -112,14 +111,14 @@ def covering(fault: Fault, line: int, record: dict[str, Any], most: float) -> li
 
 
 def drawn(options: argparse.Namespace) -> list[Fault]:
-    """Return the sample, or those of an earlier one that were killed; prints those that are no longer possible."""
+    """Return the sample, or those of an earlier one that did not survive; prints those that are no longer possible."""
     every = faults(options.package)
     if options.again is None:
         return random.Random(options.seed).sample(every, min(options.sample, len(every)))
     possible = {(fault.file, fault.text, fault.nth): fault for fault in every}
     found = []
     for one in json.loads(options.again.read_text("utf-8")):
-        if one["outcome"] == "killed":
+        if one["outcome"] != "survived":
             fault = possible.get((one["file"], one["text"], one["nth"]))
             if fault is None:
                 print(f"gone      {one['file']}:{one['line']}  {one['text']}")
@@ -158,13 +157,14 @@ def main() -> None:
             outcome = "survived"
             if tests:
                 with planted(fault, turn):
-                    outcome = "survived" if run(["-x", *tests], 15 + 4 * options.most) == 0 else "killed"
+                    status = run(["-x", *tests], 15 + 4 * options.most)
+                outcome = {0: "survived", None: "late"}.get(status, "killed")
             results.append(asdict(fault) | {"outcome": outcome, "tests": len(tests)})
             print(f"{outcome:9} {fault.file}:{fault.line}  {fault.text}  ({len(tests)} tests)", flush=True)
     options.out.write_text(json.dumps(results, indent=1), "utf-8")
-    killed = sum(result["outcome"] == "killed" for result in results)
+    killed, late = (sum(result["outcome"] == one for result in results) for one in ("killed", "late"))
     took = f"{len(record['seconds'])} tests, {time.monotonic() - started:.0f} s"
-    print(f"{options.package}: {killed} of {len(results)} killed ({took})")
+    print(f"{options.package}: {killed} of {len(results)} killed, {late} late ({took})")
 
 
 if __name__ == "__main__":

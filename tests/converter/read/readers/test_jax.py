@@ -1,7 +1,5 @@
 """JAX's leaves in a torch module or an ONNX graph: read bit for bit, placed by rules, and restored."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from hashlib import sha256
@@ -10,17 +8,14 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
-import orbaxfiles
 import pytest
 import torch
 from architectures import Mlp, seeded
 from converting import ONNX_ONLY, Cli, tree
-from flaxfiles import chunked, extension, packed
+from flaxfiles import MLP_RULES, chunked, extension, mlp_params, packed
 from restored import assert_restored
 from safetensors import safe_open
 
-import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.converter.read.detect import Kind, recognise
 from bf16kit.converter.read.jax import read_flax
@@ -34,11 +29,6 @@ MLP = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16", *ONNX_ON
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 Tree = dict[str, np.ndarray]
 W = np.arange(12, dtype=np.float32).reshape(3, 4)
-RULES = r"""rules:
-- {match: 'params\.(.*)\.kernel', to: '\1.weight', steps: [{transpose: [1, 0]}]}
-- {match: 'params\.(.*)\.bias', to: '\1.bias'}
-- {match: 'step', drop: true}
-"""
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
@@ -49,48 +39,29 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
     return found
 
 
-def mlp_params(up: str = "up", down: str = "down", hidden: int = 64) -> Mapping[str, Any]:
-    """Return the parameters of ``architectures.Mlp`` as Flax stores them: kernels are [in, out]."""
-    state = {name: tensor.numpy() for name, tensor in seeded(Mlp(hidden=hidden)).state_dict().items()}
-    return {
-        "params": {
-            up: {"kernel": np.ascontiguousarray(state["up.weight"].T), "bias": state["up.bias"]},
-            down: {"kernel": np.ascontiguousarray(state["down.weight"].T), "bias": state["down.bias"]},
-        }
-    }
-
-
 def _write(path: Path, given: Mapping[str, Any]) -> Path:
     path.write_bytes(packed(given))
     return path
 
 
 @pytest.fixture
-def rules(tmp_path: Path) -> Path:
-    (tmp_path / "rules.yaml").write_text(RULES)
-    return tmp_path / "rules.yaml"
-
-
-@pytest.fixture
 def mlp_msgpack(tmp_path: Path) -> Path:
-    return _write(tmp_path / "mlp.msgpack", {**mlp_params(), "step": 7})
+    return _write(tmp_path / "mlp.msgpack", {"params": mlp_params(), "step": 7})
 
 
 @pytest.mark.long
-def test_rules_fill_the_model_and_samples_confirm_it(
-    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path, rules: Path
-) -> None:
+def test_rules_fill_the_model_and_samples_confirm_it(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
     """Outputs are the model's and leaves are restored; outputs that come with the samples are compared."""
     expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
     np.savez(tmp_path / "s.npz", x=X, output=expected)
-    given = (*MLP, "--map", rules, "--samples", tmp_path / "s.npz")
+    given = (*MLP, "--map", MLP_RULES, "--samples", tmp_path / "s.npz")
     done = cli("checkpoint", mlp_msgpack, *given, "--out", target).published()
     assert "the expected outputs are confirmed" in " ".join(done.out.split())
     artifact = Artifact.open(target)
     assert artifact.manifest.source.format == "flax-msgpack"
     np.testing.assert_allclose(load_reference(artifact).run({"x": X})["output"], expected, atol=1e-5)
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", _flat({**mlp_params(), "step": np.int64(7)}))
+    assert_restored(tmp_path / "fp32.safetensors", _flat({"params": mlp_params(), "step": np.int64(7)}))
     cli("verify", target, "--samples", tmp_path / "s.npz").published()  # verify ignores the outputs
 
 
@@ -103,12 +74,10 @@ def test_without_rules_a_template_of_them_is_printed(cli: Cli, target: Path, mlp
 
 
 @pytest.mark.long
-def test_samples_with_other_outputs_reject_a_map(
-    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path, rules: Path
-) -> None:
+def test_samples_with_other_outputs_reject_a_map(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
     expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
     np.savez(tmp_path / "s.npz", x=X, output=expected * np.float32(1.001))
-    refused = cli("checkpoint", mlp_msgpack, *MLP, "--map", rules, "--samples", tmp_path / "s.npz", "--out", target)
+    refused = cli("checkpoint", mlp_msgpack, *MLP, "--map", MLP_RULES, "--samples", tmp_path / "s.npz", "--out", target)
     said = "the model does not give the outputs in the file s.npz: output 'output' is 0.000999 (relative_l2)"
     refused.refused(3, said, "fp32 noise explains at most")
     assert tree(target.parent.parent) == []
@@ -148,29 +117,6 @@ def _given(target: Path) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.long
-def test_an_onnx_graph_can_be_the_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
-    model = graphs.mlp()
-    onnx.save(model, tmp_path / "graph.onnx")
-    own = {name: array[::-1].copy() for name, array in graphs.weights_of(model).items()}
-    given = {"params": {f"layer_{i}": {"kernel": own[f"w{i}"], "bias": own[f"b{i}"]} for i in range(2)}}
-    source = _write(tmp_path / "m.msgpack", given)
-    expected = np.maximum(X @ own["w0"] + own["b0"], 0) @ own["w1"] + own["b1"]
-    (tmp_path / "rules.yaml").write_text(
-        "rules:\n"
-        "- {match: 'params\\.layer_(.)\\.kernel', to: 'w\\1'}\n"
-        "- {match: 'params\\.layer_(.)\\.bias', to: 'b\\1'}\n"
-    )
-    arguments = ("--model", tmp_path / "graph.onnx", "--map", tmp_path / "rules.yaml", *ONNX_ONLY)
-    cli("checkpoint", source, *arguments, "--out", target).published()
-    digest = sha256((tmp_path / "graph.onnx").read_bytes()).hexdigest()
-    assert _given(target)[0] == ("--model", "graph.onnx", digest)
-    found = load_reference(Artifact.open(target)).run({"x": X})["y"]
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", _flat(given))
-
-
-@pytest.mark.long
 def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: Path) -> None:
     state = seeded(Mlp()).state_dict()
     torch.save({f"net.{name.replace('up', 'first')}": tensor for name, tensor in state.items()}, tmp_path / "m.pt")
@@ -189,27 +135,6 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     assert_restored(tmp_path / "fp32.safetensors", wanted)
 
 
-@pytest.mark.long
-def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, target: Path, rules: Path) -> None:
-    """The step of --step and the item of --item are taken; the optimizer is left out."""
-    pytest.importorskip("tensorstore", reason="the extra `jax` is not installed")
-    root = tmp_path / "run"
-    leaves = _flat(mlp_params())
-    for step, scale in ((3, 1.0), (20, 2.0)):
-        for item in ("weights", "ema"):
-            own = {name: array * np.float32(scale if item == "weights" else 5) for name, array in leaves.items()}
-            own["opt_state.mu"] = np.zeros(3, np.float32)
-            orbaxfiles.write(root / str(step) / item, own, ocdbt=item == "weights")
-    cli("checkpoint", root, *MLP, "--map", rules, "--out", target).refused(2, "several items, ema, weights")
-    taken = ("--item", "weights", "--step", "3", "--map", rules)
-    done = cli("checkpoint", root, *MLP, *taken, "--out", target).published()
-    said = " ".join(done.out.split())
-    assert "the training state under opt_state was left out (1)" in said
-    assert "the weights are those of '3/weights' in run; --step and --item choose others" in said
-    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
-    assert_restored(tmp_path / "fp32.safetensors", leaves)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -220,9 +145,9 @@ def test_a_directory_of_orbax_steps_is_converted(cli: Cli, tmp_path: Path, targe
     ],
 )
 def test_missing_or_wrong_options_are_rejected(
-    cli: Cli, target: Path, mlp_msgpack: Path, rules: Path, arguments: tuple[str, ...], said: str
+    cli: Cli, target: Path, mlp_msgpack: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    given = [argument.format(rules=rules) for argument in arguments]
+    given = [argument.format(rules=MLP_RULES) for argument in arguments]
     cli("checkpoint", mlp_msgpack, *given, "--out", target).refused(2, said)
 
 

@@ -1,7 +1,5 @@
 """TorchScript files through the whole command: converted, run, and compared with the files themselves."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable
 from pathlib import Path

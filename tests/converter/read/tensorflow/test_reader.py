@@ -3,8 +3,6 @@
 The tests of real models with TensorFlow itself are in tests/sources/test_tensorflow.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
