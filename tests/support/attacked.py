@@ -2,7 +2,6 @@
 
 import contextlib
 import http.client
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +15,7 @@ from serverprocess import ServerProcess
 from waiting import slowdown, until
 
 GROWTH = 1.1  # the most memory that the server may hold after an attack ÷ its memory before
-# A healthy server responds to a health check within a second, if other programs leave it the processor: this is the
-# load before the first attack.
-PATIENCE_S = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+PATIENCE_S = 1.0  # a healthy server responds to a health check within this time
 Ask = Callable[[float], str]  # within so many seconds; returns what is wrong, "" if nothing is
 
 
