@@ -38,7 +38,7 @@ from bf16kit.numerics.tensors import Kind, TensorSpec
 # What each version added: 2 panels; 3 the oracle, measurements, requirements, reason codes and bounds of quantiles;
 # 4 profile cpu-bf16 and golden samples of a profile's own; 5 exports and profiles of format pt2; 6 files that were
 # given beside the checkpoint; 7 slice errors, and top1_agreement judged at its measured value.
-SCHEMA_VERSION = 7  # the newest, which is written; all of them are read
+SCHEMA_VERSION = 8  # the newest, which is written; all of them are read
 SINCE_SLICES = 7
 
 MANIFEST = "manifest.json"

@@ -48,6 +48,20 @@ class Cnn(nn.Module):
         return result
 
 
+class Convolutions(nn.Module):
+    """image [batch, 3, 8, 8] → logits [batch, 10]. The kernel computes the second and the third convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.second(torch.relu(self.first(image))))
+        result: torch.Tensor = self.head(torch.relu(self.third(hidden)).mean((2, 3)))
+        return result
+
+
 class Transformer(nn.Module):
     """ids [batch, seq] → scores [batch, seq, 40] by the embedding's own table, and embedding [batch, 32]."""
 
@@ -113,7 +127,12 @@ def batches() -> Iterator[dict[str, np.ndarray[Any, Any]]]:
 def write(directory: Path) -> None:
     """Write every source to ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, module in (("mlp", Mlp()), ("cnn", Cnn()), ("transformer", Transformer())):
+    for name, module in (
+        ("mlp", Mlp()),
+        ("cnn", Cnn()),
+        ("convolutions", Convolutions()),
+        ("transformer", Transformer()),
+    ):
         torch.save(weights(module), directory / f"{name}.pt")
     renamed = {name.replace("up", "first"): tensor for name, tensor in weights(Mlp(), seed=4).items()}
     renamed["first.weight"] = renamed["first.weight"].T.contiguous()
