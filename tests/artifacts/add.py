@@ -1,6 +1,6 @@
-"""Adds artifacts of the present schema version to this directory: ``python tests/artifacts/add.py``.
+"""Adds artifacts of the present schema version to this directory: ``python tests/artifacts/add.py [MODEL ...]``.
 
-It converts :data:`MODELS` with the ``bf16-convert`` of this checkout, except those that are there, and records them in
+It converts the named :data:`MODELS`, by default all, with the ``bf16-convert`` of this checkout, except those that are there, and records them in
 README.md and restored.sha256. Run it in a clean checkout, after the commit that raises the version.
 """
 
@@ -18,11 +18,13 @@ from bf16kit.artifact.manifest import SCHEMA_VERSION
 
 HERE = Path(__file__).resolve().parent
 MLP = "--model sources:Mlp --input x:float32:batch,24"
-CNN = "cnn.pt --model sources:Cnn --input image:float32:batch,3,8,8"
+IMAGE = "--input image:float32:batch,3,8,8"
+CNN = f"cnn.pt --model sources:Cnn {IMAGE}"
 MAP = f"renamed.safetensors {MLP} --map rules.yaml"
 #: Extend it by what a new version can hold. One report is enough.
 MODELS = {
     "mlp": f"checkpoint mlp.pt {MLP} --format onnx --format torchscript",
+    "convolutions": f"checkpoint convolutions.pt --model sources:Convolutions {IMAGE} --no-report",
     "transformer": "checkpoint transformer.pt --model sources:Transformer --input ids:int64:batch,seq --no-report",
     "lstm": "checkpoint lstm.onnx --budget relative_l2.p50=0.02 --no-report",
     "half": f"checkpoint half.safetensors {MLP} --no-report",
@@ -40,10 +42,10 @@ def main() -> None:
     commit = subprocess.check_output(["git", "-C", HERE, "rev-parse", "--short=8", "HEAD"], text=True).strip()
     with tempfile.TemporaryDirectory() as directory:
         sources.write(Path(directory))
-        for model, command in MODELS.items():
+        for model in sys.argv[1:] or MODELS:
             name = f"schema-{SCHEMA_VERSION}/{model}"
             if not (HERE / name).exists():
-                _add(name, command, commit, Path(directory))
+                _add(name, MODELS[model], commit, Path(directory))
 
 
 def _add(name: str, command: str, commit: str, directory: Path) -> None:
