@@ -75,4 +75,4 @@ def _columns(matrix: Array, axis: int) -> Array:
     """Return ``matrix`` as a ``[K, N]`` view."""
     if axis not in range(2 if matrix.ndim == 2 else min(1, matrix.ndim // 2)):
         raise ValueError(f"panels lie along axis 0 or 1 of a matrix, not along axis {axis} of {list(matrix.shape)}")
-    return matrix if axis == 1 else np.moveaxis(matrix, 1, -1).reshape(len(matrix), -1).T
+    return matrix if axis == 1 else np.moveaxis(matrix, 1, -1).reshape(len(matrix), math.prod(matrix.shape[1:])).T

@@ -1,7 +1,8 @@
 """Adds artifacts of the present schema version to this directory: ``python tests/artifacts/add.py [MODEL ...]``.
 
-It converts the named :data:`MODELS`, by default all, with the ``bf16-convert`` of this checkout, except those that are there, and records them in
-README.md and restored.sha256. Run it in a clean checkout, after the commit that raises the version.
+It converts the named :data:`MODELS`, by default all, with the ``bf16-convert`` of this checkout, except those that are
+there, and records them in README.md and restored.sha256. Run it in a clean checkout, after the commit that raises the
+version.
 """
 
 import os

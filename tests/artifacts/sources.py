@@ -53,7 +53,7 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3)
+        self.first, self.second, self.third = (nn.Conv2d(n, 32, 3, padding=1) for n in (3, 32, 32))
         self.head = nn.Linear(32, 10)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
