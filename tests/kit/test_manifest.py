@@ -96,7 +96,7 @@ class TestRejected:
             (b"[]", "a JSON list"),
             (b"{}", "schema_version is None"),
             (b'{"schema_version": true}', "schema_version is True"),
-            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 7"),
+            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 8"),
             (b'{"schema_version": 1}', "its digest differs"),
             (MISPLACED.replace(ZEROS, hashlib.sha256(MISPLACED).hexdigest().encode()), "Field required"),
         ],
@@ -107,7 +107,7 @@ class TestRejected:
 
     def test_a_newer_schema_with_any_content_and_an_edited_budget(self) -> None:
         with pytest.raises(ManifestVersionError):
-            Manifest.loads(b'{"schema_version": 8, "novelty": []}', "manifest.json")
+            Manifest.loads(b'{"schema_version": 9, "novelty": []}', "manifest.json")
         with pytest.raises(ArtifactDamaged, match="its digest differs"):
             Manifest.loads(manifest().dumps().replace(b"0.015", b"0.150"), "manifest.json")
 
