@@ -15,6 +15,7 @@ from serverprocess import ServerProcess
 from waiting import slowdown, until
 
 GROWTH = 1.1  # the most memory that the server may hold after an attack ÷ its memory before
+FRAGMENTS = 16 << 20  # bytes by which a small server may exceed that: the heap's holes
 PATIENCE_S = 1.0  # a healthy server responds to a health check within this time
 Ask = Callable[[float], str]  # within so many seconds; returns what is wrong, "" if nothing is
 
@@ -98,7 +99,7 @@ class HealthMonitor:
         assert self.failures == [], f"{self.failures} of {len(self.seconds)}"
         assert self._repeat or slowest < self.patience_s, f"the slowest check took {slowest:.2f} s"
         self.server.check_memory()
-        most = self.before * GROWTH
+        most = max(self.before * GROWTH, self.before + FRAGMENTS)
         until(lambda: self.rss() <= most, 30, lambda: f"RSS of {self.before >> 20} MiB, now {self.rss() >> 20}, back")
 
     def _check_repeatedly(self) -> None:
