@@ -120,7 +120,8 @@ void copy(const float* from, int64_t count, float* to) {
 }  // namespace
 
 bool recur(const Recurrence& all, const Path& path, RunParts run, void* threads, unsigned cores) {
-  if (all.batch == 0) return true;
+  // All outputs are empty. Without steps x has no elements, so a batch may have more rows than memory could ever hold.
+  if (all.batch == 0 || (all.steps == 0 && all.last_h == nullptr && all.last_c == nullptr)) return true;
   const bool fp32 = all.arithmetic == Arithmetic::kFp32;
   const auto step = fp32 ? path.recur : path.recur_bf16;
   Running now = {all};

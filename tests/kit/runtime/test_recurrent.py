@@ -78,3 +78,10 @@ def test_inputs_of_other_shapes_are_refused(x: tuple[int, ...], h: tuple[int, ..
 def test_no_steps_and_no_rows_give_an_empty_result(shape: tuple[int, int]) -> None:
     fed = {"x": np.zeros((*shape, INPUTS), np.float32), "h": np.zeros((1, shape[1], HIDDEN), np.float32)}
     assert session(model()).run(fed)["y"].shape == (shape[0], 1, shape[1], HIDDEN)
+
+
+def test_no_steps_of_more_rows_than_memory_holds_give_an_empty_result() -> None:
+    made = model()
+    del made.graph.node[0].input[3:]  # without the initial h
+    fed = {"x": np.zeros((0, 2**58, INPUTS), np.float32), "h": np.zeros((1, 1, HIDDEN), np.float32)}
+    assert session(made).run(fed)["y"].shape == (0, 1, 2**58, HIDDEN)
