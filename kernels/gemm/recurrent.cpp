@@ -1,7 +1,6 @@
 #include "gemm/recurrent.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -120,11 +119,10 @@ void copy(const float* from, int64_t count, float* to) {
 }  // namespace
 
 bool recur(const Recurrence& all, const Path& path, RunParts run, void* threads, unsigned cores) {
-  if (all.batch == 0) return true;
-  const bool fp32 = all.arithmetic == Arithmetic::kFp32;
-  const auto step = fp32 ? path.recur : path.recur_bf16;
+  // All outputs are empty. Without steps x has no elements, so a batch may have more rows than memory could ever hold.
+  if (all.batch == 0 || (all.steps == 0 && all.last_h == nullptr && all.last_c == nullptr)) return true;
   Running now = {all};
-  now.step = step != nullptr ? step : fp32 ? kPortable.recur : kPortable.recur_bf16;
+  now.step = all.arithmetic == Arithmetic::kFp32 ? path.recur : path.recur_bf16;
   now.wide = gates(all.cell) * all.hidden, now.state = all.batch * all.hidden;
   now.at_once = std::min(all.steps, divide_up(kRowsAtOnce, all.batch));
   const int64_t many = std::max<int64_t>(cores, 1);

@@ -52,9 +52,8 @@ struct Recurrence {
   float *last_h, *last_c;  // [directions, batch, hidden]; may be null
 };
 
-// Computes y, last_h and last_c with `run(threads, …)`. Products of x take `path`; steps take it too, or the portable one if
-// `path` has no steps. Threads divide batch rows and directions; if these are too few for `cores`, also the units of long
-// steps. Returns false if there was no memory.
+// Computes y, last_h and last_c with `run(threads, …)`. Threads divide batch rows and directions; if these are too few for
+// `cores`, also the units of long steps. Returns false if there was no memory.
 bool recur(const Recurrence& recurrence, const Path& path, RunParts run, void* threads, unsigned cores);
 
 }  // namespace bf16kit

@@ -22,7 +22,7 @@
 // Intermediate exponents are 64 too high. The last operation lowers them, so that only it rounds to a subnormal result.
 constexpr float kLowered = 0x1p-64f;
 
-// 2^(a * b + c * d) * 2^64 for sums in [-160, 0], where c * d is a small correction of a * b.
+// 2^(a * b + c * d) * 2^64 for sums in [-160, 63], where c * d is a small correction of a * b.
 inline Simd::reg exp2_raised(Simd::reg a, Simd::reg b, Simd::reg c, Simd::reg d) {
   // Adding 1.5 * 2^23 rounds to an integer n in the low bits. With 127 + 64, these are the biased exponent of 2^(n + 64).
   const Simd::reg magic = Simd::set(12582912.0f + 127 + 64);

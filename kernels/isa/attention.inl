@@ -10,16 +10,17 @@
 // one after the other. The sum of p consists of 32 sums, each of every 32nd element, which are added up as a tree. If a row is
 // the only one that reads the keys of its head (one query, and no heads that share keys), its s consists of 16 sums instead,
 // each of every 16th column, from zero, which are added up as a tree (one.inl). So the bits depend on the shape of one batch
-// row, but not on other rows of the batch, other queries if there are any, the number of threads, or the path. Keys after the others whose p is zero, such as masked ones,
-// change no bit if v is finite. Whole panels of such keys, before or after all keys that a tile of rows sees, are not computed
-// (seen.inl); this changes no bit either.
+// row, but not on other rows of the batch, other queries if there are any, the number of threads, or the path. Keys after the
+// others whose p is zero, such as masked ones, change no bit if v is finite. Whole panels of such keys, before or after all keys
+// that a tile of rows sees, are not computed (seen.inl); this changes no bit either.
 //
 // A row is NaN if every x is -inf, or if any x is NaN or +inf, as ONNX's Softmax defines.
 //
 // In bf16, q, k, p and v are rounded first. A chain adds its terms in pairs, the odd one first, as in tile.inl: pairs of columns
-// of q and k, pairs of keys of p and v. Where s consists of 16 sums, each is of every 16th pair. Subnormals are zero. A sum may therefore be -0, but 0 with one more chain of zeros;
-// adding 0 to y makes both 0. The sum of p is that of the rounded p, so that the weights add up to 1. It consists of 16 sums,
-// each of every 16th pair, the odd one first, which are added up as a tree. Everything else is fp32.
+// of q and k, pairs of keys of p and v. Where s consists of 16 sums, each is of every 16th pair. Subnormals are zero. A sum may
+// therefore be -0, but 0 with one more chain of zeros; adding 0 to y makes both 0. The sum of p is that of the rounded p, so that
+// the weights add up to 1. It consists of 16 sums, each of every 16th pair, the odd one first, which are added up as a tree.
+// Everything else is fp32.
 
 #include "wide.inl"
 
@@ -30,8 +31,7 @@ constexpr int64_t kAhead = 2 * kPanel;  // keys that are used once are prefetche
 inline int64_t whole_lines(int64_t elements) { return (elements + 15) / 16 * 16; }
 
 // A thread's memory for a part. It grows as needed, shrinks if it is large and a part needs less than a quarter (kLargeScratch),
-// and is freed when the thread ends. It keeps the keys and values of one head
-// for the thread's next parts.
+// and is freed when the thread ends. It keeps the keys and values of one head for the thread's next parts.
 struct HeadMemory {
   float* data = nullptr;
   int64_t size = 0;  // floats

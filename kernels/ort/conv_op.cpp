@@ -39,33 +39,40 @@ struct Node {
   std::unique_ptr<float[]> taps;  // the weight of a depthwise convolution, [kernel, channels]
 };
 
+// Returns how many integers an attribute has; 0 if it is missing or of another type.
+size_t count_ints(const Api* api, const KernelInfo* info, const char* name) {
+  size_t count = 0;
+  Status* status =
+      call<Status*>(api, kKernelInfoGetAttributeArrayInt64, info, name, static_cast<int64_t*>(nullptr), &count);
+  if (status == nullptr) return count;
+  call<void>(api, kReleaseStatus, status);
+  return 0;
+}
+
 // Reads an attribute of `count` integers from `least` to INT32_MAX.
 Status* read_ints(const Api* api, const KernelInfo* info, const char* name, int64_t least, int64_t* values, size_t count) {
-  int64_t found[4] = {};
-  size_t size = 4;
-  Status* status = call<Status*>(api, kKernelInfoGetAttributeArrayInt64, info, name, static_cast<int64_t*>(found), &size);
-  if (status != nullptr) call<void>(api, kReleaseStatus, status);
-  bool right = status == nullptr && size == count;
-  for (size_t i = 0; right && i < count; ++i) right = found[i] >= least && found[i] <= INT32_MAX;
-  if (!right) {
-    return error(api, kInvalidGraph, "attribute %s must be %zu integers from %lld to %d, as many as kernel_shape needs", name,
-                 count, static_cast<long long>(least), INT32_MAX);
+  size_t found = count_ints(api, info, name);
+  if (found != count) {
+    return error(api, kInvalidGraph, "attribute %s has %zu integers; it must have %zu, as many as kernel_shape needs", name,
+                 found, count);
   }
-  std::memcpy(values, found, sizeof(int64_t) * count);
+  BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelInfoGetAttributeArrayInt64, info, name, values, &found));
+  for (size_t i = 0; i < count; ++i) {
+    if (values[i] >= least && values[i] <= INT32_MAX) continue;
+    return error(api, kInvalidGraph, "integer %zu of attribute %s is %lld; it must be from %lld to %d", i, name,
+                 static_cast<long long>(values[i]), static_cast<long long>(least), INT32_MAX);
+  }
   return nullptr;
 }
 
 // Reads the sizes of the windows. What a sequence has only one of is for the direction across.
 Status* read_windows(const Api* api, const KernelInfo* info, Node& node) {
   Image& image = node.image;
-  size_t rank = 0;
-  Status* status =
-      call<Status*>(api, kKernelInfoGetAttributeArrayInt64, info, "kernel_shape", static_cast<int64_t*>(nullptr), &rank);
-  if (status != nullptr) call<void>(api, kReleaseStatus, status);
-  if (status != nullptr || rank < 1 || rank > 2) {
-    return error(api, kInvalidGraph, "attribute kernel_shape must be one or two integers: only sequences and images are supported");
+  const size_t rank = node.rank = count_ints(api, info, "kernel_shape");
+  if (rank < 1 || rank > 2) {
+    return error(api, kInvalidGraph, "attribute kernel_shape has %zu integers; it must have one or two, because only sequences"
+                 " and images are supported", rank);
   }
-  node.rank = rank;
   const size_t first = 2 - rank;
   int64_t pads[4] = {};
   image.kernel[0] = image.stride[0] = image.dilation[0] = 1;

@@ -103,12 +103,13 @@ Status* read_optional(const Api* api, const KernelContext* context, const char* 
   if (value == nullptr) return nullptr;
   Shape shape;
   BF16KIT_RETURN_IF_ERROR(read_shape(api, value, shape));
-  bool same = shape.count == wanted.count;
-  for (size_t i = 0; same && i < shape.count; ++i) same = shape.dims[i] == wanted.dims[i];
-  if (!same) {
-    return error(api, kInvalidArgument, "the %s has %zu dimensions and %lld elements; it must have %zu, and %lld", what,
-                 shape.count, static_cast<long long>(shape.elements(0, shape.count)), wanted.count,
-                 static_cast<long long>(wanted.elements(0, wanted.count)));
+  if (shape.count != wanted.count) {
+    return error(api, kInvalidArgument, "the %s has %zu dimensions; it must have %zu", what, shape.count, wanted.count);
+  }
+  for (size_t i = 0; i < shape.count; ++i) {
+    if (shape.dims[i] == wanted.dims[i]) continue;
+    return error(api, kInvalidArgument, "dimension %zu of the %s is %lld; it must be %lld", i, what,
+                 static_cast<long long>(shape.dims[i]), static_cast<long long>(wanted.dims[i]));
   }
   void* address = nullptr;
   BF16KIT_RETURN_IF_ERROR(read_data(api, value, &address));

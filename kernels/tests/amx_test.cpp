@@ -101,6 +101,16 @@ Case draw_small(Random& random) {
   return c;
 }
 
+// Computes a case as the convolution of an image whose windows are its pixels, which are gathered for the tiles.
+Exact<float> compute_as_windows(const Case& c, int64_t threads) {
+  const Image image = {1, c.rows, c.k, 1, c.rows, {1, 1}, {1, 1}, {1, 1}, {0, 0}};
+  Exact<float> y(c.rows * c.n, 1);
+  Product product = c.product(y.data());
+  product.image = &image;
+  multiply(&product, 1, kModel, run_on_threads, &threads);
+  return y;
+}
+
 void check_product(const Case& c, Random& random, const std::string& name) {
   const std::string where = name + " path=amx (model) " + c.describe();
   Expected expected = expect(c);
@@ -109,6 +119,7 @@ void check_product(const Case& c, Random& random, const std::string& name) {
   check_close(whole, expected, c.n, where);
   check_same(whole, compute_in_parts(c, kModel, random), 0, c.n, where, "in other parts");
   check_same(whole, compute_on_threads(c, kModel, 2, 1)[0], 0, c.n, where, "through multiply()");
+  check_same(whole, compute_as_windows(c, random.between(1, 2)), 0, c.n, where, "as a convolution");
   const int64_t row = random.between(0, c.rows - 1), index = row * c.n + random.between(0, c.n - 1);
   check_same(whole, compute(c, kModel, row, 1), row, c.n, where, "alone");
   if (c.activation != Activation::kNone) return;

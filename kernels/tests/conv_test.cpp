@@ -12,7 +12,7 @@
 namespace bf16kit {
 namespace {
 
-// Draws a convolution of at most kMost windows' values. Every second one is over a sequence.
+// Draws the sizes of a convolution. Some are over a sequence: of height 1.
 Image draw_image(Random& random, int64_t& batch, int64_t most_channels) {
   Image image = {};
   for (int i = 0; i < 2; ++i) {

@@ -3,10 +3,10 @@
 The library holds operators of the domain ``bf16kit``: products of fp32 activations and weights that stay bf16 in
 memory, summed in fp32 (``MatMul_…``; ``MatMul2_…`` and ``MatMul3_…`` for several weights; ``MatMul`` for graphs made by
 hand; ``MatMulBf16_…`` rounds the activations to bf16), attention (``Attention_…``, ``AttentionBf16_…``), normalisation
-(``AddLayerNorm…``, ``…RmsNorm…``), recurrences (``LSTM…``, ``GRU…``), and ``Gather_…``, which looks up rows in a bf16
-weight. A graph also defines them as functions of standard operators, which ONNX Runtime runs if the library is not
-registered: the same results within fp32 rounding, from weights widened at load. A recurrence that rounds activations
-does not round its state then.
+(``AddLayerNorm…``, ``…RmsNorm…``), convolutions (``Conv…``), recurrences (``LSTM…``, ``GRU…``), and ``Gather_…``, which
+looks up rows in a bf16 weight. A graph also defines them as functions of standard operators, which ONNX Runtime runs if
+the library is not registered: the same results within fp32 rounding, from weights widened at load. A recurrence that
+rounds activations does not round its state then.
 """
 
 from __future__ import annotations

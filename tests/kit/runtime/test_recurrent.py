@@ -28,7 +28,7 @@ def model(op: str = "LSTM", *, without: str = "", **edits: Any) -> ModelProto:
     attributes = {name: value for name, value in (GIVEN | edits).items() if name != without}
     node = helper.make_node(op, taken, ["y"], name="layer", domain=kernel.DOMAIN)
     node.attribute.extend(helper.make_attribute(*each) for each in attributes.items())
-    edges = [graphs.edge("x", ["steps", "batch", "width"]), graphs.edge("h", ["d", "rows", "units"])]
+    edges = [graphs.edge("x", ["steps", "batch", "width"]), graphs.edge("h")]
     made = graphs.model([node], edges, [graphs.edge("y", ["steps", "d", "batch", "units"])], weights)
     made.opset_import.append(helper.make_opsetid(kernel.DOMAIN, 1))
     return made
@@ -64,8 +64,9 @@ def test_wrong_attributes_are_refused_at_load(edits: dict[str, Any], words: str)
     ("x", "h", "words"),
     [
         ((4, 2, INPUTS + 1), (1, 2, HIDDEN), rf"it must be \[steps, batch, {INPUTS}\]"),
-        ((4, 2, INPUTS), (1, 1, HIDDEN), "the initial h has 3 dimensions and 3 elements; it must have 3, and 6"),
-        ((4, 2, INPUTS), (2, 1, HIDDEN), "the initial h has 3 dimensions and 6 elements"),
+        ((4, 2, INPUTS), (1, 1, HIDDEN), "dimension 1 of the initial h is 1; it must be 2"),
+        ((4, 2, INPUTS), (2, 1, HIDDEN), "dimension 0 of the initial h is 2; it must be 1"),
+        ((4, 2, INPUTS), (2, HIDDEN), "the initial h has 2 dimensions; it must have 3"),
     ],
     ids=str,
 )
@@ -78,3 +79,10 @@ def test_inputs_of_other_shapes_are_refused(x: tuple[int, ...], h: tuple[int, ..
 def test_no_steps_and_no_rows_give_an_empty_result(shape: tuple[int, int]) -> None:
     fed = {"x": np.zeros((*shape, INPUTS), np.float32), "h": np.zeros((1, shape[1], HIDDEN), np.float32)}
     assert session(model()).run(fed)["y"].shape == (shape[0], 1, shape[1], HIDDEN)
+
+
+def test_no_steps_of_more_rows_than_memory_holds_give_an_empty_result() -> None:
+    made = model()
+    del made.graph.node[0].input[3:]  # without the initial h
+    fed = {"x": np.zeros((0, 2**58, INPUTS), np.float32), "h": np.zeros((1, 1, HIDDEN), np.float32)}
+    assert session(made).run(fed)["y"].shape == (0, 1, 2**58, HIDDEN)
