@@ -17,7 +17,8 @@ import onnx_ir as ir
 
 from bf16kit.artifact.manifest import TensorEntry
 from bf16kit.converter.fuse.attend import attend
-from bf16kit.converter.fuse.convolve import average, convolve, worthwhile
+from bf16kit.converter.fuse.average import average
+from bf16kit.converter.fuse.convolve import convolve, worthwhile
 from bf16kit.converter.fuse.functions import CONVOLUTIONS, Fusing, Fusion
 from bf16kit.converter.fuse.multiply import groups, join, look_up, multiply
 from bf16kit.converter.fuse.norms import normalise
