@@ -31,16 +31,22 @@ from bf16kit.converter.write.weights import Rounding, StoredWeights, write_total
 from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.rounding import Census
 
+_IDLE = (
+    "the CPU kernel multiplies by none of this model's weights (it leaves fp32 weights to ONNX Runtime, and narrow"
+    " products, small convolutions, and small LSTM and GRU)"
+)
+
 
 @dataclass(slots=True)
 class Verified:
-    """What running a written artifact has shown, the census of rounding, and the searches for fp32 islands, if any.
+    """What running a written artifact has shown, the census of rounding, fusions, and searches for islands.
 
     ``sentences`` tell the user about the islands; ``remarks`` are those of them that the measurements do not hold.
     """
 
     certified: Certified
     census: Mapping[str, Census]
+    fusions: Fusions = field(default_factory=Fusions)
     searches: Mapping[str, SearchResult] = field(default_factory=dict)
     sentences: Sequence[str] = ()
     remarks: Sequence[str] = ()
@@ -48,10 +54,14 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Writes the artifact of ``job`` from its ``prepared`` graph, any number of times."""
+    """Writes the artifact of ``job`` from its ``prepared`` graph, any number of times.
+
+    Without ``convolutions``, cpu-bf16 leaves those of images to ONNX Runtime, in fp32 as in cpu.
+    """
 
     job: Job
     prepared: Prepared
+    convolutions: bool = True
 
     def check_prepared_graph(self) -> None:
         """Run the graph that the profiles start from; for cuda, it has been through the other profiles' passes too.
@@ -74,7 +84,7 @@ class Candidate:
     def write_and_verify(self, islands: Islands) -> Verified:
         """Write weights and graphs with these ``islands``, read them back, and run them."""
         job, stage, prepared = self.job, self.job.stage, self.prepared
-        planned = plan_profiles(prepared, job.options, islands)
+        planned = plan_profiles(prepared, job.options, islands, convolutions=self.convolutions)
         for path in list(stage.path.glob("[!.]*")):  # of an earlier candidate; scratch files are hidden
             if path.name not in [profile.graph for profile in job.traced.values()]:
                 stage.remove(path.name)
@@ -98,11 +108,31 @@ class Candidate:
             for name, reason in planned.fusions.refused.items()
         ]
         certified.notes += [
-            f"no profile {name}: it would equal cpu, because the CPU kernel multiplies by none of this model's weights"
+            f"no profile {name}: it would equal cpu, because {_IDLE}"
             for name in job.options.optional_profiles
-            if name not in planned.plan.nodes
+            if name not in planned.plan.nodes and self.convolutions
         ]
-        return Verified(certified, census)
+        return Verified(certified, census, planned.fusions)
+
+    def with_fp32_convolutions(self, verified: Verified, islands: Islands) -> Verified:
+        """Write again without convolutions in bf16 if cpu-bf16 is over budget with them, unlike cpu.
+
+        They round far more than products. A model that was within budget with products alone must not lose cpu-bf16.
+        """
+        breaches, kinds = verified.certified.breaches, {fusion.kind for fusion in verified.fusions.made}
+        over, asked = breaches.get("cpu-bf16", ()), "cpu-bf16" in self.job.options.onnx_profiles
+        alone = not kinds & {"product", "attention", "recurrence"}
+        as_asked = asked and (alone or self.job.options.allow_over_budget)
+        if not over or breaches.get("cpu") or not verified.fusions.convolve or as_asked:
+            return verified
+        verified.certified.release()
+        again = replace(self, convolutions=False).write_and_verify(islands)
+        certified, listed = again.certified, "".join(f"\n  {breach}" for breach in over)
+        if "cpu-bf16" not in certified.manifest.profiles:
+            certified.notes.append(f"no profile cpu-bf16: its convolutions drift over budget:{listed}")
+        elif not certified.breaches["cpu-bf16"]:
+            certified.notes.append(f"cpu-bf16 leaves convolutions in fp32, because bf16 is over budget there:{listed}")
+        return again
 
     def _without_faults(self, planned: Planned, stored: StoredWeights, islands: Islands) -> Planned:
         """Compare the fusions with what they replace, and return a plan without those that differ.
@@ -126,7 +156,7 @@ class Candidate:
             if not found:
                 break
             refused = replace(planned.fusions, refused={**planned.fusions.refused, **found})
-            again = plan_profiles(self.prepared, job.options, islands, refused)
+            again = plan_profiles(self.prepared, job.options, islands, refused, convolutions=self.convolutions)
             plan = planned.plan.model_copy(update={"nodes": again.plan.nodes})  # tensors are written already
             planned = Planned(plan, again.fusions)
         return planned
@@ -200,7 +230,12 @@ class Candidate:
 
 
 def plan_profiles(
-    prepared: Prepared, options: Options, islands: Islands | None = None, fusions: Fusions | None = None
+    prepared: Prepared,
+    options: Options,
+    islands: Islands | None = None,
+    fusions: Fusions | None = None,
+    *,
+    convolutions: bool = True,
 ) -> Planned:
     """Plan the profiles of ``options`` with ``islands``, the panels of ``fusions``, and without its refused nodes.
 
@@ -215,6 +250,7 @@ def plan_profiles(
         profiles=(*options.onnx_profiles, *options.optional_profiles),
         panels=None if fusions is None else fusions.panels,
         refused=None if fusions is None else fusions.refused,
+        convolutions=convolutions,
     )
     idle = [
         name
@@ -222,10 +258,7 @@ def plan_profiles(
         if PROFILES[name].rounds_products and not any(entry.code == "rounds" for entry in nodes)
     ]
     if asked := [name for name in idle if name in options.onnx_profiles]:
-        raise UsageError(
-            f"--profile {asked[0]}: no matrix product or convolution of this model has a bf16 weight; leave out"
-            f" --profile {asked[0]}"
-        )
+        raise UsageError(f"--profile {asked[0]}: it would equal cpu, because {_IDLE}; leave out --profile {asked[0]}")
     nodes = {name: entries for name, entries in planned.plan.nodes.items() if name not in idle}
     return replace(planned, plan=planned.plan.model_copy(update={"nodes": nodes}))
 

@@ -99,10 +99,13 @@ def _within_budget(job: Job) -> Verified:
     candidate = Candidate(job, prepared)
     candidate.check_prepared_graph()
     search = IslandSearches(prepared, options, job.progress, job.stage.path)
-    verified = candidate.write_and_verify(Islands())
-    while (islands := search.next_islands(verified.certified)) is not None:
+    islands = Islands()
+    verified = candidate.write_and_verify(islands)
+    while (found := search.next_islands(verified.certified)) is not None:
+        islands = found
         verified.certified.release()
         verified = candidate.write_and_verify(islands)
+    verified = candidate.with_fp32_convolutions(verified, islands)
     verified.searches, verified.sentences, verified.remarks = search.results, search.sentences(), search.remarks()
     return verified
 

@@ -12,12 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from bf16kit.converter.fuse.activations import FUNCTIONS, Activation, activation
 from bf16kit.converter.fuse.functions import (
-    REDUCTION_AXES_SINCE,
     ROUNDED,
     Fusing,
     Fusion,
@@ -30,7 +28,6 @@ from bf16kit.converter.fuse.functions import (
 from bf16kit.converter.fuse.multiply import MATRICES
 from bf16kit.converter.fuse.products import product, takes_bias
 from bf16kit.converter.graph.initializers import const, const_dims, constant_number, initializer, only_reader
-from bf16kit.runtime.ort.kernel import DOMAIN
 
 # The kernel's; kernels/ort/conv_op.cpp. Other activations stay nodes.
 _ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu", "relu6")
@@ -41,6 +38,7 @@ _LEAST_K, _LEAST_N = 32, 32
 # Operators, most of them elementwise, through which ONNX Runtime moves a Transpose (held by a test).
 _TRANSPARENT = frozenset({"Add", "Clip", "Div", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Pad", "Relu"})
 _TRANSPARENT |= {"Sigmoid", "Sub", "Tanh"}
+MEANS = frozenset({"GlobalAveragePool", "ReduceMean"})  # whose lines ONNX Runtime averages with channels last
 # Multiplications for each element that is transposed at a border, at least: then borders take at most 6 % of the time.
 _WORTH = 200
 _PIXELS = 56  # what an unknown height or width is taken for: only the ratio of arithmetic and borders depends on it
@@ -132,7 +130,7 @@ def worthwhile(graph: ir.Graph, narrow: Collection[str]) -> list[Convolution]:
     """
     found = {node: each for node in graph if (each := convolution(node, narrow)) is not None}
     for node in [node for node in found if found[node].depthwise]:  # in the order of the graph
-        if _source(found[node].x) not in found:
+        if source(found[node].x) not in found:
             del found[node]
     chosen: list[Convolution] = []
     seen = set[ir.Node]()
@@ -149,8 +147,7 @@ def worthwhile(graph: ir.Graph, narrow: Collection[str]) -> list[Convolution]:
 def convolve(fusing: Fusing, node: ir.Node) -> Fusion | None:
     """Replace the Conv ``node`` by ``bf16kit::Conv…`` between two Transposes; None if it is none of ``fusing.images``.
 
-    The kernel's node keeps the Conv's name. Its activation is computed by the kernel too, if it has it. A
-    GlobalAveragePool that reads the result becomes a ReduceMean, which ONNX Runtime runs with channels last.
+    The kernel's node keeps the Conv's name. Its activation is computed by the kernel too, if it has it.
     """
     found = convolution(node, fusing.narrow) if node.name in fusing.images else None
     if found is None or not (found.depthwise or found.weight.name in fusing.panels):
@@ -177,26 +174,6 @@ def convolve(fusing: Fusing, node: ir.Node) -> Fusion | None:
     return fusing.replace(kind, node, nodes, made, {result: y})
 
 
-def average(fusing: Fusing, node: ir.Node) -> None:
-    """Make the GlobalAveragePool ``node`` a ReduceMean if it reads an image of the kernel's."""
-    x = node.inputs[0] if node.op_type == "GlobalAveragePool" else None
-    producer = _source(x)
-    if x is None or x.shape is None or producer is None or producer.inputs[0] is None:
-        return
-    made = producer.inputs[0].producer()
-    if producer.op_type != "Transpose" or made is None or made.domain != DOMAIN:
-        return
-    axes, output = [*range(2, len(x.shape))], node.outputs[0]
-    if fusing.opset >= REDUCTION_AXES_SINCE:
-        name = fusing.fresh(f"{node.name}/axes")
-        read = initializer(fusing.graph, name, ir.tensor(np.array(axes, np.int64), name=name))
-        mean = ir.node("ReduceMean", [x, read], {"keepdims": 1}, name=node.name)
-    else:
-        mean = ir.node("ReduceMean", [x], {"keepdims": 1, "axes": axes}, name=node.name)
-    fusing.graph.insert_before(node, mean)
-    fusing.replace("normalisation", node, [node], mean, {output: mean.outputs[0]})
-
-
 # --- regions ----------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +192,7 @@ def _region(start: ir.Node, convolutions: Collection[ir.Node]) -> set[ir.Node]:
     return region
 
 
-def _source(value: ir.Value | None) -> ir.Node | None:
+def source(value: ir.Value | None) -> ir.Node | None:
     """Return the node that computes ``value``, or what the first transparent nodes before it read."""
     producer = None if value is None else value.producer()
     while producer is not None and _transparent(producer):
@@ -246,7 +223,7 @@ def _borders(region: Collection[ir.Node]) -> set[ir.Value]:
         for value in values
         if value.producer() not in region
         or value.is_graph_output()
-        or any(use.node not in region and use.node.op_type != "GlobalAveragePool" for use in value.uses())
+        or any(use.node not in region and use.node.op_type not in MEANS for use in value.uses())
     }
 
 

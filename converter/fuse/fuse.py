@@ -17,8 +17,9 @@ import onnx_ir as ir
 
 from bf16kit.artifact.manifest import TensorEntry
 from bf16kit.converter.fuse.attend import attend
-from bf16kit.converter.fuse.convolve import average, convolve, worthwhile
-from bf16kit.converter.fuse.functions import Fusing, Fusion
+from bf16kit.converter.fuse.average import average
+from bf16kit.converter.fuse.convolve import convolve, worthwhile
+from bf16kit.converter.fuse.functions import CONVOLUTIONS, Fusing, Fusion
 from bf16kit.converter.fuse.multiply import groups, join, look_up, multiply
 from bf16kit.converter.fuse.norms import normalise
 from bf16kit.converter.fuse.products import panelled_weights
@@ -56,6 +57,11 @@ class Fusions:
     made: tuple[Fusion, ...] = ()
     panels: Mapping[str, int] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def convolve(self) -> bool:
+        """Whether the kernel computes convolutions of images in profiles that round products."""
+        return any(fusion.kind in CONVOLUTIONS for fusion in self.made)
 
 
 def fuse(

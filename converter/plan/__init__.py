@@ -46,8 +46,9 @@ def make_plan(
     kernels: KernelTable | None = None,
     panels: Mapping[str, int] | None = None,
     refused: Mapping[str, str] | None = None,
+    convolutions: bool = True,
 ) -> Planned:
-    """Plan ``prepared`` for ``profiles``.
+    """Plan ``prepared`` for ``profiles``; without ``convolutions``, the CPU kernel computes none of images.
 
     ``keep_fp32`` and ``bf16`` are regular expressions searched in the names of nodes and tensors. A node that they keep
     in fp32 keeps its weights in fp32 as well. ``islands`` are what a search found; there a node and its weights are
@@ -64,8 +65,8 @@ def make_plan(
     chosen = [PROFILES[name] for name in profiles]
     # The same for all profiles that use the kernel: they start from the same graph and share the weights.
     bases = (profile.base(prepared) for profile in chosen if profile.uses_kernel)
-    rounds = any(profile.rounds_products for profile in chosen)
-    fused = (fuse(base, narrow, panels, convolutions=rounds, refused=refused)[1] for base in bases)
+    convolutions = convolutions and any(profile.rounds_products for profile in chosen)
+    fused = (fuse(base, narrow, panels, convolutions=convolutions, refused=refused)[1] for base in bases)
     fusions = next(fused, Fusions())
     nodes: dict[str, list[PlanEntry]] = {}
     for profile in chosen:

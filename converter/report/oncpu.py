@@ -40,20 +40,23 @@ class OnCpu:
 
     def __str__(self) -> str:
         """Say what is gained, and why, in a sentence without its subject."""
-        dense = [name for name in self.operators if name in _DENSE]
+        dense = [name for name in self.operators if name in _DENSE and not (name == "Conv" and self.convolved)]
         speed = f" and speed outside {listed(dense)}" if dense else " and, as a rule, speed"
         memory = "memory" if self.memory <= _WORTH else "little memory"
         gains = f"{memory}{speed if self.multiplied + self.convolved > self.widened else ' and no speed'}"
+        gains += ", in cpu-bf16 only" if self.convolved > self.multiplied else ""
+        taken = f"{self.memory:.2f} × fp32's memory"
         parts = [f"{self.multiplied:.0%} are multiplied as bf16 by the CPU kernel"]
         if self.convolved >= _SHOWN:
-            parts.append(f"{self.convolved:.0%} are those of convolutions, which it computes in cpu-bf16 only")
+            parts.append(f"{self.convolved:.0%} are convolved by it in cpu-bf16 only")
+            taken += f", {self.memory + self.convolved / 2:.2f} × in cpu"
         if self.looked_up >= _SHOWN:
             parts.append(f"{self.looked_up:.0%} are tables, kept in bf16")
         if self.widened >= _SHOWN:
             parts.append(
                 f"{self.widened:.0%} ({', '.join(self.operators)}) are widened to fp32 at load and gain neither"
             )
-        return f"gains {gains}: weights take {self.memory:.2f} × fp32's memory; {listed(parts)}"
+        return f"gains {gains}: weights take {taken}; {listed(parts)}"
 
 
 def on_cpu(manifest: Manifest) -> OnCpu | None:
@@ -72,7 +75,9 @@ def shares(plan: Plan, tensors: Iterable[TensorEntry]) -> OnCpu | None:
     # Exporters reorder the weights of recurrent layers by Slice and Concat, which the kernel's nodes make unnecessary.
     in_kernel = {*_RECURRENT, "Slice"} if all(entry.reason == RECURRED.reason for entry in recurrences) else set[str]()
     in_kernel = in_kernel if recurrences else set()
-    kernels = [tensor for tensor in narrow if tensor.panels is not None or readers[tensor.name] in in_kernel]
+    in_panels = {2, *([3, 4] if "cpu-bf16" in plan.nodes else [])}  # ranks: convolutions are the kernel's there only
+    panelled = [tensor.name for tensor in narrow if tensor.panels is not None and len(tensor.shape) in in_panels]
+    kernels = [tensor for tensor in narrow if tensor.name in panelled or readers[tensor.name] in in_kernel]
     convolved = [tensor for tensor in kernels if len(tensor.shape) > 2 and readers[tensor.name] not in in_kernel]
     multiplied = [tensor for tensor in kernels if tensor not in convolved]
     looked_up = [tensor for tensor in narrow if tensor not in kernels and readers[tensor.name] == _LOOKUP]

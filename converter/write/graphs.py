@@ -98,7 +98,7 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
             narrow,
             fusions.panels,
             rounding=rounding,
-            convolutions=profile.rounds_products,
+            convolutions=profile.rounds_products and fusions.convolve,
             refused=fusions.refused,
         )
     else:

@@ -137,6 +137,32 @@ def test_every_window_gives_the_sums_of_its_rounded_pixels(
     np.testing.assert_allclose(found["y"], right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("size", "mean", "attributes"),
+    [
+        ((7, 5), "GlobalAveragePool", {}),
+        ((7, 5), "ReduceMean", {"keepdims": 0}),
+        ((20,), "GlobalAveragePool", {}),
+        ((20,), "ReduceMean", {}),
+    ],
+)
+def test_the_mean_of_an_image_has_the_same_bits_alone_and_in_a_batch(
+    size: tuple[int, ...], mean: str, attributes: dict[str, Any], tmp_path: Path
+) -> None:
+    made: Made = ([], [graphs.initializer("axes", np.arange(-len(size), 0))])
+    conv(made, "x", "c1", (C, C, *[5] * len(size)), pads=[2] * 2 * len(size))
+    conv(made, "c1", "c2", (C, C, *[5] * len(size)), pads=[2] * 2 * len(size))
+    node(made, "Relu", "c2", "r")
+    node(made, mean, "r axes" if mean == "ReduceMean" else "r", "y", **attributes)
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", C, *size)), profiles=[ROUNDING])
+    assert [each.name for each in ours(lowered, ROUNDING)] == ["c1", "c2"]
+    x = graphs.values(8, C, *size, seed=3)
+    whole = lowered.run_kernel({"x": x}, ROUNDING)["y"]
+    np.testing.assert_allclose(lowered.run_source({"x": x})["y"], whole, rtol=0, atol=1e-2)
+    for row in range(8):
+        assert np.array_equal(lowered.run_kernel({"x": x[row : row + 1]}, ROUNDING)["y"], whole[row : row + 1])
+
+
 def test_weights_in_panels_are_restored_bit_by_bit(tmp_path: Path) -> None:
     source = network()
     made = lower(tmp_path / "m" / "1", source, profiles=["cpu", ROUNDING])

@@ -100,7 +100,18 @@ def test_convolutions_and_recurrent_layers_are_said_to_be_widened_on_a_cpu(cli: 
         out = cli("checkpoint", tmp_path / f"{name}.onnx", "--out", target, *ONNX_ONLY).published().out
         assert "on a CPU    gains little memory and no speed: " in out
         assert f"({name}) are widened to fp32 at load and gain neither" in out
-        assert "note: no profile cpu-bf16: it would equal cpu, because the CPU kernel multiplies by none of" in out
+        assert "note: no profile cpu-bf16: it would equal cpu, because the CPU kernel multiplies by none of this" in out
+
+
+@pytest.mark.long
+def test_convolutions_of_the_kernel_are_said_to_gain_in_cpu_bf16_only(cli: Cli, tmp_path: Path) -> None:
+    text = "(float[batch, 64, 8, 8] x) => (float[batch, 64, 8, 8] y) { [a] h = Conv <pads = [1, 1, 1, 1]> (x, v)"
+    text += " [b] y = Conv <pads = [1, 1, 1, 1]> (h, w) }"
+    weights = {name: graphs.values(64, 64, 3, 3, seed=seed) for seed, name in enumerate("vw")}
+    onnx.save(graphs.parsed(text, **weights), tmp_path / "m.onnx")
+    out = cli("checkpoint", tmp_path / "m.onnx", "--out", tmp_path / "m" / "1", *ONNX_ONLY).published().out
+    assert "gains memory and, as a rule, speed, in cpu-bf16 only: weights take 0.50 × fp32's memory, 1.00 × in" in out
+    assert "0% are multiplied as bf16 by the CPU kernel and 100% are convolved by it in cpu-bf16 only" in out
 
 
 def test_a_model_of_products_is_said_to_gain_memory_and_speed(mlp: Artifact) -> None:

@@ -17,6 +17,7 @@ from bf16kit.converter.options import Options, parse_target
 from bf16kit.converter.verify.golden import rows_kept
 from bf16kit.converter.verify.judging import check_budget, with_output_kinds
 from bf16kit.drift.budget import Budget
+from bf16kit.numerics.rounding import to_bf16, to_fp32
 from bf16kit.numerics.tensors import TensorSpec
 
 OUTPUT = TensorSpec("y", "float32", ("batch", 4))
@@ -103,10 +104,41 @@ def test_cpu_bf16_without_a_product_that_rounds_is_left_out_or_rejected_if_reque
     onnx.save(graphs.embedding(), tmp_path / "m.onnx")
     source = ("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY)
     cli(*source, "--profile", "cpu-bf16").refused(
-        2, "--profile cpu-bf16: no matrix product or convolution of this model has a bf16 weight"
+        2, "--profile cpu-bf16: it would equal cpu, because the CPU kernel multiplies by none of this model's weights"
     )
     cli(*source).published()
     assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("requested", [False, True])
+def test_convolutions_that_put_cpu_bf16_over_budget_are_left_in_fp32(
+    requested: bool, cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    """The product of the model is exact in bf16, on these samples; the convolutions are not."""
+    text = """(float[batch,64,8,8] x, float[batch,64] z) => (float[batch,64,8,8] y, float[batch,32] t) {
+        [a] h = Conv <pads = [1,1,1,1]> (x, v)
+        [b] y = Conv <pads = [1,1,1,1]> (h, w)
+        [c] t = MatMul (z, m)
+    }"""
+    shapes = {"v": (64, 64, 3, 3), "w": (64, 64, 3, 3), "m": (64, 32)}
+    drawn = {name: graphs.values(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    weights = {name: to_fp32(to_bf16(array)) for name, array in drawn.items()}
+    onnx.save(graphs.parsed(text, **weights), tmp_path / "m.onnx")
+    x, z = (to_fp32(to_bf16(graphs.values(128, *shape))) for shape in ((64, 8, 8), (64,)))
+    np.savez(tmp_path / "s.npz", x=x, z=z)
+    default = ("--drop-failing-profiles", "--no-search")  # cuda is over budget
+    profiles = ("--profile", "cpu", "--profile", "cpu-bf16") if requested else default
+    done = cli(
+        *("checkpoint", tmp_path / "m.onnx", "--out", target, "--samples", tmp_path / "s.npz", *ONNX_ONLY),
+        *("--budget", "relative_l2=1e-4", *profiles),
+    ).published()
+    assert "note: cpu-bf16 leaves convolutions in fp32, because bf16 is over budget there:\n  profile" in done.out
+    manifest = Artifact.open(target).manifest
+    assert {*manifest.profiles} == {"cpu", "cpu-bf16"}
+    planned = {entry.name: entry.precision for entry in manifest.plan.nodes["cpu-bf16"]}
+    assert planned == {"a": "fp32", "b": "fp32", "c": "bf16"}
+    assert {entry.name: entry.panels for entry in manifest.tensors} == {"v": None, "w": None, "m": 1}
 
 
 @pytest.mark.long
