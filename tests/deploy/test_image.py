@@ -42,6 +42,12 @@ for directory, directories, files in os.walk("/"):
     found += [path for path in (directory, *(os.path.join(directory, name) for name in files)) if may(path)]
 print(sorted(found))
 """
+FILES = """
+import hashlib, os
+for directory, _, files in sorted(os.walk("/opt")):
+    for path in (os.path.join(directory, name) for name in sorted(files)):
+        print(path, os.stat(path).st_mtime, hashlib.sha256(open(path, "rb").read()).hexdigest())
+"""
 TOOLS = ("gcc", "g++", "cc", "c++", "ld", "make", "cmake", "git", "curl", "wget")
 HARDENED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true")
 
@@ -260,4 +266,8 @@ def test_the_build_context_holds_only_files_that_the_build_needs(tmp_path: Path)
 def test_two_builds_give_the_same_layers(images: Images, server: str) -> None:
     """The second build does not use the engine's cache. The image IDs differ, because an ID includes the build time."""
     again = images.build("server", "--no-cache", tag="again")
+    files = [
+        docker("run", "--rm", "--entrypoint", "python3", image, "-c", FILES).splitlines() for image in (server, again)
+    ]
+    assert sorted(set(files[0]) ^ set(files[1])) == []
     assert inspect(again, ".RootFS.Layers") == inspect(server, ".RootFS.Layers")
