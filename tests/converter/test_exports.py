@@ -80,7 +80,7 @@ class TestExportAlone:
     def test_holds_every_tensor_once_and_records_the_drift(self, alone: Artifact) -> None:
         manifest = alone.manifest
         assert {path.name for path in alone.path.iterdir()} == _ALONE
-        assert (manifest.schema_version, manifest.profiles) == (7, {})
+        assert (manifest.schema_version, manifest.profiles) == (8, {})
         assert manifest.exports["safetensors"].files == ["model.safetensors"]
         assert manifest.exports["safetensors"].verified == "host"
         assert 1e-4 < manifest.drift["safetensors"].outputs["output"]["relative_l2"]["mean"] < 1.5e-2

@@ -134,7 +134,7 @@ def test_the_size_of_an_artifact_and_the_checkpoint_restored_from_it(
     artifact = Artifact.open(target)
     weights = sum(artifact.manifest.files[name].bytes for name in ("weights.bf16", "weights.fp32", "residual.bin"))
     assert weights / artifact.manifest.source.bytes <= bound
-    assert artifact.manifest.schema_version == 7
+    assert artifact.manifest.schema_version == 8
     bits = np.dtype(f"u{BY_NAME[restored].numpy.itemsize}")
     for name, array in artifact.checkpoint_tensors():
         expected = state[name].to(getattr(torch, restored)).view(getattr(torch, f"int{8 * bits.itemsize}"))

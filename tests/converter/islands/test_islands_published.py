@@ -50,7 +50,7 @@ def test_a_model_over_budget_is_published_with_the_parts_at_fault_in_fp32(
     artifact.verify()
     manifest = artifact.manifest
     assert _islands(manifest) == (built.nodes, built.weights)
-    assert manifest.drift.keys() == {"cpu", "cpu-bf16", "cuda"}
+    assert manifest.drift.keys() >= {"cpu", "cuda"}  # cpu-bf16 too if the model has a product for it
     for entry in manifest.drift.values():
         assert entry.outputs["y"]["relative_l2"]["mean"] <= Budget().as_dict()["relative_l2"]
     stored = {entry.name: entry.dtype for entry in manifest.tensors}

@@ -73,7 +73,7 @@ def test_an_optional_profile_is_written_if_it_is_within_budget(cli: Cli, wide_fi
     assert set(manifest.profiles) == set(manifest.drift) == set(manifest.plan.nodes) == {"cpu", "cpu-bf16", "cuda"}
     drifts = [manifest.drift[p].outputs["y"]["relative_l2"]["mean"] for p in ("cpu", "cpu-bf16", "cuda")]
     assert drifts == sorted(drifts)
-    assert (manifest.schema_version, manifest.profiles["cpu-bf16"].verified) == (7, "host")
+    assert (manifest.schema_version, manifest.profiles["cpu-bf16"].verified) == (8, "host")
 
 
 # On the wide model, the drift of cpu is 2.1e-3, of cpu-bf16 3.1e-3, of cuda 4.2e-3.

@@ -128,7 +128,7 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     rules = (tmp_path / "rules.yaml").read_bytes()
     digest = sha256(rules).hexdigest()
     assert _given(target) == [("--map", "rules.yaml", digest)]
-    assert Artifact.open(target).manifest.schema_version == 7
+    assert Artifact.open(target).manifest.schema_version == 8
     assert f"--map       rules.yaml, {len(rules)} bytes, sha256 {digest}" in cli("inspect", target).published().out
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     wanted = {f"net.{name.replace('up', 'first')}": tensor.numpy() for name, tensor in state.items()}
