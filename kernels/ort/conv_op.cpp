@@ -176,11 +176,7 @@ Status* run(void* created, KernelContext* context) noexcept {
   void *x = nullptr, *bias = nullptr;
   BF16KIT_RETURN_IF_ERROR(read_input(api, context, kX, shape, &x));
   BF16KIT_RETURN_IF_ERROR(read_input(api, context, kBias, bias_shape, &bias));
-  if (bias_shape.count != 1 || bias_shape.dims[0] != node.weight.n) {
-    return error(api, kInvalidArgument, "the bias has %zu dimensions and %lld elements; it must be [n] with n = %lld",
-                 bias_shape.count, static_cast<long long>(bias_shape.elements(0, bias_shape.count)),
-                 static_cast<long long>(node.weight.n));
-  }
+  BF16KIT_RETURN_IF_ERROR(check_bias(api, bias_shape, node.weight.n));
   const int64_t batch = shape.count == 0 ? 0 : shape.dims[0];
   BF16KIT_RETURN_IF_ERROR(read_sizes(node, shape, image));
   float* y = nullptr;

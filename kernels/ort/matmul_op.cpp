@@ -29,9 +29,7 @@ size_t bias_input(const Node& node, size_t i) { return 1 + node.count + i; }
 Status* check_bias(const Api* api, const Value* bias, int64_t n) {
   Shape shape;
   BF16KIT_RETURN_IF_ERROR(read_shape(api, bias, shape));
-  if (shape.count == 1 && shape.dims[0] == n) return nullptr;
-  return error(api, kInvalidArgument, "the bias has %zu dimensions and %lld elements; it must be [n] with n = %lld",
-               shape.count, static_cast<long long>(shape.elements(0, shape.count)), static_cast<long long>(n));
+  return check_bias(api, shape, n);
 }
 
 // Checks a constant bias at load, so that a wrong one fails there. A computed bias is checked at run time.

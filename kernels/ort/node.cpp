@@ -119,6 +119,12 @@ Status* read_weight(const Api* api, const KernelInfo* info, size_t index, Weight
   return nullptr;
 }
 
+Status* check_bias(const Api* api, const Shape& shape, int64_t n) {
+  if (shape.count == 1 && shape.dims[0] == n) return nullptr;
+  return error(api, kInvalidArgument, "the bias has %zu dimensions and %lld elements; it must be [n] with n = %lld",
+               shape.count, static_cast<long long>(shape.elements(0, shape.count)), static_cast<long long>(n));
+}
+
 namespace {
 
 struct Parts {

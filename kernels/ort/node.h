@@ -39,6 +39,9 @@ abi::Status* read_choice(const abi::Api* api, const abi::KernelInfo* info, const
 // Reads input `index`, which must be a constant of weight.k * weight.n elements.
 abi::Status* read_weight(const abi::Api* api, const abi::KernelInfo* info, size_t index, Weight& weight);
 
+// Returns an error unless a bias of this shape is [n].
+abi::Status* check_bias(const abi::Api* api, const Shape& shape, int64_t n);
+
 // Runs parts on the threads of the session that runs the node; a RunParts of gemm/parts.h.
 struct Threads {
   const abi::Api* api;
