@@ -17,30 +17,17 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
 # Without bf16 instructions; with them: Graviton3, others; every feature that qemu knows. Each name also selects other kernels of ONNX Runtime.
 read -ra processors <<<"${PROCESSORS:-neoverse-n1 neoverse-v1 neoverse-n2 max}"
-work=$PWD/build/emulated/aarch64 cxx=${CXX:-aarch64-linux-gnu-g++}
+name=aarch64 work=$PWD/build/emulated/aarch64 cxx=${CXX:-aarch64-linux-gnu-g++}
 mkdir -p "$work"
 
-cannot() { echo "emulated aarch64: skipped: $*"; exit "${REQUIRED:-0}"; }
-
-# apt with its state in a directory of its own: apt_in SUITE ARCHITECTURE COMMAND…
-apt_in() {
-  local suite=$1 arch=$2 state=$work/apt-$1-$2; shift 2
-  mkdir -p "$state"/{state/lists/partial,cache/archives/partial}; : >>"$state/status"
-  printf 'Types: deb\nURIs: %s\nSuites: %s\nComponents: main\nArchitectures: %s\nSigned-By: %s\n' "$mirror" "$suite" "$arch" "$keys" >"$state/debian.sources"
-  apt-get -qq -o APT::Architecture="$arch" -o APT::Architectures::="$arch" -o Dir::State="$state/state" -o Acquire::Retries=2 \
-    -o Dir::State::status="$state/status" -o Dir::Cache="$state/cache" -o Dir::Etc::sourcelist="$state/debian.sources" \
-    -o Dir::Etc::sourceparts=/dev/null -o APT::Install-Recommends=false -o APT::Sandbox::User=root "$@"
-}
+. kernels/tests/emulated/debian.sh
 
 # The emulator of Debian 13 is one static file. That of Debian 12 is too old: ONNX Runtime crashes in it while it is loaded.
 emulator() {
   qemu=$work/qemu-aarch64
-  keys=/usr/share/keyrings/debian-archive-keyring.gpg
-  mirror=$( (grep -rhoE "https?://[^ ]+/debian/?( |\$)" /etc/apt/ 2>/dev/null || true) | grep -v snapshot | head -1 | tr -d " ")
   command -v "${cxx%% *}" >/dev/null || cannot "no ${cxx%% *} (Debian: apt-get install g++-aarch64-linux-gnu)"
   [[ ! -x $qemu ]] || return 0
-  [[ $(uname -sm) == "Linux x86_64" ]] || cannot "the emulator's package is for x86-64 Linux"
-  [[ -n $mirror && -e $keys ]] || cannot "apt uses no mirror of Debian here, or there is no $keys"
+  need_debian
   apt_in trixie amd64 update >&2 || true  # it succeeds without a network as well
   (cd "$work" && apt_in trixie amd64 download qemu-user >&2) || cannot "Debian 13's qemu-user cannot be downloaded"
   dpkg --fsys-tarfile "$work"/qemu-user_*.deb | tar -x -O ./usr/bin/qemu-aarch64 >"$qemu"
@@ -56,12 +43,7 @@ kernels() {
 
 models() {
   local root=$work/root site=$work/site tag=linux_aarch64
-  if [[ ! -e $root/usr/bin/python3.11 ]]; then
-    apt_in bookworm arm64 update >&2 || true
-    apt_in bookworm arm64 install -y --download-only python3.11-minimal libpython3.11-stdlib libstdc++6 libc6 >&2 ||
-      cannot "Debian's packages for arm64 cannot be downloaded"
-    for package in "$work"/apt-bookworm-arm64/cache/archives/*.deb; do dpkg -x "$package" "$root"; done
-  fi
+  [[ -e $root/.complete ]] || unpack bookworm arm64 "$root" python3.11-minimal libpython3.11-stdlib libstdc++6 libc6
   rm -rf "$work"/{dist,made}
   BF16KIT_BUILD_KERNEL=1 CC=${cxx/g++/gcc} CXX=$cxx LDSHARED="${cxx/g++/gcc} -shared" LDCXXSHARED="$cxx -shared" "$python" setup.py -q \
     build --build-base "$work/made" bdist_wheel --plat-name "$tag" --dist-dir "$work/dist" --bdist-dir "$work/made/bdist" 2>"$work/log" ||
