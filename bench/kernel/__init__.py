@@ -1,1 +1,1 @@
-"""The CPU kernel against ONNX Runtime, OpenVINO and torch."""
+"""The CPU kernel against ONNX Runtime, OpenVINO, torch, and torch with AMD's zentorch."""

@@ -54,9 +54,10 @@ PEERS = (
     Side("OpenVINO bf16", "openvino", "bf16", "openvino"),
     Side("OpenVINO bf16, latency", "openvino", "bf16", "openvino", {"INFERENCE_PRECISION_HINT": "bf16"} | _LATENCY),
     Side("torch fp32", "torch", "fp32", "torch", {"dtype": "float32"}),
-    Side("torch fp32, compiled", "torch", "fp32", "torch fp32", {"dtype": "float32", "compiled": "yes"}),
+    Side("torch fp32, compiled", "torch", "fp32", "torch fp32", {"dtype": "float32", "compiled": "inductor"}),
     Side("torch bf16", "torch", "bf16", "torch", {"dtype": "bfloat16"}),
-    Side("torch bf16, compiled", "torch", "bf16", "torch bf16", {"dtype": "bfloat16", "compiled": "yes"}),
+    Side("torch bf16, compiled", "torch", "bf16", "torch bf16", {"dtype": "bfloat16", "compiled": "inductor"}),
+    Side("torch bf16, zentorch", "torch", "bf16", "zentorch", {"dtype": "bfloat16", "compiled": "zentorch"}),
 )
 FMA = Side("limit: fp32 arithmetic", "limits", "fp32", "limits", {"of": "fma"}, limit=True)
 DOT = Side("limit: bf16 arithmetic", "limits", "bf16", "limits", {"of": "dpbf16"}, limit=True)
@@ -76,7 +77,7 @@ SETTINGS = {
     "ONNX Runtime": "defaults; spinning off; session.force_spinning_stop",
     "OpenVINO": "defaults, precision given for fp32 only; and LATENCY, one stream, no pinning, from weights stored in"
     " bf16",
-    "torch": f"eager, and torch.compile with freezing, {THREADS} threads",
+    "torch": f"eager, and torch.compile with freezing, by its own backend and by AMD's zentorch, {THREADS} threads",
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -18,17 +20,17 @@ def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:
     torch.set_num_threads(THREADS)
     dtype: torch.dtype = getattr(torch, options["dtype"])
     module = _module(subject).to(dtype).eval()
-    compiled = "compiled" in options
-    if compiled:
-        _allow_compiling()
+    backend = options.get("compiled", "")
+    if backend:
+        _allow_compiling(backend)
 
     def prepare(feeds: Feeds, _: Work) -> Prepared:
         tensors = {name: _tensor(array, dtype) for name, array in feeds.items()}
         arguments, named = (list(tensors.values()), {}) if len(tensors) == 1 else ([], tensors)
-        called: Callable[..., object] = _compiled(module, subject) if compiled else module
+        called: Callable[..., object] = _compiled(module, backend, subject) if backend else module
 
         def run() -> object:
-            with torch.no_grad() if compiled else torch.inference_mode():
+            with torch.no_grad() if backend else torch.inference_mode():
                 return called(*arguments, **named)
 
         return Prepared(run)
@@ -36,19 +38,23 @@ def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:
     return prepare
 
 
-def _allow_compiling() -> None:
+def _allow_compiling(backend: str) -> None:
     if not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise Absent("torch.compile needs a C++ compiler: install g++")
     import torch._inductor.config as inductor
 
     inductor.freezing = True
+    if backend == "zentorch":
+        if find_spec("zentorch") is None:
+            raise Absent("zentorch is not installed: pip install '.[bench]'")
+        import_module("zentorch")  # adds itself to torch.compile's backends
 
 
-def _compiled(module: torch.nn.Module, subject: Subject) -> Callable[..., object]:
+def _compiled(module: torch.nn.Module, backend: str, subject: Subject) -> Callable[..., object]:
     """Bare products are also tuned, each kernel against others; for whole models that would take many minutes."""
     torch._dynamo.reset()  # what was compiled for other shapes holds copies of the weights
-    mode = "max-autotune-no-cudagraphs" if subject.name == "layers" else None
-    found: Callable[..., object] = torch.compile(module, dynamic=False, mode=mode)
+    mode = "max-autotune-no-cudagraphs" if subject.name == "layers" and backend == "inductor" else None
+    found: Callable[..., object] = torch.compile(module, backend=backend, dynamic=False, mode=mode)
     return found
 
 
