@@ -13,6 +13,8 @@ import numpy as np
 import onnx
 import pytest
 import tritonclient.grpc as triton
+from click.testing import CliRunner
+from ownlog import restored_log
 from serverprocess import Serve
 from sessions import recorded_sessions
 
@@ -22,6 +24,7 @@ from bf16kit.converter.cli import run
 from bf16kit.messages.errors import ArtifactError, Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure
 from bf16kit.runtime import loading as runtimes
 from bf16kit.runtime.ort import kernel
+from bf16kit.service.cli import main
 from bf16kit.service.models import goldengate, loading
 from bf16kit.service.models.loading import LoadedModel
 from bf16kit.service.models.serving import Serving
@@ -171,6 +174,19 @@ def test_a_profile_that_accumulates_in_bf16_is_rejected(
     with pytest.raises(RuntimeFailure, match="the accumulation probe found bf16 here; use profile cpu"):
         loaded(converted, profile="cpu-bf16")
     assert loaded(converted).info.profile == "cpu"
+
+
+@pytest.mark.long
+def test_bench_measures_every_profile_that_may_serve_and_suggests_one(converted: Path, native: Native) -> None:
+    native(True)
+    asked = ["bench", "m", "--repository", str(converted.parent.parent), "--device", "cpu", "--seconds", "1", "--json"]
+    with restored_log():
+        done = CliRunner().invoke(main, [*asked, "--rows", "1"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["skipped"] == []
+    assert {row["profile"] for row in found["steps"]["profile"]} == set(BOTH)
+    assert found["suggested"]["profile"] in BOTH
 
 
 def test_log_model_config_metric_and_page_name_the_profile_and_the_reason(
