@@ -21,8 +21,10 @@ from waiting import stays, until
 
 from bf16kit.messages.errors import Unavailable
 from bf16kit.service.contract import infer
+from bf16kit.service.drift.fallbackcontroller import PrecisionOrder
 from bf16kit.service.models import loading
 from bf16kit.service.models import loads as loading_threads
+from bf16kit.service.models.plan import desired_model_of
 from bf16kit.service.models.reconciler import CHANGES_AT_ONCE
 from bf16kit.service.request import Request
 from bf16kit.service.telemetry.metrics import Metrics
@@ -196,6 +198,24 @@ def test_the_series_are_those_of_the_generation_that_answers(
     loaded.result(60)
     infer(repository.get("m", ""), ONE)
     assert rows_run(metrics) == 1
+
+
+@pytest.mark.long
+def test_an_order_of_a_precision_holds_for_the_generation_for_which_it_was_given(
+    tmp_path: Path, repository: Controlled
+) -> None:
+    put(tmp_path)
+    (plan,) = desired_model_of(tmp_path / "m").plans
+    order = PrecisionOrder("m", 1, plan.digest, "fp32", "drift")
+    for serving in (QUIET, f"{QUIET}max_queue_size: 2\n", QUIET):
+        (tmp_path / "m" / "serving.yaml").write_text(serving, "utf-8")
+        repository.load("m").result(60)
+        assert infer(repository.get("m", "1"), ONE).reported_precision == "bf16", "also the same plan, loaded again"
+        if serving == QUIET:
+            repository.order(order).result(60)
+            assert infer(repository.get("m", "1"), ONE).reported_precision == "fp32"
+        else:
+            assert isinstance(repository.order(order).exception(60), Unavailable)
 
 
 @pytest.mark.long
