@@ -45,7 +45,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_mlp(root / "mlp" / "3")
     (root / "mlp" / "serving.yaml").write_text("version_policy: all\nmax_batch_size: 8\n")
     write_lookup(root / "lookup" / "1")
-    write_mlp(root / "drifted" / "1", spoil=1.0)
     return root
 
 
@@ -58,6 +57,6 @@ def memory_address(repository: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def address(repository: Path) -> Iterator[str]:
-    """Yield ``host:port`` of a server whose models have loaded. One model does not serve: it is over its budget."""
+    """Yield ``host:port`` of a server whose models have loaded."""
     with running(repository, *LOADED) as where:
         yield where

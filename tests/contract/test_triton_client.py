@@ -76,18 +76,6 @@ def test_asynchronous_requests_get_responses(client: Any) -> None:
         np.testing.assert_array_equal(result.as_numpy("doubled"), 2 * X)
 
 
-def test_a_stream_responds_in_order_and_survives_an_error(client: Any) -> None:
-    done: SimpleQueue[Any] = SimpleQueue()
-    client.start_stream(callback=lambda result, error: done.put((result, error)))
-    for number in range(6):
-        model = "nobody" if number == 3 else "types"
-        client.async_stream_infer(model, types_inputs(), request_id=str(number))
-    answers = [done.get(timeout=60) for _ in range(6)]
-    client.stop_stream()
-    assert [str(error) for _, error in answers if error] == ["unknown model 'nobody'"]
-    assert [result.get_response().id for result, error in answers if not error] == ["0", "1", "2", "4", "5"]
-
-
 def test_metadata_and_config_read_as_perf_analyzer_reads_them(client: Any) -> None:
     server = client.get_server_metadata(as_json=True)
     assert (server["name"], server["version"]) == ("bf16kit", bf16kit.__version__)
@@ -102,23 +90,6 @@ def test_metadata_and_config_read_as_perf_analyzer_reads_them(client: Any) -> No
     assert (running["active_precision"], running["active_precision_reason"]) == ("bf16", "")
     assert "sequence_batching" not in config
     assert "ensemble_scheduling" not in config
-
-
-def test_readiness(client: Any) -> None:
-    assert client.is_server_live()
-    assert not client.is_server_ready()  # one model is over its budget
-    assert client.is_model_ready("mlp")
-    assert client.is_model_ready("mlp", "1")
-    assert not client.is_model_ready("mlp", "2")
-    assert not client.is_model_ready("drifted")
-    assert not client.is_model_ready("nobody")
-
-
-def test_the_repository_index_says_why_a_model_is_not_ready(client: Any) -> None:
-    index = {(m["name"], m["version"]): m for m in client.get_model_repository_index(as_json=True)["models"]}
-    assert index["mlp", "3"]["state"] == "READY"
-    assert index["drifted", "1"]["state"] == "UNAVAILABLE"
-    assert "budget" in index["drifted", "1"]["reason"]
 
 
 def test_an_input_that_the_model_cannot_run_on_is_the_clients_error(client: Any) -> None:

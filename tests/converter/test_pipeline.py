@@ -122,16 +122,6 @@ def test_a_model_that_mixes_its_batch_gets_no_batch_axis(cli: Cli, mlp_file: Pat
     assert Artifact.open(target).manifest.batch_axis is None
 
 
-@pytest.mark.long
-def test_drift_over_budget_is_an_error_unless_it_is_allowed(cli: Cli, onnx_file: Path, target: Path) -> None:
-    command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--no-search", "--budget", "relative_l2=1e-6")
-    cli(*command).refused(1, "profile cpu, output 'y': relative_l2 is", "the budget allows at most 1e-06")
-    assert not target.exists()
-    done = cli(*command, "--allow-over-budget").published()
-    assert "published because of --allow-over-budget" in done.out
-    assert Artifact.open(target).manifest.budget["relative_l2"] == 1e-6
-
-
 def test_torchscript_of_an_onnx_file_is_an_error(cli: Cli, onnx_file: Path, target: Path) -> None:
     command = ("checkpoint", onnx_file, "--out", target)
     cli(*command, "--format", "torchscript").refused(3, "--format torchscript: this format is made from a torch module")

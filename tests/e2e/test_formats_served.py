@@ -21,8 +21,6 @@ from serverprocess import Serve, ServerProcess
 from waiting import until
 
 import graphs
-from bf16kit.artifact.artifact import Artifact
-from bf16kit.artifact.manifest import SCHEMA_VERSION
 from bf16kit.converter.cli import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")  # torch.jit's own
@@ -101,18 +99,3 @@ def test_a_pt2_model_is_served_with_outputs_close_to_torch(exported: Path, serve
             assert client.get_model_config(model).config.backend == "pytorch"
     assert len(infos(server)) == 2
     assert all('profile="pt2"' in line and 'accumulation="fp32"' in line for line in infos(server))
-
-
-@pytest.mark.long
-def test_a_pt2_model_is_measured_in_both_arithmetics_and_verifies(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest = Artifact.open(exported / "model" / "1").manifest
-    assert manifest.schema_version == SCHEMA_VERSION
-    assert manifest.profiles["pt2"].note.startswith("when verified: run in both arithmetics")
-    assert manifest.drift["pt2"].outputs["output"]["relative_l2"]["mean"] > 0
-    assert run(["verify", str(exported / "model" / "1")]) == 0
-    assert "pt2" in capsys.readouterr().out
-    onnx.save(graphs.mlp(), tmp_path / "m.onnx")
-    assert run(["checkpoint", str(tmp_path / "m.onnx"), "--out", str(tmp_path / "m" / "1"), "--format", "pt2"]) == 3
-    assert "--format pt2: this format is made from a torch module" in capsys.readouterr().err

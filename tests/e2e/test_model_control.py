@@ -115,19 +115,3 @@ def test_every_request_succeeds_while_a_client_reloads_the_model_repeatedly(
                 each.wait_for(2)
     assert all_ok(asking)
     assert all(each.answered["old"] and each.answered["new"] for each in asking)
-
-
-def test_requests_to_a_model_unloaded_meanwhile_get_a_response_or_a_clear_status(
-    tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes]
-) -> None:
-    copy(made["old"], tmp_path / "m" / "1")
-    server = serve("--repository", tmp_path, "--model-control", "explicit", "--load-model", "m").wait_ready()
-    with clients(server, right) as asking, triton.InferenceServerClient(server.target) as client:
-        for _ in range(8):
-            client.unload_model("m")
-            client.load_model("m")
-            for each in asking:
-                each.wait_for(2)
-    codes = {code for each in asking for code in each.codes}
-    assert codes <= {"OK", "NOT_FOUND", "UNAVAILABLE"}
-    assert "incident" not in server.log

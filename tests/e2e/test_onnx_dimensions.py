@@ -91,17 +91,6 @@ def test_a_dimension_name_that_a_run_contradicts_is_replaced_in_what_is_served(t
         assert server.infer(model, feeds)["y"].shape == answer
 
 
-@pytest.mark.parametrize("given", [{"x": (5, 16), "z": (3, 15)}, {"x": (5, 8), "z": (3, 8)}])
-def test_samples_of_a_wrong_fixed_size_are_rejected_by_their_shape(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, tuple[int, ...]]
-) -> None:
-    samples = {name: floats(*shape) for name, shape in given.items()}
-    assert convert(two_lists(), tmp_path, "wrong", **samples) == 2
-    said = capsys.readouterr().err
-    assert "wrong.npz" in said
-    assert "expected [n,16]" in said
-
-
 def test_a_sample_that_contradicts_a_name_and_does_not_run_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

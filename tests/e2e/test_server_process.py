@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from artifacts import write_lookup, write_mlp
+from artifacts import write_mlp
 from loopback import infer_request
 from serverprocess import Serve
 from tlsfiles import Authority
@@ -36,27 +36,6 @@ def test_tritonclient_gets_outputs_close_to_the_fp32_reference(tmp_path: Path, s
         assert client.get_model_config("mlp", as_json=True)["config"]["max_batch_size"] == 32
         stats = client.get_inference_statistics("mlp", as_json=True)["model_stats"][0]
     assert (stats["inference_count"], stats["execution_count"]) == ("4", "1")
-
-
-def test_models_over_budget_or_damaged_are_never_ready_and_the_log_says_why(tmp_path: Path, serve: Serve) -> None:
-    write_mlp(tmp_path / "spoilt" / "1", spoil=0.5)
-    write_lookup(tmp_path / "good" / "1")
-    write_mlp(tmp_path / "damaged" / "1")
-    weights = tmp_path / "damaged" / "1" / "weights.bf16"
-    content = bytearray(weights.read_bytes())
-    content[100] ^= 1
-    weights.write_bytes(content)
-    server = serve("--repository", tmp_path)
-    until(lambda: server.log.count("is unavailable") == 2)
-    until(lambda: "'good' version 1 is ready" in server.log, what="the other model")
-    assert "model 'spoilt' version 1 is unavailable: golden samples are over the drift budget" in server.log
-    (said,) = [line for line in server.lines if "model 'damaged' version 1 is unavailable" in line]
-    assert "weights.bf16" in said
-    assert server.get("/readyz")[0] == 503
-    assert "golden samples are over the drift budget" in server.get("/status.json")[1]
-    for name in ("spoilt", "damaged"):
-        with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
-            server.infer(name, X)
 
 
 @pytest.mark.long

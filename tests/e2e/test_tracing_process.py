@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.long
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ASKED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 EXPLICIT = ("--model-control", "explicit", "--load-model", "*")  # clients may change settings
-OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
 @pytest.fixture
@@ -72,58 +70,6 @@ def test_the_server_continues_the_clients_trace(repository: Path, serve: Serve) 
         assert collector.headers["api-key"] == "of-the-collector"
         # The metrics page counts a delivery a moment later.
         until(lambda: server.metric('bf16kit_traces_total{outcome="exported"}') == 1)
-
-
-def test_exemplars_name_the_trace_of_a_latency(repository: Path, serve: Serve) -> None:
-    with collecting() as (collector, endpoint):
-        server = serve("--repository", repository, env=traced(endpoint)).wait_ready()
-        ask(server, headers=ASKED)
-        ask(server, model="other")
-        collector.wait(1)
-        page = f"http://127.0.0.1:{server.ports()[1]}/metrics"
-        request = urllib.request.Request(page, headers={"Accept": OPENMETRICS})
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            text = answer.read().decode()
-        shown = re.findall(r'^(\S+)_bucket\{.*model="(\w+)".*# \{trace_id="(\w+)"\}', text, re.MULTILINE)
-        assert sorted(shown) == [
-            ("bf16kit_queue_duration_seconds", "mlp", TRACE),
-            ("bf16kit_request_duration_seconds", "mlp", TRACE),
-        ]
-        assert "trace_id" not in server.get("/metrics")[1]
-
-
-def test_tritonclient_changes_the_trace_settings(repository: Path, serve: Serve) -> None:
-    with collecting() as (collector, endpoint):
-        env = traced(endpoint, rate=2)
-        server = serve("--repository", repository, *EXPLICIT, env=env).wait_ready()
-        with triton.InferenceServerClient(server.target) as client:
-            assert "trace" in client.get_server_metadata().extensions
-            assert client.get_trace_settings(as_json=True)["settings"]["trace_rate"] == {"value": ["2"]}
-            ask(server, 4)
-            collector.wait(2)
-            client.update_trace_settings(settings={"trace_level": "OFF"})
-            ask(server, 4)
-            seen = client.update_trace_settings("other", {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
-            assert list(seen.settings["trace_level"].value) == ["TIMESTAMPS"]
-            ask(server, 4)
-            ask(server, 1, "other")
-            assert collector.wait(3)[-1].attributes["bf16kit.model.name"] == "other"
-            cleared = client.update_trace_settings("other", {"trace_level": None, "trace_rate": None}, as_json=True)
-            assert cleared["settings"]["trace_level"] == {"value": ["OFF"]}
-            client.update_trace_settings(settings={"trace_level": None, "trace_count": "1"})
-            ask(server, 6, headers=ASKED)
-            assert list(client.get_trace_settings().settings["trace_count"].value) == ["0"]
-            assert collector.wait(4)[-1].trace == TRACE
-            for wrong, why in (
-                ({"trace_file": "/tmp/x"}, "trace_file cannot be changed"),
-                ({"trace_rate": "0"}, "trace_rate is '0'"),
-            ):
-                with pytest.raises(triton.InferenceServerException, match=why):
-                    client.update_trace_settings(settings=wrong)
-            with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
-                client.get_trace_settings("nobody")
-        server.stop()
-        assert len(collector.servers()) == 4
 
 
 def test_waiting_spans_are_delivered_before_the_server_exits(repository: Path, serve: Serve) -> None:

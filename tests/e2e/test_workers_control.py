@@ -156,12 +156,6 @@ def test_a_failed_load_leaves_the_old_model_in_all_workers(
     until(lambda: server.of_model("model_replacement_failed") == 0)
 
 
-def test_log_settings_apply_to_all_workers(clients: Clients) -> None:
-    assert verbose(clients[0], 1) == 1
-    assert {verbose(client) for client in clients} == {1}
-    assert verbose(clients[1], 0) == 0
-
-
 def infer_in_memory(client: Client) -> bytes:
     """Send a request whose input is in the region r."""
     message = pb.ModelInferRequest(model_name="mlp")

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from converting import Outcome, process
 from restored import assert_restored
-from serverprocess import ServerProcess
 from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
@@ -155,16 +154,6 @@ def test_keras_safe_mode_refuses_code_that_the_config_hides(made: Made, tmp_path
             changed.writestr(name, content)
     refused = process("checkpoint", hidden, "--out", tmp_path / "m" / "1")
     refused.refused(2, "is a Keras model with code in it", "Python lambda")
-
-
-def test_a_served_artifact_gives_tensorflows_outputs(made: Made, tmp_path: Path) -> None:
-    feeds, expected = _arrays(made("version1") / "feeds.npz"), _arrays(made("version1") / "answers-serving_default.npz")
-    _convert(made("version1") / "model", tmp_path / "repository" / "first" / "1", "--trust-code")
-    with ServerProcess("--repository", tmp_path / "repository", "--device", "cpu") as server:
-        found = server.wait_ready().infer("first", feeds)
-    assert set(found) == set(expected)
-    for name, answer in expected.items():
-        assert _far(found[name], answer) < 1.5e-2, name
 
 
 def test_a_model_of_keras_2_with_its_optimizers_slots(made: Made, tmp_path: Path) -> None:

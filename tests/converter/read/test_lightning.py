@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import Mlp, seeded
 from converting import MLP, ONNX_ONLY, Cli, tree
 from lightningfiles import state, written, written_by_nano
 from restored import assert_restored
@@ -17,9 +16,6 @@ from bf16kit.converter.read import torch_file
 from bf16kit.converter.read.bareweights import choose, factory_arguments, is_lightning
 from bf16kit.converter.read.detect import Kind, recognise
 from bf16kit.messages.errors import SourceError
-from bf16kit.runtime.loading import load_reference
-
-X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 
 
 def _load(path: Path, *, trust_code: bool = False) -> Any:
@@ -30,24 +26,6 @@ def _load(path: Path, *, trust_code: bool = False) -> Any:
 
 def _arrays(prefix: str = "", seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     return {name: tensor.numpy() for name, tensor in state(prefix, seed=seed).items()}
-
-
-@pytest.mark.long
-def test_a_checkpoints_hyper_parameters_build_its_model(cli: Cli, tmp_path: Path, target: Path) -> None:
-    weights = state("net.", Mlp(hidden=32))
-    hyper_parameters = {"hidden": 32, "lr": 1e-3, "optimizer": "adam"}
-    path = written(tmp_path / "m.ckpt", weights, hparams_name="kwargs", hyper_parameters=hyper_parameters)
-    done = cli("checkpoint", path, *MLP, *ONNX_ONLY, "--out", target).published()
-    said = " ".join(done.out.split())
-    assert "Lightning 2.6.6, epoch 2, global step 12" in said
-    assert "hyper-parameters of the file passed to --model: hidden=32" in said
-    assert "hyper-parameters of the file that --model does not take: lr, optimizer" in said
-    assert "the model's weights are those whose names begin with 'net.'" in said
-    artifact = Artifact.open(target)
-    assert artifact.manifest.source.format == "lightning"
-    with torch.no_grad():
-        expected = seeded(Mlp(hidden=32))(torch.from_numpy(X)).numpy()
-    np.testing.assert_allclose(load_reference(artifact).run({"x": X})["output"], expected, atol=1e-5)
 
 
 @pytest.mark.long

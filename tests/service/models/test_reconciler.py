@@ -7,7 +7,6 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +96,6 @@ def rows_run(metrics: Metrics) -> float | None:
 
 
 @pytest.mark.long
-def test_models_are_loaded_one_after_another_by_name_and_version(tmp_path: Path, metrics: Metrics, loads: Held) -> None:
-    for name, version in (("b", 1), ("a", 10), ("a", 9), ("c", 1)):
-        put(tmp_path, name, version)
-    repository = Controlled(tmp_path, metrics, device="cpu", threads=1, load=loads)
-    repository.scan()
-    repository.start()
-    until(lambda: set(states(repository).values()) == {"ready"})
-    assert loads.begun == ["a/9", "a/10", "b/1", "c/1"]
-    assert repository.close()
-
-
-@pytest.mark.long
 def test_a_slow_load_holds_up_no_other_model_and_few_run_at_once(
     tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,23 +129,6 @@ def test_a_bug_while_loading_does_not_stop_later_loads(
 
 
 @pytest.mark.long
-def test_loading_an_unchanged_model_does_nothing_and_a_failed_one_is_tried_again(
-    tmp_path: Path, repository: Controlled, loads: Held
-) -> None:
-    put(tmp_path, "m")
-    put(tmp_path, "bad", spoil=0.5)
-    repository.load("m").result(60)
-    model = repository.get("m", "")
-    repository.load("m").result(60)
-    assert repository.get("m", "") is model
-    for _ in range(2):
-        assert isinstance(repository.load("bad").exception(60), Unavailable)
-    repository.scan()  # like a poll: it loads only models that have changed
-    repository.load("m").result(60)
-    assert loads.begun == ["m/1", "bad/1", "bad/1"]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("replacing", [False, True])
 def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
     tmp_path: Path, repository: Controlled, metrics: Metrics, monkeypatch: pytest.MonkeyPatch, replacing: bool
@@ -179,67 +149,6 @@ def test_a_load_whose_threads_cannot_be_started_frees_what_it_loaded(
 
 
 # --- replacing --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
-    tmp_path: Path, repository: Controlled, loads: Held
-) -> None:
-    put(tmp_path, version=1)
-    repository.load("m").result(60)
-    model = repository.get("m", "1")
-    put(tmp_path, version=2, serving=QUIET.replace("all", "{latest: 1}"))
-    loads.go.clear()
-    only_the_second = repository.load("m")
-    until(lambda: loads.begun[-1] == "m/2")
-    (tmp_path / "m" / "serving.yaml").write_text(QUIET, "utf-8")
-    both = repository.load("m")
-    loads.go.set()
-    only_the_second.result(60)
-    both.result(60)
-    assert repository.get("m", "1") is model
-    assert states(repository) == {("m", 1): "ready", ("m", 2): "ready"}
-
-
-@pytest.mark.long
-def test_a_slow_load_that_a_newer_wish_wants_too_is_not_given_up(
-    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading_threads, "PATIENCE_SECONDS", 0.05)
-    put(tmp_path, version=1)
-    loads.go.clear()
-    first = repository.load("m")
-    until(lambda: loads.begun == ["m/1"])
-    put(tmp_path, version=2)
-    both = repository.load("m")
-    stays(lambda: not first.done(), 0.5, "the load")
-    loads.go.set()
-    first.result(60)
-    both.result(60)
-    assert loads.begun == ["m/1", "m/2"]
-
-
-@pytest.mark.long
-def test_models_added_to_a_ready_server_do_not_make_it_unready(
-    tmp_path: Path, repository: Controlled, loads: Held
-) -> None:
-    put(tmp_path)
-    assert not is_ready(repository)
-    repository.load("m").result(60)
-    assert is_ready(repository)
-    put(tmp_path, "bad", spoil=0.5)
-    put(tmp_path, "slow")
-    loads.go.clear()
-    bad, slow = repository.load("bad"), repository.load("slow")
-    until(lambda: loads.begun[-1] == "bad/1")
-    assert (states(repository)["bad", 1], is_ready(repository)) == ("loading", True)
-    loads.go.set()
-    assert isinstance(bad.exception(60), Unavailable)
-    slow.result(60)
-    assert (states(repository)["bad", 1], is_ready(repository)) == ("unavailable", True)
-    repository.unload("m").result(60)
-    repository.unload("slow").result(60)
-    assert not is_ready(repository)  # no model serves
 
 
 @pytest.mark.long
@@ -348,28 +257,6 @@ def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_logs_it(
     assert isinstance(repository.load("a").exception(60), Unavailable)
 
 
-@pytest.mark.long
-def test_closing_frees_idle_models_while_another_still_has_requests(tmp_path: Path, repository: Controlled) -> None:
-    for name in ("a", "b"):
-        put(tmp_path, name)
-        repository.load(name).result(60)
-    idle = repository.get("b", "")
-
-    def freed() -> bool:
-        try:
-            infer(idle, ONE)
-        except Unavailable:
-            return True
-        return False
-
-    with ThreadPoolExecutor(1) as closer:
-        with leased(repository.acquire, "a", "") as model:
-            closing = closer.submit(repository.close, 60.0)
-            until(freed)
-            infer(model, ONE)
-        assert closing.result(60)
-
-
 def test_a_reason_has_at_most_1000_characters(tmp_path: Path, repository: Controlled) -> None:
     put(tmp_path, serving=f"{'x' * 70_000}: 1\n")
     assert isinstance(repository.load("m").exception(60), Unavailable)
@@ -394,24 +281,3 @@ def test_a_model_is_excluded_from_garbage_collection_until_it_is_unloaded(
     del model
     repository.unload("m").result(60)
     until(lambda: unloaded() is None)
-
-
-@pytest.mark.long
-def test_a_model_whose_load_hangs_can_be_replaced_and_what_is_loaded_late_is_closed(
-    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading_threads, "PATIENCE_SECONDS", 0.05)
-    put(tmp_path)
-    loads.go.clear()
-    hanging, go = repository.load("m"), loads.go
-    until(lambda: loads.begun == ["m/1"])
-    loads.go = threading.Event()  # of the next load
-    loads.go.set()
-    put(tmp_path)
-    replacing = repository.load("m")
-    assert "the model was changed or unloaded meanwhile" in str(hanging.exception(60))
-    replacing.result(60)
-    model = repository.get("m", "")
-    go.set()
-    until(lambda: "loading" not in {thread.name for thread in threading.enumerate()})
-    assert repository.get("m", "") is model

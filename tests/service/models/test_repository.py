@@ -169,6 +169,7 @@ def test_golden_samples_over_budget_keep_a_model_not_ready_with_the_reason_in_th
         repository.get("mlp", "")
     serving(tmp_path, "budget: {relative_l2: 5, cosine_distance: null}")  # the owner accepts it
     assert only(load()).state == "ready"
+    assert b'bf16kit_model_ready{model="mlp",version="1"} 1.0' in metrics.expose()[0]
 
 
 # --- the registry --------------------------------------------------------------------------------------------------

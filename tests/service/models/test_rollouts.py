@@ -128,42 +128,6 @@ def test_a_version_that_was_asked_for_by_number_has_no_substitute(tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_version_whose_replacement_cannot_be_loaded_serves_on_and_is_exported_until_one_can(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Everything else is as before: it is ready, and its own gate has passed."""
-    put(tmp_path, {1: 0})
-    server.start("poll")
-    server.wait({1: "ready"})
-    model, settings = server.repository.get("m", "1"), tmp_path / "m" / "serving.yaml"
-    as_before = settings.read_text()
-
-    def poll(reason: str) -> None:
-        server.poll()
-        failed = float(bool(reason))
-        until(lambda: server.exposes(f'bf16kit_model_replacement_failed{{model="m",version="1"}} {failed}'))
-        until(lambda: reason in server.repository.find("m", "1").reason and (reason or not server.reason))
-        for series in ("bf16kit_model_ready", "bf16kit_golden_gate_passed"):
-            assert server.exposes(f'{series}{{model="m",version="1"}} 1.0')
-        assert server.repository.ready
-
-    poll("")
-    settings.write_text("max_batch: 1")
-    poll("its replacement failed: ")
-    assert "unknown key 'max_batch'" in server.reason
-    settings.write_text(as_before)
-    poll("")
-    assert server.loads == ["m/1"], "it is served as it is wanted"
-    put(tmp_path, {1: BAD})
-    poll("its replacement failed: golden samples are over")
-    assert server.repository.get("m", "1") is model
-    assert caplog.text.count("the previously loaded version still serves") == 2
-    put(tmp_path, {1: 0})
-    poll("")
-    assert server.loads == ["m/1"] * 3
-
-
-@pytest.mark.long
 def test_a_version_that_failed_in_another_process_is_withdrawn_here(tmp_path: Path, server: Server) -> None:
     put(tmp_path, {1: 0, 2: 0})
     server.repository.start()
@@ -277,40 +241,6 @@ def test_a_desired_model_is_the_same_after_it_was_written_and_read() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("versions", "policy", "loads"),
-    [
-        ({1: 0, 2: BAD}, "{latest: 1, strict: true}", ["m/2"]),
-        ({1: BAD, 2: BAD}, "{latest: 1}", ["m/2", "m/1"]),
-    ],
-)
-def test_a_server_is_not_ready_if_no_version_that_the_policy_allows_can_be_loaded(
-    tmp_path: Path, server: Server, versions: Versions, policy: str, loads: list[str]
-) -> None:
-    put(tmp_path, versions, policy)
-    put(tmp_path, {1: 0}, name="other")
-    server.start()
-    until(lambda: sorted(server.loads) == sorted([*loads, "other/1"]) and "loading" not in server.states.values())
-    until(lambda: server.repository.is_ready("other", ""))
-    assert set(server.states.values()) == {"unavailable"}
-    assert not server.repository.ready
-    assert server.exposes('bf16kit_model_ready{model="m",version="2"} 0.0')
-
-
-@pytest.mark.long
-def test_a_serving_yaml_that_is_wrong_is_wrong_for_every_version(tmp_path: Path, server: Server) -> None:
-    put(tmp_path, {1: 0, 2: 0})
-    (tmp_path / "m" / "serving.yaml").write_text("max_batch: 1")
-    put(tmp_path, {1: 0}, name="other")
-    server.start()
-    until(lambda: server.repository.is_ready("other", ""))
-    server.repository.apply(DesiredModel("other")).result(60)  # what was asked for before is done by then
-    assert server.loads == ["other/1"]
-    assert server.states == {2: "unavailable"}
-    assert not server.repository.ready
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("policy", ["{latest: 2}", "{specific: [2, 3]}"])
 def test_a_version_that_serves_stays_when_a_newer_one_fails(tmp_path: Path, server: Server, policy: str) -> None:
     put(tmp_path, {1: 0, 2: 0}, "{latest: 2}")
@@ -324,17 +254,6 @@ def test_a_version_that_serves_stays_when_a_newer_one_fails(tmp_path: Path, serv
     if policy == "{latest: 2}":  # else their settings have changed
         assert [server.repository.get("m", version) for version in "12"] == before
         assert server.loads == ["m/1", "m/2", "m/3"]
-
-
-@pytest.mark.long
-def test_a_version_that_serves_goes_on_rather_than_another_older_one_is_loaded(tmp_path: Path, server: Server) -> None:
-    put(tmp_path, {1: 0})
-    server.start("poll")
-    server.wait({1: "ready"})
-    put(tmp_path, {2: 0, 3: BAD})
-    server.poll()
-    until(lambda: server.repository.find("m", "3").reason.endswith("; version 1 serves instead"))
-    assert (server.states, server.loads) == ({1: "ready", 3: "unavailable"}, ["m/1", "m/3"])
 
 
 def test_nothing_is_served_in_place_of_what_failed_and_is_no_longer_wanted() -> None:
@@ -354,47 +273,6 @@ def test_nothing_is_served_in_place_of_what_failed_and_is_no_longer_wanted() -> 
         rollouts.apply(desired(3))
     until(lambda: "older-version" not in {thread.name for thread in threading.enumerate()})
     assert applied == [desired(1), desired(2), desired(3)]
-
-
-@pytest.mark.long
-def test_a_repaired_version_replaces_the_older_one_and_is_not_tried_before(tmp_path: Path, server: Server) -> None:
-    put(tmp_path, {1: 0, 2: BAD})
-    server.start("poll")
-    server.wait({1: "ready", 2: "unavailable"})
-    until(lambda: server.repository.ready)
-    server.poll()
-    put(tmp_path, {1: 0}, name="other")
-    server.poll()
-    until(lambda: server.repository.is_ready("other", ""))
-    assert server.loads == ["m/2", "m/1", "other/1"], "neither a poll nor a change of another model tries 2 again"
-    put(tmp_path, {2: 0})
-    server.poll()
-    server.wait({2: "ready"})
-    until(lambda: 'bf16kit_model_ready{model="m",version="1"}' not in server.metrics.expose()[0].decode())
-
-
-@pytest.mark.long
-def test_a_failed_version_is_retried_after_growing_pauses_while_the_older_one_serves(
-    tmp_path: Path, server: Server
-) -> None:
-    put(tmp_path, {1: 0, 2: BAD})
-    server.start("poll")
-    server.wait({1: "ready", 2: "unavailable"})
-    until(lambda: server.repository.ready)
-    generation = server.repository.get("m", "")
-    server.poll()
-    for loads, pause in ((3, RETRY_SECONDS), (4, 2 * RETRY_SECONDS)):
-        server.now += pause - 1
-        server.poll()
-        server.repository.apply(DesiredModel("other")).result(60)  # what was asked for before is done by then
-        assert len(server.loads) == loads - 1
-        server.now += 1
-        server.poll()
-        until(lambda loads=loads: server.loads[1:] == ["m/1", *["m/2"] * (loads - 2)])  # type: ignore[misc]
-        server.wait({1: "ready", 2: "unavailable"})
-        until(lambda: server.repository.find("m", "2").reason.endswith("; version 1 serves instead"))
-    assert server.repository.get("m", "") is generation
-    assert server.repository.ready
 
 
 @pytest.mark.long

@@ -200,6 +200,19 @@ def test_bytes_are_shared_with_grpc_from_the_first_that_arrives_until_the_respon
         until(lambda: budget.in_use == 0)
 
 
+def test_json_counts_with_the_memory_that_its_values_take_before_they_are_read() -> None:
+    asked = changed(shape=[4096, 3], data=[1] * (3 * 4096))  # 37 KB of text, 786 KB of values
+    model = LoopbackModel(max_batch_size=8192)
+    with serving(model, max_request_bytes=256 << 10) as served, resting(served) as rest:
+        budget = served.transport.pools["inference"].budget
+        with rest.begin(b"{", 2):
+            until(lambda: budget.in_use == 1)
+            assert rest.infer(asked)[0] == 429
+        until(lambda: budget.in_use == 0)
+        assert rest.infer(asked)[0] == 200, "a request that is alone may take any number"
+        assert served.log.refusals == ["bytes"]
+
+
 def test_the_bytes_of_a_response_are_counted_once() -> None:
     rows = np.ones((8192, 3), np.float32)
     model = LoopbackModel(run=lambda feeds: {"y": rows})

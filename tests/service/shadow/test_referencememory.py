@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from bf16kit.artifact.artifact import Artifact
-from bf16kit.messages.errors import Unavailable
+from bf16kit.messages.errors import ConfigError, Unavailable
 from bf16kit.runtime.loading import load_reference
 from bf16kit.system.controlgroup import release_free_memory
 from bf16kit.service.shadow.referencememory import ReferenceMemory, fp32_bytes
@@ -44,6 +44,10 @@ for _ in range(2):
     except Unavailable:
         print("unavailable", greedy.up)
 assert mlp.run(x, ("y",), seconds=60) and mlp.up
+try:
+    memory.load("huge", 1 << 20, lambda store: np.ones(4 << 30, np.uint8))
+except ConfigError as error:
+    print(str(error)[:26])
 mlp.close()
 assert loaded(sys.argv[2]).run(x, ("y",), seconds=60)
 try:
@@ -64,11 +68,11 @@ print(after - before)
 """
 
 
-def test_a_run_that_takes_too_much_memory_fails_and_other_references_go_on(tmp_path: Path) -> None:
+def test_a_run_or_a_load_that_takes_too_much_memory_fails_and_other_references_go_on(tmp_path: Path) -> None:
     greedy, mlp = write_greedy(tmp_path / "greedy" / "1"), write_mlp(tmp_path / "mlp" / "1")
     command = [sys.executable, "-c", LOADED + GREEDY, str(greedy.path), str(mlp.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "unavailable False\nunavailable False\nrefused\n", done.stderr
+    assert done.stdout == "unavailable False\nunavailable False\nloading it takes more than\nrefused\n", done.stderr
     assert done.stderr.count("a run of it exceeded the memory that all references may take") == 1
     assert "give the server more memory, or set shadow.rate: 0" in done.stderr
 
