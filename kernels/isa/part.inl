@@ -151,7 +151,7 @@ void compute_panels(const Product& product, const Part& part, const Rows<kArithm
   float* y = product.y + part.first_row * weight.n + column;
   for (int64_t first = 0; first < weight.k; first += kChain) {
     const int length = static_cast<int>(weight.k - first < kChain ? weight.k - first : kChain);
-    const Block now = {block(weight, panel, first, length, scratch), weight.k * kPanel, length, first == 0};
+    const Block now = {block(weight, panel, first, length, scratch), kPanel, weight.k * kPanel, length, first == 0};
     // A block that was copied to scratch has already prefetched what follows it. Its tiles prefetch the block itself, which
     // costs nothing.
     const bool stored = now.w != scratch;
