@@ -195,13 +195,14 @@ template <>
 struct Tiles<Arithmetic::kBf16> : dots::Tiles<Arithmetic::kBf16> {
   static constexpr int kRows = kRowBlock;  // all rows of a part, so that the weight's pairs are interleaved only once
   static constexpr int kTwoPanelRows = 0;
+  static constexpr bool kHalves = false;
 
   static void copy(const float* from, int64_t length, Pairs16* to) {
     dots::Tiles<Arithmetic::kBf16>::copy(from, length, to);
     for (int64_t i = (length + 1) / 2; i % (kTileDepth / 2) != 0; ++i) to[i] = 0;
   }
 
-  static void add(int count, int, const Pairs16* a, int64_t lda, const Block& block, float* total, const Ahead& ahead) {
+  static void add(int count, int64_t, const Pairs16* a, int64_t lda, const Block& block, float* total, const Ahead& ahead) {
     alignas(64) float sums[kRowBlock * kPanel];
     for (int row = 0; row < block.length; ++row) __builtin_prefetch(ahead.from + row * ahead.stride);
     if (count <= kDotRows) {

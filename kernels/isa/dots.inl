@@ -7,6 +7,12 @@
 
 using Pairs16 = uint32_t;  // two values of x as bf16, the even one in the low half
 
+// Returns pairs of an element of the first half and one of the second.
+inline __m512i pair_halves(__m512i both) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
+                                         4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, both);
+}
 inline __m512i pair_of(const Pairs16* x) { return _mm512_set1_epi32(static_cast<int>(*x)); }
 inline Simd::reg dot(__m512i x, __m512i w, Simd::reg sum) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
 
@@ -49,5 +55,20 @@ struct Terms<Arithmetic::kBf16> : Broadcasts<Arithmetic::kBf16> {
     const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     first = _mm512_permutex2var_ps(a, low, b);
     second = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+  }
+};
+
+template <>
+struct Half<Arithmetic::kBf16> : Terms<Arithmetic::kBf16> {
+  static constexpr int kVectors = 1;
+  using W = __m512i;
+  static W read(const uint16_t* w, int64_t stride, bool whole) {
+    const auto row = [](const uint16_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); };
+    const __m512i even = _mm512_castsi256_si512(row(w));
+    return pair_halves(_mm512_inserti64x4(even, whole ? row(w + stride) : _mm256_setzero_si256(), 1));
+  }
+  template <int kStep>
+  static void add(X x, W w, Simd::reg (&sums)[1]) {
+    sums[0] = dot(x, w, sums[0]);
   }
 };

@@ -95,9 +95,7 @@ struct Heads<Arithmetic::kBf16> : Terms<Arithmetic::kBf16> {
   // Returns 16 columns of two successive rows of v as pairs. The masks `first` and `second` select the columns to read of each
   // row; the others become zero.
   static Vector pair_rows(const float* from, int64_t stride, __mmask16 first, __mmask16 second) {
-    const __m512i apart = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512 even = _mm512_maskz_loadu_ps(first, from), odd = _mm512_maskz_loadu_ps(second, from + stride);
-    return _mm512_permutexvar_epi16(apart, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+    return pair_halves((__m512i)_mm512_cvtne2ps_pbh(odd, even));
   }
 };

@@ -57,6 +57,7 @@ struct Broadcasts {
   using Row = uint16_t;                 // element of a row of the weight
   static constexpr int kRowsAStep = 1;  // rows of the weight that a step takes
   static constexpr int kSteps = 1;      // the steps for which load() reads x
+  static constexpr int kVectors = 2;    // of W, and of sums for each row of x
   static constexpr bool kOddFirst = kArithmetic == Arithmetic::kBf16;
   static constexpr bool kOfPanels = true;  // rows are kPanel apart, and what follows them is prefetched
   // Up to this number of rows, one panel has too few sums to hide the latency of an addition, so tiles span two panels.
@@ -94,6 +95,10 @@ struct Broadcasts {
 template <Arithmetic kArithmetic>
 struct Terms : Broadcasts<kArithmetic> {};
 
+// Terms for the first kLanes columns of a panel, in order. Only for paths where a panel is two vectors: kHalves.
+template <Arithmetic kArithmetic>
+struct Half;
+
 template <int... kSteps, typename Step>
 void for_each(std::integer_sequence<int, kSteps...>, const Step& step) {
   (step(std::integral_constant<int, kSteps>()), ...);
@@ -105,11 +110,13 @@ template <typename T, int kRows, int kPairs>
 void chain(const typename T::Element* a, int64_t lda, const BlockOf<typename T::Row>& block, float* total, int64_t ldt,
            const Ahead& ahead) {
   constexpr int kPanels = kPairs > kWide ? kPairs / kWide : 1;
-  typename Simd::reg sums[kRows][kPairs][2];
+  typename Simd::reg sums[kRows][kPairs][T::kVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
-    for (int p = 0; p < kPairs; ++p) sums[m][p][0] = sums[m][p][1] = Simd::zero();
+    for (int p = 0; p < kPairs; ++p) {
+      for (auto& sum : sums[m][p]) sum = Simd::zero();
+    }
   }
   // One pointer for three rows: x86 can address no more with one stride register.
   const typename T::Element* from[(kRows + 2) / 3];
@@ -169,7 +176,7 @@ void chain(const typename T::Element* a, int64_t lda, const BlockOf<typename T::
 #pragma GCC unroll 8
     for (int p = 0; p < kPairs; ++p) {
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < T::kVectors; ++h) {
         float* to = total + (p / kWide * kRows + m) * ldt + (2 * (p % kWide) + h) * Simd::kLanes;
         Simd::store(to, Simd::add(block.first ? Simd::zero() : Simd::load(to), sums[m][p][h]));
       }
@@ -192,12 +199,20 @@ template <Arithmetic kArithmetic>
 struct Tiles : Terms<kArithmetic> {
   using T = Terms<kArithmetic>;
   static constexpr int kRows = Simd::kRows;
+  static constexpr bool kHalves = kWide == 1;  // whether add() leaves up to kLanes columns in order
 
-  static void add(int rows, int panels, const typename T::Element* a, int64_t lda, const Block& block, float* total,
+  // `columns` is the width of a panel, or more: then it adds to two panels. Of others, it may leave some out.
+  static void add(int rows, int64_t columns, const typename T::Element* a, int64_t lda, const Block& block, float* total,
                   const Ahead& ahead) {
-    if (panels > 1) {
+    if (columns > kPanel) {
       using Few = std::make_integer_sequence<int, T::kTwoPanelRows>;
       return chain_of<T, 2 * kWide>(rows, Few())(a, lda, block, total, kPanel, ahead);
+    }
+    if constexpr (kHalves) {
+      using All = std::make_integer_sequence<int, Simd::kRows>;
+      if (columns <= Simd::kLanes) {
+        return chain_of<Half<kArithmetic>, 1>(rows, All())(a, lda, block, total, kPanel, ahead);
+      }
     }
     if (rows <= Simd::kWideRows) {
       using All = std::make_integer_sequence<int, Simd::kWideRows>;
@@ -207,21 +222,11 @@ struct Tiles : Terms<kArithmetic> {
       const Chain<T> half = chain_of<T, 1>(rows, std::make_integer_sequence<int, Simd::kRows>());
       Block part = block;
       Ahead share = {ahead.from, ahead.stride / kWide};
-      for (int p = 0; p < kWide; ++p) {
+      for (int p = 0; p * 2 * Simd::kLanes < columns; ++p) {
         half(a, lda, part, total + p * 2 * Simd::kLanes, kPanel, share);
         part.w += 2 * Simd::kLanes;
         share.from += kChain * share.stride;
       }
-    }
-  }
-
-  // Copies a row of `totals` to `row`, with its columns in order.
-  static void in_order(const float* totals, float* row) {
-    for (int at = 0; at < kPanel; at += 2 * Simd::kLanes) {
-      typename Simd::reg low, high;
-      T::interleave(Simd::load(totals + at), Simd::load(totals + at + Simd::kLanes), low, high);
-      Simd::store(row + at, low);
-      Simd::store(row + at + Simd::kLanes, high);
     }
   }
 };
