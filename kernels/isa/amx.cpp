@@ -25,9 +25,9 @@ namespace {
 #include "avx512.inl"
 
 #include "activation.inl"
-#include "operands.inl"
 
 namespace dots {
+#include "tile.inl"
 #include "dots.inl"
 }
 

@@ -1,5 +1,5 @@
-// bf16 products with AMX's tiles. Included after a struct Simd, activation.inl, operands.inl, dots.inl in a namespace `dots`, and
-// a struct Tile. isa/amx.cpp has a Tile of the real instructions, tests/amx_model.h one that models them as published.
+// bf16 products with AMX's tiles. Included after a struct Simd, activation.inl, tile.inl and dots.inl in a namespace `dots`,
+// and a struct Tile. isa/amx.cpp has a Tile of the real instructions, tests/amx_model.h one that models them as published.
 //
 // x is rounded as in dots.inl. The order of summation is TDPBF16PS's, which differs from tile.inl's: it adds the even and the odd
 // of 32 products in two chains from zero, adds the two, then adds the result to the accumulator. Subnormal operands and results
@@ -25,6 +25,8 @@ constexpr int kTileBytes = 64;         // bytes in a row of each tile
 // where few rows matter, both wait for it. 48 rows: tiles 24 TDPBF16PS of 16 + 128 = 512; vdpbf16ps in its own order 3136.
 constexpr int kDotRows = 3;
 
+using dots::Ahead;
+using dots::Block;
 using dots::Pairs16;
 
 // The configuration in the format of LDTILECFG.
@@ -167,8 +169,8 @@ void dot_chain(const Pairs16* a, int64_t lda, const Block& block, float* sums) {
         const __m512i low = _mm512_unpacklo_epi16(later, now), high = _mm512_unpackhi_epi16(later, now);
 #pragma GCC unroll 3
         for (int m = 0; m < kRows; ++m) {
-          chains[m][0][odd] = dots::dot(&x[m][k / 2 + odd], low, chains[m][0][odd]);
-          chains[m][1][odd] = dots::dot(&x[m][k / 2 + odd], high, chains[m][1][odd]);
+          chains[m][0][odd] = dots::dot(dots::pair_of(&x[m][k / 2 + odd]), low, chains[m][0][odd]);
+          chains[m][1][odd] = dots::dot(dots::pair_of(&x[m][k / 2 + odd]), high, chains[m][1][odd]);
         }
       }
     }
@@ -193,13 +195,14 @@ template <>
 struct Tiles<Arithmetic::kBf16> : dots::Tiles<Arithmetic::kBf16> {
   static constexpr int kRows = kRowBlock;  // all rows of a part, so that the weight's pairs are interleaved only once
   static constexpr int kTwoPanelRows = 0;
+  static constexpr bool kHalves = false;
 
   static void copy(const float* from, int64_t length, Pairs16* to) {
     dots::Tiles<Arithmetic::kBf16>::copy(from, length, to);
     for (int64_t i = (length + 1) / 2; i % (kTileDepth / 2) != 0; ++i) to[i] = 0;
   }
 
-  static void add(int count, int, const Pairs16* a, int64_t lda, const Block& block, float* total, const Ahead& ahead) {
+  static void add(int count, int64_t, const Pairs16* a, int64_t lda, const Block& block, float* total, const Ahead& ahead) {
     alignas(64) float sums[kRowBlock * kPanel];
     for (int row = 0; row < block.length; ++row) __builtin_prefetch(ahead.from + row * ahead.stride);
     if (count <= kDotRows) {

@@ -23,6 +23,18 @@ namespace {
 #include "avx512.inl"
 #include "activation.inl"
 #include "tile.inl"
+
+template <Arithmetic kArithmetic>
+struct Half : Terms<kArithmetic> {
+  static constexpr int kVectors = 1;
+  using W = Simd::reg;
+  static W read(const uint16_t* w, int64_t, bool) { return Simd::widen(w); }
+  template <int kStep>
+  static void add(Simd::reg x, W w, Simd::reg (&sums)[1]) {
+    sums[0] = Simd::fma(x, w, sums[0]);
+  }
+};
+
 #include "part.inl"
 #include "heads.inl"
 #include "attention.inl"

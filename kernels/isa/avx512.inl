@@ -30,6 +30,11 @@ struct Simd {
     even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
   }
+  // 16 bf16 in order
+  static reg widen(const uint16_t* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
   static void interleave(reg even, reg odd, reg& low, reg& high) {
     const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));

@@ -23,7 +23,7 @@ namespace {
 #include "avx512.inl"
 
 #include "activation.inl"
-#include "operands.inl"
+#include "tile.inl"
 #include "dots.inl"
 #include "part.inl"
 #include "heads_dots.inl"

@@ -1,4 +1,4 @@
-// A tile in bf16, for processors with dot products of bf16 pairs. isa/avx512_bf16.cpp includes it instead of tile.inl, which
+// The steps of a tile in bf16, for processors with dot products of bf16 pairs. isa/avx512_bf16.cpp includes it after tile.inl, which
 // states the order of summation.
 //
 // A pair of neighbouring rows of a panel is read as two vectors of pairs along K. That takes two shuffles for up to 24 dot
@@ -7,82 +7,24 @@
 
 using Pairs16 = uint32_t;  // two values of x as bf16, the even one in the low half
 
-inline Simd::reg dot(Pairs16 const* x, __m512i w, Simd::reg sum) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(*x)), (__m512bh)w);
+// Returns pairs of an element of the first half and one of the second.
+inline __m512i pair_halves(__m512i both) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
+                                         4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, both);
 }
-
-// total[q, kRows, 32] += a[kRows, length] · w for kPanels panels q. a holds pairs, its rows are `lda` pairs apart. The columns
-// of total stay in the order of the shuffles.
-template <int kRows, int kPanels>
-void chain(const Pairs16* a, int64_t lda, const Block& block, float* total, const Ahead& ahead) {
-  Simd::reg sums[kRows][kPanels][2];
-#pragma GCC unroll 16
-  for (int m = 0; m < kRows; ++m) {
-#pragma GCC unroll 2
-    for (int q = 0; q < kPanels; ++q) sums[m][q][0] = sums[m][q][1] = Simd::zero();
-  }
-  const Pairs16* from[(kRows + 2) / 3];
-  for (int i = 0; i < (kRows + 2) / 3; ++i) from[i] = a + 3 * i * lda;
-  const int64_t next_panel = block.next_panel;
-  const char* next = ahead.from;
-  const int stride = ahead.stride;
-  const uint16_t* w = block.w;
-  const auto step = [&](int pair, bool whole) __attribute__((always_inline)) {
-    __m512i b[kPanels][2];
-#pragma GCC unroll 2
-    for (int q = 0; q < kPanels; ++q) {
-      const uint16_t* row = w + q * next_panel + pair * 2 * kPanel;
-      const __m512i even = _mm512_loadu_si512(row);
-      const __m512i odd = whole ? _mm512_loadu_si512(row + kPanel) : _mm512_setzero_si512();
-      b[q][0] = _mm512_unpacklo_epi16(even, odd);
-      b[q][1] = _mm512_unpackhi_epi16(even, odd);
-      __builtin_prefetch(next + q * next_panel * 2 + 2 * pair * stride);
-      __builtin_prefetch(next + q * next_panel * 2 + (2 * pair + 1) * stride);
-    }
-#pragma GCC unroll 16
-    for (int m = 0; m < kRows; ++m) {
-      const Pairs16* x = from[m / 3] + m % 3 * lda + pair;
-#pragma GCC unroll 2
-      for (int q = 0; q < kPanels; ++q) {
-        sums[m][q][0] = dot(x, b[q][0], sums[m][q][0]);
-        sums[m][q][1] = dot(x, b[q][1], sums[m][q][1]);
-      }
-    }
-  };
-  const int pairs = block.length / 2;
-#pragma GCC unroll 2
-  for (int pair = 0; pair < pairs; ++pair) step(pair, true);
-  if (block.length % 2 != 0) step(pairs, false);
-#pragma GCC unroll 16
-  for (int m = 0; m < kRows; ++m) {
-#pragma GCC unroll 2
-    for (int q = 0; q < kPanels; ++q) {
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        float* to = total + (q * kRows + m) * kPanel + h * Simd::kLanes;
-        Simd::store(to, Simd::add(block.first ? Simd::zero() : Simd::load(to), sums[m][q][h]));
-      }
-    }
-  }
-}
-
-using Chain = void (*)(const Pairs16*, int64_t, const Block&, float*, const Ahead&);
-
-template <int kPanels, int... kRows>
-Chain chain_of(int rows, std::integer_sequence<int, kRows...>) {
-  static constexpr Chain kTable[] = {chain<kRows + 1, kPanels>...};
-  return kTable[rows - 1];
-}
-
-template <Arithmetic kArithmetic>
-struct Tiles;
+inline __m512i pair_of(const Pairs16* x) { return _mm512_set1_epi32(static_cast<int>(*x)); }
+inline Simd::reg dot(__m512i x, __m512i w, Simd::reg sum) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
 
 template <>
-struct Tiles<Arithmetic::kBf16> {
+struct Terms<Arithmetic::kBf16> : Broadcasts<Arithmetic::kBf16> {
   using Element = Pairs16;
-  static constexpr int kValues = 2;
-  static constexpr int kRows = 12;
-  static constexpr int kTwoPanelRows = 3;
+  static constexpr int kValues = 2, kRowsAStep = 2, kTwoPanelRows = 3;
+  static constexpr bool kOddFirst = false;  // the instruction itself adds in that order
+  using X = __m512i;
+  struct W {
+    __m512i low, high;  // the halves of each quarter of a row
+  };
 
   // Rounds like vcvtneps2bf16: to nearest, ties to even; a subnormal becomes zero.
   static void copy(const float* from, int64_t length, Pairs16* to) {
@@ -98,21 +40,35 @@ struct Tiles<Arithmetic::kBf16> {
     std::memcpy(to + i / 2, pairs, sizeof(Pairs16) * ((length - i + 1) / 2));
   }
 
-  static void add(int rows, int panels, const Pairs16* a, int64_t lda, const Block& block, float* total,
-                  const Ahead& ahead) {
-    if (panels > 1) {
-      chain_of<2>(rows, std::make_integer_sequence<int, kTwoPanelRows>())(a, lda, block, total, ahead);
-    } else {
-      chain_of<1>(rows, std::make_integer_sequence<int, kRows>())(a, lda, block, total, ahead);
-    }
+  static X broadcast(const Pairs16* x) { return pair_of(x); }
+  static W read(const uint16_t* w, int64_t stride, bool whole) {
+    const __m512i even = _mm512_loadu_si512(w);
+    const __m512i odd = whole ? _mm512_loadu_si512(w + stride) : _mm512_setzero_si512();
+    return {_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd)};
   }
-
-  static void in_order(const float* totals, float* row) {
-    // The shuffles worked on quarters of a vector: one sum has their low halves, the other their high halves.
+  template <int kStep>
+  static void add(X x, const W& w, Simd::reg (&sums)[2]) {
+    sums[0] = dot(x, w.low, sums[0]);
+    sums[1] = dot(x, w.high, sums[1]);
+  }
+  static void interleave(Simd::reg a, Simd::reg b, Simd::reg& first, Simd::reg& second) {
     const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    const Simd::reg a = Simd::load(totals), b = Simd::load(totals + Simd::kLanes);
-    Simd::store(row, _mm512_permutex2var_ps(a, low, b));
-    Simd::store(row + Simd::kLanes, _mm512_permutex2var_ps(a, high, b));
+    first = _mm512_permutex2var_ps(a, low, b);
+    second = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+  }
+};
+
+template <>
+struct Half<Arithmetic::kBf16> : Terms<Arithmetic::kBf16> {
+  static constexpr int kVectors = 1;
+  using W = __m512i;
+  static W read(const uint16_t* w, int64_t stride, bool whole) {
+    const auto row = [](const uint16_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); };
+    const __m512i even = _mm512_castsi256_si512(row(w));
+    return pair_halves(_mm512_inserti64x4(even, whole ? row(w + stride) : _mm256_setzero_si256(), 1));
+  }
+  template <int kStep>
+  static void add(X x, W w, Simd::reg (&sums)[1]) {
+    sums[0] = dot(x, w, sums[0]);
   }
 };

@@ -1,8 +1,8 @@
 // The operands of attention in the format of a path's tiles. Each isa/*.cpp includes this file in its own namespace, after
 // part.inl and before attention.inl. A path with bf16 instructions includes heads_dots.inl instead.
 //
-// Heads has: Element, which holds kValues values of a row; Vector, of such elements along a panel; load and dot, for one step of
-// a sum; kOddFirst, if a pair takes two steps, the odd one first; copy_row, pack_keys and pack_values; soften.
+// Heads has what Terms has, for packed operands, of which a step takes one row; Vector, of elements along a row, and dot, which
+// adds a product of one; copy_row, pack_keys and pack_values; soften.
 
 #include "softmax.inl"
 
@@ -11,15 +11,16 @@ inline void round_all(float* values, int64_t count) {
 }
 
 template <Arithmetic kArithmetic>
-struct Heads {
-  using Element = float;
+struct Heads : Terms<kArithmetic> {
+  using Row = float;
   using Vector = typename Simd::reg;
-  static constexpr int kValues = 1;
-  static constexpr bool kRounds = kArithmetic == Arithmetic::kBf16, kOddFirst = kRounds;
+  static constexpr bool kRounds = kArithmetic == Arithmetic::kBf16, kOfPanels = false;
   // With few rows, each value is used once, so a copy would not pay off.
   static constexpr bool kValuesInPlace = !kRounds, kOneInPlace = !kRounds;
 
-  static Vector load(const float* p) { return Simd::load(p); }
+  static typename Broadcasts<kArithmetic>::W read(const float* w, int64_t, bool) {
+    return {Simd::load(w), Simd::load(w + Simd::kLanes)};
+  }
   static typename Simd::reg dot(const float* x, Vector w, typename Simd::reg sum) {
     return Simd::fma(Simd::broadcast(x), w, sum);
   }

@@ -10,11 +10,11 @@ template <Arithmetic kArithmetic>
 struct Heads;
 
 template <>
-struct Heads<Arithmetic::kBf16> {
-  using Element = Pairs16;
+struct Heads<Arithmetic::kBf16> : Terms<Arithmetic::kBf16> {
+  using Row = Pairs16;
   using Vector = __m512i;
-  static constexpr int kValues = 2;
-  static constexpr bool kOddFirst = false, kValuesInPlace = false, kOneInPlace = true;
+  static constexpr int kRowsAStep = 1;
+  static constexpr bool kOfPanels = false, kValuesInPlace = false, kOneInPlace = true;
 
   // For one.inl.
   static constexpr int kStep = 32;
@@ -33,12 +33,10 @@ struct Heads<Arithmetic::kBf16> {
     return pair_rows(from, stride, 0xffff, whole ? 0xffff : 0);
   }
 
-  static Vector load(const Pairs16* p) { return _mm512_loadu_si512(p); }
-  static Simd::reg dot(const Pairs16* x, Vector w, Simd::reg sum) { return avx512_bf16::dot(x, w, sum); }
+  static W read(const Pairs16* w, int64_t, bool) { return {_mm512_loadu_si512(w), _mm512_loadu_si512(w + Simd::kLanes)}; }
+  static Simd::reg dot(const Pairs16* x, Vector w, Simd::reg sum) { return avx512_bf16::dot(pair_of(x), w, sum); }
 
-  static void copy_row(const float* from, int64_t length, Pairs16* to) {
-    Tiles<Arithmetic::kBf16>::copy(from, length, to);
-  }
+  static void copy_row(const float* from, int64_t length, Pairs16* to) { copy(from, length, to); }
 
   // Copies `count` rows of k, at most 32, to the columns of [pairs of depth, 32], padded with zeros on the right.
   static void pack_keys(const float* from, int64_t stride, int64_t count, int64_t depth, Pairs16* to) {
@@ -97,9 +95,7 @@ struct Heads<Arithmetic::kBf16> {
   // Returns 16 columns of two successive rows of v as pairs. The masks `first` and `second` select the columns to read of each
   // row; the others become zero.
   static Vector pair_rows(const float* from, int64_t stride, __mmask16 first, __mmask16 second) {
-    const __m512i apart = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512 even = _mm512_maskz_loadu_ps(first, from), odd = _mm512_maskz_loadu_ps(second, from + stride);
-    return _mm512_permutexvar_epi16(apart, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+    return pair_halves((__m512i)_mm512_cvtne2ps_pbh(odd, even));
   }
 };

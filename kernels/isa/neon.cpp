@@ -24,8 +24,8 @@ template <Arithmetic kArithmetic>
 struct ByLane : Broadcasts<kArithmetic> {
   static constexpr int kSteps = 4;
   static Simd::reg load(const float* x) { return Simd::load(x); }
-  template <int kStep, typename W>
-  static void add(Simd::reg x, const W& w, Simd::reg (&sums)[2]) {
+  template <int kStep, typename Columns>
+  static void add(Simd::reg x, const Columns& w, Simd::reg (&sums)[2]) {
     sums[0] = vfmaq_laneq_f32(sums[0], w.even, x, kStep);
     sums[1] = vfmaq_laneq_f32(sums[1], w.odd, x, kStep);
   }

@@ -32,7 +32,7 @@ namespace {
 #include "tile.inl"
 
 template <>
-struct Terms<Arithmetic::kBf16> {
+struct Terms<Arithmetic::kBf16> : Broadcasts<Arithmetic::kBf16> {
   using Element = uint16_t;
   static constexpr int kSteps = 8;
   using X = uint16x8_t;
@@ -48,7 +48,7 @@ struct Terms<Arithmetic::kBf16> {
   }
   static X broadcast(const uint16_t* x) { return vld1q_dup_u16(x); }
   static X load(const uint16_t* x) { return vld1q_u16(x); }
-  static W unpack(const uint16_t* w) { return vld1q_u16(w); }
+  static W read(const uint16_t* w, int64_t, bool) { return vld1q_u16(w); }
   // Not the intrinsics: GCC 12 also gives them x in one of the upper 16 registers, which these instructions cannot address.
   template <int kStep>
   static void add(X x, W w, Simd::reg (&sums)[2]) {

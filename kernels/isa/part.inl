@@ -46,18 +46,26 @@ struct PackedRows {
 // Adds the bias and applies the activation, from totals[rows, 32] to y[rows, width], whose stride is n.
 template <typename T, Activation kActivation>
 void finish(const Product& product, const float* totals, int64_t rows, int64_t column, int64_t width, float* y) {
-  alignas(64) float bias[kPanel] = {};
-  alignas(64) float row[kPanel];
+  constexpr int kPair = 2 * Simd::kLanes;
+  alignas(64) float bias[kPanel] = {}, row[kPanel];
   if (product.bias != nullptr) std::memcpy(bias, product.bias + column, sizeof(float) * width);
   for (int64_t m = 0; m < rows; ++m, totals += kPanel, y += product.weight.n) {
     float* to = width == kPanel ? y : row;
-    T::in_order(totals, row);
-    for (int at = 0; at < kPanel; at += Simd::kLanes) {
-      typename Simd::reg sum = Simd::load(row + at);
+    const auto put = [&](int at, typename Simd::reg sum) __attribute__((always_inline)) {
       if (product.bias != nullptr) sum = Simd::add(sum, Simd::load(bias + at));
       Simd::store(to + at, activate<kActivation>(sum));
+    };
+    if (T::kHalves && width <= Simd::kLanes) {
+      put(0, Simd::load(totals));
+    } else {
+      for (int at = 0; at < width; at += kPair) {
+        typename Simd::reg low, high;
+        T::interleave(Simd::load(totals + at), Simd::load(totals + at + Simd::kLanes), low, high);
+        put(at, low);
+        put(at + Simd::kLanes, high);
+      }
     }
-    if (width != kPanel) std::memcpy(y, row, sizeof(float) * width);
+    if (width != kPanel) copy_few(row, width, y);
   }
 }
 
@@ -151,7 +159,7 @@ void compute_panels(const Product& product, const Part& part, const Rows<kArithm
   float* y = product.y + part.first_row * weight.n + column;
   for (int64_t first = 0; first < weight.k; first += kChain) {
     const int length = static_cast<int>(weight.k - first < kChain ? weight.k - first : kChain);
-    const Block now = {block(weight, panel, first, length, scratch), weight.k * kPanel, length, first == 0};
+    const Block now = {block(weight, panel, first, length, scratch), kPanel, weight.k * kPanel, length, first == 0};
     // A block that was copied to scratch has already prefetched what follows it. Its tiles prefetch the block itself, which
     // costs nothing.
     const bool stored = now.w != scratch;
@@ -161,7 +169,7 @@ void compute_panels(const Product& product, const Part& part, const Rows<kArithm
       const int64_t begin = part.rows * t / tiles, end = part.rows * (t + 1) / tiles;
       if (first == 0) expect(y + begin * weight.n, end - begin, weight.n, width);
       const Ahead ahead = {next + (stored ? t * share : 0), stored ? share / static_cast<int>(kChain) : 0};
-      T::add(static_cast<int>(end - begin), panels, a + begin * x.stride, x.stride, now, totals + begin * kPanel, ahead);
+      T::add(static_cast<int>(end - begin), panels > 1 ? panels * kPanel : width, a + begin * x.stride, x.stride, now, totals + begin * kPanel, ahead);
       // Out-of-order execution may overlap this with the next tile's sums.
       if (first + kChain < weight.k) continue;
       for (int q = 0; q < panels; ++q) {

@@ -1,5 +1,6 @@
-// A tile: some rows of x times one chain's rows of a panel. Each isa/*.cpp includes this file in its own namespace, after its
-// struct Simd. So it is compiled once for each path, with that path's instructions.
+// A tile: some rows of x times one chain's rows of a panel; in attention, rows of q or p times packed k or v. Each isa/*.cpp
+// includes this file in its own namespace, after its struct Simd. So it is compiled once for each path, with that path's
+// instructions.
 //
 // The order of summation is part of the interface. In fp32 every element of y is
 //     total = 0;  for each 128 rows of the weight:  chain = 0;  for each row k:  chain = fma(x[k], w[k], chain);
@@ -15,14 +16,27 @@
 // reads 2 * kLanes bf16 of one row as two vectors, the even and the odd columns. That takes a shift and a mask; columns in
 // order would need a shuffle for each load. interleave puts the sums back in order, once for each tile.
 //
-// A path whose instructions take one lane of a vector as a factor of all lanes has its own specialisations of Terms.
-
-#include "operands.inl"
+// A path with other instructions for a step has its own specialisations of Terms: lanes as factors (neon.cpp), products of bf16
+// (neon_bf16.cpp, dots.inl).
 
 constexpr int kWide = kPanel / (2 * Simd::kLanes);  // pairs of vectors in a row of a panel
 
-template <int kRows, int kPairs>
-using Sums = typename Simd::reg[kRows][kPairs][2];
+// What a tile multiplies by: one chain's rows of one panel of the weight, or of two; in attention, rows of packed operands.
+template <typename Row>
+struct BlockOf {
+  const Row* w;         // [length, 2 * kPairs * kLanes], rows `stride` apart
+  int64_t stride;
+  int64_t next_panel;   // elements from one panel to the next, if a tile spans two
+  int length;           // rows
+  bool first;           // whether this is the first block of its columns: the totals start at zero
+};
+using Block = BlockOf<uint16_t>;
+
+// The memory to prefetch: `stride` bytes of it with every row.
+struct Ahead {
+  const char* from;
+  int stride;
+};
 
 // Rounds `value` to bf16: to nearest, ties to even. A subnormal becomes zero, a NaN a quiet NaN.
 inline float rounded(float value) {
@@ -35,11 +49,19 @@ inline float rounded(float value) {
   return value;
 }
 
-// The operands of a step, which is one row of the weight, and what it adds to the sums of a row of x.
+// The operands of a step, and what it adds to the sums of a row of x.
 template <Arithmetic kArithmetic>
 struct Broadcasts {
-  using Element = float;            // of a row of x
-  static constexpr int kSteps = 1;  // the steps for which X holds x
+  using Element = float;                // of a row of x
+  static constexpr int kValues = 1;     // of x in an element
+  using Row = uint16_t;                 // element of a row of the weight
+  static constexpr int kRowsAStep = 1;  // rows of the weight that a step takes
+  static constexpr int kSteps = 1;      // the steps for which load() reads x
+  static constexpr int kVectors = 2;    // of W, and of sums for each row of x
+  static constexpr bool kOddFirst = kArithmetic == Arithmetic::kBf16;
+  static constexpr bool kOfPanels = true;  // rows are kPanel apart, and what follows them is prefetched
+  // Up to this number of rows, one panel has too few sums to hide the latency of an addition, so tiles span two panels.
+  static constexpr int kTwoPanelRows = Simd::kTwoPanelRows;
   using X = typename Simd::reg;
   struct W {
     typename Simd::reg even, odd;
@@ -54,7 +76,8 @@ struct Broadcasts {
     }
   }
   static X broadcast(const float* x) { return Simd::broadcast(x); }  // for one step, the first
-  static W unpack(const uint16_t* w) {
+  // Reads a step's rows of the weight; unless `whole`, only the first is there.
+  static W read(const uint16_t* w, int64_t, bool) {
     W columns;
     Simd::unpack(w, columns.even, columns.odd);
     return columns;
@@ -64,45 +87,57 @@ struct Broadcasts {
     sums[0] = Simd::fma(x, w.even, sums[0]);
     sums[1] = Simd::fma(x, w.odd, sums[1]);
   }
+  static void interleave(Simd::reg even, Simd::reg odd, Simd::reg& low, Simd::reg& high) {
+    Simd::interleave(even, odd, low, high);
+  }
 };
 
 template <Arithmetic kArithmetic>
 struct Terms : Broadcasts<kArithmetic> {};
+
+// Terms for the first kLanes columns of a panel, in order. Only for paths where a panel is two vectors: kHalves.
+template <Arithmetic kArithmetic>
+struct Half;
 
 template <int... kSteps, typename Step>
 void for_each(std::integer_sequence<int, kSteps...>, const Step& step) {
   (step(std::integral_constant<int, kSteps>()), ...);
 }
 
-// total[q, kRows, 32] += a[kRows, length] · w for the panels q that the tile spans. The rows of a are `lda` apart. The columns
-// of total stay in the order of unpack.
-template <Arithmetic kArithmetic, int kRows, int kPairs>
-void chain(const typename Terms<kArithmetic>::Element* a, int64_t lda, const Block& block, float* total, const Ahead& ahead) {
-  using T = Terms<kArithmetic>;
+// total[q, kRows, 2 * kPairs vectors] += a[kRows, length] · w for the panels q that the tile spans. The rows of a are `lda` apart,
+// those of total `ldt`. The columns of total stay in the order of T::read.
+template <typename T, int kRows, int kPairs>
+void chain(const typename T::Element* a, int64_t lda, const BlockOf<typename T::Row>& block, float* total, int64_t ldt,
+           const Ahead& ahead) {
   constexpr int kPanels = kPairs > kWide ? kPairs / kWide : 1;
-  constexpr bool kOddFirst = kArithmetic == Arithmetic::kBf16;
-  Sums<kRows, kPairs> sums;
+  typename Simd::reg sums[kRows][kPairs][T::kVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
-    for (int p = 0; p < kPairs; ++p) sums[m][p][0] = sums[m][p][1] = Simd::zero();
+    for (int p = 0; p < kPairs; ++p) {
+      for (auto& sum : sums[m][p]) sum = Simd::zero();
+    }
   }
   // One pointer for three rows: x86 can address no more with one stride register.
   const typename T::Element* from[(kRows + 2) / 3];
   for (int i = 0; i < (kRows + 2) / 3; ++i) from[i] = a + 3 * i * lda;
-  const uint16_t* const w = block.w;
-  const int64_t next_panel = block.next_panel;
+  const typename T::Row* const w = block.w;
+  const int64_t next_panel = block.next_panel, ldw = T::kOfPanels ? kPanel : block.stride;
   const char* const next = ahead.from;
-  const int stride = ahead.stride, length = block.length;
-  // One row k of the weight; x(m) returns the operand of row m, for this and later rows of the weight.
-  const auto step = [&](int k, auto at, const auto& x) __attribute__((always_inline)) {
+  const int stride = ahead.stride, length = block.length / T::kRowsAStep;
+  // Step k; x(m) returns the operand of row m, for this and later steps.
+  const auto step = [&](int k, bool whole, auto at, const auto& x) __attribute__((always_inline)) {
     typename T::W b[kPairs];
 #pragma GCC unroll 8
     for (int p = 0; p < kPairs; ++p) {
-      b[p] = T::unpack(w + p / kWide * next_panel + k * kPanel + p % kWide * 2 * Simd::kLanes);
+      b[p] = T::read(w + p / kWide * next_panel + k * T::kRowsAStep * ldw + p % kWide * 2 * Simd::kLanes, ldw, whole);
     }
-#pragma GCC unroll 2
-    for (int q = 0; q < kPanels; ++q) __builtin_prefetch(next + q * next_panel * 2 + k * stride);
+    if constexpr (T::kOfPanels) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kPanels * T::kRowsAStep; ++i) {
+        __builtin_prefetch(next + i / T::kRowsAStep * next_panel * 2 + (k * T::kRowsAStep + i % T::kRowsAStep) * stride);
+      }
+    }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
       const typename T::X row = x(m);
@@ -110,8 +145,8 @@ void chain(const typename Terms<kArithmetic>::Element* a, int64_t lda, const Blo
       for (int p = 0; p < kPairs; ++p) T::template add<at.value>(row, b[p], sums[m][p]);
     }
   };
-  const auto alone = [&](int k) __attribute__((always_inline)) {
-    step(k, std::integral_constant<int, 0>(), [&](int m) { return T::broadcast(from[m / 3] + m % 3 * lda + k); });
+  const auto alone = [&](int k, bool whole = true) __attribute__((always_inline)) {
+    step(k, whole, std::integral_constant<int, 0>(), [&](int m) { return T::broadcast(from[m / 3] + m % 3 * lda + k); });
   };
   int k = 0;
   if constexpr (T::kSteps > 1) {
@@ -120,12 +155,12 @@ void chain(const typename Terms<kArithmetic>::Element* a, int64_t lda, const Blo
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) x[m] = T::load(from[m / 3] + m % 3 * lda + k);
       for_each(std::make_integer_sequence<int, T::kSteps>(), [&](auto i) __attribute__((always_inline)) {
-        constexpr int at = i.value ^ (kOddFirst ? 1 : 0);
-        step(k + at, std::integral_constant<int, at>(), [&](int m) { return x[m]; });
+        constexpr int at = i.value ^ (T::kOddFirst ? 1 : 0);
+        step(k + at, true, std::integral_constant<int, at>(), [&](int m) { return x[m]; });
       });
     }
   }
-  if constexpr (kOddFirst) {
+  if constexpr (T::kOddFirst) {
     for (; k + 1 < length; k += 2) {
       alone(k + 1);
       alone(k);
@@ -134,72 +169,64 @@ void chain(const typename Terms<kArithmetic>::Element* a, int64_t lda, const Blo
   } else {
 #pragma GCC unroll 2
     for (; k < length; ++k) alone(k);
+    if (block.length % T::kRowsAStep != 0) alone(length, false);
   }
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
     for (int p = 0; p < kPairs; ++p) {
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        float* to = total + (p / kWide * kRows + m) * kPanel + (2 * (p % kWide) + h) * Simd::kLanes;
+      for (int h = 0; h < T::kVectors; ++h) {
+        float* to = total + (p / kWide * kRows + m) * ldt + (2 * (p % kWide) + h) * Simd::kLanes;
         Simd::store(to, Simd::add(block.first ? Simd::zero() : Simd::load(to), sums[m][p][h]));
       }
     }
   }
 }
 
-template <Arithmetic kArithmetic>
-using Chain = void (*)(const typename Terms<kArithmetic>::Element*, int64_t, const Block&, float*, const Ahead&);
+template <typename T>
+using Chain = void (*)(const typename T::Element*, int64_t, const BlockOf<typename T::Row>&, float*, int64_t, const Ahead&);
 
 // Returns the function for a tile of `rows` rows. Each number of rows has its own, so that no register is unused or spilled.
-template <Arithmetic kArithmetic, int kPairs, int... kRows>
-Chain<kArithmetic> chain_of(int rows, std::integer_sequence<int, kRows...>) {
-  static constexpr Chain<kArithmetic> kTable[] = {chain<kArithmetic, kRows + 1, kPairs>...};
+template <typename T, int kPairs, int... kRows>
+Chain<T> chain_of(int64_t rows, std::integer_sequence<int, kRows...>) {
+  static constexpr Chain<T> kTable[] = {chain<T, kRows + 1, kPairs>...};
   return kTable[rows - 1];
 }
 
-// The operations of a path that part.inl uses. A path with bf16 instructions has its own specialisation for bf16.
+// The operations of a path that part.inl uses. amx.inl has its own for bf16.
 template <Arithmetic kArithmetic>
-struct Tiles {
-  using Element = typename Terms<kArithmetic>::Element;  // the type of x's rows when copied
-  static constexpr int kValues = 1;    // values of x in an element
+struct Tiles : Terms<kArithmetic> {
+  using T = Terms<kArithmetic>;
   static constexpr int kRows = Simd::kRows;
-  // Up to this number of rows, one panel has too few sums to hide the latency of an addition, so tiles span two panels.
-  static constexpr int kTwoPanelRows = Simd::kTwoPanelRows;
+  static constexpr bool kHalves = kWide == 1;  // whether add() leaves up to kLanes columns in order
 
-  static void copy(const float* from, int64_t length, Element* to) { Terms<kArithmetic>::copy(from, length, to); }
-
-  static void add(int rows, int panels, const Element* a, int64_t lda, const Block& block, float* total,
+  // `columns` is the width of a panel, or more: then it adds to two panels. Of others, it may leave some out.
+  static void add(int rows, int64_t columns, const typename T::Element* a, int64_t lda, const Block& block, float* total,
                   const Ahead& ahead) {
-    if (panels > 1) {
-      using Few = std::make_integer_sequence<int, kTwoPanelRows>;
-      return chain_of<kArithmetic, 2 * kWide>(rows, Few())(a, lda, block, total, ahead);
+    if (columns > kPanel) {
+      using Few = std::make_integer_sequence<int, T::kTwoPanelRows>;
+      return chain_of<T, 2 * kWide>(rows, Few())(a, lda, block, total, kPanel, ahead);
+    }
+    if constexpr (kHalves) {
+      using All = std::make_integer_sequence<int, Simd::kRows>;
+      if (columns <= Simd::kLanes) {
+        return chain_of<Half<kArithmetic>, 1>(rows, All())(a, lda, block, total, kPanel, ahead);
+      }
     }
     if (rows <= Simd::kWideRows) {
       using All = std::make_integer_sequence<int, Simd::kWideRows>;
-      return chain_of<kArithmetic, kWide>(rows, All())(a, lda, block, total, ahead);
+      return chain_of<T, kWide>(rows, All())(a, lda, block, total, kPanel, ahead);
     }
     if constexpr (kWide > 1) {
-      using All = std::make_integer_sequence<int, Simd::kRows>;
-      const Chain<kArithmetic> half = chain_of<kArithmetic, 1>(rows, All());
+      const Chain<T> half = chain_of<T, 1>(rows, std::make_integer_sequence<int, Simd::kRows>());
       Block part = block;
       Ahead share = {ahead.from, ahead.stride / kWide};
-      for (int p = 0; p < kWide; ++p) {
-        half(a, lda, part, total + p * 2 * Simd::kLanes, share);
+      for (int p = 0; p * 2 * Simd::kLanes < columns; ++p) {
+        half(a, lda, part, total + p * 2 * Simd::kLanes, kPanel, share);
         part.w += 2 * Simd::kLanes;
         share.from += kChain * share.stride;
       }
-    }
-  }
-
-  // Copies a row of `totals` to `row`, with its columns in order.
-  static void in_order(const float* totals, float* row) {
-    for (int p = 0; p < kWide; ++p) {
-      const int at = p * 2 * Simd::kLanes;
-      typename Simd::reg low, high;
-      Simd::interleave(Simd::load(totals + at), Simd::load(totals + at + Simd::kLanes), low, high);
-      Simd::store(row + at, low);
-      Simd::store(row + at + Simd::kLanes, high);
     }
   }
 };

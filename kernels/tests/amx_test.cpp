@@ -26,9 +26,9 @@ namespace {
 #include "isa/avx512.inl"
 
 #include "isa/activation.inl"
-#include "isa/operands.inl"
 
 namespace dots {
+#include "isa/tile.inl"
 #include "isa/dots.inl"
 }
 
