@@ -35,6 +35,7 @@ _FEWEST_CHANNELS = 16  # of a depthwise convolution
 # The smallest dense convolution that is faster than ONNX Runtime's: a tile has 32 columns, and sums as short as in a
 # model's first layers take less time than what surrounds them.
 _LEAST_K, _LEAST_N = 32, 32
+_LEAST = 16  # of both in a bottleneck (bottleneck.py), whose wide images stay in the cache
 # Operators, most of them elementwise, through which ONNX Runtime moves a Transpose (held by a test).
 _TRANSPARENT = frozenset({"Add", "Clip", "Div", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Pad", "Relu"})
 _TRANSPARENT |= {"Sigmoid", "Sub", "Tanh"}
@@ -104,10 +105,47 @@ def convolution(node: ir.Node, narrow: Collection[str]) -> Convolution | None:
     if not fits or padded or (bias is not None and not takes_bias(bias, shape[0])):
         return None
     depthwise = group == shape[0] >= _FEWEST_CHANNELS and shape[1] == 1
-    dense = group == 1 and shape[0] >= _LEAST_N and math.prod(shape[1:]) >= _LEAST_K
+    dense = group == 1
     before = x.producer()
     pad = before if before is not None and only_reader(x) is node and _zeros_added(before) is not None else None
     return Convolution(node, weight, depthwise, pad) if dense or depthwise else None
+
+
+def _pays(found: Convolution) -> bool:
+    """Whether the kernel computes the convolution faster than ONNX Runtime, with channels last on both sides."""
+    n, k = found.n, math.prod(const_dims(found.weight)[1:])
+    if found.depthwise or (n >= _LEAST_N and k >= _LEAST_K):
+        return True
+    return min(n, k) >= _LEAST and _mixes(found.node) and _in_bottleneck(found.node)
+
+
+def _in_bottleneck(node: ir.Node) -> bool:
+    """Whether :mod:`~bf16kit.converter.fuse.bottleneck` will join the Conv ``node`` with two others."""
+    for depthwise in (source(node.inputs[0]), _activated_reader(node)):
+        if depthwise is None or depthwise.op_type != "Conv" or depthwise.attributes.get_int("group", 1) == 1:
+            continue
+        first, last = source(depthwise.inputs[0]), _activated_reader(depthwise)
+        if first is None or last is None or not (_mixes(first) and _mixes(last)):
+            continue
+        functions = {activation(each.outputs[0])[0] for each in (first, depthwise)}
+        return _activated_reader(first) is depthwise and len(functions) == 1 and functions <= {*_ACTIVATIONS}
+    return False
+
+
+def _mixes(node: ir.Node | None) -> bool:
+    """Whether ``node`` is a Conv of each pixel by itself, with all channels."""
+    if node is None or node.op_type != "Conv":
+        return False
+    given, window = node.attributes, const_dims(node.inputs[1])[2:]
+    steps = {*window, *given.get_ints("strides", [1])}
+    return steps == {1} and given.get_int("group", 1) == 1 and not any(given.get_ints("pads", []))
+
+
+def _activated_reader(node: ir.Node) -> ir.Node | None:
+    """Return the only reader of what the Conv ``node`` gives, or its activation; not a Pad, but what reads it."""
+    after = activation(node.outputs[0])[1]
+    reader = only_reader((node, *after)[-1].outputs[0]) if node.op_type == "Conv" else None
+    return only_reader(reader.outputs[0]) if reader is not None and _zeros_added(reader) is not None else reader
 
 
 def _zeros_added(node: ir.Node) -> list[int] | None:
@@ -128,7 +166,7 @@ def worthwhile(graph: ir.Graph, narrow: Collection[str]) -> list[Convolution]:
     A region is what convolutions and elementwise nodes connect; it begins with dense ones. ``narrow`` is as in
     :func:`convolution`.
     """
-    found = {node: each for node in graph if (each := convolution(node, narrow)) is not None}
+    found = {node: each for node in graph if (each := convolution(node, narrow)) is not None and _pays(each)}
     for node in [node for node in found if found[node].depthwise]:  # in the order of the graph
         if source(found[node].x) not in found:
             del found[node]

@@ -103,6 +103,39 @@ def test_a_network_is_one_region_transposed_at_its_borders_only(
     assert np.array_equal(made.run_kernel(one, ROUNDING)["y"], kernel[1:])
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["", "by a Pad"])
+def test_a_bottleneck_of_few_channels_is_one_node(
+    padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its convolutions are too small for the kernel alone. The residual of the last stays an Add."""
+    made: Made = ([], [graphs.initializer("around", np.array([0, 0, 1, 1, 0, 0, 1, 1]))])
+    x = "x"
+    for place, strides in enumerate([[2, 2], [1, 1], [1, 1]], 1):
+        conv(made, x, f"w{place}", (96, 24, 1, 1))
+        node(made, "Relu", f"w{place}", f"r{place}")
+        if padded:
+            node(made, "Pad", f"r{place} around", f"p{place}")
+        windows: dict[str, Any] = {"strides": strides} | ({} if padded else {"pads": [1, 1, 1, 1]})
+        conv(made, f"{'p' if padded else 'r'}{place}", f"d{place}", (96, 1, 3, 3), group=96, bias=False, **windows)
+        node(made, "Relu", f"d{place}", f"s{place}")
+        conv(made, f"s{place}", f"n{place}", (24, 96, 1, 1))
+        x = f"n{place}"
+    node(made, "Add", "n2 n3", "y")
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", 24, 17, 15)), profiles=["cpu", ROUNDING])
+    assert ours(lowered, "cpu") == []
+    found = {each.name: each.op_type for each in ours(lowered, ROUNDING)}
+    assert found == dict.fromkeys(["n1", "n2", "n3"], "ConvBlockBf16_panels_panels_narrow_relu")
+    feeds = {"x": graphs.values(2, 24, 17, 15, seed=7)}
+    kernel, *definitions = (each["y"] for each in answers(lowered, feeds, monkeypatch, ROUNDING))
+    for other in definitions:
+        np.testing.assert_allclose(kernel, other, rtol=0, atol=5e-3)
+    np.testing.assert_allclose(lowered.run_source(feeds)["y"], kernel, rtol=0, atol=5e-2)
+    assert optimised(lowered, tmp_path / "optimised.onnx", kernel=True)["Transpose"] == 2
+    assert optimised(lowered, tmp_path / "plain.onnx", kernel=False)["Transpose"] == 0
+    alone = lowered.run_kernel({"x": feeds["x"][1:]}, ROUNDING)["y"]
+    assert np.array_equal(alone, kernel[1:])
+
+
 @pytest.mark.parametrize(
     ("weight", "attributes", "size"),
     [
