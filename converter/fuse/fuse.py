@@ -19,12 +19,13 @@ from bf16kit.artifact.manifest import TensorEntry
 from bf16kit.converter.fuse.attend import attend
 from bf16kit.converter.fuse.average import average
 from bf16kit.converter.fuse.bottleneck import join_bottlenecks
-from bf16kit.converter.fuse.convolve import convolve, worthwhile
+from bf16kit.converter.fuse.convolve import convolve
 from bf16kit.converter.fuse.functions import CONVOLUTIONS, Fusing, Fusion
 from bf16kit.converter.fuse.multiply import groups, join, look_up, multiply
 from bf16kit.converter.fuse.norms import normalise
 from bf16kit.converter.fuse.products import panelled_weights
 from bf16kit.converter.fuse.recurrent import recur
+from bf16kit.converter.fuse.regions import worthwhile
 from bf16kit.converter.graph.initializers import const_dims, initializer
 from bf16kit.converter.graph.types import Step
 from bf16kit.messages.errors import ConversionError

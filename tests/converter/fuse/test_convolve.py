@@ -143,8 +143,12 @@ def test_a_bottleneck_of_few_channels_is_one_node(
         ((C, C, 1, 5), {"pads": [0, 2, 0, 2]}, (3, 12)),
         ((72, C, 7), {"strides": [3], "pads": [3, 1]}, (40,)),
         ((600, 600, 1, 1), {"strides": [2, 2]}, (5, 5)),
+        ((C, C, 3, 4), {"auto_pad": "SAME_UPPER", "strides": [2, 3]}, (9, 8)),
+        ((C, C, 2, 3), {"auto_pad": "SAME_LOWER"}, (9, 8)),
+        ((C, C, 1, 3), {"auto_pad": "SAME_LOWER", "strides": [3, 2]}, (9, 8)),
+        ((C, C, 3, 3), {"auto_pad": "VALID"}, (9, 8)),
     ],
-    ids=["image", "row", "sequence", "pixels"],
+    ids=["image", "row", "sequence", "pixels", "upper", "lower", "none needed", "valid"],
 )
 def test_every_window_gives_the_sums_of_its_rounded_pixels(
     weight: tuple[int, ...], attributes: dict[str, Any], size: tuple[int, ...], tmp_path: Path
@@ -205,6 +209,15 @@ def test_weights_in_panels_are_restored_bit_by_bit(tmp_path: Path) -> None:
         if name in panels:
             assert np.array_equal(made.artifact.restore(name), weight)
             assert np.array_equal(made.artifact.tensor(name), to_bf16(weight))
+
+
+def test_padding_that_depends_on_an_unknown_size_stays_with_onnx_runtime(tmp_path: Path) -> None:
+    made: Made = ([], [])
+    conv(made, "x", "c1", (C, C, 3, 3), auto_pad="SAME_UPPER")
+    conv(made, "c1", "c2", (C, C, 3, 3), auto_pad="SAME_UPPER")
+    conv(made, "c2", "y", (C, C, 3, 3), auto_pad="SAME_UPPER", strides=[1, 2])
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", C, 20, "width")), profiles=[ROUNDING])
+    assert [each.name for each in ours(lowered, ROUNDING)] == ["c1", "c2"]
 
 
 def test_what_would_not_pay_stays_with_onnx_runtime(tmp_path: Path) -> None:
