@@ -28,9 +28,8 @@ bool compute(const Strips& strips, int64_t one, int64_t images, int64_t first, i
   // The rows of the wide image that the windows of these read; all of them if there are more images behind it.
   const int64_t top = first * image.stride[0] - image.pad[0], height = image.height;
   const int64_t bottom = top + (rows - 1) * image.stride[0] + (image.kernel[0] - 1) * image.dilation[0] + 1;
-  const bool whole = images > 1;
-  const int64_t begin = whole ? 0 : std::min(std::max<int64_t>(top, 0), height);
-  const int64_t end = whole ? height : std::min(std::max(bottom, begin), height);
+  const int64_t begin = std::min(std::max<int64_t>(top, 0), height);
+  const int64_t end = images > 1 ? height : std::min(std::max(bottom, begin), height);
   wide.rows = images * (end - begin) * image.width;
   narrow.rows = images * rows * image.out_width;
   const std::unique_ptr<float[]> memory(new (std::nothrow) float[(wide.rows + narrow.rows) * image.channels]);
