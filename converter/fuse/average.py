@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from bf16kit.converter.fuse.convolve import MEANS, source
 from bf16kit.converter.fuse.functions import REDUCTION_AXES_SINCE, Fusing
+from bf16kit.converter.fuse.regions import MEANS, source
 from bf16kit.converter.graph.initializers import const, initializer
 from bf16kit.runtime.ort.kernel import DOMAIN
 

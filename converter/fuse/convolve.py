@@ -1,14 +1,14 @@
 """Replaces convolutions by weights stored in bf16 by bf16kit's CPU kernel, which reads images with their channels last.
 
 Each gets a Transpose before it and one after it. ONNX Runtime removes those that meet, also through elementwise nodes
-(docs/decisions/0088-convolutions.md), so that only the borders of a region of such convolutions are transposed. A
-region is left to ONNX Runtime if its borders are large beside its arithmetic.
+(docs/decisions/0088-convolutions.md), so that only the borders of a region of such convolutions are transposed
+(:mod:`bf16kit.converter.fuse.regions`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,21 +27,18 @@ from bf16kit.converter.fuse.functions import (
 )
 from bf16kit.converter.fuse.multiply import MATRICES
 from bf16kit.converter.fuse.products import product, takes_bias
-from bf16kit.converter.graph.initializers import const, const_dims, constant_number, initializer, only_reader
+from bf16kit.converter.graph.initializers import (
+    const,
+    const_dims,
+    constant_number,
+    initializer,
+    known_shape,
+    only_reader,
+)
 
 # The kernel's; kernels/ort/conv_op.cpp. Other activations stay nodes.
-_ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu", "relu6")
+ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu", "relu6")
 _FEWEST_CHANNELS = 16  # of a depthwise convolution
-# The smallest dense convolution that is faster than ONNX Runtime's: a tile has 32 columns, and sums as short as in a
-# model's first layers take less time than what surrounds them.
-_LEAST_K, _LEAST_N = 32, 32
-# Operators, most of them elementwise, through which ONNX Runtime moves a Transpose (held by a test).
-_TRANSPARENT = frozenset({"Add", "Clip", "Div", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Pad", "Relu"})
-_TRANSPARENT |= {"Sigmoid", "Sub", "Tanh"}
-MEANS = frozenset({"GlobalAveragePool", "ReduceMean"})  # whose lines ONNX Runtime averages with channels last
-# Multiplications for each element that is transposed at a border, at least: then borders take at most 6 % of the time.
-_WORTH = 200
-_PIXELS = 56  # what an unknown height or width is taken for: only the ratio of arithmetic and borders depends on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +72,9 @@ class Convolution:
     def windows(self) -> dict[str, list[int]]:
         """Return the attributes that say which windows are multiplied, all of them written out."""
         given, rank = self.node.attributes, len(self.kernel_shape)
-        pads = [*given.get_ints("pads", [0] * 2 * rank)]
+        pads = _pads(self.node) or [0] * 2 * rank
         if self.pad is not None:
-            pads = [a + b for a, b in zip(pads, _zeros_added(self.pad) or pads, strict=True)]
+            pads = [a + b for a, b in zip(pads, zeros_added(self.pad) or pads, strict=True)]
         return {
             "kernel_shape": self.kernel_shape,
             "strides": [*given.get_ints("strides", [1] * rank)],
@@ -89,8 +86,8 @@ class Convolution:
 def convolution(node: ir.Node, narrow: Collection[str]) -> Convolution | None:
     """Return the convolution that ``node`` computes, if the kernel can; ``narrow`` names what is stored in bf16.
 
-    Left out are groups other than single channels, padding that depends on the size, three dimensions, weights that
-    other nodes read too, and single pixels, which are products. Requires: types and shapes are known.
+    Left out are groups other than single channels, padding that depends on an unknown size, three dimensions,
+    weights that other nodes read too, and single pixels, which are products. Requires: types and shapes are known.
     """
     if node.op_type != "Conv" or node.domain != "" or product(node, narrow) is not None:
         return None
@@ -100,17 +97,40 @@ def convolution(node: ir.Node, narrow: Collection[str]) -> Convolution | None:
     shape, given = const_dims(weight), node.attributes
     group, bias = given.get_int("group", 1), node.inputs[2] if len(node.inputs) > 2 else None
     fits = len(shape) in (3, 4) and 0 not in shape and len(weight.uses()) == 1 and not weight.is_graph_output()
-    padded = given.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID") or min(given.get_ints("pads", [0])) < 0
-    if not fits or padded or (bias is not None and not takes_bias(bias, shape[0])):
+    if not fits or min(_pads(node) or [-1]) < 0 or (bias is not None and not takes_bias(bias, shape[0])):
         return None
     depthwise = group == shape[0] >= _FEWEST_CHANNELS and shape[1] == 1
-    dense = group == 1 and shape[0] >= _LEAST_N and math.prod(shape[1:]) >= _LEAST_K
+    dense = group == 1
     before = x.producer()
-    pad = before if before is not None and only_reader(x) is node and _zeros_added(before) is not None else None
+    pad = before if before is not None and only_reader(x) is node and zeros_added(before) is not None else None
     return Convolution(node, weight, depthwise, pad) if dense or depthwise else None
 
 
-def _zeros_added(node: ir.Node) -> list[int] | None:
+def _pads(node: ir.Node) -> list[int] | None:
+    """Return the zeros around the image of the Conv ``node``, before and behind; None if they depend on its size.
+
+    With SAME, the result has ⌈size ÷ stride⌉ pixels, and an odd zero is behind (UPPER) or before (LOWER) the image.
+    """
+    given, window = node.attributes, const_dims(node.inputs[1])[2:]
+    mode, ones = given.get_string("auto_pad", "NOTSET"), [1] * len(window)
+    if mode in ("NOTSET", "VALID"):
+        return [*given.get_ints("pads", [0] * 2 * len(window))] if mode == "NOTSET" else [0] * 2 * len(window)
+    strides, x = given.get_ints("strides", ones), known_shape(node.inputs[0])
+    if max(given.get_ints("dilations", ones)) > 1:  # ONNX Runtime has none either
+        return None
+    totals: list[int] = []
+    for k, stride, size in zip(window, strides, ones if x is None else x[2:], strict=True):
+        if stride > 1 and (x is None or not isinstance(size, int)):
+            return None
+        # With stride 1 the size cancels out.
+        left = size - (math.ceil(size / stride) - 1) * stride if isinstance(size, int) else 1
+        totals.append(max(k - left, 0))
+    halves = [total // 2 for total in totals]
+    others = [total - half for total, half in zip(totals, halves, strict=True)]
+    return [*halves, *others] if mode == "SAME_UPPER" else [*others, *halves]
+
+
+def zeros_added(node: ir.Node) -> list[int] | None:
     """Return how many zeros the Pad ``node`` adds to an image, before and behind, as a Conv's pads; None if others."""
     if node.op_type != "Pad" or node.domain != "" or node.attributes.get_string("mode", "constant") != "constant":
         return None
@@ -122,28 +142,6 @@ def _zeros_added(node: ir.Node) -> list[int] | None:
     return None if any(before[:2] + behind[:2]) or min(before + behind) < 0 else before[2:] + behind[2:]
 
 
-def worthwhile(graph: ir.Graph, narrow: Collection[str]) -> list[Convolution]:
-    """Return the convolutions for the kernel: those in regions whose borders are small beside their arithmetic.
-
-    A region is what convolutions and elementwise nodes connect; it begins with dense ones. ``narrow`` is as in
-    :func:`convolution`.
-    """
-    found = {node: each for node in graph if (each := convolution(node, narrow)) is not None}
-    for node in [node for node in found if found[node].depthwise]:  # in the order of the graph
-        if source(found[node].x) not in found:
-            del found[node]
-    chosen: list[Convolution] = []
-    seen = set[ir.Node]()
-    for start in found:
-        if start not in seen:
-            region = _region(start, found)
-            seen |= region
-            inside = [each for node, each in found.items() if node in region]
-            if sum(map(_multiplications, inside)) >= _WORTH * sum(_elements(value) for value in _borders(region)):
-                chosen += inside
-    return chosen
-
-
 def convolve(fusing: Fusing, node: ir.Node) -> Fusion | None:
     """Replace the Conv ``node`` by ``bf16kit::Conv…`` between two Transposes; None if it is none of ``fusing.images``.
 
@@ -153,7 +151,7 @@ def convolve(fusing: Fusing, node: ir.Node) -> Fusion | None:
     if found is None or not (found.depthwise or found.weight.name in fusing.panels):
         return None
     name, activated, after = node.outputs[0], *activation(node.outputs[0])
-    if activated not in _ACTIVATIONS:
+    if activated not in ACTIVATIONS:
         activated, after = "none", ()
     result = after[-1].outputs[0] if after else name
     bias = node.inputs[2] if len(node.inputs) > 2 else _zeros(fusing, found)
@@ -172,68 +170,6 @@ def convolve(fusing: Fusing, node: ir.Node) -> Fusion | None:
     kind: Kind = "depthwise" if found.depthwise else "convolution"
     nodes = [each for each in (found.pad, node, *after) if each is not None]
     return fusing.replace(kind, node, nodes, made, {result: y})
-
-
-# --- regions ----------------------------------------------------------------------------------------------------------
-
-
-def _region(start: ir.Node, convolutions: Collection[ir.Node]) -> set[ir.Node]:
-    """Return the convolutions and transparent nodes that images connect with ``start``."""
-    region, waiting = set[ir.Node](), [start]
-    while waiting:
-        node = waiting.pop()
-        if node in region or not (node in convolutions or _transparent(node)):
-            continue
-        region.add(node)
-        for value in _images(node):
-            producer = value.producer()
-            waiting += [] if producer is None else [producer]
-            waiting += [use.node for use in value.uses()]
-    return region
-
-
-def source(value: ir.Value | None) -> ir.Node | None:
-    """Return the node that computes ``value``, or what the first transparent nodes before it read."""
-    producer = None if value is None else value.producer()
-    while producer is not None and _transparent(producer):
-        value = next((v for v in producer.inputs if v is not None and not v.is_initializer()), None)
-        producer = None if value is None else value.producer()
-    return producer
-
-
-def _transparent(node: ir.Node) -> bool:
-    if node.domain != "" or (node.op_type not in _TRANSPARENT and node.op_type != "Concat"):
-        return False
-    return node.op_type != "Concat" or node.attributes.get_int("axis", 0) == 1
-
-
-def _images(node: ir.Node) -> Iterator[ir.Value]:
-    """Yield the images that ``node`` reads and gives: computed values of the result's rank, constants left out."""
-    rank = len(node.outputs[0].shape or ())
-    for value in (*node.inputs[: 1 if node.op_type == "Conv" else None], *node.outputs):
-        if value is not None and not value.is_initializer() and len(value.shape or ()) == rank:
-            yield value
-
-
-def _borders(region: Collection[ir.Node]) -> set[ir.Value]:
-    """Return the images of ``region`` that other nodes compute or read, or the graph's caller."""
-    values = {value for node in region for value in _images(node)}
-    return {
-        value
-        for value in values
-        if value.producer() not in region
-        or value.is_graph_output()
-        or any(use.node not in region and use.node.op_type not in MEANS for use in value.uses())
-    }
-
-
-def _elements(value: ir.Value) -> int:
-    """Return the elements of ``value`` for one of the batch."""
-    return math.prod(size if isinstance(size, int) else _PIXELS for size in (value.shape or ())[1:])
-
-
-def _multiplications(found: Convolution) -> int:
-    return _elements(found.node.outputs[0]) * math.prod(const_dims(found.weight)[1:])
 
 
 # --- the kernel's operators -------------------------------------------------------------------------------------------

@@ -168,7 +168,8 @@ def define(
     kinds = {name: "ints" if isinstance(value, list) else "float" for name, value in read.items()}
     nodes = [f"{name} = Constant <value_{kind}: {kind} = @{name}> ()" for name, kind in kinds.items()]
     nodes += ["last = Constant <value_ints = [-1]> ()"] if ", last)" in body else []
-    heads = f'<domain: "{DOMAIN}", opset_import: ["": {opset}]> {op_type} <{", ".join(attributes)}>'
+    own = f', "{DOMAIN}": 1' if f"{DOMAIN}." in body else ""  # it calls other operators of the kernel
+    heads = f'<domain: "{DOMAIN}", opset_import: ["": {opset}{own}]> {op_type} <{", ".join(attributes)}>'
     text = f"{heads} ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(nodes)} {body} }}"
     return ir.serde.deserialize_function(onnx.parser.parse_function(text))
 

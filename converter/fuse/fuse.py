@@ -18,12 +18,14 @@ import onnx_ir as ir
 from bf16kit.artifact.manifest import TensorEntry
 from bf16kit.converter.fuse.attend import attend
 from bf16kit.converter.fuse.average import average
-from bf16kit.converter.fuse.convolve import convolve, worthwhile
+from bf16kit.converter.fuse.bottleneck import join_bottlenecks
+from bf16kit.converter.fuse.convolve import convolve
 from bf16kit.converter.fuse.functions import CONVOLUTIONS, Fusing, Fusion
 from bf16kit.converter.fuse.multiply import groups, join, look_up, multiply
 from bf16kit.converter.fuse.norms import normalise
 from bf16kit.converter.fuse.products import panelled_weights
 from bf16kit.converter.fuse.recurrent import recur
+from bf16kit.converter.fuse.regions import worthwhile
 from bf16kit.converter.graph.initializers import const_dims, initializer
 from bf16kit.converter.graph.types import Step
 from bf16kit.messages.errors import ConversionError
@@ -113,11 +115,13 @@ def _carry_out(fusing: Fusing) -> Iterator[Fusion]:
     for group in groups(graph):
         fusing.anchor = group[0].name or ""
         join(fusing, group)
+    join_bottlenecks(fusing)
 
 
 def _define(model: ir.Model, functions: Mapping[str, ir.Function]) -> None:
     """Define the operators of the kernel that nodes of ``model`` use."""
     used = {node.op_type for node in model.graph if node.domain == DOMAIN}
+    used |= {inner.op_type for name in used for inner in functions[name] if inner.domain == DOMAIN}
     if used:
         model.functions.update({functions[name].identifier(): functions[name] for name in functions if name in used})
         model.opset_imports[DOMAIN] = _VERSION

@@ -67,11 +67,14 @@ def bf16_form(node: ir.Node, opset: int) -> Bf16Form | None:
     """Return where ``node`` may have bf16 at ``opset``; None if the operator has no bf16 form or no known schema.
 
     com.microsoft has no schemas here; its operators take and return one floating type, as long as only one output is
-    used. bf16kit's own products read weights in bf16, one per output, at the inputs after the first, and its
-    recurrences two, or two for each direction; all else is fp32. Its attention and normalisations have no bf16 inputs.
+    used. bf16kit's own products read weights in bf16, one per output, at the inputs after the first, its blocks of
+    convolutions three, and its recurrences two, or two for each direction; all else is fp32. Its attention and
+    normalisations have no bf16 inputs.
     """
     if node.domain == KERNEL:
         weights = len(node.outputs) if node.op_type.startswith(("MatMul", "Gather", "Conv")) else 0
+        if node.op_type.startswith("ConvBlock"):
+            weights = 3
         if node.op_type.startswith(RECURRENT):
             weights = 4 if "2" in node.op_type else 2
         return Bf16Form(tuple(range(1, weights + 1)), ())

@@ -27,6 +27,7 @@ from bf16kit.converter.rewrite.explicit import (
     RemoveIdentities,
     ShareEqualWeights,
 )
+from bf16kit.converter.rewrite.integers import ComputeIntegers
 from bf16kit.converter.rewrite.lowering import LowerForCuda, RaiseOpset, SupportedOpset
 from bf16kit.converter.rewrite.matching import Match, match
 from bf16kit.numerics.residual import Scale, is_half
@@ -74,7 +75,7 @@ def prepare(
     found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
     fold = FoldBatchNorm(found.union(half_precision))
     clamp = ClampMasks()
-    lowering = [RemoveIdentities(), RaiseOpset(), fold, clamp, DropUnused(), InferTypes()]
+    lowering = [RemoveIdentities(), RaiseOpset(), ComputeIntegers(), fold, clamp, DropUnused(), InferTypes()]
     base = run(lowering, reference.clone())
     cuda = run([LowerForCuda(), InferTypes()], base.clone())
     return Prepared(reference, base, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)

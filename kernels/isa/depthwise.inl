@@ -13,8 +13,8 @@ struct Taps {
   }
 };
 
-// Computes kCount pixels of a row of y, all of whose windows have the taps `down` and `across` inside. `x` is the first
-// pixel's window, whose taps outside of the image are never read.
+// Computes kCount pixels of a row of y, all of whose windows have the taps `down` and `across` inside. `x` is the
+// first of these taps of the first pixel.
 template <Activation kActivation, int kCount>
 void convolve_pixels(const Depthwise& depthwise, const float* x, const Taps& down, const Taps& across, float* y) {
   const Image& image = depthwise.image;
@@ -28,7 +28,7 @@ void convolve_pixels(const Depthwise& depthwise, const float* x, const Taps& dow
     for (int64_t i = down.first; i < down.end; ++i) {
       for (int64_t j = across.first; j < across.end; ++j) {
         const typename Simd::reg w = Simd::load(depthwise.w + (i * image.kernel[1] + j) * channels + c);
-        const float* from = x + i * line + j * next + c;
+        const float* from = x + (i - down.first) * line + (j - across.first) * next + c;
 #pragma GCC unroll 4
         for (int p = 0; p < kCount; ++p) sums[p] = Simd::fma(Simd::load(from + p * step), w, sums[p]);
       }
@@ -47,14 +47,16 @@ __attribute__((noinline)) void convolve_rows(const Depthwise& depthwise, int64_t
   for (int64_t row = first; row < first + rows; ++row) {
     const int64_t top = row % image.out_height * image.stride[0] - image.pad[0];
     const Taps down(top, image.kernel[0], image.dilation[0], image.height);
-    const int64_t line = row / image.out_height * image.height + top;  // may be outside of the image
+    const int64_t line = row / image.out_height * image.height + top + down.first * image.dilation[0];
     for (int64_t pixel = 0; pixel < image.out_width;) {
       const auto taps = [&](int64_t which) {
         return Taps(which * image.stride[1] - image.pad[1], image.kernel[1], image.dilation[1], image.width);
       };
       const int64_t left = pixel * image.stride[1] - image.pad[1];
       const Taps across = taps(pixel);
-      const float* x = depthwise.x + (line * image.width + left) * channels;
+      const bool any = down.first < down.end && across.first < across.end;
+      const int64_t start = line * image.width + left + across.first * image.dilation[1];
+      const float* x = depthwise.x + (any ? start * channels : 0);
       float* y = depthwise.y + (row * image.out_width + pixel) * channels;
       const bool inside = across.first == 0 && across.end == image.kernel[1];
       if (inside && pixel + kPixels <= image.out_width && taps(pixel + kPixels - 1).end == image.kernel[1]) {

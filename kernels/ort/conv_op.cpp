@@ -5,7 +5,7 @@
 #include <memory>
 #include <new>
 
-#include "gemm/parallel.h"
+#include "gemm/block.h"
 #include "ort/custom_op.h"
 #include "ort/matmul_op.h"
 #include "ort/node.h"
@@ -16,27 +16,44 @@ namespace {
 
 using namespace abi;
 
-constexpr size_t kX = 0, kW = 1, kBias = 2;  // inputs
+constexpr size_t kMost = 3;  // convolutions of a node
+constexpr size_t kX = 0;     // inputs
+size_t weight_input(size_t i) { return 1 + i; }
+size_t bias_input(size_t count, size_t i) { return 1 + count + i; }
 
 struct Operator {
   CustomOp op;  // the first member, because ONNX Runtime passes its address back
-  char name[40];
-  bool depthwise;
+  char name[56];
+  size_t count;    // of convolutions: one, or the three of a block, the second of which is depthwise
+  bool depthwise;  // a single one
   Arithmetic arithmetic;
   Activation activation;
 };
 
 const Operator& of(const CustomOp* op) { return *reinterpret_cast<const Operator*>(op); }
 
-struct Node {
-  const Api* api;
-  const Path* path;
-  const Operator* op;
+struct Layer {
+  bool depthwise;
   Weight weight;
   size_t rank;  // 1 for sequences, 2 for images
   Image image;  // without the sizes that depend on x
   int64_t pad_after[2];
   std::unique_ptr<float[]> taps;  // the weight of a depthwise convolution, [kernel, channels]
+};
+
+struct Node {
+  const Api* api;
+  const Path* path;
+  const Path* pixels;  // of depthwise convolutions
+  const Operator* op;
+  Layer layers[kMost];
+};
+
+// The name of an attribute: those of a block have the number of the convolution behind it.
+struct Name {
+  char text[24];
+
+  Name(const char* stem, const char* suffix) { std::snprintf(text, sizeof text, "%s%s", stem, suffix); }
 };
 
 // Returns how many integers an attribute has; 0 if it is missing or of another type.
@@ -66,9 +83,9 @@ Status* read_ints(const Api* api, const KernelInfo* info, const char* name, int6
 }
 
 // Reads the sizes of the windows. What a sequence has only one of is for the direction across.
-Status* read_windows(const Api* api, const KernelInfo* info, Node& node) {
-  Image& image = node.image;
-  const size_t rank = node.rank = count_ints(api, info, "kernel_shape");
+Status* read_windows(const Api* api, const KernelInfo* info, const char* suffix, Layer& layer) {
+  Image& image = layer.image;
+  const size_t rank = layer.rank = count_ints(api, info, Name("kernel_shape", suffix).text);
   if (rank < 1 || rank > 2) {
     return error(api, kInvalidGraph, "attribute kernel_shape has %zu integers; it must have one or two, because only sequences"
                  " and images are supported", rank);
@@ -76,31 +93,59 @@ Status* read_windows(const Api* api, const KernelInfo* info, Node& node) {
   const size_t first = 2 - rank;
   int64_t pads[4] = {};
   image.kernel[0] = image.stride[0] = image.dilation[0] = 1;
-  BF16KIT_RETURN_IF_ERROR(read_ints(api, info, "kernel_shape", 1, image.kernel + first, rank));
-  BF16KIT_RETURN_IF_ERROR(read_ints(api, info, "strides", 1, image.stride + first, rank));
-  BF16KIT_RETURN_IF_ERROR(read_ints(api, info, "dilations", 1, image.dilation + first, rank));
-  BF16KIT_RETURN_IF_ERROR(read_ints(api, info, "pads", 0, pads, 2 * rank));
+  BF16KIT_RETURN_IF_ERROR(read_ints(api, info, Name("kernel_shape", suffix).text, 1, image.kernel + first, rank));
+  BF16KIT_RETURN_IF_ERROR(read_ints(api, info, Name("strides", suffix).text, 1, image.stride + first, rank));
+  BF16KIT_RETURN_IF_ERROR(read_ints(api, info, Name("dilations", suffix).text, 1, image.dilation + first, rank));
+  BF16KIT_RETURN_IF_ERROR(read_ints(api, info, Name("pads", suffix).text, 0, pads, 2 * rank));
   std::memcpy(image.pad + first, pads, sizeof(int64_t) * rank);
-  std::memcpy(node.pad_after + first, pads + rank, sizeof(int64_t) * rank);
+  std::memcpy(layer.pad_after + first, pads + rank, sizeof(int64_t) * rank);
   return nullptr;
 }
 
-Status* read_taps(const Api* api, Node& node) {
-  const int64_t channels = node.image.channels, taps = node.weight.k;
-  if (channels != node.weight.n || channels < kFewestChannels) {
+Status* read_taps(const Api* api, Layer& layer) {
+  const int64_t channels = layer.image.channels, taps = layer.weight.k;
+  if (channels != layer.weight.n || channels < kFewestChannels) {
     return error(api, kInvalidGraph, "channels = %lld and n = %lld of a depthwise convolution; they must be equal, and at"
-                 " least %lld", static_cast<long long>(channels), static_cast<long long>(node.weight.n),
+                 " least %lld", static_cast<long long>(channels), static_cast<long long>(layer.weight.n),
                  static_cast<long long>(kFewestChannels));
   }
-  node.taps.reset(new (std::nothrow) float[static_cast<size_t>(taps * channels)]);
-  if (node.taps == nullptr) return error(api, kFail, "out of memory");
+  layer.taps.reset(new (std::nothrow) float[static_cast<size_t>(taps * channels)]);
+  if (layer.taps == nullptr) return error(api, kFail, "out of memory");
   for (int64_t c = 0; c < channels; ++c) {
     for (int64_t t = 0; t < taps; ++t) {
-      const uint32_t bits = static_cast<uint32_t>(node.weight.data[c * taps + t]) << 16;
-      std::memcpy(&node.taps[static_cast<size_t>(t * channels + c)], &bits, sizeof bits);
+      const uint32_t bits = static_cast<uint32_t>(layer.weight.data[c * taps + t]) << 16;
+      std::memcpy(&layer.taps[static_cast<size_t>(t * channels + c)], &bits, sizeof bits);
     }
   }
   return nullptr;
+}
+
+// Whether each window is one pixel, and each pixel has one.
+bool of_pixels(const Layer& layer) {
+  for (int i = 0; i < 2; ++i) {
+    if (layer.image.kernel[i] != 1 || layer.image.stride[i] != 1 || layer.image.pad[i] + layer.pad_after[i] != 0) return false;
+  }
+  return true;
+}
+
+// Reads convolution `i` of a node.
+Status* read_layer(const Api* api, const KernelInfo* info, const char* suffix, size_t i, Layer& layer) {
+  BF16KIT_RETURN_IF_ERROR(read_size(api, info, Name("channels", suffix).text, layer.image.channels));
+  BF16KIT_RETURN_IF_ERROR(read_size(api, info, Name("n", suffix).text, layer.weight.n));
+  BF16KIT_RETURN_IF_ERROR(read_windows(api, info, suffix, layer));
+  // Each factor is at most INT32_MAX, so no product of two of them overflows.
+  const int64_t taps = layer.image.kernel[0] * layer.image.kernel[1];
+  layer.weight.k = taps;
+  if (!layer.depthwise && __builtin_mul_overflow(taps, layer.image.channels, &layer.weight.k)) {
+    return error(api, kInvalidGraph, "a window of %lld pixels is too large", static_cast<long long>(taps));
+  }
+  int64_t elements = 0;
+  if (__builtin_mul_overflow(layer.weight.k, layer.weight.n, &elements)) {
+    return error(api, kInvalidGraph, "a weight of k = %lld and n = %lld is too large", static_cast<long long>(layer.weight.k),
+                 static_cast<long long>(layer.weight.n));
+  }
+  BF16KIT_RETURN_IF_ERROR(read_weight(api, info, weight_input(i), layer.weight));
+  return layer.depthwise ? read_taps(api, layer) : nullptr;
 }
 
 Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void** created) noexcept {
@@ -109,25 +154,25 @@ Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void*
   node->api = api;
   node->op = &of(op);
   node->path = choose_path(node->op->arithmetic);
-  if (node->path == nullptr) {
+  node->pixels = choose_path(Arithmetic::kFp32);
+  if (node->path == nullptr || node->pixels == nullptr) {
     return error(api, kFail, "BF16KIT_KERNEL_PATH names no code path that this processor can run; unset it");
   }
-  BF16KIT_RETURN_IF_ERROR(read_size(api, info, "channels", node->image.channels));
-  BF16KIT_RETURN_IF_ERROR(read_size(api, info, "n", node->weight.n));
-  BF16KIT_RETURN_IF_ERROR(read_windows(api, info, *node));
-  // Each factor is at most INT32_MAX, so no product of two of them overflows.
-  const int64_t taps = node->image.kernel[0] * node->image.kernel[1];
-  node->weight.k = taps;
-  if (!node->op->depthwise && __builtin_mul_overflow(taps, node->image.channels, &node->weight.k)) {
-    return error(api, kInvalidGraph, "a window of %lld pixels is too large", static_cast<long long>(taps));
+  static constexpr const char* kSuffixes[] = {"", "1", "2", "3"};
+  const size_t count = node->op->count;
+  for (size_t i = 0; i < count; ++i) {
+    Layer& layer = node->layers[i];
+    layer.depthwise = count == 1 ? node->op->depthwise : i == 1;
+    BF16KIT_RETURN_IF_ERROR(read_layer(api, info, kSuffixes[count == 1 ? 0 : i + 1], i, layer));
+    if (count == 1) continue;
+    if (!layer.depthwise && (layer.weight.k != layer.image.channels || !of_pixels(layer))) {
+      return error(api, kInvalidGraph, "convolution %zu of a block has windows of several pixels, strides or pads", i + 1);
+    }
+    if (i > 0 && layer.image.channels != node->layers[i - 1].weight.n) {
+      return error(api, kInvalidGraph, "convolution %zu of a block has %lld channels; n of the one before is %lld", i + 1,
+                   static_cast<long long>(layer.image.channels), static_cast<long long>(node->layers[i - 1].weight.n));
+    }
   }
-  int64_t elements = 0;
-  if (__builtin_mul_overflow(node->weight.k, node->weight.n, &elements)) {
-    return error(api, kInvalidGraph, "a weight of k = %lld and n = %lld is too large", static_cast<long long>(node->weight.k),
-                 static_cast<long long>(node->weight.n));
-  }
-  BF16KIT_RETURN_IF_ERROR(read_weight(api, info, kW, node->weight));
-  if (node->op->depthwise) BF16KIT_RETURN_IF_ERROR(read_taps(api, *node));
   *created = node.release();
   return nullptr;
 }
@@ -135,19 +180,19 @@ Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void*
 void destroy(void* created) noexcept { delete static_cast<Node*>(created); }
 
 // Sets the sizes of x and y in `image`, and the dimensions of y in `shape`, which are those of x before.
-Status* read_sizes(const Node& node, Shape& shape, Image& image) {
-  const size_t rank = node.rank;
+Status* read_sizes(const Api* api, const Layer& layer, Shape& shape, Image& image) {
+  const size_t rank = layer.rank;
   if (shape.count != rank + 2 || shape.dims[rank + 1] != image.channels) {
-    return error(node.api, kInvalidArgument, "x has %zu dimensions, the last of %lld; it must have %zu, the last of %lld channels",
+    return error(api, kInvalidArgument, "x has %zu dimensions, the last of %lld; it must have %zu, the last of %lld channels",
                  shape.count, static_cast<long long>(shape.count == 0 ? 0 : shape.dims[shape.count - 1]), rank + 2,
                  static_cast<long long>(image.channels));
   }
   const int64_t sizes[2] = {rank == 1 ? 1 : shape.dims[1], shape.dims[rank]};
   int64_t out[2];
   for (int i = 0; i < 2; ++i) {
-    const int64_t window = (image.kernel[i] - 1) * image.dilation[i] + 1, padded = sizes[i] + image.pad[i] + node.pad_after[i];
+    const int64_t window = (image.kernel[i] - 1) * image.dilation[i] + 1, padded = sizes[i] + image.pad[i] + layer.pad_after[i];
     if (padded < window) {
-      return error(node.api, kInvalidArgument, "x is %lld pixels %s with its padding; a window is %lld",
+      return error(api, kInvalidArgument, "x is %lld pixels %s with its padding; a window is %lld",
                    static_cast<long long>(padded), i == 0 ? "high" : "wide", static_cast<long long>(window));
     }
     out[i] = (padded - window) / image.stride[i] + 1;
@@ -156,50 +201,59 @@ Status* read_sizes(const Node& node, Shape& shape, Image& image) {
   image.out_height = out[0], image.out_width = out[1];
   if (rank == 2) shape.dims[1] = out[0];
   shape.dims[rank] = out[1];
-  shape.dims[rank + 1] = node.weight.n;
+  shape.dims[rank + 1] = layer.weight.n;
   return nullptr;
-}
-
-// Whether the windows are the pixels themselves, so that x is a matrix.
-bool pointwise(const Image& image) {
-  for (int i = 0; i < 2; ++i) {
-    if (image.kernel[i] != 1 || image.stride[i] != 1) return false;
-  }
-  return image.out_height == image.height && image.out_width == image.width;
 }
 
 Status* run(void* created, KernelContext* context) noexcept {
   const Node& node = *static_cast<const Node*>(created);
   const Api* api = node.api;
-  Image image = node.image;
-  Shape shape, bias_shape;
-  void *x = nullptr, *bias = nullptr;
+  const size_t count = node.op->count;
+  Shape shape;
+  void *x = nullptr, *given[kMost] = {};
   BF16KIT_RETURN_IF_ERROR(read_input(api, context, kX, shape, &x));
-  BF16KIT_RETURN_IF_ERROR(read_input(api, context, kBias, bias_shape, &bias));
-  BF16KIT_RETURN_IF_ERROR(check_bias(api, bias_shape, node.weight.n));
+  for (size_t i = 0; i < count; ++i) {
+    Shape bias_shape;
+    BF16KIT_RETURN_IF_ERROR(read_input(api, context, bias_input(count, i), bias_shape, &given[i]));
+    BF16KIT_RETURN_IF_ERROR(check_bias(api, bias_shape, node.layers[i].weight.n));
+  }
   const int64_t batch = shape.count == 0 ? 0 : shape.dims[0];
-  BF16KIT_RETURN_IF_ERROR(read_sizes(node, shape, image));
+  Image images[kMost];
+  for (size_t i = 0; i < count; ++i) {
+    images[i] = node.layers[i].image;
+    BF16KIT_RETURN_IF_ERROR(read_sizes(api, node.layers[i], shape, images[i]));
+  }
   float* y = nullptr;
   BF16KIT_RETURN_IF_ERROR(make_output(api, context, 0, shape, &y));
   Threads threads = {api, context, nullptr};
-  if (node.op->depthwise) {
-    const Depthwise depthwise = {static_cast<const float*>(x), batch,       image, node.taps.get(),
-                                 static_cast<const float*>(bias), node.op->activation, y};
-    convolve(depthwise, *node.path, run_parts, &threads);
-    return threads.status;
+  const auto product = [&](size_t i, Activation activation, const void* rows, float* to) {
+    return Product{static_cast<const float*>(rows), batch * images[i].out_height * images[i].out_width, node.layers[i].weight,
+                   static_cast<const float*>(given[i]), activation, node.op->arithmetic, to, 0};
+  };
+  const auto depthwise = [&](size_t i, const void* from, float* to) {
+    return Depthwise{static_cast<const float*>(from), batch, images[i], node.layers[i].taps.get(),
+                     static_cast<const float*>(given[i]), node.op->activation, to};
+  };
+  bool done = true;
+  if (count > 1) {
+    const Block block = {product(0, node.op->activation, x, nullptr), depthwise(1, nullptr, nullptr),
+                         product(2, Activation::kNone, nullptr, y)};
+    done = convolve(block, *node.path, *node.pixels, run_parts, &threads);
+  } else if (node.op->depthwise) {
+    convolve(depthwise(0, x, y), *node.pixels, run_parts, &threads);
+  } else {
+    Product windows = product(0, node.op->activation, x, y);
+    if (!of_pixels(node.layers[0])) windows.image = images;
+    done = multiply(&windows, 1, *node.path, run_parts, &threads);
   }
-  Product product = {static_cast<const float*>(x), batch * image.out_height * image.out_width, node.weight,
-                     static_cast<const float*>(bias), node.op->activation, node.op->arithmetic, y, 0};
-  if (!pointwise(image)) product.image = &image;
-  const bool done = multiply(&product, 1, *node.path, run_parts, &threads);
   if (threads.status != nullptr) return threads.status;
   return done ? nullptr : error(api, kFail, "out of memory while copying windows of x");
 }
 
 CustomOp describe() {
-  CustomOp op = custom_op_of_floats<Operator>([](const CustomOp*) noexcept -> size_t { return 3; },
+  CustomOp op = custom_op_of_floats<Operator>([](const CustomOp* op) noexcept -> size_t { return 1 + 2 * of(op).count; },
                                               [](const CustomOp*) noexcept -> size_t { return 1; });
-  op.GetInputType = [](const CustomOp*, size_t i) noexcept -> int { return i == kW ? kBfloat16 : kFloat; };
+  op.GetInputType = [](const CustomOp* op, size_t i) noexcept -> int { return i >= 1 && i <= of(op).count ? kBfloat16 : kFloat; };
   op.CreateKernelV2 = create;
   op.KernelComputeV2 = run;
   op.KernelDestroy = destroy;
@@ -213,21 +267,26 @@ struct Operators {
   Operators() {
     static constexpr Activation kAll[kConvActivations] = {Activation::kNone, Activation::kRelu, Activation::kSilu,
                                                           Activation::kRelu6};
-    static constexpr const char* kForms[] = {"Conv_panels",          "Conv_panels_tail",     "Conv_panels_narrow",
-                                             "ConvBf16_panels",      "ConvBf16_panels_tail", "ConvBf16_panels_narrow",
-                                             "ConvDepthwise"};
+    static constexpr const char* kForms[] = {"_panels", "_panels_tail", "_panels_narrow"};
     Operator* next = all;
-    for (const char* form : kForms) {
-      const bool rounds = std::strncmp(form, "ConvBf16", 8) == 0, depthwise = std::strcmp(form, "ConvDepthwise") == 0;
-      for (const Activation activation : kAll) {
-        *next = {describe(), "", depthwise, rounds ? Arithmetic::kBf16 : Arithmetic::kFp32, activation};
-        const bool none = activation == Activation::kNone;
-        std::snprintf(next->name, sizeof next->name, "%s%s%s", form, none ? "" : "_",
-                      none ? "" : kActivations[static_cast<size_t>(activation)]);
-        ++next;
+    for (size_t i = 0; i < kConvOperators; ++i, ++next) {
+      const Activation activation = kAll[i % kConvActivations];
+      const bool none = activation == Activation::kNone;
+      const char *mark = none ? "" : "_", *activated = none ? "" : kActivations[static_cast<size_t>(activation)];
+      // Depthwise, then three forms, then nine of a block, in fp32 and in bf16.
+      const size_t which = i / kConvActivations, form = (which + 11) % 12, rounds = which > 12;
+      const char* bf16 = rounds ? "Bf16" : "";
+      *next = {describe(), "", form < 3 || which == 0 ? size_t{1} : kMost, which == 0, rounds ? Arithmetic::kBf16 : Arithmetic::kFp32,
+               activation};
+      if (which == 0) {
+        std::snprintf(next->name, sizeof next->name, "ConvDepthwise%s%s", mark, activated);
+      } else if (form < 3) {
+        std::snprintf(next->name, sizeof next->name, "Conv%s%s%s%s", bf16, kForms[form], mark, activated);
+      } else {
+        std::snprintf(next->name, sizeof next->name, "ConvBlock%s%s%s%s%s", bf16, kForms[form / 3 - 1], kForms[form % 3], mark,
+                      activated);
       }
     }
-    static_assert(sizeof kForms / sizeof kForms[0] * kConvActivations == kConvOperators, "an operator for each name");
   }
 };
 

@@ -9,6 +9,10 @@
 //               kernel_shape, strides, dilations  ints, one or two; pads  ints, one or two before, then as many behind
 //
 // The name is Conv[Bf16]_FORM[_ACTIVATION] for each form of panels, or ConvDepthwise[_ACTIVATION].
+//
+// ConvBlock[Bf16]_FORM_FORM[_ACTIVATION] is an inverted bottleneck: a dense convolution of single pixels, a depthwise one, both
+// with the activation, and another of single pixels. Its inputs are x, the three weights, the three biases; its attributes are
+// those of the three, with 1, 2 or 3 behind the name.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +22,7 @@
 namespace bf16kit {
 
 constexpr size_t kConvActivations = 4;  // none, relu, silu, relu6
-constexpr size_t kConvOperators = (2 * 3 + 1) * kConvActivations;
+constexpr size_t kConvOperators = (2 * (3 + 3 * 3) + 1) * kConvActivations;
 
 // Returns operator `index`, which lives as long as the program.
 const abi::CustomOp* conv_operator_at(size_t index);

@@ -21,7 +21,7 @@ namespace bf16kit {
 //   Gather_LAYOUT                               3 layouts
 //   Attention[Bf16]_FORM[_grouped][_mask]       attention_op.h
 //   AddLayerNorm[_bias][_sum], RmsNorm, AddRmsNorm[_sum]    norm_op.h
-//   Conv[Bf16]_LAYOUT[_ACTIVATION], ConvDepthwise[_ACTIVATION]    conv_op.h
+//   Conv[Bf16]_LAYOUT[_ACTIVATION], ConvDepthwise[_ACTIVATION], ConvBlock[Bf16]_LAYOUT_LAYOUT[_ACTIVATION]    conv_op.h
 //   LSTM[2][Bf16], GRU[2][Bf16]                 recurrent_op.h
 constexpr size_t kProductsAndLookups = 2 * (1 + 4 * 2 * 6 + 4) + 3;
 constexpr size_t kOperators =

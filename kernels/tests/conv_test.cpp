@@ -1,5 +1,5 @@
-// Compares convolutions with the products of their windows, bit for bit, and with float64, in random cases, on every path that
-// the processor supports.
+// Compares convolutions with the products of their windows, bit for bit, and with float64, and blocks with their operations, in
+// random cases, on every path that the processor supports.
 //
 //   conv_test [--cases 10000] [--seed 1] [--only INDEX]
 //
@@ -7,7 +7,7 @@
 #include <cstdio>
 
 #include "checks.h"
-#include "gemm/image.h"
+#include "gemm/block.h"
 
 namespace bf16kit {
 namespace {
@@ -143,10 +143,56 @@ void check_depthwise(Random& random, const std::string& name) {
   }
 }
 
+// A block, in strips of any size, against its three operations one after the other, bit for bit.
+void check_block(Random& random, const std::string& name) {
+  int64_t batch = 0;
+  Image image = draw_image(random, batch, 70);
+  image.channels += kFewestChannels - 1;
+  // Sometimes high enough for several strips, sometimes padded so far that windows are outside of the image.
+  if (random.chance(0.7)) image.height += 20, image.out_height += 20 / image.stride[0];
+  if (random.chance(0.1)) image.pad[0] += 40;
+  const Arithmetic arithmetic = random.one_of({Arithmetic::kFp32, Arithmetic::kBf16});
+  const Activation activation = random.one_of({Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kSilu});
+  const int64_t pixels = batch * image.height * image.width, out = batch * image.out_height * image.out_width;
+  const int64_t k = random.between(1, 40), n = random.between(1, 70), taps = image.kernel[0] * image.kernel[1];
+  Case wide, narrow;
+  const auto fill = [&](Case& c, int64_t rows, int64_t inner, int64_t columns, Activation function) {
+    c.rows = rows, c.k = inner, c.n = columns, c.activation = function, c.arithmetic = arithmetic;
+    c.w.resize(inner * columns);
+    for (uint16_t& value : c.w) value = bf16kit::narrow(random.normal());
+    c.bias = draw(random, columns);
+    store_weight(c, random.between(0, 31));
+  };
+  fill(wide, pixels, k, image.channels, activation);
+  fill(narrow, out, image.channels, n, Activation::kNone);
+  wide.x = draw(random, pixels * k);
+  const Exact<float> w = draw(random, taps * image.channels), bias = draw(random, image.channels);
+  for (const Path* path : supported_paths(arithmetic)) {
+    const Path& fp32 = path->convolve == nullptr ? *supported_paths(Arithmetic::kFp32).back() : *path;
+    const std::string where = name + " block path=" + path->name + " " + describe(image, batch) + wide.describe();
+    Exact<float> between(pixels * image.channels, 1), after(out * image.channels, 1), right(out * n, 1), y(out * n, 1);
+    int64_t threads = random.chance(0.1) ? 3 : 1;
+    const auto product = [](const Case& c, const float* x, float* to) {
+      Product made = c.product(to);
+      made.x = x;
+      return made;
+    };
+    Product first = product(wide, wide.x.data(), between.data()), last = product(narrow, after.data(), right.data());
+    Depthwise depthwise = {between.data(), batch, image, w.data(), bias.data(), activation, after.data()};
+    multiply(&first, 1, *path, run_on_threads, &threads);
+    convolve(depthwise, fp32, run_on_threads, &threads);
+    multiply(&last, 1, *path, run_on_threads, &threads);
+    depthwise.x = depthwise.y = nullptr;
+    const Block block = {product(wide, wide.x.data(), nullptr), depthwise, product(narrow, nullptr, y.data())};
+    convolve(block, *path, fp32, run_on_threads, &threads, random.between(1, 4), random.between(1, 60000));
+    check_same(right, y, 0, n, where, "as a block");
+  }
+}
+
 int run(int64_t cases, int64_t only) {
   return run_cases(cases, only, " of convolution", "", [](int64_t i) {
     Random random(g_seed, i);
-    (i % 3 == 0 ? check_depthwise : check_dense)(random, "--only " + std::to_string(i));
+    (i % 4 == 0 ? check_block : i % 3 == 0 ? check_depthwise : check_dense)(random, "--only " + std::to_string(i));
   });
 }
 

@@ -103,6 +103,39 @@ def test_a_network_is_one_region_transposed_at_its_borders_only(
     assert np.array_equal(made.run_kernel(one, ROUNDING)["y"], kernel[1:])
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["", "by a Pad"])
+def test_a_bottleneck_of_few_channels_is_one_node(
+    padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its convolutions are too small for the kernel alone. The residual of the last stays an Add."""
+    made: Made = ([], [graphs.initializer("around", np.array([0, 0, 1, 1, 0, 0, 1, 1]))])
+    x = "x"
+    for place, strides in enumerate([[2, 2], [1, 1], [1, 1]], 1):
+        conv(made, x, f"w{place}", (96, 24, 1, 1))
+        node(made, "Relu", f"w{place}", f"r{place}")
+        if padded:
+            node(made, "Pad", f"r{place} around", f"p{place}")
+        windows: dict[str, Any] = {"strides": strides} | ({} if padded else {"pads": [1, 1, 1, 1]})
+        conv(made, f"{'p' if padded else 'r'}{place}", f"d{place}", (96, 1, 3, 3), group=96, bias=False, **windows)
+        node(made, "Relu", f"d{place}", f"s{place}")
+        conv(made, f"s{place}", f"n{place}", (24, 96, 1, 1))
+        x = f"n{place}"
+    node(made, "Add", "n2 n3", "y")
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", 24, 17, 15)), profiles=["cpu", ROUNDING])
+    assert ours(lowered, "cpu") == []
+    found = {each.name: each.op_type for each in ours(lowered, ROUNDING)}
+    assert found == dict.fromkeys(["n1", "n2", "n3"], "ConvBlockBf16_panels_panels_narrow_relu")
+    feeds = {"x": graphs.values(2, 24, 17, 15, seed=7)}
+    kernel, *definitions = (each["y"] for each in answers(lowered, feeds, monkeypatch, ROUNDING))
+    for other in definitions:
+        np.testing.assert_allclose(kernel, other, rtol=0, atol=5e-3)
+    np.testing.assert_allclose(lowered.run_source(feeds)["y"], kernel, rtol=0, atol=5e-2)
+    assert optimised(lowered, tmp_path / "optimised.onnx", kernel=True)["Transpose"] == 2
+    assert optimised(lowered, tmp_path / "plain.onnx", kernel=False)["Transpose"] == 0
+    alone = lowered.run_kernel({"x": feeds["x"][1:]}, ROUNDING)["y"]
+    assert np.array_equal(alone, kernel[1:])
+
+
 @pytest.mark.parametrize(
     ("weight", "attributes", "size"),
     [
@@ -110,8 +143,12 @@ def test_a_network_is_one_region_transposed_at_its_borders_only(
         ((C, C, 1, 5), {"pads": [0, 2, 0, 2]}, (3, 12)),
         ((72, C, 7), {"strides": [3], "pads": [3, 1]}, (40,)),
         ((600, 600, 1, 1), {"strides": [2, 2]}, (5, 5)),
+        ((C, C, 3, 4), {"auto_pad": "SAME_UPPER", "strides": [2, 3]}, (9, 8)),
+        ((C, C, 2, 3), {"auto_pad": "SAME_LOWER"}, (9, 8)),
+        ((C, C, 1, 3), {"auto_pad": "SAME_LOWER", "strides": [3, 2]}, (9, 8)),
+        ((C, C, 3, 3), {"auto_pad": "VALID"}, (9, 8)),
     ],
-    ids=["image", "row", "sequence", "pixels"],
+    ids=["image", "row", "sequence", "pixels", "upper", "lower", "none needed", "valid"],
 )
 def test_every_window_gives_the_sums_of_its_rounded_pixels(
     weight: tuple[int, ...], attributes: dict[str, Any], size: tuple[int, ...], tmp_path: Path
@@ -172,6 +209,15 @@ def test_weights_in_panels_are_restored_bit_by_bit(tmp_path: Path) -> None:
         if name in panels:
             assert np.array_equal(made.artifact.restore(name), weight)
             assert np.array_equal(made.artifact.tensor(name), to_bf16(weight))
+
+
+def test_padding_that_depends_on_an_unknown_size_stays_with_onnx_runtime(tmp_path: Path) -> None:
+    made: Made = ([], [])
+    conv(made, "x", "c1", (C, C, 3, 3), auto_pad="SAME_UPPER")
+    conv(made, "c1", "c2", (C, C, 3, 3), auto_pad="SAME_UPPER")
+    conv(made, "c2", "y", (C, C, 3, 3), auto_pad="SAME_UPPER", strides=[1, 2])
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", C, 20, "width")), profiles=[ROUNDING])
+    assert [each.name for each in ours(lowered, ROUNDING)] == ["c1", "c2"]
 
 
 def test_what_would_not_pay_stays_with_onnx_runtime(tmp_path: Path) -> None:

@@ -40,13 +40,36 @@ def image(*shape: int) -> Array:
 
 
 DEPTHWISE = conv("ConvDepthwise_silu", elements=C * 6, bias=C, n=C)
+HIDDEN = 96
+PIXELS = {"kernel_shape": [1, 1], "strides": [1, 1], "dilations": [1, 1], "pads": [0, 0, 0, 0]}
 
 
-@pytest.mark.parametrize("made", [conv(), conv("Conv_panels_tail_relu6"), DEPTHWISE], ids=["bf16", "fp32", "depthwise"])
+def block(op: str = "ConvBlockBf16_panels_panels_tail_silu", **attributes: Any) -> ModelProto:
+    """Return an inverted bottleneck of [batch, height, width, 20] in one node: 20 → 96 → 96 → 40 channels."""
+    steps = (C, HIDDEN, PIXELS), (HIDDEN, HIDDEN, WINDOWS), (HIDDEN, N, PIXELS)
+    given: dict[str, Any] = {}
+    stored = []
+    for place, (channels, n, windows) in enumerate(steps, 1):
+        given |= {f"{name}{place}": value for name, value in (windows | {"channels": channels, "n": n}).items()}
+        k = 6 if windows is WINDOWS else channels
+        weight = graphs.values(k * n, seed=place, scale=k**-0.5).astype(ml_dtypes.bfloat16)
+        stored += [graphs.initializer(f"w{place}", weight), graphs.initializer(f"b{place}", graphs.values(n, seed=9))]
+    node = helper.make_node(op, ["x", "w1", "w2", "w3", "b1", "b2", "b3"], ["y"], domain="bf16kit")
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in (given | attributes).items())
+    made = graphs.model([node], [graphs.edge("x")], [graphs.edge("y")], stored)
+    made.opset_import.append(helper.make_opsetid("bf16kit", 1))
+    return made
+
+
+@pytest.mark.parametrize(
+    "made",
+    [conv(), conv("Conv_panels_tail_relu6"), DEPTHWISE, block(), block("ConvBlock_panels_panels_tail_relu")],
+    ids=["bf16", "fp32", "depthwise", "block", "fp32 block"],
+)
 def test_threads_paths_and_neighbours_change_no_bit(made: ModelProto, monkeypatch: pytest.MonkeyPatch) -> None:
     x = image(3, 40, 50, C)
     (alone,) = results(made, x)
-    assert alone.shape == (3, 20, 50, made.graph.initializer[1].dims[0])
+    assert alone.shape == (3, 20, 50, made.graph.initializer[-1].dims[0])
     assert np.array_equal(results(made, x, threads=3)[0], alone)
     assert np.array_equal(results(made, x[1:2])[0], alone[1:2])
     if "Bf16" not in made.graph.node[0].op_type:
@@ -58,6 +81,7 @@ def test_threads_paths_and_neighbours_change_no_bit(made: ModelProto, monkeypatc
 def test_empty_and_smallest_images_run(shape: tuple[int, ...]) -> None:
     assert results(conv(), image(*shape))[0].shape == (shape[0], (shape[1] + 1) // 2, shape[2], N)
     assert results(DEPTHWISE, image(*shape))[0].shape == (shape[0], (shape[1] + 1) // 2, shape[2], C)
+    assert results(block(), image(*shape))[0].shape == (shape[0], (shape[1] + 1) // 2, shape[2], N)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +105,17 @@ def test_empty_and_smallest_images_run(shape: tuple[int, ...]) -> None:
         (conv(), (), "it must have 4"),
         (conv(dilations=[9, 1]), (1, 8, 8, C), "10 pixels high with its padding; a window is 19"),
         (conv(), (1, 0, 8, C), "2 pixels high with its padding; a window is 3"),
+        (block(pads1=[0, 0, 0, 1]), (1, 8, 8, C), "convolution 1 of a block has windows of several pixels"),
+        (block(strides3=[2, 1]), (1, 8, 8, C), "convolution 3 of a block has windows of several pixels"),
+        (block(pads2=[0, 0]), (1, 8, 8, C), "pads2 has 2 integers; it must have 4"),
+        (block(n1=80, channels2=HIDDEN), (1, 8, 8, C), "has 1920 elements"),
+        (
+            block(channels3=48, n3=80),
+            (1, 8, 8, C),
+            "convolution 3 of a block has 48 channels; n of the one before is 96",
+        ),
+        (block(), (1, 8, 8, C + 1), "20 channels"),
+        (block(dilations2=[9, 1]), (1, 8, 8, C), "10 pixels high with its padding; a window is 19"),
     ],
 )
 def test_what_is_wrong_is_named(made: ModelProto, x: tuple[int, ...], message: str) -> None:
