@@ -112,7 +112,8 @@ def test_a_model_on_the_cpu_kernel_reports_its_kernel_path(
     model = answering(only(load()))
     assert (model.info.kernel, model.info.note) == ("portable", "")
     until(lambda: "accumulation fp32, kernel portable;" in caplog.text)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    # Threads of earlier tests may log as well, e.g. about token files that are gone.
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING and ".models." in each.name] == []
 
 
 @pytest.mark.long
