@@ -13,6 +13,7 @@ from bf16kit.converter.fuse.functions import ROUNDED, Fusing, Fusion, chain, def
 from bf16kit.converter.graph.initializers import initializer
 
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)
+_FEW_KEYS = 16
 _HEADS_FIRST, _COLUMNS_FIRST = [0, 2, 1, 3], [0, 2, 3, 1]
 
 
@@ -23,7 +24,7 @@ def attend(fusing: Fusing, node: ir.Node) -> Fusion | None:
     the name of that product, and its output the name and place of the output of the Reshape that merged the heads.
     """
     found = attention(node)
-    if found is None:
+    if found is None or not _pays(found):
         return None
     values, sizes = found.values, attributes(found)
     defined = _function(found, values.name in fusing.rounding, fusing.opset, sizes)
@@ -32,6 +33,15 @@ def attend(fusing: Fusing, node: ir.Node) -> Fusion | None:
     made = fusing.operator(defined, inputs, sizes, values, values.name)
     replaced = {found.nodes[-1].outputs[0]: made.outputs[0]}
     return fusing.replace("attention", node, found.nodes, made, replaced, found.shape)
+
+
+def _pays(found: Attention) -> bool:
+    """Whether the kernel's node is as fast as what it replaces: few keys lose (docs/decisions/0090).
+
+    Not if the node also saves the Transposes of rows, or has one query. With an unknown number of keys, it pays.
+    """
+    few = isinstance(found.k.rows, int) and found.k.rows <= _FEW_KEYS
+    return not few or found.q.in_rows or found.k.in_rows or found.v.in_rows or found.q.rows == 1
 
 
 def _combined(fusing: Fusing, masks: Sequence[Mask], before: ir.Node) -> ir.Value | None:

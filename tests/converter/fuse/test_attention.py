@@ -35,14 +35,25 @@ SPELLINGS = [
 TOLERANCES = {"cpu": (2e-5, 4e-6), PROFILE: (2.0**-9, 2.0**-7)}
 
 
+@pytest.mark.parametrize(
+    ("forms", "queries", "keys", "fused"), [("hhh", 2, 16, 0), ("hhh", 1, 16, 1), ("hhh", 2, 17, 1), ("rhh", 2, 16, 1)]
+)
+def test_few_keys_are_fused_only_if_rows_are_read_or_for_one_query(
+    forms: str, queries: int, keys: int, fused: int, tmp_path: Path
+) -> None:
+    proto = attending.attention(Spelling(forms=forms), {"queries": queries, "keys": keys})
+    made = lower(tmp_path / "m" / "1", proto, profiles=[*TOLERANCES])
+    assert [len(ours(made, profile)) for profile in TOLERANCES] == [fused, fused]
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
 def test_every_spelling_becomes_one_node_that_gives_float64_s_result(
     spelling: Spelling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grouped = spelling.heads != spelling.kv_heads  # ONNX's inference does not follow names through repeated heads
-    proto = attending.attention(spelling, {"batch": 2, "queries": 5, "keys": 7} if grouped else {})
+    proto = attending.attention(spelling, {"batch": 2, "queries": 5, "keys": 17} if grouped else {})
     made = lower(tmp_path / "m" / "1", proto, profiles=[*TOLERANCES])
-    fed = attending.feeds(spelling)
+    fed = attending.feeds(spelling, keys=17 if grouped else 7)
     unrounded = attending.exact(spelling, fed)
     rounded = attending.exact(spelling, fed | {name: to_fp32(to_bf16(fed[name])) for name in "qkv"})
     for profile, (relative, absolute) in TOLERANCES.items():
