@@ -153,8 +153,8 @@ build/environments/%/.installed: tests/environments/%.txt constraints.txt | setu
 
 KERNEL_CASES ?= 10000
 test-kernel: setup ## the C++ kernel under sanitizers: 10,000 random cases against float64 (KERNEL_CASES), then inside ONNX Runtime
-	@time kernels/tests/run.sh --sanitize --cases $(KERNEL_CASES)
-	@time PYTHON=$(BIN)/python kernels/tests/in_onnxruntime.sh
+	@time nice kernels/tests/run.sh --sanitize --cases $(KERNEL_CASES)
+	@time PYTHON=$(BIN)/python nice kernels/tests/in_onnxruntime.sh
 
 test-kernel-versions: setup ## the kernel inside every minor release of ONNX Runtime since 1.21: 11 wheels, one to two minutes
 	PYTHON=$(BIN)/python kernels/tests/versions.sh
