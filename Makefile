@@ -102,7 +102,7 @@ test: setup ## all quick tests: no Docker, no GPU; target: three minutes on two 
 	@time $(BIN)/pytest $(side-by-side) -m 'not long and $(elsewhere)' $(PYTEST_ARGS)
 
 # The other suites: the arguments of pytest, and the environments of each. `make` lists what the comments here say.
-## test-long     the tests too slow for `make test`: many models, damaged files, killed processes, workers, the kernel's C++ tests
+## test-long     the tests too slow for `make test`: many models, damaged files, killed processes, workers
 suite-long := $(side-by-side) -m 'long and $(elsewhere)'
 ## test-hostile  attacks on a running server over real sockets; target: three minutes on two cores
 suite-hostile := -m hostile tests/hostile --durations 10
