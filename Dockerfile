@@ -140,15 +140,15 @@ RUN python3 -m venv --without-pip /opt/biller \
 
 FROM biller AS billed-server
 ARG VERSION=0.1.0
-COPY --from=server /opt/bf16kit /opt/bf16kit
-RUN /opt/biller/bin/python deploy/image/bill.py bf16kit:server "${VERSION}" /server.cdx.json
+RUN --mount=from=server,source=/opt/bf16kit,target=/opt/bf16kit \
+    /opt/biller/bin/python deploy/image/bill.py bf16kit:server "${VERSION}" /server.cdx.json
 FROM scratch AS bill-of-server
 COPY --from=billed-server /server.cdx.json /
 
 FROM biller AS billed-converter
 ARG VERSION=0.1.0
-COPY --from=converter /opt/bf16kit /opt/bf16kit
-RUN /opt/biller/bin/python deploy/image/bill.py bf16kit:converter "${VERSION}" /converter.cdx.json
+RUN --mount=from=converter,source=/opt/bf16kit,target=/opt/bf16kit \
+    /opt/biller/bin/python deploy/image/bill.py bf16kit:converter "${VERSION}" /converter.cdx.json
 FROM scratch AS bill-of-converter
 COPY --from=billed-converter /converter.cdx.json /
 

@@ -96,15 +96,14 @@ check: setup ## check format, lint, types, import rules, generated code and mani
 # One process per core, at most four because each takes 1.5 GB. A file's tests run in one process, files in collection order.
 # For a debugger, PYTEST_ARGS='-n 0' runs all in one process. The slowest tests are printed; docs/decisions/0042 has the times.
 side-by-side := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
-elsewhere := not compose and not gpu and not models and not clients and not sources and not ray and not fuzz and not hostile and not manifests
+elsewhere := not compose and not gpu and not models and not clients and not sources and not ray and not fuzz and not hostile and not manifests and not release
 
 test: setup ## all quick tests: no Docker, no GPU; target: three minutes on two cores; prints the slowest tests
 	@time $(BIN)/pytest $(side-by-side) -m 'not long and $(elsewhere)' $(PYTEST_ARGS)
 
 # The other suites: the arguments of pytest, and the environments of each. `make` lists what the comments here say.
-## test-long     the tests too slow for `make test`: many models, damaged files, killed processes, workers, the kernel's C++ tests
+## test-long     the tests too slow for `make test`: many models, damaged files, killed processes, workers
 suite-long := $(side-by-side) -m 'long and $(elsewhere)'
-needs-long := release
 ## test-hostile  attacks on a running server over real sockets; target: three minutes on two cores
 suite-hostile := -m hostile tests/hostile --durations 10
 ## test-compose  start compose.yaml on a Docker engine, send requests, restart it, break it, check Prometheus' alerts
@@ -134,7 +133,7 @@ python-ray = sh tests/ray/run.sh build/environments/ray/bin/python -m pytest
 $(suites): test-%: setup $$(addprefix build/environments/,$$(addsuffix /.installed,$$(needs-$$*)))
 	@time $(or $(python-$*),$(BIN)/pytest) $(suite-$*) $(PYTEST_ARGS)
 
-test-weekly: setup ## property tests with new examples; the lowest and the newest dependencies; Python 3.12 to 3.14; steps: WEEKLY_ARGS (.ci/weekly)
+test-weekly: setup ## property tests and state machines with new examples; the lowest and the newest dependencies; Python 3.12 to 3.14; steps: WEEKLY_ARGS (.ci/weekly)
 	@EXTRAS=$(EXTRAS) .ci/weekly $(WEEKLY_ARGS)
 
 # Packages that conflict with those of .venv, or that few tests need, are in environments of their own: tests/environments/*.txt.
@@ -154,8 +153,8 @@ build/environments/%/.installed: tests/environments/%.txt constraints.txt | setu
 
 KERNEL_CASES ?= 10000
 test-kernel: setup ## the C++ kernel under sanitizers: 10,000 random cases against float64 (KERNEL_CASES), then inside ONNX Runtime
-	@time kernels/tests/run.sh --sanitize --cases $(KERNEL_CASES)
-	@time PYTHON=$(BIN)/python kernels/tests/in_onnxruntime.sh
+	@time nice kernels/tests/run.sh --sanitize --cases $(KERNEL_CASES)
+	@time PYTHON=$(BIN)/python nice kernels/tests/in_onnxruntime.sh
 
 test-kernel-versions: setup ## the kernel inside every minor release of ONNX Runtime since 1.21: 11 wheels, one to two minutes
 	PYTHON=$(BIN)/python kernels/tests/versions.sh

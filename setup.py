@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.modified import newer_group
 
 _NAME = "_bf16kernel.so"
 _WANTED = os.environ.get("BF16KIT_BUILD_KERNEL", "")
@@ -50,7 +52,20 @@ class BuildPython(build_py):
 
 
 class BuildKernel(build_ext):
-    """Names the library without Python's ABI tag, because ONNX Runtime loads it, not Python."""
+    """Compiles the files side by side. Names the library without Python's ABI tag, because ONNX Runtime loads it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if not self.force and not newer_group([*ext.sources, *ext.depends], self.get_ext_fullpath(ext.name)):
+            return
+        options = {"output_dir": self.build_temp, "include_dirs": ext.include_dirs}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = [
+                pool.submit(self.compiler.compile, [source], extra_postargs=ext.extra_compile_args, **options)
+                for source in sorted(ext.sources)
+            ]
+            ext.extra_objects = [name for each in made for name in each.result()]
+        ext.sources, self.force = [], True  # only to be linked, in any case
+        super().build_extension(ext)
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{Path(*fullname.split('.'))}.so"

@@ -168,7 +168,7 @@ void check(const AttentionCase& c, Random& random, const std::string& name) {
 // Large enough that a head's rows are divided into parts, and that sums have several chains.
 void check_large(Random& random) {
   AttentionCase c;
-  c.queries = 700, c.keys = 700, c.depth = 200, c.width = 40;
+  c.queries = 150, c.keys = 300, c.depth = 200, c.width = 40;
   c.q = Exact<float>(c.queries * c.depth, 0), c.k = Exact<float>(c.keys * c.depth, 0);
   c.v = Exact<float>(c.keys * c.width, 0);
   for (Exact<float>* values : {&c.q, &c.k, &c.v}) {
@@ -183,7 +183,7 @@ void check_large(Random& random) {
 // Each row sees the 150 keys before it, so that the skipped keys begin and end at any panel, within chains of 128.
 void check_window(Arithmetic arithmetic, float hidden, Random& random) {
   AttentionCase c;
-  c.queries = c.keys = 400, c.depth = 20, c.width = 33;
+  c.queries = c.keys = 300, c.depth = 20, c.width = 33;
   c.arithmetic = arithmetic;
   c.masked = c.along[2] = c.along[3] = true;
   c.q = Exact<float>(c.queries * c.depth, 0), c.k = Exact<float>(c.keys * c.depth, 0);

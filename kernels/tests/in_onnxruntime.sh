@@ -1,28 +1,26 @@
 #!/usr/bin/env bash
-# Builds the whole library with AddressSanitizer and UndefinedBehaviorSanitizer into build/kernel-test/library/, and runs the
-# tests that load it into ONNX Runtime. PYTHON: an interpreter that has the project and pytest. CXX: GCC; the default is g++.
+# Runs the tests that load the kernel into ONNX Runtime on a library with AddressSanitizer and UndefinedBehaviorSanitizer, which it
+# links from what `run.sh --sanitize` has compiled. PYTHON: an interpreter that has the project and pytest. CXX: as for run.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-out=build/kernel-test/library
-mkdir -p "$out"
+out=$PWD/build/kernel-test/sanitized
+[[ -f $out/portable.o && -z $(find kernels/{gemm,isa} -type f -newer "$out/portable.o") ]] ||
+  { echo "in_onnxruntime.sh: the kernel has changed: run kernels/tests/run.sh --sanitize first" >&2; exit 1; }
 read -ra compiler <<<"${CXX:-g++}"
-flags=(-Ikernels -std=c++17 -O1 -g -fPIC -fvisibility=hidden -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all)
-flags+=(-Wno-psabi -Wno-maybe-uninitialized)
-objects=() jobs=()
-for source in kernels/{ort,gemm,isa,rounding}/*.cpp; do
+flags=(-Ikernels -std=c++17 -O1 -g1 -fPIC -fvisibility=hidden -ffp-contract=off -Wno-psabi -fsanitize=address,undefined -fno-sanitize-recover=all)
+objects=()
+for source in kernels/{gemm,isa,ort,rounding}/*.cpp; do
   objects+=("$out/$(basename "$source" .cpp).o")
-  "${compiler[@]}" "${flags[@]}" -c "$source" -o "${objects[-1]}" &
-  jobs+=($!)
+  [[ $source =~ ^kernels/(gemm|isa)/ ]] || "${compiler[@]}" "${flags[@]}" -c "$source" -o "${objects[-1]}"
 done
-for job in "${jobs[@]}"; do wait "$job"; done
 "${compiler[@]}" -shared -fsanitize=address,undefined "${objects[@]}" -o "$out/_bf16kernel.so"
 
 # The interpreter is not built with the sanitizers, so they must be preloaded. Leaks are not checked, because the interpreter and
 # ONNX Runtime leak themselves.
 preload=""
 for library in libasan.so libubsan.so libstdc++.so.6; do preload+=" $("${compiler[@]}" -print-file-name="$library")"; done
-LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 BF16KIT_TEST_KERNEL="$PWD/$out/_bf16kernel.so" \
+LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 BF16KIT_TEST_KERNEL="$out/_bf16kernel.so" \
   "${PYTHON:-python3}" -m pytest -q tests/kit/runtime/test_kernel_graphs.py tests/kit/runtime/test_kernel_refusals.py \
   tests/kit/runtime/test_attention.py tests/kit/runtime/test_norm.py tests/kit/runtime/test_conv.py \
   tests/kit/runtime/test_recurrent.py tests/converter/fuse/test_panels.py tests/converter/fuse/test_join.py \

@@ -179,7 +179,9 @@ void check(int64_t index) {
   const Recurrence a = draw_recurrence(random, t);
   const bool lstm = a.cell == Cell::kLstm;
   Outputs first;
-  for (const Path* path : supported_paths(a.arithmetic)) {
+  const std::vector<const Path*> paths = supported_paths(a.arithmetic);
+  for (const Path* path : paths) {
+    if (path == &kPortable && paths.size() > 1 && random.chance(0.7)) continue;  // it would take most of the time
     Outputs out = compute(a, *path, 1, 1);
     const int64_t row = random.between(0, a.batch - 1), direction = random.between(0, a.directions - 1);
     if (!row_close(a, out, direction, row)) return fail(index, *path, a, "a row is not within the bound");

@@ -26,8 +26,7 @@ sys.exit(run(sys.argv[2:]))
 """
 UNLIKE = (
     {"PYTHONHASHSEED": "1"},
-    {"PYTHONHASHSEED": "2", "torch": "first"},
-    {"PYTHONHASHSEED": "3", "TZ": "Asia/Tokyo"},
+    {"PYTHONHASHSEED": "2", "torch": "first", "TZ": "Asia/Tokyo"},
 )
 
 MEASURED = {"manifest.json", "measurements.json", "report.html"}
@@ -50,13 +49,12 @@ def test_processes_with_different_environments_publish_the_same_bytes(
     kind: str, tmp_path: Path, onnx_file: Path, mlp_file: Path
 ) -> None:
     arguments = (onnx_file,) if kind == "onnx" else (mlp_file, *MLP)
-    first, *others = (
+    first, other = (
         convert(tmp_path / str(index) / "m" / "1", arguments, dict(environment))
         for index, environment in enumerate(UNLIKE)
     )
-    for other in others:
-        assert other.keys() == first.keys()
-        assert [name for name in first if other[name] != first[name]] == []
+    assert other.keys() == first.keys()
+    assert [name for name in first if other[name] != first[name]] == []
 
 
 def test_a_complete_search_finds_the_same_islands_with_any_hash_seed(tmp_path: Path) -> None:

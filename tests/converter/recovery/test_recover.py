@@ -113,7 +113,7 @@ def test_what_was_done_is_printed_and_recorded(recovered: tuple[Path, Outcome], 
 
 
 @pytest.mark.long
-def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, cli: Cli, tmp_path: Path) -> None:
     """SIGKILL comes when the first checkpoint exists; the loader draws from numpy's global generator."""
     flags = (*SHIFTED, *_flags(steps=40), "--checkpoint-every", "7", "--allow-over-budget")
     whole, parts = tmp_path / "whole" / "1", tmp_path / "parts" / "1"
@@ -127,12 +127,12 @@ def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, tmp_
     begun.send_signal(signal.SIGKILL)
     begun.wait()
     assert not parts.exists()
-    process("recover", source, *flags, "--out", parts).refused(2, "holds an unfinished recovery", "--resume")
+    cli("recover", source, *flags, "--out", parts).refused(2, "holds an unfinished recovery", "--resume")
     other_seed = ("--seed", "1", "--resume", "--out", parts)
-    process("recover", source, *flags, *other_seed).refused(2, "--resume: seed is 1 now, and was 0")
+    cli("recover", source, *flags, *other_seed).refused(2, "--resume: seed is 1 now, and was 0")
     other = tmp_path / "other.pt"
     torch.save({name: value + 1 for name, value in recovering.shifted().state_dict().items()}, other)
-    process("recover", other, *flags, "--resume", "--out", parts).refused(2, "--resume: the sha256 of the weights")
+    cli("recover", other, *flags, "--resume", "--out", parts).refused(2, "--resume: the sha256 of the weights")
     process("recover", source, *flags, "--resume", "--samples", "recovering:held_out", "--out", parts).published()
     one, two = Artifact.open(whole).manifest, Artifact.open(parts).manifest
     for name in ("weights.bf16", "weights.fp32"):

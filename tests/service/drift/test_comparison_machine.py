@@ -242,4 +242,4 @@ def test_the_verdict_follows_the_model_in_any_order() -> None:
 
 @pytest.mark.long
 def test_the_verdict_follows_the_model_in_many_orders() -> None:
-    run_state_machine_as_test(LongLiveDrift, settings=machine_settings(1.0, in_ci=0.25))
+    run_state_machine_as_test(LongLiveDrift, settings=machine_settings(1.0, in_ci=0.1))

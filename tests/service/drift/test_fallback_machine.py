@@ -274,4 +274,4 @@ def test_precisions_follow_the_model_in_any_order() -> None:
 
 @pytest.mark.long
 def test_precisions_follow_the_model_in_many_orders() -> None:
-    run_state_machine_as_test(Precisions, settings=machine_settings(20.0, 50, in_ci=5.0))
+    run_state_machine_as_test(Precisions, settings=machine_settings(20.0, 50, in_ci=1.0))

@@ -388,4 +388,4 @@ def test_regions_follow_the_model_in_any_order() -> None:
 
 @pytest.mark.long
 def test_regions_follow_the_model_in_many_orders() -> None:
-    run_state_machine_as_test(SharedRegions, settings=machine_settings(20.0, 50, in_ci=2.0))
+    run_state_machine_as_test(SharedRegions, settings=machine_settings(20.0, 50, in_ci=0.5))
