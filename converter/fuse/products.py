@@ -20,8 +20,8 @@ from bf16kit.converter.graph.initializers import const, const_dims, dims
 Layout = Literal["panels", "transposed"]
 
 _SWAPPED = [1, 0]
-# Products whose weight has fewer columns or rows are left to ONNX Runtime: they are not faster in bf16 and slower in
-# fp32 (docs/decisions/0090). The weight is small in fp32 too.
+# Products of fewer columns are left to ONNX Runtime: at 16 the kernel is slower in fp32 and as fast in bf16
+# (docs/decisions/0090). The weight is small in fp32 too.
 NARROWEST = 17
 
 
@@ -60,8 +60,8 @@ class Product:
 def product(node: ir.Node, narrow: Collection[str]) -> Product | None:
     """Return the product that ``node`` computes, if the kernel can.
 
-    ``narrow`` names the initializers stored in bf16. Left out are weights that are computed, are no matrices or are
-    too small (``NARROWEST``), and constant left-hand sides. So is a Gemm with a transposed left-hand side, with
+    ``narrow`` names the initializers stored in bf16. Left out are weights that are computed, are no matrices or have
+    fewer than ``NARROWEST`` columns, and constant left-hand sides. So is a Gemm with a transposed left-hand side, with
     factors other than 1, or with a C that is computed or varies over anything but columns. A 1×1 Conv is included only
     for a single pixel, because others would need their pixels moved before their channels, and back.
     Requires: types are known.
@@ -72,9 +72,7 @@ def product(node: ir.Node, narrow: Collection[str]) -> Product | None:
     if left is None or left.dtype != ir.DataType.FLOAT or left.is_initializer():
         return None
     found = _convolution(node) if node.op_type == "Conv" else _matrix_product(node)
-    if found is None or found.weight.name not in narrow:
-        return None
-    return found if min(found.k, found.n) >= NARROWEST else None
+    return found if found is not None and found.weight.name in narrow and found.n >= NARROWEST else None
 
 
 def panelled_weights(graph: ir.Graph, narrow: Collection[str]) -> dict[str, int]:
