@@ -211,6 +211,18 @@ def test_weights_in_panels_are_restored_bit_by_bit(tmp_path: Path) -> None:
             assert np.array_equal(made.artifact.tensor(name), to_bf16(weight))
 
 
+def test_a_clip_with_one_bound_is_no_activation_of_the_kernel(tmp_path: Path) -> None:
+    """As torch exports ``clamp(min=0)``; in a bottleneck of so few channels, only ONNX Runtime's operators are left."""
+    made: Made = ([], [graphs.initializer("low", np.array(0, np.float32))])
+    conv(made, "x", "w1", (96, 24, 1, 1))
+    node(made, "Clip", "w1 low", "r1")
+    conv(made, "r1", "d1", (96, 1, 3, 3), group=96)
+    node(made, "Clip", "d1 low", "s1")
+    conv(made, "s1", "y", (24, 96, 1, 1))
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", 24, 17, 15)), profiles=[ROUNDING])
+    assert ours(lowered, ROUNDING) == []
+
+
 def test_padding_that_depends_on_an_unknown_size_stays_with_onnx_runtime(tmp_path: Path) -> None:
     made: Made = ([], [])
     conv(made, "x", "c1", (C, C, 3, 3), auto_pad="SAME_UPPER")
