@@ -223,6 +223,17 @@ def test_a_clip_with_one_bound_is_no_activation_of_the_kernel(tmp_path: Path) ->
     assert ours(lowered, ROUNDING) == []
 
 
+def test_few_channels_around_a_depthwise_convolution_that_is_not_the_kernels_stay(tmp_path: Path) -> None:
+    """Its padding depends on the size, so the three are no bottleneck: `w1` alone is slower than ONNX Runtime's."""
+    made: Made = ([], [])
+    conv(made, "x", "c1", (192, 192, 3, 3))
+    conv(made, "c1", "w1", (24, 192, 1, 1))
+    conv(made, "w1", "d1", (24, 1, 3, 3), group=24, auto_pad="SAME_UPPER", strides=[2, 2])
+    conv(made, "d1", "y", (48, 24, 1, 1))
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", 192, "height", "width")), profiles=[ROUNDING])
+    assert [each.name for each in ours(lowered, ROUNDING)] == ["c1"]
+
+
 def test_padding_that_depends_on_an_unknown_size_stays_with_onnx_runtime(tmp_path: Path) -> None:
     made: Made = ([], [])
     conv(made, "x", "c1", (C, C, 3, 3), auto_pad="SAME_UPPER")
