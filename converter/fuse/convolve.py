@@ -107,7 +107,7 @@ def convolution(node: ir.Node, narrow: Collection[str]) -> Convolution | None:
 
 
 def _pads(node: ir.Node) -> list[int] | None:
-    """Return the zeros around the image of the Conv ``node``, before and behind; None if they depend on its size.
+    """Return the zeros before and behind the image of the Conv ``node``; None if unknown, or if it crops the image.
 
     With SAME, the result has ⌈size ÷ stride⌉ pixels, and an odd zero is behind (UPPER) or before (LOWER) the image.
     """
