@@ -122,7 +122,7 @@ _OPERATORS: Mapping[str, Callable[..., Sum | None]] = {
     "Sigmoid": lambda _, a: _apply("sigmoid", a),
     "Tanh": lambda _, a: _apply("tanh", a),
     "Relu": lambda _, a: _apply("relu", a),
-    "Clip": lambda _, a, low, high: _apply("relu6", a) if (low, high) == ({(): 0.0}, {(): 6.0}) else None,
+    "Clip": lambda _, a, *bounds: _apply("relu6", a) if bounds == ({(): 0.0}, {(): 6.0}) else None,
     "Gelu": lambda node, a: (_gelu_tanh if node.attributes.get_string("approximate") == "tanh" else _gelu)(a),
 }
 

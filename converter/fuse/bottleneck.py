@@ -19,6 +19,7 @@ from bf16kit.runtime.ort.kernel import DOMAIN
 def join_bottlenecks(fusing: Fusing) -> None:
     """Replace each bottleneck of the kernel's convolutions by one node, which takes the name of the last."""
     for last in tuple(fusing.graph):
+        fusing.anchor = last.name or ""
         depthwise = _before(last)
         first = None if depthwise is None else _before(depthwise)
         if first is not None and depthwise is not None and _is_bottleneck(first, depthwise, last):

@@ -107,7 +107,7 @@ def convolution(node: ir.Node, narrow: Collection[str]) -> Convolution | None:
 
 
 def _pads(node: ir.Node) -> list[int] | None:
-    """Return the zeros around the image of the Conv ``node``, before and behind; None if they depend on its size.
+    """Return the zeros before and behind the image of the Conv ``node``; None if unknown, or if it crops the image.
 
     With SAME, the result has ⌈size ÷ stride⌉ pixels, and an odd zero is behind (UPPER) or before (LOWER) the image.
     """
@@ -124,7 +124,9 @@ def _pads(node: ir.Node) -> list[int] | None:
             return None
         # With stride 1 the size cancels out.
         left = size - (math.ceil(size / stride) - 1) * stride if isinstance(size, int) else 1
-        totals.append(max(k - left, 0))
+        totals.append(k - left)
+    if min(totals) < 0:  # strides that leave pixels out: ONNX Runtime then crops the image on both sides
+        return None
     halves = [total // 2 for total in totals]
     others = [total - half for total, half in zip(totals, halves, strict=True)]
     return [*halves, *others] if mode == "SAME_UPPER" else [*others, *halves]

@@ -7,7 +7,7 @@ if its borders are large beside its arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import onnx_ir as ir
 
@@ -34,7 +34,8 @@ def worthwhile(graph: ir.Graph, narrow: Collection[str]) -> list[Convolution]:
     A region is what convolutions and elementwise nodes connect; it begins with dense ones. ``narrow`` is as in
     :func:`convolution`.
     """
-    found = {node: each for node in graph if (each := convolution(node, narrow)) is not None and _pays(each)}
+    possible = {node: each for node in graph if (each := convolution(node, narrow)) is not None}
+    found = {node: each for node, each in possible.items() if _pays(each, possible)}
     for node in [node for node in found if found[node].depthwise]:  # in the order of the graph
         if source(found[node].x) not in found:
             del found[node]
@@ -50,34 +51,33 @@ def worthwhile(graph: ir.Graph, narrow: Collection[str]) -> list[Convolution]:
     return chosen
 
 
-def _pays(found: Convolution) -> bool:
+def _pays(found: Convolution, possible: Mapping[ir.Node, Convolution]) -> bool:
     """Whether the kernel computes the convolution faster than ONNX Runtime, with channels last on both sides."""
     n, k = found.n, math.prod(const_dims(found.weight)[1:])
     if found.depthwise or (n >= _LEAST_N and k >= _LEAST_K):
         return True
-    return min(n, k) >= _LEAST and _mixes(found.node) and _in_bottleneck(found.node)
+    return _mixes(found) and _in_bottleneck(found.node, possible)
 
 
-def _in_bottleneck(node: ir.Node) -> bool:
+def _in_bottleneck(node: ir.Node, possible: Mapping[ir.Node, Convolution]) -> bool:
     """Whether :mod:`~bf16kit.converter.fuse.bottleneck` will join the Conv ``node`` with two others."""
     for depthwise in (source(node.inputs[0]), _activated_reader(node)):
-        if depthwise is None or depthwise.op_type != "Conv" or depthwise.attributes.get_int("group", 1) == 1:
+        if depthwise is None or depthwise not in possible or not possible[depthwise].depthwise:
             continue
         first, last = source(depthwise.inputs[0]), _activated_reader(depthwise)
-        if first is None or last is None or not (_mixes(first) and _mixes(last)):
+        if first is None or last is None or not (_mixes(possible.get(first)) and _mixes(possible.get(last))):
             continue
         functions = {activation(each.outputs[0])[0] for each in (first, depthwise)}
         return _activated_reader(first) is depthwise and len(functions) == 1 and functions <= {*ACTIVATIONS}
     return False
 
 
-def _mixes(node: ir.Node | None) -> bool:
-    """Whether ``node`` is a Conv of each pixel by itself, with all channels."""
-    if node is None or node.op_type != "Conv":
+def _mixes(found: Convolution | None) -> bool:
+    """Whether ``found`` mixes the channels of each pixel by itself, as a bottleneck's first and last convolution do."""
+    if found is None or found.depthwise or min(found.n, found.channels) < _LEAST:
         return False
-    given, window = node.attributes, const_dims(node.inputs[1])[2:]
-    steps = {*window, *given.get_ints("strides", [1])}
-    return steps == {1} and given.get_int("group", 1) == 1 and not any(given.get_ints("pads", []))
+    windows = found.windows()
+    return {*windows["kernel_shape"], *windows["strides"]} == {1} and not any(windows["pads"])
 
 
 def _activated_reader(node: ir.Node) -> ir.Node | None:

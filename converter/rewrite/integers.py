@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -14,6 +16,7 @@ from bf16kit.converter.graph.operators import MOVEMENT
 from bf16kit.converter.graph.types import Step
 
 _COMPUTED = MOVEMENT | {"Cast", "ConstantOfShape"}
+_REPEATING = frozenset({"ConstantOfShape", "Expand", "Tile"})  # their last input says how large the result is
 _FEW = 64  # integers of a tensor: more would be data
 
 
@@ -36,7 +39,10 @@ class ComputeIntegers(Step):
             x = [helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None) for name in values]
             y = [helper.make_tensor_value_info(output.name, onnx.TensorProto.INT64, None)]
             alone = helper.make_graph([ir.to_proto(node)], "alone", x, y)
-            (result,) = ReferenceEvaluator(helper.make_model(alone, opset_imports=[opset])).run(None, values)
+            try:
+                (result,) = ReferenceEvaluator(helper.make_model(alone, opset_imports=[opset])).run(None, values)
+            except Exception:  # noqa: BLE001, S112 - ONNX Runtime judges the node, if the graph's outputs need it
+                continue
             if isinstance(result, np.ndarray) and result.dtype == np.int64 and result.size <= _FEW:
                 value = initializer(model.graph, output.name, ir.tensor(result, name=output.name))
                 output.replace_all_uses_with(value)
@@ -51,4 +57,7 @@ def _integers(node: ir.Node) -> dict[str, Array] | None:
         if value is None or tensor is None or tensor.dtype != ir.DataType.INT64 or tensor.size > _FEW:
             return None
         found[value.name or ""] = tensor.numpy()
+        repeats = node.op_type in _REPEATING and value is node.inputs[-1]
+        if repeats and math.prod(map(abs, tensor.numpy().ravel().tolist())) > _FEW:
+            return None
     return found

@@ -38,6 +38,7 @@ bool compute(const Strips& strips, int64_t one, int64_t images, int64_t first, i
   wide.y = memory.get();
   depthwise.x = wide.y, depthwise.y = wide.y + wide.rows * image.channels;
   depthwise.batch = images;
+  // Of windows that are all below the image, the pad is negative, and the image has no rows.
   image.height = end - begin, image.out_height = rows, image.pad[0] = begin - top;
   narrow.x = depthwise.y;
   narrow.y += (one * block.depthwise.image.out_height + first) * image.out_width * narrow.weight.n;

@@ -201,7 +201,8 @@ struct Tiles : Terms<kArithmetic> {
   static constexpr int kRows = Simd::kRows;
   static constexpr bool kHalves = kWide == 1;  // whether add() leaves up to kLanes columns in order
 
-  // `columns` is the width of a panel, or more: then it adds to two panels. Of others, it may leave some out.
+  // Adds to the totals of one panel, which has `columns` columns, or of two if `columns` is more than kPanel. Totals of columns
+  // that the panel does not have may stay unset.
   static void add(int rows, int64_t columns, const typename T::Element* a, int64_t lda, const Block& block, float* total,
                   const Ahead& ahead) {
     if (columns > kPanel) {

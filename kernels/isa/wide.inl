@@ -12,8 +12,8 @@ int64_t elements(int64_t values) {
   return (values + H::kValues - 1) / H::kValues;
 }
 
-// c[rows, columns] = a[rows, length] · b[length, columns]; a and b hold elements(length); columns is a multiple of 32. `skipped` zero terms before them are left out:
-// the chains begin where they would with these terms.
+// c[rows, columns] = a[rows, length] · b[length, columns]; a and b hold elements(length); columns is a multiple of 32. `skipped`
+// zero terms before them are left out: the chains begin where they would with these terms.
 template <typename H>
 void multiply_wide(int64_t rows, const Element<H>* a, int64_t lda, const Element<H>* b, int64_t ldb, int64_t length,
                    float* c, int64_t ldc, int64_t columns = kPanel, int64_t skipped = 0) {

@@ -273,7 +273,7 @@ struct Operators {
       const Activation activation = kAll[i % kConvActivations];
       const bool none = activation == Activation::kNone;
       const char *mark = none ? "" : "_", *activated = none ? "" : kActivations[static_cast<size_t>(activation)];
-      // Depthwise, then three forms, then nine of a block, in fp32 and in bf16.
+      // In steps of kConvActivations: depthwise; in fp32 three forms (0 to 2) and nine of a block (3 to 11); the same in bf16.
       const size_t which = i / kConvActivations, form = (which + 11) % 12, rounds = which > 12;
       const char* bf16 = rounds ? "Bf16" : "";
       *next = {describe(), "", form < 3 || which == 0 ? size_t{1} : kMost, which == 0, rounds ? Arithmetic::kBf16 : Arithmetic::kFp32,

@@ -41,3 +41,16 @@ def test_what_is_fed_many_or_no_integers_stays() -> None:
     source = graphs.parsed(text, many=np.array([65]), one=np.array([1]), half=np.array([0.5], np.float32))
     model = run([InferTypes(), ComputeIntegers()], ir.from_proto(source))
     assert [node.op_type for node in model.graph] == ["ConstantOfShape", "Concat", "Concat", "Concat", "Identity"]
+
+
+def test_results_too_large_to_compute_and_nodes_that_cannot_run_stay() -> None:
+    """The nodes of the first line would take 32 TB; the others are nodes that ONNX Runtime refuses."""
+    text = """(int64[2] x) => (int64[a] y) {
+        zeros = ConstantOfShape <value = int64[1] {0}> (huge) all = Expand (one, huge) twice = Tile (one, huge)
+        beyond = Gather (one, huge) other = Reshape (one, two) none = ConstantOfShape (less)
+        y = Concat <axis = 0> (zeros, all, twice, beyond, other, none, x)
+    }"""
+    numbers = {"huge": [4_000_000_000_000], "one": [1], "two": [2], "less": [-1]}
+    source = graphs.parsed(text, **{name: np.array(value) for name, value in numbers.items()})
+    model = run([ComputeIntegers()], ir.from_proto(source))
+    assert len(model.graph) == 7
