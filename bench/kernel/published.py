@@ -101,8 +101,18 @@ def _outcome(one: Mapping[str, Any]) -> str:
 
 
 def _where(of: Published) -> str:
+    """The machine, the date and the commit; those of other results behind them, if they differ."""
     machine = of.contents["kernel"]["machine"]
-    return f"{machine['cores']} cores of {machine['cpu']} ({of.key}), {machine['date']}, commit {machine['commit']}"
+    when = f"{machine['date']}, commit {machine['commit']}"
+    dated = {name: of.contents[name]["machine"] for name in NAMES if name in of.contents}
+    older = [
+        f"{name}: {each['date']}, commit {each['commit']}"
+        for name, each in dated.items()
+        if each["commit"] != machine["commit"]
+    ]
+    return f"{machine['cores']} cores of {machine['cpu']} ({of.key}), {when}" + (
+        f" ({'; '.join(older)})" if older else ""
+    )
 
 
 def _list(names: Sequence[str]) -> str:
