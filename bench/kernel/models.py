@@ -61,16 +61,8 @@ def language_model(workspace: Workspace, *, tied: bool) -> Path:
 def _flags() -> list[str]:
     """Every profile for CPUs. What these models say means nothing, so neither does what rounding does to it."""
     profiles = [flag for profile in PROFILES if profile.startswith("cpu") for flag in ("--profile", profile)]
-    return [
-        "--format",
-        "onnx",
-        *profiles,
-        "--no-report",
-        "--budget",
-        "relative_l2=0.1",
-        "--budget",
-        "top1_agreement=0.9",
-    ]
+    budgets = ["--budget", "relative_l2=0.1", "--budget", "top1_agreement=0.9"]
+    return ["--format", "onnx", *profiles, "--no-report", *budgets]
 
 
 def _weight(rows: int, columns: int, seed: int) -> NDArray[np.float32]:

@@ -102,17 +102,15 @@ def _outcome(one: Mapping[str, Any]) -> str:
 
 def _where(of: Published) -> str:
     """The machine, the date and the commit; those of other results behind them, if they differ."""
-    machine = of.contents["kernel"]["machine"]
-    when = f"{machine['date']}, commit {machine['commit']}"
+    newest = of.contents["kernel"]["machine"]
     dated = {name: of.contents[name]["machine"] for name in NAMES if name in of.contents}
-    older = [
-        f"{name}: {each['date']}, commit {each['commit']}"
-        for name, each in dated.items()
-        if each["commit"] != machine["commit"]
-    ]
-    return f"{machine['cores']} cores of {machine['cpu']} ({of.key}), {when}" + (
-        f" ({'; '.join(older)})" if older else ""
-    )
+    others = [f"{name}: {_when(each)}" for name, each in dated.items() if each["commit"] != newest["commit"]]
+    behind = f" ({'; '.join(others)})" if others else ""
+    return f"{newest['cores']} cores of {newest['cpu']} ({of.key}), {_when(newest)}{behind}"
+
+
+def _when(machine: Mapping[str, Any]) -> str:
+    return f"{machine['date']}, commit {machine['commit']}"
 
 
 def _list(names: Sequence[str]) -> str:

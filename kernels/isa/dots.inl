@@ -1,5 +1,5 @@
-// The steps of a tile in bf16, for processors with dot products of bf16 pairs. isa/avx512_bf16.cpp includes it after tile.inl, which
-// states the order of summation.
+// The steps of a tile in bf16, for processors with dot products of bf16 pairs. isa/avx512_bf16.cpp includes it after tile.inl,
+// which states the order of summation.
 //
 // A pair of neighbouring rows of a panel is read as two vectors of pairs along K. That takes two shuffles for up to 24 dot
 // products, and leaves the columns in another order until the tile is finished. Panels stored as pairs of rows would need no

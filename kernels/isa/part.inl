@@ -169,7 +169,8 @@ void compute_panels(const Product& product, const Part& part, const Rows<kArithm
       const int64_t begin = part.rows * t / tiles, end = part.rows * (t + 1) / tiles;
       if (first == 0) expect(y + begin * weight.n, end - begin, weight.n, width);
       const Ahead ahead = {next + (stored ? t * share : 0), stored ? share / static_cast<int>(kChain) : 0};
-      T::add(static_cast<int>(end - begin), panels > 1 ? panels * kPanel : width, a + begin * x.stride, x.stride, now, totals + begin * kPanel, ahead);
+      const int64_t columns = panels > 1 ? panels * kPanel : width;
+      T::add(static_cast<int>(end - begin), columns, a + begin * x.stride, x.stride, now, totals + begin * kPanel, ahead);
       // Out-of-order execution may overlap this with the next tile's sums.
       if (first + kChain < weight.k) continue;
       for (int q = 0; q < panels; ++q) {

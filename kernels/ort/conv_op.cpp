@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <new>
 
@@ -265,26 +266,23 @@ struct Operators {
   Operator all[kConvOperators];
 
   Operators() {
-    static constexpr Activation kAll[kConvActivations] = {Activation::kNone, Activation::kRelu, Activation::kSilu,
-                                                          Activation::kRelu6};
-    static constexpr const char* kForms[] = {"_panels", "_panels_tail", "_panels_narrow"};
     Operator* next = all;
-    for (size_t i = 0; i < kConvOperators; ++i, ++next) {
-      const Activation activation = kAll[i % kConvActivations];
-      const bool none = activation == Activation::kNone;
-      const char *mark = none ? "" : "_", *activated = none ? "" : kActivations[static_cast<size_t>(activation)];
-      // In steps of kConvActivations: depthwise; in fp32 three forms (0 to 2) and nine of a block (3 to 11); the same in bf16.
-      const size_t which = i / kConvActivations, form = (which + 11) % 12, rounds = which > 12;
-      const char* bf16 = rounds ? "Bf16" : "";
-      *next = {describe(), "", form < 3 || which == 0 ? size_t{1} : kMost, which == 0, rounds ? Arithmetic::kBf16 : Arithmetic::kFp32,
-               activation};
-      if (which == 0) {
-        std::snprintf(next->name, sizeof next->name, "ConvDepthwise%s%s", mark, activated);
-      } else if (form < 3) {
-        std::snprintf(next->name, sizeof next->name, "Conv%s%s%s%s", bf16, kForms[form], mark, activated);
-      } else {
-        std::snprintf(next->name, sizeof next->name, "ConvBlock%s%s%s%s%s", bf16, kForms[form / 3 - 1], kForms[form % 3], mark,
-                      activated);
+    const auto add = [&](const char* stem, const char* form, const char* last_form, size_t count, Arithmetic arithmetic) {
+      for (const Activation activation : {Activation::kNone, Activation::kRelu, Activation::kSilu, Activation::kRelu6}) {
+        const bool none = activation == Activation::kNone, depthwise = *form == 0;  // a depthwise weight has no form
+        *next = {describe(), "", count, depthwise, arithmetic, activation};
+        std::snprintf(next->name, sizeof next->name, "%s%s%s%s%s", stem, form, last_form, none ? "" : "_",
+                      none ? "" : kActivations[static_cast<size_t>(activation)]);
+        ++next;
+      }
+    };
+    static constexpr const char* kForms[] = {"_panels", "_panels_tail", "_panels_narrow"};
+    add("ConvDepthwise", "", "", 1, Arithmetic::kFp32);
+    for (const Arithmetic arithmetic : {Arithmetic::kFp32, Arithmetic::kBf16}) {
+      const bool rounds = arithmetic == Arithmetic::kBf16;
+      for (const char* form : kForms) {
+        add(rounds ? "ConvBf16" : "Conv", form, "", 1, arithmetic);
+        for (const char* last_form : kForms) add(rounds ? "ConvBlockBf16" : "ConvBlock", form, last_form, kMost, arithmetic);
       }
     }
   }
