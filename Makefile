@@ -199,7 +199,7 @@ bench: setup ## measure all goals at this commit, write bench/results/MACHINE, R
 	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino zentorch
 	@$(BIN)/python -m bench readme
 
-bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO, torch and zentorch; writes docs/kernel.md and README; 35 minutes; needs an idle machine
+bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO, torch and zentorch; writes docs/kernel.md; 35 minutes; needs an idle machine
 	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino zentorch
 	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_drift || status=$$?; \
 	$(BIN)/python -m bench.report || status=1; exit $$status

@@ -42,22 +42,6 @@ def claim(found: Sequence[Published]) -> str:
     return "".join(map(_claim, _kernels(found))) or NOTHING
 
 
-def summary(of: Published) -> str:
-    """The claim in a sentence, and where another program is the fastest of all; empty if nothing was measured."""
-    if "kernel" not in of.contents:
-        return ""
-    by, won = _cases(of), [(label.partition(",")[0], peer.partition(",")[0]) for label, peer in _won(of)]
-    work, peers = (_list([*dict.fromkeys(names)]) for names in zip(*won, strict=True)) if won else ("", "")
-    machine = of.contents["kernel"]["machine"]
-    others = f"The fastest of all is another program ({peers}) for {work}." if won else "No other program is faster."
-    return (
-        f"Layers of 1 to 512 rows and MiniLM ({machine['date']}, commit {machine['commit']}), `cpu` against the same"
-        f" three in fp32: faster in {len(by[_FASTER])} of"
-        f" {sum(map(len, by.values()))} cases, slower in {len(by[_SLOWER])}, no difference seen in {len(by[_SAME])}"
-        f" ([kernel](docs/kernel.md)). {others}"
-    )
-
-
 def _kernels(found: Sequence[Published]) -> list[Published]:
     """Of the machines on which the layers were measured."""
     return [one for one in found if "kernel" in one.contents]
@@ -225,12 +209,6 @@ def _bound(value: float | None) -> str:
 
 
 def _others(of: Published) -> str:
-    """Where someone else is the fastest of all, whatever the arithmetic."""
-    won = [f"{label} ({peer})" for label, peer in _won(of)]
-    return f"Where another program is the fastest of all, by the medians: {_list(won)}."
-
-
-def _won(of: Published) -> list[tuple[str, str]]:
     """What is computed, and the peer that is faster than both of our profiles."""
     won = []
     for name in _COMPARED:
@@ -240,5 +218,5 @@ def _won(of: Published) -> list[tuple[str, str]]:
                 peer = best("best peer", samples)
                 ours = [path for profile in ("cpu", "cpu-bf16") if (path := path_of(profile, samples))]
                 if peer and ours and samples[peer][0][0][0] < min(samples[path][0][0][0] for path in ours):
-                    won.append((label, peer))
-    return won
+                    won.append(f"{label} ({peer})")
+    return f"Where another program is the fastest of all, by the medians: {_list(won)}."

@@ -50,13 +50,6 @@ def test_the_claim_lists_where_we_are_faster_undecided_and_slower(found: Publish
     assert "2 cores of Test CPU (k-2cpu), 2026-01-02, commit abc1234" in text
 
 
-def test_the_summary_counts_cases_and_says_where_peers_win(found: Published) -> None:
-    text = published.summary(found)
-    assert "MiniLM (2026-01-02, commit abc1234), `cpu`" in text, "the other numbers beside it may be of another commit"
-    assert "faster in 1 of 3 cases, slower in 1, no difference seen in 1" in text
-    assert "The fastest of all is another program (OpenVINO fp32) for 8 rows." in text
-
-
 def test_the_tables_list_missed_goals_and_where_peers_win(found: Published) -> None:
     text = published.tables([found])
     assert "1 met, 1 missed, 1 undecided, 1 not measured." in text
