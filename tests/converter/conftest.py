@@ -1,7 +1,5 @@
 """Fixtures: small checkpoints, each converted once for all tests that only read the result."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

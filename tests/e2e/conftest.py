@@ -1,7 +1,5 @@
 """Start servers as processes, and end them after the test that started them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One call over a real socket: where it is admitted or rejected, and what it releases when it ends."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import threading

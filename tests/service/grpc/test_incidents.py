@@ -1,7 +1,5 @@
 """Errors in a call, and the log: expected ones have a code; of others the client gets an incident number."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

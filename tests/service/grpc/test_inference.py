@@ -1,7 +1,5 @@
 """The RPCs over a real socket: every row of the status table, deadlines, cancellation, and metrics."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Every rejection over a real socket: the client's status, and that its reason is counted once."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared memory over a real socket: its RPCs, and the limits and guarantees for requests that use it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ModelStreamInfer over a real socket: order, errors in the stream or as its status, batches, and cancelled streams."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Inference over HTTP and the limits that it shares with gRPC, over real sockets, and what hostile clients get."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
