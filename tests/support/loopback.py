@@ -319,13 +319,3 @@ def infer_request(model: str = "echo", **arrays: Array) -> pb.ModelInferRequest:
         message.inputs.add(name=name, datatype=dtype.oip, shape=array.shape)
         message.raw_input_contents.append(encode_raw(dtype, array))
     return message
-
-
-def until(condition: Callable[[], Any], patience: float = 30.0) -> Any:
-    """Wait until ``condition`` returns a true value, and return that value."""
-    pause = threading.Event()
-    for _ in range(int(patience / 0.005)):
-        if found := condition():
-            return found
-        pause.wait(0.005)
-    raise AssertionError("the condition never held")

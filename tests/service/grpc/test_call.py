@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from loopback import Gate, LoopbackModel, infer_request, serving, until
+from loopback import Gate, LoopbackModel, infer_request, serving
 from rawgrpc import RawConnection, framed
-from waiting import stays
+from waiting import stays, until
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb

@@ -6,7 +6,8 @@ from typing import Any, Self
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loopback import LoopbackModel, LoopbackRegistry, Served, serving, until
+from loopback import LoopbackModel, LoopbackRegistry, Served, serving
+from waiting import until
 
 from bf16kit.service.grpc.handlers import SERVICE
 from bf16kit.service.grpc.health import HealthServicer

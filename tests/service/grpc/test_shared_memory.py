@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from grpc import StatusCode
-from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
+from loopback import Gate, LoopbackModel, Served, infer_request, serving
+from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.service.operations import Operations, Region

@@ -10,8 +10,8 @@ import grpc
 import numpy as np
 import pytest
 from grpc import StatusCode
-from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
-from waiting import stays
+from loopback import Gate, LoopbackModel, Served, infer_request, serving
+from waiting import stays, until
 
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.service.grpc.handlers import SERVICE
