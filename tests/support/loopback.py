@@ -256,14 +256,7 @@ class Served:
         return bool(stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def stub(self, method: str) -> Any:
-        """Return the callable of one RPC, with the project's own messages."""
-        rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
-        make = self.channel.stream_stream if rpc.client_streaming else self.channel.unary_unary
-        return make(
-            f"/{SERVICE}/{method}",
-            request_serializer=GetMessageClass(rpc.input_type).SerializeToString,
-            response_deserializer=GetMessageClass(rpc.output_type).FromString,
-        )
+        return rpc(self.channel, method)
 
     def call(self, method: str, message: Any, timeout: float = 30.0, token: str | None = None) -> Any:
         metadata = [("authorization", f"Bearer {token}")] if token else None
@@ -309,6 +302,17 @@ def serving(
     finally:
         transport.stop(grace=0)
         _each(registry, Batcher.close)
+
+
+def rpc(channel: grpc.Channel, method: str) -> Any:
+    """Return the callable of one RPC of the inference service, with the project's own messages."""
+    described = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
+    make = channel.stream_stream if described.client_streaming else channel.unary_unary
+    return make(
+        f"/{SERVICE}/{method}",
+        request_serializer=GetMessageClass(described.input_type).SerializeToString,
+        response_deserializer=GetMessageClass(described.output_type).FromString,
+    )
 
 
 def infer_request(model: str = "echo", **arrays: Array) -> pb.ModelInferRequest:
