@@ -3,8 +3,6 @@
 Tests run side by side in several processes under ``pytest -n``; those marked ``alone`` wait for a turn without others.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -1,7 +1,5 @@
 """The mutation score counts the faults that tests notice, and leaves the package as it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A test that is marked ``alone`` has nothing beside it, and is not kept waiting by those that come after it."""
 
-from __future__ import annotations
-
 import fcntl
 import threading
 from collections.abc import Iterator

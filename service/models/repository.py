@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.messages.wording import quoted, without_long_words
 from bf16kit.service.config.loops import PeriodicThread
+from bf16kit.service.contract import SlotView
 from bf16kit.service.drift.fallbackcontroller import ActivePlan, PrecisionOrder
 from bf16kit.service.drift.sampler import lower_priority
 from bf16kit.service.models.controller import Controller
@@ -23,6 +24,7 @@ from bf16kit.service.operations import IndexEntry, RegistryModels
 from bf16kit.service.request import Precision
 from bf16kit.service.telemetry.metrics import Metrics
 
+S = TypeVar("S", bound=SlotView)
 _PREFERENCE = {"ready": 2, "loading": 1, "unavailable": 0}
 _CHECK_SECONDS = 1.0  # how often the schedule of golden gates is checked
 _NO_VERSION = 0  # a version that does not exist: versions begin at 1
@@ -128,23 +130,10 @@ class Repository:
         model = slot.model
         if model is not None:
             return model
-        if slot.state == "loading":
-            raise Unavailable(f"{slot.label} is loading; try again later")
-        which = f"version {slot.version}" if version else "no version"
-        raise NotFound(f"{which} of model {name!r} is {'not ' if version else ''}ready; the server's log says why")
+        raise not_ready(slot, version)
 
     def find(self, name: str, version: str) -> Slot:
-        versions = self._slots.get(name)
-        wanted = parse_version(version)
-        if versions is None:
-            raise NotFound(f"unknown model {quoted(name)}")
-        if wanted is None:  # ready before loading before unavailable, and then the newest
-            return max(versions.values(), key=lambda slot: (_PREFERENCE[slot.state], slot.version))
-        if wanted not in versions:
-            raise NotFound(
-                f"model {name!r} has no version {without_long_words(version)}; it has {', '.join(map(str, versions))}"
-            )
-        return versions[wanted]
+        return find_slot(self._slots, name, version)
 
     def is_ready(self, name: str, version: str) -> bool:
         try:
@@ -194,6 +183,27 @@ class RepositoryListing(RegistryModels):
         return self._controller.index(
             [*served, *(line for line in unloading if (line.name, line.version) not in known)]
         )
+
+
+def find_slot(slots: Mapping[str, Mapping[int, S]], name: str, version: str) -> S:
+    """Return the slot that a client names, in any state. Raises NotFound or InvalidRequest."""
+    versions, wanted = slots.get(name), parse_version(version)
+    if versions is None:
+        raise NotFound(f"unknown model {quoted(name)}")
+    if wanted is None:  # ready before loading before unavailable, and then the newest
+        return max(versions.values(), key=lambda slot: (_PREFERENCE[slot.state], slot.version))
+    if wanted not in versions:
+        known = ", ".join(map(str, versions))
+        raise NotFound(f"model {name!r} has no version {without_long_words(version)}; it has {known}")
+    return versions[wanted]
+
+
+def not_ready(slot: SlotView, version: str) -> Unavailable | NotFound:
+    """Return the error for a request for ``version`` while no generation answers in its slot."""
+    if slot.state == "loading":
+        return Unavailable(f"model {slot.name!r} version {slot.version} is loading; try again later")
+    which = f"version {slot.version}" if version else "no version"
+    return NotFound(f"{which} of model {slot.name!r} is {'not ' if version else ''}ready; the server's log says why")
 
 
 def parse_version(version: str) -> int | None:

@@ -1,29 +1,27 @@
 """tritonclient loads, replaces and unloads models, while the models that are loaded continue to serve."""
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from artifacts import write_mlp
+from controlled import HeldLoads, write_model
+from inprocess import running
 from tritonclient.grpc import InferenceServerClient as Client
 from tritonclient.grpc import InferInput, service_pb2
 from tritonclient.utils import InferenceServerException
 from waiting import until
 
 from bf16kit.service.config.loops import Stop
-from bf16kit.service.config.serverconfig import ServerConfig
 from bf16kit.service.models import loading
 from bf16kit.service.models.engine import Engine
-from bf16kit.service.server import serve_single_process
 
 Serve = Callable[..., Client]
 LAST = "shadow: {rate: 0}\n"
@@ -32,29 +30,12 @@ LAST = "shadow: {rate: 0}\n"
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
     """Yield a function that starts a server for ``tmp_path`` with the given configuration and returns a client."""
-    stops: list[Callable[[], None]] = []
+    with ExitStack() as stack:
 
-    def start(stop: Stop | None = None, **keys: Any) -> Client:
-        stop, started = stop or Stop(), SimpleQueue[int]()
-        config = ServerConfig(
-            **{"repository": tmp_path, "grpc_port": 0, "http_port": 0, "device": "cpu", "threads": 1, **keys}
-        )
-        server = threading.Thread(target=serve_single_process, args=(config, stop, lambda port, _: started.put(port)))
-        server.start()
-        client = Client(f"127.0.0.1:{started.get(timeout=60)}")
+        def start(stop: Stop | None = None, **keys: Any) -> Client:
+            return stack.enter_context(Client(stack.enter_context(running(tmp_path, stop=stop, **keys))))
 
-        def end() -> None:
-            client.close()
-            stop.set()
-            server.join(60)
-            stop.close()
-
-        stops.append(end)
-        return client
-
-    yield start
-    for end in stops:
-        end()
+        yield start
 
 
 @pytest.fixture
@@ -62,36 +43,16 @@ def client(serve: Serve) -> Client:
     return serve(model_control="explicit")
 
 
-class Held:
-    """Records each load of a model, and makes loads wait while ``go`` is cleared."""
-
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.go = threading.Event()
-        self.go.set()
-        self._load = loading.load
-
-    def __call__(self, path: Path, *given: Any, **more: Any) -> Any:
-        self.begun.append(f"{path.parent.name}/{path.name}")
-        assert self.go.wait(60)
-        return self._load(path, *given, **more)
-
-
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    held = Held()
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldLoads]:
+    held = HeldLoads()
     monkeypatch.setattr(loading, "load", held)
     yield held
     held.go.set()
 
 
 def put(root: Path, name: str = "mlp", version: int = 1, *, serving: str = LAST, **made: Any) -> Path:
-    """Write an artifact in place of an existing one, and return its directory."""
-    target = root / name / str(version)
-    shutil.rmtree(target, ignore_errors=True)
-    write_mlp(target, **made)
-    (root / name / "serving.yaml").write_text(serving, "utf-8")
-    return target
+    return write_model(root, name, version, serving=serving, **made)
 
 
 def infer(client: Client, model: str = "mlp", version: str = "") -> str:
@@ -116,7 +77,7 @@ def refusal(call: Callable[[], object]) -> tuple[str, str]:
     return str(error.value.status()).removeprefix("StatusCode."), str(error.value.message())
 
 
-def waiting_loads(callers: ThreadPoolExecutor, client: Client, loads: Held) -> list[Future[None]]:
+def waiting_loads(callers: ThreadPoolExecutor, client: Client, loads: HeldLoads) -> list[Future[None]]:
     """Return calls that wait: one for the load of ``first``, which is held, and three for that of ``mlp``."""
     loads.go.clear()
     first = callers.submit(client.load_model, "first")
@@ -182,7 +143,9 @@ def test_a_model_is_unloading_until_its_requests_in_flight_are_complete(
 
 
 @pytest.mark.long
-def test_concurrent_loads_and_unloads_end_as_the_last_request_says(tmp_path: Path, loads: Held, client: Client) -> None:
+def test_concurrent_loads_and_unloads_end_as_the_last_request_says(
+    tmp_path: Path, loads: HeldLoads, client: Client
+) -> None:
     put(tmp_path)
     put(tmp_path, "first")
     with ThreadPoolExecutor(8) as callers:
@@ -244,7 +207,7 @@ def test_a_failed_load_gives_the_reason_and_the_serving_model_continues(
     assert (infer(client), reason(client, "mlp", "1")) == ("1", "")
 
 
-def test_callers_that_wait_for_one_load_get_the_same_error(tmp_path: Path, loads: Held, client: Client) -> None:
+def test_callers_that_wait_for_one_load_get_the_same_error(tmp_path: Path, loads: HeldLoads, client: Client) -> None:
     put(tmp_path, "first")
     put(tmp_path, spoil=0.5)
     with ThreadPoolExecutor(4) as callers:
@@ -267,7 +230,7 @@ def test_a_model_that_the_repository_lacks_is_not_found(tmp_path: Path, client: 
 
 
 @pytest.mark.long
-def test_a_deadline_ends_the_wait_and_not_the_load(tmp_path: Path, loads: Held, client: Client) -> None:
+def test_a_deadline_ends_the_wait_and_not_the_load(tmp_path: Path, loads: HeldLoads, client: Client) -> None:
     put(tmp_path)
     loads.go.clear()
     code, text = refusal(lambda: client.load_model("mlp", client_timeout=1.0))
@@ -279,7 +242,7 @@ def test_a_deadline_ends_the_wait_and_not_the_load(tmp_path: Path, loads: Held, 
     until(lambda: client.is_model_ready("mlp"))
 
 
-def test_a_stop_does_not_wait_for_loads(tmp_path: Path, loads: Held, serve: Serve) -> None:
+def test_a_stop_does_not_wait_for_loads(tmp_path: Path, loads: HeldLoads, serve: Serve) -> None:
     put(tmp_path)
     stop = Stop()
     client = serve(stop, model_control="explicit", drain_seconds=50)
@@ -295,7 +258,7 @@ def test_a_stop_does_not_wait_for_loads(tmp_path: Path, loads: Held, serve: Serv
         loads.go.set()
 
 
-def test_callers_that_wait_for_loads_do_not_delay_probes(tmp_path: Path, loads: Held, client: Client) -> None:
+def test_callers_that_wait_for_loads_do_not_delay_probes(tmp_path: Path, loads: HeldLoads, client: Client) -> None:
     put(tmp_path)
     loads.go.clear()
     with ThreadPoolExecutor(200) as callers:

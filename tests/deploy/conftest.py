@@ -1,7 +1,5 @@
 """A small model to serve, and a server of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The alert rules: promtool accepts them; each is tested and explained, and uses only metrics that exist."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The metric that the HPA needs is what the Prometheus adapter computes from real scrapes of a real server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

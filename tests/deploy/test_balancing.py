@@ -1,7 +1,5 @@
 """The client in docs/kubernetes.md with two servers, whose addresses it gets as from a headless Service."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack

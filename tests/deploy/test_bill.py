@@ -1,7 +1,5 @@
 """The bill of materials of an image; ``test_image.py`` compares a real one with its image."""
 
-from __future__ import annotations
-
 import bill
 
 DPKG = "libc6\t2.36-9+deb12u13\tamd64\tii \nlibssl3\t3.0.17-1~deb12u3\tamd64\tii \nold\t1\tamd64\trc \n"

@@ -1,7 +1,5 @@
 """What the Helm chart renders for some values. ``test_chart_values.py`` tests that each value has an effect."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 from manifests import CHART, charted, named, needs_tools, one, pods

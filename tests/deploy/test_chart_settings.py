@@ -1,7 +1,5 @@
 """The server's settings in the values of the Helm chart: the chart accepts and rejects what the server does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

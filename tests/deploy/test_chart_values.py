@@ -1,7 +1,5 @@
 """The values of the Helm chart: each has an effect, and values that would stop a pod from serving are rejected."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

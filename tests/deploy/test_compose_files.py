@@ -1,7 +1,5 @@
 """Check compose.yaml and compose.gpu.yaml without a Docker engine: what must hold for each service."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

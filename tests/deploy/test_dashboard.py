@@ -1,7 +1,5 @@
 """The Grafana dashboard is valid by Grafana's schema, equals what its source writes, and queries only what exists."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """What ``make release`` builds: what the wheels and the source distribution hold, and that a wheel works by itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

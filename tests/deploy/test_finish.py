@@ -1,7 +1,5 @@
 """An environment before it becomes a layer: it is made smaller, compiled, and gets the same bytes each time."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

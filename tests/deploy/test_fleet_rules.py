@@ -1,7 +1,5 @@
 """The rules on many replicas: problems in turn, a few of many, faults of all, and drift that none sees by itself."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

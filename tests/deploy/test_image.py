@@ -1,7 +1,5 @@
 """Build the images and run them on a Docker engine: check their content, and that they need nothing else."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -16,7 +14,7 @@ import composing
 import pytest
 from artifacts import write_mlp
 from composing import ROOT, output_of
-from dockerfiles import pins
+from pins import pins
 from waiting import until
 
 import bf16kit

@@ -1,7 +1,5 @@
 """Rules and dashboard in a real Prometheus that scrapes a real server under real requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

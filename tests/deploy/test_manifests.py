@@ -1,7 +1,5 @@
 """Every manifest is valid for the cluster's API, and the check finds manifests that are not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -62,23 +60,6 @@ def _misspell(place: Any, right: str, wrong: str) -> None:
 
 PLANTED: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "a misspelt probe": ("Deployment", lambda m: _misspell(_server(m), "readinessProbe", "readinesProbe"), "readines"),
-    "a port that is text": ("Deployment", lambda m: _server(m)["ports"][0].update(containerPort="8001"), "8001"),
-    "a probe of a named port": (
-        "Deployment", lambda m: _server(m)["livenessProbe"]["grpc"].update(port="grpc"), "grpc",
-    ),
-    "a grace in the wrong place": (
-        "Deployment", lambda m: m["spec"].update(terminationGracePeriodSeconds=45), "terminationGrace",
-    ),
-    "no selector": ("Deployment", lambda m: m["spec"].pop("selector"), "selector"),
-    "a share that is text": (
-        "HorizontalPodAutoscaler",
-        lambda m: m["spec"]["metrics"][1]["containerResource"]["target"].update(averageUtilization="70"), "70",
-    ),
-    "from whom, misspelt": ("NetworkPolicy", lambda m: _misspell(m["spec"]["ingress"][0], "from", "form"), "form"),
-    "a budget's bound, misplaced": (
-        "PodDisruptionBudget", lambda m: m["metadata"].update(maxUnavailable=1), "maxUnavailable",
-    ),
-    "a Service's port without number": ("Service", lambda m: m["spec"]["ports"][0].pop("port"), "port"),
     "a rule's expression, misspelt": (
         "PrometheusRule", lambda m: _misspell(m["spec"]["groups"][0]["rules"][0], "expr", "expression"), "expr",
     ),

@@ -1,7 +1,5 @@
 """Permissions, resources and settings of the pods: the same in every way to deploy them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flags, settings, variables, ports, paths, metrics and images that deploy/ names exist in the program."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The one-shot conversion service of compose.yaml: its messages if a conversion fails, its exit when stopped."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

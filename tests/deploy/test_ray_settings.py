@@ -1,7 +1,5 @@
 """What replicas behind Ray are given, which needs no Ray: settings that are rejected, and memory that is reserved."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

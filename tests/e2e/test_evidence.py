@@ -1,7 +1,5 @@
 """An operator fetches the evidence of a breach from a real server's memory, and the converter explains it."""
 
-from __future__ import annotations
-
 import json
 import stat
 import subprocess

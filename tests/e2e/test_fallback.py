@@ -1,11 +1,9 @@
 """A damaged model: fp32 serves while its drift is over budget, and bf16 again once a healthy copy is loaded."""
 
-from __future__ import annotations
-
 import os
 import signal
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 from artifacts import write_damaged, write_mlp
 from loopback import infer_request
 from serverprocess import Serve, ServerProcess
+from waiting import repeating
 from waiting import until as until_within
 from workerprocesses import Client, pids, wait_replaced
 
@@ -60,37 +59,28 @@ def measured(server: ServerProcess) -> float:
 
 
 class Asking:
-    """Sends requests from one new client after another until the block ends; every request must succeed."""
+    """Answers to requests from one new client after another. ``x`` may be changed meanwhile."""
 
-    def __init__(self, server: ServerProcess, x: Array = X) -> None:
+    def __init__(self, server: ServerProcess, x: Array) -> None:
         self.x = x
-        self._server = server
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work)
-        self.failed: list[BaseException] = []
         self.answers: list[tuple[str, Array]] = []
+        self._server = server
 
-    def __enter__(self) -> Asking:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-        assert self.failed == []
-
-    def _work(self) -> None:
-        try:
-            while not self._over.is_set():
-                with Client(self._server.target) as client:
-                    for _ in range(5):
-                        self.answers.append(answer(client, self.x))
-        except BaseException as error:  # noqa: BLE001 - __exit__ asserts that there is none
-            self.failed.append(error)
+    def ask(self) -> None:
+        with Client(self._server.target) as client:
+            for _ in range(5):
+                self.answers.append(answer(client, self.x))
 
     def until_all_are(self, precision: str) -> None:
         """Wait until the last 40 responses, which come from several connections, have this precision."""
         until(lambda: {each for each, _ in self.answers[-40:]} == {precision}, f"{precision} answers")
+
+
+@contextmanager
+def asking(server: ServerProcess, x: Array = X) -> Iterator[Asking]:
+    """Send requests until the block ends; every one must succeed."""
+    with repeating((made := Asking(server, x)).ask):
+        yield made
 
 
 def test_fp32_serves_for_a_damaged_model_until_a_healthy_copy_is_loaded(tmp_path: Path, serve: Serve) -> None:
@@ -98,8 +88,8 @@ def test_fp32_serves_for_a_damaged_model_until_a_healthy_copy_is_loaded(tmp_path
     damaged = write_damaged(tmp_path / "mlp" / "1")
     expected = load_reference(Artifact.open(damaged.path), threads=1).run({"x": X})["y"]
     server = serve("--repository", tmp_path, env=POLLING).wait_ready()
-    with Asking(server) as asking:
-        asking.until_all_are("fp32")
+    with asking(server) as asked:
+        asked.until_all_are("fp32")
         assert (server.of_model("fallback_active"), transitions(server)) == (1, 1)
         assert server.of_model("answers_total", precision="fp32") > 0
         assert properties(server)["active_precision"] == "fp32"
@@ -112,11 +102,11 @@ def test_fp32_serves_for_a_damaged_model_until_a_healthy_copy_is_loaded(tmp_path
         write_mlp(tmp_path / "mlp" / "2")
         (tmp_path / "mlp" / "1").rename(tmp_path / "old")
         (tmp_path / "mlp" / "2").rename(tmp_path / "mlp" / "1")
-        asking.until_all_are("bf16")
-    by_bf16 = [y for precision, y in asking.answers if precision == "bf16"]
+        asked.until_all_are("bf16")
+    by_bf16 = [y for precision, y in asked.answers if precision == "bf16"]
     np.testing.assert_allclose(by_bf16[0], expected * 1.05, rtol=2e-2, atol=1e-2)
     np.testing.assert_allclose(by_bf16[-1], expected, rtol=2e-2, atol=1e-2)
-    for y in (y for precision, y in asking.answers if precision == "fp32"):
+    for y in (y for precision, y in asked.answers if precision == "fp32"):
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     assert server.of_model("fallback_active") == 0
     server.stop()
@@ -148,10 +138,10 @@ def test_bf16_serves_again_once_its_drift_is_clearly_within_budget(tmp_path: Pat
     configure(tmp_path, stay=0)
     write_damaged(tmp_path / "mlp" / "1", above=50.0)
     server = serve("--repository", tmp_path).wait_ready()
-    with Asking(server, WRONG) as asking:
-        asking.until_all_are("fp32")
-        asking.x = X
-        asking.until_all_are("bf16")
+    with asking(server, WRONG) as asked:
+        asked.until_all_are("fp32")
+        asked.x = X
+        asked.until_all_are("bf16")
     assert server.of_model("fallback_active") == 0
     assert (transitions(server, "fp32"), transitions(server, "bf16")) == (1, 1)
     assert "bf16 answers again" in server.log
@@ -163,8 +153,8 @@ def test_all_workers_serve_fp32_and_so_does_a_restarted_one_after_another_versio
     configure(tmp_path, more="version_policy: all\n")
     write_damaged(tmp_path / "mlp" / "1")
     server = serve("--repository", tmp_path, "--workers", "2", env=POLLING).wait_ready()
-    with Asking(server) as asking:
-        asking.until_all_are("fp32")
+    with asking(server) as asked:
+        asked.until_all_are("fp32")
     assert transitions(server) == 1, "once, not by each"
     write_mlp(tmp_path / "new" / "2")
     (tmp_path / "new" / "2").rename(tmp_path / "mlp" / "2")
@@ -177,9 +167,9 @@ def test_all_workers_serve_fp32_and_so_does_a_restarted_one_after_another_versio
     wait_replaced(server, victim)
     server.wait_ready()
     until(lambda: server.log.count("the fp32 reference is warm") == 3, "warm in that one too")
-    with Asking(server) as asking:
-        until(lambda: len(asking.answers) >= 100, "answers of both")
-    assert {precision for precision, _ in asking.answers} == {"fp32"}
+    with asking(server) as asked:
+        until(lambda: len(asked.answers) >= 100, "answers of both")
+    assert {precision for precision, _ in asked.answers} == {"fp32"}
     assert transitions(server) == 1
     assert properties(server)["active_precision"] == "fp32"
     server.stop()

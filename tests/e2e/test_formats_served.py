@@ -3,8 +3,6 @@
 The responses are compared with the outputs of the source itself.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

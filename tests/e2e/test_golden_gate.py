@@ -1,7 +1,5 @@
 """Damage weights in a running server's memory: the golden gate detects it, and every interface reports it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import faults

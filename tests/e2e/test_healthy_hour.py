@@ -6,8 +6,6 @@ simulated where Prometheus' own cannot, gets the metrics that the server had at 
 evaluates the rules on them.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Live drift of a real server: what is kept of requests, and references that are off or too large."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models of a server process change while clients send requests without pause."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping

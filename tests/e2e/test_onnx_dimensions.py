@@ -3,8 +3,6 @@
 Neither the converter nor the server relies on a dimension name that a run contradicts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The profile that a converted model is served with: the one that serving.yaml names, or the one that auto chooses."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """A ranker, whose output is one score per row that passes through 0: its relative errors say nothing about it."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 

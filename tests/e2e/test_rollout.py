@@ -1,7 +1,5 @@
 """A new version fails its golden gate: the old one serves, before and after a restart, and metrics and log say so."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

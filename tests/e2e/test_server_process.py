@@ -1,7 +1,5 @@
 """Run the server as a process on real artifacts, and use it through an unmodified tritonclient."""
 
-from __future__ import annotations
-
 import json
 import socket
 import ssl

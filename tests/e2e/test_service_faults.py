@@ -4,10 +4,7 @@ A real Prometheus scrapes the server. ``make bench-drift`` uses the rules as shi
 docs/drift.md; ``make test-long`` lets alerts fire as soon as their condition is true.
 """
 
-from __future__ import annotations
-
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +21,7 @@ from drifttable import LONG, Row, listed, named, record
 from loopback import infer_request
 from prometheusprocess import Prometheus
 from serverprocess import Serve, ServerProcess
-from waiting import until
+from waiting import repeating, until
 from workerprocesses import Client
 
 import graphs
@@ -154,28 +151,14 @@ def server(tmp_path: Path, serve: Serve) -> ServerProcess:
 @contextlib.contextmanager
 def traffic(server: ServerProcess) -> Iterator[None]:
     """Send five times a second to each model."""
-    over, errors = threading.Event(), list[BaseException]()
+    with contextlib.ExitStack() as stack:
 
-    def send(fault: Fault, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        with Client(server.target) as client:
-            while not over.wait(0.2):
-                try:
-                    fault.send(client, random)
-                except BaseException as error:  # noqa: BLE001 - raised by the test
-                    errors.append(error)
-                    return
+        def sender(fault: Fault, seed: int) -> Callable[[], object]:
+            random, client = np.random.default_rng(seed), stack.enter_context(Client(server.target))
+            return lambda: fault.send(client, random)
 
-    threads = [threading.Thread(target=send, args=(each, at)) for at, each in enumerate((*FAULTS, SOUND))]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
-    assert errors == []
+        with repeating(*(sender(each, at) for at, each in enumerate((*FAULTS, SOUND))), pause=0.2):
+            yield
 
 
 def test_each_fault_of_the_service_fires_its_alerts_and_no_other(server: ServerProcess, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Traces of a server process: an unmodified tritonclient sends requests, and a real collector receives the spans."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A server whose standard error is a pipe that nobody reads, as under a supervisor that hangs."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """A server of several worker processes, as clients see it: responses are complete, dead workers are replaced."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Control RPCs to a server of several processes apply to all workers, whichever worker receives them."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A server of several processes under load, whose processes are killed one after another."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

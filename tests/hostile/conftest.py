@@ -1,7 +1,5 @@
 """Servers to attack: processes with default settings, or with the settings that a test gives."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import socket

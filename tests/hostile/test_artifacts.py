@@ -3,8 +3,6 @@
 One client sends requests without pause, and compares each output with the correct one bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """A server is stopped or killed while 250 requests a second arrive over sixteen connections."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import socket

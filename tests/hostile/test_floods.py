@@ -1,7 +1,5 @@
 """Four connections that send calls as fast as they can, and clients beside them whose calls must not fail."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import Counter

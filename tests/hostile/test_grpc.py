@@ -1,7 +1,5 @@
 """Hostile clients over real sockets try to block a server; it must serve the other clients meanwhile."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

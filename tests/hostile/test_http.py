@@ -1,7 +1,5 @@
 """Attacks on the HTTP port of a running server: /livez responds within a second, and memory is freed afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re

@@ -3,8 +3,6 @@
 In ``make soak`` the model is MiniLM, otherwise one whose memory grows as MiniLM's does and that computes little.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Malformed messages: messages fuzzed with knowledge of the protocol, and bytes that are not messages at all."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import socket

@@ -1,7 +1,5 @@
 """Send ten times as many requests as the server can answer, from another process that does not wait for responses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from statistics import median
 

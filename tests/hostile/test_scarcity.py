@@ -1,7 +1,5 @@
 """A server with as little memory, or as few threads, as a small container allows, and with files of 10 GB."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

@@ -1,12 +1,8 @@
 """Clients attack the server through their shared memory: it responds or rejects, survives, and touches nothing else."""
 
-from __future__ import annotations
-
-import contextlib
 import functools
 import os
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +15,7 @@ import tritonclient.grpc as triton
 from attacked import Target
 from figures import amount
 from tritonclient.utils import InferenceServerException
+from waiting import repeating
 
 pytestmark = pytest.mark.hostile
 
@@ -76,23 +73,6 @@ def outcome(call: Callable[[], object]) -> str:
     return "OK"
 
 
-@contextlib.contextmanager
-def all_the_time(do: Callable[[], object]) -> Iterator[None]:
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            do()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 @pytest.mark.parametrize("shrunk", [0, 1, X.nbytes - 1])
 def test_memory_that_shrinks_and_grows_all_the_time_neither_crashes_nor_is_extended(
     target: Target, client: Any, make: Make, shrunk: int
@@ -107,7 +87,7 @@ def test_memory_that_shrinks_and_grows_all_the_time_neither_crashes_nor_is_exten
             os.truncate(sink, size)
 
     outcomes: Counter[str] = Counter()
-    with target.stays_healthy(), all_the_time(shrink):
+    with target.stays_healthy(), repeating(shrink):
         for _ in range(amount(300, 20_000)):
             outcomes[outcome(lambda: ask(client, source=source.name, sink=sink.name))] += 1
             assert sink.stat().st_size <= X.nbytes
@@ -138,7 +118,7 @@ def test_a_region_registered_again_meanwhile_gives_the_output_of_either_file(
                 other.register_system_shared_memory("r", files[next(turn) % 2].name, X.nbytes)
 
     outcomes: Counter[str] = Counter()
-    with target.stays_healthy(), all_the_time(register_anew):
+    with target.stays_healthy(), repeating(register_anew):
         for _ in range(amount(300, 20_000)):
             answers: list[Any] = []
             outcomes[outcome(lambda answers=answers: answers.append(ask(client)))] += 1  # type: ignore[misc]

@@ -3,8 +3,6 @@
 The artifacts come in groups, as models of their own, while a client sends requests to another model without pause.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Certificates for the tests that use TLS."""
 
-from __future__ import annotations
-
 import pytest
 from tlsfiles import Authority, Pair
 

@@ -1,7 +1,5 @@
 """A bug in one part of the server ends neither the server nor the other parts. The tests put the bug there."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

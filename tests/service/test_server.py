@@ -1,7 +1,5 @@
 """A server as configured: its transport, its traces and its shared memory."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -16,16 +16,18 @@ from bf16kit.service.server import serve_single_process
 
 
 @contextmanager
-def running(repository: Path, *models: str, **settings: Any) -> Iterator[str]:
-    """Yield ``host:port`` of a server with these settings, once the given models have loaded."""
-    with running_ports(repository, *models, **settings) as (where, _):
+def running(repository: Path, *models: str, stop: Stop | None = None, **settings: Any) -> Iterator[str]:
+    """Yield ``host:port`` of a server with these settings, once the given models have loaded; ``stop`` ends it."""
+    with running_ports(repository, *models, stop=stop, **settings) as (where, _):
         yield where
 
 
 @contextmanager
-def running_ports(repository: Path, *models: str, **settings: Any) -> Iterator[tuple[str, int]]:
+def running_ports(
+    repository: Path, *models: str, stop: Stop | None = None, **settings: Any
+) -> Iterator[tuple[str, int]]:
     """Yield the same, and the HTTP port."""
-    stop, started = Stop(), SimpleQueue[tuple[int, int]]()
+    stop, started = stop or Stop(), SimpleQueue[tuple[int, int]]()
     config = ServerConfig(repository=repository, grpc_port=0, http_port=0, device="cpu", threads=1, **settings)
     server = threading.Thread(target=serve_single_process, args=(config, stop, lambda *ports: started.put(ports)))
     server.start()

@@ -13,16 +13,3 @@ def use(path: str, monkeypatch: pytest.MonkeyPatch, *, rounds: bool = False) -> 
         kernel.usable_kernel(rounds=rounds)
     except ConfigError as error:
         pytest.skip(str(error))
-
-
-def exact_paths(monkeypatch: pytest.MonkeyPatch, *, rounds: bool = False) -> list[str]:
-    """Return the paths that this processor can run and that give the same bits: all but the portable one and tiles."""
-    found = []
-    for path in kernel.PATHS[1:-1]:
-        with monkeypatch.context() as patched:
-            patched.setenv(kernel.VARIABLE, path)
-            try:
-                found.append(kernel.usable_kernel(rounds=rounds).path)
-            except ConfigError:
-                continue
-    return found

@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
+from bf16kit.messages.errors import NotFound, Unavailable
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
@@ -36,6 +36,7 @@ from bf16kit.service.contract import (
 )
 from bf16kit.service.grpc.handlers import SERVICE
 from bf16kit.service.grpc.transport import Transport, TransportOptions
+from bf16kit.service.models.repository import find_slot, not_ready
 from bf16kit.service.operations import Operations
 from bf16kit.service.request import Done, Observation, Request, Timings, Tracer
 from bf16kit.service.wire.tensors import encode_raw
@@ -138,7 +139,7 @@ class LoopbackModel:
 
 
 class LoopbackRegistry:
-    """Models by name and version. Subscribers are notified when a state changes."""
+    """Models by name and version, found as in production. Subscribers are notified when a state changes."""
 
     def __init__(self, models: Sequence[LoopbackModel]) -> None:
         self._models = sorted(models, key=lambda m: (m.name, m.version))
@@ -158,19 +159,13 @@ class LoopbackRegistry:
         model = self.find(name, version)
         if self.draining:
             raise Unavailable("the server is shutting down; try another", "draining")
-        if model.state == "loading":
-            raise Unavailable(f"model {name!r} version {model.version} is not ready: {model.reason}")
         if model.state != "ready":
-            raise NotFound(f"model {name!r} version {model.version} is not ready: {model.reason}")
+            raise not_ready(model, version)
         return model
 
     def find(self, name: str, version: str) -> LoopbackModel:
-        if version and not (version.isascii() and version.isdecimal()):
-            raise InvalidRequest(f"version {version!r} is not an integer of 0 or more")
-        found = [m for m in self._models if m.name == name and version in ("", str(m.version))]
-        if not found:
-            raise NotFound(f"model {name!r} is not known")
-        return max(found, key=lambda m: (("unavailable", "loading", "ready").index(m.state), m.version))
+        of_name = {m.version: m for m in self._models if m.name == name}
+        return find_slot({name: of_name} if of_name else {}, name, version)
 
     def is_ready(self, name: str, version: str) -> bool:
         try:
@@ -261,14 +256,7 @@ class Served:
         return bool(stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def stub(self, method: str) -> Any:
-        """Return the callable of one RPC, with the project's own messages."""
-        rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
-        make = self.channel.stream_stream if rpc.client_streaming else self.channel.unary_unary
-        return make(
-            f"/{SERVICE}/{method}",
-            request_serializer=GetMessageClass(rpc.input_type).SerializeToString,
-            response_deserializer=GetMessageClass(rpc.output_type).FromString,
-        )
+        return rpc(self.channel, method)
 
     def call(self, method: str, message: Any, timeout: float = 30.0, token: str | None = None) -> Any:
         metadata = [("authorization", f"Bearer {token}")] if token else None
@@ -316,6 +304,17 @@ def serving(
         _each(registry, Batcher.close)
 
 
+def rpc(channel: grpc.Channel, method: str) -> Any:
+    """Return the callable of one RPC of the inference service, with the project's own messages."""
+    described = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
+    make = channel.stream_stream if described.client_streaming else channel.unary_unary
+    return make(
+        f"/{SERVICE}/{method}",
+        request_serializer=GetMessageClass(described.input_type).SerializeToString,
+        response_deserializer=GetMessageClass(described.output_type).FromString,
+    )
+
+
 def infer_request(model: str = "echo", **arrays: Array) -> pb.ModelInferRequest:
     """Return a request with raw contents. The datatypes follow from the arrays."""
     message = pb.ModelInferRequest(model_name=model)
@@ -324,13 +323,3 @@ def infer_request(model: str = "echo", **arrays: Array) -> pb.ModelInferRequest:
         message.inputs.add(name=name, datatype=dtype.oip, shape=array.shape)
         message.raw_input_contents.append(encode_raw(dtype, array))
     return message
-
-
-def until(condition: Callable[[], Any], patience: float = 30.0) -> Any:
-    """Wait until ``condition`` returns a true value, and return that value."""
-    pause = threading.Event()
-    for _ in range(int(patience / 0.005)):
-        if found := condition():
-            return found
-        pause.wait(0.005)
-    raise AssertionError("the condition never held")

@@ -3,8 +3,10 @@
 Only what must *not* happen takes a fixed time: see :func:`stays`.
 """
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def until(
@@ -27,6 +29,34 @@ def stays(condition: Callable[[], object], seconds: float, what: str = "the cond
     while (passed := time.monotonic() - begun) < seconds:
         assert condition(), f"{what} was true for {passed:.2f} s of {seconds:g} s"
         time.sleep(0.01)
+
+
+@contextmanager
+def repeating(*tasks: Callable[[], object], pause: float = 0.0) -> Iterator[None]:
+    """Call each task again and again on a thread of its own while the block runs, with pauses of so many seconds.
+
+    A task that fails is not repeated; the first error is raised at the end of the block.
+    """
+    over, errors = threading.Event(), list[BaseException]()
+
+    def repeat(task: Callable[[], object]) -> None:
+        try:
+            while not over.wait(pause):
+                task()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
 def slowdown() -> float:

@@ -7,14 +7,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from google.protobuf.message_factory import GetMessageClass
-from loopback import infer_request
+from loopback import infer_request, rpc
 from serverprocess import ServerProcess
 from waiting import until
 
 from bf16kit.numerics.tensors import Array
-from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.service.grpc.handlers import SERVICE
 
 SHADOW = "bf16kit.service.shadow.references"  # the module of the process with the fp32 references
 
@@ -32,13 +29,7 @@ class Client:
         self.channel.close()
 
     def ask(self, method: str) -> Any:
-        """Return the callable of one RPC of the inference service."""
-        rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
-        return self.channel.unary_unary(
-            f"/{SERVICE}/{method}",
-            request_serializer=GetMessageClass(rpc.input_type).SerializeToString,
-            response_deserializer=GetMessageClass(rpc.output_type).FromString,
-        )
+        return rpc(self.channel, method)
 
     def call(self, method: str, message: Any, timeout: float = 30.0) -> Any:
         return self.ask(method)(message, timeout=timeout)

@@ -1,7 +1,5 @@
 """Attention, however it is written, becomes one node that gives float64's result; what is not attention stays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path

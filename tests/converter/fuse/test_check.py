@@ -1,7 +1,5 @@
 """Comparing fusions with what they replace shows faults that cost less than the budget, wherever they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module

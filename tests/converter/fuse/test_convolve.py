@@ -1,7 +1,5 @@
 """Convolutions of images become the kernel's in cpu-bf16, in regions with channels last; cpu keeps ONNX Runtime's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

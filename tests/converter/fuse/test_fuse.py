@@ -1,7 +1,5 @@
 """Fusions in one pass: each node belongs to one, and none that fails costs the conversion."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

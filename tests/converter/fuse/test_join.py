@@ -1,7 +1,5 @@
 """Products of the same activations become nodes of up to three, with the bits of single ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

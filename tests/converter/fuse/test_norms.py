@@ -1,7 +1,5 @@
 """Normalisations, operators or written out, become one node with the sum before them; other computations stay."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

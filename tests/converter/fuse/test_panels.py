@@ -1,7 +1,5 @@
 """Weights in panels: the kernel looks their rows up, and other graphs turn them back into matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Products by bf16 weights become the kernel's, with bias and activation; their weights are stored in panels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LSTM and GRU become nodes of the kernel, which read their weights in bf16 as they are stored; other forms stay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Constant integers are computed, and nothing else."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 

@@ -3,8 +3,6 @@
 kernels/tests/conv_test.cpp compares random convolutions with float64.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

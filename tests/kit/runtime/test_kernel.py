@@ -1,7 +1,5 @@
 """Which path of the CPU kernel runs, and the stated reason if none runs."""
 
-from __future__ import annotations
-
 import _ctypes
 import re
 import shutil

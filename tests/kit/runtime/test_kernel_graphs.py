@@ -1,19 +1,17 @@
-"""``bf16kit::MatMul`` and ``MatMulBf16…`` in real sessions: their results, and which results must be bit-identical.
+"""``bf16kit::MatMul`` and ``MatMulBf16…`` in real sessions: rows, layouts, activations, paths, threads, and memory.
 
-kernels/tests checks random products, activations and orders of sums on every path; here they run in ONNX Runtime.
+kernels/tests/property_test.cpp compares random products on every path, and which results must be bit-identical.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from kernelpaths import exact_paths, use
+from kernelpaths import use
 from mapped import mapped_kb
 from onnx import TensorProto
-from products import ACTIVATIONS, LAYOUTS, Array, exact, product, run, session
+from products import ACTIVATIONS, LAYOUTS, Array, exact, product, run
 
 import graphs
 from bf16kit.runtime.ort import kernel
@@ -34,16 +32,13 @@ def bound(x: Array, weight: Array) -> Array:
     return np.asarray(1.0001 * additions * 2.0**-24 * sums + 1e-6)
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", kernel.PATHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("k", "n"), [(1, 1), (7, 31), (128, 32), (K, N), (257, 65)])
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (K, N), (257, 65)])
 def test_products_with_bf16_weights_are_within_the_error_bound(
     path: str, layout: str, k: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where activations are rounded too, the sums are still those of fp32."""
+    """Where activations are rounded too, the sums are still those of fp32. The operator decides, not the processor."""
     weight, bias, x = graphs.values(k, n), graphs.values(n, seed=1), graphs.values(9, k, seed=2, scale=k**0.5)
     use(path, monkeypatch, rounds=True)
     found = run(product(weight, bias, layout=layout, operator="MatMulBf16"), x)
@@ -74,34 +69,14 @@ def test_leading_dimensions_are_rows(shape: tuple[int, ...], layout: str) -> Non
     assert np.all(np.abs(found - exact(x, weight)) <= bound(x, weight))
 
 
-@pytest.mark.parametrize("path", kernel.PATHS)
-@pytest.mark.parametrize("rows", [1, 3, 64])
-def test_values_that_are_not_finite_affect_only_their_own_row(
-    path: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(path, monkeypatch)
-    weight = np.abs(graphs.values(K, N)) + 0.1
-    x = graphs.values(rows, K, seed=2)
-    clean = run(product(weight), x)
-    for value in (np.nan, np.inf, -np.inf):
-        spoilt = x.copy()
-        spoilt[0, K // 2] = value
-        found = run(product(weight), spoilt)
-        assert np.array_equal(found[0], np.full(N, value, np.float32), equal_nan=True)
-        assert np.array_equal(found[1:], clean[1:])
-
-
-def test_infinity_times_a_zero_weight_is_nan_as_ieee_says() -> None:
-    weight = np.zeros((K, N), np.float32)
-    assert np.isnan(run(product(weight), np.full((1, K), np.inf, np.float32))).all()
-    # The padding beyond the last column holds no weights, and must not affect the real columns.
-    assert np.array_equal(run(product(weight), np.full((1, K), 3e38, np.float32)), np.zeros((1, N), np.float32))
-
-
-def test_subnormals_are_zero_where_activations_are_rounded() -> None:
-    weight, x = np.ones((2, 32), np.float32), np.array([[1e-39, 1e-39]], np.float32)
-    assert np.all(run(product(weight, operator="MatMulBf16"), x) == 0)
-    assert np.all(run(product(weight), x) == np.float32(1e-39) + np.float32(1e-39))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 5, 130])
+def test_the_number_of_threads_changes_no_bit(layout: str, rows: int) -> None:
+    model = product(graphs.values(1024, 520), layout=layout)
+    x = graphs.values(rows, 1024, seed=2)
+    alone = run(model, x, threads=1)
+    assert np.array_equal(run(model, x, threads=2), alone)
+    assert np.array_equal(run(model, x, threads=3), alone)
 
 
 def test_weights_are_read_in_place_from_the_mapped_file(tmp_path: Path) -> None:
@@ -114,51 +89,3 @@ def test_weights_are_read_in_place_from_the_mapped_file(tmp_path: Path) -> None:
     mapped = mapped_kb("weights.bf16")
     assert mapped["Rss"] >= 2048 - 8
     assert mapped["Anonymous"] == 0
-
-
-# --- which results are bit-identical ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [1, 5, 130])
-def test_the_number_of_threads_changes_no_bit(layout: str, rows: int) -> None:
-    model = product(graphs.values(1024, 520), layout=layout)
-    x = graphs.values(rows, 1024, seed=2)
-    alone = run(model, x, threads=1)
-    assert np.array_equal(run(model, x, threads=2), alone)
-    assert np.array_equal(run(model, x, threads=3), alone)
-
-
-@pytest.mark.parametrize("path", kernel.PATHS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("operator", ["MatMul", "MatMulBf16"])
-def test_a_row_gives_the_same_bits_in_any_batch(
-    path: str, layout: str, operator: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(path, monkeypatch, rounds=operator == "MatMulBf16")
-    weight, bias = graphs.values(K, N), graphs.values(N)
-    opened = session(product(weight, bias, layout=layout, activation="gelu", operator=operator))
-    x = graphs.values(100, K, seed=2, scale=3)
-    together = opened.run(["y"], {"x": x})[0]
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 47, 48, 49, 96, 97):
-        assert np.array_equal(opened.run(["y"], {"x": x[:rows]})[0], together[:rows]), rows
-        last = np.ascontiguousarray(x[-rows:])
-        assert np.array_equal(opened.run(["y"], {"x": last})[0], together[-rows:]), rows
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_operator_and_not_the_processor_decides_the_arithmetic(
-    layout: str, activation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outputs do not change on another processor, with instructions for bf16 or without."""
-    x, answers = graphs.values(50, K, seed=2, scale=5), {}
-    for operator, rounds in (("MatMul", False), ("MatMulBf16", True)):
-        weight, bias = graphs.values(K, N), graphs.values(N)
-        model = product(weight, bias, layout=layout, activation=activation, operator=operator)
-        answers[operator] = run(model, x)
-        for path in exact_paths(monkeypatch, rounds=rounds):
-            use(path, monkeypatch, rounds=rounds)
-            assert np.array_equal(run(model, x), answers[operator])
-        monkeypatch.delenv(kernel.VARIABLE)
-    assert not np.array_equal(answers["MatMul"], answers["MatMulBf16"])

@@ -4,8 +4,6 @@ The danger is a function in a shared header. If it is compiled within a path, it
 If it is not inlined, the linker keeps one of its copies: other paths, or code outside all paths, may then run that one.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

@@ -1,7 +1,5 @@
 """Errors of the kernel's operators, at load or at run time: clear messages, no crash, no read past the end."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

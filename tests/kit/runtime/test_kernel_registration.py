@@ -1,7 +1,5 @@
 """Registering the kernel's library with a runtime that works, fails half way, or has another interface than it says."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

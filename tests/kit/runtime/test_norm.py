@@ -1,10 +1,7 @@
-"""``bf16kit::AddLayerNorm…`` and ``…RmsNorm…`` in real sessions: results, and which are bit-identical."""
-
-from __future__ import annotations
+"""``bf16kit::AddLayerNorm…`` and ``…RmsNorm…`` in real sessions. kernels/tests/norm_test.cpp has random cases."""
 
 import numpy as np
 import pytest
-from kernelpaths import use
 from products import Array, norm, norm_inputs, results
 
 from bf16kit.runtime.ort import kernel
@@ -32,52 +29,21 @@ def exact(op: str, x: Array, skip: Array, scale: Array, bias: Array) -> Array:
     return np.asarray(off / np.sqrt((off**2).mean(-1, keepdims=True) + 1e-5) * scale + bias)
 
 
-@pytest.mark.parametrize("path", kernel.PATHS)
 @pytest.mark.parametrize("op", OPERATORS)
-@pytest.mark.parametrize("shape", [(3, 384), (2, 5, 33), (7,), (1, 1)], ids=str)
-def test_norms_are_within_the_rounding_error_of_fp32(
-    op: str, shape: tuple[int, ...], path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(path, monkeypatch)
+@pytest.mark.parametrize("shape", [(3, 384), (2, 5, 33), (7,), (1, 1), (0, 8)], ids=str)
+def test_norms_are_within_the_rounding_error_of_fp32(op: str, shape: tuple[int, ...]) -> None:
     given = inputs(*shape)
-    found = results(norm(op), *told(op, given))
+    found = results(norm(op), *told(op, given), threads=2)
     np.testing.assert_allclose(found[0], exact(op, *given), rtol=1e-5, atol=2e-6)
     if "sum" in op:
         assert np.array_equal(found[1], given[0] + given[1])
 
 
-@pytest.mark.parametrize("path", kernel.PATHS)
-def test_a_mean_a_hundred_thousand_times_the_deviations_costs_no_accuracy(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(path, monkeypatch)
-    x, skip = inputs(64, 768)[0] + np.float32(1e5), np.zeros((64, 768), np.float32)
-    scale, bias = np.ones(768, np.float32), np.zeros(768, np.float32)
-    found = results(norm("AddLayerNorm"), x, skip, scale)[0]
-    np.testing.assert_allclose(found, exact("AddLayerNorm", x, skip, scale, bias), rtol=0, atol=5e-6)
-
-
-def test_a_row_of_equal_elements_has_a_variance_of_zero_not_below() -> None:
+def test_rows_without_elements_or_of_equal_ones_have_a_variance_of_zero_not_below() -> None:
+    assert results(norm("RmsNorm"), *told("RmsNorm", inputs(3, 0)))[0].shape == (3, 0)
     x = np.random.default_rng(0).uniform(1e5, 1e7, (40, 1)).astype(np.float32) * np.ones(65536, np.float32)
     found = results(norm("AddLayerNorm"), x, np.zeros_like(x), np.ones(65536, np.float32))[0]
     assert np.isfinite(found).all()
-
-
-@pytest.mark.parametrize("op", ["AddLayerNorm_bias", "AddRmsNorm", "RmsNorm"])
-def test_threads_paths_and_neighbours_change_no_bit(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    full, made = inputs(3000, 129), norm(op)
-    given, row = told(op, full), told(op, [full[0][17:18], full[1][17:18], *full[2:]])
-    (alone,) = results(made, *given)
-    assert np.array_equal(results(made, *given, threads=3)[0], alone)
-    assert np.array_equal(results(made, *row)[0], alone[17:18])
-    use("avx2", monkeypatch)
-    assert np.array_equal(results(made, *given)[0], alone)
-
-
-@pytest.mark.parametrize("op", ["AddLayerNorm_bias", "AddRmsNorm", "RmsNorm"])
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
-def test_empty_inputs_give_empty_outputs(shape: tuple[int, ...], op: str) -> None:
-    assert results(norm(op), *told(op, inputs(*shape)))[0].shape == shape
 
 
 @pytest.mark.parametrize("op", ["AddLayerNorm", "AddRmsNorm", "RmsNorm"])

@@ -1,7 +1,5 @@
 """``bf16kit::LSTM…`` and ``GRU…`` in real sessions: wrong attributes, weights and inputs are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """The queue alone, without threads or a clock: each test passes the time to it."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """``bf16-serve bench``: real runs of a small model, and the resulting suggestion."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

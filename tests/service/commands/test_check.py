@@ -1,7 +1,5 @@
 """``bf16-serve check``: the server's own code finds out whether the server would serve."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """``bf16-serve evidence``: it writes one file, or one line with the reason why not."""
 
-from __future__ import annotations
-
 import socket
 import stat
 from collections.abc import Callable, Iterator
@@ -94,7 +92,7 @@ def test_an_error_of_the_server_is_reported_in_one_line_and_nothing_is_written(
     for fetch, model, code, words in (
         (nothing, "m", 1, "model 'm' version 1 has not been over its budget"),
         (None, "m", 1, "evidence is off: start the server with --evidence"),
-        (kept, "nobody", 1, "model 'nobody' is not known"),
+        (kept, "nobody", 1, "unknown model 'nobody'"),
         (lambda model, version: b"something else", "m", 2, "is not evidence"),
     ):
         server = serve(fetch)

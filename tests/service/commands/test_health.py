@@ -1,7 +1,5 @@
 """``bf16-serve health``: checks the server on this machine, found by the settings that it was started with."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

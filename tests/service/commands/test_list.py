@@ -1,7 +1,5 @@
 """``bf16-serve list``: shows a repository by its manifests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from commanded import Run, one_line, read

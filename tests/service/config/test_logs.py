@@ -1,7 +1,5 @@
 """The log: its lines, and how they are written: to a pipe that is read, that nobody reads, whose reader is gone."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

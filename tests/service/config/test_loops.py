@@ -1,7 +1,5 @@
 """The stop signal, and work that is repeated until it is stopped, whatever it raises."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

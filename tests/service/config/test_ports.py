@@ -1,7 +1,5 @@
 """A port that only the processes of one server share."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """What one process may use: the C library's memory, Python's garbage, open files, a small container's memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging

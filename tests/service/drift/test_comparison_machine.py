@@ -6,8 +6,6 @@ the wide interval; requests out of range count with the others; each row counts 
 begins another profile.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

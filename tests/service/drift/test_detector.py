@@ -1,7 +1,5 @@
 """The change detector in simulations with fixed seeds (docs/decisions/0054 has weeks of it), and the diagnosis."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

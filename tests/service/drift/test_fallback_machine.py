@@ -6,8 +6,6 @@ a return asks neither for the alarm nor the margin; a reload keeps fp32; older v
 anew on a return; a failure is followed by another order at once.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace

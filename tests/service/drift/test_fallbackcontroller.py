@@ -1,7 +1,5 @@
 """What operators read of a fallback, and that a model on the border does not flap; the machine has all else."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which requests' samples are forwarded, what a sample holds, and samples that fp32 has served."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -1,7 +1,5 @@
 """Confidence intervals contain the true value as often as they claim: checked by simulation with fixed seeds."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

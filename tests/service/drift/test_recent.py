@@ -1,7 +1,5 @@
 """Recent drift: each bound with its interval, and slices; what one request may add to them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which requests are measured, and how their rows are copied."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

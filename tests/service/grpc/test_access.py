@@ -1,7 +1,5 @@
 """TLS, clients' certificates and tokens on the gRPC port, over real sockets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Limits of calls: by number, by bytes, by each client's share, and by the time that they keep the server waiting."""
 
-from __future__ import annotations
-
 import threading
 import time
 

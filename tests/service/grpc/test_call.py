@@ -1,7 +1,5 @@
 """One call over a real socket: where it is admitted or rejected, and what it releases when it ends."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import threading
@@ -12,9 +10,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from loopback import Gate, LoopbackModel, infer_request, serving, until
+from loopback import Gate, LoopbackModel, infer_request, serving
 from rawgrpc import RawConnection, framed
-from waiting import stays
+from waiting import stays, until
 
 from bf16kit.messages.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb

@@ -1,7 +1,5 @@
 """Lifetime and number of connections, as set by ``_channel_arguments`` and seen from sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,14 +1,13 @@
 """grpc.health.v1 for the server and for each model, as Kubernetes' probe, Envoy and grpc-go use it."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loopback import LoopbackModel, LoopbackRegistry, Served, serving, until
+from loopback import LoopbackModel, LoopbackRegistry, Served, serving
+from waiting import until
 
 from bf16kit.service.grpc.handlers import SERVICE
 from bf16kit.service.grpc.health import HealthServicer
@@ -68,7 +67,7 @@ class Watcher:
         self.reads.set()
         self._servicer, self._service = servicer, service
 
-    def start(self) -> Watcher:
+    def start(self) -> Self:
         self._servicer.watch(health_pb2.HealthCheckRequest(service=self._service), self, self.send)
         return self
 

@@ -1,7 +1,5 @@
 """Errors in a call, and the log: expected ones have a code; of others the client gets an incident number."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -14,8 +12,9 @@ import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
-from loopback import LoopbackModel, LoopbackRegistry, RequestLog, Served, infer_request, serving, until
+from loopback import LoopbackModel, LoopbackRegistry, RequestLog, Served, infer_request, serving
 from ownlog import own_log
+from waiting import until
 
 from bf16kit.messages import errors
 from bf16kit.messages.errors import RuntimeFailure
@@ -153,10 +152,10 @@ def test_each_request_is_logged_at_debug_with_its_times() -> None:
         assert answer.infer_response.id == "r-2"
         assert served.refusal("ModelInfer", named("nobody", "r-3"))[0] is StatusCode.NOT_FOUND
         assert served.refusal("ModelInfer", infer_request("named"))[0] is StatusCode.INVALID_ARGUMENT
-        found = until(lambda: (lines := events(stream, "debug")) and len(lines) == 4 and lines)
+        until(lambda: len(events(stream, "debug")) == 4)
         measured = list(served.log.observations)
         assert PAYLOAD not in stream.getvalue()
-    answered, streamed, unknown, refused = found
+    answered, streamed, unknown, refused = events(stream, "debug")
     assert answered["message"].startswith("request answered")
     assert [answered[key] for key in ("model", "version", "request_id", "code")] == ["named", "3", "r-1", "OK"]
     for event, seen in zip((answered, streamed), measured, strict=False):

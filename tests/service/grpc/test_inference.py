@@ -1,7 +1,5 @@
 """The RPCs over a real socket: every row of the status table, deadlines, cancellation, and metrics."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator, Mapping
@@ -10,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from grpc import StatusCode
-from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
+from loopback import Gate, LoopbackModel, Served, infer_request, serving
+from waiting import until
 
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.protocol import inference_pb2 as pb
@@ -108,7 +107,8 @@ def test_failed_requests_are_observed_with_their_times(gate: Gate) -> None:
         served.refusal("ModelInfer", infer_request(x=X[:, :2]))
         gate.go.set()
         assert [call.exception(30).code() for call in calls] == [StatusCode.INTERNAL] * 2
-        refused, *failed = until(lambda: len(served.log.observations) == 3 and served.log.observations)
+        until(lambda: len(served.log.observations) == 3)
+    refused, *failed = served.log.observations
     assert (refused.code, refused.timings) == ("INVALID_ARGUMENT", None)
     assert {seen.request_id for seen in failed} == {"0", "1"}
     for seen in failed:
@@ -168,7 +168,7 @@ def test_a_replaced_model_is_not_kept_alive_by_its_codec() -> None:
             gc.collect()
             return gone() is None
 
-        until(is_gone, patience=1.0)
+        until(is_gone, 1.0)
 
 
 def _first(served: Served) -> Cancellation:

@@ -1,7 +1,5 @@
 """Every rejection over a real socket: the client's status, and that its reason is counted once."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -11,8 +9,9 @@ import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
+from loopback import Gate, LoopbackModel, Served, infer_request, serving
 from rawgrpc import RawConnection
+from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.service.grpc.handlers import SERVICE

@@ -1,7 +1,5 @@
 """Shared memory over a real socket: its RPCs, and the limits and guarantees for requests that use it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from grpc import StatusCode
-from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
+from loopback import Gate, LoopbackModel, Served, infer_request, serving
+from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.service.operations import Operations, Region

@@ -1,7 +1,5 @@
 """ModelStreamInfer over a real socket: order, errors in the stream or as its status, batches, and cancelled streams."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +10,8 @@ import grpc
 import numpy as np
 import pytest
 from grpc import StatusCode
-from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
-from waiting import stays
+from loopback import Gate, LoopbackModel, Served, infer_request, serving
+from waiting import stays, until
 
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.service.grpc.handlers import SERVICE

@@ -1,7 +1,5 @@
 """The server as a whole: its port, its limits, and how it stops."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The HTTP port over real sockets: its pages, who may see them, and what one connection may do."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import re

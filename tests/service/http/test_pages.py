@@ -1,7 +1,5 @@
 """The pages for programs: probes, metrics, ``/status.json`` and ``/evidence``, from a real repository or a registry."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging
@@ -175,7 +173,7 @@ def test_an_invalid_query_gets_a_one_line_error(evidence: Open) -> None:
         ("?model=m&model=n", 400, "request /evidence?model=NAME"),
         ("?model=m&rows=1", 400, "'rows' is not a parameter of this page"),
         ("?model=m&version=one", 400, "version"),
-        ("?model=nobody", 404, "model 'nobody' is not known"),
+        ("?model=nobody", 404, "unknown model 'nobody'"),
         (f"?{many}", 400, "request /evidence?model=NAME"),
     ):
         found, _, body = get(server, f"/evidence{query}", MANAGE)

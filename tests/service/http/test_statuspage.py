@@ -1,7 +1,5 @@
 """The status page in a real browser, from the real HTTP port with its headers: headless Chromium, in light and dark."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

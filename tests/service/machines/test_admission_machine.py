@@ -9,8 +9,6 @@ a lease is released twice, a client that left is answered, a timeout goes on aft
 reasons are swapped, or a queue is one too long.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence

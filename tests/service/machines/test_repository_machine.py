@@ -9,8 +9,6 @@ left open. More examples also find: fp32 survives a reload of the same plan, a l
 beneath a run.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which models are wanted, by ``model_control`` and the repository's content. These tests load no models."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterable

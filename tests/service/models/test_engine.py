@@ -3,8 +3,6 @@
 Leases keep a runtime, or a generation, until its last holder has released it.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

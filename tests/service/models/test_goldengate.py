@@ -1,7 +1,5 @@
 """The golden gate of a served model, and damage that only the gate can detect."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Opening and loading an artifact: what is checked, which profile serves, and the fp32 reference that can."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

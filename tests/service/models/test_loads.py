@@ -1,7 +1,5 @@
 """Loads on threads that can be given up: limits, what is left behind, and the end."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """A client's ``ModelConfig`` on top of ``serving.yaml`` changes two fields; all others must be as the model's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An opened artifact: whether a container has room for it, and what its live responses are compared with."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from contextlib import nullcontext

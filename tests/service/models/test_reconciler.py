@@ -1,20 +1,17 @@
 """Models are loaded, replaced and unloaded while requests are in flight, and all are closed by one deadline."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from artifacts import write_mlp
 from beginning import leased
-from controlled import Controlled
+from controlled import Controlled, HeldLoads, write_model
 from openfiles import no_more_threads
 from sessions import recorded_sessions
 from waiting import stays, until
@@ -22,7 +19,6 @@ from waiting import stays, until
 from bf16kit.messages.errors import Unavailable
 from bf16kit.service.contract import infer
 from bf16kit.service.drift.fallbackcontroller import PrecisionOrder
-from bf16kit.service.models import loading
 from bf16kit.service.models import loads as loading_threads
 from bf16kit.service.models.plan import desired_model_of
 from bf16kit.service.models.reconciler import CHANGES_AT_ONCE
@@ -33,26 +29,10 @@ QUIET = "shadow: {rate: 0}\nversion_policy: all\n"
 ONE = Request({"x": np.zeros((1, 16), np.float32)}, rows=1)
 
 
-class Held:
-    """Wraps a function: records its calls in ``begun``, and holds them while ``go`` is not set."""
-
-    def __init__(self, real: Callable[..., Any]) -> None:
-        self.real = real
-        self.begun: list[str] = []
-        self.go = threading.Event()
-        self.go.set()
-
-    def __call__(self, subject: Any, *given: Any, **more: Any) -> Any:
-        path = getattr(subject, "path", subject)
-        self.begun.append(f"{path.parent.name}/{path.name}")
-        assert self.go.wait(60)
-        return self.real(subject, *given, **more)
-
-
 @pytest.fixture
-def loads() -> Iterator[Held]:
+def loads() -> Iterator[HeldLoads]:
     """Yield the recorded loads of models, which a test can hold."""
-    held = Held(loading.load)
+    held = HeldLoads()
     yield held
     held.go.set()
 
@@ -63,7 +43,7 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def repository(tmp_path: Path, metrics: Metrics, loads: Held) -> Iterator[Controlled]:
+def repository(tmp_path: Path, metrics: Metrics, loads: HeldLoads) -> Iterator[Controlled]:
     """Yield a repository that is empty and started."""
     repository = Controlled(tmp_path, metrics, device="cpu", threads=1, unload_seconds=30.0, load=loads)
     repository.start()
@@ -72,10 +52,7 @@ def repository(tmp_path: Path, metrics: Metrics, loads: Held) -> Iterator[Contro
 
 
 def put(root: Path, name: str = "m", version: int = 1, *, serving: str = QUIET, **made: Any) -> None:
-    """Write a new artifact in place of any existing one."""
-    shutil.rmtree(root / name / str(version), ignore_errors=True)
-    write_mlp(root / name / str(version), **made)
-    (root / name / "serving.yaml").write_text(serving, "utf-8")
+    write_model(root, name, version, serving=serving, **made)
 
 
 def states(repository: Controlled) -> dict[tuple[str, int], str]:
@@ -97,7 +74,7 @@ def rows_run(metrics: Metrics) -> float | None:
 
 @pytest.mark.long
 def test_a_slow_load_holds_up_no_other_model_and_few_run_at_once(
-    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, repository: Controlled, loads: HeldLoads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading_threads, "PATIENCE_SECONDS", 0.0)
     names = [f"m{number}" for number in range(CHANGES_AT_ONCE + 2)]
@@ -116,14 +93,14 @@ def test_a_slow_load_holds_up_no_other_model_and_few_run_at_once(
 
 @pytest.mark.long
 def test_a_bug_while_loading_does_not_stop_later_loads(
-    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, repository: Controlled, loads: HeldLoads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path)
-    real, loads.real = loads.real, lambda *given, **more: 1 / 0
+    real, loads.load = loads.load, lambda *given, **more: 1 / 0
     with pytest.raises(Unavailable):
         repository.load("m").result(60)
     assert repository.find("m", "").reason == "an unexpected error, see the server's log"
-    loads.real = real
+    loads.load = real
     repository.load("m").result(60)
     assert is_ready(repository)
 
@@ -239,7 +216,7 @@ def test_an_unload_stops_waiting_for_a_request_after_its_limit_and_logs_it(
 
 @pytest.mark.long
 def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_logs_it(
-    tmp_path: Path, repository: Controlled, loads: Held, metrics: Metrics, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, repository: Controlled, loads: HeldLoads, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, "a")
     put(tmp_path, "b")

@@ -1,7 +1,5 @@
 """The repository with real artifacts: scans, loads, golden samples, look-ups and draining."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -13,14 +11,15 @@ import onnx
 import pytest
 from artifacts import write_mlp, write_product
 from controlled import Controlled
+from loopback import LoopbackModel
 from waiting import until
 
 from bf16kit.artifact.manifest import sealed
 from bf16kit.messages.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime.ort import kernel
-from bf16kit.service.contract import infer
+from bf16kit.service.contract import State, infer
 from bf16kit.service.models.generation import Generation
-from bf16kit.service.models.repository import parse_version
+from bf16kit.service.models.repository import find_slot, not_ready, parse_version
 from bf16kit.service.models.slot import Slot
 from bf16kit.service.request import Observation, Request
 from bf16kit.service.telemetry.metrics import Metrics
@@ -186,6 +185,16 @@ def test_a_version_is_a_number_that_a_directory_may_have(text: str, version: int
             parse_version(wrong)
 
 
+def test_the_newest_ready_version_is_found_and_the_error_of_another_depends_on_its_state() -> None:
+    """Unavailable means that the client should try again; NotFound means that it should not."""
+    states: dict[int, State] = {2: "ready", 9: "ready", 10: "loading", 11: "unavailable"}
+    slots = {"m": {version: LoopbackModel("m", version=version, state=state) for version, state in states.items()}}
+    assert [find_slot(slots, "m", version).version for version in ("", "2", "11")] == [9, 2, 11]
+    assert [type(not_ready(slots["m"][version], "")) for version in (10, 11)] == [Unavailable, NotFound]
+    with pytest.raises(NotFound):
+        find_slot(slots, "", "")
+
+
 def test_a_request_that_reaches_no_generation_is_counted(tmp_path: Path, load: Open, metrics: Metrics) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     repository = load()
@@ -193,8 +202,11 @@ def test_a_request_that_reaches_no_generation_is_counted(tmp_path: Path, load: O
         with pytest.raises(NotFound, match=f"model 'mlp' has no version {version[:30]}[9…]*; it has 1"):
             repository.find("mlp", version)
     repository.find("mlp", "1").observe(Observation("mlp", "1", "", "NOT_FOUND", 0.1))
+    told = list[bool]()
+    repository.subscribe(lambda: told.append(repository.ready or repository.is_ready("mlp", "")))
     repository.drain()
-    assert not repository.ready
+    assert told == [False]
+    assert repository.find("mlp", "").state == "ready", "it still shows its models"
     for look_up in (repository.acquire, repository.get):  # the latter is no request
         with pytest.raises(Unavailable) as refused:
             look_up("mlp", "")

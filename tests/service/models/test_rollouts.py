@@ -1,10 +1,7 @@
 """Older versions serve in place of versions that cannot be loaded, and failed loads are tried again."""
 
-from __future__ import annotations
-
 import itertools
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from artifacts import write_mlp
+from controlled import write_model
 from waiting import until
 
 from bf16kit.messages.errors import RuntimeFailure, Unavailable
@@ -79,9 +76,7 @@ class Server:
 def put(root: Path, versions: Versions, policy: str = "{latest: 1}", name: str = "m") -> None:
     """Write these versions in place of any existing ones."""
     for version, spoil in versions.items():
-        shutil.rmtree(root / name / str(version), ignore_errors=True)
-        write_mlp(root / name / str(version), spoil=spoil)
-    (root / name / "serving.yaml").write_text(f"shadow: {{rate: 0}}\nversion_policy: {policy}\n")
+        write_model(root, name, version, serving=f"shadow: {{rate: 0}}\nversion_policy: {policy}\n", spoil=spoil)
 
 
 @pytest.fixture

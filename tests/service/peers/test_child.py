@@ -1,7 +1,5 @@
 """A child process that is kept running, with small programs instead of workers."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Two peers that exchange messages, requests and open files; here both are in one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -14,8 +14,6 @@ lease needs, and no other. Each of these planted faults was found:
 | `RegionTable.adopt` demands all bytes | a restarted worker lacks the region of a shrunk file |
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import shutil

@@ -1,7 +1,5 @@
 """REST on the real server: the outputs of gRPC bit for bit, its drift samples, and the commands of ``docs/rest.md``."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The process with the references as its leader sees it: small programs, which die when the test wants it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

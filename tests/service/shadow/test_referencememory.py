@@ -1,7 +1,5 @@
 """The memory of fp32 references: one that does not fit is not loaded, and one that takes too much fails alone."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Samples: packed for the process with the references, and handed over to it."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The counts of all processes of a server, added up when somebody reads them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Triton's log and trace settings: all changes of a request or none, at once, for the server and for one model."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

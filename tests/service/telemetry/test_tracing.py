@@ -1,7 +1,5 @@
 """Spans of requests over real sockets, sent to a real collector: parents, times, status, and lost traces."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

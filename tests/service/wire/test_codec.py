@@ -1,7 +1,5 @@
 """A whole request for one model: inputs and outputs by name, in the message or in shared memory, and the response."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests that would take far more memory or time than their bytes are rejected; others pass."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Callable

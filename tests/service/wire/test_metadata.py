@@ -1,7 +1,5 @@
 """Metadata, configuration, statistics and index of the server and its models, as perf_analyzer and people read them."""
 
-from __future__ import annotations
-
 import pytest
 from loopback import LoopbackModel, LoopbackRegistry
 

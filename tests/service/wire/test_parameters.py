@@ -1,7 +1,5 @@
 """Parameters of requests, inputs and outputs: which are honoured, ignored and rejected."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

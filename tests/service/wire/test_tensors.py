@@ -1,7 +1,5 @@
 """Tensors in messages: which raw and typed contents are read or rejected, and the exactness of bf16 and fp16."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Mapping, Sequence
 from typing import Any

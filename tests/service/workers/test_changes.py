@@ -1,7 +1,5 @@
 """The models of several workers: changed in all of them, or in none, and answered with one precision."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

@@ -1,7 +1,5 @@
 """The processors and the GPU of each worker, and what the supervisor has in memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

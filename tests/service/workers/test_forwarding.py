@@ -1,7 +1,5 @@
 """Shared memory with several workers: registered in all or in none, and sent to those that start later."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path

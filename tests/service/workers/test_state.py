@@ -1,7 +1,5 @@
 """The state of the whole server: folded from the workers' reports, and looked at in every process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

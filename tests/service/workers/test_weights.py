@@ -3,8 +3,6 @@
 Workers that are killed are real processes; the others talk to the broker over the same sockets from this process.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

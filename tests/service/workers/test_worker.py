@@ -1,7 +1,5 @@
 """A worker process, led by the test instead of a supervisor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
