@@ -16,11 +16,13 @@ _EXCEPTIONS = {
     "converter/fuse/test_fuse.py": "makes wrong fusions: a conversion goes on without them",
     "converter/islands/test_search.py": "chooses the few samples that mislead a search",
     "converter/test_gates.py": "breaks the converter anywhere: a gate notices",
+    "converter/verify/test_secondjudge.py": "breaks the judge: the second judge notices",
     "e2e/test_profile_choice.py": "runs as on another processor, whose instructions this one lacks",
     "service/grpc/test_incidents.py": "puts a bug into a call: the others go on",
     "service/machines/test_admission_machine.py": "delivers calls in gRPC's place, in any order",
     "service/test_bugs.py": "puts a bug into periodic work: the server goes on",
     "support/scriptedengines.py": "scripts the sessions of a repository of hundreds of states",
+    "support/secondjudge.py": "judges every conversion of these tests a second time",
     "support/servedmachine.py": "leaves out the garbage collection after each of hundreds of loads",
 }
 

@@ -1,16 +1,25 @@
 """Fixtures: small checkpoints, each converted once for all tests that only read the result."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
 import pytest
 from converting import MLP, Cli, Outcome
+from secondjudge import judging_conversions
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.converter.cli import run
 
 Factory = pytest.TempPathFactory
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _a_second_judge() -> Iterator[None]:
+    """Let a second judge check every artifact that the tests convert."""
+    with judging_conversions():
+        yield
 
 
 @pytest.fixture

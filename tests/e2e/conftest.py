@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from secondjudge import judging_conversions
 from serverprocess import Serve, ServerProcess
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _a_second_judge() -> Iterator[None]:
+    """Let a second judge check every artifact that the tests convert."""
+    with judging_conversions():
+        yield
 
 
 @pytest.fixture
