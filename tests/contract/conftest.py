@@ -49,6 +49,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def memory_address(repository: Path) -> Iterator[str]:
+    """Yield the address of a server that lets clients register shared memory with names that begin with "contract"."""
+    with running(repository, *LOADED, shared_memory="contract") as where:
+        yield where
+
+
+@pytest.fixture(scope="session")
 def address(repository: Path) -> Iterator[str]:
     """Yield ``host:port`` of a server whose models have loaded."""
     with running(repository, *LOADED) as where:
