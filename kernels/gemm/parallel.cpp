@@ -68,7 +68,7 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
   const int64_t rows = products[0].rows;
   if (rows == 0) return true;
   // As few blocks of rows as possible, of about equal size, because the whole weight is read once for each block.
-  const int64_t fewest = divide_up(rows, kRowBlock);
+  const int64_t fewest = divide_up(rows, path.tall && products[0].weight.layout == Layout::kTransposed ? kTallBlock : kRowBlock);
   Parted parted = {products, count, path, divide_up(divide_up(rows, fewest), kTileRows) * kTileRows, {}, 0};
   int64_t all = 0;
   for (size_t i = 0; i < count; ++i) all += products[i].weight.panels();

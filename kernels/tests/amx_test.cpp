@@ -82,7 +82,7 @@ namespace {
 
 using namespace amx_model;
 
-const Path kModel = {.name = "amx (model)", .supported = [] { return true; }, .bf16 = compute_in_tiles};
+const Path kModel = {.name = "amx (model)", .tall = false, .supported = [] { return true; }, .bf16 = compute_in_tiles};
 
 // The error bound for the number of additions that one product passes through here, which is larger than tile.inl's for few k.
 void widen_tolerance(const Case& c, Expected& expected) {
