@@ -40,11 +40,10 @@ struct Calls {
 
   bool take_from(size_t range, size_t& call) {
     const size_t first = count * range / ranges, size = count * (range + 1) / ranges - first;
-    if (taken[range] >= size) return false;
-    call = taken[range]++;
-    const bool found = call < size;
-    call += first;
-    return found;
+    size_t at = taken[range];
+    while (at < size && !taken[range].compare_exchange_weak(at, at + 1)) {}
+    call = first + at;
+    return at < size;
   }
 
   static void run(void* calls, size_t) {
