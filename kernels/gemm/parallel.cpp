@@ -2,11 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <thread>
-
-#ifdef __linux__
-#include <sched.h>
-#endif
 
 namespace bf16kit {
 namespace {
@@ -52,7 +47,8 @@ int64_t bound(int64_t total, int64_t parts, int64_t i) { return total * i / part
 void run_part(void* context, size_t i) {
   auto& parted = *static_cast<Parted*>(context);
   const auto index = static_cast<int64_t>(i);
-  // Consecutive parts have the same rows, so that a thread reuses its copy of them.
+  // Consecutive parts have the same rows, so that a thread reuses its copy of them, and neighbouring panels, the next of which a
+  // tile prefetches.
   const int64_t row = index / parted.all_chunks * parted.block_rows;
   int64_t chunk = index % parted.all_chunks;
   size_t which = 0;
@@ -67,23 +63,12 @@ void run_part(void* context, size_t i) {
 
 }  // namespace
 
-unsigned available_cores() {
-  static const unsigned cores = [] {
-#ifdef __linux__
-    cpu_set_t allowed;  // of up to 1,024 processors; with more, the call fails
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return static_cast<unsigned>(CPU_COUNT(&allowed));
-#endif
-    return std::thread::hardware_concurrency();
-  }();
-  return cores;
-}
-
 bool multiply(Product* products, size_t count, const Path& path, RunParts run, void* threads, unsigned cores) {
   static std::atomic<uint64_t> ids{0};
   const int64_t rows = products[0].rows;
   if (rows == 0) return true;
   // As few blocks of rows as possible, of about equal size, because the whole weight is read once for each block.
-  const int64_t fewest = divide_up(rows, kRowBlock);
+  const int64_t fewest = divide_up(rows, path.tall && products[0].weight.layout == Layout::kTransposed ? kTallBlock : kRowBlock);
   Parted parted = {products, count, path, divide_up(divide_up(rows, fewest), kTileRows) * kTileRows, {}, 0};
   int64_t all = 0;
   for (size_t i = 0; i < count; ++i) all += products[i].weight.panels();

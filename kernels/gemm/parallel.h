@@ -10,9 +10,6 @@ namespace bf16kit {
 
 constexpr size_t kMostProducts = 3;
 
-// The number of cores that this process may use; 0 if unknown.
-unsigned available_cores();
-
 // Computes `count` products of the same x together with `run(threads, …)`, and sets their `id`. The parts are short enough
 // to occupy `cores` cores. Returns false if there was no memory.
 bool multiply(Product* products, size_t count, const Path& path, RunParts run, void* threads,

@@ -30,7 +30,7 @@ struct Product {
   const Image* image = nullptr;  // if there is one, x is an image, and its windows are the rows
 };
 
-// The part of a product that one thread computes: at most kRowBlock rows.
+// The part of a product that one thread computes: at most kRowBlock rows, or kTallBlock.
 struct Part {
   int64_t first_row;
   int64_t rows;
@@ -40,6 +40,8 @@ struct Part {
 
 // The most rows of a part (BLIS: MC). Their sums and a block of the weight fit into the first-level cache together.
 constexpr int64_t kRowBlock = 48;
+// The same where blocks of the weight are transposed, which takes a quarter of the time of 48 rows.
+constexpr int64_t kTallBlock = 192;
 
 // Computes one part. Returns false if there is no memory for copies.
 using Compute = bool (*)(const Product&, const Part&);
@@ -48,6 +50,7 @@ using Attend = bool (*)(const Attention&, const AttentionPart&);
 // A path that lacks an operator has null there: kAvx512Bf16 has nothing in fp32.
 struct Path {
   const char* name = nullptr;
+  bool tall = true;  // whether its parts may have more than kRowBlock rows
   bool (*supported)() = nullptr;  // whether this processor can run the path
   Compute fp32 = nullptr;
   Compute bf16 = nullptr;

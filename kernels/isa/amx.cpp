@@ -81,6 +81,7 @@ void Tile::configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"
 const Path kAmx = [] {
   Path path = kAvx512Bf16;  // initialised before: it is a constant expression
   path.name = "amx";
+  path.tall = false;  // its tiles are configured for a part
   path.supported = [] { return tile_use() == TileUse::kUsed; };
   path.bf16 = amx::compute_in_tiles;
   return path;

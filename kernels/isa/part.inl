@@ -148,7 +148,7 @@ template <Arithmetic kArithmetic>
 void compute_panels(const Product& product, const Part& part, const Rows<kArithmetic>& x, int64_t panel, int panels,
                     Finish finish) {
   using T = Tiles<kArithmetic>;
-  alignas(64) float totals[kRowBlock * kPanel];
+  alignas(64) float totals[kTallBlock * kPanel];
   alignas(64) uint16_t scratch[kChain * kPanel];
   const Weight& weight = product.weight;
   const int tiles = static_cast<int>((part.rows + T::kRows - 1) / T::kRows);
