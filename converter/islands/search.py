@@ -170,15 +170,21 @@ class _Search:
         except OutOfTime:
             return SearchResult(self._task.profile.name, complete=False, error=_NO_TIME)
         part = _SHARE_OF_ROUNDING if self._task.profile.rounds else _SHARE
-        judge, groups, complete = Judge(budget, part, typical(self._before), self._drifts), list[Group](), False
+        # On a few samples; then on all, if these do not confirm what was found on the few.
+        parts = ((part, typical(self._before)), (1.0, range(len(self._before))))
+        judges, groups, complete = [Judge(budget, *each, self._drifts) for each in parts], list[Group](), False
         try:
             groups, ranked = self._rank(breaches)
             with self._step("the smallest set within budget"):
-                smallest(groups, judge.suffices)
+                for judge in judges:
+                    smallest(groups, judge.suffices)
+                    if judge.found is not None and not breaches_of(budget, self._drifts(judge.found)):
+                        break
             complete = ranked
         except OutOfTime:
             pass
         self.trials.deadline = Deadline()  # a few runs are left
+        judge = next((each for each in reversed(judges) if each.found is not None), judges[0])
         with self._step("confirming on all samples"):
             sets = larger(self._units, groups, judge.found or frozenset())
             return self._confirmed(sets, judge, complete=complete)
