@@ -6,60 +6,64 @@ images between them never leave the second-level cache (docs/decisions/0091-bott
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import onnx_ir as ir
 
+from bf16kit.converter.fuse.activations import activation
+from bf16kit.converter.fuse.convolve import ACTIVATIONS, Convolution, zeros_added
 from bf16kit.converter.fuse.functions import Fusing, define, rounds_activations
 from bf16kit.converter.graph.initializers import only_reader
 from bf16kit.runtime.ort.kernel import DOMAIN
 
+_LEAST = 16  # channels on both sides of the first and last convolution: then they pay, too, because of the cache
+
+
+def bottlenecks(convolutions: Iterable[Convolution]) -> Iterator[tuple[Convolution, Convolution, Convolution]]:
+    """Yield each three of ``convolutions`` that the kernel computes in one node: nothing else reads the wide images."""
+    among: dict[ir.Node | None, Convolution] = {each.node: each for each in convolutions}
+    for first in among.values():
+        depthwise = among.get(_reader(first.node))
+        last = None if depthwise is None else among.get(_reader(depthwise.node))
+        if depthwise is None or not depthwise.depthwise or last is None or not (_mixes(first) and _mixes(last)):
+            continue
+        *inner, outer = (activation(each.node.outputs[0])[0] for each in (first, depthwise, last))
+        if len({*inner}) == 1 and {*inner} <= {*ACTIVATIONS} and outer not in ACTIVATIONS[1:]:
+            yield first, depthwise, last
+
+
+def _mixes(found: Convolution) -> bool:
+    """Whether ``found`` mixes the channels of each pixel by itself."""
+    if found.depthwise or min(found.n, found.channels) < _LEAST:
+        return False
+    windows = found.windows()
+    return {*windows["kernel_shape"], *windows["strides"]} == {1} and not any(windows["pads"])
+
+
+def _reader(node: ir.Node) -> ir.Node | None:
+    """Return the only reader of what the Conv ``node`` gives, or its activation; not a Pad, but what reads it."""
+    after = activation(node.outputs[0])[1]
+    reader = only_reader((node, *after)[-1].outputs[0])
+    return only_reader(reader.outputs[0]) if reader is not None and zeros_added(reader) is not None else reader
+
 
 def join_bottlenecks(fusing: Fusing) -> None:
-    """Replace each bottleneck of the kernel's convolutions by one node, which takes the name of the last."""
-    for last in tuple(fusing.graph):
-        fusing.anchor = last.name or ""
-        depthwise = _before(last)
-        first = None if depthwise is None else _before(depthwise)
-        if first is not None and depthwise is not None and _is_bottleneck(first, depthwise, last):
-            _join(fusing, first, depthwise, last)
+    """Replace each of ``fusing.blocks`` by one node, which takes the name of the last.
 
-
-def _before(node: ir.Node) -> ir.Node | None:
-    """Return the kernel's convolution whose image only the convolution ``node`` of the kernel reads."""
-    if not _convolves(node) or node.inputs[0] is None:
-        return None
-    inward = node.inputs[0].producer()
-    outward = None if inward is None or inward.inputs[0] is None else inward.inputs[0].producer()
-    made = None if outward is None or outward.inputs[0] is None else outward.inputs[0].producer()
-    if inward is None or outward is None or made is None or not _convolves(made) or outward.op_type != "Transpose":
-        return None
-    alone = only_reader(made.outputs[0]) is outward and only_reader(outward.outputs[0]) is inward
-    return made if alone and len(inward.outputs[0].uses()) == 1 else None
-
-
-def _convolves(node: ir.Node) -> bool:
-    return node.domain == DOMAIN and node.op_type.startswith("Conv")
+    Two Transposes that cancel out are between the kernel's nodes. Nodes that do not round alike stay.
+    """
+    made = {node.name: node for node in fusing.graph if node.domain == DOMAIN}
+    for names in fusing.blocks:
+        fusing.anchor = names[-1]
+        nodes = [made[name] for name in names if name in made]
+        if len(nodes) == len(names) and rounds_activations(nodes[0].op_type) == rounds_activations(nodes[-1].op_type):
+            _join(fusing, *nodes)
 
 
 def _activated(node: ir.Node) -> str:
     word = node.op_type.rpartition("_")[2]
-    return word if word in ("relu", "silu", "relu6") else ""
-
-
-def _is_bottleneck(first: ir.Node, depthwise: ir.Node, last: ir.Node) -> bool:
-    if not depthwise.op_type.startswith("ConvDepthwise") or _activated(last):
-        return False
-    dense = all(not node.op_type.startswith("ConvDepthwise") and _of_pixels(node) for node in (first, last))
-    alike = rounds_activations(first.op_type) == rounds_activations(last.op_type)
-    return dense and alike and _activated(first) == _activated(depthwise)
-
-
-def _of_pixels(node: ir.Node) -> bool:
-    given = node.attributes
-    ones = {*given.get_ints("kernel_shape", []), *given.get_ints("strides", [])}
-    return ones == {1} and not any(given.get_ints("pads", []))
+    return word if word in ACTIVATIONS else ""
 
 
 def _join(fusing: Fusing, first: ir.Node, depthwise: ir.Node, last: ir.Node) -> None:

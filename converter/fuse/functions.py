@@ -8,7 +8,7 @@ weight to fp32 at load. The results are the same within fp32 rounding, with the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,9 +49,9 @@ class Fusing:
 
     ``narrow`` names the initializers stored in bf16, ``panels`` those stored in panels, each with the axis that holds
     the columns. Products named in ``rounding`` round what they multiply; of the convolutions of images, those named in
-    ``images`` are the kernel's. No fusion is anchored at a node in ``refused``; ``anchor`` is the node at which one is
-    carried out. ``functions`` are the definitions of the operators inserted so far, by name; ``made`` are values that
-    several fusions share, such as masks.
+    ``images`` are the kernel's; of those, each three in ``blocks`` become one node. No fusion is anchored at a node in
+    ``refused``; ``anchor`` is the node at which one is chosen or carried out. ``functions`` are the definitions of the
+    operators inserted so far, by name; ``made`` are values that several fusions share, such as masks.
     """
 
     model: ir.Model
@@ -60,6 +60,7 @@ class Fusing:
     rounding: Collection[str] = ()
     refused: Collection[str] = ()
     images: Collection[str] = ()
+    blocks: Sequence[tuple[str, ...]] = ()
     anchor: str = ""
     functions: dict[str, ir.Function] = field(default_factory=dict)
     made: dict[object, ir.Value] = field(default_factory=dict)
@@ -70,6 +71,13 @@ class Fusing:
 
     def fresh(self, name: str) -> str:
         return self._fresh.make(name)
+
+    def at(self, nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
+        """Yield ONNX's own nodes among ``nodes`` that are in the graph and not refused, each while it is the anchor."""
+        for node in nodes:
+            if node.graph is self.graph and node.domain == "" and node.name not in self.refused:
+                self.anchor = node.name or ""
+                yield node
 
     def insert(self, node: ir.Node, before: ir.Node, name: str, kind: ir.TypeProtocol | None, shape: Dims) -> ir.Value:
         """Insert ``node`` before another and return its output; both get a fresh name made from ``name``."""

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from bf16kit.artifact.manifest import TensorEntry
 from bf16kit.converter.fuse.attend import attend
 from bf16kit.converter.fuse.average import average
-from bf16kit.converter.fuse.bottleneck import join_bottlenecks
+from bf16kit.converter.fuse.bottleneck import bottlenecks, join_bottlenecks
 from bf16kit.converter.fuse.convolve import convolve
 from bf16kit.converter.fuse.functions import CONVOLUTIONS, Fusing, Fusion
 from bf16kit.converter.fuse.multiply import groups, join, look_up, multiply
@@ -85,33 +85,33 @@ def fuse(
     Requires: types and shapes are known.
     """
     reasons = dict(refused or {})
-    images = worthwhile(base.graph, narrow) if convolutions else []
-    chosen = panels
-    if chosen is None:
-        kernels = {each.weight.name or "": 0 for each in images if not each.depthwise}
-        chosen = panelled_weights(base.graph, narrow) | kernels
-    names = frozenset(each.node.name or "" for each in images)
     while True:
-        fusing = Fusing(base.clone(), narrow, chosen, rounding, reasons, names)
+        fusing = Fusing(base.clone(), narrow, panels or {}, rounding, reasons)
         try:
+            images = worthwhile(fusing) if convolutions else []
+            fusing.images = frozenset(each.node.name or "" for each in images)
+            fusing.blocks = [tuple(each.node.name or "" for each in three) for three in bottlenecks(images)]
+            if panels is None:
+                kernels = {each.weight.name or "": 0 for each in images if not each.depthwise}
+                fusing.panels = panelled_weights(fusing) | kernels
             made = tuple(_carry_out(fusing))
-        except Exception as error:  # noqa: BLE001 - a bug must not cost the conversion; the graph may be half rewritten
+        except Exception as error:  # a bug must not cost the conversion; the graph may be half rewritten
+            if fusing.anchor in reasons:
+                raise
             reasons[fusing.anchor] = f"{type(error).__name__}: {brief(str(error))}"
         else:
             _define(fusing.model, fusing.functions)
-            _flatten(fusing.graph, chosen)
-            return fusing.model, Fusions(made, chosen, reasons)
+            _flatten(fusing.graph, fusing.panels)
+            return fusing.model, Fusions(made, fusing.panels, reasons)
 
 
 def _carry_out(fusing: Fusing) -> Iterator[Fusion]:
     graph = fusing.graph
     for find_and_replace in _FUSIONS:
-        for node in tuple(graph):
-            if node.graph is graph and node.domain == "" and node.name not in fusing.refused:
-                fusing.anchor = node.name or ""
-                fusion = find_and_replace(fusing, node)
-                if fusion is not None:
-                    yield fusion
+        for node in fusing.at(tuple(graph)):
+            fusion = find_and_replace(fusing, node)
+            if fusion is not None:
+                yield fusion
     for group in groups(graph):
         fusing.anchor = group[0].name or ""
         join(fusing, group)

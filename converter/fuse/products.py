@@ -15,6 +15,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
+from bf16kit.converter.fuse.functions import Fusing
 from bf16kit.converter.graph.initializers import const, const_dims, dims
 
 Layout = Literal["panels", "transposed"]
@@ -75,21 +76,15 @@ def product(node: ir.Node, narrow: Collection[str]) -> Product | None:
     return found if found is not None and found.weight.name in narrow and found.n >= NARROWEST else None
 
 
-def panelled_weights(graph: ir.Graph, narrow: Collection[str]) -> dict[str, int]:
+def panelled_weights(fusing: Fusing) -> dict[str, int]:
     """Return the initializers to store in panels, each with the axis that holds the columns: see :class:`Product`.
 
-    ``narrow`` is as in :func:`product`. Every reader of such a weight is a product, directly or after a
-    transposition, and all agree on the axis. If that axis holds the rows of the weight, look-ups may read it
-    too. A table that is only looked up is not included.
+    Every reader of such a weight is a product, directly or after a transposition, and all agree on the axis. If that
+    axis holds the rows of the weight, look-ups may read it too. A table that is only looked up is not included.
     """
-    multiplied = {node: found for node in graph if (found := product(node, narrow)) is not None}
-    axes: dict[ir.Value, set[int]] = {}
-    for found in multiplied.values():
-        axes.setdefault(found.weight, set()).add(found.axis)
-    matrices = {weight: axis for weight, (axis, *others) in axes.items() if not others and len(const_dims(weight)) == 2}
-    return {
-        weight.name or "": axis for weight, axis in matrices.items() if _only_kernel_reads(weight, axis, multiplied)
-    }
+    products = {n: found for n in fusing.at(fusing.graph) if (found := product(n, fusing.narrow)) is not None}
+    of_matrices = (products[n] for n in fusing.at(products) if len(const_dims(products[n].weight)) == 2)
+    return {each.weight.name or "": each.axis for each in of_matrices if _only_kernel_reads(each, products)}
 
 
 def readers(weight: ir.Value) -> Iterator[ir.Node]:
@@ -155,16 +150,16 @@ def _plain(gemm: ir.Node, columns: int) -> bool:
     return added is None or (gemm.attributes.get_float("beta", 1.0) == 1 and takes_bias(added, columns))
 
 
-def _only_kernel_reads(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Product]) -> bool:
-    """Whether only products, with their columns along ``axis``, and the kernel's look-ups read ``weight``."""
-    multiplied = {(node, 1) for node in readers}
-    for node, position in weight.uses():
+def _only_kernel_reads(found: Product, products: Mapping[ir.Node, Product]) -> bool:
+    """Whether only products with columns along the axis of ``found``, and the kernel's look-ups, read its weight."""
+    multiplied = {(node, 1) for node, each in products.items() if each.axis == found.axis}
+    for node, position in found.weight.uses():
         if (node, position) in multiplied:
             continue
-        if axis == 0 and position == 0 and node.graph is weight.graph and gathers_rows(node):
+        if found.axis == 0 and position == 0 and node.graph is found.weight.graph and gathers_rows(node):
             continue
         if node.graph is None or not is_transposition(node) or node.outputs[0].is_graph_output():
             return False
         if not all((user, index) in multiplied for user, index in node.outputs[0].uses()):
             return False
-    return not weight.is_graph_output()
+    return not found.weight.is_graph_output()

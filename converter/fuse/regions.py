@@ -7,18 +7,18 @@ if its borders are large beside its arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
-from bf16kit.converter.fuse.activations import activation
-from bf16kit.converter.fuse.convolve import ACTIVATIONS, Convolution, convolution, zeros_added
-from bf16kit.converter.graph.initializers import const_dims, only_reader
+from bf16kit.converter.fuse.bottleneck import bottlenecks
+from bf16kit.converter.fuse.convolve import Convolution, convolution
+from bf16kit.converter.fuse.functions import Fusing
+from bf16kit.converter.graph.initializers import const_dims
 
 # The smallest dense convolution that is faster than ONNX Runtime's: a tile has 32 columns, and sums as short as in a
 # model's first layers take less time than what surrounds them.
 _LEAST_K, _LEAST_N = 32, 32
-_LEAST = 16  # of both in a bottleneck (bottleneck.py), whose wide images stay in the cache
 # Operators, most of them elementwise, through which ONNX Runtime moves a Transpose (held by a test).
 _TRANSPARENT = frozenset({"Add", "Clip", "Div", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Pad", "Relu"})
 _TRANSPARENT |= {"Sigmoid", "Sub", "Tanh"}
@@ -28,20 +28,20 @@ _WORTH = 200
 _PIXELS = 56  # what an unknown height or width is taken for: only the ratio of arithmetic and borders depends on it
 
 
-def worthwhile(graph: ir.Graph, narrow: Collection[str]) -> list[Convolution]:
+def worthwhile(fusing: Fusing) -> list[Convolution]:
     """Return the convolutions for the kernel: those in regions whose borders are small beside their arithmetic.
 
-    A region is what convolutions and elementwise nodes connect; it begins with dense ones. ``narrow`` is as in
-    :func:`convolution`.
+    A region is what convolutions and elementwise nodes connect; it begins with dense ones.
     """
-    possible = {node: each for node in graph if (each := convolution(node, narrow)) is not None}
-    found = {node: each for node, each in possible.items() if _pays(each, possible)}
+    possible = {n: each for n in fusing.at(fusing.graph) if (each := convolution(n, fusing.narrow)) is not None}
+    blocks = {each.node for three in bottlenecks(possible.values()) for each in three}
+    found = {node: each for node, each in possible.items() if node in blocks or _pays(each)}
     for node in [node for node in found if found[node].depthwise]:  # in the order of the graph
         if source(found[node].x) not in found:
             del found[node]
     chosen: list[Convolution] = []
     seen = set[ir.Node]()
-    for start in found:
+    for start in fusing.at(found):
         if start not in seen:
             region = _region(start, found)
             seen |= region
@@ -51,40 +51,9 @@ def worthwhile(graph: ir.Graph, narrow: Collection[str]) -> list[Convolution]:
     return chosen
 
 
-def _pays(found: Convolution, possible: Mapping[ir.Node, Convolution]) -> bool:
+def _pays(found: Convolution) -> bool:
     """Whether the kernel computes the convolution faster than ONNX Runtime, with channels last on both sides."""
-    n, k = found.n, math.prod(const_dims(found.weight)[1:])
-    if found.depthwise or (n >= _LEAST_N and k >= _LEAST_K):
-        return True
-    return _mixes(found) and _in_bottleneck(found.node, possible)
-
-
-def _in_bottleneck(node: ir.Node, possible: Mapping[ir.Node, Convolution]) -> bool:
-    """Whether :mod:`~bf16kit.converter.fuse.bottleneck` will join the Conv ``node`` with two others."""
-    for depthwise in (source(node.inputs[0]), _activated_reader(node)):
-        if depthwise is None or depthwise not in possible or not possible[depthwise].depthwise:
-            continue
-        first, last = source(depthwise.inputs[0]), _activated_reader(depthwise)
-        if first is None or last is None or not (_mixes(possible.get(first)) and _mixes(possible.get(last))):
-            continue
-        functions = {activation(each.outputs[0])[0] for each in (first, depthwise)}
-        return _activated_reader(first) is depthwise and len(functions) == 1 and functions <= {*ACTIVATIONS}
-    return False
-
-
-def _mixes(found: Convolution | None) -> bool:
-    """Whether ``found`` mixes the channels of each pixel by itself, as a bottleneck's first and last convolution do."""
-    if found is None or found.depthwise or min(found.n, found.channels) < _LEAST:
-        return False
-    windows = found.windows()
-    return {*windows["kernel_shape"], *windows["strides"]} == {1} and not any(windows["pads"])
-
-
-def _activated_reader(node: ir.Node) -> ir.Node | None:
-    """Return the only reader of what the Conv ``node`` gives, or its activation; not a Pad, but what reads it."""
-    after = activation(node.outputs[0])[1]
-    reader = only_reader((node, *after)[-1].outputs[0]) if node.op_type == "Conv" else None
-    return only_reader(reader.outputs[0]) if reader is not None and zeros_added(reader) is not None else reader
+    return found.depthwise or (found.n >= _LEAST_N and math.prod(const_dims(found.weight)[1:]) >= _LEAST_K)
 
 
 def _region(start: ir.Node, convolutions: Collection[ir.Node]) -> set[ir.Node]:

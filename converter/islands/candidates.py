@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import onnx_ir as ir
@@ -28,6 +28,7 @@ _ISLAND = 1e-4  # the fixed price of an island, beside its bytes and arithmetic:
 _SPLIT = 0.25  # share of the tolerated error; groups that together cause less than this are not split
 _FINE = 1 / 8  # share of the tolerated variance; a group that causes less than this is not split
 _TRIALS = 20  # removals that are tried of each size
+_LARGER = (1 / 2, 1 / 4, 1 / 8)  # of the variance that the smallest set leaves, what larger ones leave
 _MAX_ROWS = 12  # islands named on the terminal
 _REMEDIES = {"node": "computes in fp32", "weight": "stored in fp32"}
 
@@ -120,6 +121,7 @@ def rank(
     returns true, the remaining groups stay unsplit.
     """
     groups = [Group(tuple(units), error(units))]
+    tolerance = min(tolerance, groups[0].error)  # all may be within budget here, and not in the written graph
     while True:
         large = [place for place, group in enumerate(groups) if len(group.units) > 1]
         if sum(groups[place].variance for place in large) <= (_SPLIT * tolerance) ** 2:
@@ -149,6 +151,25 @@ def smallest(groups: Sequence[Group], suffices: Callable[[Units], bool]) -> Unit
     # sorted, because a set's order changes from process to process
     by_name = (sorted(step, key=lambda unit: (unit.kind, unit.name)) for step in steps[:high])
     return _pruned(list(dict.fromkeys(unit for step in by_name for unit in step)), suffices)
+
+
+def larger(units: Sequence[Unit], groups: Sequence[Group], found: Units) -> list[Units]:
+    """Return ``found`` and larger sets: some that leave ever less of its variance, all nodes, and all ``units``.
+
+    They are for a set that suffices only on the samples, or only in the graph, that it was tried on.
+    """
+
+    def left(kept: Units) -> float:
+        return math.fsum(group.variance for group in groups if not kept.issuperset(group.units))
+
+    sets, most, steps = [found], left(found), iter(_steps(groups))
+    for part in _LARGER:
+        kept = sets[-1]
+        while not left(kept) < part * most and (step := next(steps, None)) is not None:
+            kept |= step
+        sets.append(kept)
+    nodes = sets[-1].union(unit for unit in units if unit.kind == "node")
+    return list(dict.fromkeys([*sets, nodes, frozenset(units)]))
 
 
 def _pruned(order: Sequence[Unit], suffices: Callable[[Units], bool]) -> Units:
@@ -236,7 +257,8 @@ class SearchResult:
     """The islands found for ``profile``, and the ``entry`` for ``measurements.json``.
 
     ``sqnr_*`` is the SQNR in dB by output. ``complete`` is false if time ran out before a small set was found.
-    ``error`` says why nothing was found, and there is no entry then; "" if something was.
+    ``error`` says why nothing was found, and there is no entry then; "" if something was. ``larger`` are results with
+    more islands each, to be written in turn if running the written graph does not confirm this one.
     """
 
     profile: str
@@ -246,6 +268,11 @@ class SearchResult:
     sqnr_now: Mapping[str, float] = field(default_factory=dict)
     complete: bool = True
     error: str = ""
+    larger: tuple[SearchResult, ...] = ()
+
+    def measured(self, after: float) -> SearchResult:
+        """Return this with ``after``, the drift ÷ budget that running the written graph showed."""
+        return self if self.entry is None else replace(self, entry=self.entry.model_copy(update={"after": after}))
 
     @property
     def notes(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The search for fp32 islands: measure, rank, choose, and determine what each island is worth; repeated if in vain.
+"""The search for fp32 islands: measure, rank, choose, and determine what each island is worth.
 
 A conversion and ``bf16-convert explain`` both ask it what to keep in fp32.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from pathlib import Path
 
 from bf16kit.converter.islands.candidates import (
@@ -17,6 +18,7 @@ from bf16kit.converter.islands.candidates import (
     Units,
     bf16_alone,
     candidates,
+    larger,
     merged,
     rank,
     smallest,
@@ -46,9 +48,6 @@ from bf16kit.drift.budget import Breach
 from bf16kit.drift.measurements import SearchEntry
 from bf16kit.messages.wording import first_few
 
-# Of the budget, for a profile's first, second and third search. A search tries plans in its own graph, which sums in
-# another order than the written graph, so a few values are rounded the other way; a device uses yet another order.
-REPEATED = (1.0, 0.9, 0.75)
 # Of the budget. Values that are rounded the other way in the written graph change the drift by up to a tenth. A set
 # that suffices on a few samples may miss the budget on all by some percent.
 _SHARE, _SHARE_OF_ROUNDING = 0.97, 0.92
@@ -60,15 +59,18 @@ _COARSE = 16.0  # the tolerated error is the measured one divided by this if the
 class IslandSearches:
     """The searches of one conversion for its profiles over budget; temporary files go to ``scratch``.
 
-    If certifying the written graph does not confirm a search's result, the search is repeated with less of the budget.
-    ``results`` has each profile's last result, by profile name.
+    A search runs its own graph, which sums in another order than the written one, so a few values are rounded the
+    other way, and the largest of two nearly equal logits may be the other one. If the written graph is over budget
+    with a search's result, it is written again with the next larger set. ``results`` has what was written last, by
+    profile name.
     """
 
     def __init__(self, prepared: Prepared, options: Options, progress: Progress, scratch: Path) -> None:
         self._prepared, self._options = prepared, options
         self._progress, self._scratch = progress, scratch
         self._deadline: Deadline | None = None  # starts with the first search
-        self._left = {name: list(REPEATED) for name, profile in PROFILES.items() if profile.searched}
+        self._left: dict[str, list[SearchResult]] = {}  # to be written in this order, and at last an error
+        self._written = Islands()
         self.results: dict[str, SearchResult] = {}
 
     def next_islands(self, certified: Certified) -> Islands | None:
@@ -76,13 +78,23 @@ class IslandSearches:
 
         Profiles are searched in the order of ``PROFILES``: those that only round weights come first. Torch modules are
         not: torch.autocast decides their islands. cpu-bf16 is not searched either, but profits from what is kept in
-        fp32 for the others. If a search found nothing, the reason is added to ``certified.breaches`` for its profile.
+        fp32 for the others. If no set suffices for a profile, the reason is added to ``certified.breaches``, and what
+        was kept for it becomes bf16 again.
         """
         if not self._options.search or self._options.allow_over_budget:
             return None
-        found = [self._search_profile(name, certified) for name in self._left if certified.breaches.get(name)]
+        for name, profile in PROFILES.items():
+            if name in self.results:
+                after = ratio(self._options.budget, certified.runs[name].drifts)
+                self.results[name] = self.results[name].measured(after)
+            if profile.searched and certified.breaches.get(name):
+                self._next_of(name, certified)
         release_memory()
-        return merged(self.results.values()) if any(found) else None
+        islands = merged(self.results.values())
+        if islands == self._written:
+            return None
+        self._written = islands
+        return islands
 
     def sentences(self) -> list[str]:
         """Return the sentences for the user on the islands."""
@@ -92,32 +104,33 @@ class IslandSearches:
         """Return the notes of the searches, which the measurements do not hold."""
         return [note for _, result in sorted(self.results.items()) for note in result.notes]
 
-    def _search_profile(self, name: str, certified: Certified) -> bool:
-        """Search for new islands for the profile ``name``; return whether there are any."""
-        options, left = self._options, self._left[name]
-        self._deadline = self._deadline or Deadline.after(options.search_minutes)
-        while left:
-            before = self.results.pop(name, None)
+    def _next_of(self, name: str, certified: Certified) -> None:
+        """Take the next result for ``name``, a profile over budget; search first if it is so for the first time."""
+        if name not in self._left:
+            self._deadline = self._deadline or Deadline.after(self._options.search_minutes)
             task = Task(
                 prepared=self._prepared,
                 profile=PROFILES[name],
                 manifest=certified.manifest,
                 expected=certified.expected,
-                budget=options.budget.tightened(left.pop(0)),
+                budget=self._options.budget,
                 deadline=self._deadline,
                 islands=merged(self.results.values()),
                 scratch=self._scratch,
+                written=certified.runs[name].drifts,
             )
-            result = search(task, self._progress)
-            if result.error:
-                left.clear()
-                certified.breaches[name].append(result.error)
-                return False
-            if result.islands and (before is None or merged([result]) != merged([before])):
-                self.results[name] = result
-                return True
-        certified.breaches[name].append(_NOT_CONFIRMED)
-        return False
+            found = search(task, self._progress)
+            self._left[name] = [found, *found.larger, SearchResult(name, error=_NOT_CONFIRMED)]
+        left = self._left[name]
+        if not left[0].islands and not left[0].error:  # it was within budget, with what is kept for other profiles
+            left.pop(0)
+            if merged(self.results.values()) != self._written:
+                return
+        if left[0].error:
+            certified.breaches[name].append(left[0].error)
+            self.results.pop(name, None)
+        else:
+            self.results[name] = left.pop(0)
 
 
 def search(task: Task, progress: Progress) -> SearchResult:
@@ -145,40 +158,43 @@ class _Search:
 
     def run(self) -> SearchResult:
         """Run the search and return its result."""
-        budget, judge = self._task.budget, None
+        budget, everything = self._task.budget, frozenset(self._units)
         try:
             with self._step("measuring"):
-                self._before = self._drifts(frozenset())
+                self._before = [*self._task.written] or self._drifts(frozenset())
                 breaches = breaches_of(budget, self._before)
-                if not breaches:
+                if not breaches and not self._task.written:
                     return self._result(frozenset(), self._before)
-                everything = self._drifts(frozenset(self._units))
-                if left := breaches_of(budget, everything):
+                if left := breaches_of(budget, self._drifts(everything)):
                     return self._no_solution(left[0])
         except OutOfTime:
             return SearchResult(self._task.profile.name, complete=False, error=_NO_TIME)
-        share_of_budget = _SHARE_OF_ROUNDING if self._task.profile.rounds else _SHARE
+        part = _SHARE_OF_ROUNDING if self._task.profile.rounds else _SHARE
+        # On a few samples; then on all, if these do not confirm what was found on the few.
+        parts = ((part, typical(self._before)), (1.0, range(len(self._before))))
+        judges, groups, complete = [Judge(budget, *each, self._drifts) for each in parts], list[Group](), False
         try:
             groups, ranked = self._rank(breaches)
             with self._step("the smallest set within budget"):
-                # A few samples; or all, if these do not confirm what was found on the few.
-                for part, samples in ((share_of_budget, typical(self._before)), (1.0, range(len(self._before)))):
-                    judge = Judge(budget, part, samples, self._drifts)
+                for judge in judges:
                     smallest(groups, judge.suffices)
-                    if (result := self._confirmed(judge, complete=ranked)) is not None:
-                        return result
+                    if judge.found is not None and not breaches_of(budget, self._drifts(judge.found)):
+                        break
+            complete = ranked
         except OutOfTime:
-            self.trials.deadline = Deadline()
-            if judge is not None and (result := self._confirmed(judge, complete=False)) is not None:
-                return result
-        return self._result(frozenset(self._units), everything, complete=False)
+            pass
+        self.trials.deadline = Deadline()  # a few runs are left
+        judge = next((each for each in reversed(judges) if each.found is not None), judges[0])
+        with self._step("confirming on all samples"):
+            sets = larger(self._units, groups, judge.found or frozenset())
+            return self._confirmed(sets, judge, complete=complete)
 
     def _step(self, phase: str) -> AbstractContextManager[object]:
         return self._progress.step(f"searching fp32 islands of {self._task.profile.name}: {phase}")
 
     def _rank(self, breaches: Sequence[Breach]) -> tuple[list[Group], bool]:
-        """Rank the candidates on the sample where the outputs over budget are worst."""
-        outputs = {breach.output for breach in breaches}
+        """Rank the candidates on the sample where the outputs over budget, or else all outputs, are worst."""
+        outputs = {breach.output for breach in breaches} or {*self._before[0]}
         errors = [largest_error(one, outputs) for one in self._before]
         worst = max(range(len(errors)), key=lambda i: (errors[i], -i))
         with self._step(f"where the error comes from, among {len(self._units)} candidates"):
@@ -189,27 +205,27 @@ class _Search:
                 self._task.deadline.part(_RANKING).expired,
             )
 
-    def _confirmed(self, judge: Judge, *, complete: bool) -> SearchResult | None:
-        """Return the judge's set as the result, if it is within the budget on all samples."""
-        if judge.found is None:
-            return None
-        drifts = self._drifts(judge.found)
-        if breaches_of(self._task.budget, drifts):
-            return None
-        return self._result(judge.found, drifts, judge, complete=complete)
+    def _confirmed(self, sets: Sequence[Units], judge: Judge, *, complete: bool) -> SearchResult:
+        """Return the first of ``sets`` that is within the budget on all samples; the last one is known to be."""
+        place, drifts = 0, self._drifts(sets[0])
+        while breaches_of(self._task.budget, drifts) and place < len(sets) - 1:
+            place += 1
+            drifts = self._drifts(sets[place])
+        first, *others = (self._result(units, drifts, judge, complete=complete) for units in sets[place:])
+        return replace(first, larger=tuple(others))
 
     def _drifts(self, units: Units, samples: Sequence[int] | None = None) -> list[Drifts]:
         return self.trials.drifts(self._task.rounded(units), samples)
 
     def _tolerance(self, breaches: Sequence[Breach], error: float) -> float:
-        """Return the relative L2 error that would just be within budget, given an ``error`` that is not."""
+        """Return the relative L2 error that would just be within budget, given the present ``error``."""
         budget = self._task.budget
         if not math.isfinite(error):
             return budget.bound("relative_l2") or 1 / _COARSE**2
         ratios = ((breach.metric, budget.ratio(breach.metric, breach.measured)) for breach in breaches)
         # cosine distances are squares of errors
         linear = [math.sqrt(ratio) if metric.startswith("cosine") else ratio for metric, ratio in ratios]
-        return error / max(filter(math.isfinite, linear), default=_COARSE)
+        return error / max(filter(math.isfinite, linear), default=_COARSE if breaches else 1.0)
 
     def _result(
         self, found: Units, drifts: Sequence[Drifts], judge: Judge | None = None, *, complete: bool = True

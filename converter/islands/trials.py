@@ -70,8 +70,9 @@ class Task:
     """The goal of a search: islands for ``profile`` with which the outputs are within ``budget``.
 
     ``manifest`` has the signature of the model, and the user's ``--keep-fp32`` and ``--bf16``. ``expected`` are the
-    feeds to try, with the fp32 reference's outputs. ``islands`` exist already and stay. Temporary files go to
-    ``scratch``, or where :func:`~scratch.on_disk` says.
+    feeds to try, with the fp32 reference's outputs. ``islands`` exist already and stay. ``written`` is the drift of the
+    written graph, by feed, if that is over budget: then sets are wanted even if the graph tried here is not. Temporary
+    files go to ``scratch``, or where :func:`~scratch.on_disk` says.
     """
 
     prepared: Prepared
@@ -82,6 +83,7 @@ class Task:
     deadline: Deadline = field(default_factory=Deadline)
     islands: Islands = field(default_factory=Islands)
     scratch: Path | None = None
+    written: Sequence[Drifts] = ()
 
     def plan(self, units: Units = frozenset()) -> Plan:
         """Return the profile's plan with ``units`` as further islands."""

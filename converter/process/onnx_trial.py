@@ -27,6 +27,9 @@ _SIZES = (1, 2, 32, 64, 224)  # of the free dimensions behind the first, until t
 _TOLERATED = ("must be topologically sorted", "Inferred shape and existing shape differ")
 _NO_MEMORY = ("bad_alloc", "allocate memory")  # in ONNX Runtime's errors, which have no class for it
 _NO_SIZE = ("Integer overflow", "size overflowed")  # the same: of a size in bytes
+_INFERENCE = 512 << 20  # bytes
+_MOST_DIMENSIONS = 64  # of numpy's arrays
+_LARGE = 1000  # bytes of a tensor that tells no sizes
 _INVALID, _UNUSABLE = 2, 3  # exit codes
 
 
@@ -67,6 +70,7 @@ def main() -> None:
     memory = _limit_memory()
     try:
         _check_rules(path)
+        _check_sizes(path)
         _open_and_run(path)
     except SourceError as error:
         _end(_INVALID, str(error))
@@ -106,6 +110,41 @@ def _check_rules(path: Path) -> None:
         text = " ".join(str(error).replace("==> Context:", "").split())
         if not any(tolerated in text for tolerated in _TOLERATED):
             raise SourceError(brief(text)) from error
+
+
+def _check_sizes(path: Path) -> None:
+    """Infer shapes as the conversion will, in :data:`_INFERENCE` of memory; RuntimeFailure if that is too little.
+
+    ONNX's inference also computes sizes from constants: each Concat may double their number, and a Reshape makes a
+    dimension of each. Without weights, a model takes some megabytes.
+    """
+    import onnx.inliner
+
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        if tensor.ByteSize() > _LARGE:
+            tensor.CopyFrom(onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    used = int(status.partition("VmData:")[2].split()[0]) << 10
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (min(soft, used + _INFERENCE), hard))
+    try:
+        model = onnx.inliner.inline_local_functions(model) if model.functions else model
+        graphs = [onnx.shape_inference.infer_shapes(model, data_prop=True).graph]
+    except MemoryError:
+        most = f"{_INFERENCE >> 20} MiB of memory"
+        raise RuntimeFailure(f"inferring its shapes takes more than {most}: are its constant sizes damaged?") from None
+    except Exception:  # noqa: BLE001 - the conversion goes on without what cannot be inferred
+        graphs = []
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    while graphs:
+        graph = graphs.pop()
+        for value in (*graph.value_info, *graph.output):
+            rank = len(value.type.tensor_type.shape.dim)
+            if rank > _MOST_DIMENSIONS:
+                most = f"arrays have {_MOST_DIMENSIONS} at most"
+                raise RuntimeFailure(f"tensor {value.name!r} has {rank} dimensions, and {most}")
+        graphs += [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
 
 
 def _open_and_run(path: Path) -> None:

@@ -8,6 +8,7 @@ import attending
 import numpy as np
 import onnx
 import onnx.compose
+import onnx_ir as ir
 import pytest
 from attending import Spelling
 from layers import Array, ours
@@ -18,8 +19,10 @@ from onnx import ModelProto, TensorProto, helper
 import graphs
 from bf16kit.converter.convert import convert
 from bf16kit.converter.fuse.functions import Fusing
+from bf16kit.converter.fuse.fuse import fuse
 from bf16kit.converter.fuse.multiply import Epilogue, epilogue
 from bf16kit.converter.fuse.products import Product
+from bf16kit.converter.graph.types import InferTypes, run
 from bf16kit.converter.options import Options, parse_target
 
 
@@ -162,6 +165,23 @@ def test_a_conversion_does_not_die_of_a_fusion_and_its_owner_is_told(
     (note,) = _convert_without_matmul1(graphs.mlp((32, 64, 64, 32)), tmp_path)
     assert "KeyError: 'matmul1'" in note
     assert "slower" in note
+
+
+_TWO = {  # the node `broken` is invalid, in a way that is found while the kernel's nodes are chosen
+    "MatMul": "[broken] b = MatMul (x) [sound] y = MatMul (x, w)",
+    "Conv": """[broken] b = Conv <auto_pad = "SAME_UPPER", strides = [1]> (x, v)
+        [sound] y = Conv <pads = [1, 1, 1, 1]> (x, w)""",
+}
+
+
+@pytest.mark.parametrize("op", _TWO)
+def test_an_error_while_the_kernel_s_nodes_are_chosen_leaves_out_the_node(op: str) -> None:
+    shape, weight = ("batch, 64, 16, 16", (64, 64, 3, 3)) if op == "Conv" else ("batch, 64", (64, 64))
+    text = f"(float[{shape}] x) => (float[{shape}] y, float[a] b) {{ {_TWO[op]} }}"
+    model = run([InferTypes()], ir.from_proto(graphs.parsed(text, w=graphs.values(*weight), v=graphs.values(*weight))))
+    _, fusions = fuse(model, {"w", "v"}, convolutions=True)
+    assert [fusion.node for fusion in fusions.made] == ["sound"]
+    assert fusions.refused.keys() == {"broken"}
 
 
 @pytest.mark.long

@@ -8,13 +8,12 @@ import numpy as np
 import onnx
 import pytest
 from converting import MLP, ONNX_ONLY, Cli
-from failing import Failing, cancellation, lstm, offset, softmax
+from failing import Failing, cancellation, lstm, offset
 from restored import assert_restored
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest
-from bf16kit.converter.islands import search as of_the_search
 from bf16kit.converter.report.figures import Figures
 from bf16kit.drift.metrics import Budget
 
@@ -114,22 +113,6 @@ def test_torchscript_over_budget_does_not_stop_the_search_for_other_profiles(
     assert _islands(manifest)[1]
     cli(*asked, "--force", "--allow-over-budget").published()
     assert "torchscript" in Artifact.open(target).manifest.profiles
-
-
-@pytest.mark.long
-def test_a_search_that_certification_does_not_confirm_is_repeated(
-    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The search is repeated with a tighter budget, and its result is certified again."""
-    monkeypatch.setattr(of_the_search, "REPEATED", (300.0, 0.9))
-    built = softmax()
-    done = cli(*_command(built, tmp_path, target)).published()
-    assert _islands(Artifact.open(target).manifest) == (built.nodes, built.weights)
-    assert done.err.count("writing weights") == 3, "or the first search would have been right"
-    monkeypatch.setattr(of_the_search, "REPEATED", (300.0,))
-    cli(*_command(built, tmp_path, target.with_name("2"))).refused(
-        1, "but running the written graph did not confirm any"
-    )
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from converting import Cli, tree
 from onnx import ModelProto, NodeProto, TensorProto, helper
@@ -132,6 +133,21 @@ def test_a_graph_that_needs_more_memory_than_there_is_is_stopped(
     model = graphs.model([node], [graphs.edge("x", ["n"])], [graphs.edge("y", dims)], constants)
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, "m.onnx: takes more than the", "GB of memory")
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [(7, "tensor 'z' has 128 dimensions"), pytest.param(40, "inferring its shapes takes", marks=pytest.mark.long)],
+)
+def test_sizes_beyond_reason_are_rejected_before_they_take_memory(
+    cli: Cli, tmp_path: Path, target: Path, times: int, said: str
+) -> None:
+    """Nothing reads z, so ONNX Runtime computes none of it, but ONNX's inference does."""
+    doubled = " ".join(f"s{i + 1} = Concat <axis = 0> (s{i}, s{i})" for i in range(times))
+    text = f"(float[batch, 16] x) => (float[batch, 16] y) {{ {doubled} z = Reshape (x, s{times}) y = MatMul (x, w) }}"
+    source = graphs.parsed(text, w=graphs.values(16, 16), s0=np.array([1]))
+    (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, f"m.onnx: {said}")
 
 
 def test_a_graph_that_crashes_the_library_is_reported(
