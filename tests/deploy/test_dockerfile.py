@@ -24,6 +24,14 @@ def test_the_build_has_a_fixed_time_and_hash_seed_and_no_telemetry_and_no_pip() 
     assert [run.rest for run in FILE.stages["build"].all("RUN")] == ["python3 -m venv --without-pip /opt/bf16kit"]
 
 
+def test_the_build_names_no_processor() -> None:
+    """The same file builds for linux/amd64 and linux/arm64: what differs, pip and apt choose."""
+    text = "".join(
+        (ROOT / name).read_text("utf-8") for name in ("Dockerfile", "deploy/image/bill.txt", "constraints.txt")
+    )
+    assert re.findall(r"(?i)x86|i386|amd64|aarch64|arm64|manylinux|-linux-gnu|\.whl\b|TARGETARCH", text) == []
+
+
 def test_the_default_version_is_the_packages() -> None:
     """`make image` passes the version; `docker compose build` does not, and then this default applies."""
     given = [argument.rest for stage in FILE.stages.values() for argument in stage.all("ARG")]
