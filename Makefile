@@ -162,7 +162,7 @@ test-kernel-versions: setup ## the kernel inside every minor release of ONNX Run
 test-kernel-emulated: setup ## the AMX path in an emulator, with a layer of MiniLM: half a minute, 0.5 GB of packages; skipped without them
 	@time PYTHON=$(BIN)/python kernels/tests/emulated/amx.sh
 
-test-kernel-aarch64: setup ## the kernel for 64-bit Arm, in an emulator; without packages for it skipped, with the reason; steps: ARM_ARGS (kernels/tests/emulated/aarch64.sh)
+test-kernel-aarch64: setup build/environments/release/.installed ## the kernel for 64-bit Arm, in an emulator; without packages for it skipped, with the reason; steps: ARM_ARGS (kernels/tests/emulated/aarch64.sh)
 	@time PYTHON=$(BIN)/python kernels/tests/emulated/aarch64.sh $(ARM_ARGS)
 
 conformance: setup ## the conformance suite's own tests, then the suite against the demo's server; options for it: CONFORMANCE_ARGS

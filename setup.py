@@ -55,8 +55,10 @@ class BuildKernel(build_ext):
     """Compiles the files side by side. Names the library without Python's ABI tag, because ONNX Runtime loads it."""
 
     def build_extension(self, ext: Extension) -> None:
-        if not self.force and not newer_group([*ext.sources, *ext.depends], self.get_ext_fullpath(ext.name)):
+        target = Path(self.get_ext_fullpath(ext.name))
+        if not self.force and not newer_group([*ext.sources, *ext.depends], str(target)):
             return
+        target.unlink(missing_ok=True)  # if the build fails, nothing of older sources stays
         options = {"output_dir": self.build_temp, "include_dirs": ext.include_dirs}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             made = [
@@ -66,6 +68,14 @@ class BuildKernel(build_ext):
             ext.extra_objects = [name for each in made for name in each.result()]
         ext.sources, self.force = [], True  # only to be linked, in any case
         super().build_extension(ext)
+
+    def copy_extensions_to_source(self) -> None:
+        for ext in self.extensions:
+            old = Path(self.get_ext_fullpath(ext.name))
+            if old.exists() and not Path(self.build_lib, self.get_ext_filename(ext.name)).exists():
+                old.unlink()
+                self.warn(f"{old} is removed: it was built of other sources")
+        super().copy_extensions_to_source()
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{Path(*fullname.split('.'))}.so"

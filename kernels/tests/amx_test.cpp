@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "gemm/agree.h"
 #include "isa/amx_detect.h"
+#include "windows.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -93,22 +94,20 @@ void widen_tolerance(const Case& c, Expected& expected) {
 }
 
 // Draws cases as for the other paths, but smaller.
+bool small(const Case& c) { return c.rows * c.k * c.n <= 60000; }  // multiplications
+
 Case draw_small(Random& random) {
-  constexpr int64_t kMost = 60000;  // multiplications
   Case c = draw(random);
-  while (c.rows * c.k * c.n > kMost) c = draw(random);
+  while (!small(c)) c = draw(random);
   c.arithmetic = Arithmetic::kBf16;
   return c;
 }
 
-// Computes a case as the convolution of an image whose windows are its pixels, which are gathered for the tiles.
-Exact<float> compute_as_windows(const Case& c, int64_t threads) {
-  const Image image = {1, c.rows, c.k, 1, c.rows, {1, 1}, {1, 1}, {1, 1}, {0, 0}};
-  Exact<float> y(c.rows * c.n, 1);
-  Product product = c.product(y.data());
-  product.image = &image;
-  multiply(&product, 1, kModel, run_on_threads, &threads);
-  return y;
+Convolution draw_small_convolution(Random& random) {
+  Convolution made = draw_convolution(random);
+  while (!small(made.windows)) made = draw_convolution(random);
+  made.windows.arithmetic = Arithmetic::kBf16;
+  return made;
 }
 
 void check_product(const Case& c, Random& random, const std::string& name) {
@@ -116,10 +115,10 @@ void check_product(const Case& c, Random& random, const std::string& name) {
   Expected expected = expect(c);
   widen_tolerance(c, expected);
   const Exact<float> whole = compute(c, kModel, 0, c.rows);
+  digest(whole);
   check_close(whole, expected, c.n, where);
   check_same(whole, compute_in_parts(c, kModel, random), 0, c.n, where, "in other parts");
   check_same(whole, compute_on_threads(c, kModel, 2, 1)[0], 0, c.n, where, "through multiply()");
-  check_same(whole, compute_as_windows(c, random.between(1, 2)), 0, c.n, where, "as a convolution");
   const int64_t row = random.between(0, c.rows - 1), index = row * c.n + random.between(0, c.n - 1);
   check_same(whole, compute(c, kModel, row, 1), row, c.n, where, "alone");
   if (c.activation != Activation::kNone) return;
@@ -128,6 +127,18 @@ void check_product(const Case& c, Random& random, const std::string& name) {
   if (!same(whole[index], wanted)) {
     fail(where, number(whole[index]) + " is not " + number(wanted) + ", the sum in order," + at(index, c.n));
   }
+}
+
+// Windows that are gathered for the tiles give what they give as the rows of a product.
+void check_convolution(const Convolution& made, const std::string& name) {
+  const Case& c = made.windows;
+  int64_t threads = 2;
+  Exact<float> y(c.rows * c.n, 1);
+  Product product = c.product(y.data());
+  product.x = made.x.data(), product.image = &made.image;
+  multiply(&product, 1, kModel, run_on_threads, &threads);
+  const std::string where = name + " path=amx (model) " + describe(made.image, made.batch) + c.describe();
+  check_same(compute(c, kModel, 0, c.rows), y, 0, c.n, where, "as a convolution");
 }
 
 // The self-check accepts the model, and the other path where every order gives the same sums; it refuses a model that is wrong in
@@ -242,8 +253,10 @@ int run(int64_t cases, int64_t only) {
   }
   return run_cases(cases, only, " of tiles", "", [](int64_t i) {
     Random own(g_seed, i);
+    const std::string name = "--only " + std::to_string(i);
     const Case c = draw_small(own);
-    check_product(c, own, "--only " + std::to_string(i));
+    check_product(c, own, name);
+    if (i % 3 == 0) check_convolution(draw_small_convolution(own), name);
   });
 }
 

@@ -3,6 +3,7 @@
 # links from what `run.sh --sanitize` has compiled. PYTHON: an interpreter that has the project and pytest. CXX: as for run.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. kernels/tests/operators.sh
 
 out=$PWD/build/kernel-test/sanitized
 [[ -f $out/portable.o && -z $(find kernels/{gemm,isa} -type f -newer "$out/portable.o") ]] ||
@@ -21,7 +22,4 @@ done
 preload=""
 for library in libasan.so libubsan.so libstdc++.so.6; do preload+=" $("${compiler[@]}" -print-file-name="$library")"; done
 LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 BF16KIT_TEST_KERNEL="$out/_bf16kernel.so" \
-  "${PYTHON:-python3}" -m pytest -q tests/kit/runtime/test_kernel_graphs.py tests/kit/runtime/test_kernel_refusals.py \
-  tests/kit/runtime/test_attention.py tests/kit/runtime/test_norm.py tests/kit/runtime/test_conv.py \
-  tests/kit/runtime/test_recurrent.py tests/converter/fuse/test_panels.py tests/converter/fuse/test_join.py \
-  tests/converter/fuse/test_convolve.py
+  "${PYTHON:-python3}" -m pytest -q "${operators[@]}"

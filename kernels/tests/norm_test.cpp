@@ -89,6 +89,7 @@ void check(int64_t index) {
       if (!same(alone[i], y[row * norm.width + i])) return fail(index, *path, norm, "a row alone has other bits");
     }
     if (path == &kPortable) continue;
+    if (first.size() == 0) digest(y);
     for (int64_t i = 0; i < first.size(); ++i) {
       if (!same(first[i], y[i])) return fail(index, *path, norm, "another path has other bits");
     }

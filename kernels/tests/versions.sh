@@ -13,8 +13,7 @@ python=${PYTHON:-python3}
 versions=("$@")
 # The last patch of each minor release. tests/kit/runtime/test_kernel.py checks the first and the last of them.
 ((${#versions[@]})) || versions=(1.21.1 1.22.1 1.23.2 1.24.4 1.25.1 1.26.0 1.27.0 1.28.0 1.29.0 1.30.0 1.31.1)
-tests=(tests/kit/runtime/test_kernel_graphs.py tests/kit/runtime/test_kernel_refusals.py)
-tests+=(tests/kit/runtime/test_attention.py tests/kit/runtime/test_norm.py tests/converter/fuse/test_panels.py)
+. kernels/tests/operators.sh
 
 failed=()
 for version in "${versions[@]}"; do
@@ -28,7 +27,7 @@ for version in "${versions[@]}"; do
   found=$("$python" -c 'import onnxruntime; print(onnxruntime.__version__)')
   [[ $found == "$version" ]] || { echo "versions: onnxruntime $version is installed in $site, but $found was imported" >&2; exit 1; }
   log=build/kernel-test/onnxruntime/$version.log
-  if "$python" -m pytest -q -p no:cacheprovider "${tests[@]}" >"$log" 2>&1; then
+  if "$python" -m pytest -q -p no:cacheprovider "${operators[@]}" >"$log" 2>&1; then
     echo "onnxruntime $version: $(tail -1 "$log")"
   else
     echo "onnxruntime $version: FAILED, see $log"

@@ -3,12 +3,14 @@
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from platform import machine
 
 import pytest
 
@@ -18,7 +20,8 @@ pytestmark = pytest.mark.release
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "build" / "environments" / "release"
 KERNEL = "bf16kit/runtime/_bf16kernel.so"
-NATIVE = "manylinux_*"
+NATIVE, ARM = f"manylinux_*_{machine()}", "manylinux_*_aarch64"
+MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of an ELF file
 MODEL = """
 import torch
 from converter import WIDTH
@@ -50,8 +53,11 @@ def sources() -> set[str]:
 
 
 def wheel(dist: Path, platform: str) -> Path:
-    (found,) = dist.glob(f"bf16kit-{bf16kit.__version__}-py3-none-{platform}.whl")
-    return found
+    found = list(dist.glob(f"bf16kit-{bf16kit.__version__}-py3-none-{platform}.whl"))
+    if not found and platform == ARM:
+        pytest.skip("there was no compiler for 64-bit Arm: `.ci/release packages` has said so")
+    assert len(found) == 1, found
+    return found[0]
 
 
 def content(file: Path) -> dict[str, bytes]:
@@ -59,8 +65,9 @@ def content(file: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
 
 
-def test_the_wheels_hold_exactly_the_package_and_differ_in_the_kernel(dist: Path) -> None:
-    native, pure = content(wheel(dist, NATIVE)), content(wheel(dist, "any"))
+@pytest.mark.parametrize("platform", [NATIVE, ARM])
+def test_the_wheels_hold_exactly_the_package_and_differ_in_the_kernel(dist: Path, platform: str) -> None:
+    native, pure = content(wheel(dist, platform)), content(wheel(dist, "any"))
     about = f"bf16kit-{bf16kit.__version__}.dist-info/"
     assert {name for name in pure if not name.startswith(about)} == sources()
     assert {"bf16kit/py.typed", "bf16kit/converter/cli.py", "bf16kit/deploy/ray/front.py"} <= pure.keys()
@@ -76,10 +83,15 @@ def test_the_kernel_is_byte_for_byte_that_of_another_build(dist: Path) -> None:
     assert content(wheel(dist, NATIVE))[KERNEL] == (ROOT / KERNEL).read_bytes()
 
 
-def test_the_wheel_with_the_kernel_runs_wherever_its_dependencies_do(dist: Path) -> None:
+@pytest.mark.parametrize("platform", [NATIVE, ARM])
+def test_a_wheel_with_the_kernel_runs_wherever_its_dependencies_do(dist: Path, platform: str) -> None:
     """ONNX Runtime's wheels are for glibc 2.27 and newer."""
-    (minor,) = re.findall(r"-manylinux_2_(\d+)_", wheel(dist, NATIVE).name)
-    assert int(minor) <= 27
+    found = wheel(dist, platform)
+    ((minor, processor),) = re.findall(r"-manylinux_2_(\d+)_(\w+)\.whl", found.name)
+    kernel = content(found)[KERNEL]
+    needed = [int(version) for version in re.findall(rb"\0GLIBC_2\.(\d+)", kernel)]
+    assert 0 < max(needed) <= int(minor) <= 27
+    assert struct.unpack_from("<4s14xH", kernel) == (b"\x7fELF", MACHINES[processor])
 
 
 def test_the_source_distribution_holds_what_it_is_built_from_without_links(dist: Path) -> None:
@@ -92,10 +104,16 @@ def test_the_source_distribution_holds_what_it_is_built_from_without_links(dist:
     assert names == sources() | kernels | settings | {"LICENSE", "PKG-INFO", "README.md"}
 
 
-def test_a_file_that_an_earlier_build_left_is_not_in_the_wheel(dist: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def source(dist: Path, tmp_path: Path) -> Path:
+    """Return the unpacked source distribution."""
     with tarfile.open(dist / f"bf16kit-{bf16kit.__version__}.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.iterdir()
+    (found,) = tmp_path.iterdir()
+    return found
+
+
+def test_a_file_that_an_earlier_build_left_is_not_in_the_wheel(dist: Path, source: Path, tmp_path: Path) -> None:
     left = source / "build" / "lib" / "bf16kit"
     for name in ("gone.py", "runtime/_bf16kernel.so"):
         (left / name).parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +123,16 @@ def test_a_file_that_an_earlier_build_left_is_not_in_the_wheel(dist: Path, tmp_p
     command = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
     subprocess.run(command, env=environment, check=True)
     assert content(wheel(tmp_path, "any")).keys() == content(wheel(dist, "any")).keys()
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_a_kernel_of_older_sources_does_not_stay_where_they_cannot_be_compiled(source: Path, asked: str) -> None:
+    (source / KERNEL).write_bytes(b"older")
+    environment = {**os.environ, "BF16KIT_BUILD_KERNEL": asked, "CC": "false", "CXX": "false"}
+    command = [str(TOOLS / "bin" / "python"), "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, (source / KERNEL).exists()) == ((1, True) if asked else (0, False)), done.stderr
+    assert asked or f"{KERNEL} is removed: it was built of other sources" in done.stderr
 
 
 @pytest.fixture

@@ -4,20 +4,23 @@
 #
 #   kernels/tests/emulated/aarch64.sh [STEP…]     all steps, unless some are named:
 #
-#   kernels     the C++ tests of run.sh, as each processor of PROCESSORS: CASES random cases each (default 500)
-#   models      cross-build the wheel, install it beside Debian's Python and the other wheels for Arm; load artifacts converted
-#               here in each profile, as the processors MODELS_ON: load() judges their golden samples (aarch64_models.py)
-#   served      after models: bf16-serve in the emulator answers a request over gRPC, with the bits that this processor computes
+#   kernels     the C++ tests of run.sh, as each processor of PROCESSORS: CASES random cases each (default 500). The bits must be
+#               those that this processor computes
+#   models      install the wheel for Arm of `.ci/release packages` beside Debian's Python and the other wheels for Arm; load
+#               artifacts converted here in each profile, as the processors MODELS_ON: load() judges their golden samples
+#               (aarch64_models.py)
+#   served      after models: bf16-serve in the emulator answers requests over gRPC, with the bits that this processor computes
 #
 # Debian's packages come from the mirror that apt uses here. They are unpacked into build/emulated/aarch64; nothing is installed.
-# The cross compiler must be installed (Debian: apt-get install g++-aarch64-linux-gnu). MORE names directories of other artifacts.
+# The cross compiler must be installed (Debian: apt-get install g++-aarch64-linux-gnu). DIST: a directory with the wheel, such as
+# dist, which `make release` fills; without it the wheel is built. MORE names directories of other artifacts.
 # Exits with 0 and the reason if something cannot be had, unless REQUIRED=1. PYTHON: an interpreter that has the project.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
 # Without bf16 instructions; with them: Graviton3, others; every feature that qemu knows. Each name also selects other kernels of ONNX Runtime.
 read -ra processors <<<"${PROCESSORS:-neoverse-n1 neoverse-v1 neoverse-n2 max}"
-name=aarch64 work=$PWD/build/emulated/aarch64 cxx=${CXX:-aarch64-linux-gnu-g++}
+name=aarch64 work=$PWD/build/emulated/aarch64 cxx=aarch64-linux-gnu-g++
 mkdir -p "$work"
 
 . kernels/tests/emulated/debian.sh
@@ -25,36 +28,37 @@ mkdir -p "$work"
 # The emulator of Debian 13 is one static file. That of Debian 12 is too old: ONNX Runtime crashes in it while it is loaded.
 emulator() {
   qemu=$work/qemu-aarch64
-  command -v "${cxx%% *}" >/dev/null || cannot "no ${cxx%% *} (Debian: apt-get install g++-aarch64-linux-gnu)"
+  command -v "$cxx" >/dev/null || cannot "no $cxx (Debian: apt-get install g++-aarch64-linux-gnu)"
   [[ ! -x $qemu ]] || return 0
   need_debian
-  apt_in trixie amd64 update >&2 || true  # it succeeds without a network as well
-  (cd "$work" && apt_in trixie amd64 download qemu-user >&2) || cannot "Debian 13's qemu-user cannot be downloaded"
-  dpkg --fsys-tarfile "$work"/qemu-user_*.deb | tar -x -O ./usr/bin/qemu-aarch64 >"$qemu"
-  rm "$work"/qemu-user_*.deb && chmod +x "$qemu"
+  unpack trixie amd64 "$work/unpacked" qemu-user
+  mv "$work/unpacked/usr/bin/qemu-aarch64" "$qemu" && rm -r "$work/unpacked"
 }
 
 kernels() {
+  local cases=(--cases "${CASES:-500}") status=0 test
   printf '#!/bin/bash\nstatus=0\nfor processor in %s; do echo "$processor:"; "%s" -cpu "$processor" "$@" || status=1; done\nexit "$status"\n' \
     "${processors[*]}" "$qemu" >"$work/on-each"
   chmod +x "$work/on-each"
-  CXX="$cxx -static" OUT=aarch64 RUN=$work/on-each kernels/tests/run.sh --cases "${CASES:-500}"
+  CXX="$cxx -static" OUT=aarch64 RUN=$work/on-each kernels/tests/run.sh "${cases[@]}" || status=1
+  kernels/tests/run.sh "${cases[@]}" || status=1
+  for test in property attention norm conv recurrent; do
+    (($(cat build/kernel-test/{plain,aarch64}/"${test}"_test.log | grep -o 'digest [0-9a-f]*' | sort -u | wc -l) == 1)) ||
+      { echo "FAILED: the bits of ${test}_test are not the same on all processors"; status=1; }
+  done
+  return "$status"
 }
 
 models() {
-  local root=$work/root site=$work/site tag=linux_aarch64
+  local root=$work/root site=$work/site platforms=() glibc
   [[ -e $root/.complete ]] || unpack bookworm arm64 "$root" python3.11-minimal libpython3.11-stdlib libstdc++6 libc6
-  rm -rf "$work"/{dist,made}
-  BF16KIT_BUILD_KERNEL=1 CC=${cxx/g++/gcc} CXX=$cxx LDSHARED="${cxx/g++/gcc} -shared" LDCXXSHARED="$cxx -shared" "$python" setup.py -q \
-    build --build-base "$work/made" bdist_wheel --plat-name "$tag" --dist-dir "$work/dist" --bdist-dir "$work/made/bdist" 2>"$work/log" ||
-    { cat "$work/log"; return 1; }
-  local platforms=(--platform "$tag") glibc
+  [[ -n ${DIST:-} ]] || DIST=build/emulated/aarch64/dist PYTHON=$python .ci/release packages
   for glibc in 28 27 26 24 17; do platforms+=(--platform "manylinux_2_${glibc}_aarch64"); done
-  rm -rf "$site"
+  rm -rf "$site" "$work/models"
   "$python" -m pip install -qq --disable-pip-version-check --target "$site" "${platforms[@]}" --platform manylinux2014_aarch64 --no-compile \
-    --python-version 3.11 --implementation cp --only-binary=:all: -c constraints.txt "$(echo "$work"/dist/*.whl)[cpu]" ||
+    --python-version 3.11 --implementation cp --only-binary=:all: -c constraints.txt "$(echo "${DIST:-$work/dist}"/*_aarch64.whl)[cpu]" ||
     cannot "the wheels for aarch64 cannot be had"
-  [[ -d $work/models ]] || "$python" kernels/tests/emulated/aarch64_models.py convert "$work/models"
+  "$python" kernels/tests/emulated/aarch64_models.py convert "$work/models"
   for processor in ${MODELS_ON:-neoverse-n1 neoverse-v1}; do
     (arm "$processor" kernels/tests/emulated/aarch64_models.py load "$processor" "$work"/models/* ${MORE:-})
   done
@@ -71,7 +75,7 @@ served() {
   local server port=${PORT:-18001} status=0
   arm neoverse-v1 "$work/site/bin/bf16-serve" --repository "$work/models" --grpc-port "$port" --http-port 0 >"$work/served.log" 2>&1 &
   server=$!
-  "$python" kernels/tests/emulated/aarch64_models.py ask "127.0.0.1:$port" "$work/models/mlp/1" || status=$?
+  "$python" kernels/tests/emulated/aarch64_models.py ask "127.0.0.1:$port" "$work"/models/* || status=$?
   kill "$server"
   ((status == 0)) || { tail -20 "$work/served.log"; return "$status"; }
 }

@@ -1,9 +1,10 @@
 """The part of aarch64.sh in Python: converts small models here, and loads them in the emulated processor.
 
-``convert DIRECTORY`` writes DIRECTORY/mlp, cnn and lstm. ``load PROCESSOR DIRECTORY…`` loads each artifact in the
-profiles ``cpu`` and ``cpu-bf16``: this raises an error if golden samples differ by more than the artifact's budget
-from what was certified, and exits with status 1 if the kernel runs another path than the processor's fastest.
-``ask ADDRESS DIRECTORY`` sends a server one request, and compares the result with what the artifact computes here.
+``convert DIRECTORY`` writes DIRECTORY/mlp, cnn, lstm and gru, and exits with status 1 unless their graphs have the
+kernel's nodes that they are to test. ``load PROCESSOR DIRECTORY…`` loads each artifact in the profiles ``cpu`` and
+``cpu-bf16``: this raises an error if golden samples differ by more than the artifact's budget from what was certified,
+and exits with status 1 if the kernel runs another path than the processor's fastest. ``ask ADDRESS DIRECTORY…`` sends a
+server one request to each model, and compares the results with what the artifacts compute here.
 """
 
 from __future__ import annotations
@@ -12,43 +13,61 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
 _PATHS = {"neoverse-n1": {"neon"}}  # without bf16 instructions; all others also have neon_bf16
+# Each model's input, and the kernel's nodes. ONNX Runtime computes nothing of them that it rounds otherwise on Arm.
+_MODELS = {
+    "mlp": ((4, 256), {"MatMulBf16"}),
+    "cnn": ((2, 32, 16, 16), {"ConvBf16", "ConvBlockBf16", "MatMulBf16"}),
+    "lstm": ((2, 12, 32), {"LSTMBf16", "MatMulBf16"}),
+    "gru": ((2, 12, 32), {"GRUBf16", "MatMulBf16"}),
+}
 
 
 def convert(target: Path) -> None:
-    """Convert three small models, each to DIRECTORY/NAME/1."""
+    """Convert the models, each to DIRECTORY/NAME/1."""
     import numpy as np
+    import onnx
     import torch
     from torch import nn
 
     import bf16kit
+    from bf16kit.runtime.ort.kernel import DOMAIN
 
-    class Lstm(nn.Module):
-        def __init__(self) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self, layer: nn.RNNBase) -> None:
             super().__init__()
-            self.layer, self.head = nn.LSTM(32, 48, batch_first=True), nn.Linear(48, 10)
+            self.layer, self.head = layer, nn.Linear(256, 20)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             result: torch.Tensor = self.head(self.layer(x)[0][:, -1])
             return result
 
     torch.manual_seed(0)
-    head = nn.Linear(64 * 14 * 14, 10)
+    bottleneck = (
+        *(nn.Conv2d(64, 192, 1), nn.ReLU6(), nn.Conv2d(192, 192, 3, 2, 1, groups=192), nn.ReLU6()),
+        nn.Conv2d(192, 48, 1),
+    )
     models = {
-        "mlp": (nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 64)), (4, 256)),
-        "cnn": (
-            nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 1), nn.Flatten(), head),
-            (2, 3, 16, 16),
+        "mlp": nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 64)),
+        "cnn": nn.Sequential(
+            *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()),
+            *(*bottleneck, nn.Flatten(), nn.Linear(48 * 8 * 8, 20)),
         ),
-        "lstm": (Lstm(), (2, 12, 32)),
+        "lstm": Recurrent(nn.LSTM(32, 256, batch_first=True)),
+        "gru": Recurrent(nn.GRU(32, 256, batch_first=True)),
     }
-    for name, (model, shape) in models.items():
+    for name, (shape, wanted) in _MODELS.items():
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        bf16kit.convert(model.eval(), out=target / name / "1", samples=[x])
-        click.echo(f"converted {name}")
+        bf16kit.convert(models[name].eval(), out=target / name / "1", samples=[x])
+        graph = onnx.load(target / name / "1" / "cpu-bf16.onnx", load_external_data=False).graph
+        found = {node.op_type.partition("_")[0] for node in graph.node if node.domain == DOMAIN}
+        if found != wanted:
+            sys.exit(f"{name}: the kernel's nodes are {sorted(found)}, not {sorted(wanted)}")
+        click.echo(f"converted {name}: {', '.join(sorted(found))}")
 
 
 def load(processor: str, directories: list[str]) -> None:
@@ -66,39 +85,47 @@ def load(processor: str, directories: list[str]) -> None:
         sys.exit(f"{processor}: the kernel ran the paths {sorted(seen)}")
 
 
-def ask(address: str, directory: Path) -> None:
-    """Ask the server for what the artifact computes here, in bf16 by bf16kit's kernel: all bits must be equal."""
+def ask(address: str, directories: list[str]) -> None:
+    """Ask the server for what each artifact computes here, in bf16 by bf16kit's kernel: all bits must be equal."""
     import numpy as np
     from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
-    from tritonclient.utils import InferenceServerException
 
     import bf16kit
 
-    here = bf16kit.load(directory, profile="cpu-bf16")
-    x = np.random.default_rng(1).standard_normal((4, 256)).astype(np.float32)
-    (name, expected), *_ = here(x).items()
-    client, began = InferenceServerClient(address), time.monotonic()
-    while True:
+    client = InferenceServerClient(address)
+    for directory in directories:
+        model = Path(directory).name
+        here = bf16kit.load(Path(directory, "1"), profile="cpu-bf16")
+        x = np.random.default_rng(1).standard_normal(_MODELS[model][0]).astype(np.float32)
+        (name, expected), *_ = here(x).items()
+        _wait(client, model)
+        feed = InferInput(here.inputs[0].name, list(x.shape), "FP32")
+        feed.set_data_from_numpy(x)
+        found = client.infer(model, [feed], outputs=[InferRequestedOutput(name)]).as_numpy(name)
+        if not np.array_equal(found, expected):
+            most = np.abs(found - expected).max()
+            sys.exit(f"{model}: the served result differs from {here.info.kernel}'s here by up to {most}")
+        click.echo(f"a request over gRPC to {model}: the emulated server's bits equal {here.info.kernel}'s here")
+
+
+def _wait(client: Any, model: str) -> None:
+    from tritonclient.utils import InferenceServerException
+
+    began = time.monotonic()
+    while time.monotonic() - began < 300:
         try:
-            if client.is_model_ready("mlp"):
-                break
+            if client.is_model_ready(model):
+                return
         except InferenceServerException:
             pass  # not yet listening
-        if time.monotonic() - began > 300:
-            sys.exit(f"no model is ready at {address} after 300 s")
         time.sleep(1)
-    feed = InferInput(here.inputs[0].name, list(x.shape), "FP32")
-    feed.set_data_from_numpy(x)
-    found = client.infer("mlp", [feed], outputs=[InferRequestedOutput(name)]).as_numpy(name)
-    if not np.array_equal(found, expected):
-        sys.exit(f"the served result differs from {here.info.kernel}'s here by up to {np.abs(found - expected).max()}")
-    click.echo(f"a request over gRPC: the emulated server's bits equal {here.info.kernel}'s here")
+    sys.exit(f"{model} is not ready after 300 s")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "convert":
         convert(Path(sys.argv[2]))
     elif sys.argv[1] == "ask":
-        ask(sys.argv[2], Path(sys.argv[3]))
+        ask(sys.argv[2], sys.argv[3:])
     else:
         load(sys.argv[2], sys.argv[3:])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Executes the AMX path (isa/amx.cpp, unmodified) in Bochs, as a Sapphire Rapids without an operating system: random products and
-# those of MiniLM's first layer. Compares the results bit for bit with the model of the tiles that amx_test uses.
+# Executes the AMX path (isa/amx.cpp, unmodified) in Bochs, as a Sapphire Rapids without an operating system: random products,
+# convolutions, and products of MiniLM's first layer. Compares the results bit for bit with the model of the tiles that amx_test uses.
 #
 #   kernels/tests/emulated/amx.sh [CASES [SEED]]
 #
@@ -42,7 +42,7 @@ more=()
 if "${PYTHON:-python3}" "$here/minilm.py" "$work/minilm.bin"; then more=("$work/minilm.bin"); fi
 "$work/host" draw "${run[@]}" "$work/cases.bin" "${more[@]}"
 # The ROM of 4 MiB that ends at 4 GiB: the payload, the cases, the code that starts at reset.
-for part in payload:262144 cases:3866624 boot:65536; do
+for part in payload:393216 cases:3735552 boot:65536; do
   file=$work/${part%:*}.bin size=${part#*:}
   (($(stat -c %s "$file") <= size)) || { echo "$file has more than $size bytes" >&2; exit 1; }
   truncate -s "$size" "$file"

@@ -1,8 +1,8 @@
 // The machine's ROM, the 64 KiB below 4 GiB: from reset to 64-bit mode with AVX-512 and tiles switched on, then to the payload.
 // Every exception ends the run: bochs.log then has its error code or address in R14, the address or CS in R15.
 #define ROM 0xF0000
-#define PAYLOAD 0x200000    // from 0xffc00000, 256 KiB
-#define CASES 0x1000000     // from 0xffc40000, 3776 KiB
+#define PAYLOAD 0x200000    // from 0xffc00000, 384 KiB
+#define CASES 0x1000000     // from 0xffc60000, 3648 KiB
 .code16
 start16:
   cli
@@ -28,8 +28,8 @@ start64:
   add $16, %rdi; loop 1b
   lidt idtr(%rip)
   mov $0x1f0000, %esp
-  mov $0xffc00000, %esi; mov $PAYLOAD, %edi; mov $0x8000, %ecx; rep movsq
-  mov $0xffc40000, %esi; mov $CASES, %edi; mov $0x76000, %ecx; rep movsq
+  mov $0xffc00000, %esi; mov $PAYLOAD, %edi; mov $0xc000, %ecx; rep movsq
+  mov $0xffc60000, %esi; mov $CASES, %edi; mov $0x72000, %ecx; rep movsq
   mov $PAYLOAD, %eax; call *%rax
 fault:
   mov (%rsp), %r14; mov 8(%rsp), %r15

@@ -1,8 +1,8 @@
 // host draw|check COUNT SEED FILE [PRODUCTS]: writes COUNT random cases for payload.cpp to FILE, or compares its output in FILE
 // with the model of the tiles, bit for bit. PRODUCTS: more cases, from minilm.py.
 //
-// The cases are those of amx_test; every tenth has results about the smallest normal number. A model that is wrong in one place
-// must differ from the output: otherwise the comparison would show nothing.
+// The cases are those of amx_test; every fourth is a convolution, every tenth has results about the smallest normal number. A model
+// that is wrong in one place must differ from the output: otherwise the comparison would show nothing.
 #define main amx_test_main
 #include "amx_test.cpp"
 #undef main
@@ -17,20 +17,25 @@ namespace {
 struct Emulated {
   Case made;
   int64_t part;
+  Image image = {};  // of a convolution, and its x
+  Exact<float> x = {};
 };
 
 std::vector<Emulated> make_cases(int64_t count, const char* products) {
   std::vector<Emulated> cases;
   for (int64_t i = 0; i < count; ++i) {
     Random random(g_seed, i);
-    Case c = draw_small(random);
+    Convolution convolution;
+    if (i % 4 == 1) convolution = draw_small_convolution(random);
+    else convolution.windows = draw_small(random);
+    Case& c = convolution.windows;
     if (i % 10 == 0) {  // all positive: in Bochs a difference below 2^-125, not 2^-126, is 0
       for (int64_t j = 0; j < c.x.size(); ++j) c.x[j] = std::fabs(random.normal()) * 0x1p-63f;
       for (uint16_t& w : c.w) w = narrow(std::fabs(random.normal()) * 0x1p-64f);
       c.bias = Exact<float>();
       store_weight(c, 0);
     }
-    cases.push_back({std::move(c), random.between(1, kRowBlock)});
+    cases.push_back({std::move(c), random.between(1, kRowBlock), convolution.image, std::move(convolution.x)});
   }
   std::ifstream file(products, std::ios::binary);
   const auto read = [&](void* to, int64_t size) { return static_cast<bool>(file.read(static_cast<char*>(to), size)); };
@@ -56,9 +61,11 @@ void write_cases(const std::vector<Emulated>& cases, std::ofstream file) {
     data.append(static_cast<const char*>(from), size);
     return sizeof count + sizeof(Head) * count + data.size() - size;
   };
-  for (const auto& [c, part] : cases) {
+  for (const auto& [c, part, image, x] : cases) {
+    const Exact<float>& from = image.channels == 0 ? c.x : x;
     heads.push_back({c.rows, c.k, c.n, static_cast<int64_t>(c.layout), static_cast<int64_t>(c.activation), part,
-                     add(c.x.data(), c.x.size() * 4), add(c.stored.data(), c.stored.size() * 2), add(c.bias.data(), c.bias.size() * 4)});
+                     add(from.data(), from.size() * 4), add(c.stored.data(), c.stored.size() * 2), add(c.bias.data(), c.bias.size() * 4),
+                     image});
   }
   file.write(reinterpret_cast<const char*>(&count), sizeof count);
   file.write(reinterpret_cast<const char*>(heads.data()), sizeof(Head) * count).write(data.data(), data.size());
@@ -84,8 +91,8 @@ void check_output(const std::vector<Emulated>& cases, std::ifstream file) {
   for (int fault = 1; fault < 4; ++fault) {
     if (caught[fault] == 0) fail("fault " + std::to_string(fault), "a model with it does not differ from the output");
   }
-  std::printf("%s: the self-check and %zu products in Bochs, %lld numbers; of a model in one chain %lld differ, with subnormals"
-              " %lld, with one wrong place %lld\n", g_failures == 0 ? "ok" : "FAILED", cases.size(), numbers, caught[1], caught[2], caught[3]);
+  std::printf("%s: the self-check and %zu products and convolutions in Bochs, %lld numbers; of a model in one chain %lld differ,"
+              " with subnormals %lld, with one wrong place %lld\n", g_failures == 0 ? "ok" : "FAILED", cases.size(), numbers, caught[1], caught[2], caught[3]);
 }
 
 }  // namespace

@@ -60,7 +60,8 @@ __attribute__((section(".text.entry"))) void entry() {
     const Weight weight = {reinterpret_cast<const uint16_t*>(cases + head.w), head.k, head.n, static_cast<Layout>(head.layout)};
     float* y = reinterpret_cast<float*>(0x6000000);
     const Product product = {floats(head.x), head.rows, weight, floats(head.bias), static_cast<Activation>(head.activation),
-                             Arithmetic::kBf16, y, static_cast<uint64_t>(i) + 1};
+                             Arithmetic::kBf16, y, static_cast<uint64_t>(i) + 1,
+                             head.image.channels == 0 ? nullptr : &head.image};
     for (int64_t row = 0; row < head.rows; row += head.part) {
       kAmx.bf16(product, {row, head.rows - row < head.part ? head.rows - row : head.part, 0, weight.panels()});
     }
