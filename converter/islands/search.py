@@ -172,7 +172,8 @@ class _Search:
         part = _SHARE_OF_ROUNDING if self._task.profile.rounds else _SHARE
         # On a few samples; then on all, if these do not confirm what was found on the few.
         parts = ((part, typical(self._before)), (1.0, range(len(self._before))))
-        judges, groups, complete = [Judge(budget, *each, self._drifts) for each in parts], list[Group](), False
+        judges = [Judge(budget, at_most, some, self._drifts) for at_most, some in parts]
+        groups, complete = list[Group](), False
         try:
             groups, ranked = self._rank(breaches)
             with self._step("the smallest set within budget"):
