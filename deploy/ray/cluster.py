@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,13 @@ def join(address: str | None, config: ServerConfig, proxies: str) -> None:
         ):
             listen(host, port, flag).close()
     functions = {"grpc_servicer_functions": [SERVICER_FUNCTION], "enable_reflection": True}
-    serve.start(
-        proxy_location=proxies,
-        http_options={"host": config.host, "port": config.http_port},
-        grpc_options={"port": config.grpc_port, **functions},
-        logging_config=_LOGGING,
-    )
+    with _going_on_without_proxies():
+        serve.start(
+            proxy_location=proxies,
+            http_options={"host": config.host, "port": config.http_port},
+            grpc_options={"port": config.grpc_port, **functions},
+            logging_config=_LOGGING,
+        )
 
 
 def front_target(config: ServerConfig, scaling: Scaling) -> serve.RunTarget:
@@ -243,4 +244,14 @@ class RepositoryDeployment:
 
 def _run(*targets: serve.RunTarget) -> None:
     if targets:
-        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        with _going_on_without_proxies():
+            serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+@contextlib.contextmanager
+def _going_on_without_proxies() -> Iterator[None]:
+    """Log that proxies are late: Ray waits a minute, too little on a busy machine. Its controller still starts them."""
+    try:
+        yield
+    except TimeoutError as error:
+        _log.warning("Ray is still starting its proxies: %s", first_line(error))

@@ -25,6 +25,14 @@ from waiting import slowdown, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of Ray and its libraries
 _MODELS = ("a", "b")
+# The program where Ray does not wait for its proxies, as if the machine were too busy to start them in time.
+_BUSY = """
+import runpy
+from ray.serve._private import api, client
+
+api.HTTP_PROXY_TIMEOUT = client.HTTP_PROXY_TIMEOUT = 0.001
+runpy.run_module("bf16kit.deploy.ray", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture
@@ -37,8 +45,9 @@ def repository(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def _started(repository: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "bf16kit.deploy.ray", "--repository", str(repository), *arguments]
+def _started(repository: Path, *arguments: str, code: str = "", **environment: str) -> Iterator[subprocess.Popen[str]]:
+    program = ("-c", code) if code else ("-m", "bf16kit.deploy.ray")
+    command = [sys.executable, *program, "--repository", str(repository), *arguments]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **environment}
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert running.stdout is not None
@@ -50,7 +59,8 @@ def _started(repository: Path, *arguments: str, **environment: str) -> Iterator[
     finally:
         if running.poll() is None:
             running.kill()
-        running.communicate()
+        with running:  # closes the pipe and waits
+            pass
 
 
 def _until(running: subprocess.Popen[str], condition: Callable[[], object], what: str) -> None:
@@ -92,12 +102,17 @@ def test_a_port_in_use_and_an_unreachable_cluster_give_clear_messages_and_exit_c
     assert "Traceback" not in said
 
 
-def test_a_model_that_cannot_be_served_is_reported_and_loaded_again(repository: Path) -> None:
+def test_a_model_that_cannot_be_served_is_reported_and_loaded_again_also_where_proxies_are_late(
+    repository: Path,
+) -> None:
     weights = repository / "b" / "1" / "weights.bf16"
     weights.write_bytes(bytes(weights.stat().st_size))
     grpc_port, http_port = free_ports()
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port), "--cpus", "0.5", "--device", "cpu")
-    with _started(repository, *ports) as running, grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+    with (
+        _started(repository, *ports, code=_BUSY) as running,
+        grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel,
+    ):
 
         def asked(name: str) -> tuple[Any, Any]:
             return call_rpc(channel, "ModelInfer", request(name), timeout=5)
@@ -110,8 +125,9 @@ def test_a_model_that_cannot_be_served_is_reported_and_loaded_again(repository: 
         write_mlp(repository / "b" / "1")
         _until(running, lambda: asked("b")[0] is grpc.StatusCode.OK, "the next try")
         running.send_signal(signal.SIGTERM)
-        running.communicate(timeout=PATIENCE)
-    assert running.returncode == 0
+        said, _ = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 0, said
+    assert "Ray is still starting its proxies: HTTP proxies not available after" in said
 
 
 def test_unavailable_resources_and_unknown_variables_are_logged(repository: Path) -> None:
