@@ -30,6 +30,7 @@ _NO_SIZE = ("Integer overflow", "size overflowed")  # the same: of a size in byt
 _INFERENCE = 512 << 20  # bytes
 _MOST_DIMENSIONS = 64  # of numpy's arrays
 _LARGE = 1000  # bytes of a tensor that tells no sizes
+_STATUS = Path("/proc/self/status")
 _INVALID, _UNUSABLE = 2, 3  # exit codes
 
 
@@ -124,10 +125,10 @@ def _check_sizes(path: Path) -> None:
     for tensor in _tensors((model.graph, *model.functions)):
         if tensor.ByteSize() > _LARGE:
             tensor.CopyFrom(onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    used = int(status.partition("VmData:")[2].split()[0]) << 10
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (min(soft, used + _INFERENCE), hard))
+    if _STATUS.exists():  # on Linux
+        used = int(_STATUS.read_text(encoding="ascii", errors="replace").partition("VmData:")[2].split()[0]) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (min(soft, used + _INFERENCE), hard))
     try:
         model = onnx.inliner.inline_local_functions(model) if model.functions else model
         graphs = [onnx.shape_inference.infer_shapes(model, data_prop=True).graph]
