@@ -21,16 +21,23 @@ _LEAST = 16  # channels on both sides of the first and last convolution: then th
 
 
 def bottlenecks(convolutions: Iterable[Convolution]) -> Iterator[tuple[Convolution, Convolution, Convolution]]:
-    """Yield each three of ``convolutions`` that the kernel computes in one node: nothing else reads the wide images."""
+    """Yield each three of ``convolutions`` that the kernel computes in one node: nothing else reads the wide images.
+
+    Without activations, the last of one could be the first of the next: it is yielded once.
+    """
+    taken = set[ir.Node]()
     among: dict[ir.Node | None, Convolution] = {each.node: each for each in convolutions}
     for first in among.values():
         depthwise = among.get(_reader(first.node))
         last = None if depthwise is None else among.get(_reader(depthwise.node))
         if depthwise is None or not depthwise.depthwise or last is None or not (_mixes(first) and _mixes(last)):
             continue
-        *inner, outer = (activation(each.node.outputs[0])[0] for each in (first, depthwise, last))
-        if len({*inner}) == 1 and {*inner} <= {*ACTIVATIONS} and outer not in ACTIVATIONS[1:]:
-            yield first, depthwise, last
+        three = first, depthwise, last
+        *inner, outer = (activation(each.node.outputs[0])[0] for each in three)
+        apart = taken.isdisjoint(each.node for each in three)
+        if apart and len({*inner}) == 1 and {*inner} <= {*ACTIVATIONS} and outer not in ACTIVATIONS[1:]:
+            taken.update(each.node for each in three)
+            yield three
 
 
 def _mixes(found: Convolution) -> bool:

@@ -84,7 +84,9 @@ class IslandSearches:
         if not self._options.search or self._options.allow_over_budget:
             return None
         for name, profile in PROFILES.items():
-            if name in self.results:
+            if name not in certified.runs:  # optional, and its graph does not run with these islands
+                self.results.pop(name, None)
+            elif name in self.results:
                 after = ratio(self._options.budget, certified.runs[name].drifts)
                 self.results[name] = self.results[name].measured(after)
             if profile.searched and certified.breaches.get(name):

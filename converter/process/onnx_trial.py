@@ -11,7 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _NO_SIZE = ("Integer overflow", "size overflowed")  # the same: of a size in byt
 _INFERENCE = 512 << 20  # bytes
 _MOST_DIMENSIONS = 64  # of numpy's arrays
 _LARGE = 1000  # bytes of a tensor that tells no sizes
+_STATUS = Path("/proc/self/status")
 _INVALID, _UNUSABLE = 2, 3  # exit codes
 
 
@@ -121,13 +122,13 @@ def _check_sizes(path: Path) -> None:
     import onnx.inliner
 
     model = onnx.load(path, load_external_data=False)
-    for tensor in model.graph.initializer:
+    for tensor in _tensors((model.graph, *model.functions)):
         if tensor.ByteSize() > _LARGE:
             tensor.CopyFrom(onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    used = int(status.partition("VmData:")[2].split()[0]) << 10
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (min(soft, used + _INFERENCE), hard))
+    if _STATUS.exists():  # on Linux
+        used = int(_STATUS.read_text(encoding="ascii", errors="replace").partition("VmData:")[2].split()[0]) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (min(soft, used + _INFERENCE), hard))
     try:
         model = onnx.inliner.inline_local_functions(model) if model.functions else model
         graphs = [onnx.shape_inference.infer_shapes(model, data_prop=True).graph]
@@ -145,6 +146,15 @@ def _check_sizes(path: Path) -> None:
                 most = f"arrays have {_MOST_DIMENSIONS} at most"
                 raise RuntimeFailure(f"tensor {value.name!r} has {rank} dimensions, and {most}")
         graphs += [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
+
+
+def _tensors(graphs: Iterable[Any]) -> Iterator[Any]:
+    """Yield the initializers and the constants of ``graphs``, which may be functions, and of the graphs inside."""
+    for graph in graphs:
+        yield from getattr(graph, "initializer", ())
+        for attribute in (attribute for node in graph.node for attribute in node.attribute):
+            yield from (attribute.t, *attribute.tensors)
+            yield from _tensors((attribute.g, *attribute.graphs))
 
 
 def _open_and_run(path: Path) -> None:

@@ -35,6 +35,13 @@ double duration(const Product& product, int64_t rows) {
   return std::max(values * rows / multiplies, 2 * values / kBytesPerNs);
 }
 
+// As few blocks of rows as possible, of about equal size, because the whole weight is read once for each block. Tall ones only
+// as far as a weight of few panels leaves a part for each core.
+int64_t blocks_of_rows(int64_t rows, int64_t panels, unsigned cores, bool tall) {
+  const int64_t most = divide_up(rows, kRowBlock);
+  return tall ? std::min(most, std::max(divide_up(rows, kTallBlock), divide_up(cores, panels))) : most;
+}
+
 // Returns the number of panels of a part with `block` rows, if all of the work takes one core `whole` nanoseconds.
 int64_t panels_of_a_chunk(const Product& product, int64_t block, double whole, unsigned cores) {
   const double wanted = std::min(kLongest, std::max(kShortest, whole / std::max(kEnoughParts, kPartsOfACore * cores)));
@@ -67,11 +74,11 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
   static std::atomic<uint64_t> ids{0};
   const int64_t rows = products[0].rows;
   if (rows == 0) return true;
-  // As few blocks of rows as possible, of about equal size, because the whole weight is read once for each block.
-  const int64_t fewest = divide_up(rows, path.tall && products[0].weight.layout == Layout::kTransposed ? kTallBlock : kRowBlock);
-  Parted parted = {products, count, path, divide_up(divide_up(rows, fewest), kTileRows) * kTileRows, {}, 0};
   int64_t all = 0;
   for (size_t i = 0; i < count; ++i) all += products[i].weight.panels();
+  const bool tall = path.tall && products[0].weight.layout == Layout::kTransposed;
+  const int64_t blocks = blocks_of_rows(rows, all, cores, tall);
+  Parted parted = {products, count, path, divide_up(divide_up(rows, blocks), kTileRows) * kTileRows, {}, 0};
   const double whole = duration(products[0], rows) * static_cast<double>(all);
   const int64_t each = panels_of_a_chunk(products[0], std::min(rows, parted.block_rows), whole, cores);
   const uint64_t id = ++ids;

@@ -39,4 +39,28 @@ inline void check_many_threads(Random& random) {
   }
 }
 
+// A transposed weight of few panels: blocks of rows are no taller than leaves a part for each core.
+inline void check_many_threads_of_few_panels(Random& random) {
+  constexpr unsigned kCores = 8;
+  Case c;
+  c.rows = kTallBlock, c.k = 1024, c.n = 2 * kPanel;
+  c.layout = Layout::kTransposed;
+  c.x = Exact<float>(c.rows * c.k, 0);
+  for (int64_t i = 0; i < c.x.size(); ++i) c.x[i] = random.normal();
+  c.w.resize(c.k * c.n);
+  for (uint16_t& value : c.w) value = narrow(random.normal());
+  store_weight(c, 0);
+  const Path& path = *supported_paths(c.arithmetic)[0];
+  const Exact<float> usual = compute(c, path, 0, c.rows);
+  for (const unsigned cores : {2u, kCores}) {
+    Exact<float> y(c.rows * c.n, 0);
+    Product product = c.product(y.data());
+    Workers workers = {kCores, 0};
+    multiply(&product, 1, path, run_on_workers, &workers, cores);
+    check_same(usual, y, 0, c.n, "few panels", "on " + std::to_string(kCores));
+    const std::string found = std::to_string(workers.parts) + " parts for " + std::to_string(cores) + " cores";
+    if (workers.parts != cores) fail("few panels", found);
+  }
+}
+
 }  // namespace bf16kit

@@ -18,6 +18,7 @@ int run(int64_t cases, int64_t only) {
   if (only < 0) {
     Random random(g_seed, 0);
     check_many_threads(random);
+    check_many_threads_of_few_panels(random);
     check_particulars();
   }
   return run_cases(cases, only, "", ", paths" + names, [](int64_t i) {

@@ -209,6 +209,23 @@ def test_weights_in_panels_are_restored_bit_by_bit(tmp_path: Path) -> None:
             assert np.array_equal(made.artifact.tensor(name), to_bf16(weight))
 
 
+def test_a_convolution_between_two_bottlenecks_is_in_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without activations, a convolution may end one bottleneck and begin the next."""
+    made: Made = ([], [])
+    conv(made, "x", "w1", (192, 192, 1, 1))
+    conv(made, "w1", "d1", (192, 1, 3, 3), group=192, pads=[1, 1, 1, 1])
+    conv(made, "d1", "w2", (192, 192, 1, 1))
+    conv(made, "w2", "d2", (192, 1, 3, 3), group=192, pads=[1, 1, 1, 1])
+    conv(made, "d2", "y", (192, 192, 1, 1))
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", 192, 17, 15)), profiles=[ROUNDING])
+    assert [each.name for each in ours(lowered, ROUNDING)] == ["w2", "d2", "y"]
+    feeds = {"x": graphs.values(2, 192, 17, 15, seed=7)}
+    for each in answers(lowered, feeds, monkeypatch, ROUNDING):
+        np.testing.assert_allclose(lowered.run_source(feeds)["y"], each["y"], rtol=0, atol=5e-2)
+
+
 def test_a_clip_with_one_bound_is_no_activation_of_the_kernel(tmp_path: Path) -> None:
     """As torch exports ``clamp(min=0)``; in a bottleneck of so few channels, only ONNX Runtime's operators are left."""
     made: Made = ([], [graphs.initializer("low", np.array(0, np.float32))])

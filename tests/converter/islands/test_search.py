@@ -153,6 +153,21 @@ def test_a_written_graph_that_stays_over_budget_gets_ever_larger_sets_and_at_las
     assert "did not confirm any" in certified.breaches["cuda"][-1]
 
 
+def test_islands_with_which_an_optional_profile_does_not_run_are_withdrawn(tmp_path: Path) -> None:
+    built = offset()
+    task = _task(built, "cuda")
+    info = RuntimeInfo("onnxruntime", "cpu", "cuda", "fp32", "unknown")
+    runs = {"cuda": Run([{"y": _drift(0.02)} for _ in built.feeds], info)}
+    options = Options(source=Path("m.onnx"), target=parse_target(tmp_path / "r" / "m" / "1"))
+    searches = IslandSearches(task.prepared, options, Progress(), tmp_path)
+    over = Certified(task.manifest, task.expected, runs=runs, breaches={"cuda": ["over"]})
+    assert searches.next_islands(over)
+    withdrawn = searches.next_islands(Certified(task.manifest, task.expected))
+    assert withdrawn is not None
+    assert not {*withdrawn.nodes, *withdrawn.tensors}
+    assert not searches.results
+
+
 class TestOutOfTime:
     """The clock advances by one at each reading, so that the search runs out of time after a given number of runs."""
 

@@ -150,6 +150,23 @@ def test_sizes_beyond_reason_are_rejected_before_they_take_memory(
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, f"m.onnx: {said}")
 
 
+@pytest.mark.long
+def test_large_constants_take_no_memory_while_shapes_are_inferred(tmp_path: Path) -> None:
+    """Some exporters write weights as Constants, and also in the branches of an If."""
+    weight = helper.make_tensor("t", TensorProto.FLOAT, [1 << 25], bytes(4 << 25), raw=True)
+    branches = [graphs.parsed("(float none) => (float y) { y = Identity (none) }").graph for _ in range(2)]
+    for place, branch in enumerate(branches):
+        del branch.input[:]
+        branch.node[0].CopyFrom(helper.make_node("Constant", [], [branch.output[0].name], value=weight))
+        branch.output[0].CopyFrom(graphs.edge(f"y{place}", [1 << 25]))
+        branch.node[0].output[0] = f"y{place}"
+    source = graphs.parsed("(bool c) => (float[n] y) { y = Identity (c) }")
+    then, otherwise = branches
+    source.graph.node[0].CopyFrom(helper.make_node("If", ["c"], ["y"], then_branch=then, else_branch=otherwise))
+    (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
+    onnx_trial.check(tmp_path / "m.onnx")
+
+
 def test_a_graph_that_crashes_the_library_is_reported(
     cli: Cli, tmp_path: Path, target: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
