@@ -270,9 +270,9 @@ class SearchResult:
     error: str = ""
     larger: tuple[SearchResult, ...] = ()
 
-    def measured(self, after: float) -> SearchResult:
-        """Return this with ``after``, the drift ÷ budget that running the written graph showed."""
-        return self if self.entry is None else replace(self, entry=self.entry.model_copy(update={"after": after}))
+    def measured(self, **ratios: float) -> SearchResult:
+        """Return this with ``before`` or ``after``, the drift ÷ budget that running the written graph showed."""
+        return self if self.entry is None else replace(self, entry=self.entry.model_copy(update=ratios))
 
     @property
     def notes(self) -> list[str]:

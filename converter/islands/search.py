@@ -44,7 +44,7 @@ from bf16kit.converter.process.progress import Progress
 from bf16kit.converter.rewrite import Prepared
 from bf16kit.converter.verify.certify import Certified
 from bf16kit.converter.verify.measure import Drifts
-from bf16kit.drift.budget import Breach
+from bf16kit.drift.budget import Breach, Budget
 from bf16kit.drift.measurements import SearchEntry
 from bf16kit.messages.wording import first_few
 
@@ -53,6 +53,7 @@ from bf16kit.messages.wording import first_few
 _SHARE, _SHARE_OF_ROUNDING = 0.97, 0.92
 _RANKING = 0.5  # the largest share of the remaining time that ranking may take
 _NAMED = 3  # nodes and weights named in an error message
+_AGAIN = 0.75  # of the budget, for a second search if the written graph is over budget with what the first one found
 _COARSE = 16.0  # the tolerated error is the measured one divided by this if the budget gives no finite tolerance
 
 
@@ -61,8 +62,8 @@ class IslandSearches:
 
     A search runs its own graph, which sums in another order than the written one, so a few values are rounded the
     other way, and the largest of two nearly equal logits may be the other one. If the written graph is over budget
-    with a search's result, it is written again with the next larger set. ``results`` has what was written last, by
-    profile name.
+    with a search's result, it is written again: with what a second search finds for less than the budget, and then with
+    ever larger sets. ``results`` has what was written last, by profile name.
     """
 
     def __init__(self, prepared: Prepared, options: Options, progress: Progress, scratch: Path) -> None:
@@ -70,6 +71,7 @@ class IslandSearches:
         self._progress, self._scratch = progress, scratch
         self._deadline: Deadline | None = None  # starts with the first search
         self._left: dict[str, list[SearchResult]] = {}  # to be written in this order, and at last an error
+        self._searched_again: set[str] = set()
         self._written = Islands()
         self.results: dict[str, SearchResult] = {}
 
@@ -88,7 +90,7 @@ class IslandSearches:
                 self.results.pop(name, None)
             elif name in self.results:
                 after = ratio(self._options.budget, certified.runs[name].drifts)
-                self.results[name] = self.results[name].measured(after)
+                self.results[name] = self.results[name].measured(after=after)
             if profile.searched and certified.breaches.get(name):
                 self._next_of(name, certified)
         release_memory()
@@ -108,21 +110,15 @@ class IslandSearches:
 
     def _next_of(self, name: str, certified: Certified) -> None:
         """Take the next result for ``name``, a profile over budget; search first if it is so for the first time."""
+        budget, before = self._options.budget, self.results.get(name)
         if name not in self._left:
-            self._deadline = self._deadline or Deadline.after(self._options.search_minutes)
-            task = Task(
-                prepared=self._prepared,
-                profile=PROFILES[name],
-                manifest=certified.manifest,
-                expected=certified.expected,
-                budget=self._options.budget,
-                deadline=self._deadline,
-                islands=merged(self.results.values()),
-                scratch=self._scratch,
-                written=certified.runs[name].drifts,
-            )
-            found = search(task, self._progress)
+            found = search(self._task(name, certified, budget, certified.runs[name].drifts), self._progress)
             self._left[name] = [found, *found.larger, SearchResult(name, error=_NOT_CONFIRMED)]
+        elif before is not None and name not in self._searched_again:
+            self._searched_again.add(name)
+            again = search(self._task(name, certified, budget.tightened(_AGAIN)), self._progress)
+            if again.islands and before.entry and merged([again]) != merged([before]):
+                self._left[name].insert(0, again.measured(before=before.entry.before))
         left = self._left[name]
         if not left[0].islands and not left[0].error:  # it was within budget, with what is kept for other profiles
             left.pop(0)
@@ -133,6 +129,20 @@ class IslandSearches:
             self.results.pop(name, None)
         else:
             self.results[name] = left.pop(0)
+
+    def _task(self, name: str, certified: Certified, budget: Budget, written: Sequence[Drifts] = ()) -> Task:
+        self._deadline = self._deadline or Deadline.after(self._options.search_minutes)
+        return Task(
+            prepared=self._prepared,
+            profile=PROFILES[name],
+            manifest=certified.manifest,
+            expected=certified.expected,
+            budget=budget,
+            deadline=self._deadline,
+            islands=merged(result for profile, result in self.results.items() if profile != name),
+            scratch=self._scratch,
+            written=written,
+        )
 
 
 def search(task: Task, progress: Progress) -> SearchResult:

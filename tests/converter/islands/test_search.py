@@ -4,8 +4,10 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -123,6 +125,19 @@ def test_a_set_that_was_tried_on_samples_made_by_perturbation_is_judged_by_those
     assert breaches_of(Budget(), made[:1])
 
 
+class Steps(Progress):
+    """Records the names of the steps."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextmanager
+    def step(self, name: str, *given: Any, **more: Any) -> Iterator[Callable[[int], None]]:
+        self.names.append(name)
+        with super().step(name, *given, **more) as advance:
+            yield advance
+
+
 @pytest.mark.parametrize("within", [False, True])
 def test_a_written_graph_that_stays_over_budget_gets_ever_larger_sets_and_at_last_none(
     within: bool, tmp_path: Path
@@ -135,7 +150,8 @@ def test_a_written_graph_that_stays_over_budget_gets_ever_larger_sets_and_at_las
     info = RuntimeInfo("onnxruntime", "cpu", "cuda", "fp32", "unknown")
     runs = {"cuda": Run([{"y": _drift(0.02)} for _ in built.feeds], info)}
     options = Options(source=Path("m.onnx"), target=parse_target(tmp_path / "r" / "m" / "1"))
-    searches, found = IslandSearches(task.prepared, options, Progress(), tmp_path), list[set[str]]()
+    steps, found = Steps(), list[set[str]]()
+    searches = IslandSearches(task.prepared, options, steps, tmp_path)
     for _ in range(9):
         certified = Certified(task.manifest, task.expected, runs=runs, breaches={"cuda": ["over"]})
         islands = searches.next_islands(certified)
@@ -146,6 +162,7 @@ def test_a_written_graph_that_stays_over_budget_gets_ever_larger_sets_and_at_las
     assert tried[0] >= built.nodes | built.weights
     assert len(tried) > 1
     assert all(before < after for before, after in itertools.pairwise(tried))
+    assert steps.names.count("searching fp32 islands of cuda: measuring") == 2, "the second time for less of the budget"
     plan = task.plan()
     assert tried[-1] == narrowed(plan.tensors) | narrowed(plan.nodes["cuda"])
     assert not withdrawn
