@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -125,8 +125,12 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def children() -> str:
-    return "".join(task.joinpath("children").read_text() for task in Path("/proc/self/task").iterdir())
+def children() -> set[str]:
+    found: set[str] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # of a thread that has just ended
+            found |= {*thread.joinpath("children").read_text().split()}
+    return found
 
 
 @pytest.mark.parametrize(
