@@ -209,7 +209,7 @@ def _bound(value: float | None) -> str:
 
 
 def _others(of: Published) -> str:
-    """What is computed, and the peer that is faster than both of our profiles."""
+    """Where another program is faster than both of our profiles, whatever its arithmetic."""
     won = []
     for name in _COMPARED:
         for grid in of.contents.get(name, {}).get("grids", ()):

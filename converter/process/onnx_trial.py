@@ -122,9 +122,11 @@ def _check_sizes(path: Path) -> None:
     import onnx.inliner
 
     model = onnx.load(path, load_external_data=False)
-    for tensor in _tensors((model.graph, *model.functions)):
-        if tensor.ByteSize() > _LARGE:
-            tensor.CopyFrom(onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
+    for graph in _graphs((model.graph, *model.functions)):
+        constants = (each for node in graph.node for of in node.attribute for each in (of.t, *of.tensors))
+        for tensor in (*getattr(graph, "initializer", ()), *constants):
+            if tensor.ByteSize() > _LARGE:
+                tensor.CopyFrom(onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if _STATUS.exists():  # on Linux
         used = int(_STATUS.read_text(encoding="ascii", errors="replace").partition("VmData:")[2].split()[0]) << 10
@@ -138,23 +140,20 @@ def _check_sizes(path: Path) -> None:
     except Exception:  # noqa: BLE001 - the conversion goes on without what cannot be inferred
         graphs = []
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    while graphs:
-        graph = graphs.pop()
+    for graph in _graphs(graphs):
         for value in (*graph.value_info, *graph.output):
             rank = len(value.type.tensor_type.shape.dim)
             if rank > _MOST_DIMENSIONS:
                 most = f"arrays have {_MOST_DIMENSIONS} at most"
                 raise RuntimeFailure(f"tensor {value.name!r} has {rank} dimensions, and {most}")
-        graphs += [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
 
 
-def _tensors(graphs: Iterable[Any]) -> Iterator[Any]:
-    """Yield the initializers and the constants of ``graphs``, which may be functions, and of the graphs inside."""
+def _graphs(graphs: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``graphs``, which may be functions, and the graphs inside."""
     for graph in graphs:
-        yield from getattr(graph, "initializer", ())
+        yield graph
         for attribute in (attribute for node in graph.node for attribute in node.attribute):
-            yield from (attribute.t, *attribute.tensors)
-            yield from _tensors((attribute.g, *attribute.graphs))
+            yield from _graphs((attribute.g, *attribute.graphs))
 
 
 def _open_and_run(path: Path) -> None:

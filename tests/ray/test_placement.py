@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from childprocesses import children_of
 from raycluster import PATIENCE, Served, replicas
 from waiting import until
 
@@ -12,9 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings
 def _held(pid: int) -> int:
     """Return the bytes that a process and its children hold; shared memory is counted in part (PSS)."""
     own = next(line for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    children = {int(child) for each in threads for child in (each / "children").read_text().split()}
-    return (int(own.split()[1]) << 10) + sum(_held(child) for child in children)
+    return (int(own.split()[1]) << 10) + sum(map(_held, children_of(pid)))
 
 
 def _measured(served: Served) -> float:

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from childprocesses import children_of
 from openfiles import no_more_files, no_more_threads
 from waiting import until
 
@@ -125,14 +126,6 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def children() -> set[str]:
-    found: set[str] = set()
-    for thread in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # of a thread that has just ended
-            found |= {*thread.joinpath("children").read_text().split()}
-    return found
-
-
 @pytest.mark.parametrize(
     ("lack", "why"),
     [
@@ -150,7 +143,7 @@ def test_a_child_that_cannot_be_started_is_tried_again_with_growing_pauses(
 ) -> None:
     """The parent continues: a server serves without its shadow, and a supervisor has other workers."""
     child = keep("time.sleep(600)")
-    opened, before = open_files(), children()
+    opened, before = open_files(), children_of(os.getpid())
     for pause in (0.25, 0.5, 1.0):
         with lack():
             child.maintain()
@@ -163,7 +156,7 @@ def test_a_child_that_cannot_be_started_is_tried_again_with_growing_pauses(
         assert child.pid is None, "not yet"
         clock.now += 0.02
     assert open_files() == opened, "nothing is left open"
-    assert children() == before, "nor running"
+    assert children_of(os.getpid()) == before, "nor running"
     child.maintain()
     assert child.pid is not None
 
