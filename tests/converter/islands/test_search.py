@@ -138,6 +138,18 @@ class Steps(Progress):
             yield advance
 
 
+def _over_budget(task: Task) -> Certified:
+    """Return what certifying the written graph gives: cuda is over budget."""
+    info = RuntimeInfo("onnxruntime", "cpu", "cuda", "fp32", "unknown")
+    runs = {"cuda": Run([{"y": _drift(0.02)} for _ in task.expected.feeds], info)}
+    return Certified(task.manifest, task.expected, runs=runs, breaches={"cuda": ["over"]})
+
+
+def _searches(task: Task, directory: Path, progress: Progress) -> IslandSearches:
+    options = Options(source=Path("m.onnx"), target=parse_target(directory / "r" / "m" / "1"))
+    return IslandSearches(task.prepared, options, progress, directory)
+
+
 @pytest.mark.parametrize("within", [False, True])
 def test_a_written_graph_that_stays_over_budget_gets_ever_larger_sets_and_at_last_none(
     within: bool, tmp_path: Path
@@ -146,14 +158,10 @@ def test_a_written_graph_that_stays_over_budget_gets_ever_larger_sets_and_at_las
     built = offset()
     if within:
         built = Failing(graphs.mlp(), [{"x": graphs.values(4, 16, seed=9)}], frozenset(), frozenset())
-    task = _task(built, "cuda")
-    info = RuntimeInfo("onnxruntime", "cpu", "cuda", "fp32", "unknown")
-    runs = {"cuda": Run([{"y": _drift(0.02)} for _ in built.feeds], info)}
-    options = Options(source=Path("m.onnx"), target=parse_target(tmp_path / "r" / "m" / "1"))
-    steps, found = Steps(), list[set[str]]()
-    searches = IslandSearches(task.prepared, options, steps, tmp_path)
+    task, steps, found = _task(built, "cuda"), Steps(), list[set[str]]()
+    searches = _searches(task, tmp_path, steps)
     for _ in range(9):
-        certified = Certified(task.manifest, task.expected, runs=runs, breaches={"cuda": ["over"]})
+        certified = _over_budget(task)
         islands = searches.next_islands(certified)
         if islands is None:
             break
@@ -171,14 +179,9 @@ def test_a_written_graph_that_stays_over_budget_gets_ever_larger_sets_and_at_las
 
 
 def test_islands_with_which_an_optional_profile_does_not_run_are_withdrawn(tmp_path: Path) -> None:
-    built = offset()
-    task = _task(built, "cuda")
-    info = RuntimeInfo("onnxruntime", "cpu", "cuda", "fp32", "unknown")
-    runs = {"cuda": Run([{"y": _drift(0.02)} for _ in built.feeds], info)}
-    options = Options(source=Path("m.onnx"), target=parse_target(tmp_path / "r" / "m" / "1"))
-    searches = IslandSearches(task.prepared, options, Progress(), tmp_path)
-    over = Certified(task.manifest, task.expected, runs=runs, breaches={"cuda": ["over"]})
-    assert searches.next_islands(over)
+    task = _task(offset(), "cuda")
+    searches = _searches(task, tmp_path, Progress())
+    assert searches.next_islands(_over_budget(task))
     withdrawn = searches.next_islands(Certified(task.manifest, task.expected))
     assert withdrawn is not None
     assert not {*withdrawn.nodes, *withdrawn.tensors}
