@@ -218,7 +218,8 @@ def test_a_child_that_stops_while_it_imports_is_waited_for_and_killed_if_it_stop
 
 
 def is_stopped(pid: int) -> bool:
-    return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
+    """Tell whether all threads are stopped: one that is not yet still answers pings."""
+    return all("\nState:\tT" in status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/status"))
 
 
 def test_a_child_is_not_killed_for_the_time_in_which_the_parent_was_paused(keep: Keep, clock: Clock) -> None:
@@ -240,6 +241,7 @@ def test_a_busy_child_that_does_not_respond_has_two_minutes(keep: Keep, clock: C
     first = child.pid
     assert first is not None
     os.kill(first, signal.SIGSTOP)
+    until(lambda: is_stopped(first), 30, "its stop")
     begun = clock.now
     while clock.now < begun + 12 * SILENT_SECONDS - 1:
         clock.now += 0.5
