@@ -60,10 +60,14 @@ class Wish:
 
 @dataclass(eq=False)
 class Loaded:
-    """A generation: what it was loaded from and by, who holds it, and which precision answers."""
+    """A generation: what it was loaded from and by, who holds it, and which precision answers.
+
+    ``load`` is its number among the loads of its model.
+    """
 
     edition: int
     plan: tuple[int, Setting]
+    load: int
     leases: int = 0
     phase: Literal["bf16", "warming", "fp32"] = "bf16"
     closing: bool = False
@@ -177,7 +181,7 @@ class Expected:
                     yield
                 self.loading = False
             if good and files is not None:
-                self.serving[version] = Loaded(files.edition, plan)
+                self.serving[version] = Loaded(files.edition, plan, self.loads)
                 yield from self._close([] if now is None else [now])
             else:
                 complete = False

@@ -4,7 +4,6 @@ The artifacts are real files, which the server opens and checks as ever; only th
 can be held, or fail, and every runtime that is still open is known.
 """
 
-import itertools
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +29,10 @@ HELD, FATAL = 1.0, 2.0  # the first value of a request whose run waits, and of o
 class ScriptedRuntime:
     """Answers every row with its edition. It notes as a fault what would crash a real session."""
 
-    def __init__(self, engines: "Engines", edition: int, load: int, profile: str, precision: str) -> None:
-        """``load`` is the number of the load: a generation's runtime and its reference have the same."""
+    def __init__(self, engines: "Engines", edition: int, load: str, profile: str, precision: str) -> None:
+        """``load`` names the load: a generation's runtime and its reference have the same."""
         self.edition = edition
-        self.info = RuntimeInfo("onnxruntime", "cpu", profile, precision, "fp32", f"edition {edition}", f"load {load}")
+        self.info = RuntimeInfo("onnxruntime", "cpu", profile, precision, "fp32", f"edition {edition}", load)
         self.inputs = (TensorSpec("x", "float32", ("batch", WIDTH)),)
         self.outputs = (TensorSpec("y", "float32", ("batch", WIDTH)),)
         self.go = threading.Event()
@@ -71,7 +70,7 @@ class Engines:
     def __init__(self, template: Path) -> None:
         self.open: list[ScriptedRuntime] = []
         self.faults: list[str] = []
-        self.loads: list[int] = []  # the editions of all loads that have come here
+        self.loads: list[str] = []  # the models of all loads that have come here
         self.waiting: list[int] = []  # and of those that wait
         self.go, self.references_go = threading.Event(), threading.Event()
         self.go.set()
@@ -79,8 +78,7 @@ class Engines:
         self.references_fail = False
         self._template = template
         self._written: dict[Path, tuple[int, Kind]] = {}
-        self._numbers = itertools.count()
-        self._loads: dict[int, tuple[int, int]] = {}  # edition and number, by the id of the artifact that was opened
+        self._loads: dict[int, tuple[int, str]] = {}  # edition and name, by the id of the artifact that was opened
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -101,8 +99,9 @@ class Engines:
 
     def _load(self, artifact: Artifact, profile: str, **_: Any) -> ScriptedRuntime:
         edition, kind = self._written[artifact.path]
-        self._loads[id(artifact)] = edition, next(self._numbers)
-        self.loads.append(edition)
+        model = artifact.path.parent.name
+        self.loads.append(model)
+        self._loads[id(artifact)] = edition, f"load {self.loads.count(model)} of {model}"
         self.waiting.append(edition)
         assert self.go.wait(60)
         self.waiting.remove(edition)

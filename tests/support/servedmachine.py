@@ -128,7 +128,7 @@ class ServedMachine(RuleBasedStateMachine):
         wishes = self.applied, self.applied - self.ended  # first: the end of a wish may have started a thread
         running = [thread.name for thread in set(threading.enumerate()) - self.threads]
         serving = {
-            (slot.name, slot.version): (model.info.note, model.active_precision.precision)
+            (slot.name, slot.version): (model.info.note, model.info.kernel, model.active_precision.precision)
             for slot in self.repository.models()
             if (model := slot.model) is not None
         }
@@ -139,7 +139,11 @@ class ServedMachine(RuleBasedStateMachine):
         every = self.expected.values()
         loading = sum(each.given_up + each.loading for each in every)
         serving = {
-            (name, version): (f"edition {loaded.edition}", "fp32" if loaded.phase == "fp32" else "bf16")
+            (name, version): (
+                f"edition {loaded.edition}",
+                f"load {loaded.load} of {name}",
+                "fp32" if loaded.phase == "fp32" else "bf16",
+            )
             for name, each in self.expected.items()
             for version, loaded in each.serving.items()
         }
