@@ -40,10 +40,13 @@ MODELS = {
 
 def main() -> None:
     """Convert what is not there yet; on the first failed conversion, end with its exit code."""
+    models = sys.argv[1:] or [*MODELS]
+    if unknown := set(models) - MODELS.keys():
+        sys.exit(f"{', '.join(sorted(unknown))}: no such model; the known ones are {', '.join(MODELS)}")
     commit = subprocess.check_output(["git", "-C", HERE, "rev-parse", "--short=8", "HEAD"], text=True).strip()
     with tempfile.TemporaryDirectory() as directory:
         sources.write(Path(directory))
-        for model in sys.argv[1:] or MODELS:
+        for model in models:
             name = f"schema-{SCHEMA_VERSION}/{model}"
             if not (HERE / name).exists():
                 _add(name, MODELS[model], commit, Path(directory))
