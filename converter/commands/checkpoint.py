@@ -131,7 +131,7 @@ _OF_COLLECTION = ("per_model", "jobs", "ray")
     type=click.FloatRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
-    help="Limit of the search, in minutes of processor time (all cores together).",
+    help="Limit of the search in minutes of processor time (all cores), without writing what it found.",
 )
 @click.option("--drop-failing-profiles", is_flag=True, help="Publish without the profiles that are over budget.")
 @click.option(
