@@ -157,7 +157,7 @@ class Ranges(Entry):
 
 
 class IslandEntry(Entry):
-    """A node that the search keeps in fp32. ``worth`` is drift ÷ budget when only this island is put back to bf16."""
+    """A node that the search keeps in fp32. ``worth`` is the search's drift ÷ budget with only this in bf16."""
 
     name: str
     op: str

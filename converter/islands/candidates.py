@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import onnx_ir as ir
 
 from bf16kit.artifact.manifest import Plan, PlanEntry
 from bf16kit.converter.graph.operators import MERGING, MOVEMENT, bf16_form, label
-from bf16kit.converter.islands.switches import Bf16, Shares, moved_from
+from bf16kit.converter.islands.switches import Bf16, Shares, moved_from, share
 from bf16kit.converter.plan import narrowed
 from bf16kit.converter.plan.decisions import Islands
 from bf16kit.converter.plan.profiles import Profile
@@ -228,8 +228,8 @@ def _steps(groups: Sequence[Group]) -> list[Units]:
 class Island:
     """A node or weight that stays fp32.
 
-    ``breach`` is where the budget would be exceeded without it, ``ratio`` the drift ÷ budget then, and ``with_it`` the
-    judged figure with the island; None or NaN if the other islands were not tried without this one.
+    ``breach`` is where the search's share of the budget was exceeded without it, ``ratio`` the drift ÷ budget then, and
+    ``with_it`` the judged figure with the island; None or NaN if the other islands were not tried without this one.
     """
 
     unit: Unit
@@ -243,9 +243,8 @@ class Island:
 
     def reason(self, profile: str) -> str:
         """Return the reason it stays fp32, for the plan."""
-        if self.breach is None:
-            return f"kept in fp32: one of the islands with which {profile} is within budget; it was not tried alone"
-        return f"kept in fp32: {profile} is over budget without it ({self.worth()})"
+        tried = f"the search measured {self.worth()}" if self.breach else "the search did not try it alone"
+        return f"kept in fp32 to meet the budget of {profile}; {tried}"
 
     def entry(self) -> IslandEntry:
         """Return this as ``measurements.json`` stores it."""
@@ -254,25 +253,39 @@ class Island:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The islands found for ``profile``, and the ``entry`` for ``measurements.json``.
+    """The islands found for ``profile`` among ``candidates``.
 
-    ``sqnr_*`` is the SQNR in dB by output. ``complete`` is false if time ran out before a small set was found.
-    ``error`` says why nothing was found, and there is no entry then; "" if something was. ``larger`` are results with
-    more islands each, to be written in turn if running the written graph does not confirm this one.
+    ``before`` and ``after`` are drift ÷ budget. ``bf16`` is what is bf16 with the islands, and ``flops`` and ``stored``
+    are the shares of all nodes and of all weights. ``sqnr_*`` is the SQNR in dB by output. ``complete`` is false if
+    time ran out before a small set was found. ``error`` says why nothing was found; "" if something was. ``larger`` are
+    results with more islands each, to be written in turn if running the written graph does not confirm this one.
     """
 
     profile: str
     islands: tuple[Island, ...] = ()
-    entry: SearchEntry | None = None
+    candidates: int = 0
+    before: float = math.nan
+    after: float = math.nan
+    flops: Shares = field(default_factory=dict)
+    stored: Shares = field(default_factory=dict)
+    bf16: Bf16 = field(default_factory=Bf16)
     sqnr_before: Mapping[str, float] = field(default_factory=dict)
     sqnr_now: Mapping[str, float] = field(default_factory=dict)
     complete: bool = True
     error: str = ""
     larger: tuple[SearchResult, ...] = ()
 
-    def measured(self, **ratios: float) -> SearchResult:
-        """Return this with ``before`` or ``after``, the drift ÷ budget that running the written graph showed."""
-        return self if self.entry is None else replace(self, entry=self.entry.model_copy(update=ratios))
+    @property
+    def entry(self) -> SearchEntry:
+        """The entry for ``measurements.json``."""
+        return SearchEntry(
+            candidates=self.candidates,
+            before=self.before,
+            after=self.after,
+            islands=[island.entry() for island in self.islands],
+            bf16_bytes=share(self.stored, self.bf16.weights),
+            bf16_flops=share(self.flops, self.bf16.nodes),
+        )
 
     @property
     def notes(self) -> list[str]:
@@ -288,11 +301,10 @@ class SearchResult:
 
     def sentences(self) -> list[str]:
         """Return the sentences for the user: which islands, what they are worth, and how much is bf16 now."""
-        if self.entry is None:
-            return self.notes
-        shares = f"{self.entry.bf16_bytes:.1%} of the weights' bytes"
-        if self.entry.bf16_flops:
-            shares += f" and {self.entry.bf16_flops:.1%} of the arithmetic"
+        entry = self.entry
+        shares = f"{entry.bf16_bytes:.1%} of the weights' bytes"
+        if entry.bf16_flops:
+            shares += f" and {entry.bf16_flops:.1%} of the arithmetic"
         count = "one node or weight" if len(self.islands) == 1 else f"{len(self.islands)} nodes and weights"
         rows = [
             f"\n  {i.unit.kind} {i.unit.name} ({i.unit.op}){': ' if i.breach else ''}{i.worth()}"

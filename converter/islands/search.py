@@ -5,8 +5,9 @@ A conversion and ``bf16-convert explain`` both ask it what to keep in fp32.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from bf16kit.converter.islands.candidates import (
     SearchResult,
     Units,
     bf16_alone,
+    bf16_of,
     candidates,
     larger,
     merged,
@@ -24,7 +26,7 @@ from bf16kit.converter.islands.candidates import (
     smallest,
 )
 from bf16kit.converter.islands.layertrace import decibels
-from bf16kit.converter.islands.switches import Bf16, byte_shares, flop_shares, share
+from bf16kit.converter.islands.switches import Bf16, byte_shares, flop_shares
 from bf16kit.converter.islands.trials import (
     Deadline,
     Judge,
@@ -44,8 +46,7 @@ from bf16kit.converter.process.progress import Progress
 from bf16kit.converter.rewrite import Prepared
 from bf16kit.converter.verify.certify import Certified
 from bf16kit.converter.verify.measure import Drifts
-from bf16kit.drift.budget import Breach, Budget
-from bf16kit.drift.measurements import SearchEntry
+from bf16kit.drift.budget import Breach
 from bf16kit.messages.wording import first_few
 
 # Of the budget. Values that are rounded the other way in the written graph change the drift by up to a tenth. A set
@@ -70,8 +71,8 @@ class IslandSearches:
         self._prepared, self._options = prepared, options
         self._progress, self._scratch = progress, scratch
         self._deadline: Deadline | None = None  # starts with the first search
-        self._left: dict[str, list[SearchResult]] = {}  # to be written in this order, and at last an error
-        self._searched_again: set[str] = set()
+        self._certified: Certified  # what was written last
+        self._found: dict[str, Iterator[SearchResult]] = {}  # by profile name, in the order to write them
         self._written = Islands()
         self.results: dict[str, SearchResult] = {}
 
@@ -85,14 +86,14 @@ class IslandSearches:
         """
         if not self._options.search or self._options.allow_over_budget:
             return None
+        self._certified = certified
         for name, profile in PROFILES.items():
-            if name not in certified.runs:  # optional, and its graph does not run with these islands
-                self.results.pop(name, None)
-            elif name in self.results:
+            if name in self.results:
                 after = ratio(self._options.budget, certified.runs[name].drifts)
-                self.results[name] = self.results[name].measured(after=after)
+                now = bf16_of(certified.manifest.plan, profile)
+                self.results[name] = replace(self.results[name], after=after, bf16=now)
             if profile.searched and certified.breaches.get(name):
-                self._next_of(name, certified)
+                self._next_of(name)
         release_memory()
         islands = merged(self.results.values())
         if islands == self._written:
@@ -108,36 +109,40 @@ class IslandSearches:
         """Return the notes of the searches, which the measurements do not hold."""
         return [note for _, result in sorted(self.results.items()) for note in result.notes]
 
-    def _next_of(self, name: str, certified: Certified) -> None:
-        """Take the next result for ``name``, a profile over budget; search first if it is so for the first time."""
-        budget, before = self._options.budget, self.results.get(name)
-        if name not in self._left:
-            found = search(self._task(name, certified, budget, certified.runs[name].drifts), self._progress)
-            self._left[name] = [found, *found.larger, SearchResult(name, error=_NOT_CONFIRMED)]
-        elif before is not None and name not in self._searched_again:
-            self._searched_again.add(name)
-            again = search(self._task(name, certified, budget.tightened(_AGAIN)), self._progress)
-            if again.islands and before.entry and merged([again]) != merged([before]):
-                self._left[name].insert(0, again.measured(before=before.entry.before))
-        left = self._left[name]
-        if not left[0].islands and not left[0].error:  # it was within budget, with what is kept for other profiles
-            left.pop(0)
+    def _next_of(self, name: str) -> None:
+        """Take the next result for ``name``, a profile over budget."""
+        found = self._found.setdefault(name, self._search(name))
+        result = next(found)
+        if not result.islands and not result.error:  # it was within budget, with what is kept for other profiles
             if merged(self.results.values()) != self._written:
                 return
-        if left[0].error:
-            certified.breaches[name].append(left[0].error)
+            result = next(found)
+        if result.error:
+            self._certified.breaches[name].append(result.error)
             self.results.pop(name, None)
         else:
-            self.results[name] = left.pop(0)
+            self.results[name] = result
 
-    def _task(self, name: str, certified: Certified, budget: Budget, written: Sequence[Drifts] = ()) -> Task:
+    def _search(self, name: str) -> Iterator[SearchResult]:
+        """Yield what to write for ``name`` as long as the written graph is over budget, and at last an error."""
+        found = search(self._task(name, written=self._certified.runs[name].drifts), self._progress)
+        yield found
+        if not found.error:
+            again = search(self._task(name, share=_AGAIN), self._progress)
+            if again.islands and merged([again]) != merged([found]):
+                yield replace(again, before=found.before)
+            yield from found.larger
+        yield from itertools.repeat(found if found.error else SearchResult(name, error=_NOT_CONFIRMED))
+
+    def _task(self, name: str, *, share: float = 1.0, written: Sequence[Drifts] = ()) -> Task:
         self._deadline = self._deadline or Deadline.after(self._options.search_minutes)
         return Task(
             prepared=self._prepared,
             profile=PROFILES[name],
-            manifest=certified.manifest,
-            expected=certified.expected,
-            budget=budget,
+            manifest=self._certified.manifest,
+            expected=self._certified.expected,
+            budget=self._options.budget,
+            share=share,
             deadline=self._deadline,
             islands=merged(result for profile, result in self.results.items() if profile != name),
             scratch=self._scratch,
@@ -166,11 +171,12 @@ class _Search:
         self._flops = flop_shares(base, self.trials.shapes())
         self._bytes = byte_shares(base, {entry.name for entry in plan.tensors})
         self._units = candidates(base, plan, task.profile, self._flops, self._bytes)
+        self._budget = task.budget.tightened(task.share)
         self._before: list[Drifts] = []
 
     def run(self) -> SearchResult:
         """Run the search and return its result."""
-        budget, everything = self._task.budget, frozenset(self._units)
+        budget, everything = self._budget, frozenset(self._units)
         try:
             with self._step("measuring"):
                 self._before = [*self._task.written] or self._drifts(frozenset())
@@ -184,7 +190,7 @@ class _Search:
         part = _SHARE_OF_ROUNDING if self._task.profile.rounds else _SHARE
         # On a few samples; then on all, if these do not confirm what was found on the few.
         parts = ((part, typical(self._before)), (1.0, range(len(self._before))))
-        judges = [Judge(budget, at_most, some, self._drifts) for at_most, some in parts]
+        judges = [Judge(self._task.budget, at_most * self._task.share, some, self._drifts) for at_most, some in parts]
         groups, complete = list[Group](), False
         try:
             groups, ranked = self._rank(breaches)
@@ -221,7 +227,7 @@ class _Search:
     def _confirmed(self, sets: Sequence[Units], judge: Judge, *, complete: bool) -> SearchResult:
         """Return the first of ``sets`` that is within the budget on all samples; the last one is known to be."""
         place, drifts = 0, self._drifts(sets[0])
-        while breaches_of(self._task.budget, drifts) and place < len(sets) - 1:
+        while breaches_of(self._budget, drifts) and place < len(sets) - 1:
             place += 1
             drifts = self._drifts(sets[place])
         first, *others = (self._result(units, drifts, judge, complete=complete) for units in sets[place:])
@@ -232,7 +238,7 @@ class _Search:
 
     def _tolerance(self, breaches: Sequence[Breach], error: float) -> float:
         """Return the relative L2 error that would just be within budget, given the present ``error``."""
-        budget = self._task.budget
+        budget = self._budget
         if not math.isfinite(error):
             return budget.bound("relative_l2") or 1 / _COARSE**2
         ratios = ((breach.metric, budget.ratio(breach.metric, breach.measured)) for breach in breaches)
@@ -243,22 +249,24 @@ class _Search:
     def _result(
         self, found: Units, drifts: Sequence[Drifts], judge: Judge | None = None, *, complete: bool = True
     ) -> SearchResult:
-        budget, now = self._task.budget, self._task.rounded(found)
-        worth = {} if judge is None else judge.worth()
-        islands = tuple(worth.get(unit, Island(unit)) for unit in self._units if unit in found)
-        entry = SearchEntry(
+        worth = {} if judge is None or judge.found != found else judge.worth()
+        return SearchResult(
+            self._task.profile.name,
+            tuple(worth.get(unit, Island(unit)) for unit in self._units if unit in found),
             candidates=len(self._units),
-            before=ratio(budget, self._before),
-            after=ratio(budget, drifts),
-            islands=[island.entry() for island in islands],
-            bf16_bytes=share(self._bytes, now.weights),
-            bf16_flops=share(self._flops, now.nodes),
+            before=ratio(self._task.budget, self._before),
+            after=ratio(self._task.budget, drifts),
+            flops=self._flops,
+            stored=self._bytes,
+            bf16=self._task.rounded(found),
+            sqnr_before=_sqnr(self._before),
+            sqnr_now=_sqnr(drifts),
+            complete=complete,
         )
-        return SearchResult(self._task.profile.name, islands, entry, _sqnr(self._before), _sqnr(drifts), complete)
 
     def _no_solution(self, left: Breach) -> SearchResult:
         """Say why not even all candidates in fp32 suffice: fp32 noise alone is too much, or what is still bf16."""
-        name, noise = self._task.profile.name, breaches_of(self._task.budget, self.trials.drifts(Bf16()))
+        name, noise = self._task.profile.name, breaches_of(self._budget, self.trials.drifts(Bf16()))
         if noise:
             return SearchResult(name, error=_NOISE.format(noise[0]))
         still = self._task.rounded(frozenset(self._units))

@@ -67,7 +67,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The goal of a search: islands for ``profile`` with which the outputs are within ``budget``.
+    """The goal of a search: islands for ``profile`` with which the outputs use at most ``share`` of ``budget``.
 
     ``manifest`` has the signature of the model, and the user's ``--keep-fp32`` and ``--bf16``. ``expected`` are the
     feeds to try, with the fp32 reference's outputs. ``islands`` exist already and stay. ``written`` is the drift of the
@@ -80,6 +80,7 @@ class Task:
     manifest: Manifest
     expected: Expected
     budget: Budget
+    share: float = 1.0
     deadline: Deadline = field(default_factory=Deadline)
     islands: Islands = field(default_factory=Islands)
     scratch: Path | None = None

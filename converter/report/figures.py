@@ -70,7 +70,7 @@ class PlanGroup:
 class Island:
     """A node of a bf16 profile that computes in fp32, or a weight kept in fp32 to meet the budget.
 
-    A weight's ``profile`` is "tensors". ``worth`` is drift ÷ budget with it in bf16, if a search measured that;
+    A weight's ``profile`` is "tensors". ``worth`` is drift ÷ budget with it in bf16, as a search measured it;
     ``remedy`` is what the search did.
     """
 

@@ -119,7 +119,7 @@ def plan(nodes: int = 120) -> Plan:
     )
     cuda = [kinds[i % len(kinds)](name=f"layer{i // 4}/{i}") for i in range(nodes)]
     cpu = [fp32(name=e.name, op=e.op, reason="the cpu profile computes in fp32", code="profile") for e in cuda]
-    kept = fp32(name=OFF, op="MatMul", reason="kept in fp32: cuda is over budget without it", code="budget")
+    kept = fp32(name=OFF, op="MatMul", reason="kept in fp32 to meet the budget of cuda", code="budget")
     tensors = [
         bf16(name=name, op="MatMul", reason=f"matrix of {found.count} values", code="matrix")
         for name, found in CENSUS.items()

@@ -74,11 +74,26 @@ def test_the_terminal_the_plan_and_the_report_name_the_islands_and_their_worth(
     assert f"islands     {count} nodes and weights stay fp32 among bf16 ones; 2 of them to meet the budget" in done.out
     assert "searching fp32 islands of cuda: where the error comes from" in done.err
     reasons = {entry.name: entry.reason for entry in Artifact.open(target).manifest.plan.nodes["cuda"]}
-    assert reasons["softmax"].startswith("kept in fp32: cuda is over budget without it (relative_l2 ")
+    assert reasons["softmax"].startswith("kept in fp32 to meet the budget of cuda; the search measured relative_l2 ")
     page = (target / "report.html").read_text("utf-8")
     assert f"<dd>{count}<small>nodes and weights stay fp32 among bf16 ones; 2 of them" in page
     assert page.count("reduced the drift of cuda from") == 1
     assert "in fp32 brought it within" not in page
+
+
+@pytest.mark.long
+def test_what_is_said_of_one_profile_is_true_after_the_search_for_the_next(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    """The profiles share their weights: the search for cuda keeps one in fp32 that cpu alone left in bf16."""
+    feeds = [{"x": graphs.values(4, 64, seed=90 + seed)} for seed in range(4)]
+    built = Failing(graphs.mlp((64, 128, 32, 64)), feeds, frozenset(), frozenset())
+    done = cli(*_command(built, tmp_path, target), "--budget", "relative_l2=0.0017").published()
+    artifact = Artifact.open(target)
+    assert {entry.name for entry in artifact.manifest.plan.tensors if entry.precision == "bf16"} == set()
+    searches = Figures(artifact.manifest, artifact.manifest.files, artifact.measurements()).searches
+    assert {each.profile: each.found.bf16_bytes for each in searches} == {"cpu": 0, "cuda": 0}
+    assert done.out.count("bf16 now holds 0.0% of the weights' bytes") == 2
 
 
 @pytest.mark.long
