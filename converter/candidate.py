@@ -32,8 +32,8 @@ from bf16kit.messages.errors import ConversionError, UsageError
 from bf16kit.numerics.rounding import Census
 
 _IDLE = (
-    "the CPU kernel multiplies by none of this model's weights (it leaves fp32 weights to ONNX Runtime, and narrow"
-    " products, small convolutions, and small LSTM and GRU)"
+    "no product would round what it reads: each is kept in fp32, or is not the CPU kernel's (it leaves fp32 weights to"
+    " ONNX Runtime, and narrow products, small convolutions, and small LSTM and GRU)"
 )
 
 
