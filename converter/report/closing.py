@@ -45,7 +45,7 @@ def record(artifact: Artifact, notes: Sequence[str], seconds: float) -> dict[str
     fields |= {"version": VERSION, "published": True, "error": "", "notes": list(notes), "seconds": seconds}
     fields |= {"path": artifact.path, "model": manifest.model, "model_version": int(artifact.path.name)}
     fields |= {"report": artifact.path / NAME if NAME in manifest.files else None, "worst": tightest_of(found.drift)}
-    fields |= {"islands": len(found.islands), "on_cpu": found.on_cpu, "exports": sorted(manifest.exports)}
+    fields |= {"islands": found.count, "on_cpu": found.on_cpu, "exports": sorted(manifest.exports)}
     fields |= {"total_bytes": disk.total, "checkpoint_bytes": disk.checkpoint, "total_ratio": disk.total_ratio}
     return dict(plain(fields))
 
@@ -71,7 +71,7 @@ def _said(artifact: Artifact, found: Figures, verbose: bool) -> Iterator[tuple[s
     if found.on_cpu is not None:
         yield "on a CPU", str(found.on_cpu)
     if found.searched or (verbose and found.islands):
-        yield "islands", f"{len(found.islands)} {found.islands_counted}"
+        yield "islands", f"{found.count} {found.islands_counted}"
     for name, entry in sorted(manifest.exports.items()):
         yield "export", f"{name}: {first_few(entry.files, FILES)}"
     if verbose:

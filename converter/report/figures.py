@@ -119,6 +119,7 @@ class Figures:
         worst = sorted(measured.ranges.tensors.items(), key=lambda item: (item[1].severity, item[0]))
         self.spans = [Span(name, _remark(census), census) for name, census in worst]
         self.islands = sorted(islands(manifest, measured), key=lambda island: island.code != SEARCHED)
+        self.count = len({island.name for island in self.islands})  # the same node in two profiles is one island
         self.searches = [
             SearchSummary(profile, entry.search, _describe_search(profile, entry.search))
             for profile, entry in sorted(measured.profiles.items())
@@ -140,7 +141,7 @@ class Figures:
     @property
     def searched(self) -> int:
         """How many of the islands a search keeps in fp32 to meet the budget."""
-        return sum(island.code == SEARCHED for island in self.islands)
+        return len({island.name for island in self.islands if island.code == SEARCHED})
 
     @property
     def islands_counted(self) -> str:

@@ -70,7 +70,7 @@ def test_the_terminal_the_plan_and_the_report_name_the_islands_and_their_worth(
         in said
     )
     assert "node softmax (Softmax): relative_l2" in done.out
-    count = len(Figures((opened := Artifact.open(target)).manifest, opened.manifest.files).islands)
+    count = Figures((opened := Artifact.open(target)).manifest, opened.manifest.files).count
     assert f"islands     {count} nodes and weights stay fp32 among bf16 ones; 2 of them to meet the budget" in done.out
     assert "searching fp32 islands of cuda: where the error comes from" in done.err
     reasons = {entry.name: entry.reason for entry in Artifact.open(target).manifest.plan.nodes["cuda"]}

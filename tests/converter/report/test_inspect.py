@@ -164,9 +164,10 @@ def test_islands_are_found_by_their_codes_whatever_their_reasons_say(mlp: Artifa
     norm = PlanEntry(name="n", op="Softmax", precision="fp32", reason="leaves nothing to narrow", code="normalises")
     cpu = PlanEntry(name="c", op="MatMul", precision="fp32", reason="computes in fp32", code="profile")
     kept = PlanEntry(name="k", op="MatMul", precision="fp32", reason="for the budget", code="budget")
-    plan = Plan(tensors=[], nodes={"cuda": [shape, norm], "cpu": [cpu, kept]})
-    found = Figures(mlp.manifest.model_copy(update={"plan": plan}), {}).islands
-    assert [(island.profile, island.name) for island in found] == [("cpu", "k"), ("cuda", "n")]
+    plan = Plan(tensors=[], nodes={"cuda": [shape, norm, kept], "cpu": [cpu, kept]})
+    found = Figures(mlp.manifest.model_copy(update={"plan": plan}), {})
+    assert [(each.profile, each.name) for each in found.islands] == [("cpu", "k"), ("cuda", "k"), ("cuda", "n")]
+    assert (found.count, found.searched) == (2, 1), "an island of two profiles counts once"
 
 
 def test_the_worth_of_an_island_is_shown_if_a_search_measured_it() -> None:
