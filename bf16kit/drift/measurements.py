@@ -131,8 +131,8 @@ class RemedyEntry(Entry):
 class DiagnosisEntry(Entry):
     """The diagnosis of a profile's outputs from its layers; ``tried`` says whether a ``remedy`` was searched for.
 
-    ``ails``: an output is :data:`MARGIN_DB` below its predicted SQNR, or over the budget. ``leaves`` is the layer
-    at which its noise fell below it, None if it never did.
+    ``ails``: on the samples that were run, an output is :data:`MARGIN_DB` below its predicted SQNR, or over the budget.
+    ``leaves`` is the layer at which its noise fell below it, None if it never did.
     """
 
     ails: bool

@@ -284,7 +284,10 @@ def _sentences(found: DiagnosisEntry, first: LayerEntry | None, within: bool, re
         yield "No remedy is needed."
         return
     if found.leaves is None:
-        yield "An output is over budget, though no layer is below its predicted SQNR: the errors of all layers add up."
+        yield (
+            "An output is over budget on the samples whose layers were measured, though no layer is below its predicted"
+            " SQNR: the errors of all layers add up."
+        )
     else:
         yield (
             f"SQNR falls below its prediction at {found.leaves.name} ({found.leaves.op}):"
@@ -301,6 +304,6 @@ def _sentences(found: DiagnosisEntry, first: LayerEntry | None, within: bool, re
     elif not remarks and found.tried:
         yield "Keeping nodes and weights in fp32 does not mend it; look at its inputs or its weights."
     elif not remarks and within:
-        yield "No remedy is needed, because the budget is met."
+        yield "No remedy is needed, because the budget is met on all samples together."
     elif not remarks:
         yield "No remedy was looked for; bf16-convert explain looks for one."

@@ -112,7 +112,7 @@ def test_the_report_shows_everything_that_was_measured() -> None:
         "30 of cuda: normalisation computes in fp32",
         f"cuda: falls below its predicted SQNR at {reported.OFF}",
         f"cuda: SQNR falls below its prediction at {reported.OFF} (MatMul): ",
-        "No remedy is needed, because the budget is met.",
+        "No remedy is needed, because the budget is met on all samples together.",
         "12 flushed to zero",
         "onnxruntime 1.24 or later",
         "torch 2.13.0",
