@@ -128,6 +128,8 @@ def excess_of(reference: Array, candidate: Array, typical: float = 5e-6) -> floa
     """
     if reference.size != candidate.size:
         return math.inf
+    if not reference.size:
+        return 0.0
     wide, other = reference.astype(np.float64), candidate.astype(np.float64).reshape(reference.shape)
     finite, infinite = np.isfinite(wide), np.isinf(wide)  # NaN is neither
     if not np.array_equal(wide[infinite], other[infinite]) or not np.isfinite(other[finite]).all():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
@@ -82,7 +82,7 @@ class InferTypes(Step):
                 if not _infer_foreign(model):
                     break
                 infer(model)
-        _forget_sequences(untyped)
+        _forget_sequences(model, untyped)
 
 
 def _infer_foreign(model: ir.Model) -> bool:
@@ -110,28 +110,37 @@ def untyped(model: ir.Model) -> list[ir.Node]:
     ]
 
 
-def _forget_sequences(untyped: list[ir.Value]) -> None:
+def _forget_sequences(model: ir.Model, untyped: list[ir.Value]) -> None:
     """Remove the inferred type of sequences: onnx_ir 1.1 gives each value without a type the type of a tensor."""
+    loops = [node for node in model.graph.all_nodes() if node.op_type == "Loop"]
+    carried = {inside: value for loop in loops for inside, value in zip(_body(loop).inputs, loop.inputs, strict=False)}
     found: set[ir.Value] = set()
-    while more := {value for value in untyped if value not in found and _is_sequence(value, found)}:
-        found |= more  # a node that passes a sequence on, also out of a subgraph, returns one too
+    while more := {value for value in untyped if value not in found and _is_sequence(value, found, carried)}:
+        found |= more  # a node that passes a sequence on, into or out of a subgraph, returns one too
     for value in found:
         value.type, value.shape = None, None
 
 
-def _is_sequence(value: ir.Value, found: set[ir.Value]) -> bool:
+def _body(loop: ir.Node) -> ir.Graph:
+    return loop.attributes["body"].as_graph()
+
+
+def _is_sequence(value: ir.Value, found: set[ir.Value], carried: Mapping[ir.Value, ir.Value | None]) -> bool:
     node, index = value.producer(), value.index()
     if node is None or index is None:
-        return False
-    if node.op_type == "Identity":
+        passed_on = [carried.get(value)]  # what a Loop's body starts with
+    elif node.op_type in _SEQUENCES:
+        return True
+    elif node.op_type == "Identity":
         passed_on = list(node.inputs[:1])
     else:
         place = index + 1 if node.op_type == "Loop" else index  # the outputs of a Loop's body start with its condition
         bodies = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
         passed_on = [body.outputs[place] for body in bodies if place < len(body.outputs)]
-    if node.op_type in _SEQUENCES or any(value in found for value in passed_on):
-        return True
-    return any(value is not None and isinstance(value.type, ir.SequenceType | ir.OptionalType) for value in passed_on)
+    return any(
+        value in found or (value is not None and isinstance(value.type, ir.SequenceType | ir.OptionalType))
+        for value in passed_on
+    )
 
 
 def is_float_tensor(value: ir.Value) -> bool:

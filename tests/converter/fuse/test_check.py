@@ -163,9 +163,11 @@ def test_a_wrong_slice_is_seen_beside_large_values(axis: int) -> None:
         ([0, 0], [0, 0], True),
         ([0, 0], [0, 1e-3], False),
         ([3.4e38, 3.4e38], [3.4e38, 3.4e38], True),
+        ([[], []], [[], []], True),  # an expert that no token chose
+        ([[], []], [[1], [1]], False),
     ],
 )
 def test_infinities_must_be_equal_and_nan_is_not_judged(
-    reference: Sequence[float], candidate: Sequence[float], equal: bool
+    reference: Sequence[float | Sequence[float]], candidate: Sequence[float | Sequence[float]], equal: bool
 ) -> None:
     assert (excess_of(np.array(reference, np.float32), np.array(candidate, np.float32)) <= 1) == equal

@@ -109,6 +109,30 @@ def test_a_sequence_between_nodes_keeps_its_type(tmp_path: Path) -> None:
     assert relative_l2(source, made.run_emulated(feeds)["y"]) < 8e-3
 
 
+def test_a_sequence_that_a_loop_carries_keeps_its_type(tmp_path: Path) -> None:
+    """torch writes an EmbeddingBag so, and leaves the values of the body without types."""
+    proto = graphs.parsed(
+        """(float[batch, 16] x) => (float[batch, 48] y) {
+            h = MatMul (x, w) none = SequenceEmpty ()
+            three = Loop (count, , none) <
+                body = one (int64 i, bool go, seq(float[]) had) => (bool on, seq(float[]) has)
+                { on = Identity (go) has = SequenceInsert (had, h) }
+            >
+            y = ConcatFromSequence <axis = 1> (three)
+        }""",
+        w=graphs.values(16, 16),
+        count=np.array(3),
+    )
+    (loop,) = (node for node in proto.graph.node if node.op_type == "Loop")
+    for value in (loop.attribute[0].g.input[2], loop.attribute[0].g.output[1]):
+        value.ClearField("type")
+    made = lower(tmp_path / "m" / "1", proto)
+    source = made.run_source({"x": _X16})["y"]
+    np.testing.assert_array_equal(made.run_reference({"x": _X16})["y"], source)
+    assert relative_l2(source, made.run_cpu({"x": _X16})["y"]) < 4e-3
+    assert relative_l2(source, made.run_emulated({"x": _X16})["y"]) < 8e-3
+
+
 def test_bf16_values_and_outputs_of_the_source_are_kept(tmp_path: Path) -> None:
     """A source may round values itself and return them as bf16; such casts and outputs stay as they are."""
     proto = graphs.mlp((16, 32))
