@@ -17,8 +17,10 @@ def average(fusing: Fusing, node: ir.Node) -> None:
     With channels last, ONNX Runtime's ReduceMean adds the pixels of one image in another order than those of several.
     So only each line is averaged there, then the lines by GlobalAveragePool, before which a Transpose stays.
     """
+    if node.op_type not in MEANS:
+        return
     x, given = node.inputs[0], node.attributes
-    if x is None or x.shape is None or node.op_type not in MEANS or not _reads_kernel(x):
+    if x is None or x.shape is None or not _reads_kernel(x):
         return
     rank = len(x.shape)
     if node.op_type == "ReduceMean":

@@ -184,6 +184,16 @@ def test_an_error_while_the_kernel_s_nodes_are_chosen_leaves_out_the_node(op: st
     assert fusions.refused.keys() == {"broken"}
 
 
+def test_nothing_is_said_about_a_node_without_inputs() -> None:
+    text = """(float[batch, 64] x) => (float[batch, 64] y, float[2] z) {
+        [noise] z = RandomNormal <shape = [2]> () [product] y = MatMul (x, w)
+    }"""
+    model = run([InferTypes()], ir.from_proto(graphs.parsed(text, w=graphs.values(64, 64))))
+    _, fusions = fuse(model, {"w"})
+    assert [fusion.node for fusion in fusions.made] == ["product"]
+    assert not fusions.refused
+
+
 @pytest.mark.long
 def test_a_wrong_fusion_is_undone_before_it_is_published_and_its_owner_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
