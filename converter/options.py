@@ -14,7 +14,7 @@ from bf16kit.converter.process.quiet import user_frame
 from bf16kit.drift.metrics import Budget
 from bf16kit.messages.errors import UsageError
 from bf16kit.messages.wording import with_similar
-from bf16kit.numerics.tensors import BY_NAME, Kind, TensorSpec
+from bf16kit.numerics.tensors import BY_NAME, Array, Kind, TensorSpec
 
 Format = Literal["onnx", "torchscript", "pt2", "safetensors", "hf"]
 Export = Literal["safetensors", "hf"]
@@ -49,7 +49,8 @@ class Options:
     ``optional`` are profiles that the user did not ask for. Each is written if it is of use, judged by the same budget
     as the others, and left out with a note if it is over. ``recorded_extra`` are further options for the manifest to
     record. ``module`` is the torch module to convert if the source is one in memory; ``source`` is its name then, for
-    messages. ``samples`` is what ``--samples`` names, or a sequence of feeds.
+    messages. ``samples`` is what ``--samples`` names, or a sequence of feeds, and ``example`` returns one of
+    them, for inputs.
     """
 
     source: Path
@@ -84,6 +85,7 @@ class Options:
     signature: str | None = None
     recorded_extra: Mapping[str, Any] = field(default_factory=dict)
     module: Any = None
+    example: Callable[[Sequence[TensorSpec]], dict[str, Array]] | None = None
 
     @property
     def writes_onnx(self) -> bool:

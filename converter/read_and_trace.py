@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from bf16kit.artifact.manifest import Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.artifact.manifest import Source as SourceEntry
@@ -92,6 +93,8 @@ def read(
     Raises what reading raises, and :class:`UsageError` for a bound that no output can be judged by.
     """
     total = sources.nbytes(options.source)
+    if options.samples is not None:
+        options = replace(options, example=partial(samples.example, options.samples))
     with progress.step(f"reading {options.source.name}", total, then="making its graph") as advance:
         source = sources.read(options, advance) if reader is None else reader(advance)
     source.outputs = with_output_kinds(source.outputs, options.outputs)

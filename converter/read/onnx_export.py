@@ -18,7 +18,10 @@ from bf16kit.numerics.tensors import TensorSpec, describe
 
 OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1
+_HALVED = 32  # sizes are multiples of it in the second example, for networks that halve an image five times
+_REMEDY = "if it needs other sizes or values, give --samples: one of them is then the example"
 Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
+Sample = Callable[[Sequence[TensorSpec]], Feeds]
 
 
 class Untranslatable(ConversionError):
@@ -26,23 +29,33 @@ class Untranslatable(ConversionError):
 
 
 def adapt(
-    module: torch.nn.Module, inputs: Sequence[TensorSpec], *, call: Call | None = None, example: Feeds | None = None
+    module: torch.nn.Module,
+    inputs: Sequence[TensorSpec],
+    *,
+    call: Call | None = None,
+    example: Feeds | None = None,
+    sample: Sample | None = None,
 ) -> TorchModel:
     """Wrap ``module``, in evaluation mode, to take positional inputs, and run it once to find its outputs' names.
 
     ``call`` says how to call it if not with the inputs alone. ``example`` holds the inputs of that run; the default is
-    ones and zeros of small sizes. ConversionError if the run fails.
+    ones and zeros of small sizes; where it does not run on these, ones of larger sizes, and last what ``sample``
+    returns. ConversionError if it runs on none.
     """
-    tensors = _examples(inputs) if example is None else tuple(torch.from_numpy(example[spec.name]) for spec in inputs)
     wrapped = Positional(module.eval(), [spec.name for spec in inputs], call).eval()
-    try:
-        with quiet(), torch.no_grad():
-            result = wrapped.call(*tensors)
-    except Exception as error:  # the user's model may raise anything
-        shapes = ", ".join(f"{s.name}{list(t.shape)}" for s, t in zip(inputs, tensors, strict=True))
-        raise ConversionError(f"the model failed on an example input ({shapes}): {first_line(error)}") from error
-    names = output_names(result, [spec.name for spec in inputs])
-    return TorchModel(wrapped, tuple(inputs), names, tensors, left_out(result))
+    failures = list[ConversionError]()
+    for tensors in _examples(inputs, sample) if example is None else (_tensors(example, inputs),):
+        try:
+            with quiet(), torch.no_grad():
+                result = wrapped.call(*tensors)
+        except Exception as error:  # noqa: BLE001 - the user's model may raise anything
+            shapes = ", ".join(f"{s.name}{list(t.shape)}" for s, t in zip(inputs, tensors, strict=True))
+            text = f"the model failed on an example input ({shapes}): {first_line(error)}"
+            failures.append(ConversionError(text if example or sample else f"{text}; {_REMEDY}"))
+        else:
+            names = output_names(result, [spec.name for spec in inputs])
+            return TorchModel(wrapped, tuple(inputs), names, tensors, left_out(result))
+    raise failures[0 if sample is None else -1]
 
 
 def not_served(outputs: Sequence[str], left_out: Sequence[str], remedy: str = "") -> list[str]:
@@ -87,22 +100,39 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     return graph.clone()  # drops what the steps above removed, which the exporter's values still refer to
 
 
-def _examples(inputs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
-    """Return ones, and zeros for indices; named dimensions differ in size: equal ones could be taken for the same."""
+def _examples(inputs: Sequence[TensorSpec], sample: Sample | None) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield examples to try: small ones, with zeros for indices, larger ones, and ``sample``.
+
+    Named dimensions differ in size: equal ones could be taken for the same.
+    """
     names = dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str))
-    sizes = {name: _BATCH + index * _STEP for index, name in enumerate(names)}
+    small = {name: _BATCH + index * _STEP for index, name in enumerate(names)}
+    yield _plain(inputs, small, torch.zeros)  # 0 is a valid index into every table
+    rows = {spec.shape[0] for spec in inputs if spec.shape}
+    large = {name: small[name] if name in rows else (index + 1) * _HALVED for index, name in enumerate(names)}
+    yield _plain(inputs, large, torch.ones)  # 1 is a valid length
+    if sample is not None:
+        yield _tensors(sample(inputs), inputs)
+
+
+def _plain(
+    inputs: Sequence[TensorSpec], sizes: Mapping[str, int], indices: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     found = []
     for spec in inputs:
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
         dtype = getattr(torch, spec.dtype)
-        # 0 is a valid index into every table
         is_index = not (dtype.is_floating_point or dtype is torch.bool or "mask" in spec.name)
         try:
-            found.append((torch.zeros if is_index else torch.ones)(shape, dtype=dtype))
+            found.append((indices if is_index else torch.ones)(shape, dtype=dtype))
         except RuntimeError as error:  # torch's error for "out of memory"
             what = f"{spec.name}{describe(spec.shape)}"
             raise ConversionError(f"an example input cannot be made ({what}): {first_line(error)}") from error
     return tuple(found)
+
+
+def _tensors(feeds: Feeds, inputs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.from_numpy(feeds[spec.name]) for spec in inputs)
 
 
 class Positional(torch.nn.Module):

@@ -42,7 +42,7 @@ def read(options: Options, kind: Kind, advance: sources.Advance) -> Source:
     notes = sources.precision_notes(options, arrays)
     checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), arrays)
     inputs = _in_order(sources.inputs_of(options), [argument.name for argument in script.forward.schema.arguments[1:]])
-    itself = adapt(script, inputs, call=lambda module, feeds: module(*feeds.values()))
+    itself = adapt(script, inputs, call=lambda module, feeds: module(*feeds.values()), sample=options.example)
     itself = replace(itself, script=script)
     source = _translated(itself, found, checkpoint)
     oracle = replace(oracles.of_module(itself), how="the TorchScript file itself, on the CPU")
@@ -62,7 +62,8 @@ def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpo
         return f"{operator}: {reason}" if operator and operator not in reason else reason
 
     try:
-        model = adapt(translated, original.inputs)
+        ran = {spec.name: tensor.numpy() for spec, tensor in zip(original.inputs, original.example, strict=True)}
+        model = adapt(translated, original.inputs, example=ran)
     except ConversionError as error:
         return sources.source_without_graph(checkpoint, original, None, reason=failed(str(error)))
     model = replace(model, outputs=original.outputs, script=original.script)  # a named tuple is followed as a tuple

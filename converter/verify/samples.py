@@ -84,6 +84,21 @@ def load(
     return replace(relaxed, inputs=reconciled(inputs, shapes))
 
 
+def example(argument: Argument, inputs: Sequence[TensorSpec]) -> Feeds:
+    """Return the first of the samples that ``--samples`` names, as an example for torch's exporter.
+
+    The exporter takes a size of 1 for fixed, so a free dimension gets the size 2. Of many rows two are left.
+    """
+    feed = _load(argument, inputs, None).feeds[0]
+    rows = {spec.shape[0] if spec.shape else None for spec in inputs}
+    for spec in inputs:
+        array = feed[spec.name][:2] if len(rows) == 1 and isinstance(spec.shape[0], str) else feed[spec.name]
+        for axis, dim in enumerate(spec.shape):
+            array = np.repeat(array, 2, axis) if isinstance(dim, str) and array.shape[axis] == 1 else array
+        feed[spec.name] = array
+    return feed
+
+
 def of_artifact(argument: Argument, manifest: Manifest) -> Samples:
     """Load the samples that ``--samples`` names for a converted model, without the outputs that came with them."""
     inputs = [entry.spec() for entry in manifest.inputs]
@@ -100,7 +115,8 @@ def samples_usage(inputs: Sequence[TensorSpec]) -> str:
     )
 
 
-def _load(argument: Argument, inputs: Sequence[TensorSpec], outputs: Collection[str]) -> Samples:
+def _load(argument: Argument, inputs: Sequence[TensorSpec], outputs: Collection[str] | None) -> Samples:
+    """Load samples; ``outputs`` that are None are all arrays that are no inputs."""
     read, origin = list[tuple[object, Feeds]](), "the given arrays"  # each feed with the place it was found at
     path = Path(argument if isinstance(argument, str) else "")
     if not isinstance(argument, str):
@@ -119,7 +135,8 @@ def _load(argument: Argument, inputs: Sequence[TensorSpec], outputs: Collection[
         read, origin = _call_function(argument, inputs), argument
     else:
         raise SamplesError(f"--samples {argument}: no such file or directory, and not a function such as pkg.mod:name")
-    output_names = frozenset(outputs) - {spec.name for spec in inputs}
+    names = {name for _, feed in read for name in feed} if outputs is None else outputs
+    output_names = frozenset(names) - {spec.name for spec in inputs}
     feeds = tuple(
         _checked(location, {k: v for k, v in feed.items() if k not in output_names}, inputs) for location, feed in read
     )

@@ -43,6 +43,17 @@ class Cnn(nn.Module):
         return result
 
 
+class Windows(nn.Module):
+    """x [batch, 1, time] → [batch, 4]. Needs 400 steps, as a network of speech does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = nn.Conv1d(1, 4, 400, stride=160)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.window(x)).mean(-1)
+
+
 class Tied(nn.Module):
     """ids [batch, seq] → [batch, seq, 64]. The embedding table is also the output layer, as in language models."""
 

@@ -253,6 +253,21 @@ def test_no_constant_is_folded_into_a_larger_one() -> None:
     ]
 
 
+class _Halves(nn.Module):
+    """x [batch, 1, h, w] → x beside its half, scaled up again; h and w must be even, as in a U-Net."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, nn.functional.interpolate(nn.functional.max_pool2d(x, 2), scale_factor=2.0)], 1)
+
+
+def test_a_module_that_takes_even_sizes_only_is_exported_with_free_sizes() -> None:
+    """The small example has odd sizes."""
+    inputs = (TensorSpec("x", "float32", ("batch", 1, "h", "w")),)
+    graph = to_onnx(adapt(_Halves(), inputs), {})
+    x = graphs.values(3, 1, 10, 6)
+    np.testing.assert_array_equal(run(graph, inputs, x=x)["output"], _Halves()(torch.from_numpy(x)).numpy())
+
+
 def test_chunks_of_a_free_dimension_are_exported() -> None:
     """onnxscript's evaluator raises at their SplitToSequence."""
 

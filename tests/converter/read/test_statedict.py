@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from architectures import Cnn, Mlp, Tied, save, seeded
+from architectures import Cnn, Mlp, Tied, Windows, save, seeded
 from converting import Cli, tree
 from peaks import measured_alone
 from restored import assert_restored
@@ -136,6 +136,7 @@ def test_an_architecture_that_is_missing_or_wrong_is_rejected(
         ("Mlp", "x:float32:batch,17", "the model failed on an example input (x[2, 17]): RuntimeError: mat1 and mat2"),
         ("Mlp", "x:float32:99999999999999,16", "an example input cannot be made (x[99999999999999,16])"),
         ("Mlp", "x:int64:batch,16", "the model failed on an example input"),
+        ("Mlp", "x:float32:batch,wide", "or values, give --samples: one of them is then the example"),
         ("Untraceable", "x:float32:batch,16", "torch.onnx.export cannot translate the model"),
     ],
 )
@@ -145,6 +146,24 @@ def test_a_model_that_cannot_be_run_or_exported_is_rejected(
     inputs = ("--input", *given.split())
     cli("checkpoint", mlp_file, "--model", f"architectures:{model}", *inputs, "--out", target).refused(3, said)
     assert tree(tmp_path) == []
+
+
+@pytest.mark.long
+def test_a_model_that_runs_on_none_of_the_plain_examples_is_exported_from_a_sample(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    """The file has one row, and an array of expected outputs, which is no input."""
+    path, module = save(tmp_path / "windows.pt", Windows()), seeded(Windows())
+    arguments = ("checkpoint", path, "--model", "architectures:Windows", "--input", "x:float32:batch,1,time")
+    cli(*arguments, "--out", target).refused(3, "failed on an example input (x[2, 1, 7])")
+    x = torch.randn(1, 1, 720, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        np.savez(tmp_path / "samples.npz", x=x.numpy(), output=module(x).numpy())
+        cli(*arguments, "--samples", tmp_path / "samples.npz", "--out", target).published()
+        longer = torch.randn(3, 1, 901, generator=torch.Generator().manual_seed(2))
+        expected = module(longer).numpy()
+    reference = load_reference(Artifact.open(target))
+    np.testing.assert_allclose(reference.run({"x": longer.numpy()})["output"], expected, atol=1e-5)
 
 
 @pytest.mark.long
