@@ -10,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from bf16kit.converter.graph.equality import OTHER_FLOATS
 from bf16kit.converter.process.quiet import first_line, quiet, reason
 from bf16kit.converter.read.simplify import bind, simplify
 from bf16kit.converter.source import Array, Feeds, TorchModel
@@ -19,7 +20,6 @@ from bf16kit.numerics.tensors import TensorSpec, describe
 OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1
 _HALVED = 32  # sizes are multiples of it in the second example, for networks that halve an image five times
-_REMEDY = "if it needs other sizes or values, give --samples: one of them is then the example"
 Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
 Sample = Callable[[Sequence[TensorSpec]], Feeds]
 
@@ -51,11 +51,18 @@ def adapt(
         except Exception as error:  # noqa: BLE001 - the user's model may raise anything
             shapes = ", ".join(f"{s.name}{list(t.shape)}" for s, t in zip(inputs, tensors, strict=True))
             text = f"the model failed on an example input ({shapes}): {first_line(error)}"
-            failures.append(ConversionError(text if example or sample else f"{text}; {_REMEDY}"))
+            failures.append(ConversionError(text + _remedy(inputs, given=example is not None or sample is not None)))
         else:
             names = output_names(result, [spec.name for spec in inputs])
             return TorchModel(wrapped, tuple(inputs), names, tensors, left_out(result))
     raise failures[0 if sample is None else -1]
+
+
+def _remedy(inputs: Sequence[TensorSpec], *, given: bool) -> str:
+    narrow = next((spec.name for spec in inputs if spec.dtype in OTHER_FLOATS), None)
+    if narrow is not None:
+        return f"; a module is converted in fp32: give {narrow} as float32, unless the module casts it itself"
+    return "" if given else "; if it needs other sizes or values, give --samples: one of them is then the example"
 
 
 def not_served(outputs: Sequence[str], left_out: Sequence[str], remedy: str = "") -> list[str]:

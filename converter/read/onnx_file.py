@@ -19,7 +19,7 @@ from bf16kit.converter.options import Options
 from bf16kit.converter.process import onnx_trial
 from bf16kit.converter.process.quiet import first_line, quiet, reason
 from bf16kit.converter.read.detect import Kind
-from bf16kit.converter.read.sources import Advance, input_specs, output_specs
+from bf16kit.converter.read.sources import Advance, check_fp32, input_specs, output_specs
 from bf16kit.converter.source import Checkpoint, Source, digest_files
 from bf16kit.messages.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
@@ -37,8 +37,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     oracle = oracles.of_onnx(options.source, model)
     inputs, outputs = resolve_edges(model, options.inputs)
     tensors = floating_tensors(model)
-    if not any(tensor.dtype.name == "float32" for tensor in tensors.values()):
-        raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
+    check_fp32(options.source, tensors)
     checkpoint = Checkpoint("onnx", digest_files(files, advance), tensors)
     return Source(checkpoint, model, inputs, outputs, tools=("onnxscript",), oracle=oracle)
 

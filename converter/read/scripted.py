@@ -37,8 +37,7 @@ def read(options: Options, kind: Kind, advance: sources.Advance) -> Source:
     script = load(options.source)
     found = tensors(script)
     arrays = torch_file.to_numpy(options.source, found)
-    if not any(array.dtype.name == "float32" for array in arrays.values()):
-        raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
+    sources.check_fp32(options.source, arrays)
     notes = sources.precision_notes(options, arrays)
     checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), arrays)
     inputs = _in_order(sources.inputs_of(options), [argument.name for argument in script.forward.schema.arguments[1:]])

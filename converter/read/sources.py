@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bf16kit.converter.graph.dimensions import UNKNOWN, name_dimensions
+from bf16kit.converter.graph.equality import OTHER_FLOATS
 from bf16kit.converter.options import Options
 from bf16kit.converter.source import Array, Checkpoint, Sampler, Source, TorchModel
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
@@ -55,6 +56,15 @@ def no_architecture(path: Path) -> UsageError:
         f"{path}: holds weights but no architecture; name it with --model pkg.mod:factory (a function or class that"
         " returns the torch module) or --model graph.onnx"
     )
+
+
+def check_fp32(path: Path, tensors: Mapping[str, Array]) -> None:
+    """Raise :class:`ConversionError` if none of the ``tensors`` at ``path`` is fp32, naming what they are."""
+    dtypes = {tensor.dtype.name for tensor in tensors.values()}
+    if "float32" not in dtypes:
+        others = ", ".join(sorted(dtypes & set(OTHER_FLOATS)))
+        remedy = f": they are {others}; export the model in fp32" if others else ""
+        raise ConversionError(f"{path}: holds no fp32 weights, so there is nothing to convert{remedy}")
 
 
 def check_claim(source: Path, claimed: int, files: Iterable[Path]) -> None:

@@ -202,11 +202,17 @@ def whole_numbers() -> ModelProto:
     return graphs.parsed("(int64[n] x) => (int64[n] y) { [add] y = Add (x, one) }", one=np.array([1]))
 
 
+def half() -> ModelProto:
+    weight = graphs.values(64, 64).astype(np.float16)
+    return graphs.parsed("(float16[n, 64] x) => (float16[n, 64] y) { y = MatMul (x, w) }", w=weight)
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
         (zip_map, "'p' is of type sequence, and bf16kit serves tensors only; a classifier of scikit-learn is exported"),
-        (whole_numbers, "holds no fp32 weights, so there is nothing to convert"),
+        (whole_numbers, "holds no fp32 weights, so there is nothing to convert\n"),
+        (half, "so there is nothing to convert: they are float16; export the model in fp32\n"),
     ],
 )
 def test_files_that_cannot_be_converted_are_rejected_with_the_remedy(

@@ -137,6 +137,7 @@ def test_an_architecture_that_is_missing_or_wrong_is_rejected(
         ("Mlp", "x:float32:99999999999999,16", "an example input cannot be made (x[99999999999999,16])"),
         ("Mlp", "x:int64:batch,16", "the model failed on an example input"),
         ("Mlp", "x:float32:batch,wide", "or values, give --samples: one of them is then the example"),
+        ("Mlp", "x:float64:batch,16", "converted in fp32: give x as float32, unless the module casts it itself"),
         ("Untraceable", "x:float32:batch,16", "torch.onnx.export cannot translate the model"),
     ],
 )
