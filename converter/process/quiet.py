@@ -42,9 +42,14 @@ def quiet() -> Iterator[None]:
 
 def reason(error: BaseException) -> str:
     """Return the first line of the innermost error: exporters and parsers wrap the reason in pages of context."""
+    return first_line(innermost(error))
+
+
+def innermost(error: BaseException) -> BaseException:
+    """Return the error that all others were raised from."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return first_line(error)
+    return error
 
 
 def first_line(error: BaseException) -> str:
@@ -74,15 +79,19 @@ def describe_user_error(error: BaseException) -> str:
     return message + user_frame(error)
 
 
-def user_frame(error: BaseException) -> str:
-    """Return the `` (file.py, line 3)`` of :func:`describe_user_error`; empty if all frames are bf16kit's own."""
-    return _place([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
+def user_frame(error: BaseException, *, packages: bool = True) -> str:
+    """Return the `` (file.py, line 3)`` of :func:`describe_user_error`; empty if all frames are bf16kit's own.
+
+    It is also empty if all are in ``packages`` where these do not count.
+    """
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    return _place(frames, packages=packages)
 
 
-def _place(frames: list[tuple[str, int]]) -> str:
+def _place(frames: list[tuple[str, int]], *, packages: bool = True) -> str:
     outside = [(file, line) for file, line in frames if not (file.startswith("<") or Path(file).is_relative_to(_OURS))]
     own = [(file, line) for file, line in outside if not any(map(Path(file).is_relative_to, _INSTALLED))]
-    if not outside:
+    if not (own or (outside and packages)):
         return ""
     file, line = (own or outside)[-1]
     return f" ({file}, line {line})"

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 
 from bf16kit.converter.graph.equality import OTHER_FLOATS
-from bf16kit.converter.process.quiet import first_line, quiet, reason
+from bf16kit.converter.process.quiet import first_line, innermost, quiet, user_frame
 from bf16kit.converter.read.simplify import bind, simplify
 from bf16kit.converter.source import Array, Feeds, TorchModel
 from bf16kit.messages.errors import ConversionError
@@ -95,7 +95,9 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
                 verbose=False,
             )
     except Exception as error:  # the exporter raises errors of any kind
-        raise Untranslatable(f"torch.onnx.export cannot translate the model: {reason(error)}") from error
+        cause = innermost(error)
+        why = first_line(cause) + user_frame(cause, packages=False)
+        raise Untranslatable(f"torch.onnx.export cannot translate the model: {why}") from error
     if program is None:
         raise ConversionError("torch.onnx.export returned no program")
     graph: ir.Model = program.model
