@@ -22,6 +22,7 @@ from bf16kit.converter.rewrite import Prepared
 from bf16kit.converter.verify.certify import Certified, certify
 from bf16kit.converter.verify.oracle import OracleReference, check_prepared
 from bf16kit.converter.verify.running import GraphReference
+from bf16kit.converter.verify.samples import samples_usage
 from bf16kit.converter.write import readback
 from bf16kit.converter.write.borrowedweights import write_as_export, write_without_graph
 from bf16kit.converter.write.export import Exported, select, write_export
@@ -274,7 +275,8 @@ def write_and_verify_torch(job: Job) -> Verified:
     if oracle is None or not job.source_run.outputs:
         raise ConversionError(
             f"{options.source}: {source.no_graph_reason}; and the format that torch runs cannot be checked:"
-            f" {job.source_run.how}"
+            f" {job.source_run.how}\nIf these samples do not fit the model, pass others with"
+            f" {samples_usage(source.inputs)}"
         )
     written = stage.path / next(iter(job.traced.values())).graph
     with job.progress.step("writing weights", checkpoint.nbytes) as advance, ExitStack() as files:

@@ -84,6 +84,12 @@ def load(
     return replace(relaxed, inputs=reconciled(inputs, shapes))
 
 
+def check_named(argument: Argument) -> None:
+    """Raise :class:`SamplesError` if ``argument`` is a text that names neither a file, a directory nor a function."""
+    if isinstance(argument, str) and not Path(argument).exists() and not is_import_spec(argument):
+        raise SamplesError(f"--samples {argument}: no such file or directory, and not a function such as pkg.mod:name")
+
+
 def example(argument: Argument, inputs: Sequence[TensorSpec]) -> Feeds:
     """Return the first of the samples that ``--samples`` names, as an example for torch's exporter.
 
@@ -131,10 +137,9 @@ def _load(argument: Argument, inputs: Sequence[TensorSpec], outputs: Collection[
         read += [(file, _read_file(file)) for file in files]
     elif path.exists():
         read, origin = [(path, _read_file(path))], f"the file {path.name}"
-    elif is_import_spec(argument):
-        read, origin = _call_function(argument, inputs), argument
     else:
-        raise SamplesError(f"--samples {argument}: no such file or directory, and not a function such as pkg.mod:name")
+        check_named(argument)
+        read, origin = _call_function(argument, inputs), argument
     names = {name for _, feed in read for name in feed} if outputs is None else outputs
     output_names = frozenset(names) - {spec.name for spec in inputs}
     feeds = tuple(

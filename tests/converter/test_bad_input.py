@@ -29,6 +29,12 @@ def test_a_target_that_exists_is_rejected_before_anything_is_read(cli: Cli, tmp_
     cli("checkpoint", tmp_path / "absent", "--out", target).refused(2, "already exists", "--force")
 
 
+def test_samples_that_are_missing_are_rejected_before_anything_is_read(cli: Cli, tmp_path: Path, target: Path) -> None:
+    absent = tmp_path / "absent.npz"
+    said = f"--samples {absent}: no such file or directory"
+    cli("checkpoint", tmp_path / "no-source", "--samples", absent, "--out", target).refused(2, said)
+
+
 def test_a_failed_conversion_keeps_the_previous_artifact(
     cli: Cli, tmp_path: Path, onnx_file: Path, target: Path
 ) -> None:

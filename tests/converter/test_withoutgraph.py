@@ -9,7 +9,7 @@ import torch
 from architectures import seeded
 from converting import Cli, tree
 from restored import assert_restored
-from scriptedmodels import Deciding, Encoder, Reflected, Stepwise, save
+from scriptedmodels import Counted, Deciding, Encoder, Reflected, Stepwise, save
 from torch import nn
 
 from bf16kit.artifact.artifact import Artifact
@@ -162,6 +162,17 @@ def test_a_module_with_random_outputs_is_rejected(cli: Cli, tmp_path: Path, targ
         3, "prim::If", "cannot be checked", "different outputs for the same input"
     )
     assert tree(tmp_path) == ["m.pt"]
+
+
+@pytest.mark.long
+def test_random_samples_that_the_module_rejects_are_an_error_with_the_remedy(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    """Random counts are 0 or 1; the example, whose counts are 1, does run."""
+    path = save(tmp_path / "m.pt", Counted(), None)
+    cli("checkpoint", path, *_INPUT, "--input", "count:int64:batch", "--out", target).refused(
+        3, "nothing to count", "pass others with --samples FILE, made by numpy.savez('sample.npz', x=…, count=…)"
+    )
 
 
 def test_a_weight_that_bf16_cannot_hold_is_named(cli: Cli, tmp_path: Path, target: Path) -> None:

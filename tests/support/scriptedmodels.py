@@ -55,6 +55,20 @@ class Deciding(nn.Module):
         return result
 
 
+class Counted(nn.Module):
+    """x [batch, 16], count [batch], each at least 1 → a product of x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        if bool((count < 1).any()):
+            raise ValueError("nothing to count")
+        result: torch.Tensor = self.layer(x)
+        return result
+
+
 class Reflected(nn.Module):
     """x [batch, 16] → a product with a weight that is orthogonal by construction. ONNX has no operator for that."""
 
