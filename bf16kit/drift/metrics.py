@@ -7,7 +7,8 @@ All in float64, r = reference, c = candidate, both flattened, over the elements 
 ``max_abs``          max |c−r|
 ``sqnr_db``          20·log10(‖r‖ / ‖c−r‖)
 ``top1_agreement``   share of rows (along the last axis) of a ``logits`` output where both have their largest element at
-                     the same index, or at one whose element ties with the reference's largest (:data:`FP32_NOISE`)
+                     the same index, or at one whose element ties with the reference's largest (:data:`FP32_NOISE`); of
+                     labels, which are integers or booleans of that kind, the share of elements that are equal
 ``nonfinite``        number of elements that are not finite in either and differ
 ``slice_error``      the largest error of a slice ÷ its own variation over the samples (:mod:`bf16kit.drift.slices`);
                      only of outputs of floats, over all samples
@@ -20,6 +21,7 @@ A zero reference and a zero candidate have drift 0 (``sqnr_db`` +inf). A zero re
 ``relative_l2`` inf and ``cosine_distance`` 1. A candidate with a nonfinite element, or another shape, is infinitely
 far: ``relative_l2`` and ``max_abs`` inf, ``cosine_distance`` 1, ``sqnr_db`` -inf. No value is NaN. An output of one
 number per sample has neither an angle nor a magnitude to relate an error to: it is judged as one slice if it can be.
+Nor have labels: they are judged by agreement.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ _INFINITELY_FAR = SampleDrift(math.inf, 1.0, math.inf, -math.inf, 0, 0, 0)
 class OutputDrift:
     """The drift of one output: of each sample, and the sums of its slices' errors, None for outputs without slices.
 
-    ``scales`` are what these are judged against, None if unknown. ``scalar``: the output is one float per sample.
+    ``scales`` are what these are judged against, None if unknown. ``scalar``: the output is one float per sample, or
+    labels.
     ``made``: the samples were made of others, too few to judge slices and agreement by; other metrics leave them out.
     ``parts``: the drift of the same samples, a few at a time, if that was measured too.
     """
@@ -105,17 +108,20 @@ def compare(
     if reference.shape != candidate.shape:
         return OutputDrift([_INFINITELY_FAR] * len(r))
     c = samples_first(candidate, batch_axis)
-    classes = reference.shape[-1] if spec.kind == "logits" and r.ndim > 1 and reference.shape[-1] > 0 else None
+    labels = spec.kind == "logits" and reference.dtype.kind in "iub"
+    ranked = spec.kind == "logits" and not labels and r.ndim > 1 and reference.shape[-1] > 0
+    classes = reference.shape[-1] if ranked else None
     noise = SliceSums(spec, batch_axis) if has_slices(reference) else None
     rows: list[SampleDrift] = []
     for block in _blocks(r):
         judged, error, nonfinite = difference(r[block], c[block])
-        rows += _sample_drifts(judged, error, nonfinite, *_top1(r[block], c[block], judged, classes))
+        agreeing = _equal(error) if labels else _top1(r[block], c[block], judged, classes)
+        rows += _sample_drifts(judged, error, nonfinite, *agreeing)
         if noise is not None:
             noise.add(error)
             if variation is not None:
                 variation.add(judged)
-    return OutputDrift(rows, noise, scales, noise is not None and math.prod(r.shape[1:]) == 1)
+    return OutputDrift(rows, noise, scales, labels or (noise is not None and math.prod(r.shape[1:]) == 1))
 
 
 def has_slices(array: NDArray[Any]) -> bool:
@@ -252,6 +258,12 @@ def _top1(
     return np.count_nonzero(tied.reshape(-1, rows), axis=1).astype(np.int64), rows
 
 
+def _equal(error: Values) -> tuple[NDArray[np.int64], int]:
+    """Return how many elements of each sample are equal, and how many it has."""
+    errors = error.reshape(len(error), math.prod(error.shape[1:]))
+    return np.count_nonzero(errors == 0, axis=1).astype(np.int64), errors.shape[1]
+
+
 def worst_of(found: Sequence[OutputDrift], most: int = 1) -> list[SliceError]:
     """Return the ``most`` worst slices of one output over several runs, worst first; none if none is judged."""
     noises, scales = [each.noise for each in found if each.noise is not None], found[0].scales
@@ -268,9 +280,9 @@ class DriftSummary:
     """The drift of many samples of one output.
 
     ``stats[metric][stat]``: metrics with a value per sample have ``mean``, ``p50``, ``p99`` and ``worst``, the latter
-    two on the bad side (low for ``sqnr_db``). ``top1_agreement``, of logits, has ``mean``, the counted share, and
-    ``rows``. ``nonfinite`` has ``total``. ``slice_error``, if a slice is judged, has ``worst`` and the other fields of
-    :class:`~bf16kit.drift.slices.SliceError`.
+    two on the bad side (low for ``sqnr_db``). ``top1_agreement``, of logits and labels, has ``mean``, the counted
+    share, and ``rows``. ``nonfinite`` has ``total``. ``slice_error``, if a slice is judged, has ``worst`` and the other
+    fields of :class:`~bf16kit.drift.slices.SliceError`.
     """
 
     samples: int
@@ -307,7 +319,8 @@ class DriftSummary:
         """Summarise the drift of one output in several runs; ValueError if no run has a sample."""
         worst = next(iter(worst_of(found)), None)
         given, made = ([row for one in found if one.made is kind for row in one.rows] for kind in (False, True))
-        scalar = worst is not None and all(one.scalar for one in found)
+        without_slices = all(one.noise is None for one in found)
+        scalar = (worst is not None or without_slices) and all(one.scalar for one in found)
         return cls.of(given or made, worst, made=made if given else (), scalar=scalar)
 
     def judged(self, bound: str) -> float | None:

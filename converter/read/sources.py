@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def measured_outputs(model: TorchModel) -> tuple[TensorSpec, ...]:
             raise ConversionError(
                 f"output {quoted(name)} is {one.dtype.name}, and bf16kit serves tensors of plain dtypes only"
             )
-        found.append(TensorSpec(name, one.dtype.name, dims, kind_of(name)))
+        found.append(TensorSpec(name, one.dtype.name, dims, kind_of(name, one.dtype.name)))
     return name_dimensions(found, model.inputs)
 
 
@@ -219,13 +220,15 @@ def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
 def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
     """Return the graph's outputs as :func:`input_specs` does, each with the kind that its name suggests."""
     return name_dimensions(
-        [_spec(value, kind_of(value.name or "")) for value in model.graph.outputs], input_specs(model)
+        [replace(spec := _spec(value, "other"), kind=kind_of(spec.name, spec.dtype)) for value in model.graph.outputs],
+        input_specs(model),
     )
 
 
-def kind_of(name: str) -> Kind:
-    """Return an output's kind, guessed from its name."""
-    if re.search("logits|scores", name.lower()):
+def kind_of(name: str, dtype: str) -> Kind:
+    """Return an output's kind, guessed from its name; of labels, which are what logits decide, it is that of logits."""
+    is_label = dtype == "bool" or ("int" in dtype and re.search("label|class|argmax", name.lower()))
+    if is_label or re.search("logits|scores", name.lower()):
         return "logits"
     return "embedding" if re.search("embed|hidden_state|pooler", name.lower()) else "other"
 

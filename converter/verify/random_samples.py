@@ -21,6 +21,7 @@ from bf16kit.converter.source import Array, Feeds, Oracle, Sampler
 from bf16kit.converter.verify.observedshapes import may_have_batch_axis
 from bf16kit.converter.verify.samples import Samples
 from bf16kit.drift.budget import Budget
+from bf16kit.drift.metrics import has_slices
 from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.numerics.tensors import BY_NAME, TensorSpec
 
@@ -238,7 +239,8 @@ def with_enough(
     """
     if not known:
         return samples
-    rows = [math.prod(known[0][s.name].shape[:-1]) for s in outputs if s.kind == "logits" and known[0][s.name].ndim]
+    judged = [known[0][s.name] for s in outputs if s.kind == "logits"]
+    rows = [math.prod(each.shape[:-1] if has_slices(each) else each.shape) for each in judged if each.ndim]
     wanted = [SAMPLES / (_batch(samples.feeds[0]) if may_have_batch_axis(inputs, outputs) else 1)]
     wanted += [budget.rows_to_judge() / max(1, each) for each in rows]
     missing = math.ceil(max(wanted)) - len(samples.feeds)

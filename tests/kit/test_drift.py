@@ -214,6 +214,19 @@ class TestScalars:
         labels = compare(np.array([[3], [4]]), np.array([[3], [5]]), TensorSpec("y", "int64", ("n", 1)), 0)
         assert DriftSummary.joined([labels]).judged("relative_l2") == 0.125
 
+    @pytest.mark.parametrize(
+        ("reference", "candidate", "rows"),
+        [([0, 3, 7, 7], [1, 3, 7, 7], 4), ([[True, False]] * 2, [[True, True], [True, False]], 4)],
+    )
+    def test_labels_are_judged_by_their_agreement_alone(
+        self, reference: list[Any], candidate: list[Any], rows: int
+    ) -> None:
+        """By numbers, class 0 that becomes class 1 would be infinitely far, and class 7 that becomes 8 close."""
+        r, c = np.array(reference), np.array(candidate)
+        stats = DriftSummary.joined([compare(r, c, TensorSpec("y", r.dtype.name, ("n",), "logits"), 0)]).stats
+        assert stats.keys() == {"max_abs", "nonfinite", "top1_agreement"}
+        assert stats["top1_agreement"] == {"mean": 0.75, "rows": rows}
+
 
 class TestSummary:
     def test_distribution_of_a_hundred_samples(self) -> None:

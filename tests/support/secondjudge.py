@@ -88,7 +88,9 @@ def figures(reference: Array, candidate: Array, logits: bool, whole: Array | Non
     """Return all figures of one sample of one output; fills are recognised in the ``whole`` output of its feed."""
     r, c = np.asarray(reference, np.float64), np.asarray(candidate, np.float64)
     found: dict[str, float] = {}
-    if logits and r.ndim and r.size:
+    if logits and np.asarray(reference).dtype.kind in "iub":
+        found |= {"top1_matches": float(np.sum(r == c)), "top1_rows": float(r.size)}
+    elif logits and r.ndim and r.size:
         best, other = r.max(-1), np.take_along_axis(r, c.argmax(-1)[..., None], -1)[..., 0]
         with np.errstate(invalid="ignore"):
             ties = (best == other) | (best - other <= _TIE * np.minimum(abs(best), abs(other)))

@@ -17,7 +17,7 @@ import graphs
 from bf16kit.converter.graph.initializers import ComputedTensor
 from bf16kit.converter.read import simplify
 from bf16kit.converter.read.onnx_export import adapt, to_onnx
-from bf16kit.converter.read.sources import measured_outputs, output_specs
+from bf16kit.converter.read.sources import kind_of, measured_outputs, output_specs
 from bf16kit.converter.write.graphs import serialize
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec
@@ -85,6 +85,19 @@ def test_batch_norm_is_left_for_the_conversion_to_fold_and_dropout_is_left_out()
     module = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.BatchNorm1d(16)).train()
     graph = to_onnx(adapt(module, X), tensors(module))
     assert {node.op_type for node in graph.graph} == {"Gemm", "BatchNormalization"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kind"),
+    [
+        ("label", "int64", "logits"),
+        ("is_fraud", "bool", "logits"),
+        ("boxes", "int64", "other"),
+        ("class_embedding", "float32", "embedding"),
+    ],
+)
+def test_booleans_and_integers_called_labels_are_judged_as_labels(name: str, dtype: str, kind: str) -> None:
+    assert kind_of(name, dtype) == kind
 
 
 @pytest.mark.parametrize("names", ["ab", "xy"])
