@@ -19,14 +19,6 @@ constexpr double kSoftening = 32;
 // The rows of a part are a multiple of this, which suits the tiles of every path. Only the last part may differ.
 constexpr int64_t kTileRows = 12;
 
-struct Parted {
-  const Attention& attention;
-  const Path& path;
-  int64_t rows;    // the rows of a part
-  int64_t chunks;  // the parts that one head's rows are divided into
-  std::atomic<bool> failed{false};
-};
-
 // Return how long one core takes, in nanoseconds, for one row, and to copy the keys and values of a head.
 double duration(const Attention& a) {
   return static_cast<double>(a.keys) * (static_cast<double>(a.depth + a.width) + kSoftening) / kMultipliesPerNs;
@@ -43,17 +35,6 @@ int64_t rows_of_a_part(const Attention& a) {
   return std::min(a.rows(), divide_up(rows, kTileRows) * kTileRows);
 }
 
-void run_part(void* context, size_t i) {
-  auto& parted = *static_cast<Parted*>(context);
-  const Attention& attention = parted.attention;
-  const auto index = static_cast<int64_t>(i);
-  const int64_t head = index / parted.chunks, first = index % parted.chunks * parted.rows;
-  const AttentionPart part = {head / attention.kv_heads, head % attention.kv_heads, first,
-                              std::min(parted.rows, attention.rows() - first)};
-  const Attend compute = attention.arithmetic == Arithmetic::kFp32 ? parted.path.attend : parted.path.attend_bf16;
-  if (!compute(attention, part)) parted.failed = true;
-}
-
 }  // namespace
 
 bool attend(Attention& attention, const Path& path, RunParts run, void* threads) {
@@ -65,14 +46,19 @@ bool attend(Attention& attention, const Path& path, RunParts run, void* threads)
     return true;
   }
   attention.id = ++ids;
-  const int64_t each = rows_of_a_part(attention);
-  Parted parted = {attention, path, each, divide_up(attention.rows(), each), {}};
+  // The rows of a part, and the parts that one head's rows are divided into.
+  const int64_t each = rows_of_a_part(attention), chunks = divide_up(attention.rows(), each);
   const int64_t groups = attention.batch * attention.kv_heads;
-  const auto parts = static_cast<size_t>(groups * parted.chunks);
-  const double copies = copying(attention) * static_cast<double>(groups);
-  const double whole = duration(attention) * static_cast<double>(rows) + copies;
-  do_parts(whole, run, threads, run_part, parts, &parted);
-  return !parted.failed;
+  const double whole = duration(attention) * static_cast<double>(rows) + copying(attention) * static_cast<double>(groups);
+  const Attend compute = attention.arithmetic == Arithmetic::kFp32 ? path.attend : path.attend_bf16;
+  std::atomic<bool> failed{false};
+  do_parts(whole, run, threads, groups * chunks, [&](int64_t i) {
+    const int64_t head = i / chunks, first = i % chunks * each;
+    const AttentionPart part = {head / attention.kv_heads, head % attention.kv_heads, first,
+                                std::min(each, attention.rows() - first)};
+    if (!compute(attention, part)) failed = true;
+  });
+  return !failed;
 }
 
 }  // namespace bf16kit

@@ -11,17 +11,9 @@ namespace {
 // The fewest pixels of a strip: products of fewer rows leave a part of their tiles empty.
 constexpr int64_t kFewestPixels = 96;
 
-struct Strips {
-  const Block& block;
-  const Path &products, &pixels;
-  int64_t rows, each;  // the rows of a strip's output, and the strips of an image
-  std::atomic<bool> failed{false};
-};
-
 // Computes rows [first, first + rows) of the output of images [one, one + images).
-bool compute(const Strips& strips, int64_t one, int64_t images, int64_t first, int64_t rows, RunParts run, void* threads,
-             unsigned cores) {
-  const Block& block = strips.block;
+bool compute(const Block& block, const Path& products, const Path& pixels, int64_t one, int64_t images, int64_t first,
+             int64_t rows, RunParts run, void* threads, unsigned cores) {
   Product wide = block.wide, narrow = block.narrow;
   Depthwise depthwise = block.depthwise;
   Image& image = depthwise.image;
@@ -42,21 +34,13 @@ bool compute(const Strips& strips, int64_t one, int64_t images, int64_t first, i
   image.height = end - begin, image.out_height = rows, image.pad[0] = begin - top;
   narrow.x = depthwise.y;
   narrow.y += (one * block.depthwise.image.out_height + first) * image.out_width * narrow.weight.n;
-  if (!multiply(&wide, 1, strips.products, run, threads, cores)) return false;
-  convolve(depthwise, strips.pixels, run, threads);
-  return multiply(&narrow, 1, strips.products, run, threads, cores);
+  if (!multiply(&wide, 1, products, run, threads, cores)) return false;
+  convolve(depthwise, pixels, run, threads);
+  return multiply(&narrow, 1, products, run, threads, cores);
 }
 
 void in_this_thread(void*, void (*part)(void*, size_t), size_t parts, void* context) {
   for (size_t i = 0; i < parts; ++i) part(context, i);
-}
-
-void run_strip(void* context, size_t i) {
-  auto& strips = *static_cast<Strips*>(context);
-  const auto index = static_cast<int64_t>(i);
-  const int64_t first = index % strips.each * strips.rows;
-  const int64_t rows = std::min(strips.rows, strips.block.depthwise.image.out_height - first);
-  if (!compute(strips, index / strips.each, 1, first, rows, in_this_thread, nullptr, 1)) strips.failed = true;
 }
 
 }  // namespace
@@ -70,13 +54,17 @@ bool convolve(const Block& block, const Path& products, const Path& pixels, RunP
   const int64_t overlap = ((image.kernel[0] - 1) * image.dilation[0] + 1 - image.stride[0]) * image.width;
   const int64_t most = (strip / image.channels - overlap) / (image.stride[0] * image.width + image.out_width);
   const int64_t each = divide_up(height, std::min(std::max(most, divide_up(kFewestPixels, image.out_width)), height));
-  Strips strips = {block, products, pixels, divide_up(height, each), each};
-  const bool few = batch * each < static_cast<int64_t>(cores) * (cores > 1 ? 2 : 1);
+  const int64_t rows = divide_up(height, each), strips = batch * each;
+  const bool few = strips < static_cast<int64_t>(cores) * (cores > 1 ? 2 : 1);
   if (few || height * image.out_width < kFewestPixels) {
-    return compute(strips, 0, batch, 0, height, run, threads, cores);
+    return compute(block, products, pixels, 0, batch, 0, height, run, threads, cores);
   }
-  do_parts(kAlone * static_cast<double>(batch * each), run, threads, run_strip, static_cast<size_t>(batch * each), &strips);
-  return !strips.failed;
+  std::atomic<bool> failed{false};
+  do_parts(kAlone * static_cast<double>(strips), run, threads, strips, [&](int64_t i) {
+    const int64_t first = i % each * rows, some = std::min(rows, height - first);
+    if (!compute(block, products, pixels, i / each, 1, first, some, in_this_thread, nullptr, 1)) failed = true;
+  });
+  return !failed;
 }
 
 }  // namespace bf16kit

@@ -18,16 +18,6 @@ constexpr double kEnoughParts = 64, kPartsOfACore = 4;
 // The rows of a block are a multiple of this, which suits the tiles of every path. Only the last block may differ.
 constexpr int64_t kTileRows = 12;
 
-struct Parted {
-  const Product* products;
-  size_t count;
-  const Path& path;
-  int64_t block_rows;
-  int64_t chunks[kMostProducts];  // the number of chunks that each product's panels are divided into
-  int64_t all_chunks;
-  std::atomic<bool> failed{false};
-};
-
 // Returns how long one core takes for some rows and one panel of `product`, in nanoseconds.
 double duration(const Product& product, int64_t rows) {
   const double values = static_cast<double>(product.weight.k) * kPanel;
@@ -51,23 +41,6 @@ int64_t panels_of_a_chunk(const Product& product, int64_t block, double whole, u
 // The bounds of part i when `total` is cut into `parts` nearly equal ones.
 int64_t bound(int64_t total, int64_t parts, int64_t i) { return total * i / parts; }
 
-void run_part(void* context, size_t i) {
-  auto& parted = *static_cast<Parted*>(context);
-  const auto index = static_cast<int64_t>(i);
-  // Consecutive parts have the same rows, so that a thread reuses its copy of them, and neighbouring panels, the next of which a
-  // tile prefetches.
-  const int64_t row = index / parted.all_chunks * parted.block_rows;
-  int64_t chunk = index % parted.all_chunks;
-  size_t which = 0;
-  for (; chunk >= parted.chunks[which]; ++which) chunk -= parted.chunks[which];
-  const Product& product = parted.products[which];
-  const int64_t panels = product.weight.panels(), chunks = parted.chunks[which];
-  const int64_t panel = bound(panels, chunks, chunk);
-  const Part part = {row, std::min(parted.block_rows, product.rows - row), panel,
-                     bound(panels, chunks, chunk + 1) - panel};
-  if (!parted.path.compute(product.arithmetic)(product, part)) parted.failed = true;
-}
-
 }  // namespace
 
 bool multiply(Product* products, size_t count, const Path& path, RunParts run, void* threads, unsigned cores) {
@@ -78,18 +51,30 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
   for (size_t i = 0; i < count; ++i) all += products[i].weight.panels();
   const bool tall = path.tall && products[0].weight.layout == Layout::kTransposed;
   const int64_t blocks = blocks_of_rows(rows, all, cores, tall);
-  Parted parted = {products, count, path, divide_up(divide_up(rows, blocks), kTileRows) * kTileRows, {}, 0};
+  const int64_t block_rows = divide_up(divide_up(rows, blocks), kTileRows) * kTileRows;
   const double whole = duration(products[0], rows) * static_cast<double>(all);
-  const int64_t each = panels_of_a_chunk(products[0], std::min(rows, parted.block_rows), whole, cores);
+  const int64_t each = panels_of_a_chunk(products[0], std::min(rows, block_rows), whole, cores);
   const uint64_t id = ++ids;
+  int64_t chunks[kMostProducts], all_chunks = 0;  // the number of chunks that each product's panels are divided into
   for (size_t i = 0; i < count; ++i) {
     products[i].id = id;  // the same for all, because they have the same x
-    parted.chunks[i] = divide_up(products[i].weight.panels(), each);
-    parted.all_chunks += parted.chunks[i];
+    chunks[i] = divide_up(products[i].weight.panels(), each);
+    all_chunks += chunks[i];
   }
-  const auto parts = static_cast<size_t>(divide_up(rows, parted.block_rows) * parted.all_chunks);
-  do_parts(whole, run, threads, run_part, parts, &parted);
-  return !parted.failed;
+  std::atomic<bool> failed{false};
+  do_parts(whole, run, threads, divide_up(rows, block_rows) * all_chunks, [&](int64_t i) {
+    // Consecutive parts have the same rows, so that a thread reuses its copy of them, and neighbouring panels, the next of which
+    // a tile prefetches.
+    const int64_t row = i / all_chunks * block_rows;
+    int64_t chunk = i % all_chunks;
+    size_t which = 0;
+    for (; chunk >= chunks[which]; ++which) chunk -= chunks[which];
+    const Product& product = products[which];
+    const int64_t panels = product.weight.panels(), panel = bound(panels, chunks[which], chunk);
+    const Part part = {row, std::min(block_rows, rows - row), panel, bound(panels, chunks[which], chunk + 1) - panel};
+    if (!path.compute(product.arithmetic)(product, part)) failed = true;
+  });
+  return !failed;
 }
 
 }  // namespace bf16kit
