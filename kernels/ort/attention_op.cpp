@@ -37,10 +37,8 @@ struct Node {
 };
 
 Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void** created) noexcept {
-  Node node = {api, choose_path(of(op).arithmetic), &of(op), 0, 0, 0};
-  if (node.path == nullptr) {
-    return error(api, kFail, "BF16KIT_KERNEL_PATH names no code path that this processor can run; unset it");
-  }
+  Node node = {api, nullptr, &of(op), 0, 0, 0};
+  BF16KIT_RETURN_IF_ERROR(read_path(api, node.op->arithmetic, node.path));
   BF16KIT_RETURN_IF_ERROR(read_size(api, info, "heads", node.heads));
   BF16KIT_RETURN_IF_ERROR(read_size(api, info, "kv_heads", node.kv_heads));
   if (node.heads % node.kv_heads != 0) {
@@ -67,8 +65,8 @@ struct Operand {
 Status* read_operand(const Node& node, const KernelContext* context, size_t input, Operand& operand) {
   const Api* api = node.api;
   Shape shape;
-  void* data = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_input(api, context, input, shape, &data));
+  const float* values = nullptr;
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, input, shape, &values));
   const bool in_heads = node.op->in_heads[input];
   if (shape.count != (in_heads ? 4u : 3u)) {
     return error(api, kInvalidArgument, "%s has %zu dimensions; %s needs %d", kNames[input], shape.count,
@@ -81,7 +79,6 @@ Status* read_operand(const Node& node, const KernelContext* context, size_t inpu
     return error(api, kInvalidArgument, "dimension %d of %s is %lld, which does not fit to %lld heads",
                  in_heads ? 1 : 2, kNames[input], static_cast<long long>(found), static_cast<long long>(heads));
   }
-  const auto* values = static_cast<const float*>(data);
   if (in_heads) {
     operand = {dims[0], heads, dims[2], dims[3], {values, heads * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1}};
   } else {
@@ -107,8 +104,7 @@ Status* check_operands(const Node& node, const Operand& q, const Operand& k, con
 Status* read_mask(const Node& node, const KernelContext* context, const Attention& a, Strided& mask) {
   const Api* api = node.api;
   Shape shape;
-  void* data = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_input(api, context, kMask, shape, &data));
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, kMask, shape, &mask.data));
   const int64_t wanted[] = {a.batch, a.heads, a.queries, a.keys};
   int64_t* const strides[] = {&mask.batch, &mask.head, &mask.row, &mask.column};
   if (shape.count > 4) {
@@ -125,7 +121,6 @@ Status* read_mask(const Node& node, const KernelContext* context, const Attentio
     *strides[i] = size == 1 ? 0 : stride;
     stride *= size;
   }
-  mask.data = static_cast<const float*>(data);
   return nullptr;
 }
 

@@ -154,11 +154,8 @@ Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void*
   if (node == nullptr) return error(api, kFail, "out of memory");
   node->api = api;
   node->op = &of(op);
-  node->path = choose_path(node->op->arithmetic);
-  node->pixels = choose_path(Arithmetic::kFp32);
-  if (node->path == nullptr || node->pixels == nullptr) {
-    return error(api, kFail, "BF16KIT_KERNEL_PATH names no code path that this processor can run; unset it");
-  }
+  BF16KIT_RETURN_IF_ERROR(read_path(api, node->op->arithmetic, node->path));
+  BF16KIT_RETURN_IF_ERROR(read_path(api, Arithmetic::kFp32, node->pixels));
   static constexpr const char* kSuffixes[] = {"", "1", "2", "3"};
   const size_t count = node->op->count;
   for (size_t i = 0; i < count; ++i) {
@@ -211,29 +208,25 @@ Status* run(void* created, KernelContext* context) noexcept {
   const Api* api = node.api;
   const size_t count = node.op->count;
   Shape shape;
-  void *x = nullptr, *given[kMost] = {};
+  const float *x = nullptr, *biases[kMost] = {};
   BF16KIT_RETURN_IF_ERROR(read_input(api, context, kX, shape, &x));
-  for (size_t i = 0; i < count; ++i) {
-    Shape bias_shape;
-    BF16KIT_RETURN_IF_ERROR(read_input(api, context, bias_input(count, i), bias_shape, &given[i]));
-    BF16KIT_RETURN_IF_ERROR(check_bias(api, bias_shape, node.layers[i].weight.n));
-  }
   const int64_t batch = shape.count == 0 ? 0 : shape.dims[0];
   Image images[kMost];
   for (size_t i = 0; i < count; ++i) {
+    const Shape wanted = {{node.layers[i].weight.n}, 1};
+    BF16KIT_RETURN_IF_ERROR(read_input(api, context, bias_input(count, i), "bias", wanted, &biases[i]));
     images[i] = node.layers[i].image;
     BF16KIT_RETURN_IF_ERROR(read_sizes(api, node.layers[i], shape, images[i]));
   }
   float* y = nullptr;
   BF16KIT_RETURN_IF_ERROR(make_output(api, context, 0, shape, &y));
   Threads threads = {api, context, nullptr};
-  const auto product = [&](size_t i, Activation activation, const void* rows, float* to) {
-    return Product{static_cast<const float*>(rows), batch * images[i].out_height * images[i].out_width, node.layers[i].weight,
-                   static_cast<const float*>(given[i]), activation, node.op->arithmetic, to, 0};
+  const auto product = [&](size_t i, Activation activation, const float* from, float* to) {
+    return Product{from, batch * images[i].out_height * images[i].out_width, node.layers[i].weight, biases[i], activation,
+                   node.op->arithmetic, to, 0};
   };
-  const auto depthwise = [&](size_t i, const void* from, float* to) {
-    return Depthwise{static_cast<const float*>(from), batch, images[i], node.layers[i].taps.get(),
-                     static_cast<const float*>(given[i]), node.op->activation, to};
+  const auto depthwise = [&](size_t i, const float* from, float* to) {
+    return Depthwise{from, batch, images[i], node.layers[i].taps.get(), biases[i], node.op->activation, to};
   };
   bool done = true;
   if (count > 1) {

@@ -65,9 +65,9 @@ Status* run_lookup(void* created, KernelContext* context) noexcept {
   const Node& node = *static_cast<const Node*>(created);
   const Api* api = node.api;
   Shape shape;
-  void* data = nullptr;
+  const float* data = nullptr;
   BF16KIT_RETURN_IF_ERROR(read_input(api, context, 0, shape, &data));
-  const auto* indices = static_cast<const int64_t*>(data);
+  const auto* indices = reinterpret_cast<const int64_t*>(data);
   const int64_t count = shape.elements(0, shape.count), n = node.table.n;
   for (int64_t i = 0; i < count; ++i) {
     if (indices[i] < -n || indices[i] >= n) {

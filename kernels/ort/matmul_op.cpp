@@ -26,18 +26,15 @@ constexpr size_t kX = 0;
 size_t weight_input(size_t i) { return 1 + i; }
 size_t bias_input(const Node& node, size_t i) { return 1 + node.count + i; }
 
-Status* check_bias(const Api* api, const Value* bias, int64_t n) {
-  Shape shape;
-  BF16KIT_RETURN_IF_ERROR(read_shape(api, bias, shape));
-  return check_bias(api, shape, n);
-}
-
 // Checks a constant bias at load, so that a wrong one fails there. A computed bias is checked at run time.
 Status* check_constant_bias(const Api* api, const KernelInfo* info, size_t input, int64_t n) {
   int is_constant = 0;
   const Value* bias = nullptr;
   BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelInfoGetConstantInputTensor, info, input, &is_constant, &bias));
-  return is_constant != 0 && bias != nullptr ? check_bias(api, bias, n) : nullptr;
+  if (is_constant == 0 || bias == nullptr) return nullptr;
+  Shape shape;
+  BF16KIT_RETURN_IF_ERROR(read_shape(api, bias, shape));
+  return check_shape(api, "bias", shape, {{n}, 1});
 }
 
 Status* read_how(const Api* api, const KernelInfo* info, Weight& weight, Activation& activation) {
@@ -50,31 +47,14 @@ Status* read_how(const Api* api, const KernelInfo* info, Weight& weight, Activat
   return nullptr;
 }
 
-Status* read_bias(const Node& node, const KernelContext* context, size_t inputs, size_t i, const float** bias) {
-  const Api* api = node.api;
-  const Value* value = nullptr;
-  if (inputs > bias_input(node, i)) {
-    BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInput, context, bias_input(node, i), &value));
-  }
-  if (value == nullptr) return nullptr;
-  BF16KIT_RETURN_IF_ERROR(check_bias(api, value, node.weights[i].n));
-  void* data = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_data(api, value, &data));
-  *bias = static_cast<const float*>(data);
-  return nullptr;
-}
-
 }  // namespace
 
 Status* create_product(const Api* api, const KernelInfo* info, size_t weights, Arithmetic arithmetic, void** created) noexcept {
   Node node = {};
   node.api = api;
   node.arithmetic = arithmetic;
-  node.path = choose_path(node.arithmetic);
   node.count = weights;
-  if (node.path == nullptr) {
-    return error(api, kFail, "BF16KIT_KERNEL_PATH names no code path that this processor can run; unset it");
-  }
+  BF16KIT_RETURN_IF_ERROR(read_path(api, arithmetic, node.path));
   int64_t k = 0;
   BF16KIT_RETURN_IF_ERROR(read_size(api, info, "k", k));
   if (weights == 1) BF16KIT_RETURN_IF_ERROR(read_how(api, info, node.weights[0], node.activation));
@@ -96,7 +76,7 @@ Status* run_product(void* created, KernelContext* context) noexcept {
   const Api* api = node.api;
   const int64_t k = node.weights[0].k;
   Shape shape;
-  void* x = nullptr;
+  const float* x = nullptr;
   BF16KIT_RETURN_IF_ERROR(read_input(api, context, kX, shape, &x));
   if (shape.count == 0) return error(api, kInvalidArgument, "x is a scalar; it must have at least one dimension");
   const size_t last = shape.count - 1;
@@ -105,14 +85,11 @@ Status* run_product(void* created, KernelContext* context) noexcept {
                  static_cast<long long>(shape.dims[last]), static_cast<long long>(k));
   }
   const int64_t rows = shape.elements(0, last);
-  size_t inputs = 0;
-  BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInputCount, static_cast<const KernelContext*>(context),
-                                        &inputs));
   Product products[kMostProducts] = {};
   for (size_t i = 0; i < node.count; ++i) {
-    products[i] = {static_cast<const float*>(x), rows, node.weights[i], nullptr, node.activation,
-                   node.arithmetic, nullptr, 0};
-    BF16KIT_RETURN_IF_ERROR(read_bias(node, context, inputs, i, &products[i].bias));
+    products[i] = {x, rows, node.weights[i], nullptr, node.activation, node.arithmetic, nullptr, 0};
+    const Shape wanted = {{node.weights[i].n}, 1};
+    BF16KIT_RETURN_IF_ERROR(read_input(api, context, bias_input(node, i), "bias", wanted, &products[i].bias, kOptional));
     shape.dims[last] = node.weights[i].n;
     BF16KIT_RETURN_IF_ERROR(make_output(api, context, i, shape, &products[i].y));
   }

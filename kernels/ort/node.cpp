@@ -19,6 +19,14 @@ Status* wrong_attribute(const Api* api, Status* status, const char* name, const 
   return error(api, kInvalidGraph, "attribute %s is missing or of another type; it must be %s", name, type);
 }
 
+template <typename T>
+Status* read_data(const Api* api, const Value* value, T** data) {
+  void* found = nullptr;
+  Status* status = call<Status*>(api, kGetTensorMutableData, const_cast<Value*>(value), &found);
+  *data = static_cast<T*>(found);
+  return status;
+}
+
 }  // namespace
 
 Status* read_shape(const Api* api, const Value* value, Shape& shape) {
@@ -36,27 +44,38 @@ Status* read_shape(const Api* api, const Value* value, Shape& shape) {
   return status;
 }
 
-Status* read_data(const Api* api, const Value* value, void** data) {
-  return call<Status*>(api, kGetTensorMutableData, const_cast<Value*>(value), data);
-}
-
-Status* read_input(const Api* api, const KernelContext* context, size_t index, Shape& shape, void** data) {
+Status* read_input(const Api* api, const KernelContext* context, size_t index, Shape& shape, const float** data,
+                   Characteristic needed) {
   const Value* value = nullptr;
-  BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInput, context, index, &value));
+  size_t inputs = index + 1;
+  if (needed == kOptional) BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInputCount, context, &inputs));
+  if (index < inputs) BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInput, context, index, &value));
+  if (value == nullptr && needed == kOptional) return nullptr;
   if (value == nullptr) return error(api, kInvalidGraph, "input %zu is missing; the node needs it", index);
   BF16KIT_RETURN_IF_ERROR(read_shape(api, value, shape));
   return read_data(api, value, data);
 }
 
-Status* make_output(const Api* api, KernelContext* context, size_t index, const Shape& shape, float** data) {
+Status* read_input(const Api* api, const KernelContext* context, size_t index, const char* what, const Shape& wanted,
+                   const float** data, Characteristic needed) {
+  Shape shape = wanted;
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, index, shape, data, needed));
+  return check_shape(api, what, shape, wanted);
+}
+
+Status* make_output(const Api* api, KernelContext* context, size_t index, const Shape& shape, float** data,
+                    Characteristic needed) {
   Value* value = nullptr;
   BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetOutput, context, index,
                                         static_cast<const int64_t*>(shape.dims), shape.count, &value));
-  if (value == nullptr) return error(api, kInvalidGraph, "output %zu has no name; give it one", index);
-  void* address = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_data(api, value, &address));
-  *data = static_cast<float*>(address);
-  return nullptr;
+  if (value != nullptr) return read_data(api, value, data);
+  return needed == kOptional ? nullptr : error(api, kInvalidGraph, "output %zu has no name; give it one", index);
+}
+
+Status* read_path(const Api* api, Arithmetic arithmetic, const Path*& path) {
+  path = choose_path(arithmetic);
+  if (path != nullptr) return nullptr;
+  return error(api, kFail, "BF16KIT_KERNEL_PATH names no code path that this processor can run; unset it");
 }
 
 Status* read_size(const Api* api, const KernelInfo* info, const char* name, int64_t& size) {
@@ -109,20 +128,22 @@ Status* read_weight(const Api* api, const KernelInfo* info, size_t index, Weight
                  static_cast<long long>(elements), static_cast<long long>(weight.k), static_cast<long long>(weight.n),
                  static_cast<long long>(weight.k * weight.n));
   }
-  void* data = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_data(api, value, &data));
-  if (reinterpret_cast<uintptr_t>(data) % alignof(uint16_t) != 0) {
-    return error(api, kInvalidGraph, "the weight, input %zu, lies at the odd address %p; align it to 64 bytes in its"
-                 " file", index, data);
-  }
-  weight.data = static_cast<const uint16_t*>(data);
-  return nullptr;
+  BF16KIT_RETURN_IF_ERROR(read_data(api, value, &weight.data));
+  if (reinterpret_cast<uintptr_t>(weight.data) % alignof(uint16_t) == 0) return nullptr;
+  return error(api, kInvalidGraph, "the weight, input %zu, lies at the odd address %p; align it to 64 bytes in its file", index,
+               static_cast<const void*>(weight.data));
 }
 
-Status* check_bias(const Api* api, const Shape& shape, int64_t n) {
-  if (shape.count == 1 && shape.dims[0] == n) return nullptr;
-  return error(api, kInvalidArgument, "the bias has %zu dimensions and %lld elements; it must be [n] with n = %lld",
-               shape.count, static_cast<long long>(shape.elements(0, shape.count)), static_cast<long long>(n));
+Status* check_shape(const Api* api, const char* what, const Shape& shape, const Shape& wanted) {
+  if (shape.count != wanted.count) {
+    return error(api, kInvalidArgument, "the %s has %zu dimensions; it must have %zu", what, shape.count, wanted.count);
+  }
+  for (size_t i = 0; i < shape.count; ++i) {
+    if (shape.dims[i] == wanted.dims[i]) continue;
+    return error(api, kInvalidArgument, "dimension %zu of the %s is %lld; it must be %lld", i, what,
+                 static_cast<long long>(shape.dims[i]), static_cast<long long>(wanted.dims[i]));
+  }
+  return nullptr;
 }
 
 namespace {

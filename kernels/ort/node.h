@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "gemm/path.h"
 #include "ort/abi.h"
-#include "gemm/weight.h"
 
 namespace bf16kit {
 
@@ -23,11 +23,20 @@ struct Shape {
 };
 
 abi::Status* read_shape(const abi::Api* api, const abi::Value* value, Shape& shape);
-abi::Status* read_data(const abi::Api* api, const abi::Value* value, void** data);
+
+// Read input `index`, of floats unless the operator declares another type; `data` stays null without an optional one. The second
+// requires the shape `wanted`, and calls the input `what`.
 abi::Status* read_input(const abi::Api* api, const abi::KernelContext* context, size_t index, Shape& shape,
-                        void** data);
+                        const float** data, abi::Characteristic needed = abi::kRequired);
+abi::Status* read_input(const abi::Api* api, const abi::KernelContext* context, size_t index, const char* what,
+                        const Shape& wanted, const float** data, abi::Characteristic needed = abi::kRequired);
+
+// Makes output `index`; `data` stays null without an optional one.
 abi::Status* make_output(const abi::Api* api, abi::KernelContext* context, size_t index, const Shape& shape,
-                         float** data);
+                         float** data, abi::Characteristic needed = abi::kRequired);
+
+// Finds the path that computes in `arithmetic`.
+abi::Status* read_path(const abi::Api* api, Arithmetic arithmetic, const Path*& path);
 
 // Reads an integer attribute, which must be from 1 to INT32_MAX.
 abi::Status* read_size(const abi::Api* api, const abi::KernelInfo* info, const char* name, int64_t& size);
@@ -39,8 +48,8 @@ abi::Status* read_choice(const abi::Api* api, const abi::KernelInfo* info, const
 // Reads input `index`, which must be a constant of weight.k * weight.n elements.
 abi::Status* read_weight(const abi::Api* api, const abi::KernelInfo* info, size_t index, Weight& weight);
 
-// Returns an error unless a bias of this shape is [n].
-abi::Status* check_bias(const abi::Api* api, const Shape& shape, int64_t n);
+// Returns an error that calls the tensor `what` unless its shape is `wanted`.
+abi::Status* check_shape(const abi::Api* api, const char* what, const Shape& shape, const Shape& wanted);
 
 // Runs parts on the threads of the session that runs the node; a RunParts of gemm/parts.h.
 struct Threads {

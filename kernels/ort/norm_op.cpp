@@ -40,10 +40,8 @@ struct Node {
 };
 
 Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void** created) noexcept {
-  Node node = {api, choose_path(Arithmetic::kFp32), &of(op), 0};
-  if (node.path == nullptr) {
-    return error(api, kFail, "BF16KIT_KERNEL_PATH names no code path that this processor can run; unset it");
-  }
+  Node node = {api, nullptr, &of(op), 0};
+  BF16KIT_RETURN_IF_ERROR(read_path(api, Arithmetic::kFp32, node.path));
   if (Status* status = call<Status*>(api, kKernelInfoGetAttributeFloat, info, "epsilon", &node.epsilon)) {
     call<void>(api, kReleaseStatus, status);
     return error(api, kInvalidGraph, "attribute epsilon is missing or of another type; it must be a float");
@@ -57,49 +55,22 @@ Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void*
 
 void destroy(void* created) noexcept { delete static_cast<Node*>(created); }
 
-Status* read_row(const Api* api, const KernelContext* context, const char* what, size_t input, int64_t width,
-                 const float** data) {
-  Shape shape;
-  void* values = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_input(api, context, input, shape, &values));
-  if (shape.count != 1 || shape.dims[0] != width) {
-    return error(api, kInvalidArgument, "the %s has %zu dimensions and %lld elements; it must be [%lld]",
-                 what, shape.count, static_cast<long long>(shape.elements(0, shape.count)),
-                 static_cast<long long>(width));
-  }
-  *data = static_cast<const float*>(values);
-  return nullptr;
-}
-
-Status* read_skip(const Api* api, const KernelContext* context, const Shape& x, const float** data) {
-  Shape skip;
-  void* values = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_input(api, context, kSkip, skip, &values));
-  bool same = x.count == skip.count;
-  for (size_t i = 0; same && i < x.count; ++i) same = x.dims[i] == skip.dims[i];
-  *data = static_cast<const float*>(values);
-  if (same) return nullptr;
-  return error(api, kInvalidArgument, "x and skip, of %zu and %zu dimensions, do not have one shape", x.count,
-               skip.count);
-}
-
 Status* run(void* created, KernelContext* context) noexcept {
   const Node& node = *static_cast<const Node*>(created);
   const Operator& op = *node.op;
   const Api* api = node.api;
   Shape shape;
-  void* x = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_input(api, context, kX, shape, &x));
-  if (shape.count == 0) return error(api, kInvalidArgument, "x has no dimensions; it must have at least one");
   Norm norm = {};
   norm.kind = op.form.kind;
-  norm.x = static_cast<const float*>(x);
-  if (op.form.adds) BF16KIT_RETURN_IF_ERROR(read_skip(api, context, shape, &norm.skip));
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, kX, shape, &norm.x));
+  if (shape.count == 0) return error(api, kInvalidArgument, "x has no dimensions; it must have at least one");
+  if (op.form.adds) BF16KIT_RETURN_IF_ERROR(read_input(api, context, kSkip, "skip", shape, &norm.skip));
   norm.width = shape.dims[shape.count - 1];
   norm.rows = norm.width == 0 ? 0 : shape.elements(0, shape.count - 1);
   norm.epsilon = node.epsilon;
-  BF16KIT_RETURN_IF_ERROR(read_row(api, context, "scale", op.scale(), norm.width, &norm.scale));
-  if (op.form.has_bias) BF16KIT_RETURN_IF_ERROR(read_row(api, context, "bias", op.bias(), norm.width, &norm.bias));
+  const Shape row = {{norm.width}, 1};
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, op.scale(), "scale", row, &norm.scale));
+  if (op.form.has_bias) BF16KIT_RETURN_IF_ERROR(read_input(api, context, op.bias(), "bias", row, &norm.bias));
   BF16KIT_RETURN_IF_ERROR(make_output(api, context, 0, shape, &norm.y));
   if (op.form.gives_sum) BF16KIT_RETURN_IF_ERROR(make_output(api, context, 1, shape, &norm.sum));
   Threads threads = {api, context, nullptr};

@@ -79,10 +79,7 @@ Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void*
   node.op = &of(op);
   node.recurrence.cell = node.op->cell;
   node.recurrence.arithmetic = node.op->arithmetic;
-  node.path = choose_path(node.op->arithmetic);
-  if (node.path == nullptr) {
-    return error(api, kFail, "BF16KIT_KERNEL_PATH names no code path that this processor can run; unset it");
-  }
+  BF16KIT_RETURN_IF_ERROR(read_path(api, node.op->arithmetic, node.path));
   Recurrence& all = node.recurrence;
   BF16KIT_RETURN_IF_ERROR(read_how(api, info, node));
   BF16KIT_RETURN_IF_ERROR(read_weights(api, info, node, 1, all.inputs, all.w));
@@ -93,66 +90,28 @@ Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void*
 
 void destroy(void* created) noexcept { delete static_cast<Node*>(created); }
 
-// Reads input `input`, which may be absent, and otherwise has exactly `wanted`.
-Status* read_optional(const Api* api, const KernelContext* context, const char* what, size_t input, const Shape& wanted,
-                      const float** data) {
-  size_t inputs = 0;
-  const Value* value = nullptr;
-  BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInputCount, context, &inputs));
-  if (input < inputs) BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInput, context, input, &value));
-  if (value == nullptr) return nullptr;
-  Shape shape;
-  BF16KIT_RETURN_IF_ERROR(read_shape(api, value, shape));
-  if (shape.count != wanted.count) {
-    return error(api, kInvalidArgument, "the %s has %zu dimensions; it must have %zu", what, shape.count, wanted.count);
-  }
-  for (size_t i = 0; i < shape.count; ++i) {
-    if (shape.dims[i] == wanted.dims[i]) continue;
-    return error(api, kInvalidArgument, "dimension %zu of the %s is %lld; it must be %lld", i, what,
-                 static_cast<long long>(shape.dims[i]), static_cast<long long>(wanted.dims[i]));
-  }
-  void* address = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_data(api, value, &address));
-  *data = static_cast<const float*>(address);
-  return nullptr;
-}
-
-// Makes output `output`; `data` stays null if the node does not have it.
-Status* make_optional(const Api* api, KernelContext* context, size_t output, const Shape& shape, float** data) {
-  Value* value = nullptr;
-  BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetOutput, context, output,
-                                        static_cast<const int64_t*>(shape.dims), shape.count, &value));
-  if (value == nullptr) return nullptr;
-  void* address = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_data(api, value, &address));
-  *data = static_cast<float*>(address);
-  return nullptr;
-}
-
 Status* run(void* created, KernelContext* context) noexcept {
   const Node& node = *static_cast<const Node*>(created);
   const Api* api = node.api;
   Recurrence all = node.recurrence;
   const bool lstm = all.cell == Cell::kLstm;
   Shape shape;
-  void* x = nullptr;
-  BF16KIT_RETURN_IF_ERROR(read_input(api, context, 0, shape, &x));
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, 0, shape, &all.x));
   if (shape.count != 3 || shape.dims[2] != all.inputs) {
     return error(api, kInvalidArgument, "x has %zu dimensions, the last of size %lld; it must be [steps, batch, %lld]",
                  shape.count, shape.count == 0 ? 0 : static_cast<long long>(shape.dims[shape.count - 1]),
                  static_cast<long long>(all.inputs));
   }
-  all.x = static_cast<const float*>(x);
   all.steps = shape.dims[0], all.batch = shape.dims[1];
   const Shape state = {{all.directions, all.batch, all.hidden}, 3}, every = {{all.steps, all.directions, all.batch, all.hidden}, 4};
   const Shape biases = {{all.directions, 2 * gates(all.cell) * all.hidden}, 2};
   const size_t bias = node.op->bias();
-  BF16KIT_RETURN_IF_ERROR(read_optional(api, context, "bias", bias, biases, &all.bias));
-  BF16KIT_RETURN_IF_ERROR(read_optional(api, context, "initial h", bias + 1, state, &all.h));
-  if (lstm) BF16KIT_RETURN_IF_ERROR(read_optional(api, context, "initial c", bias + 2, state, &all.c));
-  BF16KIT_RETURN_IF_ERROR(make_optional(api, context, 0, every, &all.y));
-  BF16KIT_RETURN_IF_ERROR(make_optional(api, context, 1, state, &all.last_h));
-  if (lstm) BF16KIT_RETURN_IF_ERROR(make_optional(api, context, 2, state, &all.last_c));
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, bias, "bias", biases, &all.bias, kOptional));
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, bias + 1, "initial h", state, &all.h, kOptional));
+  if (lstm) BF16KIT_RETURN_IF_ERROR(read_input(api, context, bias + 2, "initial c", state, &all.c, kOptional));
+  BF16KIT_RETURN_IF_ERROR(make_output(api, context, 0, every, &all.y, kOptional));
+  BF16KIT_RETURN_IF_ERROR(make_output(api, context, 1, state, &all.last_h, kOptional));
+  if (lstm) BF16KIT_RETURN_IF_ERROR(make_output(api, context, 2, state, &all.last_c, kOptional));
   Threads threads = {api, context, nullptr};
   const bool done = recur(all, *node.path, run_parts, &threads, available_cores());
   if (threads.status != nullptr) return threads.status;

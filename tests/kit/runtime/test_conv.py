@@ -97,7 +97,7 @@ def test_empty_and_smallest_images_run(shape: tuple[int, ...]) -> None:
         (conv(elements=C * 6 * N - 1), (1, 8, 8, C), "has 4799 elements"),
         (conv("ConvDepthwise", elements=N * 6), (1, 8, 8, C), "they must be equal"),
         (conv("ConvDepthwise", elements=15 * 6, bias=15, channels=15, n=15), (1, 8, 8, 15), "at least 16"),
-        (conv(bias=N + 1), (1, 8, 8, C), r"it must be \[n\] with n = 40"),
+        (conv(bias=N + 1), (1, 8, 8, C), "dimension 0 of the bias is 41; it must be 40"),
         (conv(), (1, 8, 8, C + 1), "20 channels"),
         (conv(), (8, 8, C), "it must have 4"),
         (conv(), (), "it must have 4"),
