@@ -121,3 +121,17 @@ inline Simd::reg activate<Activation::kGelu>(Simd::reg x) {
   const Simd::reg denominator = Simd::fma(q, t, Simd::add(q, q));
   return less(x, Simd::div(Simd::mul(Simd::mul(t, raised), numerator), denominator));
 }
+
+// Returns f with the activation as a constant: f(std::integral_constant<Activation, …>()).
+template <typename F>
+auto with_constant(Activation activation, const F& f) {
+  switch (activation) {
+    case Activation::kRelu: return f(std::integral_constant<Activation, Activation::kRelu>());
+    case Activation::kGelu: return f(std::integral_constant<Activation, Activation::kGelu>());
+    case Activation::kGeluTanh: return f(std::integral_constant<Activation, Activation::kGeluTanh>());
+    case Activation::kSilu: return f(std::integral_constant<Activation, Activation::kSilu>());
+    case Activation::kRelu6: return f(std::integral_constant<Activation, Activation::kRelu6>());
+    case Activation::kNone: break;
+  }
+  return f(std::integral_constant<Activation, Activation::kNone>());
+}

@@ -72,13 +72,5 @@ __attribute__((noinline)) void convolve_rows(const Depthwise& depthwise, int64_t
 
 void convolve(const Depthwise& depthwise, int64_t first, int64_t rows) {
   const RoundingMode mode(Arithmetic::kFp32);
-  switch (depthwise.activation) {
-    case Activation::kRelu: return convolve_rows<Activation::kRelu>(depthwise, first, rows);
-    case Activation::kRelu6: return convolve_rows<Activation::kRelu6>(depthwise, first, rows);
-    case Activation::kSilu: return convolve_rows<Activation::kSilu>(depthwise, first, rows);
-    case Activation::kGelu: return convolve_rows<Activation::kGelu>(depthwise, first, rows);
-    case Activation::kGeluTanh: return convolve_rows<Activation::kGeluTanh>(depthwise, first, rows);
-    case Activation::kNone: break;
-  }
-  convolve_rows<Activation::kNone>(depthwise, first, rows);
+  with_constant(depthwise.activation, [&](auto activation) { convolve_rows<activation.value>(depthwise, first, rows); });
 }

@@ -71,19 +71,6 @@ void finish(const Product& product, const float* totals, int64_t rows, int64_t c
 
 using Finish = void (*)(const Product&, const float*, int64_t, int64_t, int64_t, float*);
 
-template <typename T>
-Finish finish_as(Activation activation) {
-  switch (activation) {
-    case Activation::kRelu: return finish<T, Activation::kRelu>;
-    case Activation::kGelu: return finish<T, Activation::kGelu>;
-    case Activation::kGeluTanh: return finish<T, Activation::kGeluTanh>;
-    case Activation::kSilu: return finish<T, Activation::kSilu>;
-    case Activation::kRelu6: return finish<T, Activation::kRelu6>;
-    case Activation::kNone: break;
-  }
-  return finish<T, Activation::kNone>;
-}
-
 // The rows of x that a part needs: in place, or copied to [chains, rows, kStride]. Those of an image are copied.
 template <Arithmetic kArithmetic>
 struct Rows {
@@ -188,12 +175,13 @@ __attribute__((noinline)) bool compute_part(const Product& product, const Part& 
   Rows<kArithmetic> x;
   if (!x.gather(product, part, packed)) return false;
   const Weight& weight = product.weight;
-  const Finish finish = finish_as<Tiles<kArithmetic>>(product.activation);
+  const Finish finish_rows = with_constant(
+      product.activation, [](auto activation) -> Finish { return finish<Tiles<kArithmetic>, activation.value>; });
   const int64_t end = part.first_panel + part.panels;
   const bool few = part.rows <= Tiles<kArithmetic>::kTwoPanelRows && weight.layout == Layout::kPanels;
   for (int64_t panel = part.first_panel; panel < end;) {
     const int panels = few && panel + 1 < end && weight.width(panel + 1) == kPanel ? 2 : 1;
-    compute_panels<kArithmetic>(product, part, x, panel, panels, finish);
+    compute_panels<kArithmetic>(product, part, x, panel, panels, finish_rows);
     panel += panels;
   }
   return true;
