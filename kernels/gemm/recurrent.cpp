@@ -15,24 +15,10 @@ namespace {
 constexpr int64_t kRowsAtOnce = 256;
 // Rows of a batch that are worth reading R for once more, on another thread.
 constexpr int64_t kLeastRows = 4;
-// Units of a part are a multiple of this, which suits the steps of every path.
-constexpr int64_t kUnits = 16;
 // The approximate work of one core in a nanosecond: multiplications, and bytes of weights.
 constexpr double kMultipliesPerNs = 30, kBytesPerNs = 40;
 // Total work in nanoseconds of a step that is worth waking threads for each time.
 constexpr double kLongStep = 2 * kAlone;
-
-// Memory that is divided up once and freed at the end.
-class Workspace {
- public:
-  explicit Workspace(int64_t floats) : memory_(new (std::nothrow) float[static_cast<size_t>(floats)]), next_(memory_.get()) {}
-  bool empty() const { return memory_ == nullptr; }
-  float* take(int64_t floats) { return std::exchange(next_, next_ + floats); }
-
- private:
-  std::unique_ptr<float[]> memory_;
-  float* next_;
-};
 
 // A recurrence in progress.
 struct Running {
@@ -43,27 +29,25 @@ struct Running {
   int64_t at_once = 0;  // steps whose x are multiplied at once
   int64_t groups = 0, group_rows = 0;  // the groups of a direction's batch rows
   int64_t chunks = 0;   // the parts that a group's units are divided into; if there are several, one step at a time
-  float *products = nullptr, *biases = nullptr, *reset_biases = nullptr, *initial = nullptr, *states = nullptr,
-        *cells = nullptr, *scratch = nullptr;
+  float *products = nullptr, *biases = nullptr, *reset_biases = nullptr, *states = nullptr, *cells = nullptr,
+        *scratch = nullptr;
   int64_t first = 0, count = 0;  // the steps whose products are there, and their number
-  int64_t from = 0, to = 0;      // those of them that a part computes
 
   bool reversed(int64_t direction) const { return direction == 1 || all.reverse; }
   // The index in the sequence of step `i`, and of the earliest step in the sequence whose products are there.
   int64_t time(int64_t direction, int64_t i) const { return reversed(direction) ? all.steps - 1 - i : i; }
   int64_t earliest(int64_t direction) const { return reversed(direction) ? all.steps - first - count : first; }
 
+  // The h of step `i`; the initial one is that of step -1. Without y, the h of two steps are kept.
   float* h(int64_t direction, int64_t i) const {
-    if (i < 0) return initial + direction * state;
-    if (all.y != nullptr) return all.y + (time(direction, i) * all.directions + direction) * state;
-    return states + (direction * 2 + i % 2) * state;
+    if (all.y != nullptr && i >= 0) return all.y + (time(direction, i) * all.directions + direction) * state;
+    return states + ((i & 1) * all.directions + direction) * state;
   }
 };
 
-void run_part(void* context, size_t index) {
-  const Running& running = *static_cast<const Running*>(context);
+// Computes steps [from, to) of part i.
+void run_part(const Running& running, int64_t i, int64_t from, int64_t to) {
   const Recurrence& all = running.all;
-  const auto i = static_cast<int64_t>(index);
   const int64_t chunk = i % running.chunks, group = i / running.chunks % running.groups;
   const int64_t direction = i / running.chunks / running.groups;
   const int64_t row = group * running.group_rows, at = row * all.hidden;
@@ -76,7 +60,7 @@ void run_part(void* context, size_t index) {
   step.reset_bias = running.reset_biases + direction * all.hidden;
   step.c = running.cells + direction * running.state + at;
   step.scratch = running.scratch + ((direction * running.chunks + chunk) * all.batch + row) * scratch_floats(all.hidden);
-  for (int64_t now = running.from; now < running.to; ++now) {
+  for (int64_t now = from; now < to; ++now) {
     const int64_t place = direction * running.at_once + running.time(direction, now) - running.earliest(direction);
     step.inputs = running.products + (place * all.batch + row) * running.wide;
     step.h = running.h(direction, now - 1) + at;
@@ -135,24 +119,25 @@ bool recur(const Recurrence& all, const Path& path, RunParts run, void* threads,
 
   const int64_t states = all.directions * now.state, row = scratch_floats(all.hidden) * all.batch * now.chunks;
   const int64_t product = all.directions * now.at_once * all.batch * now.wide;
-  Workspace space(product + all.directions * (now.wide + all.hidden + row) + 4 * states);
-  if (space.empty()) return false;
-  now.products = space.take(product), now.scratch = space.take(all.directions * row);
-  now.biases = space.take(all.directions * now.wide), now.reset_biases = space.take(all.directions * all.hidden);
-  now.initial = space.take(states), now.states = space.take(2 * states);
-  now.cells = all.last_c != nullptr ? all.last_c : space.take(states);
-  copy(all.h, states, now.initial);
+  const int64_t floats = product + all.directions * (now.wide + all.hidden + row) + 3 * states + 2 * kUnits;
+  const std::unique_ptr<float[]> memory(new (std::nothrow) float[static_cast<size_t>(floats)]);
+  if (memory == nullptr) return false;
+  float* next = memory.get();
+  const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
+  now.products = take(product + kUnits), now.scratch = take(all.directions * row);
+  now.biases = take(all.directions * now.wide), now.reset_biases = take(all.directions * all.hidden + kUnits);
+  now.states = take(2 * states), now.cells = all.last_c != nullptr ? all.last_c : take(states);
+  copy(all.h, states, now.h(0, -1));
   if (all.cell == Cell::kLstm) copy(all.c, states, now.cells);
   add_biases(now);
 
-  const auto parts = static_cast<size_t>(all.directions * now.groups * now.chunks);
   for (; now.first < all.steps; now.first += now.count) {
     now.count = std::min(now.at_once, all.steps - now.first);
     if (!multiply_inputs(now, path, run, threads, cores)) return false;
     const int64_t end = now.first + now.count, each = now.chunks > 1 ? 1 : now.count;
-    for (now.from = now.first; now.from < end; now.from = now.to) {
-      now.to = now.from + each;
-      do_parts(whole * static_cast<double>(each), run, threads, run_part, parts, &now);
+    for (int64_t from = now.first; from < end; from += each) {
+      do_parts(whole * static_cast<double>(each), run, threads, all.directions * now.groups * now.chunks,
+               [&](int64_t i) { run_part(now, i, from, from + each); });
     }
   }
   for (int64_t d = 0; all.last_h != nullptr && d < all.directions; ++d) {

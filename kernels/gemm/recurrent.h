@@ -16,6 +16,7 @@ enum class Arithmetic;
 
 enum class Cell { kLstm, kGru };
 
+constexpr int kUnits = 16;  // hidden units that are computed together
 constexpr int kMostGates = 4;
 inline int gates(Cell cell) { return cell == Cell::kLstm ? 4 : 3; }
 
@@ -26,8 +27,8 @@ struct Step {
   int64_t hidden, rows;
   int64_t first_unit, last_unit;
   const uint16_t* r;        // [gates * hidden, hidden]
-  const float* inputs;      // x·W + biases, [rows, gates * hidden] in the order of r
-  const float* reset_bias;  // GRU: the h' gate's Rb, [hidden]
+  const float* inputs;      // x·W + biases, [rows, gates * hidden] in the order of r; kUnits more numbers may be read
+  const float* reset_bias;  // GRU: the h' gate's Rb, [hidden]; the same
   const float* h;           // [rows, hidden], of the step before
   float* c;                 // LSTM: [rows, hidden], replaced
   float* y;                 // [rows, hidden], the new h

@@ -28,8 +28,8 @@ namespace {
 #include "part.inl"
 #include "heads_dots.inl"
 #include "attention.inl"
-#include "recurrent_dots.inl"
 #include "recurrent.inl"
+#include "recurrent_dots.inl"
 
 }  // namespace
 }  // namespace avx512_bf16

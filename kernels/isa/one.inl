@@ -5,7 +5,7 @@
 // Heads has, for this: kStep, the values of a row that the 16 sums of a score take at once; Lanes, a vector's share of them;
 // query_lanes, read_lanes, read_rest and dot_lanes; kOneInPlace, whether v is read in place, and then read_values.
 
-constexpr int kSums = 16;  // of a score
+constexpr int kSums = 16;  // of a score, or of a unit in recurrent.inl
 constexpr int kVectorsOfSums = kSums / Simd::kLanes;
 
 // sums[kLanes keys, kSums] = (first ? 0 : sums) + the products of kSteps steps of q with those of each of `count` keys; then the
@@ -34,32 +34,22 @@ void add_steps(const Element<H>* q, const float* keys, int64_t stride, int count
   }
 }
 
-// Adds up the 16 sums of each of kLanes keys as a tree, halves first. Each round interleaves pairs of keys, until one vector
-// remains.
-inline void fold_sums(const float* sums, float* scores) {
-  typename Simd::reg keys[Simd::kLanes];
-#pragma GCC unroll 16
-  for (int key = 0; key < Simd::kLanes; ++key) {
-    typename Simd::reg vectors[kVectorsOfSums];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectorsOfSums; ++v) vectors[v] = Simd::load(sums + key * kSums + v * Simd::kLanes);
-#pragma GCC unroll 2
+// Adds up the 16 sums of each of kLanes / kApart keys (or units of a recurrence) that are kApart apart, as a tree, halves first.
+// Each key takes kApart lanes of the result.
+template <int kApart>
+inline Simd::reg fold_sums(const float* sums) {
+  if constexpr (kApart == Simd::kLanes) {
+    Simd::reg vectors[kVectorsOfSums];
+    for (int i = 0; i < kVectorsOfSums; ++i) vectors[i] = Simd::load(sums + i * Simd::kLanes);
     for (int half = kVectorsOfSums / 2; half > 0; half /= 2) {
-#pragma GCC unroll 2
-      for (int v = 0; v < half; ++v) vectors[v] = Simd::add(vectors[v], vectors[v + half]);
+      for (int i = 0; i < half; ++i) vectors[i] = Simd::add(vectors[i], vectors[i + half]);
     }
-    keys[key] = vectors[0];
+    return vectors[0];
+  } else {
+    Simd::reg low, high;
+    Simd::interleave(fold_sums<2 * kApart>(sums), fold_sums<2 * kApart>(sums + kApart * kSums), low, high);
+    return Simd::add(low, high);
   }
-#pragma GCC unroll 4
-  for (int half = Simd::kLanes / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-    for (int key = 0; key < half; ++key) {
-      typename Simd::reg low, high;
-      Simd::interleave(keys[key], keys[key + half], low, high);
-      keys[key] = Simd::add(low, high);
-    }
-  }
-  Simd::store(scores, keys[0]);
 }
 
 // scores[keys, rounded up to kLanes] = q[depth] · the transpose of k[keys, depth]. q has zeros after it, up to a whole step.
@@ -79,7 +69,7 @@ void scores_of_one(const Element<H>* q, const float* k, int64_t stride, int64_t 
     add(std::integral_constant<int, 2>());
     add(std::integral_constant<int, 1>());
     if (d < depth) add_steps<H, 1>(q + d / H::kValues, k + d, stride, count, d == 0, sums, depth - d);
-    fold_sums(sums, scores + key);
+    Simd::store(scores + key, fold_sums<1>(sums));
   }
 }
 

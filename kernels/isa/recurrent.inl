@@ -1,5 +1,4 @@
-// A step of a recurrence, for any instruction set. Each isa/*.cpp includes this file in its own namespace, after tile.inl, or
-// after dots.inl and recurrent_dots.inl.
+// A step of a recurrence, for any instruction set. Each isa/*.cpp includes this file in its own namespace, after attention.inl.
 //
 // R is read as ONNX stores it, [gates * hidden, hidden]: a row holds what one unit of one gate is multiplied by, so each sum
 // runs along a row. The order of sums is the same on all paths (except the portable one, which may lack fma). 16 sums take the
@@ -8,11 +7,8 @@
 // They are then added as a tree: sum[i] + sum[i + 8], and so on. In bf16, h is rounded first, and subnormal operands and
 // results are zero.
 
-constexpr int kUnits = 16;   // units of a block
-constexpr int kPairs = 16;   // pairs of h that are multiplied at once: one in each sum
-constexpr int kTurns = kPairs / Simd::kLanes;  // vectors that hold the sums of one unit
+constexpr int kPairs = kSums;  // pairs of h that are multiplied at once: one in each sum
 
-#ifndef BF16KIT_DOTS
 // h and r in the format of a path's vectors. Element holds a part of a row of h, kBlock of them 32 values.
 template <Arithmetic kArithmetic>
 struct Lanes {
@@ -44,7 +40,6 @@ struct Lanes {
     return Simd::fma(Simd::load(h), r.even, Simd::fma(Simd::load(h + Simd::kLanes), r.odd, sum));
   }
 };
-#endif
 
 // Multiplies kRows rows of h, `stride` elements apart, by `columns` rows of r, at most kColumns; sums[row, unit, 16].
 template <typename L, int kRows, int kColumns>
@@ -58,7 +53,7 @@ void dot_tile(const typename L::Element* h, int64_t stride, const uint16_t* r, i
     if (rest != 0) std::memcpy(last[c], from[c] + whole, sizeof(uint16_t) * rest);
   }
 #pragma GCC unroll 4
-  for (int turn = 0; turn < kTurns; ++turn) {
+  for (int turn = 0; turn < kVectorsOfSums; ++turn) {
     typename Simd::reg sum[kRows][kColumns];
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
@@ -100,30 +95,10 @@ void dot_rows(const typename L::Element* h, int64_t stride, const uint16_t* r, i
   }
 }
 
-template <typename L>
-using DotRows = void (*)(const typename L::Element*, int64_t, const uint16_t*, int64_t, int64_t, float*);
-
 template <typename L, int... kRows>
-DotRows<L> dot_rows_of(int64_t rows, std::integer_sequence<int, kRows...>) {
-  static constexpr DotRows<L> kTable[] = {dot_rows<L, kRows + 1>...};
+auto dot_rows_of(int64_t rows, std::integer_sequence<int, kRows...>) {
+  static constexpr decltype(&dot_rows<L, 1>) kTable[] = {dot_rows<L, kRows + 1>...};
   return kTable[rows - 1];
-}
-
-// Adds up the sums of kLanes / kApart units that are kApart apart, into a vector in which each takes kApart lanes.
-template <int kApart>
-inline Simd::reg fold_units(const float* sums) {
-  if constexpr (kApart == Simd::kLanes) {
-    Simd::reg turns[kTurns];
-    for (int i = 0; i < kTurns; ++i) turns[i] = Simd::load(sums + i * Simd::kLanes);
-    for (int half = kTurns / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) turns[i] = Simd::add(turns[i], turns[i + half]);
-    }
-    return turns[0];
-  } else {
-    Simd::reg low, high;
-    Simd::interleave(fold_units<2 * kApart>(sums), fold_units<2 * kApart>(sums + kApart * kPairs), low, high);
-    return Simd::add(low, high);
-  }
 }
 
 // 1 / (1 + e^-x). Below -43 it stays at 2^-62.
@@ -150,25 +125,15 @@ inline Simd::reg hyperbolic_tangent(Simd::reg x) {
   return Simd::div(Simd::mul(t, p), q);
 }
 
-// Computes the new state of up to 16 units of one row from its gates' sums [gates, 16].
-inline void update_units(const Step& step, int64_t row, int64_t unit, const float* sums) {
-  const int count = gates(step.cell);
-  const int64_t left = step.last_unit - unit, at = row * step.hidden + unit;
-  const bool whole = left >= kUnits;
-  alignas(64) float copies[kMostGates + 2][kUnits] = {}, new_c[kUnits], new_h[kUnits];
-  const auto in_place = [&](const float* from, int place) {
-    if (whole) return from;
-    std::memcpy(copies[place], from, sizeof(float) * left);
-    return static_cast<const float*>(copies[place]);
-  };
-  const float* g[kMostGates];
-  for (int i = 0; i < count; ++i) {
-    g[i] = in_place(step.inputs + row * count * step.hidden + step.blocks[i] * step.hidden + unit, i);
-  }
+// Computes the new state of `units` units of one row, at most 16, from its gates' sums [gates, 16].
+inline void update_units(const Step& step, int64_t row, int64_t unit, int64_t units, const float* sums) {
   const bool lstm = step.cell == Cell::kLstm;
-  const float* before = in_place((lstm ? step.c : step.h) + at, kMostGates);
-  const float* reset = lstm ? nullptr : in_place(step.reset_bias + unit, kMostGates + 1);
-  float *h = whole ? step.y + at : new_h, *c = whole && lstm ? step.c + at : new_c;
+  const int count = gates(step.cell);
+  const int64_t at = row * step.hidden + unit;
+  alignas(64) float before[kUnits] = {}, h[kUnits], c[kUnits];
+  copy_few((lstm ? step.c : step.h) + at, units, before);
+  const float* g[kMostGates];  // of missing units: other numbers, whose results are not kept
+  for (int i = 0; i < count; ++i) g[i] = step.inputs + (row * count + step.blocks[i]) * step.hidden + unit;
   for (int v = 0; v < kUnits; v += Simd::kLanes) {
     const auto gate = [&](int i) { return Simd::add(Simd::load(g[i] + v), Simd::load(sums + i * kUnits + v)); };
     const Simd::reg old = Simd::load(before + v);
@@ -178,14 +143,13 @@ inline void update_units(const Step& step, int64_t row, int64_t unit, const floa
       Simd::store(c + v, cell);
       Simd::store(h + v, Simd::mul(sigmoid(gate(1)), hyperbolic_tangent(cell)));
     } else {
-      const Simd::reg inner = Simd::add(Simd::load(sums + 2 * kUnits + v), Simd::load(reset + v));
+      const Simd::reg inner = Simd::add(Simd::load(sums + 2 * kUnits + v), Simd::load(step.reset_bias + unit + v));
       const Simd::reg next = hyperbolic_tangent(Simd::fma(sigmoid(gate(1)), inner, Simd::load(g[2] + v)));
       Simd::store(h + v, Simd::fma(sigmoid(gate(0)), Simd::sub(old, next), next));
     }
   }
-  if (whole) return;
-  std::memcpy(step.y + at, h, sizeof(float) * left);
-  if (lstm) std::memcpy(step.c + at, c, sizeof(float) * left);
+  copy_few(h, units, step.y + at);
+  if (lstm) copy_few(c, units, step.c + at);
 }
 
 // Not inlined, so that the compiler cannot move arithmetic out of the rounding mode that recur() sets.
@@ -195,25 +159,25 @@ __attribute__((noinline)) void recur_units(const Step& step) {
   constexpr int kMostRows = Simd::kDots / 4;
   const int count = gates(step.cell);
   auto* h = static_cast<typename L::Element*>(step.scratch);
-  const int64_t stride = (step.hidden + 2 * kPairs - 1) / (2 * kPairs) * L::kBlock;
+  const int64_t stride = divide_up(step.hidden, 2 * kPairs) * L::kBlock;
   for (int64_t row = 0; row < step.rows; ++row) L::copy(step.h + row * step.hidden, step.hidden, h + row * stride);
-  const int64_t tiles = (step.rows + kMostRows - 1) / kMostRows;
+  const int64_t tiles = divide_up(step.rows, kMostRows);
   alignas(64) float partial[kMostRows * kUnits * kPairs], sums[kMostRows * kMostGates * kUnits];
   for (int64_t unit = step.first_unit; unit < step.last_unit; unit += kUnits) {
     const int64_t units = step.last_unit - unit < kUnits ? step.last_unit - unit : kUnits;
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t begin = step.rows * tile / tiles, rows = step.rows * (tile + 1) / tiles - begin;
-      const DotRows<L> dot = dot_rows_of<L>(rows, std::make_integer_sequence<int, kMostRows>());
+      const auto dot = dot_rows_of<L>(rows, std::make_integer_sequence<int, kMostRows>());
       for (int gate = 0; gate < count; ++gate) {
         const uint16_t* r = step.r + (step.blocks[gate] * step.hidden + unit) * step.hidden;
         dot(h + begin * stride, stride, r, step.hidden, units, partial);
         for (int64_t m = 0; m < rows; ++m) {
           for (int v = 0; v < kUnits; v += Simd::kLanes) {
-            Simd::store(sums + (m * count + gate) * kUnits + v, fold_units<1>(partial + (m * kUnits + v) * kPairs));
+            Simd::store(sums + (m * count + gate) * kUnits + v, fold_sums<1>(partial + (m * kUnits + v) * kPairs));
           }
         }
       }
-      for (int64_t m = 0; m < rows; ++m) update_units(step, begin + m, unit, sums + m * count * kUnits);
+      for (int64_t m = 0; m < rows; ++m) update_units(step, begin + m, unit, units, sums + m * count * kUnits);
     }
   }
 }
