@@ -47,9 +47,13 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
   static std::atomic<uint64_t> ids{0};
   const int64_t rows = products[0].rows;
   if (rows == 0) return true;
-  int64_t all = 0;
-  for (size_t i = 0; i < count; ++i) all += products[i].weight.panels();
-  const bool tall = path.tall && products[0].weight.layout == Layout::kTransposed;
+  int64_t all = 0, copied = 0;  // panels, and those whose blocks are copied
+  for (size_t i = 0; i < count; ++i) {
+    const Weight& weight = products[i].weight;
+    all += weight.panels();
+    copied += weight.layout == Layout::kTransposed ? weight.panels() : weight.n % kPanel != 0;
+  }
+  const bool tall = path.tall && 3 * copied >= all;
   const int64_t blocks = blocks_of_rows(rows, all, cores, tall);
   const int64_t block_rows = divide_up(divide_up(rows, blocks), kTileRows) * kTileRows;
   const double whole = duration(products[0], rows) * static_cast<double>(all);

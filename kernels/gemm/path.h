@@ -40,7 +40,8 @@ struct Part {
 
 // The most rows of a part (BLIS: MC). Their sums and a block of the weight fit into the first-level cache together.
 constexpr int64_t kRowBlock = 48;
-// The same where blocks of the weight are transposed, which takes a quarter of the time of 48 rows.
+// The same where blocks of the weight are copied. To transpose them takes a quarter of the time of 48 rows, to widen the last
+// panel a tenth.
 constexpr int64_t kTallBlock = 192;
 
 // Computes one part. Returns false if there is no memory for copies.
@@ -79,9 +80,9 @@ extern const Path kNeon;
 extern const Path kNeonBf16;
 #endif
 
-// Returns the path that the environment variable BF16KIT_KERNEL_PATH names, else the fastest one for `arithmetic` that this
-// processor supports. If the named path has only the other arithmetic, returns the next one. Returns null if the variable
-// names no path, or one that this processor cannot run.
+// Returns the path that the environment variable BF16KIT_KERNEL_PATH names, else the fastest one for `arithmetic` on this
+// processor. If the named path has only the other arithmetic, returns the next one. Returns null if the variable names no path,
+// or one that this processor cannot run.
 const Path* choose_path(Arithmetic arithmetic);
 
 }  // namespace bf16kit

@@ -51,11 +51,12 @@ inline void check_many_threads(Random& random) {
               [](size_t parts, unsigned cores) { return cores == kCores ? parts >= kCores : parts <= 64; });
 }
 
-// A transposed weight of few panels: blocks of rows are no taller than leaves a part for each core.
+// A weight of few panels whose blocks are copied: blocks of rows are tall, but no taller than leaves a part for each core.
 inline void check_many_threads_of_few_panels(Random& random) {
   constexpr unsigned kCores = 8;
-  check_parts(draw_sized(random, kTallBlock, 1024, 2 * kPanel, Layout::kTransposed), "few panels", kCores, {2, kCores},
-              [](size_t parts, unsigned cores) { return parts == cores; });
+  const auto enough = [](size_t parts, unsigned cores) { return parts == cores; };
+  check_parts(draw_sized(random, kTallBlock, 1024, 2 * kPanel, Layout::kTransposed), "few panels", kCores, {2, kCores}, enough);
+  check_parts(draw_sized(random, kTallBlock, 1024, kPanel + 8, Layout::kPanels), "a narrow panel", kCores, {2, kCores}, enough);
 }
 
 }  // namespace bf16kit
