@@ -1,4 +1,4 @@
-// AMX: bf16 products with tiles (amx.inl); all else is AVX512_BF16's. Run in an emulator (tests/emulated) and in a model of the
+// AMX: bf16 products with tiles (amx.inl); attention is AVX512_BF16's. Run in an emulator (tests/emulated) and in a model of the
 // published instructions (tests/amx_test.cpp), never timed on a processor.
 #if defined(__x86_64__)
 #include "gemm/agree.h"
@@ -84,6 +84,7 @@ const Path kAmx = [] {
   path.tall = false;  // its tiles are configured for a part
   path.supported = [] { return tile_use() == TileUse::kUsed; };
   path.bf16 = amx::compute_in_tiles;
+  path.recur_bf16 = kAvx512.recur_bf16;  // the same bits sooner: gemm/choose.cpp
   return path;
 }();
 

@@ -42,6 +42,8 @@ def test_the_fastest_path_that_this_processor_can_run_is_chosen() -> None:
     needs: dict[str, set[str]] = {"avx512f": {"avx512f"}, "avx2": {"avx2", "fma"}, "neon": {"asimd"}, "portable": set()}
     expected = next(path for path, needed in needs.items() if needed <= flags)
     rounds = [path for flag, path in (("avx512_bf16", "avx512_bf16"), ("bf16", "neon_bf16")) if flag in flags]
+    if "GenuineIntel" in flags:  # dot products of bf16 are slower there than fp32's instructions
+        rounds = []
     assert usable_kernel() == Kernel(expected)
     found = usable_kernel(rounds=True)
     if {"amx_tile", "amx_bf16"} <= flags and not found.note:
