@@ -96,7 +96,9 @@ class OnnxRuntime:
 
 # ONNX Runtime's messages when an input's values or sizes do not fit the graph. Its own class for that (InvalidArgument)
 # is not enough: sizes that cannot be broadcast together raise RuntimeException.
-_BLAMES_INPUT = re.compile(r"out of (data )?bounds|out of range|broadcast|reshape|dimension", re.IGNORECASE)
+_BLAMES_INPUT = re.compile(
+    r"out of (data )?bounds|out of range|broadcast|reshape|dimension|1 or more inputs", re.IGNORECASE
+)
 _STATUS = "Status Message: "
 _ONNX_TYPES = {"float32": "float", "float64": "double"}  # ONNX Runtime's names that differ from ours
 

@@ -149,11 +149,16 @@ def test_what_cannot_be_loaded_is_a_runtime_failure(capfd: pytest.CaptureFixture
 def test_an_index_beyond_a_table_and_a_size_that_does_not_fit_are_bad_input_and_print_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The second happens to a sequence longer than the table of positions: the two cannot be broadcast together."""
+    """The second happens to a sequence longer than the table of positions: the two cannot be broadcast together. The
+    third happens to no rows where the graph joins them by a sequence, as torch writes an EmbeddingBag."""
+    joined = graphs.parsed(
+        "(float[n, 2] x) => (float[m, 2] y) { s = SplitToSequence (x) y = ConcatFromSequence <axis = 0> (s) }"
+    )
     added = graphs.parsed("(float[n] x) => (float[n] y) { y = Add (x, positions) }", positions=graphs.values(4))
     for model, feeds, words in (
         (graphs.embedding(rows=4), {"ids": np.array([[9]], np.int64)}, "^indices element out of data bounds, idx=9"),
         (added, {"x": graphs.values(7)}, "broadcast"),
+        (joined, {"x": np.zeros((0, 2), np.float32)}, "1 or more inputs"),
     ):
         with pytest.raises(InputRefused, match="ONNX Runtime failed") as refused:
             runtime(model).run(feeds)
