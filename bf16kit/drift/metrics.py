@@ -8,7 +8,8 @@ All in float64, r = reference, c = candidate, both flattened, over the elements 
 ``sqnr_db``          20·log10(‖r‖ / ‖c−r‖)
 ``top1_agreement``   share of rows (along the last axis) of a ``logits`` output where both have their largest element at
                      the same index, or at one whose element ties with the reference's largest (:data:`FP32_NOISE`); of
-                     labels, which are integers or booleans of that kind, the share of elements that are equal
+                     labels, which are integers or booleans of that kind, the share of elements that are equal, where
+                     those that both have the most frequent label of a sample count as one: it may be all but a few
 ``nonfinite``        number of elements that are not finite in either and differ
 ``slice_error``      the largest error of a slice ÷ its own variation over the samples (:mod:`bf16kit.drift.slices`);
                      only of outputs of floats, over all samples
@@ -115,7 +116,7 @@ def compare(
     rows: list[SampleDrift] = []
     for block in _blocks(r):
         judged, error, nonfinite = difference(r[block], c[block])
-        agreeing = _equal(error) if labels else _top1(r[block], c[block], judged, classes)
+        agreeing = _equal(r[block], c[block]) if labels else _top1(r[block], c[block], judged, classes)
         rows += _sample_drifts(judged, error, nonfinite, *agreeing)
         if noise is not None:
             noise.add(error)
@@ -191,7 +192,7 @@ def _rounded(fill: float) -> float:
 
 
 def _sample_drifts(
-    r: Values, error: Values, nonfinite: NDArray[np.int64], matches: NDArray[np.int64], top1_rows: int
+    r: Values, error: Values, nonfinite: NDArray[np.int64], matches: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> Iterator[SampleDrift]:
     """Yield the drift of each sample of ``[samples, *axes]``; elements that are NaN are left out."""
     r, error = r.reshape(len(r), -1), error.reshape(len(error), -1)
@@ -207,7 +208,9 @@ def _sample_drifts(
         relative, cosine, worst = math.inf, 1.0, math.inf
         if not nonfinite[i]:
             relative, cosine, worst = *_norms(float(rr[i]), float(dd[i]), float(rd[i])), float(largest[i]) * peak
-        yield SampleDrift(relative, cosine, worst, _decibels(relative), int(matches[i]), top1_rows, int(nonfinite[i]))
+        yield SampleDrift(
+            relative, cosine, worst, _decibels(relative), int(matches[i]), int(rows[i]), int(nonfinite[i])
+        )
 
 
 def _norms(rr: float, dd: float, rd: float) -> tuple[float, float]:
@@ -238,13 +241,13 @@ def _decibels(relative_l2: float) -> float:
 
 def _top1(
     reference: NDArray[Any], candidate: NDArray[Any], judged: Values, classes: int | None
-) -> tuple[NDArray[np.int64], int]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return how many rows of ``classes`` elements agree in each sample, and how many rows a sample has.
 
     Fills are never the largest element.
     """
     if classes is None:
-        return np.zeros(len(reference), np.int64), 0
+        return np.zeros(len(reference), np.int64), np.zeros(len(reference), np.int64)
     rows = math.prod(reference.shape[1:]) // classes
     r, c = (array.astype(np.float64).reshape(-1, classes) for array in (reference, candidate))
     fills = np.isnan(judged.reshape(-1, classes)) & np.isfinite(r) & np.isfinite(c)
@@ -255,13 +258,20 @@ def _top1(
     with np.errstate(invalid="ignore"):  # infinite logits: two of the same sign are equal, but their difference is NaN
         tied = (chosen == largest) | (largest - chosen <= FP32_NOISE * np.minimum(np.abs(largest), np.abs(chosen)))
     tied |= r.argmax(axis=1)[:, None] == c.argmax(axis=1)[:, None]
-    return np.count_nonzero(tied.reshape(-1, rows), axis=1).astype(np.int64), rows
+    return np.count_nonzero(tied.reshape(-1, rows), axis=1).astype(np.int64), np.full(len(reference), rows)
 
 
-def _equal(error: Values) -> tuple[NDArray[np.int64], int]:
-    """Return how many elements of each sample are equal, and how many it has."""
-    errors = error.reshape(len(error), math.prod(error.shape[1:]))
-    return np.count_nonzero(errors == 0, axis=1).astype(np.int64), errors.shape[1]
+def _equal(reference: NDArray[Any], candidate: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return how many labels of each sample agree, and how many it has; see the head of this file."""
+    size, rows = math.prod(reference.shape[1:]), np.zeros(len(reference), np.int64)
+    matches = np.zeros_like(rows)
+    pairs = zip(reference.reshape(-1, size), candidate.reshape(-1, size), strict=True) if size else ()
+    for i, (r, c) in enumerate(pairs):
+        values, counts = np.unique(r, return_counts=True)
+        equal = r == c
+        repeated = max(1, int(np.count_nonzero(equal & (r == values[counts.argmax()])))) - 1
+        matches[i], rows[i] = np.count_nonzero(equal) - repeated, size - repeated
+    return matches, rows
 
 
 def worst_of(found: Sequence[OutputDrift], most: int = 1) -> list[SliceError]:

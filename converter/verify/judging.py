@@ -18,7 +18,7 @@ from bf16kit.drift.table import Drift
 from bf16kit.drift.verdicts import drift_rows
 from bf16kit.messages.errors import BudgetExceeded, UsageError
 from bf16kit.messages.wording import first_few, quoted
-from bf16kit.numerics.tensors import Kind, TensorSpec
+from bf16kit.numerics.tensors import BY_NAME, Kind, TensorSpec
 
 _LOGITS_ONLY = "top1_agreement"
 
@@ -35,9 +35,14 @@ def with_output_kinds(outputs: Sequence[TensorSpec], kinds: Mapping[str, Kind]) 
 def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
     """Return notes on default bounds that apply to no output; raise UsageError for such a bound if the user stated it.
 
-    Agreement applies to outputs of kind logits only, every other metric to all outputs.
+    Agreement applies to outputs of kind logits only, every other metric to all outputs but labels.
     """
-    if budget.bound(_LOGITS_ONLY) is None or any(spec.kind == "logits" for spec in outputs):
+    logits = [spec for spec in outputs if spec.kind == "logits"]
+    if budget.bound(_LOGITS_ONLY) is None:
+        labels = [quoted(spec.name) for spec in logits if BY_NAME[spec.dtype].numpy.kind in "iub"]
+        unjudged = f"nothing judges {first_few(labels)}: labels have only an agreement, which the budget does not bound"
+        return [unjudged] if labels else []
+    if logits:
         return []
     kinds = first_few([f"{quoted(spec.name)} is of kind {spec.kind}" for spec in outputs])
     unknown = [spec.name for spec in outputs if spec.kind == "other"]

@@ -240,7 +240,7 @@ def with_enough(
     if not known:
         return samples
     judged = [known[0][s.name] for s in outputs if s.kind == "logits"]
-    rows = [math.prod(each.shape[:-1] if has_slices(each) else each.shape) for each in judged if each.ndim]
+    rows = [math.prod(each.shape[:-1] if has_slices(each) else each.shape[:1]) for each in judged if each.ndim]
     wanted = [SAMPLES / (_batch(samples.feeds[0]) if may_have_batch_axis(inputs, outputs) else 1)]
     wanted += [budget.rows_to_judge() / max(1, each) for each in rows]
     missing = math.ceil(max(wanted)) - len(samples.feeds)

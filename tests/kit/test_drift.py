@@ -227,6 +227,22 @@ class TestScalars:
         assert stats.keys() == {"max_abs", "nonfinite", "top1_agreement"}
         assert stats["top1_agreement"] == {"mean": 0.75, "rows": rows}
 
+    @pytest.mark.parametrize("usual", [False, True])
+    def test_a_rare_label_that_is_lost_is_no_agreement(self, usual: bool) -> None:
+        """Of 1,000 flags in a sample, equal ones of the usual kind count as one."""
+        r = np.full((4, 1000), usual)
+        r[:, ::200] = not usual
+        stats = DriftSummary.joined(
+            [compare(r, np.full_like(r, usual), TensorSpec("y", "bool", ("n", 1000), "logits"), 0)]
+        )
+        assert stats.judged("top1_agreement") == 1 / 6
+
+    def test_labels_far_beyond_the_others_agree_with_themselves(self) -> None:
+        """Such a number is a fill among others: two of them are no difference that is judged."""
+        r = np.array([3, 5, 900_000, 4])
+        stats = DriftSummary.joined([compare(r, r.copy(), TensorSpec("y", "int64", ("n",), "logits"), 0)])
+        assert stats.judged("top1_agreement") == 1.0
+
 
 class TestSummary:
     def test_distribution_of_a_hundred_samples(self) -> None:

@@ -50,6 +50,8 @@ def test_an_unjudged_default_bound_is_noted_if_an_output_could_hold_logits() -> 
     assert note.endswith("--output NAME:logits")
     assert check_budget(Budget(), with_output_kinds([OUTPUT], {"y": "embedding"})) == []
     assert check_budget(Budget.parse(["top1_agreement=none"]), [OUTPUT]) == []
+    (note,) = check_budget(Budget.parse(["top1_agreement=none"]), [TensorSpec("label", "int64", ("n",), "logits")])
+    assert note.startswith("nothing judges 'label'")
     assert check_budget(Budget.parse(["top1_agreement=1"]), with_output_kinds([OUTPUT], {"y": "logits"})) == []
 
 
