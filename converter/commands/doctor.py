@@ -17,7 +17,6 @@ from bf16kit.converter.commands import debug_option, echo, json_option
 from bf16kit.messages import errors
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # as /proc/cpuinfo spells them
-_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 # The packages that a conversion may need, each with the extra of bf16kit that installs it.
 _EXTRAS = {
@@ -119,18 +118,19 @@ def _processor() -> str:
     flags = re.search(r"^(?:flags|Features)\s*:(.*)", known, re.MULTILINE)
     found = set(flags[1].split()) if flags else set()
     own = ", ".join(flag for flag in _INSTRUCTIONS if flag in found) or "none of " + ", ".join(_INSTRUCTIONS)
-    emulated = "" if found.intersection(_BF16) else "; bf16 products are emulated in fp32"
-    return f"{platform.machine()} with {own}{emulated}"
+    return f"{platform.machine()} with {own}"
 
 
 def _kernel() -> Part:
     from bf16kit.runtime.ort import kernel
 
     try:
-        found = kernel.configured_kernel()
+        found, rounding = kernel.configured_kernel(), kernel.configured_kernel(rounds=True)
     except errors.ConfigError as error:
         return "", str(error)
-    return found.path, "" if found.path else f"{found.note}: {found.advice}"
+    if not found.path:
+        return "", f"{found.note}: {found.advice}"
+    return f"{found.path}, bf16 products {'emulated' if rounding.path == found.path else f'by {rounding.path}'}", ""
 
 
 def _compiler() -> Part:

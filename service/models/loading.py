@@ -164,7 +164,7 @@ def profile_order(
     ``profiles`` are those for the device, the most accurate first. The others need fewer bits and are faster, so the
     last of them that nothing rules out goes first. It is a rule that needs no measurement, so every process, restart
     and replica serves the same profile on processors of one kind (docs/decisions/0035). ``budget`` is the one in force,
-    which may be stricter than the artifact's. ``native``: the processor has the instructions that the others need.
+    which may be stricter than the artifact's. ``native``: the kernel does not emulate the bf16 of the others.
     """
     first, *others = profiles
     reason = ""
@@ -176,7 +176,7 @@ def profile_order(
         elif breaches:
             skipped = f"its drift is over budget: {'; '.join(breaches)}"
         elif not native:
-            skipped = "this processor emulates it"
+            skipped = "bf16 would be emulated here"
         else:
             return (profile, first), f"auto: {profile} is within budget, and this processor multiplies bf16"
         reason = f"auto: {profile} was skipped, {skipped}"

@@ -216,6 +216,16 @@ def test_doctor_succeeds_on_a_misconfigured_machine(cli: Cli, monkeypatch: pytes
     assert f"{kernel.VARIABLE} is 'abacus'" in out
 
 
+@pytest.mark.skipif(not kernel.configured_kernel().path, reason="the CPU kernel is not built")
+@pytest.mark.parametrize("path", ["portable", ""])
+def test_doctor_says_how_the_kernel_multiplies_bf16(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor may have instructions for it that are not used, because others are faster."""
+    monkeypatch.setenv(kernel.VARIABLE, path)
+    found = {part["name"]: part["found"] for part in record()["installed"]}
+    own = f"by {kernel.configured_kernel(rounds=True).path}" if kernel.multiplies_bf16() else "emulated"
+    assert found["CPU kernel"] == f"{kernel.configured_kernel().path}, bf16 products {own}"
+
+
 def test_every_missing_part_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing_package(name: str) -> None:
         raise metadata.PackageNotFoundError(name)

@@ -76,7 +76,7 @@ def loaded(path: Path, **serving: object) -> LoadedModel:
     ("native_bf16", "serving", "profile", "choice"),
     [
         (True, {}, "cpu-bf16", "auto: cpu-bf16 is within budget, and this processor multiplies bf16"),
-        (False, {}, "cpu", "auto: cpu-bf16 was skipped, this processor emulates it"),
+        (False, {}, "cpu", "auto: cpu-bf16 was skipped, bf16 would be emulated here"),
         (True, {"budget": "between"}, "cpu", "auto: cpu-bf16 was skipped, its drift is over budget: output 'y'"),
         (False, {"profile": "cpu"}, "cpu", ""),
         (False, {"profile": "cpu-bf16"}, "cpu-bf16", ""),
@@ -114,9 +114,9 @@ def test_the_environment_variable_for_the_kernel_path_affects_the_choice(
     """The kernel is real here, and the test passes on any processor."""
     found = loaded(converted)
     assert found.info.profile == BOTH[kernel.multiplies_bf16()]
-    assert ("was skipped, this processor emulates it" in found.info.choice) == (not kernel.multiplies_bf16())
+    assert ("was skipped, bf16 would be emulated here" in found.info.choice) == (not kernel.multiplies_bf16())
     monkeypatch.setenv(kernel.VARIABLE, "portable")
-    assert loaded(converted).info.choice == "auto: cpu-bf16 was skipped, this processor emulates it"
+    assert loaded(converted).info.choice == "auto: cpu-bf16 was skipped, bf16 would be emulated here"
     monkeypatch.setenv(kernel.VARIABLE, "off")
     assert loaded(converted).info.profile == "cpu"
 

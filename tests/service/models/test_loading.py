@@ -241,7 +241,7 @@ OVER = "its drift is over budget: output 'y': relative_l2 is {}, the budget allo
     ("profiles", "drift", "budget", "native", "order", "why"),
     [
         (BOTH, 6e-3, Budget(), True, ("cpu-bf16", "cpu"), "cpu-bf16 is within budget, and this processor multiplies"),
-        (BOTH, 6e-3, Budget(), False, ("cpu",), "cpu-bf16 was skipped, this processor emulates it"),
+        (BOTH, 6e-3, Budget(), False, ("cpu",), "cpu-bf16 was skipped, bf16 would be emulated here"),
         (BOTH, None, Budget(), True, ("cpu",), "cpu-bf16 was skipped, its drift was never measured"),
         (BOTH, 0.5, Budget(), True, ("cpu",), f"cpu-bf16 was skipped, {OVER.format(0.5, 0.015)}"),
         (BOTH, 6e-3, STRICT, True, ("cpu",), f"cpu-bf16 was skipped, {OVER.format(0.006, 0.005)}"),
