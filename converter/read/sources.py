@@ -227,8 +227,7 @@ def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
 
 def kind_of(name: str, dtype: str) -> Kind:
     """Return an output's kind, guessed from its name; of labels, which are what logits decide, it is that of logits."""
-    is_label = dtype == "bool" or ("int" in dtype and re.search("label|class|argmax", name.lower()))
-    if is_label or re.search("logits|scores", name.lower()):
+    if dtype == "bool" or re.search("label|class|argmax" if "int" in dtype else "logits|scores", name.lower()):
         return "logits"
     return "embedding" if re.search("embed|hidden_state|pooler", name.lower()) else "other"
 

@@ -93,6 +93,7 @@ def test_batch_norm_is_left_for_the_conversion_to_fold_and_dropout_is_left_out()
         ("label", "int64", "logits"),
         ("is_fraud", "bool", "logits"),
         ("boxes", "int64", "other"),
+        ("scores", "uint8", "other"),  # numbers, of which an error of one leaves most close
         ("class_embedding", "float32", "embedding"),
     ],
 )
