@@ -176,7 +176,7 @@ def test_a_session_that_outlives_its_runtime_keeps_its_weights(product: Artifact
     """``close`` may be called while another thread runs the model."""
     runtime = load(product, "cpu", threads=1, scratch=tmp_path)
     right = runtime.run({"x": X})["y"]
-    (session,) = [each for each in gc.get_referents(vars(runtime)) if isinstance(each, onnxruntime.InferenceSession)]
+    (session,) = [each for each in vars(runtime).values() if isinstance(each, onnxruntime.InferenceSession)]
     runtime.close()
     del runtime
     gc.collect()
