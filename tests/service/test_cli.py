@@ -59,7 +59,7 @@ def test_every_command_has_help_and_an_unknown_one_is_wrong_usage(command: str) 
         (["check", "--threads=2"], "--threads is not a flag: set BF16KIT_THREADS in the environment, or threads in"),
         (["--profile", "cpu"], "--profile is not a flag: set profile in REPOSITORY/MODEL/serving.yaml, for each model"),
         (["serve"], "No such command 'serve'. To serve, give --repository DIRECTORY and no command."),
-        (["--grpc-prot", "1"], "No such option '--grpc-prot'."),
+        (["--grpc-prot", "1"], "No such option"),
         (["--repository", ".", "--config", "/no/such/file"], "/no/such/file: cannot be read"),
         (["--grpc-port", "x"], "'x' is not a valid integer"),
         (["--repository", ".", "--token-file", "/no/such/file"], "token_file /no/such/file: cannot be read"),
