@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +29,16 @@ from bf16kit.drift.slices import Scales, Values
 from bf16kit.messages.errors import ArtifactDamaged, ArtifactError
 from bf16kit.numerics import panels
 from bf16kit.numerics.residual import Decoder, Scale
+from bf16kit.numerics.rounding import BF16
 from bf16kit.numerics.tensors import BY_NAME
 from bf16kit.numerics.tensors import Array as Array
 
 _BLOCK = 4 << 20  # bytes of bf16 that are unpacked from panels at a time
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype that safetensors calls ``name``; ValueError or TypeError for one that numpy does not have."""
+    return BF16 if name == "BF16" else np.dtype(bool if name == "BOOL" else f"{name[0].lower()}{int(name[1:]) // 8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +188,17 @@ class Artifact:
 
     def golden_in(self, name: str) -> Golden:
         """Return the golden samples in the file ``name``."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
+        from safetensors import SafetensorError, deserialize
 
         path = self.file(name)
         with damaged_if_unreadable(path), open_inside(path, ArtifactError) as file:
             data = file.read()  # load_file would map it
         try:
-            arrays = load(data)
-        except (SafetensorError, KeyError, ValueError) as error:  # ValueError: more axes than numpy's arrays have
+            arrays = {
+                key: np.frombuffer(found["data"], _numpy_dtype(found["dtype"])).reshape(found["shape"])
+                for key, found in deserialize(data)  # type: ignore[no-untyped-call]
+            }
+        except (SafetensorError, TypeError, ValueError) as error:  # ValueError: more axes than numpy's arrays have
             raise ArtifactDamaged(f"{path}: {error}") from None
         parts: dict[str, dict[str, Array]] = {"input": {}, "output": {}, "slices": {}}
         for key in sorted(arrays, key=lambda key: (len(key), key)):  # "slices:OUTPUT:AXIS", axes in order

@@ -13,6 +13,7 @@ import torch
 from bf16kit.converter.graph.equality import OTHER_FLOATS
 from bf16kit.converter.process.quiet import first_line, innermost, quiet, user_frame
 from bf16kit.converter.read.simplify import bind, simplify
+from bf16kit.converter.read.statedict import to_torch
 from bf16kit.converter.source import Array, Feeds, TorchModel
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec, describe
@@ -141,7 +142,7 @@ def _plain(
 
 
 def _tensors(feeds: Feeds, inputs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.from_numpy(feeds[spec.name]) for spec in inputs)
+    return tuple(to_torch(feeds[spec.name]) for spec in inputs)
 
 
 class Positional(torch.nn.Module):

@@ -50,10 +50,12 @@ def of_module(model: TorchModel) -> Oracle:
 def _run(model: TorchModel, feed: Feeds) -> Feeds:
     import torch
 
+    from bf16kit.converter.read.statedict import to_torch
+
     try:
         with quiet(), torch.no_grad():
             # copies: torch has no read-only tensors, and a module may modify its inputs
-            outputs = model.module(*(torch.from_numpy(np.array(feed[spec.name], order="C")) for spec in model.inputs))
+            outputs = model.module(*(to_torch(np.array(feed[spec.name], order="C")) for spec in model.inputs))
         widened = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in outputs)
         plain = [tensor.detach().cpu().contiguous().numpy() for tensor in widened]
     except Exception as error:  # the user's model may raise anything

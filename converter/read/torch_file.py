@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import torch
 
 from bf16kit.converter.process.quiet import first_line, quiet
 from bf16kit.converter.read.detect import NO_ARCHIVE, Kind
 from bf16kit.converter.read.sources import check_claim, untrusted
+from bf16kit.converter.read.statedict import from_torch
 from bf16kit.converter.source import Array
 from bf16kit.messages.errors import SourceError
 from bf16kit.messages.wording import first_few
@@ -99,11 +99,8 @@ def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
     if tensor.device.type == "meta":
         raise SourceError(f"{path}: tensor {name!r} was saved from the meta device, without its values")
     try:
-        plain = tensor.detach().contiguous()
-        if plain.dtype is torch.bfloat16:
-            return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        array: Array = plain.numpy()
-        if array.dtype.kind in "biuf":
+        array = from_torch(tensor.detach().contiguous())
+        if array.dtype.kind in "biufV":  # V: bfloat16
             return array
     except (TypeError, RuntimeError):
         pass

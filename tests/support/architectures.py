@@ -54,6 +54,18 @@ class Windows(nn.Module):
         return torch.relu(self.window(x)).mean(-1)
 
 
+class Widening(nn.Module):
+    """x [batch, 16] of any dtype → [batch, 48]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x.float())
+        return result
+
+
 class Tied(nn.Module):
     """ids [batch, seq] → [batch, seq, 64]. The embedding table is also the output layer, as in language models."""
 

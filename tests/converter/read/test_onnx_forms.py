@@ -14,6 +14,7 @@ from restored import Array, assert_restored
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.converter.read.onnx_file import read_graph
+from bf16kit.numerics.rounding import BF16
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.ort.onnx import OnnxRuntime
 
@@ -184,6 +185,17 @@ def test_string_inputs_and_outputs_are_supported(cli: Cli, target: Path) -> None
     table = graphs.values(3, 128)
     np.testing.assert_allclose(answer["y"], table[[0, 2]], rtol=2**-8)
     assert answer["same"].tolist() == ["a", "b"]
+
+
+@pytest.mark.long
+def test_bf16_inputs_and_outputs_are_supported(cli: Cli, target: Path) -> None:
+    text = """(bfloat16[n, 64] x) => (bfloat16[n, 48] y)
+        { wide = Cast <to = 1> (x) h = MatMul (wide, w) y = Cast <to = 16> (h) }"""
+    artifact = convert(cli, graphs.parsed(text, w=graphs.values(64, 48)), target)
+    golden = artifact.golden()
+    assert golden.inputs["x"].dtype == golden.outputs["y"].dtype == BF16
+    answer = load(artifact, "cpu").run(golden.inputs)["y"]
+    np.testing.assert_allclose(answer.astype(np.float32), golden.outputs["y"].astype(np.float32), atol=0.02)
 
 
 def zip_map() -> ModelProto:

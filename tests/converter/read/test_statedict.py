@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from architectures import Cnn, Mlp, Tied, Windows, save, seeded
+from architectures import Cnn, Mlp, Tied, Widening, Windows, save, seeded
 from converting import Cli, tree
 from peaks import measured_alone
 from restored import assert_restored
@@ -16,6 +16,7 @@ from torch import nn
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.converter.read.statedict import fit
 from bf16kit.messages.errors import SourceError, UsageError
+from bf16kit.numerics.rounding import BF16
 from bf16kit.runtime.loading import load, load_reference
 
 
@@ -165,6 +166,21 @@ def test_a_model_that_runs_on_none_of_the_plain_examples_is_exported_from_a_samp
         expected = module(longer).numpy()
     reference = load_reference(Artifact.open(target))
     np.testing.assert_allclose(reference.run({"x": longer.numpy()})["output"], expected, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # torch.jit's own
+@pytest.mark.parametrize("scripted", [False, True])
+def test_a_module_that_takes_bf16_is_converted_and_checked_against_itself(
+    scripted: bool, cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    path, arguments = save(tmp_path / "m.pt", Widening()), ["--model", "architectures:Widening"]
+    if scripted:
+        torch.jit.script(seeded(Widening())).save(path)  # type: ignore[no-untyped-call]
+        arguments = ["--trust-code"]
+    done = cli("checkpoint", path, *arguments, "--input", "x:bfloat16:batch,16", "--out", target).published()
+    assert "was not checked against the source" not in done.out
+    assert Artifact.open(target).golden().inputs["x"].dtype == BF16
 
 
 @pytest.mark.long
