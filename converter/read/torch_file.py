@@ -127,7 +127,9 @@ def _check_records(path: Path, state: Mapping[Any, Any]) -> None:
     if not storages:
         return
     reader: Any = torch._C.PyTorchFileReader(str(path))
-    records = {(reader.get_record_offset(name), reader.get_record_size(name)) for name in reader.get_all_records()}
+    with zipfile.ZipFile(path) as archive:  # the reader of torch before 2.13 tells no sizes
+        sizes = {each.filename.partition("/")[2]: each.file_size for each in archive.infolist()}
+    records = {(reader.get_record_offset(name), sizes.get(name)) for name in reader.get_all_records()}
     first, size = min(storages)
     for offset, nbytes in records:
         if nbytes == size and {(address - first + offset, length) for address, length in storages} <= records:
