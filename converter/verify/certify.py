@@ -6,6 +6,7 @@ runs them before the model is ready.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -32,8 +33,9 @@ from bf16kit.converter.verify.oracle import OracleReference, OracleRun, resolved
 from bf16kit.converter.verify.running import GraphReference, open_fp32_graph, signature
 from bf16kit.converter.verify.samples import Samples, samples_usage
 from bf16kit.converter.write import TRACED
+from bf16kit.drift.budget import Budget
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
-from bf16kit.messages.wording import brief
+from bf16kit.messages.wording import brief, quoted
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
 from bf16kit.runtime.memory.weights import Weights, rebuilt_weights
@@ -143,8 +145,22 @@ def certify(
         )
         certified.manifest = certified.manifest.amended(drift=certified.manifest.drift | {name: entry})
         certified.breaches[name] = [f"{label}, {breach}" for breach in find_breaches(options.budget, run.drifts)]
+        certified.notes += [f"{label}: {note}" for note in _hidden(certified, name, axis, options.budget)]
     _write_golden(certified, stage, options)
     return certified
+
+
+def _hidden(certified: Certified, name: str, axis: int | None, budget: Budget) -> Iterator[str]:
+    """Yield notes on errors that a level hides from the budget, as large as those of a slice that is over it."""
+    most, found = budget.bound("slice_error"), certified.runs[name].drifts
+    if most is None or certified.breaches[name]:
+        return
+    for output, ratio in measure.lost_in_samples(found, certified.expected, axis).items():
+        if ratio > most:
+            yield (
+                f"the error of output {quoted(output)} is {ratio:.2g} × what the values of one sample differ by; if"
+                " these differences matter, bound the error in the output's units: --budget max_abs=…"
+            )
 
 
 def _run_profile(

@@ -68,6 +68,22 @@ def test_a_profile_over_budget_may_be_left_out_unless_every_profile_is(cli: Cli,
     cli("verify", target).published()
 
 
+@pytest.mark.long
+def test_an_error_that_a_level_hides_from_the_budget_is_noted(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """A forecast around another level in each sample. The profile cpu adds the level in fp32, cuda in bf16."""
+    text = """(float[n, 64] x) => (float[n, 64] y) { level = ReduceMean <keepdims = 1> (x, axis)
+        centred = Sub (x, level) signal = MatMul (centred, w) y = Add (signal, level) }"""
+    onnx.save(graphs.parsed(text, axis=np.array([1]), w=graphs.values(64, 64)), tmp_path / "m.onnx")
+    x = 1e4 + 1e3 * graphs.values(16, 1, seed=1) + 5 * graphs.values(16, 64, seed=2)
+    np.savez(tmp_path / "x.npz", x=x)
+    command = ("checkpoint", tmp_path / "m.onnx", "--samples", tmp_path / "x.npz", "--out", target)
+    noted = cli(*command).published().out
+    assert "note: profile cuda: the error of output 'y' is " in noted
+    assert "note: profile cpu" not in noted
+    bounded = cli(*command, "--force", "--budget", "max_abs=1").published().out
+    assert "the error of output" not in bounded
+
+
 # On the wide model, the drift of cpu is 2.1e-3, of cpu-bf16 3.1e-3, of cuda 4.2e-3.
 _CPU_ALONE = ("--budget", "relative_l2=2.5e-3", "--no-search")
 

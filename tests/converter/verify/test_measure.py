@@ -4,6 +4,7 @@ import math
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +19,9 @@ import graphs
 from bf16kit.converter.convert import convert
 from bf16kit.converter.options import Options, parse_target
 from bf16kit.converter.verify.layernoise import ROUNDING, Power, Rounded, predicted
-from bf16kit.converter.verify.measure import Spool, drifts, slice_scales, spool, summarise
+from bf16kit.converter.verify.measure import Expected, Spool, drifts, lost_in_samples, slice_scales, spool, summarise
 from bf16kit.converter.verify.samples import Samples
+from bf16kit.drift.metrics import compare
 from bf16kit.messages.errors import BudgetExceeded, SamplesError
 from bf16kit.numerics.rounding import to_bf16, to_fp32
 from bf16kit.numerics.tensors import TensorSpec
@@ -191,3 +193,21 @@ def test_the_same_model_with_no_destroyed_slice_is_published(kind: str, tmp_path
         case = write(tmp_path / f"{seed}.onnx", seed, destroyed=False)
         manifest = convert(_options(case.path, tmp_path / "repository" / f"m{seed}" / "1")).artifact.manifest
         assert manifest.drift["cpu"].outputs["y"]["slice_error"]["worst"] < 0.1, case
+
+
+@pytest.mark.parametrize(
+    ("rows", "ratio"),
+    [
+        ([[1e4, 1e4 + 2], [5e3, 5e3 + 2]], 3.0),  # beside a difference of 2, which is 1 from the mean
+        ([[1e4, 1e4 + 2], [math.inf, 1]], 3.0),
+        ([[7, 7], [8, 8]], None),
+        ([[7], [8]], None),
+        (np.zeros((0, 4)), None),
+        (np.zeros((4, 0)), None),
+    ],
+)
+def test_an_error_is_compared_with_what_the_values_of_a_sample_differ_by(rows: Any, ratio: float | None) -> None:
+    reference, spec = np.array(rows, np.float32), TensorSpec("y", "float32", ("n", "m"))
+    found = [{"y": compare(reference, reference + 3, spec, 0)}]
+    lost = lost_in_samples(found, Expected([{}], [{"y": reference}], {}, given=1), 0)
+    assert lost == ({} if ratio is None else {"y": pytest.approx(ratio, rel=1e-3)})
