@@ -149,7 +149,7 @@ def installed(dist: Path, tmp_path: Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize(("platform", "path"), [("any", "missing"), (NATIVE, r"(avx|portable)\w*")])
+@pytest.mark.parametrize(("platform", "path"), [("any", "missing"), (NATIVE, r"(avx|portable)\w*, bf16 products .*")])
 def test_a_wheel_says_whether_it_has_the_kernel(installed: Run, platform: str, path: str) -> None:
     assert re.search(rf"^ *CPU kernel +{path}$", installed(platform, "convert", "doctor").stdout, re.MULTILINE)
 
