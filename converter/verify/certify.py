@@ -6,7 +6,7 @@ runs them before the model is ready.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from bf16kit.converter.verify.golden import (
     save_golden,
 )
 from bf16kit.converter.verify.judging import choose_golden, find_breaches, without_profiles
+from bf16kit.converter.verify.levels import levels_of, lost_in_samples
 from bf16kit.converter.verify.measure import Expected, Place, Run, golden_part, run_as_served, run_export
 from bf16kit.converter.verify.observedshapes import batch_axis, with_observed_shapes
 from bf16kit.converter.verify.oracle import OracleReference, OracleRun, resolved
@@ -123,6 +124,7 @@ def certify(
             why = "the model branches on values in its inputs, so one sample may change how another is computed"
         alone = "a server runs each request alone, and all rows of a feed count as one sample"
         certified.notes.append(f"no batch axis: {why}; {alone}")
+    levels = levels_of(expected, axis)
     for name in (*sorted(manifest.profiles), *sorted(manifest.exports)):
         label = f"profile {name}" if name in manifest.profiles else f"export {name}"
         total = None if name in TRACED else len(samples.feeds)  # of those, it depends on the module
@@ -145,17 +147,19 @@ def certify(
         )
         certified.manifest = certified.manifest.amended(drift=certified.manifest.drift | {name: entry})
         certified.breaches[name] = [f"{label}, {breach}" for breach in find_breaches(options.budget, run.drifts)]
-        certified.notes += [f"{label}: {note}" for note in _hidden(certified, name, axis, options.budget)]
+        certified.notes += [f"{label}: {note}" for note in _hidden(certified, name, levels, options.budget)]
     _write_golden(certified, stage, options)
     return certified
 
 
-def _hidden(certified: Certified, name: str, axis: int | None, budget: Budget) -> Iterator[str]:
+def _hidden(
+    certified: Certified, name: str, levels: Sequence[Mapping[str, Sequence[float]]], budget: Budget
+) -> Iterator[str]:
     """Yield notes on errors that a level hides from the budget, as large as those of a slice that is over it."""
-    most, found = budget.bound("slice_error"), certified.runs[name].drifts
+    most = budget.bound("slice_error")
     if most is None or certified.breaches[name]:
         return
-    for output, ratio in measure.lost_in_samples(found, certified.expected, axis).items():
+    for output, ratio in lost_in_samples(certified.runs[name].drifts, levels).items():
         if ratio > most:
             yield (
                 f"the error of output {quoted(output)} is {ratio:.2g} × what the values of one sample differ by; if"

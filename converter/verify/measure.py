@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import weakref
@@ -22,7 +21,7 @@ from bf16kit.converter.verify.samples import Samples
 from bf16kit.converter.write import TRACED
 from bf16kit.drift import metrics as drift
 from bf16kit.drift.metrics import DriftSummary, OutputDrift, SampleDrift
-from bf16kit.drift.slices import FP32_NOISE, Scales, Values, Variation
+from bf16kit.drift.slices import Scales, Values, Variation
 from bf16kit.messages.errors import SamplesError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import Runtime, RuntimeInfo
@@ -32,7 +31,6 @@ Drifts = dict[str, OutputDrift]  # of one feed, by output
 _SLICE = 0.03  # a slice error of 0.5 counts as much as a relative_l2 of 0.015: these are the default bounds
 SliceScales = Mapping[str, Scales]  # by output, for outputs of floats
 _MAX_SAMPLES = 8  # samples that a torch module is run on in both arithmetics: this CPU's and the other
-_MAX_LEVELS = 16  # feeds, and samples of each, whose own differences are compared with their error
 _ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}
 _ALIGNMENT = 64  # bytes, of each array in a file of outputs
 
@@ -197,27 +195,6 @@ def drifts(
     if len(found) != len(reference):
         raise ValueError(f"{len(found)} answers to {len(reference)} samples")
     return found
-
-
-def lost_in_samples(found: Sequence[Drifts], expected: Expected, batch_axis: int | None) -> dict[str, float]:
-    """Return the error of each output ÷ by how much the values of a sample differ, in the median of samples.
-
-    A level that the values of a sample share, and no two samples, hides such an error from norms and from slices.
-    Outputs of one value per sample, and samples whose values are equal in fp32, are left out.
-    """
-    ratios: dict[str, list[float]] = {}
-    for drifts_of, outputs in zip(found[: expected.given], expected.outputs[:_MAX_LEVELS], strict=False):
-        for name, one in drifts_of.items():
-            if not drift.has_slices(outputs[name]) or not outputs[name].size:
-                continue
-            samples = drift.samples_first(outputs[name], batch_axis)
-            for row, sample in zip(one.rows[:_MAX_LEVELS], samples, strict=False):
-                values = sample.astype(np.float64)
-                with np.errstate(invalid="ignore"):  # infinities, of masked logits
-                    size, differing = math.sqrt(np.square(values).mean()), float(values.std())
-                if FP32_NOISE * size < differing < math.inf:
-                    ratios.setdefault(name, []).append(row.relative_l2 * size / differing)
-    return {name: float(np.median(each)) for name, each in ratios.items()}
 
 
 def summarise(found: Sequence[Drifts]) -> dict[str, DriftSummary]:

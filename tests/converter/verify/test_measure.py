@@ -19,7 +19,8 @@ import graphs
 from bf16kit.converter.convert import convert
 from bf16kit.converter.options import Options, parse_target
 from bf16kit.converter.verify.layernoise import ROUNDING, Power, Rounded, predicted
-from bf16kit.converter.verify.measure import Expected, Spool, drifts, lost_in_samples, slice_scales, spool, summarise
+from bf16kit.converter.verify.levels import levels_of, lost_in_samples
+from bf16kit.converter.verify.measure import Expected, Spool, drifts, slice_scales, spool, summarise
 from bf16kit.converter.verify.samples import Samples
 from bf16kit.drift.metrics import compare
 from bf16kit.messages.errors import BudgetExceeded, SamplesError
@@ -209,5 +210,5 @@ def test_the_same_model_with_no_destroyed_slice_is_published(kind: str, tmp_path
 def test_an_error_is_compared_with_what_the_values_of_a_sample_differ_by(rows: Any, ratio: float | None) -> None:
     reference, spec = np.array(rows, np.float32), TensorSpec("y", "float32", ("n", "m"))
     found = [{"y": compare(reference, reference + 3, spec, 0)}]
-    lost = lost_in_samples(found, Expected([{}], [{"y": reference}], {}, given=1), 0)
+    lost = lost_in_samples(found, levels_of(Expected([{}], [{"y": reference}], {}, given=1), 0))
     assert lost == ({} if ratio is None else {"y": pytest.approx(ratio, rel=1e-3)})
