@@ -95,7 +95,10 @@ class TorchRuntime(ABC):
                 arguments = [_to_tensor(feeds[spec.name]).to(self._device) for spec in self.inputs]
                 tensors = self._named(call(*arguments))
                 specs = self.outputs if outputs is None else [self._specs[name] for name in outputs]
-                return {spec.name: _to_array(tensors[spec.name], getattr(torch, spec.dtype)) for spec in specs}
+                return {
+                    spec.name: to_array(tensors[spec.name].to(CPU, getattr(torch, spec.dtype)).contiguous())
+                    for spec in specs
+                }
         except RuntimeFailure:
             raise
         except Exception as error:  # whatever the model's code raises
@@ -268,8 +271,8 @@ def _to_tensor(array: Array) -> torch.Tensor:
     return torch.from_numpy(writable)
 
 
-def _to_array(tensor: torch.Tensor, dtype: torch.dtype) -> Array:
-    found = tensor.to(CPU, dtype).contiguous()
-    if dtype == torch.bfloat16:
-        return np.asarray(found.view(torch.int16).numpy()).view(_BF16)
-    return np.asarray(found.numpy())
+def to_array(tensor: torch.Tensor) -> Array:
+    """Return an array over the memory of ``tensor``, which is contiguous and on the CPU."""
+    if tensor.dtype == torch.bfloat16:
+        return np.asarray(tensor.view(torch.int16).numpy()).view(_BF16)
+    return np.asarray(tensor.numpy())

@@ -15,12 +15,11 @@ from bf16kit.converter.read import oracles, sources, torch_file
 from bf16kit.converter.read.detect import Kind
 from bf16kit.converter.read.interpreted import Interpreted, place
 from bf16kit.converter.read.onnx_export import adapt
-from bf16kit.converter.read.statedict import from_torch
 from bf16kit.converter.source import Checkpoint, Source, TorchModel, digest_files
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
 from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import scriptgraph
-from bf16kit.runtime.torchruntimes import load_module
+from bf16kit.runtime.torchruntimes import load_module, to_array
 
 # Operators that read a tensor's values, and those that may branch on them.
 _ASKING = """
@@ -62,7 +61,7 @@ def _translated(original: TorchModel, found: Mapping[str, torch.Tensor], checkpo
         return f"{operator}: {reason}" if operator and operator not in reason else reason
 
     try:
-        ran = {spec.name: from_torch(tensor) for spec, tensor in zip(original.inputs, original.example, strict=True)}
+        ran = {spec.name: to_array(tensor) for spec, tensor in zip(original.inputs, original.example, strict=True)}
         model = adapt(translated, original.inputs, example=ran)
     except ConversionError as error:
         return sources.source_without_graph(checkpoint, original, None, reason=failed(str(error)))

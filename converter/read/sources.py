@@ -176,10 +176,10 @@ def measured_outputs(model: TorchModel) -> tuple[TensorSpec, ...]:
     outputs whose rank changes.
     """
     from bf16kit.converter.read import oracles
-    from bf16kit.converter.read.statedict import from_torch
+    from bf16kit.runtime.torchruntimes import to_array
 
     run = oracles.of_module(model)
-    small = {spec.name: from_torch(tensor) for spec, tensor in zip(model.inputs, model.example, strict=True)}
+    small = {spec.name: to_array(tensor) for spec, tensor in zip(model.inputs, model.example, strict=True)}
     more = {spec.name: [(0, _MORE * isinstance(dim, str)) for dim in spec.shape] for spec in model.inputs}
     large = {name: np.pad(array, more[name], mode="edge") if more[name] else array for name, array in small.items()}
     (first,) = run([small])

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-import ml_dtypes
 import torch
 
 from bf16kit.converter.options import Options, import_callable
@@ -149,11 +148,3 @@ def to_torch(array: Array) -> torch.Tensor:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def from_torch(tensor: torch.Tensor) -> Array:
-    """Return an array over the memory of ``tensor``, which is contiguous and on the CPU."""
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    array: Array = tensor.numpy()
-    return array

@@ -18,10 +18,10 @@ import torch
 from bf16kit.converter.process.quiet import first_line, quiet
 from bf16kit.converter.read.detect import NO_ARCHIVE, Kind
 from bf16kit.converter.read.sources import check_claim, untrusted
-from bf16kit.converter.read.statedict import from_torch
 from bf16kit.converter.source import Array
 from bf16kit.messages.errors import SourceError
 from bf16kit.messages.wording import first_few
+from bf16kit.runtime.torchruntimes import to_array
 
 _ZIPS = (Kind.TORCH_ZIP, Kind.LIGHTNING)
 _LIGHTNING_REMEDY = (
@@ -99,7 +99,7 @@ def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
     if tensor.device.type == "meta":
         raise SourceError(f"{path}: tensor {name!r} was saved from the meta device, without its values")
     try:
-        array = from_torch(tensor.detach().contiguous())
+        array = to_array(tensor.detach().contiguous())
         if array.dtype.kind in "biufV":  # V: bfloat16
             return array
     except (TypeError, RuntimeError):
