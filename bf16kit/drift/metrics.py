@@ -6,10 +6,7 @@ All in float64, r = reference, c = candidate, both flattened, over the elements 
 ``cosine_distance``  1 − c·r / (‖c‖‖r‖), computed from c−r, which keeps its digits when the two nearly agree
 ``max_abs``          max |c−r|
 ``sqnr_db``          20·log10(‖r‖ / ‖c−r‖)
-``top1_agreement``   share of rows (along the last axis) of a ``logits`` output where both have their largest element at
-                     the same index, or at one whose element ties with the reference's largest (:data:`FP32_NOISE`); of
-                     labels, which are integers or booleans of that kind, the share of elements that are equal, where
-                     those that both have the most frequent label of a sample count as one: it may be all but a few
+``top1_agreement``   share of rows, or of labels, of a ``logits`` output that agree (:mod:`bf16kit.drift.agreement`)
 ``nonfinite``        number of elements that are not finite in either and differ
 ``slice_error``      the largest error of a slice ÷ its own variation over the samples (:mod:`bf16kit.drift.slices`);
                      only of outputs of floats, over all samples
@@ -36,10 +33,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bf16kit.drift.agreement import equal, top1
 from bf16kit.drift.budget import METRICS as METRICS
 from bf16kit.drift.budget import Breach as Breach
 from bf16kit.drift.budget import Budget as Budget
-from bf16kit.drift.slices import FP32_NOISE, Scales, SliceError, SliceSums, Values, Variation, worst_slices
+from bf16kit.drift.slices import Scales, SliceError, SliceSums, Values, Variation, worst_slices
 from bf16kit.numerics.rounding import LARGEST, OVERFLOW, to_bf16, to_fp32
 from bf16kit.numerics.tensors import TensorSpec
 
@@ -109,20 +107,19 @@ def compare(
     if reference.shape != candidate.shape:
         return OutputDrift([_INFINITELY_FAR] * len(r))
     c = samples_first(candidate, batch_axis)
-    labels = spec.kind == "logits" and reference.dtype.kind in "iub"
-    ranked = spec.kind == "logits" and not labels and r.ndim > 1 and reference.shape[-1] > 0
+    ranked = spec.kind == "logits" and r.ndim > 1 and reference.shape[-1] > 0
     classes = reference.shape[-1] if ranked else None
     noise = SliceSums(spec, batch_axis) if has_slices(reference) else None
     rows: list[SampleDrift] = []
     for block in _blocks(r):
         judged, error, nonfinite = difference(r[block], c[block])
-        agreeing = _equal(r[block], c[block]) if labels else _top1(r[block], c[block], judged, classes)
+        agreeing = equal(r[block], c[block]) if spec.labels else top1(r[block], c[block], judged, classes)
         rows += _sample_drifts(judged, error, nonfinite, *agreeing)
         if noise is not None:
             noise.add(error)
             if variation is not None:
                 variation.add(judged)
-    return OutputDrift(rows, noise, scales, labels or (noise is not None and math.prod(r.shape[1:]) == 1))
+    return OutputDrift(rows, noise, scales, spec.labels or (noise is not None and math.prod(r.shape[1:]) == 1))
 
 
 def has_slices(array: NDArray[Any]) -> bool:
@@ -237,41 +234,6 @@ def _decibels(relative_l2: float) -> float:
     if relative_l2 == 0:
         return math.inf
     return -20.0 * math.log10(relative_l2) if math.isfinite(relative_l2) else -math.inf
-
-
-def _top1(
-    reference: NDArray[Any], candidate: NDArray[Any], judged: Values, classes: int | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return how many rows of ``classes`` elements agree in each sample, and how many rows a sample has.
-
-    Fills are never the largest element.
-    """
-    if classes is None:
-        return np.zeros(len(reference), np.int64), np.zeros(len(reference), np.int64)
-    rows = math.prod(reference.shape[1:]) // classes
-    r, c = (array.astype(np.float64).reshape(-1, classes) for array in (reference, candidate))
-    fills = np.isnan(judged.reshape(-1, classes)) & np.isfinite(r) & np.isfinite(c)
-    if fills.any():
-        r, c = np.where(fills, -np.inf, r), np.where(fills, -np.inf, c)
-    chosen = np.take_along_axis(r, c.argmax(axis=1)[:, None], axis=1)
-    largest = np.take_along_axis(r, r.argmax(axis=1)[:, None], axis=1)
-    with np.errstate(invalid="ignore"):  # infinite logits: two of the same sign are equal, but their difference is NaN
-        tied = (chosen == largest) | (largest - chosen <= FP32_NOISE * np.minimum(np.abs(largest), np.abs(chosen)))
-    tied |= r.argmax(axis=1)[:, None] == c.argmax(axis=1)[:, None]
-    return np.count_nonzero(tied.reshape(-1, rows), axis=1).astype(np.int64), np.full(len(reference), rows)
-
-
-def _equal(reference: NDArray[Any], candidate: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return how many labels of each sample agree, and how many it has; see the head of this file."""
-    size, rows = math.prod(reference.shape[1:]), np.zeros(len(reference), np.int64)
-    matches = np.zeros_like(rows)
-    pairs = zip(reference.reshape(-1, size), candidate.reshape(-1, size), strict=True) if size else ()
-    for i, (r, c) in enumerate(pairs):
-        values, counts = np.unique(r, return_counts=True)
-        equal = r == c
-        repeated = max(1, int(np.count_nonzero(equal & (r == values[counts.argmax()])))) - 1
-        matches[i], rows[i] = np.count_nonzero(equal) - repeated, size - repeated
-    return matches, rows
 
 
 def worst_of(found: Sequence[OutputDrift], most: int = 1) -> list[SliceError]:

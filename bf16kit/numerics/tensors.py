@@ -61,6 +61,11 @@ class TensorSpec:
     shape: tuple[int | str, ...]
     kind: Kind = "other"
 
+    @property
+    def labels(self) -> bool:
+        """Whether the output holds decisions, not scores: integers or booleans of kind logits."""
+        return self.kind == "logits" and BY_NAME[self.dtype].numpy.kind in "iub"
+
 
 def check_feeds(specs: Sequence[TensorSpec], feeds: Mapping[str, NDArray[Any]]) -> dict[str, int]:
     """Check names, dtypes and shapes of ``feeds`` against ``specs``; return the size of every named dimension.

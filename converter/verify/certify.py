@@ -83,6 +83,44 @@ def certify(
     :class:`ConversionError` if the reference does not match the source. An optional profile that does not run is
     dropped instead.
     """
+    certified = _certify_reference(stage, manifest, samples, progress, oracle_run, source)
+    levels = levels_of(certified.expected, certified.manifest.batch_axis)
+    for name in (*sorted(manifest.profiles), *sorted(manifest.exports)):
+        label = f"profile {name}" if name in manifest.profiles else f"export {name}"
+        total = None if name in TRACED else len(samples.feeds)  # of those, it depends on the module
+        with progress.step(f"measuring the drift of {name}", total, "runs") as advance:
+            if name in manifest.profiles:
+                run = _run_profile(certified, stage, name, options, advance)
+            else:
+                known = source if isinstance(source, GraphReference) else None
+                run = _run_export(certified, stage, name, known, advance)
+        release_memory()
+        if run is None:
+            continue
+        certified.runs[name] = run
+        summaries = measure.summarise(run.drifts)
+        entry = DriftEntry(
+            samples=next(iter(summaries.values())).samples,
+            source=samples.described,
+            outputs={output: summary.as_dict() for output, summary in summaries.items()},
+            emulated=run.emulated,
+        )
+        certified.manifest = certified.manifest.amended(drift=certified.manifest.drift | {name: entry})
+        certified.breaches[name] = [f"{label}, {breach}" for breach in find_breaches(options.budget, run.drifts)]
+        certified.notes += [f"{label}: {note}" for note in _hidden(certified, name, levels, options.budget)]
+    _write_golden(certified, stage, options)
+    return certified
+
+
+def _certify_reference(
+    stage: StagingArtifact,
+    manifest: Manifest,
+    samples: Samples,
+    progress: Progress,
+    oracle_run: OracleRun,
+    source: GraphReference | OracleReference | None,
+) -> Certified:
+    """Run the reference on ``samples``, compare it with the source's own outputs, and find the batch axis."""
     with progress.step("running the fp32 reference", len(samples.feeds), "runs", "comparing") as advance:
         draft, files, weights = stage.draft(manifest), ExitStack(), None
         if isinstance(source, OracleReference):
@@ -124,31 +162,6 @@ def certify(
             why = "the model branches on values in its inputs, so one sample may change how another is computed"
         alone = "a server runs each request alone, and all rows of a feed count as one sample"
         certified.notes.append(f"no batch axis: {why}; {alone}")
-    levels = levels_of(expected, axis)
-    for name in (*sorted(manifest.profiles), *sorted(manifest.exports)):
-        label = f"profile {name}" if name in manifest.profiles else f"export {name}"
-        total = None if name in TRACED else len(samples.feeds)  # of those, it depends on the module
-        with progress.step(f"measuring the drift of {name}", total, "runs") as advance:
-            if name in manifest.profiles:
-                run = _run_profile(certified, stage, name, options, advance)
-            else:
-                known = source if isinstance(source, GraphReference) else None
-                run = _run_export(certified, stage, name, known, advance)
-        release_memory()
-        if run is None:
-            continue
-        certified.runs[name] = run
-        summaries = measure.summarise(run.drifts)
-        entry = DriftEntry(
-            samples=next(iter(summaries.values())).samples,
-            source=samples.described,
-            outputs={output: summary.as_dict() for output, summary in summaries.items()},
-            emulated=run.emulated,
-        )
-        certified.manifest = certified.manifest.amended(drift=certified.manifest.drift | {name: entry})
-        certified.breaches[name] = [f"{label}, {breach}" for breach in find_breaches(options.budget, run.drifts)]
-        certified.notes += [f"{label}: {note}" for note in _hidden(certified, name, levels, options.budget)]
-    _write_golden(certified, stage, options)
     return certified
 
 

@@ -18,7 +18,7 @@ from bf16kit.drift.table import Drift
 from bf16kit.drift.verdicts import drift_rows
 from bf16kit.messages.errors import BudgetExceeded, UsageError
 from bf16kit.messages.wording import first_few, quoted
-from bf16kit.numerics.tensors import BY_NAME, Kind, TensorSpec
+from bf16kit.numerics.tensors import Kind, TensorSpec
 
 _LOGITS_ONLY = "top1_agreement"
 
@@ -39,7 +39,7 @@ def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
     """
     logits = [spec for spec in outputs if spec.kind == "logits"]
     if budget.bound(_LOGITS_ONLY) is None:
-        labels = [quoted(spec.name) for spec in logits if BY_NAME[spec.dtype].numpy.kind in "iub"]
+        labels = [quoted(spec.name) for spec in logits if spec.labels]
         unjudged = f"nothing judges {first_few(labels)}: labels have only an agreement, which the budget does not bound"
         return [unjudged] if labels else []
     if logits:
