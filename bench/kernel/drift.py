@@ -24,7 +24,7 @@ from bf16kit.numerics.tensors import TensorSpec
 # The `cpu` profile keeps activations in fp32; a profile that rounds them is held to twice the drift.
 _AT_MOST = {"cpu": 5e-3, "cpu-bf16": 7e-3}
 _SENTENCES, _QUICK = 200, 5
-_COMPILED = ("torch fp32, compiled", "torch bf16, compiled")  # each length anew, for the same arithmetic
+_COMPILED = ("torch fp32, compiled", "torch bf16, compiled", "torch bf16, zentorch")  # each length anew
 _TOKENS = TensorSpec("last_hidden_state", "float32", (1, "seq", 384), "embedding")
 
 
