@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import io
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,10 @@ Session: TypeAlias = Any  # onnxruntime.InferenceSession: the package has no typ
 _CUDA_PROVIDER = "CUDAExecutionProvider"
 _CPU_PROVIDER = "CPUExecutionProvider"
 _FATAL = 4
+_DRIVER = "libcuda.so.1"
+_CHECK = "check that nvidia-smi lists a device here (in a container: docker run --gpus all)"
+# CUDA's codes for a driver that is a stub or too old, no device, no such device, and a device that cannot be used.
+_NO_DEVICE = re.compile(r"CUDA failure (?:3[45]|46|10[01]|80[0-4]): ([^;]*[^; ])")
 
 _CUDA_OPTIONS = {
     "use_tf32": "0",  # on by default: would multiply fp32 islands with 10 bits of fraction
@@ -160,24 +165,40 @@ def run_options_with_timeout(seconds: float) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def as_runtime_failure(what: str) -> Iterator[None]:
-    """Turn any exception of ONNX Runtime into :class:`RuntimeFailure`: they share no base but Exception."""
+    """Turn any exception of ONNX Runtime into :class:`RuntimeFailure`: they share no base but Exception.
+
+    An error of CUDA that means that the device cannot be used becomes :class:`DeviceUnavailable`.
+    """
     try:
         yield
     except Exception as error:
+        if unusable := _NO_DEVICE.search(str(error)):
+            raise DeviceUnavailable(f"{what}: {unusable[1]}; {_CHECK}, or run on the CPU") from error
         raise RuntimeFailure(f"{what}: {brief(error)}") from error
 
 
 def _providers(device: str) -> list[Any]:
     if device == CPU:
         return [_CPU_PROVIDER]
-    if not has_cuda():
-        raise DeviceUnavailable(
-            f"{device} was asked for, but the installed ONNX Runtime {ort.__version__} has no CUDA provider; install"
-            " bf16kit[gpu] in place of bf16kit[cpu], or run on the CPU"
+    ort.set_default_logger_severity(_FATAL)
+    reasons = []
+    if has_cuda():
+        # Finds CUDA's libraries in the nvidia-* wheels, or where the system has them, and prints which are in neither.
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            ort.preload_dlls()
+        reasons = re.findall("^Failed to load lib(?!nvrtc).*", printed.getvalue(), re.MULTILINE)  # nvrtc is optional
+    else:
+        reasons.append(
+            f"the installed ONNX Runtime {ort.__version__} has no CUDA provider; install bf16kit[gpu] in place of"
+            " bf16kit[cpu]"
         )
-    # Finds CUDA's libraries in the nvidia-* wheels. It prints what is missing; loading the session reports that, too.
-    with contextlib.redirect_stdout(io.StringIO()):
-        ort.preload_dlls()
+    try:
+        # Without it, loading the session would only say that the CPU has no bf16 operators.
+        ctypes.CDLL(_DRIVER)
+    except OSError as error:
+        reasons.append(f"NVIDIA's driver is missing ({error}); {_CHECK}")
+    if reasons:
+        raise DeviceUnavailable(f"{device} was asked for, but {'; and '.join(reasons)}, or run on the CPU")
     return [(_CUDA_PROVIDER, {"device_id": device.removeprefix("cuda:"), **_CUDA_OPTIONS}), _CPU_PROVIDER]
 
 

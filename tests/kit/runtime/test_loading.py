@@ -14,9 +14,9 @@ from keptweights import KeptWeights
 import graphs
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest, ProfileEntry
-from bf16kit.messages.errors import ArtifactError, ConfigError, DeviceUnavailable
+from bf16kit.messages.errors import ArtifactError, ConfigError, DeviceUnavailable, RuntimeFailure
 from bf16kit.runtime.loading import choose_profiles, load, load_reference
-from bf16kit.runtime.ort.session import has_cuda
+from bf16kit.runtime.ort.session import as_runtime_failure, has_cuda
 
 WIDTH = 64
 no_cuda = pytest.mark.skipif(has_cuda() or torch.cuda.is_available(), reason="this machine may run CUDA")
@@ -114,12 +114,30 @@ def test_a_profile_is_rejected_on_the_wrong_kind_of_device(mlp: Artifact) -> Non
         load(both, "cpu", device="cuda:0")
 
 
-@pytest.mark.skipif(has_cuda(), reason="the installed ONNX Runtime has CUDA")
-def test_the_error_for_cuda_without_a_cuda_build_says_what_to_install(mlp: Artifact) -> None:
+@no_cuda
+def test_the_error_for_cuda_without_a_cuda_build_and_a_driver_names_both(mlp: Artifact) -> None:
     cuda = with_profiles(mlp, "cuda")
     assert choose_profiles(cuda, "cuda", "auto") == (("cuda",), "cuda:0")
-    with pytest.raises(DeviceUnavailable, match=r"no CUDA provider; install bf16kit\[gpu\]"):
+    said = r"no CUDA provider; install bf16kit\[gpu\].* NVIDIA's driver is missing \(libcuda\.so\.1: .*nvidia-smi"
+    with pytest.raises(DeviceUnavailable, match=said):
         load(cuda, "cuda", device="cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "said"),
+    [
+        ("CUDA failure 100: no CUDA-capable device is detected ; GPU=-1", DeviceUnavailable, "detected; check"),
+        ("CUDA failure 35: CUDA driver version is insufficient ; GPU=-1", DeviceUnavailable, "check that nvidia-smi"),
+        ("CUDA failure 2: out of memory ; GPU=0 ; hostname=h", RuntimeFailure, "out of memory"),
+    ],
+)
+def test_an_error_of_cuda_about_its_device_means_that_there_is_none(
+    error: str, expected: type[RuntimeFailure], said: str
+) -> None:
+    """The converter emulates the profile then; the texts are onnxruntime-gpu 1.31.1's."""
+    with pytest.raises(RuntimeFailure, match=said) as raised, as_runtime_failure("cannot load"):
+        raise RuntimeError(error)
+    assert type(raised.value) is expected
 
 
 @pytest.mark.parametrize(
