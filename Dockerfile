@@ -3,10 +3,11 @@
 #   docker build --target server    -t bf16kit:server .       bf16-serve
 #   docker build --target converter -t bf16kit:converter .    bf16-convert, with torch, transformers and the demo checkpoint
 #
-# The server comes in three variants, --build-arg VARIANT=…
+# The server comes in four variants, --build-arg VARIANT=…
 #   cpu        serves ONNX artifacts on CPUs; contains no torch (the default)
 #   cpu-torch  serves TorchScript and torch.export artifacts as well
-#   gpu        like cpu-torch, but with ONNX Runtime and torch for CUDA (never run: see docs/deployment.md)
+#   gpu        serves ONNX artifacts on CUDA (never run on a device: see docs/deployment.md)
+#   gpu-torch  serves TorchScript and torch.export artifacts on CUDA as well (never built)
 #
 # All contain the CPU kernel, which is compiled here: without a compiler the build fails. Only the build stages have one.
 # PYTHON_IMAGE must be Debian or Ubuntu, or already contain g++. The images need no shell at run time.
@@ -73,8 +74,9 @@ RUN case "${VARIANT}" in \
         # pip installs sympy as a dependency, but only torch and the converter import it: leave it uncompiled.
         cpu) extras=cpu,otel; unread="--uncompiled sympy --uncompiled mpmath";; \
         cpu-torch) extras=cpu,otel,torch;; \
-        gpu) extras=gpu,otel,torch;; \
-        *) echo "VARIANT '${VARIANT}' is unknown; give cpu, cpu-torch or gpu" >&2; exit 1;; \
+        gpu) extras=gpu,otel; unread="--uncompiled sympy --uncompiled mpmath";; \
+        gpu-torch) extras=gpu,otel,torch;; \
+        *) echo "VARIANT '${VARIANT}' is unknown; give cpu, cpu-torch, gpu or gpu-torch" >&2; exit 1;; \
     esac \
     && pip --python /opt/bf16kit/bin/python install ".[${extras}]" \
     && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit \

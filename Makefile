@@ -3,7 +3,7 @@
 #   PYTHON=python3.12   the Python that .venv is made from (3.11 or newer)
 #   VENV=.venv          the directory of the virtual environment
 #   PYTEST_ARGS=…       more arguments for the test targets, e.g. PYTEST_ARGS='-k drift -x'
-#   VARIANT=cpu         the variant of the server's image: cpu, cpu-torch or gpu
+#   VARIANT=cpu         the variant of the server's image: cpu, cpu-torch, gpu or gpu-torch
 #   SOURCE_URL=…        the address of the sources, for the label of the images
 
 SHELL := bash
@@ -71,7 +71,7 @@ serve: setup ## serve REPOSITORY (build/demo, which `make demo` fills) on 127.0.
 	@exec $(BIN)/bf16-serve --repository $(REPOSITORY)
 
 # BuildKit builds only the stages that the target needs. The tag of the server's image contains the variant, unless it is cpu.
-image: ## build the images bf16kit:server (VARIANT=cpu, cpu-torch or gpu) and bf16kit:converter; write their bills of materials to build/image
+image: ## build the images bf16kit:server (VARIANT=cpu, cpu-torch, gpu or gpu-torch) and bf16kit:converter; write their bills of materials to build/image
 	@mkdir -p build/image
 	$(BUILD) --target server -t $(IMAGE):server$(OF_VARIANT) .
 	$(BUILD) --target bill-of-server --output build/image .

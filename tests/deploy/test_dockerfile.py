@@ -33,10 +33,19 @@ def test_constraints_and_tools_are_exact() -> None:
     assert "cyclonedx-bom" in pins(ROOT / "deploy" / "image" / "bill.txt")
 
 
-def test_variants_use_existing_extras_and_the_cpu_variant_has_no_torch() -> None:
+def test_variants_use_existing_extras_and_only_two_have_torch() -> None:
     variants = dict(re.findall(r"([a-z-]+)\) extras=([a-z,]+)", TEXT))
-    assert variants.keys() == {"cpu", "cpu-torch", "gpu"}
+    assert variants.keys() == {"cpu", "cpu-torch", "gpu", "gpu-torch"}
     for extras in variants.values():
         assert set(extras.split(",")) <= EXTRAS.keys()
         assert len({"cpu", "gpu"} & set(extras.split(","))) == 1  # both contain the same package
-    assert "torch" not in str([EXTRAS[extra] for extra in variants["cpu"].split(",")])
+    with_torch = {name for name, extras in variants.items() if "torch" in str([EXTRAS[e] for e in extras.split(",")])}
+    assert with_torch == {"cpu-torch", "gpu-torch"}
+
+
+def test_the_gpu_extra_brings_the_libraries_that_the_cuda_provider_needs() -> None:
+    """The runtime's extras name all but cuBLAS, which cuDNN's wheel requires; each is pinned with the runtime."""
+    assert EXTRAS["gpu"] == ["onnxruntime-gpu[cuda,cudnn]>=1.24"]
+    needed = {"nvidia-cublas", "nvidia-cuda-runtime", "nvidia-curand", "nvidia-cudnn-cu13"}
+    loaded_later = {"nvidia-cuda-nvrtc", "nvidia-cufft", "nvidia-nvjitlink"}
+    assert needed | loaded_later <= pins(ROOT / "constraints.txt").keys()

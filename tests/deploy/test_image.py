@@ -241,7 +241,7 @@ print([name for name, file in cached.items() if file and not os.path.exists(file
 def test_an_unknown_variant_is_rejected_with_a_clear_message() -> None:
     done = composing.docker("build", "--target", "server", "--build-arg", "VARIANT=tpu", ".")
     assert done.returncode != 0
-    assert "VARIANT 'tpu' is unknown; give cpu, cpu-torch or gpu" in done.stderr
+    assert "VARIANT 'tpu' is unknown; give cpu, cpu-torch, gpu or gpu-torch" in done.stderr
 
 
 def test_the_build_context_holds_only_files_that_the_build_needs(tmp_path: Path) -> None:
