@@ -103,7 +103,7 @@ class EvidenceRecorder:
         header = Header(
             model=verdict.model,
             version=verdict.version,
-            at=datetime.fromtimestamp(verdict.at, UTC).isoformat(timespec="seconds"),
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
             profile=sample.profile,
             precision=sample.precision,
             rows=sample.rows if kept is None else 1,

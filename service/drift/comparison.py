@@ -81,10 +81,10 @@ class Comparison:
         model: str = "",
         version: int = 0,
         calibration: Calibration | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``calibration`` holds the expected drift; without it the expected drift is learnt from live samples.
-        ``clock`` returns Unix seconds."""
+        ``clock`` returns seconds of the machine."""
         self._specs = outputs
         self._batch_axis = batch_axis
         self._budget = budget

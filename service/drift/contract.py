@@ -116,7 +116,7 @@ class DriftVerdict:
     * ``effective_samples``: effective sample size of that output's recent statistics.
     * ``samples``: rows measured since the reference was loaded or the measurement began anew.
     * ``changed``: the change detector's alarm is up.
-    * ``at``: when the newest sample was measured, in Unix seconds.
+    * ``at``: when the newest sample was measured, in :func:`time.monotonic` seconds, the same in all processes here.
     * ``plan``: the plan by which the measured version was loaded (:attr:`bf16kit.service.models.plan.Plan.digest`); ""
       if the measuring side knows no plans.
     """

@@ -51,7 +51,7 @@ class PrecisionOrder:
 
 
 class ActivePlan(NamedTuple):
-    """What currently serves a version: the plan it was loaded by, and since when, in Unix seconds.
+    """What currently serves a version: the plan it was loaded by, and since when, as :attr:`DriftVerdict.at`.
 
     A version loaded in its place differs in ``plan`` or ``since``.
     """

@@ -85,7 +85,7 @@ def breach_verdict(
     """Return the verdict for a gate that did not pass: over budget, cause ``broken``.
 
     It cannot be rounding, because the same samples were within budget when the model was loaded. Empty ``breaches``
-    mean that the samples could not be run at all. ``rows`` counts the golden samples' rows. ``at`` is in Unix seconds.
+    mean that the samples could not be run at all. ``rows`` counts the golden samples' rows. ``at`` is the verdict's.
     """
     found = [(budget.ratio(each.metric, each.measured), each) for each in breaches]
     ratio, worst = max(found, key=lambda pair: pair[0], default=(math.inf, Breach("", "", 0.0, 0.0)))

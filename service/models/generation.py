@@ -56,7 +56,7 @@ class Generation:
         threads; ``loaded`` is left open then.
         """
         opened = loaded.opened
-        self.since = time.time()
+        self.since = time.monotonic()
         self.name, self.version = name, version
         self.label = f"model {name!r} version {version}"
         self.inputs, self.outputs = opened.inputs, opened.outputs

@@ -137,7 +137,9 @@ class GoldenGate:
         if outcome == "failed" or self._errors > 1:
             axis = self._opened.batch_axis
             rows = 1 if axis is None else int(next(iter(golden.inputs.values())).shape[axis])
-            self._on_verdict(breach_verdict(self._name, self._version, breaches, self._opened.budget, rows, at))
+            self._on_verdict(
+                breach_verdict(self._name, self._version, breaches, self._opened.budget, rows, time.monotonic())
+            )
         return outcome
 
     def _describe(self, outcome: Outcome, reason: str, at: float, found: str) -> None:

@@ -42,7 +42,7 @@ class WorkerModels:
         fleet: Fleet,
         loop: AbstractEventLoop,
         changed: Callable[[str, Collection[int]], None],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._loop = loop

@@ -1,4 +1,5 @@
 import math
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -57,6 +58,17 @@ def sample(
 ) -> Sample:
     rows = len(next(iter(outputs.values())))
     return Sample({"x": np.full((rows, 3), x, np.float32)}, outputs, rows, 64, probability, "bf16", profile, client)
+
+
+def test_a_verdict_is_as_new_as_its_sample_although_the_wall_clock_was_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The serving process compares it with the time of the load, which another process read."""
+    loaded, now = time.monotonic(), time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 86_400)
+    comparison = Comparison(SPECS[:1], 0, BUDGET)
+    comparison.observe({"y": ONES}, sample({"y": ONES}), DriftMetrics(*SPECS[:1]).model)
+    assert loaded <= comparison.verdict().at <= time.monotonic()
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

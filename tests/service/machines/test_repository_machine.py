@@ -259,7 +259,7 @@ class Served(ServedMachine):
         name, version, loaded = one_of([(n, v, g) for n, e in self.expected.items() for v, g in e.serving.items()], at)
         active = self.repository.active_plan(name, version)
         assert active is not None
-        verdict = replace(found, model=name, version=version, plan=active.plan, at=time.time())
+        verdict = replace(found, model=name, version=version, plan=active.plan, at=time.monotonic())
         self.late.append(Measured(verdict, loaded))
         if not late:
             self.receive(-1)

@@ -134,6 +134,18 @@ def test_results_that_differ_from_the_golden_samples_fail_the_gate_until_they_ag
     assert (made.gauge("passed"), GATE_FAILED in made.model.golden) == (1, False)
 
 
+def test_a_failed_gate_counts_although_the_wall_clock_was_set_back(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts from before the load are ignored, and this one must not look like one of them."""
+    made, now = make(), time.time
+    assert made.loaded.samples is not None
+    made.loaded.samples.outputs["y"] *= -1
+    monkeypatch.setattr(time, "time", lambda: now() - 86_400)
+    assert made.gate.run("on schedule") == "failed"
+    assert made.heard[0].at >= made.model.since
+
+
 def test_samples_that_cannot_be_run_are_reported_after_the_second_error(
     make: Callable[..., Made], caplog: pytest.LogCaptureFixture
 ) -> None:
