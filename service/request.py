@@ -16,7 +16,7 @@ Precision = Literal["bf16", "fp32"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 #: All reasons to reject a request before it reaches a model, under their names in the metrics. Those with ``http_`` are
-#: of the HTTP port; ``unauthenticated`` and ``forbidden`` are of both ports.
+#: of the HTTP port; ``unauthenticated``, ``forbidden`` and ``unknown_model`` are of both.
 REFUSALS = (
     "in_flight",  # the limit on requests in flight
     "connection_share",  # the share of one connection in that limit
@@ -29,6 +29,7 @@ REFUSALS = (
     "regions",  # a limit on registered shared memory
     "too_slow",  # the client was too slow to send its request or to read its response
     "draining",  # the server is shutting down
+    "unknown_model",  # no such model or version
     "unauthenticated",  # no token, an unknown token, or no client certificate although one is required
     "forbidden",  # the token lacks the required scope
     "http_connections",  # a connection was closed to make room for a new one

@@ -246,6 +246,8 @@ class _Inference:
         )
         if served is not None:
             served.observe(observation)
+        else:
+            self.servicer.count_refusal("unknown_model")
         if _log.isEnabledFor(logging.DEBUG):
             _log_request(observation)
         if trace is not None:

@@ -39,7 +39,7 @@ def changed(message: pb.ModelInferRequest, **fields: Any) -> pb.ModelInferReques
     return message
 
 
-def test_an_unknown_model_or_version_is_not_found_and_not_counted(served: Served) -> None:
+def test_requests_for_an_unknown_model_or_version_are_counted_without_its_name(served: Served) -> None:
     assert served.refusal("ModelInfer", infer_request("nobody", x=X))[0] is StatusCode.NOT_FOUND
     assert served.refusal("ModelInfer", changed(infer_request(x=X), model_version="9"))[0] is StatusCode.NOT_FOUND
     for method, message in (
@@ -48,7 +48,7 @@ def test_an_unknown_model_or_version_is_not_found_and_not_counted(served: Served
         ("ModelStatistics", pb.ModelStatisticsRequest(name="nobody")),
     ):
         assert served.refusal(method, message)[0] is StatusCode.NOT_FOUND
-    assert served.log.seen == []
+    assert (served.log.seen, served.log.refusals) == ([], ["unknown_model"] * 2)
 
 
 def test_a_request_for_a_model_that_is_not_ready_is_rejected_and_counted(served: Served) -> None:
