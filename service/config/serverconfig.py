@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -37,32 +37,6 @@ class ServerConfig(BaseModel):
     """The checked, frozen configuration. Every key can be in ``server.yaml`` or, prefixed, in the environment."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    REMOVED: ClassVar[Mapping[str, str]] = {  # former keys, and what to do instead
-        "http_max_connections": "it is 256: leave the key out",
-        "http_request_seconds": "it is 5: leave the key out",
-        "http_idle_seconds": "it is 15: leave the key out",
-        "http_max_header_bytes": "it is 16384: leave the key out",
-        "max_streams": "the limit is 64 open streams; leave it out",
-        "max_watches": "the limit is 1,024 health watches; leave it out",
-        "max_connections": "the limit is 4,096 connections; leave it out",
-        "max_request_bytes": "it is 8 times max_message_bytes, less in a small container; set that, or leave it out",
-        "receive_seconds": "a request has 10 s to arrive; leave it out",
-        "send_seconds": "a client has 30 s to read a response; leave it out",
-        "stream_idle_seconds": "an idle stream ends after 10 minutes; leave it out",
-        "keepalive_seconds": "silent connections are pinged after 60 s; leave it out",
-        "max_connection_idle_seconds": "idle connections are closed after 30 minutes; leave it out",
-        "overload_status": "it is RESOURCE_EXHAUSTED, which clients do not retry by themselves; leave it out",
-        "token_free": "health needs no token, and reflection needs one that may read; leave it out",
-        "grpc_socket": "clients of this machine use the port at 127.0.0.1; leave it out",
-        "compress": "responses are not compressed, and compressed requests are still read; leave it out",
-        "change_settings": "clients change log and trace settings if model_control is explicit",
-        "shared_memory_prefix": "give the prefix as shared_memory; * for every name",
-        "shared_memory_max_regions": "leave it out; 1024 regions are the limit",
-        "shared_memory_max_bytes": "leave it out; 1 GiB of all regions together is the limit",
-        "trace_exporter": "give trace_rate, one trace per so many requests; 0 turns traces off",
-        "trace_endpoint": "set the variable OTEL_EXPORTER_OTLP_ENDPOINT",
-        "reference_ca": "leave it out; fp32 references run in a process of this server",
-    }
 
     # Descriptions are docs/configuration.md (`make docs`). Error messages show `title`, not the pattern.
     repository: Path = Field(
@@ -281,10 +255,9 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
 
 
 def _settings_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings in the environment, former ones included. An empty variable was not set."""
+    """Return the settings in the environment. An empty variable was not set."""
     given = {name.upper(): value for name, value in environment.items() if value}
-    keys = (*ServerConfig.REMOVED, *ServerConfig.model_fields)
-    return {key: given[name] for key in keys if (name := ENV_PREFIX + key.upper()) in given}
+    return {key: given[name] for key in ServerConfig.model_fields if (name := ENV_PREFIX + key.upper()) in given}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> str:
@@ -293,11 +266,10 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
     Each is shown with the most similar known one, and without its value: it may be a secret.
     """
     known = [name.upper() for name in (*ServerConfig.model_fields, *_OTHER_VARIABLES)]
-    former = [name.upper() for name in ServerConfig.REMOVED]  # an error, unless empty
     unknown = [
         with_similar(name, known, ENV_PREFIX)
         for name, value in sorted(environment.items())
-        if name.upper().startswith(ENV_PREFIX) and name.upper().removeprefix(ENV_PREFIX) not in (*known, *former)
+        if name.upper().startswith(ENV_PREFIX) and name.upper().removeprefix(ENV_PREFIX) not in known
         if not _KUBERNETES_SERVICE.fullmatch(name) and not (name.endswith("_PORT") and "://" in value)
     ]
     if not unknown:
@@ -306,19 +278,10 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
 
 
 def explain(errors: Sequence[ErrorDetails], model: type[BaseModel], where: str) -> str:
-    """Return as text all unknown keys among ``errors``, or else the first: the key, its value and what was expected.
-
-    The mapping ``REMOVED`` of ``model`` has what to do instead of a key that it once had (nested ones with dots).
-    """
+    """Return as text all unknown keys among ``errors``, or else the first: the key, its value and what was expected."""
     if unknown := [error["loc"] for error in errors if error["type"] == "extra_forbidden"]:
-        removed: Mapping[str, str] = getattr(model, "REMOVED", {})
-        former = [key for key in map(_dotted, unknown) if key in removed]
-        others = [loc for loc in unknown if _dotted(loc) not in removed]
-        known = {_dotted((*loc[:-1], field)) for loc in others for field in _fields_at(model, loc[:-1])}
-        reasons = [f"{quoted(key)} is not a setting any more: {removed[key]}" for key in former]
-        if others:
-            reasons.append(unknown_names("key", [*map(_dotted, others)], known))
-        return f"{where}: {'; '.join(reasons)}"
+        known = {_dotted((*loc[:-1], field)) for loc in unknown for field in _fields_at(model, loc[:-1])}
+        return f"{where}: {unknown_names('key', [*map(_dotted, unknown)], known)}"
     first = errors[0]
     key = _dotted(first["loc"])
     if first["type"] == "missing":

@@ -12,18 +12,6 @@ State = Literal["unknown", "within", "over"]
 Cause = Literal["none", "rounding", "broken", "out_of_range"]
 LONGEST_STAY_S = 86_400.0  # after a day in bf16, what led to the last fallback is another story
 
-#: Former keys of ``serving.yaml``, and what to do instead.
-REMOVED_KEYS = {
-    "shadow.min_per_second": "at least 0.5 samples a second are measured, if so many requests come and max_per_second"
-    " allows it; delete it",
-    "shadow.max_bytes": "the samples that wait have at most 64 MiB; delete it, or lower shadow.max_rows for large rows",
-    "shadow.reference": "a process of the server runs the reference; delete it, or set shadow.rate: 0 instead of off",
-    "shadow.reference_memory_bytes": "the references may take what the container has left; delete it",
-    "fallback.longest_stay_seconds": "it is a day; delete it",
-    "fallback.margin": "it is 0.1; delete it, or replace a bound by `budget`",
-    "fallback.retry_seconds": "it is 60; delete it",
-}
-
 
 class ShadowPolicy(BaseModel):
     """The policy that selects the live requests to run again on the fp32 reference.

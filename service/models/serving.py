@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
@@ -16,7 +16,7 @@ from bf16kit.messages.wording import quoted
 from bf16kit.messages.yamltext import parse_mapping
 from bf16kit.service.config.serverconfig import explain
 from bf16kit.service.contract import QueueBounds, Scheduling
-from bf16kit.service.drift.contract import REMOVED_KEYS, FallbackPolicy, ShadowPolicy
+from bf16kit.service.drift.contract import FallbackPolicy, ShadowPolicy
 
 FILE_NAME = "serving.yaml"
 DEFAULT_MAX_BATCH_SIZE = 32
@@ -73,19 +73,6 @@ class Serving(BaseModel):
     """The whole of ``serving.yaml``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-    REMOVED: ClassVar[Mapping[str, str]] = REMOVED_KEYS | {  # former keys, and what to do instead
-        "beside": "leave it out; one batch of another shape always runs beside `instances` on a CPU",
-        "default_priority_level": "leave it out; a request's priority is checked and ignored",
-        "first_run_seconds": "leave it out; a run of a model that is being loaded may take 300 s",
-        "formats": "leave it out; it was only shown to clients",
-        "max_queue_bytes": "leave it out; the waiting inputs may have 256 MiB, and max_queue_size bounds them further",
-        "max_response_bytes": "leave it out; the outputs of one response may have 256 MiB",
-        "priority_levels": "leave it out; a request's priority is checked and ignored",
-        "priority_queue_policy": "leave it out; a request's priority is checked and ignored",
-        "threads": "set `threads` of the server, which the model's `instances` share equally, or `instances` here",
-        "weights": "leave it out; weights are always copied, and checked, so that nobody can change them later",
-    }
 
     # Descriptions are docs/configuration.md (`make docs`).
     max_batch_size: int | None = Field(

@@ -62,9 +62,8 @@ def test_a_value_out_of_range_is_named_with_what_was_expected(
         ("1: 2\n", "unknown key '1'"),
         ("grpc_porcelain: 1\n", r"server\.yaml: unknown key 'grpc_porcelain'; known keys are .*grpc_port"),
         (  # all at once, and before a value that is wrong: a key that seems to be missing may be one of them
-            "grpc-port: 1\nhttp_port: -1\nHOTS: x\nmax_streams: 2\n",
-            r"server\.yaml: 'max_streams' is not a setting any more: .*; unknown keys 'grpc-port' \(did you mean"
-            r" grpc_port\?\), 'HOTS' \(did you mean host\?\)$",
+            "grpc-port: 1\nhttp_port: -1\nHOTS: x\n",
+            r"server\.yaml: unknown keys 'grpc-port' \(did you mean grpc_port\?\), 'HOTS' \(did you mean host\?\)$",
         ),
         ("host: x\n\tgrpc_port: 1\n", r"server\.yaml: line 2, column 1: is not YAML: .*\n   grpc_port: 1\n  \^$"),
         ("a: &x 1\nb: *x\n", "line 2: .*x is an alias: write the value itself there"),
@@ -146,16 +145,3 @@ def test_every_setting_and_other_known_variable_is_accepted_and_those_of_kuberne
         "BF16KIT_METRICS_PORT_8002_TCP_ADDR": "10.0.0.2",
     }
     assert unknown_variables(dict.fromkeys([*names, "bf16kit_grpc_port"], "x") | kubernetes) == ""
-
-
-@pytest.mark.parametrize("key", ServerConfig.REMOVED)
-def test_a_former_key_is_named_with_what_to_do_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
-    file, variable = write(tmp_path / "server.yaml", f"{key}: 1\n"), f"BF16KIT_{key.upper()}"
-    monkeypatch.setenv(variable, "1")
-    for where, given in ((f"{variable} in the environment", None), (str(file), file)):
-        with pytest.raises(ConfigError) as refused:
-            load_config({"repository": tmp_path}, given)
-        assert str(refused.value) == f"{where}: '{key}' is not a setting any more: {ServerConfig.REMOVED[key]}"
-        monkeypatch.delenv(variable, raising=False)

@@ -84,14 +84,6 @@ def test_the_error_names_the_wrong_key_or_value(tmp_path: Path, text: str, messa
     assert len(str(refusal.value)) < 1500
 
 
-@pytest.mark.parametrize("key", Serving.REMOVED)
-def test_a_former_key_is_an_error_that_says_what_to_do_instead(tmp_path: Path, key: str) -> None:
-    section, _, name = key.partition(".")
-    with pytest.raises(ConfigError) as refused:
-        load(tmp_path, f"{section}: {{{name}: 1}}" if name else f"{key}: 1")
-    assert f"'{key}' is not a setting any more: {Serving.REMOVED[key]}" in str(refused.value)
-
-
 def test_labels_are_the_lines_of_a_file_beside_it(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("tabby cat\nt\u00eate\n\nlast\n\n")
     found = load(tmp_path, "labels: {logits: classes.txt}\n")
