@@ -229,7 +229,8 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
 
     Raises :class:`ConfigError` for a file that cannot be read, an unknown key, or a value out of range.
     """
-    in_file = {} if file is None else read_mapping(file)
+    read = {} if file is None else read_mapping(file)
+    in_file = {key: "" if value is None else value for key, value in read.items()}  # a template's empty value
     in_environment = _settings_of(os.environ)
     given = {key: value for key, value in flags.items() if value not in (None, ())}
     try:

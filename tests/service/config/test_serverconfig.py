@@ -68,6 +68,7 @@ def test_a_value_out_of_range_is_named_with_what_was_expected(
         ("host: x\n\tgrpc_port: 1\n", r"server\.yaml: line 2, column 1: is not YAML: .*\n   grpc_port: 1\n  \^$"),
         ("a: &x 1\nb: *x\n", "line 2: .*x is an alias: write the value itself there"),
         ("a: 1\nb: {c: 1, c: 2}\n", "line 2: 'c' is given twice: leave one out"),
+        ("token_file:\n", r"'token_file' is '': give a path; leave the key out for none$"),
         ("token_file: [a]\n", r"'token_file' is \['a'\]: give a path$"),
         ("a: 2001-99-99\n", "is not YAML"),  # the parser has its own errors for invalid dates and numbers
         ("a: " + "1" * 5000, "is not YAML"),
