@@ -50,7 +50,9 @@ class Stop:
         os.close(self._writer)
 
     def on_signals(self) -> None:
-        """Set on SIGTERM or SIGINT; a second signal kills the process at once, without a drain.
+        """Set on SIGTERM, SIGINT or SIGHUP; a second signal kills the process at once, without a drain.
+
+        SIGHUP stays ignored where it is, as under nohup.
 
         The kernel may deliver the signal to any thread. Python runs handlers on the main thread, which may block in
         :meth:`wait`. So Python's C handler writes to the pipe itself.
@@ -62,8 +64,9 @@ class Stop:
 
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._on_signals = True
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, handle)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handle)
 
 
 class Guard:

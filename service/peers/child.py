@@ -267,9 +267,10 @@ def _exit_reason(code: int) -> str:
 def socket_to_parent() -> socket.socket:
     """Return the child's end of the channel, for its ``main``. The process ends with its parent from now on.
 
-    It ignores SIGTERM and SIGINT: Ctrl-C and systemd signal every process of a server, and the parent stops the others.
+    It ignores the parent's stop signals: Ctrl-C, systemd and a terminal that closes signal every process of a server,
+    and the parent stops the others.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     exit_with_parent(int(sys.argv[2]))
     return socket.socket(fileno=int(sys.argv[1]))

@@ -157,7 +157,7 @@ def test_the_port_is_in_use_until_the_supervisor_is_killed_which_leaves_no_worke
 def test_sigterm_finishes_the_requests_in_flight_in_every_worker(repository: Path, serve: Serve) -> None:
     """The queue waits two seconds for a fuller batch, which keeps a request of each connection in flight.
 
-    systemd sends SIGTERM and a terminal sends SIGINT to every process; only the supervisor must react.
+    systemd sends SIGTERM and a terminal sends SIGINT and SIGHUP to every process; only the supervisor must react.
     """
     (repository / "mlp" / "serving.yaml").write_text("max_queue_delay_ms: 2000\n")
     server = serve("--repository", repository, "--workers", "2").wait_ready()
@@ -168,8 +168,8 @@ def test_sigterm_finishes_the_requests_in_flight_in_every_worker(repository: Pat
         started = [client.ask("ModelInfer").future(infer_request("mlp", x=ROWS), timeout=60) for client in clients]
         until(lambda: server.of_model("requests_in_flight") == len(clients), what="all of them at work")
         for pid in workers:
-            os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGINT)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(pid, number)
         server.stop()
         assert {call.code() for call in started} == {grpc.StatusCode.OK}
     assert "requests were cut off" not in server.log

@@ -15,7 +15,7 @@ from bf16kit.service.config.loops import Guard, PeriodicThread, Stop
 
 @pytest.fixture
 def stop() -> Iterator[Stop]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     stop = Stop()
     yield stop
     for number, handler in before.items():
@@ -47,11 +47,20 @@ def test_a_signal_received_by_another_thread_sets_the_stop(stop: Stop) -> None:
         receiver.join()
 
 
-def test_a_second_signal_would_kill_the_process(stop: Stop) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_would_kill_the_process(stop: Stop, number: signal.Signals) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
     stop.on_signals()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
     assert stop.wait(20)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_under_nohup_the_end_of_the_terminal_stops_nothing(stop: Stop) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop.on_signals()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not stop.wait(0.05)
 
 
 def test_an_error_is_logged_once_a_minute_with_its_traceback_and_the_next_steps_run(
