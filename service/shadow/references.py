@@ -34,7 +34,7 @@ from bf16kit.service.telemetry.metrics import Metrics
 from bf16kit.service.telemetry.modelmetrics import ModelMetrics
 from bf16kit.service.telemetry.values import to_message
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("bf16kit.service.shadow.references")  # __name__ is "__main__": it is run with -m
 _VERDICT_SECONDS = 1.0  # between two verdicts of the same status
 MEASURED = "drift_"  # prefix of the metrics counted here; serving processes count the others
 

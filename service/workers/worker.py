@@ -38,7 +38,7 @@ from bf16kit.service.workers.forwarding import ForwardedOperations, ForwardedReg
 from bf16kit.service.workers.state import Report, SlotState, WorkerRegistry
 from bf16kit.service.workers.weights import SharedWeights
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("bf16kit.service.workers.worker")  # __name__ is "__main__": it is run with -m
 _LAST_WORDS_SECONDS = 5.0  # for the supervisor to receive the last answer
 _LAST_TRACES_SECONDS = 1.0
 _POLL_SECONDS = 0.1

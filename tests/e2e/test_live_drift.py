@@ -53,6 +53,7 @@ def test_requests_are_in_no_file_and_in_no_log_and_a_killed_server_leaves_no_pro
     until(lambda: samples(server, "measured") == 1)
     assert sorted(tmp_path.rglob("*")) == before
     assert "12345" not in server.log
+    assert "INFO bf16kit.service.shadow.references: model 'mlp' version 1: its fp32 reference" in server.log
     (shadow,) = pids(server, SHADOW)
     held = [str(file.readlink()) for file in Path(f"/proc/{shadow}/fd").iterdir()]
     assert not [name for name in held if "bf16kit-sample" in name], "what was measured is given back"
