@@ -39,15 +39,6 @@ class Workspace:
         profiles = ("--profile", "cpu", "--profile", "cuda")
         return self.converted("mlp", models.write_mlp(self.root / "mlp.onnx"), *profiles)
 
-    def torch_mlp(self, *flags: str, name: str = "torch_mlp") -> Path:
-        """The MLP of the GPU benchmark, from a torch state dict."""
-        from bench.gpu import torch_mlp
-
-        self.root.mkdir(parents=True, exist_ok=True)
-        source = torch_mlp.save(self.root / "torch_mlp.pt")
-        shape = f"x:float32:batch,{torch_mlp.WIDTHS[0]}"
-        return self.converted(name, source, "--model", "bench.gpu.torch_mlp:mlp", "--input", shape, *flags)
-
     def converted(self, name: str, source: Path, *flags: str) -> Path:
         """The artifact ``name`` of ``source``, made by ``bf16-convert`` with ``flags`` when first asked for."""
         artifact = self.root / "artifacts" / name / "1"

@@ -225,6 +225,9 @@ def _device_name() -> str:
 def _subjects(workspace: Workspace) -> list[Subject]:
     from bench.gpu import torch_mlp
 
+    workspace.root.mkdir(parents=True, exist_ok=True)
+    source, width = torch_mlp.save(workspace.root / "torch_mlp.pt"), torch_mlp.WIDTHS[0]
+    build = ("--model", "bench.gpu.torch_mlp:mlp", "--input", f"x:float32:batch,{width}")
     return [
         Subject(
             "MiniLM",
@@ -234,9 +237,9 @@ def _subjects(workspace: Workspace) -> list[Subject]:
         ),
         Subject(
             "MLP",
-            Artifact.open(workspace.torch_mlp(*BOTH_FORMATS, name="scripted_torch_mlp")),
+            Artifact.open(workspace.converted("scripted_torch_mlp", source, *build, *BOTH_FORMATS)),
             torch_mlp.mlp,
-            lambda rows: models.mlp_feeds(rows, torch_mlp.WIDTHS[0]),
+            lambda rows: models.mlp_feeds(rows, width),
         ),
     ]
 
